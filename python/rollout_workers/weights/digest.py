@@ -1,0 +1,125 @@
+"""The weights digest: a Merkle root over fixed row blocks of the tensors.
+
+One policy, one root. The learner computes it from what it wrote, an engine from what it holds, and a tensor-parallel rank
+can check the leaves of its own rows. With ``H`` = blake3 (32 bytes), integers little-endian and ``str(s)`` = u32 length in
+bytes followed by UTF-8:
+
+    leaf   = H(00 || bytes of one block)
+    tensor = H(01 || str(name) || str(dtype) || u32 ndim || u64 dim ... || u64 number of leaves || leaf ...)
+    root   = H(02 || str("rollout.weights.v1") || u64 number of tensors || (str(name) || tensor) ... by name as UTF-8)
+
+A block is 256 rows of the first dimension; of a tensor with fewer than two dimensions it is 65,536 elements; the last one
+may be short, and a tensor without elements has none. Bytes are the row-major little-endian bytes in transport dtype, whose name
+is the one safetensors uses. The first byte separates the three domains, so no leaf can pass for a node. Vectors that every
+language must reproduce: ``schemas/golden/weights_digest.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+
+from rollout_workers.weights.naming import dtype_name
+
+BLOCK_ROWS = 256
+BLOCK_ELEMENTS = 65_536
+PREFIX = "blake3-"
+
+_LEAF = b"\x00"
+_TENSOR = b"\x01"
+_ROOT = b"\x02"
+_SCHEME = "rollout.weights.v1"
+_PARALLEL_BYTES = 16 << 20  # below this a thread pool costs more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsDigest:
+    """What a set of tensors hashes to.
+
+    root: ``blake3-<64 hex>`` over all tensors; equal exactly when names, dtypes, shapes and bytes are.
+    tensors: the node of each tensor by name, same spelling; says which tensor differs when roots do.
+    """
+
+    root: str
+    tensors: Mapping[str, str]
+
+
+def weights_digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
+    """Digest tensors (any shape, device and layout) under their Hugging Face names, in any order.
+
+    Contiguous CPU tensors are hashed where they lie; others are copied one at a time. The call blocks for about
+    0.3 s per GB and core and holds no lock while it hashes: run it in a thread beside an event loop. Tensors must not
+    change meanwhile. Raises ``ValueError`` for a name given twice or a dtype that can't travel.
+    """
+    tensors = list(named_tensors)
+    if len({name for name, _ in tensors}) != len(tensors):
+        raise ValueError("a tensor name was given twice: tied tensors are digested once, under their first name")
+    if sum(tensor.nbytes for _, tensor in tensors) < _PARALLEL_BYTES:
+        nodes = {name: tensor_node(name, tensor) for name, tensor in tensors}
+    else:
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            nodes = {name: tensor_node(name, tensor, pool) for name, tensor in tensors}
+    return WeightsDigest(
+        root=PREFIX + root_node(nodes).hex(),
+        tensors={name: PREFIX + node.hex() for name, node in nodes.items()},
+    )
+
+
+def tensor_node(name: str, tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> bytes:
+    """The node (32 bytes) of one tensor."""
+    return node_of_leaves(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_leaves(tensor, pool))
+
+
+def tensor_leaves(tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> list[bytes]:
+    """The leaves (32 bytes each) of one tensor, in row order."""
+    data = _raw_bytes(tensor)
+    size = _block_bytes(tensor)
+    blocks = [data[start : start + size] for start in range(0, len(data), size)] if size else []
+    return list(pool.map(_leaf, blocks) if pool else map(_leaf, blocks))
+
+
+def node_of_leaves(name: str, dtype: str, shape: tuple[int, ...], leaves: list[bytes]) -> bytes:
+    """The node (32 bytes) of a tensor whose leaves are known, for instance gathered from several ranks."""
+    head = _TENSOR + _string(name) + _string(dtype) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return blake3(head + struct.pack("<Q", len(leaves)) + b"".join(leaves)).digest()
+
+
+def root_node(nodes: Mapping[str, bytes]) -> bytes:
+    """The root (32 bytes) over tensor nodes by name."""
+    ordered = sorted(nodes.items(), key=lambda item: item[0].encode())
+    body = b"".join(_string(name) + node for name, node in ordered)
+    return blake3(_ROOT + _string(_SCHEME) + struct.pack("<Q", len(ordered)) + body).digest()
+
+
+def _leaf(block: memoryview) -> bytes:
+    return blake3(_LEAF).update(block).digest()
+
+
+def _block_bytes(tensor: torch.Tensor) -> int:
+    """Bytes in a full block of this tensor."""
+    if tensor.dim() < 2:
+        return BLOCK_ELEMENTS * tensor.element_size()
+    return BLOCK_ROWS * tensor[:1].numel() * tensor.element_size()
+
+
+def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's little-endian bytes: a view where it is contiguous on the CPU, else of a copy."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    array = flat.view(torch.uint8).numpy()
+    if sys.byteorder == "big" and tensor.element_size() > 1:
+        array = array.reshape(-1, tensor.element_size())[:, ::-1].copy().reshape(-1)
+    return memoryview(array)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<I", len(data)) + data

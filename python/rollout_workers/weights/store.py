@@ -1,0 +1,209 @@
+"""Weights on disk: one folder a version, which ``AutoModelForCausalLM.from_pretrained`` loads.
+
+    <dir>/model.safetensors         every tensor once, under its Hugging Face name
+    <dir>/rollout_weights.json      the manifest: version, digest, tensors
+    <dir>/config.json, tokenizer*   from the model that the run began with (hard links where the file system allows)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from rollout_workers.weights.digest import WeightsDigest, weights_digest
+from rollout_workers.weights.naming import dtype_name, named_weights
+
+TENSOR_FILE = "model.safetensors"
+SHARD_INDEX_FILE = "model.safetensors.index.json"
+MANIFEST_FILE = "rollout_weights.json"
+
+# What from_pretrained reads beside the tensors. Everything else in a model's folder (its own weights above all) stays.
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class WeightsUnreadable(Exception):
+    """A weights folder that is missing, cut short or not one of ours. The message names the folder and what is wrong."""
+
+    reason = "WEIGHTS_UNREADABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: Hugging Face name, dtype as safetensors spells it, shape, ``blake3-<hex>`` of its node."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file: path relative to the folder, size in bytes."""
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsManifest:
+    """A version of the policy: its number in the run, its digest, its tensors (by name) and its files (by path)."""
+
+    version: int
+    digest: str
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[FileEntry, ...]
+
+
+def write_weights(
+    directory: str | os.PathLike[str],
+    weights: nn.Module | Iterable[tuple[str, torch.Tensor]],
+    *,
+    config_source_dir: str | os.PathLike[str],
+    version: int,
+    dtype: torch.dtype | None = None,
+    fsync: bool = True,
+) -> WeightsManifest:
+    """Write ``weights`` as ``directory`` and return its manifest.
+
+    The folder appears whole, by a rename; one that was there is replaced (a step that is trained again after a crash writes
+    the same version). With ``fsync`` files and both folders are durable when the call returns. ``dtype`` is the transport
+    dtype of floating-point tensors; without it each keeps its own. Raises ``FileNotFoundError`` where
+    ``config_source_dir`` has no config.json, ``ValueError`` as ``weights_digest`` does, ``OSError`` for the disk.
+    """
+    target, source = Path(directory), Path(config_source_dir)
+    if not (source / "config.json").is_file():
+        raise FileNotFoundError(f"{source} holds no config.json: config_source_dir must be a model's folder")
+    pairs = named_weights(weights) if isinstance(weights, nn.Module) else weights
+    tensors = {name: _in_transport(tensor, dtype) for name, tensor in pairs}
+    digest = weights_digest(tensors.items())
+
+    staging = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    staging.mkdir(parents=True)
+    try:
+        save_file(tensors, staging / TENSOR_FILE, metadata={"format": "pt"})
+        for name in _COMPANIONS:
+            if (source / name).is_file():
+                _link_or_copy(source / name, staging / name)
+        manifest = _manifest(staging, tensors, digest, version)
+        (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1) + "\n")
+        if fsync:
+            for path in (staging / TENSOR_FILE, staging / MANIFEST_FILE, staging):
+                _fsync(path)
+        _replace_folder(staging, target)
+        if fsync:
+            _fsync(target.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return manifest
+
+
+def read_weights(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The tensors of a weights folder by name, mapped from the file: pages are read when they are touched.
+
+    Works on any model's folder with safetensors, ours or not, in one file or in shards. The tensors share the file's pages
+    copy-on-write; they stay valid after the folder is deleted. Nothing is verified here: compare ``weights_digest`` with
+    the manifest. Raises ``WeightsUnreadable``.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in _tensor_files(Path(directory)):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except Exception as error:
+            raise WeightsUnreadable(f"{path}: {error}") from error
+    return tensors
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> WeightsManifest:
+    """The manifest of a folder that ``write_weights`` wrote. Raises ``WeightsUnreadable``."""
+    path = Path(directory) / MANIFEST_FILE
+    try:
+        raw = json.loads(path.read_text())
+        return WeightsManifest(
+            version=int(raw["version"]),
+            digest=str(raw["digest"]),
+            tensors=tuple(TensorEntry(t["name"], t["dtype"], tuple(t["shape"]), t["digest"]) for t in raw["tensors"]),
+            files=tuple(FileEntry(f["path"], f["bytes"]) for f in raw["files"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsUnreadable(f"{path}: {error!r}") from error
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    index = folder / SHARD_INDEX_FILE
+    if not index.is_file():
+        return [folder / TENSOR_FILE]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise WeightsUnreadable(f"{index}: {error!r}") from error
+
+
+def _in_transport(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor = tensor.detach().cpu()
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.contiguous()
+
+
+def _manifest(folder: Path, tensors: dict[str, torch.Tensor], digest: WeightsDigest, version: int) -> WeightsManifest:
+    return WeightsManifest(
+        version=version,
+        digest=digest.root,
+        tensors=tuple(
+            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest.tensors[name])
+            for name, tensor in sorted(tensors.items())
+        ),
+        files=tuple(FileEntry(path.name, path.stat().st_size) for path in sorted(folder.iterdir())),
+    )
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _replace_folder(staging: Path, target: Path) -> None:
+    """Rename staging to target. A folder can't be renamed over a full one, so an old target steps aside first."""
+    old = target.parent / f".{target.name}.{uuid.uuid4().hex}.old"
+    try:
+        target.rename(old)
+    except FileNotFoundError:
+        old = None
+    staging.rename(target)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

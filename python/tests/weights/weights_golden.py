@@ -1,0 +1,69 @@
+"""The vectors of ``schemas/golden/weights_digest.json``. Run as a script to write them anew from the reference.
+
+    python python/tests/weights/weights_golden.py > schemas/golden/weights_digest.json
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+GOLDEN = Path(__file__).parents[3] / "schemas/golden/weights_digest.json"
+
+CASES: dict[str, list[tuple[str, str, list[int]]]] = {
+    "no tensor": [],
+    "one row": [("model.norm.weight", "F32", [4])],
+    "a scalar": [("scale", "F32", [])],
+    "no element": [("empty", "F32", [0, 8])],
+    "exactly one block of rows": [("w", "BF16", [256, 3])],
+    "one row more than a block": [("w", "BF16", [257, 3])],
+    "three dimensions": [("experts", "F32", [300, 2, 5])],
+    "a vector of more than one block": [("bias", "U8", [65_537])],
+    "same bytes, another shape": [("w", "F32", [2, 6])],
+    "same bytes, shape turned": [("w", "F32", [6, 2])],
+    "same bytes, another dtype": [("w", "BF16", [4, 6])],
+    "order by bytes of the name": [
+        ("b", "F32", [2]),
+        ("B", "F32", [2]),
+        ("a.b", "F32", [2]),
+        ("ab", "F32", [2]),
+        ("é", "F32", [2]),
+        ("z", "F32", [2]),
+    ],
+    "names that run together": [("a", "F32", [1]), ("aF32", "F32", [1])],
+}
+
+
+def vectors() -> dict[str, Any]:
+    """The whole golden file as JSON values."""
+    from weights_reference import SIZES, Entry, leaves, node, pattern, root
+
+    cases: list[dict[str, Any]] = []
+    for title, shapes in CASES.items():
+        entries = []
+        for name, dtype, shape in shapes:
+            count = SIZES[dtype]
+            for size in shape:
+                count *= size
+            entries.append(Entry(name, dtype, shape, pattern(count)))
+        tensors = [
+            {
+                "name": entry.name,
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "leaves": leaves(entry),
+                "digest": "blake3-" + node(entry),
+            }
+            for entry in entries
+        ]
+        cases.append({"case": title, "tensors": tensors, "root": "blake3-" + root(entries)})
+    return {
+        "what": "Weights digests. The bytes of every tensor are a pattern: byte i is (31 * i + 7) mod 251.",
+        "scheme": "rollout.weights.v1",
+        "cases": cases,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(vectors(), indent=1, ensure_ascii=False))

@@ -1,0 +1,63 @@
+"""The weights digest a second time, from the definition: bytes and shapes only, no torch, no views, no threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from blake3 import blake3
+
+SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: name, dtype as safetensors spells it, shape, row-major little-endian bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+def pattern(length: int) -> bytes:
+    """Bytes that any language can make: byte i is (31 * i + 7) mod 251."""
+    return bytes((31 * i + 7) % 251 for i in range(length))
+
+
+def leaves(entry: Entry) -> list[str]:
+    """The leaves of one tensor, in hex."""
+    if len(entry.shape) >= 2:
+        block = 256 * prod(entry.shape[1:]) * SIZES[entry.dtype]
+    else:
+        block = 65_536 * SIZES[entry.dtype]
+    rest, found = entry.data, []
+    while rest:
+        found.append(blake3(b"\x00" + rest[:block]).hexdigest())
+        rest = rest[block:]
+    return found
+
+
+def node(entry: Entry) -> str:
+    """The node of one tensor, in hex."""
+    blob = bytearray(b"\x01")
+    for text in (entry.name, entry.dtype):
+        blob += len(text.encode()).to_bytes(4, "little") + text.encode()
+    blob += len(entry.shape).to_bytes(4, "little")
+    for size in entry.shape:
+        blob += size.to_bytes(8, "little")
+    hashes = leaves(entry)
+    blob += len(hashes).to_bytes(8, "little")
+    for leaf in hashes:
+        blob += bytes.fromhex(leaf)
+    return blake3(bytes(blob)).hexdigest()
+
+
+def root(entries: list[Entry]) -> str:
+    """The root over tensors, in hex."""
+    scheme = b"rollout.weights.v1"
+    blob = bytearray(b"\x02" + len(scheme).to_bytes(4, "little") + scheme)
+    blob += len(entries).to_bytes(8, "little")
+    for name, entry in sorted((entry.name.encode(), entry) for entry in entries):
+        blob += len(name).to_bytes(4, "little") + name + bytes.fromhex(node(entry))
+    return blake3(bytes(blob)).hexdigest()
