@@ -1,0 +1,133 @@
+"""Regenerate everything that is made from the contracts in proto/.
+
+    proto/gen/      Go messages and gRPC stubs            buf, protoc-gen-go, protoc-gen-go-grpc
+    python/         Python messages, stubs and types      grpcio-tools, mypy-protobuf
+    schemas/        the JSON Schema of the run config     protoc-gen-jsonschema, scripts/schema.py
+
+All is written to a scratch folder first and only files that differ are put in place, so a run that
+changes nothing touches nothing, and a failed run leaves the tree as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import schema
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / ".tools"
+PROTO = ROOT / "proto"
+RULES = TOOLS / "protovalidate"
+RULES_MODULE = "github.com/bufbuild/protovalidate@v1.2.2"
+CONFIG = PROTO / "rollout" / "config" / "v1"
+
+
+def main() -> None:
+    fetch_rules()
+    with tempfile.TemporaryDirectory(dir=TOOLS, prefix="generate-") as name:
+        scratch = Path(name)
+        generate_go(scratch)
+        generate_python(scratch)
+        generate_schema(scratch)
+
+
+def fetch_rules() -> None:
+    """Copy validate.proto out of its pinned Go module; a stamp holds the version that is there."""
+    stamp = RULES / "version"
+    if stamp.exists() and stamp.read_text() == RULES_MODULE:
+        return
+    answer = run(["go", "mod", "download", "-json", RULES_MODULE], capture=True)
+    source = Path(json.loads(answer)["Dir"]) / "proto" / "protovalidate" / "buf" / "validate" / "validate.proto"
+    target = RULES / "buf" / "validate" / "validate.proto"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(source.read_bytes())
+    stamp.write_text(RULES_MODULE)
+
+
+def generate_go(scratch: Path) -> None:
+    run([TOOLS / "bin" / "buf", "generate", "--template", "buf.gen.yaml", "--output", scratch])
+    sync(scratch / "go" / "rollout", PROTO / "gen" / "rollout")
+
+
+def generate_python(scratch: Path) -> None:
+    """Messages for every contract, stubs for those that hold a service, the rules' own messages beside them."""
+    out = scratch / "python"
+    out.mkdir()
+    contracts = sorted((PROTO / "rollout").rglob("*.proto"))
+    protoc(out, ["python", "mypy"], [*contracts, RULES / "buf" / "validate" / "validate.proto"])
+    protoc(out, ["grpc_python", "mypy_grpc"], [path for path in contracts if holds_service(path)])
+    sync(out / "buf", ROOT / "python" / "buf")
+    generated = {path.relative_to(out / "rollout").parts[0] for path in (out / "rollout").rglob("*_pb2.py")}
+    for noun in sorted(generated | committed_nouns()):
+        sync(out / "rollout" / noun, ROOT / "python" / "rollout" / noun)
+
+
+def protoc(out: Path, kinds: Iterable[str], files: list[Path]) -> None:
+    if not files:
+        return
+    binaries = Path(sys.executable).parent
+    plugins = [f"--plugin={name}={binaries / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+    outputs = [f"--{kind}_out={'quiet:' if kind.startswith('mypy') else ''}{out}" for kind in kinds]
+    run([sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", f"-I{RULES}", *plugins, *outputs, *files])
+
+
+def holds_service(path: Path) -> bool:
+    return any(line.startswith("service ") for line in path.read_text().splitlines())
+
+
+def committed_nouns() -> set[str]:
+    return {path.parts[-3] for path in (ROOT / "python" / "rollout").glob("*/v1/*_pb2.py")}
+
+
+def generate_schema(scratch: Path) -> None:
+    if not CONFIG.exists():
+        return
+    run([TOOLS / "bin" / "buf", "generate", "--template", "buf.gen.schema.yaml", "--output", scratch])
+    strict, lenient = (
+        json.loads((scratch / "schema" / f"rollout.config.v1.RunConfig.schema{kind}.bundle.json").read_text())
+        for kind in (".strict", "")
+    )
+    shaped = schema.shape(strict, lenient)
+    out = scratch / "schemas" / "run_config.schema.json"
+    out.parent.mkdir()
+    out.write_text(json.dumps(shaped, indent=2, ensure_ascii=False) + "\n")
+    replace(out, ROOT / "schemas" / out.name)
+
+
+def sync(source: Path, target: Path) -> None:
+    """Make the generated files of target those of source: write what differs, remove what is gone."""
+    wanted = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+    present = {path.relative_to(target) for path in target.rglob("*") if path.is_file() and is_generated(path)}
+    for path in sorted(present - wanted):
+        (target / path).unlink()
+    for path in sorted(wanted):
+        replace(source / path, target / path)
+
+
+def is_generated(path: Path) -> bool:
+    return path.name.endswith((".pb.go", "_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi"))
+
+
+def replace(source: Path, target: Path) -> None:
+    if target.exists() and target.read_bytes() == source.read_bytes():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    print(target.relative_to(ROOT))
+
+
+def run(command: list[str | Path], capture: bool = False) -> str:
+    done = subprocess.run(command, cwd=ROOT, check=False, text=True, stdout=subprocess.PIPE if capture else None)
+    if done.returncode != 0:
+        sys.exit(f"generate: {Path(command[0]).name} failed with exit code {done.returncode}")
+    return done.stdout or ""
+
+
+if __name__ == "__main__":
+    main()
