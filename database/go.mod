@@ -1,0 +1,3 @@
+module github.com/rollout-rl/rollout/database
+
+go 1.26.7
