@@ -10,7 +10,7 @@ bytes followed by UTF-8:
 
 A block is 256 rows of the first dimension; of a tensor with fewer than two dimensions it is 65,536 elements; the last one
 may be short, and a tensor without elements has none. Bytes are the row-major little-endian bytes in transport dtype, whose name
-is the one safetensors uses. The first byte separates the three domains, so no leaf can pass for a node. Vectors that every
+is torch's (``float32``, ``bfloat16``). The first byte separates the three domains, so no leaf can pass for a node. Vectors that every
 language must reproduce: ``schemas/golden/weights_digest.json``.
 """
 

@@ -7,25 +7,28 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-# The names of safetensors, so that a manifest, a file header and a digest spell a dtype alike in every language.
+# A dtype's name in manifests and digests: torch's own, without the prefix.
 DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
 }
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The transport name of a dtype, such as ``F32``. Raises ``ValueError`` for one that has none."""
+    """The transport name of a dtype, such as ``float32``. Raises ``ValueError`` for one that has none."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
         raise ValueError(f"{dtype} has no transport name; cast the tensor to one of {sorted(DTYPE_NAMES.values())}")

@@ -51,7 +51,7 @@ class WeightsUnreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: Hugging Face name, dtype as safetensors spells it, shape, ``blake3-<hex>`` of its node."""
+    """One tensor: Hugging Face name, dtype (``float32``), shape, ``blake3-<hex>`` of its node."""
 
     name: str
     dtype: str

@@ -62,7 +62,7 @@ def test_one_flipped_bit_is_seen(dtype: torch.dtype) -> None:
 def test_a_rank_can_check_its_rows() -> None:
     whole = torch.randn(1024, 8)
     leaves = [leaf for rows in whole.chunk(2) for leaf in tensor_leaves(rows)]
-    node = node_of_leaves("w", "F32", (1024, 8), leaves)
+    node = node_of_leaves("w", "float32", (1024, 8), leaves)
     assert "blake3-" + node.hex() == weights_digest([("w", whole)]).tensors["w"]
 
 

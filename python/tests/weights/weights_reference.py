@@ -7,12 +7,12 @@ from math import prod
 
 from blake3 import blake3
 
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1, "BOOL": 1}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: name, dtype as safetensors spells it, shape, row-major little-endian bytes."""
+    """One tensor: name, dtype as torch names it, shape, row-major little-endian bytes."""
 
     name: str
     dtype: str

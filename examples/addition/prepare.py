@@ -1,0 +1,111 @@
+"""Prepare the addition example: a decoder of 0.8 M parameters with random weights, its tokenizer, and the sums.
+
+    python examples/addition/prepare.py [--model DIR] [--data DIR]
+
+Writes the model's folder (what ``AutoModelForCausalLM`` and ``AutoTokenizer`` load) and ``train.jsonl`` and ``eval.jsonl`` with
+rows such as ``{"prompt": "17+25=", "answer": "42"}``: all 10,000 sums of two numbers from 0 to 99, of which 500 are held
+out. Everything follows from a fixed seed: a second call finds what is there and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import string
+import uuid
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+MODEL = REPOSITORY / "models" / "addition"
+DATA = REPOSITORY / "models" / "addition-data"
+
+SEED = 0
+HELD_OUT = 500
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+CHARACTERS = string.digits + "+-*/=?.,:;()' \n" + string.ascii_lowercase
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def main() -> None:
+    """Write what is missing and say where it lies."""
+    parser = argparse.ArgumentParser(description="Prepare the addition example.")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the rows (default: %(default)s)")
+    arguments = parser.parse_args()
+    write_data(arguments.data)
+    write_model(arguments.model)
+    print(f"model {arguments.model}\ndata  {arguments.data}")
+
+
+def write_data(folder: Path) -> None:
+    """Write ``train.jsonl`` (9,500 rows) and ``eval.jsonl`` (500 rows, none of them in train) into ``folder``."""
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(100)]
+    random.Random(SEED).shuffle(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("eval.jsonl", rows[:HELD_OUT]), ("train.jsonl", rows[HELD_OUT:])):
+        if not (folder / name).exists():
+            staged = folder / f".{name}.{uuid.uuid4().hex}"
+            staged.write_text("".join(json.dumps(row) + "\n" for row in part))
+            staged.rename(folder / name)
+
+
+def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int = SEED) -> None:
+    """Write a Qwen3 decoder with random weights and its tokenizer as ``folder``, whole or not at all."""
+    if (folder / "config.json").exists():
+        return
+    os.environ.setdefault("USE_TF", "0")
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staged = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
+    try:
+        model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        staged.rename(folder)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def build_tokenizer():  # noqa: ANN201 (the type would import transformers here)
+    """A tokenizer of one token a character, 54 in all; text outside them becomes ``<unk>``."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+if __name__ == "__main__":
+    main()
