@@ -7,15 +7,109 @@ MAKEFLAGS += --no-print-directory
 MODULES := proto database libs services cmd
 TOOLS := $(CURDIR)/.tools/bin
 STAMPS := $(CURDIR)/.tools/stamps
-VENV := $(CURDIR)/.venv
-PYTHON := $(VENV)/bin/python
+PYTHON := $(CURDIR)/.venv/bin/python
+VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+MODEL ?= tiny
+# Spinning OpenMP threads of two torch processes starve each other.
+export OMP_WAIT_POLICY := PASSIVE
 
 include scripts/tools.mk
 
 .PHONY: help
 help: ## List the targets
-	@grep -hE '^[a-z][a-z-]*:.*## ' Makefile | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+# ---- build ------------------------------------------------------------------------------------
+
+.PHONY: build
+build: venv ## Build bin/rollout, bin/rolloutd and bin/rollout-worker
+	@mkdir -p bin
+	@cd cmd && go build -trimpath -ldflags '-s -w -X main.version=$(VERSION)' -o ../bin/ ./rollout ./rolloutd
+	@ln -sfn ../.venv/bin/rollout-worker bin/rollout-worker
+
+.PHONY: venv venv-dev venv-bench
+venv:
+	@scripts/venv requirements.lock
+venv-dev:
+	@scripts/venv requirements-dev.lock
+venv-bench:
+	@scripts/venv requirements-bench.lock
+
+# ---- run --------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: build ## Train a model through the whole mesh (MODEL=smollm2 for a real pretrained one)
+	@scripts/demo $(MODEL)
+
+.PHONY: bench
+bench: build venv-bench ## Measure throughput as ratios against TRL and plain generate
+	@scripts/bench
+
+# ---- check ------------------------------------------------------------------------------------
+
+.PHONY: test
+test: build venv-dev ## Run every Go and Python test (no root, no server, no GPU)
+	@scripts/test
+
+.PHONY: lint
+lint: $(GOLANGCI_LINT) $(BUF) venv-dev ## Check format, style, types, the direction of dependencies and the contracts
+	@scripts/lint
+
+.PHONY: fmt
+fmt: $(BUF) venv-dev ## Format Go, Python and proto
+	@gofmt -w $(MODULES) && .venv/bin/ruff format python scripts bench examples && $(TOOLS)/buf format -w proto
+
+.PHONY: validate-schema
+validate-schema: venv-dev ## Check that every example config fits the JSON Schema
+	@$(PYTHON) scripts/validate_schema.py
+
+.PHONY: breaking
+breaking: $(BUF) ## Check that the contracts break nobody who speaks the last ones
+	@scripts/breaking
+
+.PHONY: drift
+drift: generate docs ## Check that what is generated is what is committed
+	@git diff --exit-code --stat -- proto/gen python schemas docs/reference
+	@test -z "$$(git status --porcelain -- proto/gen python schemas docs/reference)" || { git status --short -- proto/gen python schemas docs/reference; exit 1; }
+
+.PHONY: check
+check: ## Do everything that CI does
+	@.ci/run
+
+.PHONY: check-full
+check-full: check check-race bench ## CI, the race detector over all Go tests, and the benches
+
+.PHONY: check-race
+check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
+	@scripts/test --race
+
+.PHONY: check-servers
+check-servers: ## Run the suites that need a real server (none needs one yet)
+	@echo "no adapter of a real server yet: nothing to run"
+
+.PHONY: check-e2e
+check-e2e: build venv-dev ## Run the end-to-end scenarios: one process, then seven
+	@scripts/e2e
+
+# ---- generate ---------------------------------------------------------------------------------
 
 .PHONY: generate
-generate: $(BUF) $(PROTOC_GEN_GO) $(PROTOC_GEN_GO_GRPC) $(PROTOC_GEN_JSONSCHEMA) $(PYTHON) ## Regenerate Go, Python and JSON Schema from proto/
+generate: $(BUF) $(PROTOC_GEN_GO) $(PROTOC_GEN_GO_GRPC) $(PROTOC_GEN_JSONSCHEMA) venv-dev ## Regenerate Go, Python and JSON Schema from proto/
 	@$(PYTHON) scripts/generate.py
+
+.PHONY: schema-gen
+schema-gen: generate ## Regenerate schemas/ (the same as generate)
+
+.PHONY: docs
+docs: build ## Regenerate docs/reference/ from the schema and the CLI
+	@$(PYTHON) scripts/reference.py
+	@mkdir -p docs/reference && bin/rollout docs --dir docs/reference
+
+.PHONY: lock
+lock: venv ## Resolve python/pyproject.toml into the hashed locks anew
+	@scripts/lock
+
+.PHONY: clean
+clean: ## Remove what was built (keeps .venv and .tools)
+	@rm -rf bin demo-out .cache python/.pytest_cache python/.ruff_cache
+	@find python -name __pycache__ -type d -prune -exec rm -rf {} +
