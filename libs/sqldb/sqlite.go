@@ -1,0 +1,89 @@
+// Package sqldb opens SQL databases, brings their schema up to date and runs transactions. It knows no table.
+package sqldb
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"net/url"
+	"os"
+	"path/filepath"
+	"runtime"
+
+	_ "modernc.org/sqlite" // the "sqlite" driver, pure Go
+)
+
+// Durability says what a commit survives.
+type Durability string
+
+const (
+	// Full: a commit that returned survives a power cut (one fsync each).
+	Full Durability = "FULL"
+	// Normal: a commit survives the death of the process; a power cut may take the last ones, never the consistency.
+	Normal Durability = "NORMAL"
+)
+
+// SQLite is one database file in WAL mode: a single writing connection, and a pool of reading ones that never wait for it.
+//
+// The embedded *sql.DB is the writer. Inside a transaction on it use only the transaction: a second statement on the writer
+// would wait for the first for ever.
+type SQLite struct {
+	*sql.DB
+	Read *sql.DB // query only
+}
+
+// OpenSQLite opens or makes the database at path, Full durable; its folder is made too.
+func OpenSQLite(path string) (*SQLite, error) { return OpenSQLiteWith(path, Full) }
+
+// OpenSQLiteWith is OpenSQLite with another durability.
+func OpenSQLiteWith(path string, d Durability) (*SQLite, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return nil, fmt.Errorf("open database: %w", err)
+	}
+	write, err := openPool(path, d, 1)
+	if err != nil {
+		return nil, err
+	}
+	// The file and its WAL mode exist before a query-only connection looks.
+	if err := write.PingContext(context.Background()); err != nil {
+		return nil, errors.Join(fmt.Errorf("open database %s: %w", path, err), write.Close())
+	}
+	read, err := openPool(path, d, max(2, runtime.GOMAXPROCS(0)), "query_only(1)")
+	if err != nil {
+		return nil, errors.Join(err, write.Close())
+	}
+	return &SQLite{DB: write, Read: read}, nil
+}
+
+// Close closes both pools.
+func (s *SQLite) Close() error { return errors.Join(s.Read.Close(), s.DB.Close()) }
+
+func openPool(path string, d Durability, conns int, extra ...string) (*sql.DB, error) {
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return nil, fmt.Errorf("open database: %w", err)
+	}
+	q := url.Values{
+		"_pragma": append([]string{
+			"busy_timeout(10000)", // another process may hold the write lock that long
+			"journal_mode(WAL)",
+			"synchronous(" + string(d) + ")",
+			"foreign_keys(1)",
+			"temp_store(MEMORY)",
+		}, extra...),
+		"_txlock":      {"immediate"}, // take the write lock at BEGIN: no deadlock when a read becomes a write
+		"_time_format": {"sqlite"},
+	}
+	if len(extra) > 0 {
+		q.Set("_txlock", "deferred")
+	}
+	dsn := url.URL{Scheme: "file", Path: abs, RawQuery: q.Encode()}
+	db, err := sql.Open("sqlite", dsn.String())
+	if err != nil {
+		return nil, fmt.Errorf("open database %s: %w", path, err)
+	}
+	db.SetMaxOpenConns(conns)
+	db.SetMaxIdleConns(conns)
+	return db, nil
+}
