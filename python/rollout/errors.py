@@ -1,0 +1,36 @@
+"""Errors with machine-readable reasons, the same words in Go and Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the user's files something is wrong: ``reward.py:12:5``."""
+
+    file: str  # absolute where the error was found by running the file
+    line: int = 0  # from 1; 0: the file as a whole
+    column: int = 0  # in characters, from 1; 0: the line as a whole
+    text: str = ""  # the line as it stands in the file, without its end
+
+    def __str__(self) -> str:
+        parts = [self.file, *(str(n) for n in (self.line, self.column) if n)]
+        return ":".join(parts)
+
+
+class RolloutError(Exception):
+    """Base of every error that carries a reason. ``str`` gives place, message and mend in one line."""
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, *, mend: str = "", place: Place | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.mend = mend
+        self.place = place
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.message}" if self.place else self.message
+        return f"{text}; {self.mend}" if self.mend else text

@@ -1,0 +1,157 @@
+"""The reward contract: what may be returned, what is refused, and where an error is said to be."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollout.plugin import (
+    RewardFailed,
+    RewardFunction,
+    RewardImportError,
+    RewardShapeError,
+    RewardTimeout,
+    Sample,
+    Score,
+    call_reward,
+    call_reward_async,
+    load_reward,
+)
+
+SAMPLES = [Sample("1+1=", "2", {"answer": "2"}), Sample("1+2=", "4", {"answer": "3"})]
+
+
+def reward(folder: Path, body: str, *, name: str = "reward") -> RewardFunction:
+    (folder / "reward.py").write_text(body)
+    return load_reward(f"reward.py:{name}", folder)
+
+
+def test_floats_become_scores(tmp_path: Path) -> None:
+    function = reward(tmp_path, "def reward(s): return [float(x.completion == x.row['answer']) for x in s]")
+    assert call_reward(function, SAMPLES) == [Score(1.0), Score(0.0)]
+
+
+def test_mappings_carry_metrics(tmp_path: Path) -> None:
+    function = reward(tmp_path, "def reward(s): return [{'reward': True, 'length': len(x.completion)} for x in s]")
+    assert call_reward(function, SAMPLES) == [Score(1.0, {"length": 1.0})] * 2
+
+
+def test_numpy_is_taken(tmp_path: Path) -> None:
+    function = reward(tmp_path, "import numpy\ndef reward(s): return numpy.arange(len(s))")
+    assert call_reward(function, SAMPLES) == [Score(0.0), Score(1.0)]
+
+
+def test_async_functions_are_awaited(tmp_path: Path) -> None:
+    body = "import asyncio\nasync def reward(s):\n    await asyncio.sleep(0)\n    return [0.5] * len(s)\n"
+    function = reward(tmp_path, body)
+    assert call_reward(function, SAMPLES) == [Score(0.5)] * 2
+    assert asyncio.run(call_reward_async(function, SAMPLES, timeout_seconds=5)) == [Score(0.5)] * 2
+
+
+async def test_a_blocking_function_leaves_the_loop_free(tmp_path: Path) -> None:
+    function = reward(tmp_path, "def reward(s):\n    s[0].row['gate'].wait()\n    return [1.0]\n")
+    gate = threading.Event()
+    call = asyncio.create_task(call_reward_async(function, [Sample("", "", {"gate": gate})], timeout_seconds=30))
+    await asyncio.sleep(0)
+    gate.set()  # would never be reached were the loop blocked
+    assert await call == [Score(1.0)]
+
+
+async def test_a_slow_call_is_a_timeout_and_no_score(tmp_path: Path) -> None:
+    function = reward(tmp_path, "def reward(s):\n    s[0].row['gate'].wait()\n    return [1.0]\n")
+    gate = threading.Event()
+    with pytest.raises(RewardTimeout, match=r"longer than 0\.05 s for 1 samples") as caught:
+        await call_reward_async(function, [Sample("", "", {"gate": gate})], timeout_seconds=0.05)
+    gate.set()
+    assert caught.value.reason == "REWARD_TIMEOUT"
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("None", "returned None"),
+        ("1.0", "returned a float"),
+        ("'ab'", "returned a str"),
+        ("{'reward': 1.0}", "returned a dict"),
+        ("(x for x in s)", "returned a generator"),
+        ("[1.0]", "returned 1 items for 2 samples"),
+        ("[1.0, None]", "returned None as item 1"),
+        ("[1.0, '1']", "returned a str as item 1"),
+        ("[float('nan'), 1.0]", "returned nan as item 0"),
+        ("[1.0, float('-inf')]", "returned -inf as item 1"),
+        ("[1.0, {'score': 1.0}]", "returned a mapping without `reward` as item 1"),
+        ("[1.0, {'reward': 1.0, 'ok': 'yes'}]", "returned a str as `ok` of item 1"),
+    ],
+)
+def test_bad_results_are_refused_at_the_definition(tmp_path: Path, result: str, message: str) -> None:
+    function = reward(tmp_path, f"import math\n\ndef reward(s): return {result}\n")
+    with pytest.raises(RewardShapeError, match=message.replace("(", r"\(")) as caught:
+        call_reward(function, SAMPLES)
+    place = caught.value.place
+    assert place is not None
+    assert (Path(place.file).name, place.line) == ("reward.py", 3)
+
+
+def test_an_error_names_the_innermost_line_of_the_users_files(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("import json\n\ndef parse(text):\n    return json.loads(text)\n")
+    function = reward(tmp_path, "from neighbour import parse\n\ndef reward(s):\n    return [parse('{')]\n")
+    with pytest.raises(RewardFailed, match="raised JSONDecodeError: ") as caught:
+        call_reward(function, SAMPLES)
+    place = caught.value.place
+    assert place is not None
+    assert (Path(place.file).name, place.line, place.column, place.text.strip()) == (
+        "neighbour.py",
+        4,
+        5,
+        "return json.loads(text)",
+    )
+
+
+async def test_sys_exit_ends_nothing(tmp_path: Path) -> None:
+    function = reward(tmp_path, "import sys\ndef reward(s):\n    sys.exit(1)\n")
+    with pytest.raises(RewardFailed, match=r"called sys\.exit"):
+        call_reward(function, SAMPLES)
+    with pytest.raises(RewardFailed, match=r"called sys\.exit"):
+        await call_reward_async(function, SAMPLES, timeout_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "line"),
+    [
+        ("def reward(s:\n    pass\n", "syntax error", 1),
+        ("import nowhere_to_be_found\n", "raises ModuleNotFoundError", 1),
+        ("x = 1\ny = x / 0\n", "raises ZeroDivisionError", 2),
+        ("import sys\nsys.exit(3)\n", "calls sys.exit", 2),
+        ("def other(s): return []\n", "no function `reward`.*it has `other`", 0),
+        ("reward = 3\n", "of type int", 0),
+    ],
+)
+def test_a_file_that_cannot_be_imported(tmp_path: Path, body: str, message: str, line: int) -> None:
+    with pytest.raises(RewardImportError, match=message) as caught:
+        reward(tmp_path, body)
+    assert caught.value.place is not None
+    assert caught.value.place.line == line
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RewardImportError, match=r"can't read gone\.py: No such file"):
+        load_reward("gone.py:reward", tmp_path)
+    with pytest.raises(RewardImportError, match="names no function"):
+        load_reward("gone.py", tmp_path)
+
+
+def test_a_changed_file_is_a_new_module(tmp_path: Path) -> None:
+    first = reward(tmp_path, "def reward(s): return [1.0] * len(s)")
+    second = reward(tmp_path, "def reward(s): return [2.0] * len(s)")
+    assert call_reward(first, SAMPLES) == [Score(1.0)] * 2
+    assert call_reward(second, SAMPLES) == [Score(2.0)] * 2
+
+
+def test_the_folder_hides_no_installed_package_after_the_import(tmp_path: Path) -> None:
+    reward(tmp_path, "def reward(s): return []")
+    assert sys.path[-1] == str(tmp_path)
+    assert sys.path[0] != str(tmp_path)
