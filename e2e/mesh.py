@@ -1,0 +1,218 @@
+"""A whole control plane for a test: `rolloutd` processes in a state folder of their own, and stubs to talk to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from rollout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
+from rollout.inference.v1 import inference_pb2_grpc
+from rollout.learner.v1 import learner_pb2_grpc
+from rollout.plan.v1 import plan_pb2, plan_pb2_grpc
+from rollout.run.v1 import run_pb2, run_pb2_grpc
+from rollout.snapshot.v1 import snapshot_pb2_grpc
+from rollout.storage.v1 import storage_pb2_grpc
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVICES = ("planner", "scheduler", "rollout-gateway", "learner-controller", "buffer", "snapshot", "storage")
+ENDED = {run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED, run_pb2.RUN_STATE_INTERRUPTED}
+
+
+@dataclass
+class Mesh:
+    """`shape` is `all` (one process hosts every target) or `seven` (one process a service, and one for NATS and registry)."""
+
+    state: Path
+    shape: str = "all"
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self) -> Mesh:
+        if self.shape == "all":
+            self._spawn("all", self.state, "--target", "all")
+            return self
+        self._spawn("servers", self.state, "--target", "nats,registry")
+        for service in SERVICES:
+            self._spawn(service, self.state / service, "--target", service, "--join", str(self.state))
+        return self
+
+    def _spawn(self, name: str, state: Path, *arguments: str) -> None:
+        state.mkdir(parents=True, exist_ok=True)
+        (state / "rolloutd.json").unlink(missing_ok=True)
+        log = (self.state / f"{name}.log").open("ab")
+        command = [str(ROOT / "bin" / "rolloutd"), "--state-dir", str(state), *arguments]
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self.processes[name] = process
+        until(lambda: (state / "rolloutd.json").exists() or process.poll() is not None, f"{name} to serve", 20)
+        if process.poll() is not None:
+            raise AssertionError(f"rolloutd {name} left with {process.returncode}:\n{self.log(name)}")
+
+    def log(self, name: str) -> str:
+        return (self.state / f"{name}.log").read_text(errors="replace")[-4000:]
+
+    def daemon(self, service: str = "scheduler") -> dict[str, object]:
+        folder = self.state if self.shape == "all" else self.state / service
+        return json.loads((folder / "rolloutd.json").read_text())
+
+    def kill(self, name: str) -> None:
+        """Kill -9 of one `rolloutd`, and wait until the kernel has it."""
+        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes[name].wait(10)
+
+    def stop(self) -> None:
+        for process in reversed(self.processes.values()):
+            process.terminate()
+        for name, process in self.processes.items():
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise AssertionError(f"rolloutd {name} did not drain:\n{self.log(name)}") from None
+
+    def token(self) -> str:
+        return Path(str(self.daemon()["token_file"])).read_text().strip()
+
+    def channel(self, address: str) -> grpc.Channel:
+        return grpc.intercept_channel(grpc.insecure_channel(address), _Bearer(self.token()))
+
+    def _service(self, name: str) -> grpc.Channel:
+        return self.channel(str(self.daemon(name)["grpc"]))
+
+    @property
+    def planner(self) -> plan_pb2_grpc.PlannerServiceStub:
+        return plan_pb2_grpc.PlannerServiceStub(self._service("planner"))
+
+    @property
+    def scheduler(self) -> run_pb2_grpc.SchedulerServiceStub:
+        return run_pb2_grpc.SchedulerServiceStub(self._service("scheduler"))
+
+    @property
+    def buffer(self) -> buffer_pb2_grpc.BufferServiceStub:
+        return buffer_pb2_grpc.BufferServiceStub(self._service("buffer"))
+
+    @property
+    def events(self) -> storage_pb2_grpc.EventServiceStub:
+        return storage_pb2_grpc.EventServiceStub(self._service("storage"))
+
+    @property
+    def snapshots(self) -> snapshot_pb2_grpc.SnapshotServiceStub:
+        return snapshot_pb2_grpc.SnapshotServiceStub(self._service("snapshot"))
+
+    def inference(self, address: str) -> inference_pb2_grpc.InferenceWorkerServiceStub:
+        return inference_pb2_grpc.InferenceWorkerServiceStub(self.channel(address))
+
+    def learner(self, address: str) -> learner_pb2_grpc.LearnerWorkerServiceStub:
+        return learner_pb2_grpc.LearnerWorkerServiceStub(self.channel(address))
+
+    def plan(self, config: Path, *overrides: str) -> bytes:
+        source = plan_pb2.ConfigSource(
+            toml=config.read_bytes(), file=config.name, base_dir=str(config.parent), set=overrides
+        )
+        planned = self.planner.CreatePlan(plan_pb2.CreatePlanRequest(source=source))
+        assert not planned.problems, planned.problems
+        return planned.lock
+
+    def submit(self, config: Path, *overrides: str) -> str:
+        lock = self.plan(config, *overrides)
+        return self.scheduler.CreateRun(run_pb2.CreateRunRequest(lock=lock, base_dir=str(config.parent))).run.run_id
+
+    def watch(self, run: str) -> Iterator[run_pb2.RunStatus]:
+        for update in self.scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run), timeout=300):
+            yield update.status
+
+    def status(self, run: str) -> run_pb2.RunStatus:
+        return self.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run)).status
+
+    def until_step(self, run: str, step: int) -> run_pb2.RunStatus:
+        """The status at the first moment that the run has committed `step`."""
+        for status in self.watch(run):
+            if status.run.step >= step or status.run.state in ENDED:
+                assert status.run.step >= step, describe(status)
+                return status
+        raise AssertionError(f"{run} was not watched to step {step}")
+
+    def finish(self, run: str) -> run_pb2.Run:
+        """Waits for the end and asserts that it is a success."""
+        last = None
+        for status in self.watch(run):
+            last = status
+        assert last is not None
+        assert last.run.state == run_pb2.RUN_STATE_SUCCEEDED, describe(last) + self._worker_logs(last.run)
+        return last.run
+
+    def _worker_logs(self, run: run_pb2.Run) -> str:
+        logs = sorted(Path(run.directory, "workers").glob("*.log"))
+        return "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+    def ledger(self, run: str) -> tuple[list[buffer_pb2.GroupRecord], list[buffer_pb2.StepRecord], buffer_pb2.LedgerState]:
+        groups = self.buffer.ListGroups(buffer_pb2.ListGroupsRequest(run_id=run, limit=100000)).groups
+        steps = self.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=run)).steps
+        state = next(iter(self.buffer.WatchLedger(buffer_pb2.WatchLedgerRequest(run_id=run)))).state
+        return list(groups), list(steps), state
+
+
+class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._metadata = ("authorization", f"Bearer {token}")
+
+    def _with(self, details: grpc.ClientCallDetails) -> grpc.ClientCallDetails:
+        return details._replace(metadata=[*(details.metadata or ()), self._metadata])  # type: ignore[attr-defined]
+
+    def intercept_unary_unary(self, continuation, client_call_details, request):  # noqa: ANN001, ANN201
+        return continuation(self._with(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation, client_call_details, request):  # noqa: ANN001, ANN201
+        return continuation(self._with(client_call_details), request)
+
+
+def describe(status: run_pb2.RunStatus) -> str:
+    run = status.run
+    return (
+        f"{run.run_id} is {run_pb2.RunState.Name(run.state)} at step {run.step}/{run.total_steps}, phase {status.phase}, "
+        f"waits for {status.waiting_for!r}: {run.reason} {run.message}"
+    )
+
+
+def assert_consumed_once(mesh: Mesh, run: str, *, steps: int, groups_per_step: int, group_size: int) -> str:
+    """Each position is consumed by exactly the step of its window; returns the last weights digest."""
+    groups, records, state = mesh.ledger(run)
+    assert [record.step for record in records] == list(range(1, steps + 1))
+    assert [group.position for group in groups] == list(range(steps * groups_per_step))
+    for group in groups:
+        assert group.state == buffer_pb2.GROUP_STATE_CONSUMED, group
+        assert group.step == group.position // groups_per_step + 1, group
+        assert group.samples == group_size, group
+    assert sum(record.samples for record in records) == steps * groups_per_step * group_size
+    assert state.excluded == 0 and state.refused == 0, state
+    return records[-1].weights_digest
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
+    """Waits for a condition outside this process (a file, a process's end) that no call can announce."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds} s for {what}")
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def mesh(state: Path, shape: str = "all") -> Iterator[Mesh]:
+    running = Mesh(state, shape)
+    try:
+        yield running.start()
+        running.stop()
+    finally:
+        for process in running.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        sys.stdout.flush()

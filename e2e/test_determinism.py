@@ -1,0 +1,45 @@
+"""Two deterministic runs of one plan end in the same bits, undisturbed or interrupted after any step."""
+
+from pathlib import Path
+
+import pytest
+from conftest import GROUPS, SAMPLES, STEPS
+from mesh import Mesh, assert_consumed_once, mesh
+
+from rollout.run.v1 import run_pb2
+
+
+def undisturbed(running: Mesh, config: Path) -> str:
+    run = running.submit(config)
+    running.finish(run)
+    return assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def reference(config: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    with mesh(tmp_path_factory.mktemp("reference")) as running:
+        return undisturbed(running, config)
+
+
+def test_same_plan_same_digest(reference: str, config: Path, tmp_path: Path) -> None:
+    with mesh(tmp_path) as running:
+        assert undisturbed(running, config) == reference
+
+
+def test_another_seed_gives_another_digest(reference: str, config: Path, tmp_path: Path) -> None:
+    with mesh(tmp_path) as running:
+        run = running.submit(config, "seed=99")
+        assert running.finish(run).weights_digest != reference
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_interrupted_after_a_step(step: int, reference: str, config: Path, tmp_path: Path) -> None:
+    with mesh(tmp_path) as running:
+        run = running.submit(config)
+        running.until_step(run, step)
+        running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=run, drain=step % 2 == 0))
+        list(running.watch(run))
+        running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
+        running.finish(run)
+        digest = assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)
+        assert digest == reference
