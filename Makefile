@@ -62,6 +62,7 @@ fmt: $(BUF) venv-dev ## Format Go, Python and proto
 .PHONY: validate-schema
 validate-schema: venv-dev ## Check that every example config fits the JSON Schema
 	@$(PYTHON) scripts/validate_schema.py
+	@find examples -name "*.toml" -print0 | RUST_LOG=error xargs -0 .venv/bin/taplo check --schema file://$(CURDIR)/schemas/run_config.schema.json
 
 .PHONY: breaking
 breaking: $(BUF) ## Check that the contracts break nobody who speaks the last ones

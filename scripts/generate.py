@@ -10,6 +10,7 @@ changes nothing touches nothing, and a failed run leaves the tree as it was.
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -17,8 +18,6 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-
-import schema
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / ".tools"
@@ -89,11 +88,10 @@ def generate_schema(scratch: Path) -> None:
     if not CONFIG.exists():
         return
     run([TOOLS / "bin" / "buf", "generate", "--template", "buf.gen.schema.yaml", "--output", scratch])
-    strict, lenient = (
-        json.loads((scratch / "schema" / f"rollout.config.v1.RunConfig.schema{kind}.bundle.json").read_text())
-        for kind in (".strict", "")
-    )
-    shaped = schema.shape(strict, lenient)
+    bundle = scratch / "schema" / "rollout.config.v1.RunConfig.schema.strict.bundle.json"
+    sys.path.insert(0, str(ROOT / "python"))
+    schema = importlib.import_module("schema")  # imports what generate_python has just written
+    shaped = schema.shape(json.loads(bundle.read_text()))
     out = scratch / "schemas" / "run_config.schema.json"
     out.parent.mkdir()
     out.write_text(json.dumps(shaped, indent=2, ensure_ascii=False) + "\n")

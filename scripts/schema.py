@@ -1,88 +1,93 @@
-"""Shape protoc-gen-jsonschema's bundles for people who write TOML in an editor.
+"""Shape protoc-gen-jsonschema's bundle of the run config for people who write TOML in an editor.
 
-The plugin writes two bundles of the run config. The strict one has one spelling a value (no numbers
-as strings, no camelCase twins) but calls every field without presence required; the lenient one
-knows which are. This takes shapes from the first and requirements from the second, and then:
-
-- enum values get the spelling people write: `MODE_SYNC` is `sync`;
-- a float is a number (the strict bundle also allows the strings "NaN" and "Infinity");
-- references become draft-07 `definitions`, which TOML editors resolve, with each field's own
-  description beside the reference;
-- text loses the indent that comment lines carry.
+The bundle knows types and ranges. The descriptor of the same message knows the rest: the order in
+which the fields were written down, which are required, their defaults and examples, and which
+tables exclude each other. Together they become one self-contained draft-07 schema, the draft that
+TOML editors resolve; a reference stands in an `allOf`, so that the field's own description counts.
 """
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, OneofDescriptor
+
+from buf.validate import validate_pb2
+from rollout.config.v1 import options_pb2, run_config_pb2
 
 Schema = dict[str, Any]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
-IDENTIFIER = "run_config.schema.json"
-DURATION = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?s$", "description": "Seconds, for example `30s`."}
+# What only repeats the range of a float or a 32-bit integer says nothing to a reader.
+TYPE_BOUNDS = {
+    "minimum": (-3.4028234663852886e38,),
+    "maximum": (3.4028234663852886e38, 4294967295),
+    "exclusiveMaximum": (4294967296,),
+}
 
 
-def shape(strict: Schema, lenient: Schema) -> Schema:
-    """Return one self-contained draft-07 schema of the message that both bundles are of."""
-    required = {definition_name(key): value.get("required", []) for key, value in lenient["$defs"].items()}
+def shape(bundle: Schema, root: Descriptor = run_config_pb2.RunConfig.DESCRIPTOR) -> Schema:
+    """Return the schema of root; every message below it is a definition under its short name."""
     definitions: dict[str, Schema] = {}
-    for key, value in strict["$defs"].items():
-        name = definition_name(key)
-        definitions[name] = shape_message(value, required.get(name, []))
-    root = definitions.pop(definition_name(strict["$ref"]))
-    return {"$schema": DRAFT, "$id": IDENTIFIER, **root, "definitions": dict(sorted(definitions.items()))}
+    pending = [root]
+    while pending:
+        message = pending.pop()
+        if message.name not in definitions:
+            source = bundle["$defs"][f"{message.full_name}.schema.strict.json"]
+            definitions[message.name] = shape_message(message, source)
+            pending += [field.message_type for field in message.fields if field.message_type is not None]
+    top = definitions.pop(root.name)
+    return {"$schema": DRAFT, **top, "definitions": dict(sorted(definitions.items()))}
 
 
-def shape_message(message: Schema, required: list[str]) -> Schema:
-    if message.get("format") == "duration":
-        return {"title": message["title"], **DURATION}
-    shaped: Schema = {"title": message["title"], "description": text(message), "type": "object"}
-    shaped["properties"] = {name: shape_field(field) for name, field in message.get("properties", {}).items()}
-    if required:
+def shape_message(message: Descriptor, source: Schema) -> Schema:
+    properties = {field.name: shape_field(field, source["properties"][field.name]) for field in message.fields}
+    shaped: Schema = {"description": text(source), "type": "object", "properties": properties}
+    if required := [field.name for field in message.fields if is_required(field)]:
         shaped["required"] = required
-    shaped["additionalProperties"] = message.get("additionalProperties", False)
-    return {key: value for key, value in shaped.items() if value != ""}
+    if choices := [exactly_one(oneof) for oneof in message.oneofs if must_choose(oneof)]:
+        shaped["allOf"] = choices
+    shaped["additionalProperties"] = False
+    return shaped
 
 
-def shape_field(field: Schema) -> Schema:
-    """Shape one field, or the items of a list or map."""
-    if "$ref" in field:
-        return describe(field, {"allOf": [{"$ref": f"#/definitions/{definition_name(field['$ref'])}"}]})
-    if "anyOf" in field:
-        number = next(option for option in field["anyOf"] if option.get("type") == "number")
-        return describe(field, float_bounds(number))
-    shaped = {key: value for key, value in float_bounds(field).items() if key not in ("title", "propertyNames")}
-    if "enum" in field and "title" in field:
-        shaped["enum"] = spell(field["enum"])
-    for inner in ("items", "additionalProperties"):
-        if isinstance(field.get(inner), dict):
-            shaped[inner] = shape_field(field[inner])
-    return describe(field, shaped)
+def shape_field(field: FieldDescriptor, source: Schema) -> Schema:
+    shaped: Schema = {"description": text(source)}
+    if field.message_type is not None:
+        target = {"allOf": [{"$ref": f"#/definitions/{field.message_type.name}"}]}
+        shaped |= {"type": "array", "items": target} if field.is_repeated else target
+    else:
+        shaped |= {key: value for key, value in source.items() if informs(key, value)}
+    meta = field.GetOptions().Extensions[options_pb2.meta]
+    if meta.default:
+        shaped["default"] = toml_value(meta.default)
+    if meta.example:
+        shaped["examples"] = [toml_value(meta.example)]
+    return shaped
 
 
-def describe(field: Schema, shaped: Schema) -> Schema:
-    shaped.pop("description", None)
-    return {"description": text(field), **shaped} if text(field) else shaped
+def is_required(field: FieldDescriptor) -> bool:
+    return field.GetOptions().Extensions[validate_pb2.field].required
 
 
-def text(schema: Schema) -> str:
-    lines = [line.strip() for line in schema.get("description", "").splitlines()]
-    return "\n".join(lines).strip()
+def must_choose(oneof: OneofDescriptor) -> bool:
+    return oneof.GetOptions().Extensions[validate_pb2.oneof].required
 
 
-def float_bounds(number: Schema) -> Schema:
-    """Drop the bounds that only repeat the range of a 32-bit float."""
-    limits = {"minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38}
-    return {key: value for key, value in number.items() if limits.get(key) != value}
+def exactly_one(oneof: OneofDescriptor) -> Schema:
+    return {"oneOf": [{"required": [field.name]} for field in oneof.fields]}
 
 
-def spell(values: list[str]) -> list[str]:
-    """Turn MODE_UNSPECIFIED, MODE_SYNC, MODE_ASYNC into sync, async: how a config spells them."""
-    prefix = next((value.removesuffix("UNSPECIFIED") for value in values if value.endswith("_UNSPECIFIED")), "")
-    return [value.removeprefix(prefix).lower() for value in values if not value.endswith("_UNSPECIFIED")]
+def informs(key: str, value: object) -> bool:
+    return key not in ("title", "description") and value not in TYPE_BOUNDS.get(key, ())
 
 
-def definition_name(reference: str) -> str:
-    """`#/$defs/rollout.config.v1.Model.schema.strict.json` -> `Model`."""
-    name = reference.removeprefix("#/$defs/").removesuffix(".json").removesuffix(".strict").removesuffix(".schema")
-    return name.removeprefix("rollout.config.v1.").removeprefix("google.protobuf.")
+def text(source: Schema) -> str:
+    """The comment as one paragraph a blank line: line breaks of the source say nothing, its indent neither."""
+    paragraphs = source.get("description", "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def toml_value(written: str) -> object:
+    return tomllib.loads(f"value = {written}")["value"]
