@@ -180,6 +180,7 @@ class GroupRecord(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position over all epochs."""
     state: Global___GroupState.ValueType
@@ -190,6 +191,8 @@ class GroupRecord(_message.Message):
     """Step that leased or consumed it."""
     samples: _builtins.int
     """Samples there."""
+    failures: _builtins.int
+    """Attempts that failed; those that only went stale are not counted."""
     @_builtins.property
     def key(self) -> Global___GroupKey:
         """Key with the newest attempt."""
@@ -203,10 +206,11 @@ class GroupRecord(_message.Message):
         reason: _builtins.str = ...,
         step: _builtins.int = ...,
         samples: _builtins.int = ...,
+        failures: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "position", b"position", "reason", b"reason", "samples", b"samples", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "key", b"key", "position", b"position", "reason", b"reason", "samples", b"samples", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -225,6 +229,7 @@ class SampleRef(_message.Message):
     CRC32C_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    PAYLOAD_REF_FIELD_NUMBER: _builtins.int
     segment: _builtins.str
     """Segment file on the buffer's host."""
     offset: _builtins.int
@@ -237,6 +242,10 @@ class SampleRef(_message.Message):
     """Reward, from the header."""
     outcome: _trajectory_pb2.Outcome.ValueType
     """How it ended."""
+    payload_ref: _builtins.str
+    """Content id of the serialized Trajectory in the storage service, where it is in no segment; segment, offset and length
+    are not set then, and ReadPayloads fetches it as well.
+    """
     @_builtins.property
     def key(self) -> _trajectory_pb2.TrajectoryKey:
         """Key."""
@@ -251,10 +260,11 @@ class SampleRef(_message.Message):
         crc32c: _builtins.int = ...,
         reward: _builtins.float = ...,
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
+        payload_ref: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "key", b"key", "length", b"length", "offset", b"offset", "outcome", b"outcome", "reward", b"reward", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "key", b"key", "length", b"length", "offset", b"offset", "outcome", b"outcome", "payload_ref", b"payload_ref", "reward", b"reward", "segment", b"segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

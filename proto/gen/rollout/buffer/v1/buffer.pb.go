@@ -343,7 +343,9 @@ type GroupRecord struct {
 	// Step that leased or consumed it.
 	Step uint64 `protobuf:"varint,5,opt,name=step,proto3" json:"step,omitempty"`
 	// Samples there.
-	Samples       uint32 `protobuf:"varint,6,opt,name=samples,proto3" json:"samples,omitempty"`
+	Samples uint32 `protobuf:"varint,6,opt,name=samples,proto3" json:"samples,omitempty"`
+	// Attempts that failed; those that only went stale are not counted.
+	Failures      uint32 `protobuf:"varint,7,opt,name=failures,proto3" json:"failures,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -420,6 +422,13 @@ func (x *GroupRecord) GetSamples() uint32 {
 	return 0
 }
 
+func (x *GroupRecord) GetFailures() uint32 {
+	if x != nil {
+		return x.Failures
+	}
+	return 0
+}
+
 // SampleRef says where the payload of a sample is.
 type SampleRef struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -436,7 +445,10 @@ type SampleRef struct {
 	// Reward, from the header.
 	Reward float64 `protobuf:"fixed64,6,opt,name=reward,proto3" json:"reward,omitempty"`
 	// How it ended.
-	Outcome       v1.Outcome `protobuf:"varint,7,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	Outcome v1.Outcome `protobuf:"varint,7,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
+	// Content id of the serialized Trajectory in the storage service, where it is in no segment; segment, offset and length
+	// are not set then, and ReadPayloads fetches it as well.
+	PayloadRef    string `protobuf:"bytes,8,opt,name=payload_ref,json=payloadRef,proto3" json:"payload_ref,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -518,6 +530,13 @@ func (x *SampleRef) GetOutcome() v1.Outcome {
 		return x.Outcome
 	}
 	return v1.Outcome(0)
+}
+
+func (x *SampleRef) GetPayloadRef() string {
+	if x != nil {
+		return x.PayloadRef
+	}
+	return ""
 }
 
 // Batch is what one step trains on: whole groups, by position, each group's samples in order.
@@ -2355,14 +2374,15 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\bGroupKey\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x04R\x05index\x12\x18\n" +
-	"\aattempt\x18\x03 \x01(\rR\aattempt\"\xd3\x01\n" +
+	"\aattempt\x18\x03 \x01(\rR\aattempt\"\xef\x01\n" +
 	"\vGroupRecord\x12-\n" +
 	"\x03key\x18\x01 \x01(\v2\x1b.rollout.buffer.v1.GroupKeyR\x03key\x12\x1a\n" +
 	"\bposition\x18\x02 \x01(\x04R\bposition\x123\n" +
 	"\x05state\x18\x03 \x01(\x0e2\x1d.rollout.buffer.v1.GroupStateR\x05state\x12\x16\n" +
 	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x12\n" +
 	"\x04step\x18\x05 \x01(\x04R\x04step\x12\x18\n" +
-	"\asamples\x18\x06 \x01(\rR\asamples\"\xf7\x01\n" +
+	"\asamples\x18\x06 \x01(\rR\asamples\x12\x1a\n" +
+	"\bfailures\x18\a \x01(\rR\bfailures\"\x98\x02\n" +
 	"\tSampleRef\x126\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyR\x03key\x12\x18\n" +
 	"\asegment\x18\x02 \x01(\tR\asegment\x12\x16\n" +
@@ -2370,7 +2390,9 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06length\x18\x04 \x01(\x04R\x06length\x12\x16\n" +
 	"\x06crc32c\x18\x05 \x01(\aR\x06crc32c\x12\x16\n" +
 	"\x06reward\x18\x06 \x01(\x01R\x06reward\x128\n" +
-	"\aoutcome\x18\a \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeR\aoutcome\"\xb9\x01\n" +
+	"\aoutcome\x18\a \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeR\aoutcome\x12\x1f\n" +
+	"\vpayload_ref\x18\b \x01(\tR\n" +
+	"payloadRef\"\xb9\x01\n" +
 	"\x05Batch\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x04R\x04step\x12\x19\n" +
