@@ -168,6 +168,7 @@ class Problem(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     MEND_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
+    EXCERPT_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Machine-readable reason, e.g. UNKNOWN_KEY, WRONG_TYPE, OUT_OF_RANGE, MISSING_FILE, BAD_ROW, REWARD_FAILED."""
     file: _builtins.str
@@ -184,6 +185,8 @@ class Problem(_message.Message):
     """How to mend it, in one sentence."""
     field: _builtins.str
     """Dotted path of the field, e.g. `sampling.group_size`."""
+    excerpt: _builtins.str
+    """The line that `text` stands in, without its end, at most 4,096 characters; empty where there is none."""
     def __init__(
         self,
         *,
@@ -195,10 +198,11 @@ class Problem(_message.Message):
         message: _builtins.str = ...,
         mend: _builtins.str = ...,
         field: _builtins.str = ...,
+        excerpt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "field", b"field", "file", b"file", "line", b"line", "mend", b"mend", "message", b"message", "reason", b"reason", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "excerpt", b"excerpt", "field", b"field", "file", b"file", "line", b"line", "mend", b"mend", "message", b"message", "reason", b"reason", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1191,7 +1191,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1frollout/config/v1/options.proto\"\x9e\x11\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1frollout/config/v1/options.proto\"\xd9\x12\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1210,14 +1210,15 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\tstaleness\x18\f \x01(\v2\".rollout.config.v1.StalenessConfigR\tstaleness\x121\n" +
 	"\x04eval\x18\r \x01(\v2\x1d.rollout.config.v1.EvalConfigR\x04eval\x12=\n" +
 	"\bsnapshot\x18\x0e \x01(\v2!.rollout.config.v1.SnapshotConfigR\bsnapshot\x127\n" +
-	"\x06limits\x18\x0f \x01(\v2\x1f.rollout.config.v1.LimitsConfigR\x06limits:\xdd\t\xbaH\xd9\t\x1a\xc7\x01\n" +
+	"\x06limits\x18\x0f \x01(\v2\x1f.rollout.config.v1.LimitsConfigR\x06limits:\x98\v\xbaH\x94\v\x1a\xc7\x01\n" +
 	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1aS!(this.mode == 'sync' && has(this.algorithm.grpo) && this.staleness.max_steps > 0u)\x1at\n" +
 	"\x16run_config.grpo_reward\x12+`[algorithm.grpo]` needs a `[reward]` table\x1a-!has(this.algorithm.grpo) || has(this.reward)\x1a\xc5\x01\n" +
 	"\x1arun_config.grpo_group_size\x12j`sampling.group_size` must be at least 2 for `[algorithm.grpo]`: advantages compare the samples of a group\x1a;!has(this.algorithm.grpo) || this.sampling.group_size >= 2u\x1a\xaf\x01\n" +
 	"\x19run_config.sft_group_size\x12V`sampling.group_size` must be 1 for `[algorithm.sft]`: each row is trained on as it is\x1a:!has(this.algorithm.sft) || this.sampling.group_size == 1u\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1at\n" +
 	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\x9e\x01\n" +
-	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1aIthis.eval.every_steps == 0u || (this.data.eval != '' && has(this.reward))\x1a\x86\x01\n" +
+	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1aIthis.eval.every_steps == 0u || (this.data.eval != '' && has(this.reward))\x1a\xb8\x01\n" +
+	"\x17run_config.grpo_deliver\x12Z`train.deliver_every_steps` must be 1 for `[algorithm.grpo]`: samples come from the policy\x1aA!has(this.algorithm.grpo) || this.train.deliver_every_steps == 1u\x1a\x86\x01\n" +
 	"\x12run_config.context\x12:`sampling.max_tokens` must be below `engine.max_model_len`\x1a4this.sampling.max_tokens < this.engine.max_model_lenB\a\n" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +

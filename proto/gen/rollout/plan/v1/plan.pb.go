@@ -268,7 +268,9 @@ type Problem struct {
 	// How to mend it, in one sentence.
 	Mend string `protobuf:"bytes,7,opt,name=mend,proto3" json:"mend,omitempty"`
 	// Dotted path of the field, e.g. `sampling.group_size`.
-	Field         string `protobuf:"bytes,8,opt,name=field,proto3" json:"field,omitempty"`
+	Field string `protobuf:"bytes,8,opt,name=field,proto3" json:"field,omitempty"`
+	// The line that `text` stands in, without its end, at most 4,096 characters; empty where there is none.
+	Excerpt       string `protobuf:"bytes,9,opt,name=excerpt,proto3" json:"excerpt,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -355,6 +357,13 @@ func (x *Problem) GetMend() string {
 func (x *Problem) GetField() string {
 	if x != nil {
 		return x.Field
+	}
+	return ""
+}
+
+func (x *Problem) GetExcerpt() string {
+	if x != nil {
+		return x.Excerpt
 	}
 	return ""
 }
@@ -782,7 +791,7 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\x04path\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x124\n" +
 	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
 	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\x12\x12\n" +
-	"\x04rows\x18\x05 \x01(\x04R\x04rows\"\xb9\x01\n" +
+	"\x04rows\x18\x05 \x01(\x04R\x04rows\"\xd3\x01\n" +
 	"\aProblem\x12\x16\n" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12\x12\n" +
@@ -791,7 +800,8 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\x04text\x18\x05 \x01(\tR\x04text\x12\x18\n" +
 	"\amessage\x18\x06 \x01(\tR\amessage\x12\x12\n" +
 	"\x04mend\x18\a \x01(\tR\x04mend\x12\x14\n" +
-	"\x05field\x18\b \x01(\tR\x05field\"o\n" +
+	"\x05field\x18\b \x01(\tR\x05field\x12\x18\n" +
+	"\aexcerpt\x18\t \x01(\tR\aexcerpt\"o\n" +
 	"\fConfigSource\x12\x1e\n" +
 	"\x04toml\x18\x01 \x01(\fB\n" +
 	"\xbaH\az\x05\x18\x80\x80\x80\x02R\x04toml\x12\x12\n" +
