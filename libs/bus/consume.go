@@ -1,0 +1,156 @@
+package bus
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"google.golang.org/protobuf/proto"
+)
+
+// Consumer is a durable place in a stream, shared by all who pull from it.
+type Consumer struct {
+	c    jetstream.Consumer
+	name string
+}
+
+// Work is the shared consumer of a run's prompt groups. ErrNoStream before EnsureRun.
+func (b *Bus) Work(ctx context.Context, run string) (*Consumer, error) {
+	return b.consumer(ctx, WorkStream(run), WorkersConsumer)
+}
+
+// Trajectories is the buffer's consumer of a run's trajectories. ErrNoStream before EnsureRun.
+func (b *Bus) Trajectories(ctx context.Context, run string) (*Consumer, error) {
+	return b.consumer(ctx, TrajStream(run), BufferConsumer)
+}
+
+// Events is the storage service's consumer of all events. ErrNoStream before EnsureEvents.
+func (b *Bus) Events(ctx context.Context) (*Consumer, error) {
+	return b.consumer(ctx, EventStream, StorageConsumer)
+}
+
+func (b *Bus) consumer(ctx context.Context, stream, name string) (*Consumer, error) {
+	c, err := b.js.Consumer(ctx, stream, name)
+	if err != nil {
+		return nil, fmt.Errorf("consumer %s of %s: %w", name, stream, mapError(err))
+	}
+	return &Consumer{c: c, name: stream + "/" + name}, nil
+}
+
+// Fetch returns what is there, at most limit deliveries; while nothing is there it waits, at most wait (nil, nil after that).
+// It never waits for a batch to fill. ErrNoStream when the stream was deleted, ErrUnavailable while the server is gone.
+func (c *Consumer) Fetch(ctx context.Context, limit int, wait time.Duration) ([]*Delivery, error) {
+	got, err := c.collect(c.c.FetchNoWait(limit))
+	if err != nil || len(got) > 0 {
+		return got, err
+	}
+	waiting, cancel := context.WithTimeout(ctx, wait)
+	defer cancel()
+	if got, err = c.collect(c.c.Fetch(1, jetstream.FetchContext(waiting))); err != nil || len(got) == 0 || limit == 1 {
+		if err == nil && len(got) == 0 {
+			err = ctx.Err()
+		}
+		return got, err
+	}
+	rest, err := c.collect(c.c.FetchNoWait(limit - 1))
+	if err != nil { // what came is good; the next call meets the error again
+		return got, nil
+	}
+	return append(got, rest...), nil
+}
+
+func (c *Consumer) collect(batch jetstream.MessageBatch, err error) ([]*Delivery, error) {
+	var out []*Delivery
+	if err == nil {
+		for m := range batch.Messages() {
+			out = append(out, &Delivery{msg: m})
+		}
+		err = batch.Error()
+	}
+	switch {
+	case err == nil, len(out) > 0, errors.Is(err, context.DeadlineExceeded), errors.Is(err, nats.ErrTimeout),
+		errors.Is(err, jetstream.ErrNoMessages), errors.Is(err, context.Canceled):
+		return out, nil
+	}
+	return nil, fmt.Errorf("fetch from %s: %w", c.name, mapError(err))
+}
+
+// Depth is how much is in a consumer's queue, in messages.
+type Depth struct {
+	Waiting   uint64 // not delivered yet
+	Delivered uint64 // delivered and not acked
+}
+
+// Depth asks the server.
+func (c *Consumer) Depth(ctx context.Context) (Depth, error) {
+	info, err := c.c.Info(ctx)
+	if err != nil {
+		return Depth{}, fmt.Errorf("depth of %s: %w", c.name, mapError(err))
+	}
+	return Depth{Waiting: info.NumPending, Delivered: uint64(max(0, info.NumAckPending))}, nil
+}
+
+// Delivery is a message that is ours until its ack wait passes: then it goes to somebody else, unless it was acked or
+// Progress was called. Exactly one of Ack, Nak and Term ends it.
+type Delivery struct{ msg jetstream.Msg }
+
+// Decode reads the body. ErrBody: Term it, it will not get better.
+func (d *Delivery) Decode(into proto.Message) error {
+	if err := proto.Unmarshal(d.msg.Data(), into); err != nil {
+		return fmt.Errorf("message on %s: %w", d.msg.Subject(), ErrBody.Wrap(err))
+	}
+	return nil
+}
+
+// Data is the raw body.
+func (d *Delivery) Data() []byte { return d.msg.Data() }
+
+// Subject is where it was published.
+func (d *Delivery) Subject() string { return d.msg.Subject() }
+
+// Header is a header's first value.
+func (d *Delivery) Header(key string) string { return d.msg.Headers().Get(key) }
+
+// Context carries the publisher's trace on.
+func (d *Delivery) Context(ctx context.Context) context.Context {
+	return propagator.Extract(ctx, HeaderCarrier(d.msg.Headers()))
+}
+
+// Attempt counts the deliveries of this message, from 1.
+func (d *Delivery) Attempt() uint64 {
+	if m, err := d.msg.Metadata(); err == nil {
+		return m.NumDelivered
+	}
+	return 1
+}
+
+// Sequence is its place in the stream, from 1.
+func (d *Delivery) Sequence() uint64 {
+	if m, err := d.msg.Metadata(); err == nil {
+		return m.Sequence.Stream
+	}
+	return 0
+}
+
+// Ack ends it. The ack is sent, not confirmed: where it is lost the message comes again.
+func (d *Delivery) Ack() error { return mapError(d.msg.Ack()) }
+
+// AckConfirmed ends it and waits for the server to say so.
+func (d *Delivery) AckConfirmed(ctx context.Context) error { return mapError(d.msg.DoubleAck(ctx)) }
+
+// Nak gives it back; it comes again to anybody after delay.
+func (d *Delivery) Nak(delay time.Duration) error {
+	if delay <= 0 {
+		return mapError(d.msg.Nak())
+	}
+	return mapError(d.msg.NakWithDelay(delay))
+}
+
+// Progress starts its ack wait anew.
+func (d *Delivery) Progress() error { return mapError(d.msg.InProgress()) }
+
+// Term ends it for good as not to be processed; reason reaches the server's advisories.
+func (d *Delivery) Term(reason string) error { return mapError(d.msg.TermWithReason(reason)) }

@@ -1,0 +1,101 @@
+package bus
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+)
+
+// EmbeddedOptions says how the server inside this process behaves. The zero value: loopback, a free port, no token.
+type EmbeddedOptions struct {
+	Host  string // "" is 127.0.0.1
+	Port  int    // 0 picks a free port
+	Token string // asked of every client; "" asks for none
+	// NoSync gives up the fsync of each stored message: what was acknowledged then survives the death of the process, but not
+	// that of the machine.
+	NoSync bool
+	Log    *slog.Logger // nil discards
+}
+
+// Embedded is a nats-server with JetStream inside this process.
+type Embedded struct {
+	srv *server.Server
+	url string
+}
+
+const readyTimeout = 10 * time.Second
+
+// StartEmbedded starts a server that keeps its streams in files under dir, and returns when it takes connections (some 30 ms).
+// Streams of an earlier server on the same dir are there again. One server a dir.
+func StartEmbedded(dir string, o EmbeddedOptions) (*Embedded, error) {
+	if o.Host == "" {
+		o.Host = "127.0.0.1"
+	}
+	if o.Port == 0 {
+		o.Port = server.RANDOM_PORT
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("start nats: %w", err)
+	}
+	srv, err := server.NewServer(&server.Options{
+		ServerName:            "rollout",
+		Host:                  o.Host,
+		Port:                  o.Port,
+		Authorization:         o.Token,
+		JetStream:             true,
+		StoreDir:              filepath.Clean(dir),
+		JetStreamMaxMemory:    64 << 20, // every stream is in files
+		JetStreamMaxStore:     1 << 40,  // the disk is the limit; streams bound themselves
+		SyncAlways:            !o.NoSync,
+		MaxPayload:            MaxPayload,
+		MaxPending:            256 << 20,
+		WriteDeadline:         10 * time.Second,
+		DisableShortFirstPing: true,
+		NoSigs:                true, // signals belong to the process
+	})
+	if err != nil {
+		return nil, fmt.Errorf("start nats: %w", err)
+	}
+	srv.SetLoggerV2(logger{orDiscard(o.Log)}, false, false, false)
+	go srv.Start() // returns once it listens; Stop waits for what it started
+	if !srv.ReadyForConnections(readyTimeout) {
+		srv.Shutdown()
+		return nil, fmt.Errorf("start nats: not ready after %v; is another process using %s or port %d?", readyTimeout, dir, o.Port)
+	}
+	if !srv.JetStreamEnabled() {
+		srv.Shutdown()
+		return nil, errors.New("start nats: JetStream could not start; the log has the reason")
+	}
+	return &Embedded{srv: srv, url: srv.ClientURL()}, nil
+}
+
+// URL is what clients connect to, "nats://127.0.0.1:PORT". It holds no token.
+func (e *Embedded) URL() string { return e.url }
+
+// Stop ends the server and waits for it; streams stay in their directory.
+func (e *Embedded) Stop() {
+	e.srv.Shutdown()
+	e.srv.WaitForShutdown()
+}
+
+// logger gives the server's lines to slog.
+type logger struct{ log *slog.Logger }
+
+func (l logger) Noticef(f string, a ...any) { l.log.Debug(fmt.Sprintf(f, a...)) }
+func (l logger) Warnf(f string, a ...any)   { l.log.Warn(fmt.Sprintf(f, a...)) }
+func (l logger) Errorf(f string, a ...any)  { l.log.Error(fmt.Sprintf(f, a...)) }
+func (l logger) Fatalf(f string, a ...any)  { l.log.Error(fmt.Sprintf(f, a...)) }
+func (l logger) Debugf(string, ...any)      {}
+func (l logger) Tracef(string, ...any)      {}
+
+func orDiscard(l *slog.Logger) *slog.Logger {
+	if l == nil {
+		return slog.New(slog.DiscardHandler)
+	}
+	return l
+}

@@ -1,0 +1,202 @@
+package bus
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// The names and settings of every stream and consumer of the project stand in this file and nowhere else.
+const (
+	// MaxPayload is the size of the largest message, in bytes. Payloads are inline up to 256 KiB and blob references above that;
+	// a message carries some groups of them.
+	MaxPayload = 8 << 20
+
+	// WorkersConsumer is shared by the inference workers of a run.
+	WorkersConsumer = "workers"
+	// BufferConsumer is the buffer's place in a run's trajectories.
+	BufferConsumer = "buffer"
+	// EventStream holds the events of all runs.
+	EventStream = "EVENTS"
+	// StorageConsumer is the storage service's place in the events.
+	StorageConsumer = "storage"
+	// MeshEvents is the subject of events that belong to no run.
+	MeshEvents = "rollout.events.mesh"
+
+	// workAckWait is how long a worker may be silent (it acks progress every second) before its items go to another one. Three
+	// missed beats and a margin: below that a busy kernel redelivers for nothing, above it a dead worker idles the learner.
+	workAckWait = 4 * time.Second
+	// trajAckWait covers a segment fsync and a ledger transaction on a slow disk. A redelivery is harmless, the ledger dedups.
+	trajAckWait = 30 * time.Second
+	// maxAckPending bounds the unacked deliveries of a consumer. It is not the flow control (that is the scheduler's staleness
+	// bound), so it is above every fleet's slots.
+	maxAckPending = 1 << 16
+	// dedup is how long the server remembers Nats-Msg-Id: it spares the twin of a publish that was retried over a reconnect.
+	// Exactly-once is the ledger's, which remembers for ever.
+	dedup = 2 * time.Minute
+	// Events are a transport here: storage owns the log. This much waits for a storage service that is down.
+	eventsMaxAge   = 7 * 24 * time.Hour
+	eventsMaxBytes = 1 << 30
+)
+
+// ErrRunName says that a run id can't be part of a subject.
+var ErrRunName = rpcerr.New(codes.InvalidArgument, "BUS_RUN_NAME", "a run id in a subject has letters, digits, - and _ alone")
+
+// WorkStream is the name of a run's work stream.
+func WorkStream(run string) string { return "WORK_" + run }
+
+// WorkSubject is where the scheduler publishes PromptGroups.
+func WorkSubject(run string) string { return "rollout.work." + run }
+
+// TrajStream is the name of a run's trajectory stream.
+func TrajStream(run string) string { return "TRAJ_" + run }
+
+// TrajSubject is where workers publish TrajectoryBatches.
+func TrajSubject(run string) string { return "rollout.traj." + run }
+
+// EventSubject is where everybody publishes EventBatches; an empty run gives MeshEvents.
+func EventSubject(run string) string {
+	if run == "" {
+		return MeshEvents
+	}
+	return "rollout.events." + run
+}
+
+// work: each group goes to one worker and leaves the stream at its ack. The scheduler bounds what is in it.
+func work(run string) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
+	return jetstream.StreamConfig{
+			Name:        WorkStream(run),
+			Description: "prompt groups of " + run,
+			Subjects:    []string{WorkSubject(run)},
+			Retention:   jetstream.WorkQueuePolicy,
+			Storage:     jetstream.FileStorage,
+			Discard:     jetstream.DiscardNew,
+			Duplicates:  dedup,
+			AllowDirect: true,
+			Replicas:    1,
+		}, jetstream.ConsumerConfig{
+			Durable:       WorkersConsumer,
+			AckPolicy:     jetstream.AckExplicitPolicy,
+			AckWait:       workAckWait,
+			MaxDeliver:    -1, // the scheduler decides when to give a group up, with a typed reason
+			MaxAckPending: maxAckPending,
+			MaxWaiting:    4096, // pulls waiting at a time: one a worker and some
+		}
+}
+
+// traj: a batch leaves the stream when the buffer has made it durable in the run's tier.
+func traj(run string) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
+	return jetstream.StreamConfig{
+			Name:        TrajStream(run),
+			Description: "trajectories of " + run,
+			Subjects:    []string{TrajSubject(run)},
+			Retention:   jetstream.WorkQueuePolicy,
+			Storage:     jetstream.FileStorage,
+			Discard:     jetstream.DiscardNew,
+			Duplicates:  dedup,
+			AllowDirect: true,
+			Replicas:    1,
+		}, jetstream.ConsumerConfig{
+			Durable:       BufferConsumer,
+			AckPolicy:     jetstream.AckExplicitPolicy,
+			AckWait:       trajAckWait,
+			MaxDeliver:    -1,
+			MaxAckPending: maxAckPending,
+		}
+}
+
+// events: kept by age and size, so that one slow reader holds nobody up.
+func events() (jetstream.StreamConfig, jetstream.ConsumerConfig) {
+	return jetstream.StreamConfig{
+			Name:        EventStream,
+			Description: "events of all runs",
+			Subjects:    []string{"rollout.events.>"},
+			Retention:   jetstream.LimitsPolicy,
+			Storage:     jetstream.FileStorage,
+			Discard:     jetstream.DiscardOld,
+			MaxAge:      eventsMaxAge,
+			MaxBytes:    eventsMaxBytes,
+			Duplicates:  dedup,
+			AllowDirect: true,
+			Replicas:    1,
+		}, jetstream.ConsumerConfig{
+			Durable:       StorageConsumer,
+			AckPolicy:     jetstream.AckExplicitPolicy,
+			AckWait:       trajAckWait,
+			MaxDeliver:    -1,
+			MaxAckPending: maxAckPending,
+		}
+}
+
+// EnsureRun makes the WORK and TRAJ streams of a run and their consumers, or brings them to the settings above; what is in them
+// stays. Safe to call again and from several processes.
+func (b *Bus) EnsureRun(ctx context.Context, run string) error {
+	if err := checkRun(run); err != nil {
+		return err
+	}
+	stream, consumer := work(run)
+	if err := b.ensure(ctx, stream, consumer); err != nil {
+		return err
+	}
+	stream, consumer = traj(run)
+	return b.ensure(ctx, stream, consumer)
+}
+
+// EnsureEvents makes the EVENTS stream and its consumer.
+func (b *Bus) EnsureEvents(ctx context.Context) error {
+	stream, consumer := events()
+	return b.ensure(ctx, stream, consumer)
+}
+
+// DeleteRun removes the streams of a run with all that is in them. What is not there is no error.
+func (b *Bus) DeleteRun(ctx context.Context, run string) error {
+	if err := checkRun(run); err != nil {
+		return err
+	}
+	for _, name := range []string{WorkStream(run), TrajStream(run)} {
+		if err := b.js.DeleteStream(ctx, name); err != nil && !errors.Is(err, jetstream.ErrStreamNotFound) {
+			return fmt.Errorf("delete stream %s: %w", name, mapError(err))
+		}
+	}
+	return nil
+}
+
+// PurgeWork drops every work item of a run that no worker has acked, as when a run is cancelled.
+func (b *Bus) PurgeWork(ctx context.Context, run string) error {
+	if err := checkRun(run); err != nil {
+		return err
+	}
+	s, err := b.js.Stream(ctx, WorkStream(run))
+	if err != nil {
+		return fmt.Errorf("purge work of %s: %w", run, mapError(err))
+	}
+	if err := s.Purge(ctx); err != nil {
+		return fmt.Errorf("purge work of %s: %w", run, mapError(err))
+	}
+	return nil
+}
+
+func (b *Bus) ensure(ctx context.Context, s jetstream.StreamConfig, c jetstream.ConsumerConfig) error {
+	if _, err := b.js.CreateOrUpdateStream(ctx, s); err != nil {
+		return fmt.Errorf("ensure stream %s: %w", s.Name, mapError(err))
+	}
+	if _, err := b.js.CreateOrUpdateConsumer(ctx, s.Name, c); err != nil {
+		return fmt.Errorf("ensure consumer %s of %s: %w", c.Durable, s.Name, mapError(err))
+	}
+	return nil
+}
+
+func checkRun(run string) error {
+	const plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"
+	if run == "" || strings.Trim(run, plain) != "" || len(run) > 128 {
+		return ErrRunName.With("run", run)
+	}
+	return nil
+}
