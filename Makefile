@@ -84,6 +84,10 @@ check-full: check check-race bench ## CI, the race detector over all Go tests, a
 check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
 	@scripts/test --race
 
+.PHONY: check-compose
+check-compose: venv-dev ## Check docker-compose.yml: that it parses, and what it may publish
+	@$(PYTHON) scripts/check_compose.py
+
 .PHONY: check-servers
 check-servers: ## Run the suites that need a real server (none needs one yet)
 	@echo "no adapter of a real server yet: nothing to run"
