@@ -58,13 +58,18 @@ def shape_field(field: FieldDescriptor, source: Schema) -> Schema:
         target = {"allOf": [{"$ref": f"#/definitions/{field.message_type.name}"}]}
         shaped |= {"type": "array", "items": target} if field.is_repeated else target
     else:
-        shaped |= {key: value for key, value in source.items() if informs(key, value)}
+        shaped |= {key: value for key, value in scalar(source).items() if informs(key, value)}
     meta = field.GetOptions().Extensions[options_pb2.meta]
     if meta.default:
         shaped["default"] = toml_value(meta.default)
     if meta.example:
         shaped["examples"] = [toml_value(meta.example)]
     return shaped
+
+
+def scalar(source: Schema) -> Schema:
+    """Of a float that may be infinite the number: JSON spells infinity as a string, TOML does not."""
+    return next((option for option in source.get("anyOf", []) if option["type"] == "number"), source)
 
 
 def is_required(field: FieldDescriptor) -> bool:
