@@ -1,0 +1,154 @@
+package discovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"strconv"
+	"time"
+
+	consul "github.com/hashicorp/consul/api"
+)
+
+const (
+	firstBackoff = 50 * time.Millisecond
+	maxBackoff   = 2 * time.Second
+	blockingWait = 30 * time.Second // of one watch query; a lost connection is found out by then
+)
+
+// Client talks to one Consul agent. Its methods may be called from many goroutines.
+type Client struct {
+	api *consul.Client
+	log *slog.Logger
+}
+
+// NewClient makes a client of the agent at address ("host:port" or an URL). No request is sent. token may be empty, log nil.
+func NewClient(address, token string, log *slog.Logger) (*Client, error) {
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	config := &consul.Config{ // not DefaultConfig, which reads the environment
+		Address:   address,
+		Scheme:    "http",
+		Token:     token,
+		Transport: &http.Transport{MaxIdleConnsPerHost: 32, IdleConnTimeout: 90 * time.Second, Proxy: nil},
+	}
+	api, err := consul.NewClient(config)
+	if err != nil {
+		return nil, fmt.Errorf("discovery client for %s: %w", address, err)
+	}
+	return &Client{api: api, log: log}, nil
+}
+
+// Ready returns nil when the agent answers and takes the token. ErrUnavailable, ErrDenied.
+func (c *Client) Ready(ctx context.Context) error {
+	_, err := c.api.Agent().ServicesWithFilterOpts("", (&consul.QueryOptions{}).WithContext(ctx))
+	if err != nil {
+		return fmt.Errorf("reach the Consul agent: %w", mapError(err))
+	}
+	return nil
+}
+
+// Lookup returns the passing instances of a service now, sorted by id; none is no error.
+func (c *Client) Lookup(ctx context.Context, name string) ([]Instance, error) {
+	list, _, err := c.query(ctx, name, 0)
+	return list, err
+}
+
+func (c *Client) query(ctx context.Context, name string, index uint64) ([]Instance, uint64, error) {
+	q := (&consul.QueryOptions{WaitIndex: index, WaitTime: blockingWait}).WithContext(ctx)
+	entries, meta, err := c.api.Health().Service(name, "", true, q)
+	if err != nil {
+		return nil, 0, fmt.Errorf("look up service %s: %w", name, mapError(err))
+	}
+	list := make([]Instance, 0, len(entries))
+	for _, e := range entries {
+		host := e.Service.Address
+		if host == "" {
+			host = e.Node.Address
+		}
+		list = append(list, Instance{
+			Name: e.Service.Service, ID: e.Service.ID, Address: net.JoinHostPort(host, strconv.Itoa(e.Service.Port)),
+			Tags: e.Service.Tags, Meta: e.Service.Meta,
+		})
+	}
+	sortByID(list)
+	return list, meta.LastIndex, nil
+}
+
+// Watch sends the passing instances of a service: at once when they are first known, and on every change. A slow reader gets the
+// newest list alone. While the agent does not answer the last list stands. The channel is closed after ctx ended.
+func (c *Client) Watch(ctx context.Context, name string) <-chan []Instance {
+	out := make(chan []Instance, 1)
+	go func() {
+		defer close(out)
+		c.watch(ctx, name, func(list []Instance) {
+			select { // only this goroutine sends, so after draining there is room
+			case <-out:
+			default:
+			}
+			out <- list
+		})
+	}()
+	return out
+}
+
+// watch calls send with each new list until ctx ends.
+func (c *Client) watch(ctx context.Context, name string, send func([]Instance)) {
+	var index uint64
+	var last []Instance
+	first := true
+	retry := backoff{}
+	for ctx.Err() == nil {
+		list, next, err := c.query(ctx, name, index)
+		if err != nil {
+			if ctx.Err() == nil {
+				c.log.Debug("watch of a service failed, trying again", "service", name, "error", err)
+			}
+			index = 0 // a new agent counts anew
+			retry.wait(ctx)
+			continue
+		}
+		retry = backoff{}
+		if next < index {
+			next = 0
+		}
+		index = next
+		if first || !equal(list, last) {
+			first, last = false, list
+			send(list)
+		}
+	}
+}
+
+// backoff doubles from firstBackoff to maxBackoff.
+type backoff struct{ next time.Duration }
+
+func (b *backoff) wait(ctx context.Context) {
+	b.next = min(max(2*b.next, firstBackoff), maxBackoff)
+	t := time.NewTimer(b.next)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+	case <-t.C:
+	}
+}
+
+// mapError turns the client's errors into this package's; context errors stay.
+func mapError(err error) error {
+	var status consul.StatusError
+	switch {
+	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		return err
+	case !errors.As(err, &status):
+		return ErrUnavailable.Wrap(err)
+	case status.Code == http.StatusForbidden, status.Code == http.StatusUnauthorized:
+		return ErrDenied.Wrap(err)
+	case status.Code >= http.StatusInternalServerError:
+		return ErrUnavailable.Wrap(err)
+	}
+	return err
+}

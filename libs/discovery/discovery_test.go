@@ -1,0 +1,163 @@
+package discovery_test
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/health"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+
+	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/discovery/discoverytest"
+	"github.com/rollout-rl/rollout/libs/discovery/registry"
+)
+
+const token = "s3cret"
+
+// agent serves an embedded registry and gives its host:port.
+func agent(t *testing.T) string {
+	t.Helper()
+	r := registry.New(token)
+	s := httptest.NewServer(r.Handler())
+	t.Cleanup(func() { r.Close(); s.CloseClientConnections(); s.Close() })
+	return strings.TrimPrefix(s.URL, "http://")
+}
+
+func client(t *testing.T, address, token string) *discovery.Client {
+	t.Helper()
+	c, err := discovery.NewClient(address, token, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func TestEmbeddedRegistryConforms(t *testing.T) {
+	t.Parallel()
+	discoverytest.Run(t, discoverytest.Agent{Address: agent(t), Token: token})
+}
+
+func TestErrors(t *testing.T) {
+	t.Parallel()
+	wrong := client(t, agent(t), "wrong")
+	s := discovery.Service{Name: "x", ID: "x", Address: "127.0.0.1", Port: 1}
+	if _, err := wrong.Register(t.Context(), s); !errors.Is(err, discovery.ErrDenied) {
+		t.Errorf("register with a wrong token: %v", err)
+	}
+	if err := wrong.Ready(t.Context()); !errors.Is(err, discovery.ErrDenied) {
+		t.Errorf("ready with a wrong token: %v", err)
+	}
+	nobody := client(t, "127.0.0.1:1", "")
+	if _, err := nobody.Lookup(t.Context(), "x"); !errors.Is(err, discovery.ErrUnavailable) {
+		t.Errorf("lookup of nobody: %v", err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if _, err := nobody.Register(ctx, s); err == nil {
+		t.Error("registered with nobody")
+	}
+}
+
+// An agent that is replaced by an empty one (a restart) has the services again, and watchers see them.
+func TestAgentRestart(t *testing.T) {
+	t.Parallel()
+	lis, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := lis.Addr().String()
+	serve := func(l net.Listener) (stop func()) {
+		r := registry.New("")
+		s := &http.Server{Handler: r.Handler()}
+		go func() { _ = s.Serve(l) }()
+		return func() { r.Close(); _ = s.Close() }
+	}
+	stop := serve(lis)
+	c := client(t, address, "")
+	s := discovery.Service{Name: "x", ID: "x1", Address: "127.0.0.1", Port: 1, TTL: 300 * time.Millisecond}
+	ctx, cancel := context.WithCancel(t.Context())
+	reg, err := c.Register(ctx, s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { cancel(); reg.Wait() }()
+	watch := c.Watch(t.Context(), "x")
+	if got := <-watch; len(got) != 1 {
+		t.Fatalf("at first: %v", got)
+	}
+	stop()
+	if lis, err = net.Listen("tcp", address); err != nil {
+		t.Fatal(err)
+	}
+	defer serve(lis)()
+	var list []discovery.Instance
+	for len(list) == 0 { // the watch may show the empty agent first
+		if list, err = c.Lookup(t.Context(), "x"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if list[0].ID != "x1" {
+		t.Errorf("instance %+v", list[0])
+	}
+}
+
+// A call through consul:/// waits for the first instance, and follows it to another address.
+func TestResolver(t *testing.T) {
+	t.Parallel()
+	c := client(t, agent(t), token)
+	conn, err := grpc.NewClient("consul:///buffer", grpc.WithResolvers(c.Resolver()),
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithDefaultServiceConfig(`{"loadBalancingConfig":[{"round_robin":{}}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	call := func(options ...grpc.CallOption) error {
+		_, err := healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{}, options...)
+		return err
+	}
+	if err := call(); err == nil {
+		t.Fatal("a call to nobody succeeded")
+	}
+	done := make(chan error, 1)
+	go func() { done <- call(grpc.WaitForReady(true)) }()
+	stop := host(t, c, "b1")
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	stop()
+	host(t, c, "b2")
+	if err := call(grpc.WaitForReady(true)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// host serves gRPC health as the service "buffer" until stop.
+func host(t *testing.T, c *discovery.Client, id string) (stop func()) {
+	t.Helper()
+	lis, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	srv := grpc.NewServer()
+	healthpb.RegisterHealthServer(srv, health.NewServer())
+	go func() { _ = srv.Serve(lis) }()
+	ctx, cancel := context.WithCancel(t.Context())
+	reg, err := c.Register(ctx, discovery.Service{
+		Name: "buffer", ID: id, Address: "127.0.0.1", Port: lis.Addr().(*net.TCPAddr).Port,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	stop = func() { cancel(); reg.Wait(); srv.Stop() }
+	t.Cleanup(stop)
+	return stop
+}

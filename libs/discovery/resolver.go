@@ -1,0 +1,54 @@
+package discovery
+
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	"google.golang.org/grpc/resolver"
+)
+
+// Scheme is the scheme of gRPC targets that this package resolves: "consul:///buffer".
+const Scheme = "consul"
+
+// Resolver is a gRPC resolver builder for Scheme, to be given to grpc.WithResolvers. An empty list of instances makes calls that
+// wait for ready wait, and others fail with Unavailable.
+func (c *Client) Resolver() resolver.Builder { return &builder{c} }
+
+type builder struct{ client *Client }
+
+func (b *builder) Scheme() string { return Scheme }
+
+// Build starts the watch of one service; Close of the result ends it.
+func (b *builder) Build(target resolver.Target, cc resolver.ClientConn, _ resolver.BuildOptions) (resolver.Resolver, error) {
+	name := target.Endpoint()
+	if name == "" {
+		return nil, fmt.Errorf("target %q names no service; write %s:///NAME", target.URL.String(), Scheme)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	w := &watchResolver{cancel: cancel}
+	w.wg.Go(func() {
+		b.client.watch(ctx, name, func(list []Instance) {
+			state := resolver.State{}
+			for _, i := range list {
+				state.Addresses = append(state.Addresses, resolver.Address{Addr: i.Address})
+			}
+			_ = cc.UpdateState(state) // refused where the list is empty; the balancer says so to waiting calls
+		})
+	})
+	return w, nil
+}
+
+type watchResolver struct {
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+}
+
+// ResolveNow has nothing to do: the watch hears of changes at once.
+func (w *watchResolver) ResolveNow(resolver.ResolveNowOptions) {}
+
+// Close ends the watch and waits for it.
+func (w *watchResolver) Close() {
+	w.cancel()
+	w.wg.Wait()
+}
