@@ -62,7 +62,7 @@ fmt: $(BUF) venv-dev ## Format Go, Python and proto
 .PHONY: validate-schema
 validate-schema: venv-dev ## Check that every example config fits the JSON Schema
 	@$(PYTHON) scripts/validate_schema.py
-	@find examples -name "*.toml" -print0 | RUST_LOG=error xargs -0 .venv/bin/taplo check --schema file://$(CURDIR)/schemas/run_config.schema.json
+	@find examples e2e bench -name "*.toml" -print0 | RUST_LOG=error xargs -0 .venv/bin/taplo check --schema file://$(CURDIR)/schemas/run_config.schema.json
 
 .PHONY: breaking
 breaking: $(BUF) ## Check that the contracts break nobody who speaks the last ones
@@ -93,7 +93,7 @@ check-servers: ## Run the suites that need a real server (none needs one yet)
 	@echo "no adapter of a real server yet: nothing to run"
 
 .PHONY: check-e2e
-check-e2e: build venv-dev ## Run the end-to-end scenarios: one process, then seven
+check-e2e: build venv-dev $(GRPCURL) ## Run the end-to-end scenarios: one process, then seven
 	@scripts/e2e
 
 # ---- generate ---------------------------------------------------------------------------------

@@ -16,3 +16,4 @@ $(eval $(call go_tool,PROTOC_GEN_GO,protoc-gen-go,google.golang.org/protobuf/cmd
 $(eval $(call go_tool,PROTOC_GEN_GO_GRPC,protoc-gen-go-grpc,google.golang.org/grpc/cmd/protoc-gen-go-grpc,v1.6.2))
 $(eval $(call go_tool,PROTOC_GEN_JSONSCHEMA,protoc-gen-jsonschema,github.com/bufbuild/protoschema-plugins/cmd/protoc-gen-jsonschema,v0.6.0))
 $(eval $(call go_tool,GOLANGCI_LINT,golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint,v2.15.0))
+$(eval $(call go_tool,GRPCURL,grpcurl,github.com/fullstorydev/grpcurl/cmd/grpcurl,v1.9.3))

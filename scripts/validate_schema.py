@@ -17,15 +17,16 @@ import jsonschema
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = ROOT / "schemas" / "run_config.schema.json"
+FOLDERS = ("examples", "e2e", "bench")
 
 
 def main() -> None:
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft7Validator.check_schema(schema)
     validator = jsonschema.Draft7Validator(schema)
-    paths = sorted((ROOT / "examples").rglob("*.toml"))
+    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.toml"))
     if not paths:
-        sys.exit("validate-schema: no config under examples/")
+        sys.exit(f"validate-schema: no config under {FOLDERS}")
     failed = 0
     for path in paths:
         config = tomllib.loads(path.read_text())
