@@ -32,8 +32,18 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 def main() -> None:
     """Write what is missing and say where it lies."""
     parser = argparse.ArgumentParser(description="Prepare the addition example.")
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model (default: %(default)s)")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the rows (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=MODEL,
+        help="folder of the model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=DATA,
+        help="folder of the rows (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     write_data(arguments.data)
     write_model(arguments.model)
@@ -45,7 +55,10 @@ def write_data(folder: Path) -> None:
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(100)]
     random.Random(SEED).shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in (("eval.jsonl", rows[:HELD_OUT]), ("train.jsonl", rows[HELD_OUT:])):
+    for name, part in (
+        ("eval.jsonl", rows[:HELD_OUT]),
+        ("train.jsonl", rows[HELD_OUT:]),
+    ):
         if not (folder / name).exists():
             staged = folder / f".{name}.{uuid.uuid4().hex}"
             staged.write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -87,7 +100,7 @@ def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int =
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def build_tokenizer():  # noqa: ANN201 (the type would import transformers here)
+def build_tokenizer():
     """A tokenizer of one token a character, 54 in all; text outside them becomes ``<unk>``."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

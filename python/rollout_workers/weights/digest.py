@@ -10,8 +10,8 @@ bytes followed by UTF-8:
 
 A block is 256 rows of the first dimension; of a tensor with fewer than two dimensions it is 65,536 elements; the last one
 may be short, and a tensor without elements has none. Bytes are the row-major little-endian bytes in transport dtype, whose name
-is torch's (``float32``, ``bfloat16``). The first byte separates the three domains, so no leaf can pass for a node. Vectors that every
-language must reproduce: ``schemas/golden/weights_digest.json``.
+is torch's (``float32``, ``bfloat16``). The first byte separates the three domains, so no leaf can pass for a node. Vectors
+that every language must reproduce: ``schemas/golden/weights_digest.json``.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _raw_bytes(tensor: torch.Tensor) -> memoryview:
     array = flat.view(torch.uint8).numpy()
     if sys.byteorder == "big" and tensor.element_size() > 1:
         array = array.reshape(-1, tensor.element_size())[:, ::-1].copy().reshape(-1)
-    return memoryview(array)
+    return memoryview(array)  # pyright: ignore[reportArgumentType]
 
 
 def _string(text: str) -> bytes:

@@ -1,8 +1,8 @@
 """Weights on disk: one folder a version, which ``AutoModelForCausalLM.from_pretrained`` loads.
 
-    <dir>/model.safetensors         every tensor once, under its Hugging Face name
-    <dir>/rollout_weights.json      the manifest: version, digest, tensors
-    <dir>/config.json, tokenizer*   from the model that the run began with (hard links where the file system allows)
+<dir>/model.safetensors         every tensor once, under its Hugging Face name
+<dir>/rollout_weights.json      the manifest: version, digest, tensors
+<dir>/config.json, tokenizer*   from the model that the run began with (hard links where the file system allows)
 """
 
 from __future__ import annotations

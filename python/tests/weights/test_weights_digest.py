@@ -6,10 +6,12 @@ import json
 
 import pytest
 import torch
-from weights_golden import GOLDEN, vectors
-from weights_reference import pattern
+
 from rollout_workers.weights.digest import node_of_leaves, tensor_leaves, weights_digest
 from rollout_workers.weights.naming import DTYPE_NAMES
+
+from .weights_golden import GOLDEN, vectors
+from .weights_reference import pattern
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 CASES = json.loads(GOLDEN.read_text())["cases"]

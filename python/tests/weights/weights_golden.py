@@ -1,6 +1,6 @@
 """The vectors of ``schemas/golden/weights_digest.json``. Run as a script to write them anew from the reference.
 
-    python python/tests/weights/weights_golden.py > schemas/golden/weights_digest.json
+python python/tests/weights/weights_golden.py > schemas/golden/weights_digest.json
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES: dict[str, list[tuple[str, str, list[int]]]] = {
 
 def vectors() -> dict[str, Any]:
     """The whole golden file as JSON values."""
-    from weights_reference import SIZES, Entry, leaves, node, pattern, root
+    from .weights_reference import SIZES, Entry, leaves, node, pattern, root
 
     cases: list[dict[str, Any]] = []
     for title, shapes in CASES.items():

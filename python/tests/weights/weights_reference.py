@@ -27,10 +27,8 @@ def pattern(length: int) -> bytes:
 
 def leaves(entry: Entry) -> list[str]:
     """The leaves of one tensor, in hex."""
-    if len(entry.shape) >= 2:
-        block = 256 * prod(entry.shape[1:]) * SIZES[entry.dtype]
-    else:
-        block = 65_536 * SIZES[entry.dtype]
+    elements = 256 * prod(entry.shape[1:]) if len(entry.shape) >= 2 else 65_536
+    block = elements * SIZES[entry.dtype]
     rest, found = entry.data, []
     while rest:
         found.append(blake3(b"\x00" + rest[:block]).hexdigest())

@@ -1,0 +1,22 @@
+"""Supervised fine-tuning: the negative log-likelihood of the trained tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_workers.algorithms.types import Algorithm, LossTerms, Needs, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SftConfig:
+    """SFT has no settings of its own: which tokens are trained on stands in each sample's loss mask."""
+
+
+def sft(config: SftConfig) -> Algorithm:
+    """SFT as an algorithm."""
+    return Algorithm(name="sft", needs=Needs(), loss=token_nll)
+
+
+def token_nll(tokens: TokenBatch) -> LossTerms:
+    """``-sum(log p) / normaliser``: a mean over the tokens of the global batch, so long answers weigh by their length."""
+    return LossTerms(loss=-tokens.logprobs.sum() / tokens.normalizer, sums={})

@@ -1,0 +1,28 @@
+"""The learner: packs batches, computes losses, moves the weights, saves and restores its state."""
+
+from rollout_workers.learner.optimizer import AdamWConfig
+from rollout_workers.learner.schedule import Schedule
+from rollout_workers.learner.trainer import Trainer, TrainerConfig
+from rollout_workers.learner.types import (
+    BadBatch,
+    LearnerError,
+    NonFiniteGradient,
+    StateUnreadable,
+    StepOutOfTurn,
+    StepResult,
+    TrainSample,
+)
+
+__all__ = [
+    "AdamWConfig",
+    "BadBatch",
+    "LearnerError",
+    "NonFiniteGradient",
+    "Schedule",
+    "StateUnreadable",
+    "StepOutOfTurn",
+    "StepResult",
+    "TrainSample",
+    "Trainer",
+    "TrainerConfig",
+]

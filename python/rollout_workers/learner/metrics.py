@@ -1,0 +1,70 @@
+"""The numbers of a step, by the names that the field uses.
+
+| name | what |
+|---|---|
+| ``loss`` | the loss of the whole batch |
+| ``reward/mean``, ``reward/std`` | over the batch's samples; std divides by their number |
+| ``zero_advantage_groups`` | share of groups whose rewards are all equal |
+| ``entropy`` | nats, mean over trained tokens that were computed |
+| ``kl/engine_learner`` | KL(engine || learner), k3, mean over the same tokens |
+| ``kl/reference`` | KL(learner || initial model), the loss's estimator, over the same tokens |
+| ``clip_fraction`` | share of those tokens that the clip cuts off |
+| ``grad_norm`` | before clipping |
+| ``learning_rate`` | of this step |
+| ``samples``, ``groups`` | in the batch |
+| ``tokens`` | of the batch: prompts and completions |
+| ``tokens/trained`` | those that carry loss: the normaliser |
+| ``tokens/computed`` | positions that the forward pass worked on, after skipping and sharing, padding included |
+| ``length/mean``, ``length/min``, ``length/max`` | of the completions, in tokens |
+| ``staleness/max`` | steps between a sample's oldest weights and this step's |
+| ``tokens_per_second``, ``samples_per_second`` | of the batch, over ``time/step`` |
+| ``time/pack``, ``time/forward``, ``time/backward``, ``time/optimizer``, ``time/step`` | seconds |
+
+A mean over no token (every sample was skipped) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rollout_workers.learner.types import TrainSample
+
+
+def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) -> dict[str, float]:
+    """The metrics that samples alone decide. ``sampled``: they come from the policy, so rewards and versions count."""
+    lengths = np.array([len(sample.token_ids) - sample.prompt_length for sample in samples])
+    metrics = {
+        "samples": float(len(samples)),
+        "groups": float(len({sample.group_key for sample in samples})),
+        "tokens": float(sum(len(sample.token_ids) for sample in samples)),
+        "length/mean": float(lengths.mean()),
+        "length/min": float(lengths.min()),
+        "length/max": float(lengths.max()),
+    }
+    if sampled:
+        rewards = np.array([sample.reward for sample in samples])
+        metrics["reward/mean"] = float(rewards.mean())
+        metrics["reward/std"] = float(rewards.std())
+        metrics["staleness/max"] = float(max(step - 1 - sample.version for sample in samples))
+    return metrics
+
+
+class TokenSums:
+    """Sums over computed tokens, added up over micro-batches in float64."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._tokens = 0
+
+    def add(self, tokens: int, sums: dict[str, torch.Tensor]) -> None:
+        """Add a micro-batch's sums over its ``tokens`` tokens."""
+        self._tokens += tokens
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    def means(self) -> dict[str, float]:
+        """Mean of each over all tokens added; empty where there was none."""
+        return {name: value / self._tokens for name, value in self._sums.items()}

@@ -1,0 +1,127 @@
+"""A causal language model as the learner sees it: micro-batch in, log-probabilities of the trained tokens out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from rollout_workers.learner.logprob import token_logprobs
+from rollout_workers.learner.packing import MicroBatch, pack
+from rollout_workers.learner.types import TrainSample
+
+# Largest difference of a logprob by which two ways to compute it may differ and count as the same.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What a forward pass gives for N trained tokens and M predicting positions."""
+
+    tokens: Tensor
+    """float32 [N], with gradient where gradients are on."""
+    entropy: Tensor
+    """float32 [M]: entropy in nats of the distribution at each predicting position, without gradient."""
+
+
+class Policy:
+    """A Hugging Face causal model with the shortcuts that hold for it.
+
+    Two shortcuts are tried against plain calls of the model when it is loaded, and used only where they agree: prefix
+    trees (``share_prefixes``; not with recurrent or windowed layers), and logprobs straight from the hidden states
+    (``linear_head``; not where the model scales or caps its logits). Dropout is off.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.linear_head = True
+        self.share_prefixes = True
+        self.linear_head = self._agrees(share_prefixes=False)
+        self.share_prefixes = _attends_everywhere(model.config) and self._agrees(share_prefixes=True)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Policy:
+        """Load a folder in the Hugging Face layout onto the GPU where there is one, else the CPU."""
+        transformers_logging.disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+        return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Logprobs:
+        """Log-probabilities of a micro-batch's trained tokens, of the policy at ``temperature``."""
+        device = self.model.device
+        predictors, predictor, target = (
+            torch.from_numpy(array).to(device) for array in (batch.predictors, batch.predictor, batch.target)
+        )
+        if not self.linear_head:
+            logits = self._call(self.model, batch).logits.flatten(0, 1)[predictors].float() / temperature
+            every = logits.log_softmax(-1)
+            entropy = -(every.detach().exp() * every.detach()).sum(-1)
+            return Logprobs(every[predictor, target], entropy)
+        hidden = self._call(self.model.base_model, batch).last_hidden_state.flatten(0, 1).index_select(0, predictors)
+        head: Any = self.model.get_output_embeddings()
+        return Logprobs(*token_logprobs(hidden, head.weight, head.bias, predictor, target, temperature=temperature))
+
+    def _call(self, module: torch.nn.Module, batch: MicroBatch) -> Any:
+        device = self.model.device
+        token_ids = torch.from_numpy(batch.token_ids).to(device)
+        if batch.subtree_end is None:
+            return module(input_ids=token_ids, use_cache=False)
+        return module(
+            input_ids=token_ids,
+            position_ids=torch.from_numpy(batch.positions).to(device),
+            attention_mask=tree_mask(torch.from_numpy(batch.subtree_end).to(device), self.model.dtype),
+            use_cache=False,
+        )
+
+    @torch.no_grad()
+    def _agrees(self, *, share_prefixes: bool) -> bool:
+        """Whether the shortcuts now set give the logprobs of a plain call, on four short sequences."""
+        samples = _probe(self.model.config.get_text_config().vocab_size)
+        try:
+            (batch,) = pack(samples, range(len(samples)), tokens=1 << 20, share_prefixes=share_prefixes)
+            found = torch.full((len(samples), len(samples[0].token_ids)), torch.nan)
+            found[batch.sample, batch.place] = self.logprobs(batch).tokens.float().cpu()
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False
+        token_ids = torch.from_numpy(np.stack([sample.token_ids for sample in samples])).long()
+        logits = self.model(input_ids=token_ids.to(self.model.device), use_cache=False).logits.float().cpu()
+        wanted = logits[:, :-1].log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
+        return bool(((found[:, 1:] - wanted).abs().max() < TOLERANCE[self.model.dtype]).item())
+
+
+def tree_mask(subtree_end: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive attention mask of prefix trees: 0 where ``j <= i < subtree_end[j]``, else the lowest number.
+
+    subtree_end: int64 [B, T]. Returns dtype [B, 1, T, T], rows i, columns j.
+    """
+    place = torch.arange(subtree_end.shape[1], device=subtree_end.device)
+    seen = (place[:, None] >= place) & (place[:, None] < subtree_end[:, None, :])
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def _attends_everywhere(config: PreTrainedConfig) -> bool:
+    """Whether every layer is plain attention over the whole sequence; a window would show on long sequences only."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    return kinds == {"full_attention"} and not getattr(text, "sliding_window", None)
+
+
+def _probe(vocabulary: int) -> list[TrainSample]:
+    """Four sequences of 12 tokens that begin alike and part at different places."""
+    generator = np.random.default_rng(0)
+    stem = generator.integers(0, vocabulary, 12)
+    samples = []
+    for number, shared in enumerate((12, 7, 7, 3)):
+        token_ids = np.concatenate((stem[:shared], generator.integers(0, vocabulary, 12 - shared))).astype(np.int32)
+        mask = np.ones(12, np.uint8)
+        samples.append(TrainSample("probe", number, token_ids, 0, mask, np.zeros(12, np.float32)))
+    return samples

@@ -1,0 +1,73 @@
+"""What goes into a step and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One trajectory as the learner reads it. T tokens: the prompt, then the completion.
+
+    Example: ``17+25=`` answered with ``42`` and the end of sequence: ``token_ids`` of 9, ``prompt_length`` 6,
+    ``loss_mask`` [0, 0, 0, 0, 0, 0, 1, 1, 1].
+    """
+
+    group_key: str
+    """Names the group; equal for the samples of one prompt. Decides the order within a batch, with ``sample``."""
+    sample: int
+    """Place in the group, from 0."""
+    token_ids: NDArray[np.int32]
+    """int32 [T]."""
+    prompt_length: int
+    """Tokens of the prompt, 0 .. T."""
+    loss_mask: NDArray[np.uint8]
+    """uint8 [T]: 1 where the token is trained on. Position 0 never is: nothing precedes it."""
+    logprobs: NDArray[np.float32]
+    """float32 [T]: what the engine sampled with; 0 for the prompt and for data. Never read for SFT."""
+    reward: float = 0.0
+    version: int = 0
+    """Oldest weights version that sampled a token of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A step that was made."""
+
+    step: int
+    metrics: Mapping[str, float]
+    """By the field's names; see ``rollout_workers.learner.metrics``."""
+
+
+class LearnerError(Exception):
+    """Base of what the learner refuses. ``reason`` is for machines, the message says where and how to mend."""
+
+    reason = "LEARNER"
+
+
+class NonFiniteGradient(LearnerError):
+    """Loss or gradient was infinite or not a number. The step was refused: weights, optimizer and step are as before."""
+
+    reason = "NON_FINITE_GRADIENT"
+
+
+class StepOutOfTurn(LearnerError):
+    """A step that doesn't follow the one the state stands at."""
+
+    reason = "STEP_OUT_OF_TURN"
+
+
+class BadBatch(LearnerError):
+    """A batch that can't be trained on: empty, without a trained token, or with arrays that don't fit each other."""
+
+    reason = "BAD_BATCH"
+
+
+class StateUnreadable(LearnerError):
+    """A state folder that is missing, damaged, or of another model."""
+
+    reason = "STATE_UNREADABLE"
