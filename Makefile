@@ -57,7 +57,7 @@ lint: $(GOLANGCI_LINT) $(BUF) venv-dev ## Check format, style, types, the direct
 
 .PHONY: fmt
 fmt: $(BUF) venv-dev ## Format Go, Python and proto
-	@gofmt -w $(MODULES) && .venv/bin/ruff format --config python/pyproject.toml python scripts bench examples e2e && $(TOOLS)/buf format -w proto
+	@gofmt -w $(MODULES) && .venv/bin/ruff format python scripts bench examples e2e && $(TOOLS)/buf format -w proto
 
 .PHONY: validate-schema
 validate-schema: venv-dev ## Check that every example config fits the JSON Schema
