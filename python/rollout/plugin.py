@@ -208,7 +208,7 @@ def _scores(function: RewardFunction, result: Any, wanted: int) -> list[Score]:
         result = result.tolist()
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Sequence):
         mend = "return a list with one number, or one mapping with `reward`, for each sample"
-        raise bad(_kind(result), mend)
+        raise bad(_kind(cast(object, result)), mend)
     items = cast(Sequence[Any], result)
     if len(items) != wanted:
         raise bad(f"{len(items)} items for {wanted} samples", "return exactly one item for each sample, in order")
@@ -254,9 +254,7 @@ def _import(path: Path, file: str) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise RewardImportError(
-            f"{file} is no Python file", mend="name a file that ends with .py", place=Place(str(path))
-        )
+        raise RewardImportError(f"{file} is no Python file", mend="name a file that ends with .py", place=Place(str(path)))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

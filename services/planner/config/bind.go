@@ -1,0 +1,155 @@
+package config
+
+import (
+	"fmt"
+	"math"
+	"strings"
+
+	"github.com/rollout-rl/rollout/services/planner/document"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// bind sets the fields of m from a table; at is the table's dotted path, "" for the root.
+func (r *Reading) bind(table *document.Value, m protoreflect.Message, at string) {
+	fields := m.Descriptor().Fields()
+	for _, e := range table.Entries {
+		field := fields.ByTextName(e.Key)
+		if field == nil {
+			r.unknown(e, m.Descriptor(), at)
+			continue
+		}
+		path := join(at, e.Key)
+		if one := field.ContainingOneof(); one != nil && !one.IsSynthetic() {
+			if other := m.WhichOneof(one); other != nil {
+				r.twoOfOne(e, path, join(at, other.TextName()))
+				continue
+			}
+		}
+		if field.Message() != nil {
+			r.bindTable(e, field, m, path)
+			continue
+		}
+		r.bindScalar(e, field, m, path)
+	}
+}
+
+func (r *Reading) bindTable(e *document.Entry, field protoreflect.FieldDescriptor, m protoreflect.Message, path string) {
+	if e.Value.Kind != document.Table {
+		mend := fmt.Sprintf("write a table: [%s]", path)
+		if e.Value.Kind == document.String && field.Message().Fields().ByTextName(e.Value.String) != nil {
+			mend = fmt.Sprintf("write a table: [%s.%s]", path, e.Value.String)
+		}
+		r.wrongType(e.Value.Span, path, fmt.Sprintf("`%s` is a table, got %s", path, e.Value.Kind), mend)
+		return
+	}
+	r.bind(e.Value, m.Mutable(field).Message(), path)
+}
+
+func (r *Reading) bindScalar(e *document.Entry, field protoreflect.FieldDescriptor, m protoreflect.Message, path string) {
+	if !field.IsList() {
+		if value, ok := r.scalar(e, e.Value, field, path); ok {
+			m.Set(field, value)
+		}
+		return
+	}
+	if e.Value.Kind != document.Array {
+		r.wrongType(e.Value.Span, path, fmt.Sprintf("`%s` is a list of %s, got %s", path, plural(field), e.Value.Kind),
+			fmt.Sprintf("write `%s = [%s]`", e.Key, e.Value.Span.Text()))
+		return
+	}
+	list := m.Mutable(field).List()
+	for _, item := range e.Value.Items {
+		value, ok := r.scalar(e, item, field, path)
+		if !ok {
+			return
+		}
+		list.Append(value)
+	}
+}
+
+// scalar reads one value as the type that the field has.
+func (r *Reading) scalar(e *document.Entry, v *document.Value, field protoreflect.FieldDescriptor, path string) (protoreflect.Value, bool) {
+	none := protoreflect.Value{}
+	switch kind := field.Kind(); {
+	case kind == protoreflect.StringKind && v.Kind == document.String:
+		return protoreflect.ValueOfString(v.String), true
+	case kind == protoreflect.BoolKind && v.Kind == document.Bool:
+		return protoreflect.ValueOfBool(v.Bool), true
+	case kind == protoreflect.DoubleKind && v.Kind == document.Float && math.IsNaN(v.Float):
+		r.outOfRange(v.Span, path, fmt.Sprintf("`%s` is not a number", path), "write a number")
+		return none, false
+	case kind == protoreflect.DoubleKind && v.Kind == document.Float:
+		return protoreflect.ValueOfFloat64(v.Float), true
+	case kind == protoreflect.DoubleKind && v.Kind == document.Integer:
+		return protoreflect.ValueOfFloat64(float64(v.Integer)), true
+	case (kind == protoreflect.Uint32Kind || kind == protoreflect.Uint64Kind) && v.Kind == document.Integer:
+		if limits := limitsOf(field); v.Integer < 0 || kind == protoreflect.Uint32Kind && v.Integer > math.MaxUint32 {
+			r.outOfRange(v.Span, path, fmt.Sprintf("`%s` must be %s, got %s", path, limits, v.Span.Text()), mendRange(field))
+			return none, false
+		}
+		if kind == protoreflect.Uint32Kind {
+			return protoreflect.ValueOfUint32(uint32(v.Integer)), true
+		}
+		return protoreflect.ValueOfUint64(uint64(v.Integer)), true
+	case kind == protoreflect.StringKind && e.Bare:
+		return protoreflect.ValueOfString(v.String), true
+	}
+	got := v.Kind.String()
+	if e.Bare {
+		got = "text"
+	}
+	r.wrongType(v.Span, path, fmt.Sprintf("`%s` is %s, got %s", path, article(field), got), mendType(e, v, field))
+	return none, false
+}
+
+// mendType says how the value would be written in the field's own type.
+func mendType(e *document.Entry, v *document.Value, field protoreflect.FieldDescriptor) string {
+	text := v.Span.Text()
+	switch kind := field.Kind(); {
+	case field.IsList():
+		return fmt.Sprintf("write `%s = [\"...\"]`", e.Key)
+	case kind == protoreflect.StringKind && v.Kind != document.Table && v.Kind != document.Array:
+		return fmt.Sprintf("put it in quotes: `%s = \"%s\"`", e.Key, text)
+	case kind == protoreflect.BoolKind:
+		return fmt.Sprintf("write `%s = true` or `%s = false`", e.Key, e.Key)
+	case v.Kind == document.String && looksNumeric(v.String):
+		return fmt.Sprintf("remove the quotes: `%s = %s`", e.Key, v.String)
+	case v.Kind == document.Float && v.Float == math.Trunc(v.Float) && math.Abs(v.Float) < 1e15:
+		return fmt.Sprintf("write `%s = %.0f`", e.Key, v.Float)
+	}
+	return fmt.Sprintf("write a number, such as `%s = %s`", e.Key, sample(field))
+}
+
+func (r *Reading) twoOfOne(e *document.Entry, path, other string) {
+	line, _ := r.root.Find(other).Value.Span.Position()
+	r.broken[path] = true
+	r.Problems.At(e.Value.Span, problem.Conflict, path,
+		fmt.Sprintf("a run has one algorithm: [%s] excludes [%s] on line %d", path, other, line), "remove one of the two tables")
+}
+
+func (r *Reading) wrongType(span document.Span, path, message, mend string) {
+	r.broken[path] = true
+	r.Problems.At(span, problem.WrongType, path, message, mend)
+}
+
+func (r *Reading) outOfRange(span document.Span, path, message, mend string) {
+	r.broken[path] = true
+	r.Problems.At(span, problem.OutOfRange, path, message, mend)
+}
+
+func looksNumeric(s string) bool {
+	return s != "" && strings.Trim(s, "0123456789.eE+-_") == "" && strings.ContainsAny(s, "0123456789")
+}
+
+func join(table, key string) string {
+	if table == "" {
+		return key
+	}
+	return table + "." + key
+}
+
+func parent(field string) string {
+	i := strings.LastIndexByte(field, '.')
+	return field[:max(i, 0)]
+}

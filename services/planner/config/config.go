@@ -1,0 +1,88 @@
+// Package config turns a TOML text into a RunConfig, by reflection over the contract: the proto is the only list of keys,
+// types, defaults, ranges and rules. Every mistake is found in one pass and stands at its line and column.
+//
+//	text -> document.Value -> bind (keys, types) -> defaults -> rules (protovalidate) -> RunConfig | problems
+package config
+
+import (
+	"bytes"
+	"fmt"
+
+	"buf.build/go/protovalidate"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/document"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+)
+
+// Reader reads configurations. It is safe for concurrent use.
+type Reader struct{ validator protovalidate.Validator }
+
+// NewReader compiles the rules once.
+func NewReader() (*Reader, error) {
+	validator, err := protovalidate.New(protovalidate.WithMessages(&configv1.RunConfig{}))
+	if err != nil {
+		return nil, fmt.Errorf("compile the rules of a configuration: %w", err)
+	}
+	return &Reader{validator}, nil
+}
+
+// Reading is what became of a text.
+type Reading struct {
+	// Config has every default written out. Where Problems is not empty it lacks what could not be read.
+	Config   *configv1.RunConfig
+	Problems problem.List
+
+	root   *document.Value
+	source *document.Source
+	broken map[string]bool // fields whose value could not be read: no rule is held against them
+	holes  bool            // whether some of the text could not be read at all: nothing is called missing
+}
+
+// Read reads a configuration. It never fails: what is wrong is in Problems.
+func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
+	text := bytes.TrimPrefix(source.GetToml(), []byte("\xef\xbb\xbf"))
+	reading := &Reading{
+		Config: &configv1.RunConfig{},
+		source: document.NewSource(source.GetFile(), text, 1),
+		broken: map[string]bool{},
+	}
+	root, faults := document.Parse(reading.source)
+	for i, override := range source.GetSet() {
+		faults = append(faults, document.Override(root, override, i+1)...)
+	}
+	reading.root = root
+	for _, fault := range faults {
+		reason := problem.DuplicateKey
+		if !fault.Duplicate {
+			reason, reading.holes = problem.Syntax, true
+		}
+		reading.Problems.At(fault.Span, reason, "", fault.Message, fault.Mend)
+	}
+	reading.bind(root, reading.Config.ProtoReflect(), "")
+	reading.defaults()
+	reading.rules(r.validator)
+	return reading
+}
+
+// Place is where a field stands: its value, or the header of the nearest table that holds it, or the end of the text.
+func (r *Reading) Place(field string) document.Span {
+	if e := r.root.Find(field); e != nil {
+		return e.Value.Span
+	}
+	for table := parent(field); table != ""; table = parent(table) {
+		if e := r.root.Find(table); e != nil {
+			return e.Value.Span
+		}
+	}
+	return r.source.End()
+}
+
+// Wrote reports whether the text sets a field itself.
+func (r *Reading) Wrote(field string) bool { return r.root.Find(field) != nil }
+
+// Readable reports whether the field, and everything in it, could be read.
+func (r *Reading) Readable(field string) bool { return !r.brokenUnder(field) }
+
+// Sorted returns the problems in the order of the file, then of the overrides.
+func (r *Reading) Sorted() []*planv1.Problem { return r.Problems.Sorted(r.source.Name, "--set") }

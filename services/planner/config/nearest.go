@@ -1,0 +1,52 @@
+package config
+
+import "strings"
+
+// Nearest is the candidate that name most likely was meant to be, "" where none is near.
+func Nearest(name string, candidates []string) string { return nearest(name, candidates) }
+
+// nearest is the candidate that name most likely was meant to be, "" where none is near: at most a third of the letters
+// differ, or one is the other with more behind it.
+func nearest(name string, candidates []string) string {
+	best, bestDistance := "", len(name)/3+2
+	lower := strings.ToLower(name)
+	for _, candidate := range candidates {
+		if limit := max(1, max(len(name), len(candidate))/3); distance(lower, candidate) <= min(limit, bestDistance-1) {
+			best, bestDistance = candidate, distance(lower, candidate)
+		}
+	}
+	if best != "" || len(name) < 4 {
+		return best
+	}
+	for _, candidate := range candidates {
+		if strings.HasPrefix(candidate, lower) || len(candidate) > 3 && strings.HasPrefix(lower, candidate+"_") {
+			return candidate
+		}
+	}
+	return ""
+}
+
+// distance is the optimal string alignment distance: insertions, deletions, substitutions and swaps of neighbours.
+func distance(a, b string) int {
+	rows := make([][]int, len(a)+1)
+	for i := range rows {
+		rows[i] = make([]int, len(b)+1)
+		rows[i][0] = i
+	}
+	for j := range rows[0] {
+		rows[0][j] = j
+	}
+	for i := 1; i <= len(a); i++ {
+		for j := 1; j <= len(b); j++ {
+			cost := 1
+			if a[i-1] == b[j-1] {
+				cost = 0
+			}
+			rows[i][j] = min(rows[i-1][j]+1, rows[i][j-1]+1, rows[i-1][j-1]+cost)
+			if i > 1 && j > 1 && a[i-1] == b[j-2] && a[i-2] == b[j-1] {
+				rows[i][j] = min(rows[i][j], rows[i-2][j-2]+1)
+			}
+		}
+	}
+	return rows[len(a)][len(b)]
+}

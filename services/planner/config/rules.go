@@ -1,0 +1,186 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+
+	"buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
+	"buf.build/go/protovalidate"
+	"github.com/rollout-rl/rollout/services/planner/document"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// rules holds the contract's rules against the configuration and maps each violation back to the text.
+func (r *Reading) rules(validator protovalidate.Validator) {
+	err := validator.Validate(r.Config)
+	if err == nil {
+		return
+	}
+	var invalid *protovalidate.ValidationError
+	if !errors.As(err, &invalid) {
+		r.Problems.At(r.source.End(), problem.BadValue, "", err.Error(), "")
+		return
+	}
+	for _, violation := range invalid.Violations {
+		r.violation(violation)
+	}
+}
+
+func (r *Reading) violation(v *protovalidate.Violation) {
+	field, id := protovalidate.FieldPathString(v.Proto.GetField()), v.Proto.GetRuleId()
+	if strings.HasPrefix(id, "run_config.") {
+		r.crossField(id, v.Proto.GetMessage())
+		return
+	}
+	item := strings.IndexByte(field, '[')
+	if item >= 0 {
+		field = field[:item]
+	}
+	if r.brokenUnder(field) {
+		return
+	}
+	if id == "required" {
+		r.missing(field, v.FieldDescriptor)
+		return
+	}
+	place := r.Place(field)
+	text := place.Text()
+	switch {
+	case v.FieldDescriptor.Kind() == protoreflect.StringKind:
+		r.badText(place, field, v)
+	case v.FieldDescriptor.IsList():
+		r.Problems.At(place, problem.OutOfRange, field, fmt.Sprintf("`%s` %s", field, v.Proto.GetMessage()), "shorten the list")
+	default:
+		r.Problems.At(place, problem.OutOfRange, field,
+			fmt.Sprintf("`%s` must be %s, got %s", field, limitsOf(v.FieldDescriptor), text), mendRange(v.FieldDescriptor))
+	}
+}
+
+// badText explains a text that is none of those allowed, or has a wrong form.
+func (r *Reading) badText(place document.Span, field string, v *protovalidate.Violation) {
+	rules := rulesOf(v.FieldDescriptor)
+	got := v.FieldValue.String()
+	switch {
+	case v.FieldDescriptor.IsList():
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` holds an empty text", field), "remove the empty item")
+	case len(rules.GetString().GetIn()) > 0:
+		allowed := append([]string(nil), rules.GetString().GetIn()...)
+		mend := "write " + alternatives(allowed)
+		if near := nearest(got, allowed); near != "" {
+			mend = fmt.Sprintf("did you mean %q?", near)
+		}
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be %s, got %q", field, alternatives(allowed), got), mend)
+	case got == "":
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` is empty", field), example(v.FieldDescriptor))
+	case field == "reward.plugin":
+		mend := example(v.FieldDescriptor)
+		if strings.HasSuffix(got, ".py") {
+			mend = fmt.Sprintf("name the function too: `plugin = \"%s:reward\"`", got)
+		}
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be of the form `file.py:function`, got %q", field, got), mend)
+	case field == "name":
+		mend := example(v.FieldDescriptor)
+		if slug := slugify(got); slug != "" {
+			mend = fmt.Sprintf("write `name = %q`", slug)
+		}
+		r.Problems.At(place, problem.BadValue, field,
+			fmt.Sprintf("`%s` takes 1 to 63 lower-case letters, digits and dashes, got %q", field, got), mend)
+	default:
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s`: %s, got %q", field, v.Proto.GetMessage(), got), example(v.FieldDescriptor))
+	}
+}
+
+// missing explains an absent key or table, with lines that would mend it.
+func (r *Reading) missing(field string, descriptor protoreflect.FieldDescriptor) {
+	if r.holes {
+		return // it may stand on a line that could not be read
+	}
+	place := r.Place(field)
+	if descriptor == nil { // a required oneof
+		names := oneofTables(field)
+		r.Problems.At(place, problem.MissingKey, field, fmt.Sprintf("[%s] names no algorithm", field), "add the table "+enumerate(names, "or"))
+		return
+	}
+	if descriptor.Message() == nil {
+		where, mend := "at the top level", example(descriptor)+" before the first table"
+		if table := parent(field); table != "" {
+			where, mend = "in ["+table+"]", example(descriptor)
+		} else {
+			place.Offset = 0
+		}
+		r.Problems.At(place, problem.MissingKey, field, fmt.Sprintf("`%s` is missing %s", descriptor.TextName(), where), mend)
+		return
+	}
+	if names := oneofTables(field); len(names) > 0 {
+		r.Problems.At(place, problem.MissingKey, field, "there is no algorithm", "add the table "+enumerate(names, "or"))
+		return
+	}
+	r.Problems.At(place, problem.MissingKey, field, fmt.Sprintf("there is no table [%s]", field), "add "+tableExample(field, descriptor.Message()))
+}
+
+var pathInRule = regexp.MustCompile(`this\.([a-z_][a-z_0-9.]*[a-z_0-9])`)
+
+// crossField explains a rule between fields, at the first of them that the text sets, in the order that the rule's message
+// names them.
+func (r *Reading) crossField(id, message string) {
+	for _, match := range pathInRule.FindAllStringSubmatch(expressions()[id], -1) {
+		if r.brokenUnder(match[1]) {
+			return
+		}
+	}
+	place, field := r.source.End(), ""
+	for _, named := range namedFields(message) {
+		if e := r.root.Find(named); e != nil {
+			place, field = e.Value.Span, named
+			break
+		}
+	}
+	r.Problems.At(place, problem.Conflict, field, message, mends[id])
+}
+
+// mends says how each rule between fields is met; a test holds it against the contract.
+var mends = map[string]string{
+	"run_config.sync_staleness":      "remove `staleness.max_steps`, or write `mode = \"async\"`",
+	"run_config.grpo_reward":         "add [reward] with `plugin = \"reward.py:function\"`",
+	"run_config.grpo_group_size":     "write `group_size = 8` in [sampling]",
+	"run_config.sft_group_size":      "remove `group_size` from [sampling]",
+	"run_config.deterministic_async": "remove `deterministic`, or write `mode = \"sync\"`",
+	"run_config.warmup":              "lower `warmup_steps` or raise `steps`",
+	"run_config.eval_data":           "add `eval = \"data/eval.jsonl\"` to [data] and a [reward] table, or remove `every_steps` from [eval]",
+	"run_config.grpo_deliver":        "remove `deliver_every_steps`: 1 is the default",
+	"run_config.context":             "lower `max_tokens` in [sampling], or raise `max_model_len` in [engine]",
+}
+
+// expressions are the rules between fields by their ids.
+func expressions() map[string]string {
+	out := map[string]string{}
+	rules, _ := proto.GetExtension(root().Options(), validate.E_Message).(*validate.MessageRules)
+	for _, rule := range rules.GetCel() {
+		out[rule.GetId()] = rule.GetExpression()
+	}
+	return out
+}
+
+var inBackticks = regexp.MustCompile("`\\[?([a-z_0-9.]+)\\]?[^`]*`")
+
+func namedFields(message string) []string {
+	var out []string
+	for _, match := range inBackticks.FindAllStringSubmatch(message, -1) {
+		out = append(out, match[1])
+	}
+	return out
+}
+
+// brokenUnder reports whether the field, one of its tables or something in it could not be read.
+func (r *Reading) brokenUnder(field string) bool {
+	for broken := range r.broken {
+		if broken == field || strings.HasPrefix(broken, field+".") || strings.HasPrefix(field, broken+".") {
+			return true
+		}
+	}
+	return false
+}

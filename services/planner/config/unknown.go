@@ -1,0 +1,158 @@
+package config
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	"github.com/rollout-rl/rollout/services/planner/document"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// aliases are names that other trainers use for fields that we have.
+var aliases = map[string]string{
+	"advantage_norm":        "algorithm.grpo.normalize_std",
+	"batch_size":            "train.groups_per_step",
+	"beta":                  "algorithm.grpo.kl_coefficient",
+	"checkpoint_every":      "snapshot.every_steps",
+	"clip_range":            "algorithm.grpo.clip_low",
+	"dataset":               "data.train",
+	"epsilon_high":          "algorithm.grpo.clip_high",
+	"eval_steps":            "eval.every_steps",
+	"gradient_clip":         "train.max_grad_norm",
+	"kl_coef":               "algorithm.grpo.kl_coefficient",
+	"lr":                    "train.learning_rate",
+	"lr_scheduler":          "train.schedule",
+	"max_completion_length": "sampling.max_tokens",
+	"max_length":            "engine.max_model_len",
+	"max_new_tokens":        "sampling.max_tokens",
+	"max_steps":             "train.steps",
+	"model_name_or_path":    "model.path",
+	"n":                     "sampling.group_size",
+	"num_generations":       "sampling.group_size",
+	"prompts_per_step":      "train.groups_per_step",
+	"save_steps":            "snapshot.every_steps",
+	"warmup":                "train.warmup_steps",
+}
+
+func (r *Reading) unknown(e *document.Entry, message protoreflect.MessageDescriptor, at string) {
+	path := join(at, e.Key)
+	if e.Value.Kind == document.Table {
+		r.unknownTable(e, message, at)
+		return
+	}
+	where := "at the top level"
+	if at != "" {
+		where = "in [" + at + "]"
+	}
+	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), mendUnknown(e.Key, message, at))
+}
+
+func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDescriptor, at string) {
+	path := join(at, e.Key)
+	names := fieldNames(message, true)
+	what := fmt.Sprintf("unknown table [%s]", path)
+	if at == "algorithm" {
+		what = fmt.Sprintf("unknown algorithm `%s`", e.Key)
+		r.broken[at] = true
+	}
+	mend := ""
+	if near := nearest(e.Key, names); near != "" && at != "algorithm" {
+		mend = fmt.Sprintf("did you mean [%s]?", join(at, near))
+	} else if full := pathOf(e.Key, true); full != "" {
+		mend = fmt.Sprintf("write [%s]", full)
+	} else if len(names) == 0 {
+		mend = fmt.Sprintf("[%s] has no tables of its own: remove it", at)
+	} else {
+		for i, name := range names {
+			names[i] = "[" + join(at, name) + "]"
+		}
+		mend = "write " + enumerate(names, "or")
+	}
+	span := e.Value.Span
+	if !strings.HasPrefix(span.Text(), "[") { // made by a dotted key or `{`
+		span = e.Span
+	}
+	r.Problems.At(span, problem.UnknownKey, path, what, mend)
+}
+
+// mendUnknown looks for the key that was meant: in the same table, in another one, by the name that other trainers use.
+func mendUnknown(key string, message protoreflect.MessageDescriptor, at string) string {
+	if near := nearest(key, fieldNames(message, false)); near != "" {
+		return fmt.Sprintf("did you mean `%s`?", near)
+	}
+	if full := pathOf(key, false); full != "" {
+		return fmt.Sprintf("`%s` belongs %s", key, home(full))
+	}
+	if full, ok := aliases[strings.ToLower(key)]; ok {
+		leaf := full[strings.LastIndexByte(full, '.')+1:]
+		if parent(full) == at {
+			return fmt.Sprintf("it is called `%s` here", leaf)
+		}
+		return fmt.Sprintf("it is called `%s` here and belongs %s", leaf, home(full))
+	}
+	all := leaves()
+	names := make([]string, 0, len(all))
+	for _, path := range all {
+		names = append(names, path[strings.LastIndexByte(path, '.')+1:])
+	}
+	if near := nearest(key, names); near != "" {
+		return fmt.Sprintf("did you mean `%s`? It belongs %s", near, home(all[slices.Index(names, near)]))
+	}
+	known := fieldNames(message, false)
+	if len(known) == 0 {
+		return "remove it"
+	}
+	return "remove it; the keys are " + quoted(known, "and")
+}
+
+func home(path string) string {
+	if table := parent(path); table != "" {
+		return "in [" + table + "]"
+	}
+	return "at the top, before the first table"
+}
+
+func fieldNames(message protoreflect.MessageDescriptor, tables bool) []string {
+	var names []string
+	for i := range message.Fields().Len() {
+		if field := message.Fields().Get(i); (field.Message() != nil) == tables {
+			names = append(names, field.TextName())
+		}
+	}
+	return names
+}
+
+// pathOf is the full path of the only key, or table, that is called name.
+func pathOf(name string, table bool) string {
+	found := ""
+	walk((&configv1.RunConfig{}).ProtoReflect().Descriptor(), "", func(path string, field protoreflect.FieldDescriptor) {
+		if field.TextName() == name && (field.Message() != nil) == table && found == "" {
+			found = path
+		}
+	})
+	return found
+}
+
+func leaves() []string {
+	var out []string
+	walk((&configv1.RunConfig{}).ProtoReflect().Descriptor(), "", func(path string, field protoreflect.FieldDescriptor) {
+		if field.Message() == nil {
+			out = append(out, path)
+		}
+	})
+	return out
+}
+
+// walk visits every field of a configuration, tables before what is in them.
+func walk(message protoreflect.MessageDescriptor, at string, visit func(path string, field protoreflect.FieldDescriptor)) {
+	for i := range message.Fields().Len() {
+		field := message.Fields().Get(i)
+		visit(join(at, field.TextName()), field)
+		if field.Message() != nil {
+			walk(field.Message(), join(at, field.TextName()), visit)
+		}
+	}
+}

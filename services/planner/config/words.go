@@ -1,0 +1,127 @@
+package config
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// metaOf is the default, example and kind of a field.
+func metaOf(field protoreflect.FieldDescriptor) *configv1.FieldMeta {
+	meta, _ := proto.GetExtension(field.Options(), configv1.E_Meta).(*configv1.FieldMeta)
+	return meta
+}
+
+func rulesOf(field protoreflect.FieldDescriptor) *validate.FieldRules {
+	rules, _ := proto.GetExtension(field.Options(), validate.E_Field).(*validate.FieldRules)
+	return rules
+}
+
+// article names a field's type: "an integer".
+func article(field protoreflect.FieldDescriptor) string {
+	switch field.Kind() {
+	case protoreflect.StringKind:
+		return "a string"
+	case protoreflect.BoolKind:
+		return "a boolean"
+	case protoreflect.DoubleKind:
+		return "a number"
+	}
+	return "an integer"
+}
+
+func plural(field protoreflect.FieldDescriptor) string {
+	_, noun, _ := strings.Cut(article(field), " ")
+	return noun + "s"
+}
+
+// sample is a value to show: the example, else the default, else anything of the type; as TOML.
+func sample(field protoreflect.FieldDescriptor) string {
+	meta := metaOf(field)
+	for _, text := range []string{meta.GetExample(), meta.GetDefault()} {
+		if text != "" {
+			return text
+		}
+	}
+	switch field.Kind() {
+	case protoreflect.BoolKind:
+		return "true"
+	case protoreflect.StringKind:
+		return `"..."`
+	}
+	return "1"
+}
+
+// limitsOf says which numbers a field takes: "between 1 and 1024", "above 0 and at most 1".
+func limitsOf(field protoreflect.FieldDescriptor) string {
+	lower, upper := "", ""
+	rules := rulesOf(field).ProtoReflect()
+	if rules.IsValid() {
+		if one := rules.WhichOneof(rules.Descriptor().Oneofs().ByName("type")); one != nil && one.Message() != nil {
+			inner := rules.Get(one).Message()
+			inner.Range(func(rule protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+				switch rule.Name() {
+				case "gte":
+					lower = "at least " + number(v)
+				case "gt":
+					lower = "above " + number(v)
+				case "lte":
+					upper = "at most " + number(v)
+				case "lt":
+					upper = "below " + number(v)
+				}
+				return true
+			})
+		}
+	}
+	unsigned := field.Kind() == protoreflect.Uint32Kind || field.Kind() == protoreflect.Uint64Kind
+	if lower == "" && unsigned {
+		lower = "at least 0"
+	}
+	low, lowOK := strings.CutPrefix(lower, "at least ")
+	high, highOK := strings.CutPrefix(upper, "at most ")
+	switch {
+	case lowOK && highOK:
+		return fmt.Sprintf("between %s and %s", low, high)
+	case lower != "" && upper != "":
+		return lower + " and " + upper
+	case field.Kind() == protoreflect.Uint32Kind:
+		return fmt.Sprintf("between %s and 4294967295", low)
+	}
+	return lower + upper
+}
+
+func number(v protoreflect.Value) string {
+	if f, ok := v.Interface().(float64); ok {
+		return strconv.FormatFloat(f, 'g', -1, 64)
+	}
+	return v.String()
+}
+
+func mendRange(field protoreflect.FieldDescriptor) string {
+	meta := metaOf(field)
+	if text := meta.GetDefault(); text != "" {
+		return fmt.Sprintf("write a number %s; the default is %s", limitsOf(field), text)
+	}
+	return fmt.Sprintf("write a number %s, such as `%s = %s`", limitsOf(field), field.TextName(), sample(field))
+}
+
+// quoted joins `a`, `b` and `c`.
+func quoted(items []string, last string) string {
+	for i, item := range items {
+		items[i] = "`" + item + "`"
+	}
+	return enumerate(items, last)
+}
+
+func enumerate(items []string, last string) string {
+	if len(items) < 2 {
+		return strings.Join(items, "")
+	}
+	return strings.Join(items[:len(items)-1], ", ") + " " + last + " " + items[len(items)-1]
+}

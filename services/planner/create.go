@@ -1,0 +1,216 @@
+package planner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/config"
+	"github.com/rollout-rl/rollout/services/planner/input"
+	"github.com/rollout-rl/rollout/services/planner/lock"
+	"github.com/rollout-rl/rollout/services/planner/probe"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+)
+
+// ErrInputUnreadable says that a file vanished or failed while it was read.
+var ErrInputUnreadable = rpcerr.New(codes.FailedPrecondition, "INPUT_UNREADABLE", "an input can't be read")
+
+// draft is a plan in the making.
+type draft struct {
+	*config.Reading
+	server  *Server
+	baseDir string
+	inputs  []*planv1.Input
+
+	train, eval *input.Dataset
+	model       *input.Model
+}
+
+func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*planv1.CreatePlanResponse, error) {
+	d := &draft{Reading: s.reader.Read(source), server: s, baseDir: source.GetBaseDir()}
+	if err := d.read(); err != nil {
+		return nil, ErrInputUnreadable.Wrap(err)
+	}
+	packages, err := d.probe(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if !d.Problems.Empty() {
+		return &planv1.CreatePlanResponse{Problems: d.Sorted()}, nil
+	}
+	if err := input.Digest(ctx, d.baseDir, d.inputs); err != nil {
+		return nil, ErrInputUnreadable.Wrap(err)
+	}
+	slices.SortFunc(d.inputs, func(a, b *planv1.Input) int {
+		if a.GetRole() != b.GetRole() {
+			return int(a.GetRole()) - int(b.GetRole())
+		}
+		return strings.Compare(a.GetPath(), b.GetPath())
+	})
+	plan := &planv1.Plan{Format: lock.Format, Config: d.Config, Inputs: d.inputs, Packages: packages}
+	data, err := lock.Write(plan)
+	if err != nil {
+		return nil, err
+	}
+	return &planv1.CreatePlanResponse{Plan: plan, Lock: data}, nil
+}
+
+// read reads every file that the configuration names, as far as it could be read itself.
+func (d *draft) read() error {
+	cfg := d.Config
+	answer := ""
+	if cfg.GetAlgorithm().GetSft() != nil {
+		answer = cfg.GetData().GetAnswerField()
+	}
+	var err error
+	if d.train, err = d.dataset("data.train", cfg.GetData().GetTrain(), answer, planv1.InputRole_INPUT_ROLE_TRAIN_DATA); err != nil {
+		return err
+	}
+	if d.eval, err = d.dataset("data.eval", cfg.GetData().GetEval(), "", planv1.InputRole_INPUT_ROLE_EVAL_DATA); err != nil {
+		return err
+	}
+	d.readModel(cfg.GetModel().GetPath())
+	if plugin := cfg.GetReward().GetPlugin(); plugin != "" && d.Readable("reward.plugin") {
+		file, _, _ := strings.Cut(plugin, ".py:")
+		d.exists("reward.plugin", file+".py", false)
+	}
+	return nil
+}
+
+// dataset reads one file of rows; nil where it is not named, not there or not whole.
+func (d *draft) dataset(field, path, answer string, role planv1.InputRole) (*input.Dataset, error) {
+	if path == "" || !d.exists(field, path, false) {
+		return nil, nil
+	}
+	before := d.Problems.Len()
+	data := &input.Dataset{
+		Path: path, PromptField: d.Config.GetData().GetPromptField(), AnswerField: answer,
+		ReferenceField: d.Config.GetData().GetAnswerField(), ChatTemplate: d.Config.GetModel().GetChatTemplate(),
+	}
+	if err := data.Read(input.Resolve(d.baseDir, path), &d.Problems); err != nil {
+		return nil, err
+	}
+	if d.Problems.Len() > before {
+		return nil, nil
+	}
+	d.inputs = append(d.inputs, &planv1.Input{
+		Role: role, Path: filepath.ToSlash(filepath.Clean(path)), Digest: data.Digest, Bytes: data.Bytes, Rows: data.Rows,
+	})
+	return data, nil
+}
+
+func (d *draft) readModel(path string) {
+	if path == "" || !d.exists("model.path", path, true) {
+		return
+	}
+	before := d.Problems.Len()
+	folder := input.Resolve(d.baseDir, path)
+	model := input.ReadModel(folder, path, &d.Problems)
+	if d.Config.GetModel().GetChatTemplate() && !model.ChatTemplate {
+		d.Problems.At(d.Place("model.chat_template"), problem.BadModel, "model.chat_template",
+			fmt.Sprintf("`model.chat_template` is set, but the tokenizer of %s has no chat template", path),
+			"remove `chat_template`, or use an instruction-tuned model")
+	}
+	d.fitContext(model.Context)
+	if d.Problems.Len() > before {
+		return
+	}
+	d.model = model
+	for _, name := range model.Files {
+		d.inputs = append(d.inputs, &planv1.Input{
+			Role: planv1.InputRole_INPUT_ROLE_MODEL, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path),
+		})
+	}
+}
+
+// fitContext holds the longest sequence against the model's positions. The default is lowered to what the model has; a number
+// that the user wrote is not.
+func (d *draft) fitContext(positions int64) {
+	engine := d.Config.GetEngine()
+	if positions == 0 || int64(engine.GetMaxModelLen()) <= positions {
+		return
+	}
+	if d.Wrote("engine.max_model_len") {
+		d.Problems.At(d.Place("engine.max_model_len"), problem.OutOfRange, "engine.max_model_len",
+			fmt.Sprintf("`engine.max_model_len` is %d, but the model has %d positions", engine.GetMaxModelLen(), positions),
+			fmt.Sprintf("write `max_model_len = %d` or less", positions))
+		return
+	}
+	engine.MaxModelLen = proto.Uint32(uint32(positions))
+	if tokens := d.Config.GetSampling().GetMaxTokens(); int64(tokens) >= positions {
+		d.Problems.At(d.Place("sampling.max_tokens"), problem.OutOfRange, "sampling.max_tokens",
+			fmt.Sprintf("`sampling.max_tokens` is %d, but the model has %d positions for prompt and completion together", tokens, positions),
+			fmt.Sprintf("write a number below %d", positions))
+	}
+}
+
+// exists reports whether a file or folder is there, and says at the field that names it where it is not.
+func (d *draft) exists(field, path string, folder bool) bool {
+	place := d.Place(field)
+	info, err := os.Stat(input.Resolve(d.baseDir, path))
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		mend := "correct the path; it starts at the folder of the configuration, " + d.baseDir
+		if similar := input.Similar(d.baseDir, path, config.Nearest); similar != "" {
+			mend = fmt.Sprintf("did you mean %q?", similar)
+		}
+		what := "file"
+		if folder {
+			what = "folder"
+		}
+		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("there is no %s %s", what, path), mend)
+	case err != nil:
+		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("can't read %s: %v", path, errors.Unwrap(err)), "check its permissions")
+	case info.IsDir() && !folder:
+		d.Problems.At(place, problem.MissingFile, field, path+" is a folder, not a file", "name a file in it")
+	case !info.IsDir() && folder:
+		d.Problems.At(place, problem.MissingFile, field, path+" is a file, not a folder", "name the folder that holds config.json")
+	default:
+		return true
+	}
+	return false
+}
+
+// probe makes the dry calls, both at a time, and returns the versions of packages.
+func (d *draft) probe(ctx context.Context) (map[string]string, error) {
+	var packages map[string]string
+	var about, reward *probe.Answer
+	var aboutErr, rewardErr error
+	caller := ctx
+	group, ctx := errgroup.WithContext(caller)
+	group.Go(func() error {
+		about, aboutErr = d.server.prober.Ask(ctx, probe.Request{Packages: probe.Packages, Tokenizer: d.tokenizerRequest()})
+		return nil
+	})
+	request := d.rewardRequest()
+	if request != nil {
+		group.Go(func() error {
+			reward, rewardErr = d.server.prober.Ask(ctx, probe.Request{Reward: request})
+			return nil
+		})
+	}
+	_ = group.Wait()
+	if err := caller.Err(); err != nil {
+		return nil, err
+	}
+	if aboutErr != nil {
+		d.Problems.Add(probeProblem(aboutErr))
+	} else {
+		packages = d.packages(about)
+		d.tokenizerAnswer(about)
+	}
+	if request != nil {
+		d.rewardAnswer(reward, rewardErr)
+	}
+	return packages, nil
+}

@@ -1,0 +1,76 @@
+package document
+
+import (
+	"bytes"
+	"strings"
+	"unicode/utf8"
+)
+
+// describe turns a message of the syntax parser into one for people who write configurations.
+func describe(at Span, message string) Fault {
+	word := wordAt(at)
+	switch {
+	case strings.Contains(message, "at start of value"), strings.HasPrefix(message, "expected keyword"),
+		strings.HasPrefix(message, "strings must be quoted"):
+		switch lower := strings.ToLower(word.Text()); {
+		case word.Length == 0:
+			return Fault{Span: at, Message: "there is no value", Mend: "write a value behind the `=`"}
+		case lower == "true", lower == "false":
+			return Fault{Span: word, Message: "`" + word.Text() + "` is no value", Mend: "write `" + lower + "` in lower case"}
+		case lower == "none", lower == "null":
+			return Fault{Span: word, Message: "`" + word.Text() + "` is no value", Mend: "remove the line: an absent key takes its default"}
+		}
+		return Fault{Span: word, Message: "`" + word.Text() + "` is no value", Mend: `put text in quotes: "` + word.Text() + `"`}
+	case message == "expected value, not end of input":
+		return Fault{Span: at, Message: "there is no value", Mend: "write a value behind the `=`"}
+	case strings.HasPrefix(message, "expected '=' after key"):
+		return Fault{Span: at, Message: "there is no `=` behind the key", Mend: "write `key = value`, or `[table]`"}
+	case strings.HasPrefix(message, "basic strings cannot have new lines"), strings.HasPrefix(message, "literal strings cannot have new lines"),
+		strings.HasPrefix(message, "unterminated"):
+		return Fault{Span: lineOf(at), Message: "the text is not closed", Mend: "end it with the quote that it began with, on the same line"}
+	case strings.HasPrefix(message, "array is incomplete"), strings.HasPrefix(message, "expected ',' or ']' after array value"):
+		return Fault{Span: word, Message: "the list is not closed or lacks a comma", Mend: "separate its items by commas and close it with `]`"}
+	case strings.HasPrefix(message, "expected ']'"):
+		return Fault{Span: at, Message: "the table's name is not closed", Mend: "write `[name]`"}
+	case strings.HasPrefix(message, "expected newline"):
+		return Fault{Span: word, Message: "there is something behind the value", Mend: "write one `key = value` a line; comments begin with `#`"}
+	case strings.HasPrefix(message, "integers cannot have leading zeroes"):
+		return Fault{Span: word, Message: "an integer has no leading zeroes", Mend: "remove them"}
+	}
+	return Fault{Span: at, Message: message, Mend: "see https://toml.io for the syntax"}
+}
+
+// wordAt is the run of characters around a place that belong together.
+func wordAt(at Span) Span {
+	data := at.Source.Data
+	inWord := func(i int) bool {
+		return i >= 0 && i < len(data) && bytes.IndexByte([]byte(" \t\r\n=#,[]{}"), data[i]) < 0
+	}
+	start := at.Offset
+	for inWord(start - 1) {
+		start--
+	}
+	end := at.Offset
+	for inWord(end) {
+		end++
+	}
+	for end < len(data) && !utf8.RuneStart(data[end]) {
+		end++
+	}
+	if end == start && end < len(data) && data[end] != '\n' {
+		end++
+	}
+	return Span{at.Source, start, end - start}
+}
+
+// lineOf is the line's text from the value on.
+func lineOf(at Span) Span {
+	data := at.Source.Data
+	start := bytes.LastIndexByte(data[:at.Offset], '\n') + 1
+	line, _, _ := bytes.Cut(data[start:], []byte("\n"))
+	if eq := bytes.IndexByte(line, '='); eq >= 0 {
+		trimmed := bytes.TrimLeft(line[eq+1:], " \t")
+		return Span{at.Source, start + len(line) - len(trimmed), len(bytes.TrimRight(trimmed, "\r"))}
+	}
+	return Span{at.Source, start, len(bytes.TrimRight(line, "\r"))}
+}

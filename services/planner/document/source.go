@@ -1,0 +1,78 @@
+// Package document reads TOML into a tree in which every key and every value knows where it stands.
+//
+// Decoders of TOML into Go values forget positions and stop at the first mistake. A person who corrects a configuration
+// wants all mistakes at once, each with line, column and text, so the planner reads the syntax tree itself.
+package document
+
+import (
+	"bytes"
+	"sort"
+	"strings"
+	"unicode/utf8"
+)
+
+// Source is one text: the configuration file, or an override given as `--set`.
+type Source struct {
+	Name      string
+	Data      []byte
+	FirstLine int // number of the first line; the n-th override is line n of the pseudo-file `--set`
+
+	lines []int // offset of each line's first byte
+}
+
+// NewSource returns a source whose first line is firstLine.
+func NewSource(name string, data []byte, firstLine int) *Source {
+	s := &Source{Name: name, Data: data, FirstLine: firstLine, lines: []int{0}}
+	for i, b := range data {
+		if b == '\n' {
+			s.lines = append(s.lines, i+1)
+		}
+	}
+	return s
+}
+
+// End is the empty span behind the last line that holds anything.
+func (s *Source) End() Span {
+	return Span{Source: s, Offset: len(bytes.TrimRight(s.Data, " \t\r\n"))}
+}
+
+// Span is a piece of a source, in bytes.
+type Span struct {
+	Source *Source
+	Offset int
+	Length int
+}
+
+// Valid reports whether the span belongs to a source.
+func (s Span) Valid() bool { return s.Source != nil }
+
+// Text is the piece as it stands in the source, up to the end of its first line.
+func (s Span) Text() string {
+	if !s.Valid() {
+		return ""
+	}
+	text, _, _ := strings.Cut(string(s.Source.Data[s.Offset:s.Offset+s.Length]), "\n")
+	return strings.TrimRight(text, "\r")
+}
+
+// Position is line and column of the first character, both from 1; columns count characters.
+func (s Span) Position() (line, column int) {
+	if !s.Valid() {
+		return 0, 0
+	}
+	i := s.lineIndex()
+	return i + s.Source.FirstLine, utf8.RuneCount(s.Source.Data[s.Source.lines[i]:s.Offset]) + 1
+}
+
+// Line is the whole line of the first character, without its end.
+func (s Span) Line() string {
+	if !s.Valid() {
+		return ""
+	}
+	line, _, _ := bytes.Cut(s.Source.Data[s.Source.lines[s.lineIndex()]:], []byte("\n"))
+	return strings.TrimRight(string(line), "\r")
+}
+
+func (s Span) lineIndex() int {
+	return sort.SearchInts(s.Source.lines, s.Offset+1) - 1
+}

@@ -1,0 +1,105 @@
+// Package input reads what a run reads: datasets, the model's folder, the reward's sources. It checks what can be checked
+// without running anything and takes digest and size of every file while it is at it.
+package input
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path"
+	"path/filepath"
+	"runtime"
+	"strings"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/rollout-rl/rollout/libs/id"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+)
+
+// Resolve is the file that a path of the configuration names.
+func Resolve(baseDir, name string) string {
+	if filepath.IsAbs(name) {
+		return filepath.Clean(name)
+	}
+	return filepath.Join(baseDir, filepath.FromSlash(name))
+}
+
+// Relative is how a plan names a file: relative to the configuration's folder, slashes; absolute where `like`, the path that
+// the user wrote, is.
+func Relative(baseDir, file, like string) string {
+	if filepath.IsAbs(like) {
+		return filepath.ToSlash(file)
+	}
+	rel, err := filepath.Rel(baseDir, file)
+	if err != nil {
+		return filepath.ToSlash(file)
+	}
+	return path.Clean(filepath.ToSlash(rel))
+}
+
+// Digest fills digest and size of every input from the files, many at a time, in streams. It fails with the first file that
+// can't be read.
+func Digest(ctx context.Context, baseDir string, inputs []*planv1.Input) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(runtime.GOMAXPROCS(0))
+	for _, input := range inputs {
+		if input.GetDigest() != "" {
+			continue
+		}
+		group.Go(func() error {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			digest, size, err := DigestFile(Resolve(baseDir, input.GetPath()))
+			input.Digest, input.Bytes = digest, uint64(size)
+			return err
+		})
+	}
+	return group.Wait()
+}
+
+// DigestFile is the content id and size of one file.
+func DigestFile(name string) (string, int64, error) {
+	f, err := os.Open(name)
+	if err != nil {
+		return "", 0, err
+	}
+	defer f.Close()
+	digest, size, err := id.ContentOf(f)
+	if err != nil {
+		return "", 0, fmt.Errorf("read %s: %w", name, err)
+	}
+	return digest, size, nil
+}
+
+// Similar is the name in the folder of `name`, or of the nearest folder that exists, that is most like what is missing; ""
+// where nothing is. It is written like the user wrote the path.
+func Similar(baseDir, name string, near func(name string, candidates []string) string) string {
+	folder, missing := filepath.Split(filepath.Clean(Resolve(baseDir, name)))
+	rest := ""
+	for {
+		entries, err := os.ReadDir(folder)
+		if err == nil {
+			var names []string
+			for _, e := range entries {
+				names = append(names, e.Name())
+			}
+			found := near(missing, names)
+			if found == "" {
+				return ""
+			}
+			full := filepath.Join(folder, found, rest)
+			if _, err := os.Stat(full); err != nil {
+				full = filepath.Join(folder, found)
+			}
+			return Relative(baseDir, full, name)
+		}
+		parent := filepath.Clean(folder)
+		rest = filepath.Join(missing, rest)
+		folder, missing = filepath.Split(parent)
+		if folder == parent || strings.TrimRight(folder, "/") == "" {
+			return ""
+		}
+	}
+}

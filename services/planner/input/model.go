@@ -1,0 +1,254 @@
+package input
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+)
+
+// Model is what was found in a folder in the Hugging Face layout.
+type Model struct {
+	Files        []string // every file that loading it may read, by name, sorted
+	Context      int64    // longest sequence that its positions allow; 0 where it does not say
+	ChatTemplate bool     // whether its tokenizer has one
+}
+
+// patterns are the files that AutoModelForCausalLM and AutoTokenizer read.
+var patterns = []string{
+	"config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
+	"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "*.model",
+}
+
+// ReadModel checks a model's folder. path is how messages name it; what is wrong goes to problems.
+func ReadModel(folder, path string, problems *problem.List) *Model {
+	m := &Model{}
+	r := modelReader{folder: folder, path: path, problems: problems}
+	entries, err := os.ReadDir(folder)
+	if err != nil {
+		r.bad("", "can't read the folder: "+cause(err), "check its permissions")
+		return m
+	}
+	for _, entry := range entries {
+		matches := func(pattern string) bool { ok, _ := filepath.Match(pattern, entry.Name()); return ok }
+		if !entry.IsDir() && slices.ContainsFunc(patterns, matches) {
+			m.Files = append(m.Files, entry.Name())
+		}
+	}
+	if config := r.object("config.json", "copy the whole folder of the model, or save it with `save_pretrained`"); config != nil {
+		m.Context = contextOf(config)
+	}
+	r.object("tokenizer.json", "save it with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`")
+	m.ChatTemplate = slices.Contains(m.Files, "chat_template.jinja")
+	if slices.Contains(m.Files, "tokenizer_config.json") {
+		_, ok := r.object("tokenizer_config.json", "")["chat_template"]
+		m.ChatTemplate = m.ChatTemplate || ok
+	}
+	r.weights(m.Files, entries)
+	return m
+}
+
+type modelReader struct {
+	folder, path string
+	problems     *problem.List
+}
+
+func (r *modelReader) bad(name, message, mend string) {
+	r.problems.Add(&planv1.Problem{Reason: problem.BadModel, File: r.named(name), Field: "model.path", Message: message, Mend: mend})
+}
+
+func (r *modelReader) named(name string) string {
+	if name == "" {
+		return r.path
+	}
+	return strings.TrimRight(r.path, "/") + "/" + name
+}
+
+// object reads a JSON file that must hold an object; nil where it does not.
+func (r *modelReader) object(name, mend string) map[string]json.RawMessage {
+	data, err := os.ReadFile(filepath.Join(r.folder, name))
+	if errors.Is(err, os.ErrNotExist) {
+		r.problems.Add(&planv1.Problem{
+			Reason: problem.MissingFile, File: r.named(name), Field: "model.path", Message: "the model's folder has no " + name, Mend: mend,
+		})
+		return nil
+	}
+	if err != nil {
+		r.bad(name, "can't read it: "+cause(err), "check its permissions")
+		return nil
+	}
+	if r.pointer(name, data) {
+		return nil
+	}
+	var object map[string]json.RawMessage
+	if err := json.Unmarshal(data, &object); err != nil || object == nil {
+		r.notJSON(name, data, err)
+		return nil
+	}
+	return object
+}
+
+func (r *modelReader) notJSON(name string, data []byte, err error) {
+	p := &planv1.Problem{
+		Reason: problem.BadModel, File: r.named(name), Field: "model.path",
+		Message: "it is no JSON object", Mend: "copy the file again: it is damaged or cut off",
+	}
+	var syntax *json.SyntaxError
+	if errors.As(err, &syntax) {
+		at := min(max(int(syntax.Offset)-1, 0), len(data))
+		start := bytes.LastIndexByte(data[:at], '\n') + 1
+		line, _, _ := bytes.Cut(data[start:], []byte("\n"))
+		p.Line = uint32(bytes.Count(data[:start], []byte("\n")) + 1)
+		p.Column = uint32(utf8.RuneCount(data[start:at]) + 1)
+		p.Excerpt = strings.ToValidUTF8(string(line[:min(len(line), maxExcerpt)]), "\uFFFD")
+		p.Message = "it is no JSON: " + syntax.Error()
+	}
+	r.problems.Add(p)
+}
+
+func (r *modelReader) pointer(name string, head []byte) bool {
+	if !bytes.HasPrefix(head, []byte("version https://git-lfs")) {
+		return false
+	}
+	r.bad(name, "the file is a pointer of Git LFS, not the data", "run `git lfs pull`")
+	return true
+}
+
+// weights checks that the tensors are there and whole, without reading them.
+func (r *modelReader) weights(files []string, entries []os.DirEntry) {
+	found := false
+	for _, name := range files {
+		if strings.HasSuffix(name, ".safetensors") {
+			found = true
+			r.safetensors(name)
+		}
+	}
+	for _, name := range files {
+		if strings.HasSuffix(name, ".safetensors.index.json") {
+			found = true
+			r.shards(name, files)
+		}
+	}
+	if found {
+		return
+	}
+	mend := "copy the whole folder of the model, or save it with `save_pretrained`"
+	for _, entry := range entries {
+		if strings.HasSuffix(entry.Name(), ".bin") || strings.HasSuffix(entry.Name(), ".pt") || strings.HasSuffix(entry.Name(), ".gguf") {
+			mend = fmt.Sprintf("convert %s: load it with transformers and call `save_pretrained`", entry.Name())
+		}
+	}
+	r.problems.Add(&planv1.Problem{
+		Reason: problem.MissingFile, File: r.path, Field: "model.path", Message: "the model's folder has no weights (*.safetensors)", Mend: mend,
+	})
+}
+
+// safetensors checks a file's header: 8 bytes of length, that much JSON, then as many bytes as the tensors say.
+// Format: https://github.com/huggingface/safetensors#format
+func (r *modelReader) safetensors(name string) {
+	damaged := func(message string) { r.bad(name, message, "copy the file again: it is damaged or cut off") }
+	f, err := os.Open(filepath.Join(r.folder, name))
+	if err != nil {
+		r.bad(name, "can't read it: "+cause(err), "check its permissions")
+		return
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		r.bad(name, "can't read it: "+cause(err), "check its permissions")
+		return
+	}
+	head := make([]byte, min(info.Size(), 64))
+	if _, err := io.ReadFull(f, head); err != nil || r.pointer(name, head) {
+		return
+	}
+	const most = 100 << 20
+	if len(head) < 8 {
+		damaged(fmt.Sprintf("the file has %d bytes, too few for safetensors", info.Size()))
+		return
+	}
+	length := binary.LittleEndian.Uint64(head)
+	if length > most || int64(length)+8 > info.Size() {
+		damaged("the file is no safetensors: its header does not fit into it")
+		return
+	}
+	header := make([]byte, length)
+	if _, err := f.ReadAt(header, 8); err != nil {
+		damaged("can't read its header: " + cause(err))
+		return
+	}
+	var tensors map[string]struct {
+		Offsets [2]int64 `json:"data_offsets"`
+	}
+	if err := json.Unmarshal(header, &tensors); err != nil {
+		damaged("the file is no safetensors: its header is no JSON")
+		return
+	}
+	end := int64(0)
+	for name, tensor := range tensors {
+		if name != "__metadata__" {
+			end = max(end, tensor.Offsets[1])
+		}
+	}
+	if want := end + 8 + int64(length); want != info.Size() {
+		damaged(fmt.Sprintf("the file has %d bytes where its header says %d", info.Size(), want))
+	}
+}
+
+func (r *modelReader) shards(name string, files []string) {
+	index := r.object(name, "")
+	var shards map[string]string
+	if index == nil || json.Unmarshal(index["weight_map"], &shards) != nil {
+		return
+	}
+	var missing []string
+	for _, shard := range shards {
+		if !slices.Contains(files, shard) && !slices.Contains(missing, shard) {
+			missing = append(missing, shard)
+		}
+	}
+	slices.Sort(missing)
+	for _, shard := range missing {
+		r.problems.Add(&planv1.Problem{
+			Reason: problem.MissingFile, File: r.named(shard), Field: "model.path",
+			Message: "the file is missing; " + name + " names it", Mend: "copy the whole folder of the model",
+		})
+	}
+}
+
+// contextOf is max_position_embeddings, of the text part in models that have several.
+func contextOf(config map[string]json.RawMessage) int64 {
+	for _, object := range []json.RawMessage{nil, config["text_config"]} {
+		fields := config
+		if object != nil {
+			fields = nil
+			_ = json.Unmarshal(object, &fields)
+		}
+		for _, key := range []string{"max_position_embeddings", "n_positions"} {
+			var n int64
+			if json.Unmarshal(fields[key], &n) == nil && n > 0 {
+				return n
+			}
+		}
+	}
+	return 0
+}
+
+// cause is an error without the path that the message names already.
+func cause(err error) string {
+	var path *os.PathError
+	if errors.As(err, &path) {
+		return path.Err.Error()
+	}
+	return err.Error()
+}

@@ -1,0 +1,68 @@
+// Package planner turns a configuration into a plan: everything that can be known before the run is checked, all of it at
+// once, and everything the run depends on is pinned by digest. It has no state.
+//
+//	ConfigSource --config--> RunConfig --input, probe--> Problems | Plan --lock--> plan.lock
+//
+// The packages below it each know one thing: document reads TOML with positions, config binds it to the contract, input reads
+// datasets and model folders, probe makes the dry calls in Python, lock writes and reads plan.lock, problem collects.
+package planner
+
+import (
+	"errors"
+	"log/slog"
+	"path/filepath"
+
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/config"
+	"github.com/rollout-rl/rollout/services/planner/probe"
+)
+
+// Config sets the planner.
+type Config struct {
+	// Python is the interpreter of the workers' environment; the dry calls run in it.
+	Python string
+	// PythonPath is the folder of the Python package `rollout`; empty where it is installed.
+	PythonPath string
+	// Env is the environment of the dry calls.
+	Env []string
+}
+
+// Deps is what the planner needs from its process.
+type Deps struct {
+	Log *slog.Logger
+}
+
+// Server is the planner.
+type Server struct {
+	planv1.UnimplementedPlannerServiceServer
+
+	reader *config.Reader
+	prober *probe.Prober
+	log    *slog.Logger
+}
+
+// New makes a planner. It fails where the contract's rules don't compile or the interpreter is not named.
+func New(cfg Config, deps Deps) (*Server, error) {
+	if cfg.Python == "" {
+		return nil, errors.New("planner: no Python interpreter is named")
+	}
+	reader, err := config.NewReader()
+	if err != nil {
+		return nil, err
+	}
+	log := deps.Log
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	python := cfg.Python
+	if filepath.Base(python) != python { // a path, not a name to be looked up
+		if python, err = filepath.Abs(python); err != nil {
+			return nil, err
+		}
+	}
+	return &Server{
+		reader: reader,
+		prober: &probe.Prober{Python: python, PythonPath: cfg.PythonPath, Env: cfg.Env},
+		log:    log,
+	}, nil
+}

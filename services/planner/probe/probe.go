@@ -1,0 +1,174 @@
+// Package probe makes the dry calls that need Python: it imports the reward and calls it once, tokenises the prompts, and asks
+// for the versions of packages. Each happens in a short-lived process, `python -m rollout.probe`, that can't hurt the planner.
+package probe
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// startUp is how long the interpreter may take beside the reward's own limit.
+const startUp = 20 * time.Second
+
+// killDelay is how long after its limit a reward that holds the interpreter is killed from outside.
+const killDelay = 2 * time.Second
+
+// Packages are those that decide what a run computes.
+var Packages = []string{"rollout-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy"}
+
+// Request is what the process is asked; absent parts cost nothing.
+type Request struct {
+	Packages  []string   `json:"packages,omitempty"`
+	Reward    *Reward    `json:"reward,omitempty"`
+	Tokenizer *Tokenizer `json:"tokenizer,omitempty"`
+}
+
+// Reward asks for one call.
+type Reward struct {
+	Plugin         string   `json:"plugin"`
+	BaseDir        string   `json:"base_dir"`
+	TimeoutSeconds float64  `json:"timeout_seconds"`
+	Samples        []Sample `json:"samples"`
+}
+
+// Sample is what a reward scores.
+type Sample struct {
+	Prompt     string          `json:"prompt"`
+	Completion string          `json:"completion"`
+	Row        json.RawMessage `json:"row"`
+}
+
+// Tokenizer asks for the length of every prompt.
+type Tokenizer struct {
+	Model        string `json:"model"`
+	ChatTemplate bool   `json:"chat_template"`
+	Files        []File `json:"files"`
+}
+
+// File is one dataset. Limit is the most tokens a row may have; AnswerField adds the answer and the end of the sequence.
+type File struct {
+	Path        string `json:"path"`
+	PromptField string `json:"prompt_field"`
+	AnswerField string `json:"answer_field,omitempty"`
+	Limit       int64  `json:"limit"`
+}
+
+// Answer is what the process says.
+type Answer struct {
+	Python   string             `json:"python"`
+	Packages map[string]*string `json:"packages"`
+	Reward   *struct {
+		Files []string `json:"files"`
+		Error *Error   `json:"error"`
+	} `json:"reward"`
+	Tokenizer *struct {
+		Files []Lengths `json:"files"`
+		Error *Error    `json:"error"`
+	} `json:"tokenizer"`
+}
+
+// Lengths are the token counts of one dataset; rows count from 0.
+type Lengths struct {
+	Longest  int64 `json:"longest"`
+	Over     int64 `json:"over"`
+	Examples []struct {
+		Row    uint64 `json:"row"`
+		Tokens int64  `json:"tokens"`
+	} `json:"examples"`
+	Empty []uint64 `json:"empty"`
+}
+
+// Error is what went wrong in Python.
+type Error struct {
+	Reason  string `json:"reason"`
+	Message string `json:"message"`
+	Mend    string `json:"mend"`
+	File    string `json:"file"`
+	Line    uint32 `json:"line"`
+	Column  uint32 `json:"column"`
+	Text    string `json:"text"`
+}
+
+func (e *Error) Error() string { return e.Reason + ": " + e.Message }
+
+// Prober starts the processes.
+type Prober struct {
+	Python     string   // interpreter
+	PythonPath string   // folder of the package `rollout` where it is not installed
+	Env        []string // environment of the processes
+}
+
+// Ask runs one process. The error is an *Error where Python ran and failed or hung; of any other kind where it could not run.
+func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
+	body, err := json.Marshal(request)
+	if err != nil {
+		return nil, fmt.Errorf("encode a probe's request: %w", err)
+	}
+	limit := startUp
+	if request.Reward != nil {
+		limit += time.Duration(2*request.Reward.TimeoutSeconds*float64(time.Second)) + killDelay // import and call
+	}
+	if request.Tokenizer != nil {
+		limit = 10 * time.Minute // as long as the data asks for; the caller's context may end it
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	var stdout bytes.Buffer
+	var stderr tail
+	cmd := exec.CommandContext(ctx, p.Python, "-m", "rollout.probe")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(body), &stdout, &stderr
+	cmd.Dir = os.TempDir()
+	cmd.Env = append(append([]string(nil), p.Env...), "PYTHONDONTWRITEBYTECODE=1", "PYTHONUNBUFFERED=1", "TOKENIZERS_PARALLELISM=true")
+	if p.PythonPath != "" {
+		cmd.Env = append(cmd.Env, "PYTHONPATH="+p.PythonPath)
+	}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
+	cmd.WaitDelay = time.Second
+	err = cmd.Run()
+	if cmd.Process != nil { // children of the user's code that kept the pipes
+		_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
+	}
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) && request.Reward != nil {
+		return nil, &Error{
+			Reason: "REWARD_TIMEOUT", Message: fmt.Sprintf("`%s` did not return and had to be killed", request.Reward.Plugin),
+			Mend: "make it faster or raise `reward.timeout_seconds`",
+		}
+	}
+	var answer Answer
+	if jsonErr := json.Unmarshal(stdout.Bytes(), &answer); jsonErr == nil {
+		return &answer, nil
+	}
+	if err == nil {
+		err = errors.New("it gave no answer")
+	}
+	if text := stderr.lastLine(); text != "" {
+		return nil, fmt.Errorf("the probe process %s ended early: %w; its last line: %s", p.Python, err, text)
+	}
+	return nil, fmt.Errorf("the probe process %s ended early: %w", p.Python, err)
+}
+
+// tail keeps the end of what is written to it.
+type tail struct{ kept []byte }
+
+func (t *tail) Write(p []byte) (int, error) {
+	const most = 8192
+	t.kept = append(t.kept, p...)
+	if len(t.kept) > most {
+		t.kept = append(t.kept[:0], t.kept[len(t.kept)-most:]...)
+	}
+	return len(p), nil
+}
+
+func (t *tail) lastLine() string {
+	lines := strings.Split(strings.TrimSpace(string(t.kept)), "\n")
+	return strings.TrimSpace(lines[len(lines)-1])
+}

@@ -1,0 +1,51 @@
+package planner
+
+import (
+	"context"
+	"path/filepath"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+)
+
+// ErrBaseDir says that a request's folder is no absolute path.
+var ErrBaseDir = rpcerr.New(codes.InvalidArgument, "BAD_BASE_DIR", "base_dir must be an absolute path")
+
+// Register offers the service on a gRPC server.
+func (s *Server) Register(r grpc.ServiceRegistrar) { planv1.RegisterPlannerServiceServer(r, s) }
+
+// Run waits for ctx: a planner works only while it is asked.
+func (s *Server) Run(ctx context.Context) error {
+	<-ctx.Done()
+	return nil
+}
+
+// ValidateConfig checks syntax, schema and rules.
+func (s *Server) ValidateConfig(_ context.Context, request *planv1.ValidateConfigRequest) (*planv1.ValidateConfigResponse, error) {
+	reading := s.reader.Read(request.GetSource())
+	response := &planv1.ValidateConfigResponse{Problems: reading.Sorted()}
+	if reading.Problems.Empty() {
+		response.Config = reading.Config
+	}
+	return response, nil
+}
+
+// CreatePlan checks everything that can be known before the run and pins it.
+func (s *Server) CreatePlan(ctx context.Context, request *planv1.CreatePlanRequest) (*planv1.CreatePlanResponse, error) {
+	source := request.GetSource()
+	if !filepath.IsAbs(source.GetBaseDir()) {
+		return nil, ErrBaseDir.Field("source.base_dir", "give the absolute folder of the configuration file")
+	}
+	return s.create(ctx, source)
+}
+
+// VerifyPlan reads the inputs of a plan again and names those that changed.
+func (s *Server) VerifyPlan(ctx context.Context, request *planv1.VerifyPlanRequest) (*planv1.VerifyPlanResponse, error) {
+	if !filepath.IsAbs(request.GetBaseDir()) {
+		return nil, ErrBaseDir.Field("base_dir", "give the absolute folder of the configuration file")
+	}
+	return s.verify(ctx, request)
+}
