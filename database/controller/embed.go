@@ -1,0 +1,9 @@
+// Package controller holds the schema of the learner-controller service.
+package controller
+
+import "embed"
+
+// Migrations are goose migrations, one folder a dialect.
+//
+//go:embed sqlite/*.sql
+var Migrations embed.FS

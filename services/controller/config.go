@@ -1,0 +1,112 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/rollout-rl/rollout/libs/discovery"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+// Config sets the service.
+type Config struct {
+	// LeaseWait is how long the buffer holds a lease request before it says what it waits for. 0: 2 s.
+	LeaseWait time.Duration
+	// Retry is the first pause before a call to a service that did not answer is made again; it doubles up to 20 times this. 0: 100 ms.
+	Retry time.Duration
+	// Samples is how many answers of an evaluation go into its event. 0: 16.
+	Samples int
+}
+
+func (c *Config) defaults() {
+	if c.LeaseWait <= 0 {
+		c.LeaseWait = 2 * time.Second
+	}
+	if c.Retry <= 0 {
+		c.Retry = 100 * time.Millisecond
+	}
+	if c.Samples <= 0 {
+		c.Samples = 16
+	}
+}
+
+// Buffer is what the controller needs of the buffer.
+type Buffer interface {
+	RecordWeights(ctx context.Context, in *bufferv1.RecordWeightsRequest, opts ...grpc.CallOption) (*bufferv1.RecordWeightsResponse, error)
+	LeaseBatch(ctx context.Context, in *bufferv1.LeaseBatchRequest, opts ...grpc.CallOption) (*bufferv1.LeaseBatchResponse, error)
+	CommitStep(ctx context.Context, in *bufferv1.CommitStepRequest, opts ...grpc.CallOption) (*bufferv1.CommitStepResponse, error)
+	GetBatch(ctx context.Context, in *bufferv1.GetBatchRequest, opts ...grpc.CallOption) (*bufferv1.GetBatchResponse, error)
+	ListSteps(ctx context.Context, in *bufferv1.ListStepsRequest, opts ...grpc.CallOption) (*bufferv1.ListStepsResponse, error)
+	TrimPayloads(ctx context.Context, in *bufferv1.TrimPayloadsRequest, opts ...grpc.CallOption) (*bufferv1.TrimPayloadsResponse, error)
+}
+
+// Snapshots is what the controller needs of the snapshot service.
+type Snapshots interface {
+	CreateSnapshot(ctx context.Context, in *snapshotv1.CreateSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.CreateSnapshotResponse, error)
+	GetSnapshot(ctx context.Context, in *snapshotv1.GetSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error)
+	ListSnapshots(ctx context.Context, in *snapshotv1.ListSnapshotsRequest, opts ...grpc.CallOption) (*snapshotv1.ListSnapshotsResponse, error)
+	MaterializeSnapshot(ctx context.Context, in *snapshotv1.MaterializeSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.MaterializeSnapshotResponse, error)
+}
+
+// Scheduler is told how a run ended.
+type Scheduler interface {
+	CompleteRun(ctx context.Context, in *runv1.CompleteRunRequest, opts ...grpc.CallOption) (*runv1.CompleteRunResponse, error)
+}
+
+// Registry tells which workers are there.
+type Registry interface {
+	// Watch sends the passing instances of a name at once and on every change, until ctx ends.
+	Watch(ctx context.Context, name string) <-chan []discovery.Instance
+}
+
+// Conn is a connection to a worker.
+type Conn interface {
+	grpc.ClientConnInterface
+	io.Closer
+}
+
+// Events takes events without blocking.
+type Events interface {
+	Emit(e *eventv1.Event)
+}
+
+// Deps are the service's surroundings.
+type Deps struct {
+	Store     Store
+	Buffer    Buffer
+	Snapshots Snapshots
+	Scheduler Scheduler
+	Registry  Registry
+	// Dial connects to a worker at host:port; calls carry the mesh token.
+	Dial   func(address string) (Conn, error)
+	Events Events
+	Log    *slog.Logger     // nil discards
+	Now    func() time.Time // nil: time.Now
+}
+
+func (d *Deps) check() error {
+	var errs []error
+	for name, missing := range map[string]bool{
+		"store": d.Store == nil, "buffer": d.Buffer == nil, "snapshot service": d.Snapshots == nil, "scheduler": d.Scheduler == nil,
+		"registry": d.Registry == nil, "dialer of workers": d.Dial == nil, "taker of events": d.Events == nil,
+	} {
+		if missing {
+			errs = append(errs, errors.New("controller: no "+name))
+		}
+	}
+	if d.Log == nil {
+		d.Log = slog.New(slog.DiscardHandler)
+	}
+	if d.Now == nil {
+		d.Now = time.Now
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,250 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+)
+
+// errLost says that the connection to the learner broke; its state has to be made again.
+var errLost = errors.New("the learner was lost")
+
+// errDrained says that the drive stopped between two steps because it was asked to.
+var errDrained = errors.New("drained")
+
+// drive is one run being driven. run owns everything but the board and the two ways to stop it.
+type drive struct {
+	cfg   Config
+	deps  Deps
+	log   *slog.Logger
+	spec  *learnerv1.StartRunRequest
+	set   settings
+	board *board
+
+	weights  *weightsv1.WeightsManifest // newest published
+	learners learners
+	fleet    *fleet
+
+	drain     chan struct{} // closed: stop between two steps
+	drainOnce sync.Once
+	stopNow   context.CancelFunc // set when it is launched
+	done      chan struct{}      // closed when run returned
+}
+
+func newDrive(cfg Config, deps Deps, spec *learnerv1.StartRunRequest, weights *weightsv1.WeightsManifest) *drive {
+	set := settingsOf(spec)
+	d := &drive{
+		cfg: cfg, deps: deps, spec: spec, set: set, weights: weights,
+		log:   deps.Log.With("run", spec.GetRunId()),
+		board: newBoard(&learnerv1.Progress{RunId: spec.GetRunId(), Phase: preparing, TotalSteps: set.steps, Weights: weights}),
+		drain: make(chan struct{}), done: make(chan struct{}),
+	}
+	d.fleet = newFleet(spec.GetRunId(), spec.GetIncarnation(), deps.Dial, cfg.Retry, d.fenced)
+	return d
+}
+
+// run drives until the last step, a failure, or work ends, which is a stop. When life ends, work ends with it; then the
+// drive stays active and goes on after a restart.
+func (d *drive) run(life, work context.Context) {
+	defer close(d.done)
+	watch, cancel := context.WithCancel(life)
+	var wg sync.WaitGroup
+	defer func() { cancel(); wg.Wait() }()
+	workers := d.deps.Registry.Watch(watch, "inference-worker")
+	wg.Go(func() { d.fleet.serve(watch, workers) })
+	d.learners.updates = d.deps.Registry.Watch(watch, "learner-worker")
+
+	err := d.drive(work)
+	if life.Err() != nil {
+		d.save(context.WithoutCancel(life), true)
+		return
+	}
+	d.end(life, err, work.Err() != nil)
+}
+
+// stop ends the drive, with drain between two steps, and returns when it has ended.
+func (d *drive) stop(ctx context.Context, drain bool) error {
+	d.drainOnce.Do(func() { close(d.drain) })
+	if !drain && d.stopNow != nil {
+		d.stopNow()
+	}
+	select {
+	case <-d.done:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (d *drive) phase() learnerv1.Phase {
+	p, _ := d.board.read()
+	return p.GetPhase()
+}
+
+// drive holds one session with a learner after the other.
+func (d *drive) drive(ctx context.Context) error {
+	for {
+		err := d.session(ctx)
+		if !errors.Is(err, errLost) || ctx.Err() != nil {
+			return err
+		}
+		d.log.WarnContext(ctx, "the learner was lost; its state will be made again", "error", err)
+		d.enter(recovering, "a learner worker (scheduler restarts it)")
+	}
+}
+
+// session prepares a learner and makes steps with it.
+func (d *drive) session(ctx context.Context) error {
+	l, err := d.connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = l.conn.Close() }()
+	step, err := d.prepare(ctx, l)
+	if err != nil {
+		return err
+	}
+	for !d.set.last(step) {
+		if d.draining() {
+			return d.leave(ctx, l, step)
+		}
+		if err := d.step(ctx, l, step+1); err != nil {
+			if errors.Is(err, errDrained) {
+				return d.leave(ctx, l, step)
+			}
+			return err
+		}
+		step++
+	}
+	return nil
+}
+
+// leave takes a last snapshot, so that a resumed run repeats nothing.
+func (d *drive) leave(ctx context.Context, l *learner, step uint64) error {
+	if step > 0 && !d.set.snapshots(step) {
+		if err := d.snapshot(ctx, l, step); err != nil {
+			return err
+		}
+	}
+	return errDrained
+}
+
+func (d *drive) draining() bool {
+	select {
+	case <-d.drain:
+		return true
+	default:
+		return false
+	}
+}
+
+// end records how the drive ended and tells the scheduler.
+func (d *drive) end(ctx context.Context, err error, cancelled bool) {
+	phase, report := finished, &runv1.CompleteRunRequest{
+		RunId: d.spec.GetRunId(), Incarnation: d.spec.GetIncarnation(), State: runv1.RunState_RUN_STATE_SUCCEEDED,
+	}
+	switch {
+	case err == nil:
+	case errors.Is(err, errDrained), cancelled:
+		phase, report = stopped, nil
+	default:
+		phase, report.State, report.Message = failed, runv1.RunState_RUN_STATE_FAILED, err.Error()
+		if report.Reason = rpcerr.Reason(err); report.Reason == "" {
+			report.Reason = ReasonStep
+		}
+		d.log.ErrorContext(ctx, "the run can't go on", "reason", report.Reason, "error", err)
+	}
+	d.board.update(func(p *learnerv1.Progress) {
+		p.Phase, p.WaitingFor = phase, ""
+		if phase == failed {
+			p.Message = err.Error()
+		}
+	})
+	d.emitPhase()
+	d.save(ctx, report != nil) // a report that is not delivered is delivered after a restart
+	if report == nil {
+		return
+	}
+	if _, err := call(ctx, d, "scheduler", func(ctx context.Context) (*runv1.CompleteRunResponse, error) {
+		return d.deps.Scheduler.CompleteRun(ctx, report)
+	}); err != nil {
+		d.log.ErrorContext(ctx, "the scheduler does not take the end of the run", "error", err)
+		return
+	}
+	d.save(ctx, false)
+}
+
+// save writes the drive; it is a hint for the next process, so a failure is logged and no more.
+func (d *drive) save(ctx context.Context, active bool) {
+	p, _ := d.board.read()
+	err := d.deps.Store.Save(ctx, &Drive{Spec: d.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: d.weights})
+	if err != nil {
+		d.log.WarnContext(ctx, "the drive's state was not saved", "error", err)
+	}
+}
+
+// enter moves to a phase and says what it waits for.
+func (d *drive) enter(phase learnerv1.Phase, waiting string) {
+	before, _ := d.board.read()
+	d.board.update(func(p *learnerv1.Progress) { p.Phase, p.WaitingFor = phase, waiting })
+	if before.GetPhase() != phase {
+		d.emitPhase()
+	}
+}
+
+func (d *drive) waiting(format string, args ...any) {
+	d.board.update(func(p *learnerv1.Progress) { p.WaitingFor = fmt.Sprintf(format, args...) })
+}
+
+// call makes a call to a service and repeats it while the service does not answer.
+func call[T any](ctx context.Context, d *drive, owner string, fn func(ctx context.Context) (T, error)) (T, error) {
+	pause := d.cfg.Retry
+	for {
+		out, err := fn(ctx)
+		if err == nil || ctx.Err() != nil || !transient(err) {
+			return out, err
+		}
+		d.waiting("%s to answer: %v", owner, err)
+		sleep(ctx, pause)
+		pause = min(2*pause, 20*d.cfg.Retry)
+	}
+}
+
+func transient(err error) bool {
+	switch rpcerr.Code(err) {
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Aborted, codes.ResourceExhausted:
+		return true
+	}
+	return false
+}
+
+// learners is the newest list of learner workers.
+type learners struct {
+	updates <-chan []discovery.Instance
+	list    []discovery.Instance
+}
+
+// next waits for a change of the list, at most for d.
+func (l *learners) next(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	case list, ok := <-l.updates:
+		if ok {
+			l.list = list
+		}
+	}
+}

@@ -1,0 +1,94 @@
+package controller
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strconv"
+
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/libs/id"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+)
+
+// emit fills in what all events of a drive share.
+func (d *drive) emit(e *eventv1.Event) {
+	now := d.deps.Now().UTC()
+	e.EventId, e.RunId, e.Time, e.Service = id.New(now), d.spec.GetRunId(), timestamppb.New(now), "learner-controller"
+	if e.GetLevel() == 0 {
+		e.Level = eventv1.Level_LEVEL_INFO
+	}
+	d.deps.Events.Emit(e)
+}
+
+func (d *drive) emitPhase() {
+	p, _ := d.board.read()
+	name := p.GetPhase().String()[len("PHASE_"):]
+	level := eventv1.Level_LEVEL_DEBUG
+	if p.GetPhase() == failed {
+		level = eventv1.Level_LEVEL_ERROR
+	}
+	d.emit(&eventv1.Event{
+		Kind: "phase", Level: level, Step: p.GetStep(), Message: "phase " + name,
+		Attributes: map[string]string{"phase": name, "waiting_for": p.GetWaitingFor()},
+	})
+}
+
+func (d *drive) emitStep(batch *bufferv1.Batch, result *learnerv1.TrainResult, times map[string]float64, workers int) {
+	all := metrics(result, times, len(batch.GetSamples()))
+	d.emit(&eventv1.Event{
+		Kind: "step.committed", Step: batch.GetStep(), Metrics: all,
+		Message: fmt.Sprintf("step %d of %d: %d groups, %d samples, loss %.4g", batch.GetStep(), d.set.steps,
+			batch.GetGroups(), len(batch.GetSamples()), all["loss"]),
+		Attributes: map[string]string{
+			"batch": batch.GetBatchId(), "weights_digest": result.GetWeightsDigest(), "workers": strconv.Itoa(workers),
+			"excluded": strconv.FormatUint(uint64(batch.GetExcluded()), 10),
+		},
+	})
+}
+
+func (d *drive) emitDelivered(w *weightsv1.WeightsManifest, workers int, seconds float64) {
+	d.emit(&eventv1.Event{
+		Kind: "weights.delivered", Level: eventv1.Level_LEVEL_DEBUG, Step: w.GetVersion(),
+		Message:    fmt.Sprintf("%d workers hold weights version %d", workers, w.GetVersion()),
+		Attributes: map[string]string{"version": strconv.FormatUint(w.GetVersion(), 10), "digest": w.GetDigest(), "workers": strconv.Itoa(workers)},
+		Metrics:    map[string]float64{"time/deliver": seconds},
+	})
+}
+
+func (d *drive) fenced(worker string, err error) {
+	d.emit(&eventv1.Event{
+		Kind: "worker.fenced", Level: eventv1.Level_LEVEL_ERROR, Attributes: map[string]string{"worker": worker},
+		Message: fmt.Sprintf("%s can't verify its weights and gets no more work: %v", worker, err),
+	})
+	d.log.ErrorContext(context.Background(), "a worker can't verify its weights", "worker", worker, "error", err)
+}
+
+// answer is one held-out sample as tools read it from the event.
+type answer struct {
+	Row        uint64  `json:"row"`
+	Prompt     string  `json:"prompt"`
+	Completion string  `json:"completion"`
+	Reward     float64 `json:"reward"`
+}
+
+func (d *drive) emitEval(step uint64, samples []*inferencev1.EvalSample) {
+	shown := []answer{}
+	for _, s := range samples[:min(len(samples), d.cfg.Samples)] {
+		shown = append(shown, answer{Row: s.GetRow(), Prompt: s.GetPrompt(), Completion: s.GetCompletion(), Reward: s.GetReward()})
+	}
+	text, err := json.Marshal(shown)
+	if err != nil {
+		text = []byte("[]") // a reward that is no JSON number
+	}
+	means := score(samples)
+	d.emit(&eventv1.Event{
+		Kind: "eval.finished", Step: step, Metrics: means, Attributes: map[string]string{"samples": string(text)},
+		Message: fmt.Sprintf("evaluation at step %d: reward %.3f over %d held-out prompts", step, means["eval/reward"], len(samples)),
+	})
+}

@@ -1,0 +1,258 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+)
+
+// learner is a connection to the learner worker.
+type learner struct {
+	client learnerv1.LearnerWorkerServiceClient
+	conn   Conn
+	worker string
+}
+
+// connect waits for a learner of this incarnation that answers.
+func (d *drive) connect(ctx context.Context) (*learner, error) {
+	d.waiting("a learner worker (scheduler starts it)")
+	pause := d.cfg.Retry
+	for {
+		for _, in := range d.learners.list {
+			if !ours(in, d.spec.GetRunId(), d.spec.GetIncarnation()) {
+				continue
+			}
+			conn, err := d.deps.Dial(in.Address)
+			if err != nil {
+				continue
+			}
+			l := &learner{client: learnerv1.NewLearnerWorkerServiceClient(conn), conn: conn, worker: in.Meta["worker"]}
+			if _, err := l.client.GetLearnerStatus(ctx, &learnerv1.GetLearnerStatusRequest{}); err == nil {
+				return l, nil
+			}
+			_ = conn.Close()
+		}
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+		d.learners.next(ctx, pause)
+		pause = min(2*pause, 20*d.cfg.Retry)
+	}
+}
+
+// ask makes a call to the learner; a broken connection is errLost.
+func ask[T any](ctx context.Context, l *learner, fn func(ctx context.Context) (T, error)) (T, error) {
+	out, err := fn(ctx)
+	if err != nil && ctx.Err() == nil && transient(err) {
+		return out, fmt.Errorf("%w: %s: %w", errLost, l.worker, err)
+	}
+	return out, err
+}
+
+// prepare brings the learner to the last committed step and the workers to its weights, and returns that step.
+func (d *drive) prepare(ctx context.Context, l *learner) (uint64, error) {
+	listed, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.ListStepsResponse, error) {
+		return d.deps.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: d.spec.GetRunId()})
+	})
+	if err != nil {
+		return 0, fmt.Errorf("list committed steps: %w", err)
+	}
+	recorded := map[uint64]*bufferv1.StepRecord{}
+	for _, r := range listed.GetSteps() {
+		recorded[r.GetStep()] = r
+	}
+	state, err := d.load(ctx, l)
+	if err != nil {
+		return 0, err
+	}
+	at := state.GetStep()
+	if len(recorded) == 0 {
+		return at, d.begin(ctx, l, at, state.GetWeightsDigest())
+	}
+	last := listed.GetSteps()[len(listed.GetSteps())-1]
+	if at > last.GetStep() { // trained, not committed: the learner will repeat its result
+		at = last.GetStep()
+	} else if err := d.verify(ctx, recorded[at], state.GetWeightsDigest()); err != nil {
+		return 0, err
+	}
+	digest := state.GetWeightsDigest()
+	for at < last.GetStep() {
+		if digest, err = d.again(ctx, l, recorded[at+1]); err != nil {
+			return 0, err
+		}
+		at++
+	}
+	d.board.update(func(p *learnerv1.Progress) { p.Step = at })
+	return at, d.rearm(ctx, l, last, digest, state.GetStep() > at)
+}
+
+// load has the learner load the newest state, unless it holds one.
+func (d *drive) load(ctx context.Context, l *learner) (*learnerv1.InitializeResponse, error) {
+	status, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.GetLearnerStatusResponse, error) {
+		return l.client.GetLearnerStatus(ctx, &learnerv1.GetLearnerStatusRequest{})
+	})
+	if err != nil {
+		return nil, err
+	}
+	req := &learnerv1.InitializeRequest{RunId: d.spec.GetRunId()}
+	if !status.GetInitialized() {
+		if req, err = d.newest(ctx); err != nil {
+			return nil, err
+		}
+	}
+	d.waiting("%s to load the model and its state", l.worker)
+	state, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.InitializeResponse, error) {
+		return l.client.Initialize(ctx, req)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("load the learner's state: %w", err)
+	}
+	if req.StateDirectory != "" {
+		_ = os.RemoveAll(req.StateDirectory) // a copy; the snapshot stays
+	}
+	return state, nil
+}
+
+// newest names the newest training state of the run, or the one it was restored from, written into a folder.
+func (d *drive) newest(ctx context.Context) (*learnerv1.InitializeRequest, error) {
+	req := &learnerv1.InitializeRequest{RunId: d.spec.GetRunId()}
+	listed, err := call(ctx, d, "snapshot", func(ctx context.Context) (*snapshotv1.ListSnapshotsResponse, error) {
+		return d.deps.Snapshots.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{
+			RunId: d.spec.GetRunId(), Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, PageSize: 1,
+		})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("find the newest snapshot: %w", err)
+	}
+	from := d.spec.GetFromSnapshot()
+	if len(listed.GetSnapshots()) > 0 {
+		from = listed.GetSnapshots()[0].GetSnapshotId()
+	}
+	if from == "" {
+		return req, nil
+	}
+	req.StateDirectory = filepath.Join(d.spec.GetRunDirectory(), "state", "load-"+from)
+	d.waiting("snapshot %s to be written out (snapshot)", from)
+	made, err := call(ctx, d, "snapshot", func(ctx context.Context) (*snapshotv1.MaterializeSnapshotResponse, error) {
+		return d.deps.Snapshots.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: from, Directory: req.StateDirectory})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("write out snapshot %s: %w", from, err)
+	}
+	req.Step = made.GetSnapshot().GetStep()
+	return req, nil
+}
+
+// begin records and delivers the weights that the run starts from, and evaluates them.
+func (d *drive) begin(ctx context.Context, l *learner, step uint64, digest string) error {
+	if _, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.RecordWeightsResponse, error) {
+		return d.deps.Buffer.RecordWeights(ctx, &bufferv1.RecordWeightsRequest{RunId: d.spec.GetRunId(), Version: step, Digest: digest})
+	}); err != nil {
+		return fmt.Errorf("record the initial weights: %w", err)
+	}
+	d.board.update(func(p *learnerv1.Progress) { p.Step = step })
+	weights, err := d.publish(ctx, l)
+	if err != nil {
+		return err
+	}
+	if _, err := d.deliver(ctx, weights); err != nil {
+		return err
+	}
+	if d.set.cfg.GetEval().GetEverySteps() == 0 {
+		return nil
+	}
+	return d.evaluate(ctx, step)
+}
+
+// again trains on a committed batch once more and returns the digest that came out.
+func (d *drive) again(ctx context.Context, l *learner, r *bufferv1.StepRecord) (string, error) {
+	d.waiting("%s to train on the recorded batch of step %d again", l.worker, r.GetStep())
+	got, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.GetBatchResponse, error) {
+		return d.deps.Buffer.GetBatch(ctx, &bufferv1.GetBatchRequest{RunId: d.spec.GetRunId(), Step: r.GetStep()})
+	})
+	if err != nil {
+		return "", fmt.Errorf("read the recorded batch of step %d: %w", r.GetStep(), err)
+	}
+	result, err := d.train(ctx, l, got.GetBatch(), false)
+	if err != nil {
+		return "", err
+	}
+	return result.GetWeightsDigest(), d.verify(ctx, r, result.GetWeightsDigest())
+}
+
+// verify compares weights that were made again with the recorded ones. r may be nil: nothing is recorded of a state
+// that no step of this run made.
+func (d *drive) verify(ctx context.Context, r *bufferv1.StepRecord, digest string) error {
+	if r == nil || r.GetWeightsDigest() == digest {
+		return nil
+	}
+	err := fmt.Errorf("step %d: recorded %s, made again %s: %w", r.GetStep(), r.GetWeightsDigest(), digest, ErrDiverged)
+	if d.set.deterministic {
+		return err
+	}
+	d.log.WarnContext(ctx, "the run is not deterministic: a step made again gave other weights; the ledger keeps the first",
+		"step", r.GetStep(), "recorded", r.GetWeightsDigest(), "again", digest)
+	return nil
+}
+
+// rearm delivers the weights of the last committed step. The learner publishes them again where it holds exactly them;
+// else the folder that was delivered first serves.
+func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord, digest string, ahead bool) error {
+	weights := d.weights
+	if weights.GetDigest() != last.GetWeightsDigest() || missing(weights) {
+		if ahead || digest != last.GetWeightsDigest() {
+			return d.serve(ctx, weights, last)
+		}
+		var err error
+		if weights, err = d.publish(ctx, l); err != nil {
+			return err
+		}
+	}
+	_, err := d.deliver(ctx, weights)
+	return err
+}
+
+// serve lets workers go on with what is on disk where the last step's weights are not to be had before the next step.
+func (d *drive) serve(ctx context.Context, weights *weightsv1.WeightsManifest, last *bufferv1.StepRecord) error {
+	if weights == nil || missing(weights) {
+		return nil // workers that come up wait for the next step's weights
+	}
+	d.log.WarnContext(ctx, "workers keep older weights until the next step", "held", weights.GetVersion(), "step", last.GetStep())
+	_, err := d.deliver(ctx, weights)
+	return err
+}
+
+func missing(w *weightsv1.WeightsManifest) bool {
+	_, err := os.Stat(w.GetDirectory())
+	return errors.Is(err, os.ErrNotExist)
+}
+
+// publish has the learner write the weights of its current step.
+func (d *drive) publish(ctx context.Context, l *learner) (*weightsv1.WeightsManifest, error) {
+	d.waiting("%s to publish its weights", l.worker)
+	published, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.PublishWeightsResponse, error) {
+		return l.client.PublishWeights(ctx, &learnerv1.PublishWeightsRequest{RunId: d.spec.GetRunId()})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("publish weights: %w", err)
+	}
+	d.hold(published.GetWeights())
+	return published.GetWeights(), nil
+}
+
+// hold makes w the newest published weights.
+func (d *drive) hold(w *weightsv1.WeightsManifest) {
+	d.weights = w
+	d.board.update(func(p *learnerv1.Progress) { p.Weights = w })
+}
+
+// since is the seconds since t.
+func (d *drive) since(t time.Time) float64 { return d.deps.Now().Sub(t).Seconds() }

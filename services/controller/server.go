@@ -1,0 +1,185 @@
+package controller
+
+import (
+	"context"
+	"sync"
+
+	"google.golang.org/grpc"
+
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+)
+
+// Server is the gRPC edge, and the owner of the drives.
+type Server struct {
+	learnerv1.UnimplementedLearnerControllerServiceServer
+	cfg  Config
+	deps Deps
+
+	mu     sync.Mutex
+	life   context.Context // nil before Run
+	wait   []*drive        // started before Run
+	drives map[string]*drive
+	wg     sync.WaitGroup
+}
+
+// New makes the service. It starts nothing.
+func New(cfg Config, deps Deps) (*Server, error) {
+	if err := deps.check(); err != nil {
+		return nil, err
+	}
+	cfg.defaults()
+	return &Server{cfg: cfg, deps: deps, drives: map[string]*drive{}}, nil
+}
+
+// Register adds the service to a gRPC server.
+func (s *Server) Register(r grpc.ServiceRegistrar) {
+	learnerv1.RegisterLearnerControllerServiceServer(r, s)
+}
+
+// Run goes on with the drives that were active, and drives until ctx ends. It waits for all of them.
+func (s *Server) Run(ctx context.Context) error {
+	active, err := s.deps.Store.Active(ctx)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	s.life = ctx
+	for _, d := range s.wait {
+		s.launch(d)
+	}
+	s.wait = nil
+	for _, d := range active {
+		if _, ok := s.drives[d.Spec.GetRunId()]; !ok {
+			s.begin(newDrive(s.cfg, s.deps, d.Spec, d.Weights))
+		}
+	}
+	s.mu.Unlock()
+	<-ctx.Done()
+	s.wg.Wait()
+	return nil
+}
+
+// begin takes a drive on. The caller holds the lock.
+func (s *Server) begin(d *drive) {
+	s.drives[d.spec.GetRunId()] = d
+	if s.life == nil {
+		s.wait = append(s.wait, d)
+		return
+	}
+	s.launch(d)
+}
+
+func (s *Server) launch(d *drive) {
+	ctx, cancel := context.WithCancel(s.life)
+	d.stopNow = cancel
+	s.wg.Go(func() {
+		defer cancel()
+		d.run(s.life, ctx)
+	})
+}
+
+// StartRun implements the contract.
+func (s *Server) StartRun(ctx context.Context, req *learnerv1.StartRunRequest) (*learnerv1.StartRunResponse, error) {
+	for {
+		s.mu.Lock()
+		known := s.drives[req.GetRunId()]
+		if known == nil || ended(known.phase()) {
+			defer s.mu.Unlock()
+			return s.start(ctx, req)
+		}
+		s.mu.Unlock()
+		switch {
+		case known.spec.GetIncarnation() == req.GetIncarnation():
+			return &learnerv1.StartRunResponse{}, nil
+		case known.spec.GetIncarnation() > req.GetIncarnation():
+			return nil, ErrStale.With("run", req.GetRunId())
+		}
+		if err := known.stop(ctx, false); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// start begins a drive of a run that is not being driven. The caller holds the lock.
+func (s *Server) start(ctx context.Context, req *learnerv1.StartRunRequest) (*learnerv1.StartRunResponse, error) {
+	d := newDrive(s.cfg, s.deps, req, nil)
+	if before, err := s.deps.Store.Get(ctx, req.GetRunId()); err == nil {
+		if before.Spec.GetIncarnation() > req.GetIncarnation() {
+			return nil, ErrStale.With("run", req.GetRunId())
+		}
+		if before.Spec.GetIncarnation() == req.GetIncarnation() && ended(before.Phase) {
+			return &learnerv1.StartRunResponse{}, nil // a late repeat of a request whose run has ended
+		}
+		d = newDrive(s.cfg, s.deps, req, before.Weights)
+	}
+	if err := s.deps.Store.Save(ctx, &Drive{Spec: req, Phase: preparing, Active: true, Weights: d.weights}); err != nil {
+		return nil, err
+	}
+	s.begin(d)
+	return &learnerv1.StartRunResponse{}, nil
+}
+
+// StopRun implements the contract.
+func (s *Server) StopRun(ctx context.Context, req *learnerv1.StopRunRequest) (*learnerv1.StopRunResponse, error) {
+	d, err := s.find(ctx, req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	if err := d.stop(ctx, req.GetDrain()); err != nil {
+		return nil, err
+	}
+	p, _ := d.board.read()
+	return &learnerv1.StopRunResponse{Progress: p}, nil
+}
+
+// GetProgress implements the contract.
+func (s *Server) GetProgress(ctx context.Context, req *learnerv1.GetProgressRequest) (*learnerv1.GetProgressResponse, error) {
+	d, err := s.find(ctx, req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	p, _ := d.board.read()
+	return &learnerv1.GetProgressResponse{Progress: p}, nil
+}
+
+// WatchProgress implements the contract.
+func (s *Server) WatchProgress(req *learnerv1.WatchProgressRequest, stream grpc.ServerStreamingServer[learnerv1.WatchProgressResponse]) error {
+	d, err := s.find(stream.Context(), req.GetRunId())
+	if err != nil {
+		return err
+	}
+	for {
+		p, changed := d.board.read()
+		if err := stream.Send(&learnerv1.WatchProgressResponse{Progress: p}); err != nil {
+			return err
+		}
+		if ended(p.GetPhase()) {
+			return nil
+		}
+		select {
+		case <-stream.Context().Done():
+			return stream.Context().Err()
+		case <-changed:
+		}
+	}
+}
+
+// find returns the drive of a run; of one that ended in an earlier process, its last progress.
+func (s *Server) find(ctx context.Context, run string) (*drive, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if d := s.drives[run]; d != nil {
+		return d, nil
+	}
+	known, err := s.deps.Store.Get(ctx, run)
+	if err != nil {
+		return nil, err
+	}
+	d := newDrive(s.cfg, s.deps, known.Spec, known.Weights)
+	d.board.now.Phase, d.board.now.Step = known.Phase, known.Step
+	if !ended(known.Phase) {
+		d.board.now.Phase = stopped
+	}
+	close(d.done)
+	return d, nil
+}

@@ -1,0 +1,168 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"time"
+
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/trace"
+
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+)
+
+var tracer = otel.Tracer("github.com/rollout-rl/rollout/services/controller")
+
+// step makes one step: lease, train, commit, deliver, and what is due after it.
+func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
+	ctx, span := tracer.Start(ctx, "step", trace.WithAttributes(attribute.String("run", d.spec.GetRunId()), attribute.Int64("step", int64(step))))
+	defer span.End()
+	began := d.deps.Now()
+	times := map[string]float64{}
+	lap := func(name string, from time.Time) { times["time/"+name] = d.since(from) }
+
+	d.enter(leasing, "")
+	batch, err := d.lease(ctx, step)
+	if err != nil {
+		return err
+	}
+	lap("lease", began)
+	from := d.deps.Now()
+	d.enter(training, "")
+	result, err := d.train(ctx, l, batch, d.set.delivers(step))
+	if err != nil {
+		return err
+	}
+	lap("train", from)
+	from = d.deps.Now()
+	d.enter(committing, "buffer")
+	if err := d.commit(ctx, batch, result); err != nil {
+		return err
+	}
+	lap("commit", from)
+	workers := 0
+	if result.GetWeights() != nil {
+		from = d.deps.Now()
+		if workers, err = d.deliver(ctx, result.GetWeights()); err != nil {
+			return err
+		}
+		lap("deliver", from)
+	}
+	lap("step", began)
+	d.emitStep(batch, result, times, workers)
+	if d.set.evaluates(step) {
+		if err := d.evaluate(ctx, step); err != nil {
+			return err
+		}
+	}
+	if d.set.snapshots(step) {
+		return d.snapshot(ctx, l, step)
+	}
+	return nil
+}
+
+// lease waits for the batch of a step. errDrained where a drain was asked for meanwhile.
+func (d *drive) lease(ctx context.Context, step uint64) (*bufferv1.Batch, error) {
+	waiting, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() {
+		select {
+		case <-d.drain:
+			cancel()
+		case <-waiting.Done():
+		}
+	}()
+	for {
+		got, err := call(waiting, d, "buffer", func(ctx context.Context) (*bufferv1.LeaseBatchResponse, error) {
+			return d.deps.Buffer.LeaseBatch(ctx, &bufferv1.LeaseBatchRequest{
+				RunId: d.spec.GetRunId(), Step: step, WaitSeconds: d.cfg.LeaseWait.Seconds(),
+			})
+		})
+		switch {
+		case err != nil && ctx.Err() == nil && d.draining():
+			return nil, errDrained
+		case err != nil:
+			return nil, fmt.Errorf("lease the batch of step %d: %w", step, err)
+		case got.GetBatch() != nil:
+			return got.GetBatch(), nil
+		}
+		d.waiting("%s", got.GetWaitingFor())
+	}
+}
+
+// train has the learner make a step and follows its progress.
+func (d *drive) train(ctx context.Context, l *learner, batch *bufferv1.Batch, publish bool) (*learnerv1.TrainResult, error) {
+	stream, err := ask(ctx, l, func(ctx context.Context) (learnerv1.LearnerWorkerService_TrainClient, error) {
+		return l.client.Train(ctx, &learnerv1.TrainRequest{RunId: d.spec.GetRunId(), Step: batch.GetStep(), Batch: batch, Publish: publish})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("train step %d: %w", batch.GetStep(), err)
+	}
+	for {
+		piece, err := ask(ctx, l, func(context.Context) (*learnerv1.TrainResponse, error) { return stream.Recv() })
+		if errors.Is(err, io.EOF) {
+			return nil, fmt.Errorf("train step %d: %w: the stream ended without a result", batch.GetStep(), errLost)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("train step %d: %w", batch.GetStep(), err)
+		}
+		if result := piece.GetResult(); result != nil {
+			return result, nil
+		}
+		d.waiting("%s: %d of %d micro-batches of step %d", l.worker, piece.GetProgress().GetDone(), piece.GetProgress().GetTotal(), batch.GetStep())
+	}
+}
+
+// commit makes the step exist.
+func (d *drive) commit(ctx context.Context, batch *bufferv1.Batch, result *learnerv1.TrainResult) error {
+	if _, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.CommitStepResponse, error) {
+		return d.deps.Buffer.CommitStep(ctx, &bufferv1.CommitStepRequest{
+			RunId: d.spec.GetRunId(), Step: batch.GetStep(), BatchId: batch.GetBatchId(), WeightsDigest: result.GetWeightsDigest(),
+		})
+	}); err != nil {
+		return fmt.Errorf("commit step %d: %w", batch.GetStep(), err)
+	}
+	d.board.update(func(p *learnerv1.Progress) { p.Step = batch.GetStep() })
+	if result.GetWeights() != nil {
+		d.hold(result.GetWeights())
+		d.save(ctx, true)
+	}
+	return nil
+}
+
+// deliver moves the inference workers to w and returns how many hold it.
+func (d *drive) deliver(ctx context.Context, w *weightsv1.WeightsManifest) (int, error) {
+	from := d.deps.Now()
+	d.enter(delivering, "")
+	workers, err := d.fleet.deliver(ctx, w, func(who string) {
+		d.waiting("%s to load weights version %d", who, w.GetVersion())
+	})
+	if err != nil {
+		return workers, fmt.Errorf("deliver weights version %d: %w", w.GetVersion(), err)
+	}
+	d.emitDelivered(w, workers, d.since(from))
+	return workers, nil
+}
+
+// metrics joins what the learner says of a step with what the controller measured.
+func metrics(result *learnerv1.TrainResult, times map[string]float64, samples int) map[string]float64 {
+	all := maps.Clone(result.GetMetrics())
+	if all == nil {
+		all = map[string]float64{}
+	}
+	maps.Copy(all, times)
+	all["samples"] = float64(samples)
+	if seconds := times["time/step"]; seconds > 0 {
+		all["samples_per_second"] = float64(samples) / seconds
+		if tokens, ok := all["tokens"]; ok {
+			all["tokens_per_second"] = tokens / seconds
+		}
+	}
+	return all
+}

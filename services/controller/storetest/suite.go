@@ -1,0 +1,67 @@
+// Package storetest is the suite that every controller.Store passes.
+package storetest
+
+import (
+	"errors"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+	"github.com/rollout-rl/rollout/services/controller"
+)
+
+// Run runs the suite; open gives an empty store, and the same store again after a close where reopen is called.
+func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen func() controller.Store)) {
+	drive := func(run string, incarnation uint32) *controller.Drive {
+		return &controller.Drive{
+			Spec:  &learnerv1.StartRunRequest{RunId: run, Incarnation: incarnation, RunDirectory: "/runs/" + run},
+			Phase: learnerv1.Phase_PHASE_TRAINING, Step: 7, Active: true,
+		}
+	}
+	equal := func(t *testing.T, got, want *controller.Drive) {
+		t.Helper()
+		if !proto.Equal(got.Spec, want.Spec) || !proto.Equal(got.Weights, want.Weights) || got.Phase != want.Phase ||
+			got.Step != want.Step || got.Active != want.Active {
+			t.Fatalf("got %+v, want %+v", got, want)
+		}
+	}
+	t.Run("unknown run", func(t *testing.T) {
+		store, _ := open(t)
+		if _, err := store.Get(t.Context(), "run-x"); !errors.Is(err, controller.ErrNotFound) {
+			t.Fatalf("got %v", err)
+		}
+	})
+	t.Run("the newest save wins and survives a close", func(t *testing.T) {
+		store, reopen := open(t)
+		first, second := drive("run-a", 1), drive("run-a", 2)
+		second.Weights = &weightsv1.WeightsManifest{RunId: "run-a", Version: 7, Directory: "/w"}
+		for _, d := range []*controller.Drive{first, second} {
+			if err := store.Save(t.Context(), d); err != nil {
+				t.Fatal(err)
+			}
+		}
+		got, err := reopen().Get(t.Context(), "run-a")
+		if err != nil {
+			t.Fatal(err)
+		}
+		equal(t, got, second)
+	})
+	t.Run("active drives alone are listed, by run", func(t *testing.T) {
+		store, _ := open(t)
+		ended := drive("run-b", 1)
+		ended.Active, ended.Phase = false, learnerv1.Phase_PHASE_FINISHED
+		for _, d := range []*controller.Drive{drive("run-c", 1), ended, drive("run-a", 3)} {
+			if err := store.Save(t.Context(), d); err != nil {
+				t.Fatal(err)
+			}
+		}
+		got, err := store.Active(t.Context())
+		if err != nil || len(got) != 2 {
+			t.Fatalf("got %d drives, %v", len(got), err)
+		}
+		equal(t, got[0], drive("run-a", 3))
+		equal(t, got[1], drive("run-c", 1))
+	})
+}
