@@ -1,0 +1,289 @@
+"""The contract of an inference engine: requests, outputs, errors and the ``Engine`` protocol. Imports no torch.
+
+One request is one prompt sampled ``len(seeds)`` times, so that an engine can run the prompt once for the whole group.
+
+    engine = TransformersEngine.load("/models/tiny", EngineConfig(slots=256, max_len=64))
+    request = GroupRequest("epoch0/17", prompt_ids=(5, 9, 3), seeds=(1, 2, 3, 4), params=SamplingParams(max_tokens=8))
+    async for output in engine.generate([request]):
+        print(output.sample, output.token_ids, output.finish_reason)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Ids: TypeAlias = NDArray[np.int32]
+Logprobs: TypeAlias = NDArray[np.float32]
+FinishReason: TypeAlias = Literal["stop", "length", "aborted", "error"]
+WeightsSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Tensor]"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. Filters apply in the order temperature, top_k, top_p, min_p, as in Hugging Face's warpers.
+
+    temperature: 0 is greedy (the first of equal maxima). top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    max_tokens: at most this many new tokens; the engine's context length may end a sample sooner.
+    stop: strings that end a sample; the text is cut before the first one, the token ids are not.
+    stop_token_ids: end a sample beside the model's own end tokens, which ``ignore_eos`` switches off.
+    Raises ``ValueError`` for a value outside its range.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, holds, rule in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "finite and not negative (0 is greedy)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1 is off)"),
+            ("top_k", self.top_k >= 0, "not negative (0 is off)"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            ("stop", all(self.stop), "without empty strings"),
+        ):
+            if not holds:
+                raise ValueError(f"{name} must be {rule}, it is {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupRequest:
+    """One prompt to sample ``len(seeds)`` times.
+
+    request_id: unique among the requests in flight. prompt_ids: at least one id (a tuple or an int array [T]).
+    seeds: one per sample, 64 bits used; the random number of a token depends on its seed and its index and on nothing else.
+    stream: also yield a ``SampleDelta`` per decoding step.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int] | NDArray[np.integer]
+    seeds: tuple[int, ...]
+    params: SamplingParams
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a sample were sampled under weights ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleDelta:
+    """New tokens of a streaming sample.
+
+    start: index in the sample of the first of these tokens. text: what became certain; never half a character, and never the
+    beginning of what may become a stop string, so it may lag behind the tokens. Texts concatenate to the output's text,
+    ids to its ids.
+    """
+
+    request_id: str
+    sample: int
+    start: int
+    token_ids: Ids
+    logprobs: Logprobs
+    raw_logprobs: Logprobs
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleOutput:
+    """One finished sample of T tokens.
+
+    token_ids int32[T]: as sampled, with the end token if there was one.
+    logprobs f32[T]: under the distribution that was sampled from (after temperature and filters; 0 for greedy).
+    raw_logprobs f32[T]: log-softmax of the model's own logits.
+    version_spans: cover [0, T) without gaps, in order. finish_reason: ``length`` is max_tokens or the context's end.
+    error: set exactly when finish_reason is ``error``. text: None unless stop strings or streaming asked for it; without the
+    stop string or end token. stop_string: the one that matched.
+    """
+
+    request_id: str
+    sample: int
+    token_ids: Ids
+    logprobs: Logprobs
+    raw_logprobs: Logprobs
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    error: EngineError | None = None
+    text: str | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A reading of the engine. Samples, tokens since the start, tokens/s over the last steps.
+
+    cache_epoch: grows with every weight swap; KV of an older epoch serves only samples that were in flight then.
+    busy_seconds: spent admitting and decoding, all told (model, sampling and bookkeeping; not waiting).
+    """
+
+    slots: int
+    active: int
+    queued: int
+    paused: bool
+    version: int
+    cache_epoch: int
+    generated_tokens: int
+    prompt_tokens: int
+    steps: int
+    busy_seconds: float
+    tokens_per_second: float
+
+
+class EngineError(Exception):
+    """An engine's failure. ``reason`` is stable for machines, the message says what to do."""
+
+    reason = "ENGINE_ERROR"
+
+
+class ContextOverflow(EngineError):
+    """The prompt leaves no room for a token. Arrives as the ``error`` of each sample of that request."""
+
+    reason = "CONTEXT_OVERFLOW"
+
+    def __init__(self, request_id: str, prompt_tokens: int, max_len: int) -> None:
+        super().__init__(
+            f"request {request_id}: a prompt of {prompt_tokens} tokens leaves no room in a context of {max_len}; "
+            "shorten the prompt or start the engine with a larger max_len"
+        )
+        self.prompt_tokens, self.max_len = prompt_tokens, max_len
+
+
+class InvalidPrompt(EngineError):
+    """The prompt is empty or holds ids outside the vocabulary. Arrives as the ``error`` of each sample of that request."""
+
+    reason = "INVALID_PROMPT"
+
+
+class DuplicateRequest(EngineError):
+    """``generate`` was given the id of a request in flight; nothing of that batch was started."""
+
+    reason = "DUPLICATE_REQUEST"
+
+
+class TokenizerMissing(EngineError):
+    """Stop strings or streaming were asked of an engine without a tokenizer; nothing of that batch was started."""
+
+    reason = "TOKENIZER_MISSING"
+
+
+class NonFiniteLogits(EngineError):
+    """The model answered NaN or infinity. Arrives as the ``error`` of the sample; its neighbours go on."""
+
+    reason = "NON_FINITE_LOGITS"
+
+
+class EngineFailed(EngineError):
+    """A forward pass raised. Arrives as the ``error`` of every sample in flight; the cause is chained."""
+
+    reason = "ENGINE_FAILED"
+
+
+class EngineClosed(EngineError):
+    """The engine was shut down."""
+
+    reason = "ENGINE_CLOSED"
+
+
+class NothingStaged(EngineError):
+    """``swap_weights`` was called for a version that is not current while no weights were staged."""
+
+    reason = "NOTHING_STAGED"
+
+
+class ModelUnsupported(EngineError):
+    """The module can't be decoded by this engine, or not in the mode that was asked for."""
+
+    reason = "MODEL_UNSUPPORTED"
+
+
+class WeightsMismatch(EngineError):
+    """Weights that are not what they should be; nothing was loaded.
+
+    tensor: the first one that differs, or "" where only the roots do. expected, got: digests, shapes or dtypes as text.
+    """
+
+    reason = "WEIGHTS_MISMATCH"
+
+    def __init__(self, tensor: str, expected: str, got: str) -> None:
+        where = f"tensor {tensor}" if tensor else "weights"
+        super().__init__(f"{where}: expected {expected}, got {got}; nothing was loaded, deliver this version again")
+        self.tensor, self.expected, self.got = tensor, expected, got
+
+
+class Engine(Protocol):
+    """What a worker needs of an engine. Every call may be repeated; methods may be called while ``generate`` runs."""
+
+    def generate(self, batch: Sequence[GroupRequest]) -> AsyncIterator[SampleDelta | SampleOutput]:
+        """Sample every request; yield outputs as they finish, in no set order, exactly one per sample.
+
+        A bad request yields outputs with an error and leaves the others alone. Closing the iterator aborts what is left.
+        Raises ``DuplicateRequest``, ``TokenizerMissing``, ``EngineClosed`` before anything starts.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
+        """End these requests; their samples are delivered as far as they got, as ``aborted``.
+
+        Returns the ids that were in flight; unknown and finished ones are left out.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Return when no forward pass is running and none will start until ``resume``. Slots keep their state."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on where ``pause`` stopped."""
+        ...
+
+    async def offload(self) -> None:
+        """Free the accelerator's memory: weights and KV move to the host. Nothing is decoded until ``onload``."""
+        ...
+
+    async def onload(self) -> None:
+        """Undo ``offload``, bit for bit."""
+        ...
+
+    async def stage_weights(self, source: WeightsSource) -> str:
+        """Read and verify weights beside the decoding. Returns their digest's root (``blake3-<hex>``).
+
+        source: a weights folder, verified against its manifest, or tensors by Hugging Face name (tied ones once).
+        Raises ``WeightsMismatch`` naming the first tensor that differs.
+        """
+        ...
+
+    async def swap_weights(self, version: int) -> None:
+        """Load the staged weights between two tokens, as ``version``. Samples in flight go on in a new version span.
+
+        Raises ``NothingStaged`` unless ``version`` is the current one, which makes the call a no-op.
+        """
+        ...
+
+    async def weights_digest(self) -> str:
+        """The root over the tensors that the model holds now, read back between two tokens."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def shutdown(self) -> None:
+        """Abort what is in flight, deliver it and free everything."""
+        ...

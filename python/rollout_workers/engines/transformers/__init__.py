@@ -1,0 +1,34 @@
+"""The embedded engine: a decoding loop of our own over a Hugging Face module, on CPU or GPU.
+
+    engine.py    the asyncio face            thread.py, stream.py   one decoding thread, one wake-up per step
+    decoder.py   admit, step, settle         slots.py, sample.py    what is in flight
+    prefill.py   which prompts run together  kv.py                  dense KV cache, a row per slot
+    forward.py   lean.py (Llama, Mistral, Qwen2, Qwen3) or generic.py (the module's own forward)
+    sampler.py   filters, inverse CDF        philox.py              random number = f(seed, token index)
+    text.py      stop strings, streaming     held.py                stage, load, digest
+    determinism.py  the check that deterministic mode begins with
+
+A group's prompt runs once; its KV is copied to the slots of its samples. Free slots cost nothing: samples are moved to the
+lowest slots and a step runs those rows, over the positions that the longest sample reached.
+
+Deterministic mode promises that a request and a seed give the same tokens and logprobs, bit for bit, whatever else is in the
+engine, whichever slot it lands in, whatever was there before. What that takes, as measured with torch 2.15 on CPU (MKL 2024.2,
+AVX-512, the 0.8 M parameter model and the shapes of SmolLM2-135M, 4 to 260 rows, one and two threads):
+
+- A GEMM's row has the same bits in every row position and beside any neighbours, also at odd row counts. But it has other bits
+  at another number of rows: 1 to 4 rows differ from 8 and more, and with a long inner dimension (1536) 8, 16, 32 and 128 all
+  differ, as do one and two threads. So: every step runs all slots, a prefill pass always has ``prefill_rows`` rows of the
+  prompt's own bucket, and the thread count is part of the result.
+- SDPA gives other bits for another KV length, though the rest is masked; a masked NaN leaks (0 * NaN). So: a step always reads
+  ``max_len`` positions, the cache starts at zero, and a slot that saw a number that is not finite is zeroed.
+- softmax, log_softmax, cumsum and sort work row by row. Element-wise exp-like kernels (SiLU) treat the last numel % 32
+  elements differently: harmless where the inner size is a multiple of 32.
+
+None of this is guaranteed on another machine, so a deterministic engine first runs one probe in every slot, beside copies of
+itself and beside random rows, and refuses to start (``ModelUnsupported``) where a bit differs.
+"""
+
+from rollout_workers.engines.transformers.config import EngineConfig
+from rollout_workers.engines.transformers.engine import TransformersEngine
+
+__all__ = ["EngineConfig", "TransformersEngine"]

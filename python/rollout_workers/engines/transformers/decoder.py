@@ -1,0 +1,354 @@
+"""The decoding loop without threads: admit, step, settle. Everything here runs in one thread, under inference mode."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rollout_workers.engines.base import (
+    EngineError,
+    EngineFailed,
+    EngineStats,
+    FinishReason,
+    GroupRequest,
+    NonFiniteLogits,
+    SampleDelta,
+    SampleOutput,
+)
+from rollout_workers.engines.transformers.config import EngineConfig
+from rollout_workers.engines.transformers.forward import choose_forward
+from rollout_workers.engines.transformers.kv import KvCache
+from rollout_workers.engines.transformers.prefill import by_bucket, by_size
+from rollout_workers.engines.transformers.sample import Group, Prefix, Sample, Sink, prompt_error
+from rollout_workers.engines.transformers.sampler import Controls, sample
+from rollout_workers.engines.transformers.slots import Slots, SlotTable
+from rollout_workers.engines.transformers.text import SampleText, Tokenizer, advance
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Parked:
+    """What ``offload`` took off the device. kv [layers, n, L, 2, heads, dim] of ``slots``, or None: recompute it."""
+
+    slots: Slots
+    kv: Tensor | None
+
+
+class Decoder:
+    """Requests in, outputs to their sinks. ``turn`` does one round of work; the rest may be called between turns."""
+
+    def __init__(
+        self, module: nn.Module, config: EngineConfig, tokenizer: Tokenizer | None, end_ids: tuple[int, ...], version: int
+    ) -> None:
+        self.module, self.config, self.tokenizer, self.end_ids = module, config, tokenizer, end_ids
+        self.vocabulary = module.config.get_text_config().vocab_size
+        self.version, self.cache_epoch = version, 0
+        self.paused = False
+        self.counters = Counters()
+        self.groups: dict[str, Group] = {}
+        self.queue: deque[Group] = deque()
+        self.table = SlotTable(config.slots, config.max_len, self.vocabulary)
+        self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=64)
+        self._parked: Parked | None = None
+        self.device = next(module.parameters()).device
+        with torch.inference_mode(False):
+            self.forward = choose_forward(module, config.max_len)
+        self.cache = KvCache(self.forward.shape, config.slots, config.max_len, self.device)
+
+    def has_work(self) -> bool:
+        """Whether ``turn`` would do something."""
+        return not self.paused and self._parked is None and bool(self.queue or self.table.active.any())
+
+    def submit(self, requests: Sequence[GroupRequest], sink: Sink) -> None:
+        """Queue requests; what can't be decoded is delivered at once, with its error."""
+        for request in requests:
+            prompt = np.asarray(request.prompt_ids, dtype=np.int64)
+            params = request.params
+            stop_ids = params.stop_token_ids if params.ignore_eos else (*self.end_ids, *params.stop_token_ids)
+            count = len(request.seeds)
+            group = Group(request, prompt, stop_ids, sink, deque(range(count)), count)
+            error = prompt_error(request, prompt, self.config.max_len, self.vocabulary)
+            if error is not None:
+                for index in group.pending:
+                    group.deliver_empty(index, "error", error)
+            elif count:
+                self.groups[request.request_id] = group
+                self.queue.append(group)
+
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = "aborted", error: EngineError | None = None) -> tuple[str, ...]:
+        """End these requests with what they have. Returns the ones that were in flight."""
+        found = tuple(dict.fromkeys(i for i in request_ids if i in self.groups))
+        doomed = {id(self.groups[i]) for i in found}
+        slots = [s for s in self.table.used().tolist() if id(self.table.owner[s].group) in doomed]
+        self._finish(np.array(slots, np.int64), reason, error)
+        for request_id in found:
+            group = self.groups.pop(request_id, None)
+            if group is not None:
+                self.queue.remove(group)
+                for index in group.pending:
+                    group.deliver_empty(index, reason, error)
+        return found
+
+    def fail(self, cause: Exception) -> None:
+        """A turn raised: end everything in flight with ``EngineFailed`` and start afresh."""
+        error = EngineFailed(f"decoding failed: {cause!r}; every sample in flight was ended, the engine goes on")
+        error.__cause__ = cause
+        self.abort(tuple(self.groups), "error", error)
+        self.queue.clear()
+        self.cache.data.zero_()
+
+    def turn(self) -> None:
+        """Admit what fits, then decode one token for every slot in use."""
+        started, before = time.perf_counter(), self.counters.generated_tokens
+        self._admit()
+        if not self.config.deterministic:
+            self._compact()
+        self._step()
+        self.counters.busy_seconds += time.perf_counter() - started
+        self._recent.append((time.monotonic(), self.counters.generated_tokens - before))
+
+    def new_weights(self, version: int) -> None:
+        """Note that the module now holds other weights: close spans, forget prompts, recompute KV where that is the policy."""
+        used = self.table.used()
+        for slot in used.tolist():
+            self.table.owner[slot].close_span(self.version, int(self.table.generated[slot]))
+        for group in self.queue:
+            group.prefix = None
+        self.version, self.cache_epoch = version, self.cache_epoch + 1
+        if self.config.kv_on_swap == "recompute":
+            if self._parked is None:
+                self._recompute(used)
+            else:
+                self._parked.kv = None
+
+    def offload(self) -> None:
+        """Move weights and KV of samples in flight to the host and free the rest. Nothing turns until ``onload``."""
+        if self._parked is not None:
+            return
+        used = self.table.used()
+        length = int(self.table.positions.max())
+        self._parked = Parked(used, self.cache.data[:, self._tensor(used), :length].cpu())
+        self.cache.data = self.cache.data[:, :0].clone()
+        with torch.inference_mode(False):
+            self.module.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Undo ``offload``."""
+        if self._parked is None:
+            return
+        parked, self._parked = self._parked, None
+        with torch.inference_mode(False):
+            self.module.to(self.device)
+            self.forward = type(self.forward)(self.module, self.config.max_len)
+        self.cache = KvCache(self.forward.shape, self.config.slots, self.config.max_len, self.device)
+        if parked.kv is None:
+            self._recompute(self.table.used())
+        elif len(parked.slots):
+            self.cache.write(self._tensor(parked.slots), parked.kv.to(self.device))
+
+    def stats(self) -> EngineStats:
+        """A reading; from other threads each number is right, though not all of the same moment."""
+        recent = tuple(self._recent)
+        elapsed = time.monotonic() - recent[0][0]
+        counters = self.counters
+        return EngineStats(
+            slots=self.config.slots,
+            active=int(self.table.active.sum()),
+            queued=sum(len(group.pending) for group in tuple(self.queue)),
+            paused=self.paused,
+            version=self.version,
+            cache_epoch=self.cache_epoch,
+            generated_tokens=counters.generated_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            steps=counters.steps,
+            busy_seconds=counters.busy_seconds,
+            tokens_per_second=sum(n for _, n in recent[1:]) / elapsed if elapsed > 0 else 0.0,
+        )
+
+    # Admission
+
+    def _admit(self) -> None:
+        free = self.table.free()
+        waiting = min(sum(len(group.pending) for group in self.queue), self.config.slots)
+        if not waiting or len(free) < min(waiting, self._worth_admitting()):
+            return
+        placed: list[tuple[Group, Slots]] = []
+        for group in self.queue:
+            count = min(len(group.pending), len(free))
+            placed.append((group, free[:count]))
+            free = free[count:]
+            if not len(free):
+                break
+        known = [item for item in placed if item[0].prefix is not None]
+        new = [item for item in placed if item[0].prefix is None]
+        for item in known:
+            self._start([item], item[0].prefix.logits.unsqueeze(0), item[0].prefix.kv.unsqueeze(1))
+        for members, logits, kv in self._prefill([group.prompt for group, _ in new]):
+            self._start([new[i] for i in members], logits, kv)
+        while self.queue and not self.queue[0].pending:
+            self.queue.popleft()
+
+    def _worth_admitting(self) -> int:
+        """Free slots below which a prefill pass waits: a pass for one prompt costs nearly what one for several does."""
+        return 1 if self.config.deterministic else max(1, self.config.slots // 16)
+
+    def _prefill(self, sequences: list[NDArray[np.int64]]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Run sequences; per batch: their indices (one per row), last logits [rows, V], KV [layers, rows, T, 2, heads, dim]."""
+        config = self.config
+        batches = (
+            by_bucket(sequences, config.prefill_rows, config.max_len)
+            if config.deterministic
+            else by_size(sequences, config.prefill_tokens)
+        )
+        for members, ids, lengths in batches:
+            logits, kv = self.forward.prefill(self._tensor(ids), self._tensor(lengths))
+            self.counters.prompt_tokens += int(lengths[: len(members)].sum())
+            yield members, logits, kv
+
+    def _start(self, placed: list[tuple[Group, Slots]], logits: Tensor, kv: Tensor) -> None:
+        """Give samples their slots, their prompt's KV and their first token. Row i of logits and kv is placed[i]'s prompt."""
+        for row, (group, slots) in enumerate(placed):
+            request = group.request
+            indices = [group.pending.popleft() for _ in slots]
+            self.table.occupy(
+                slots,
+                [Sample(group, i, SampleText(request.params.stop) if group.watched else None) for i in indices],
+                len(group.prompt),
+                [request.seeds[i] for i in indices],
+                request.params,
+                min(request.params.max_tokens, self.config.max_len - len(group.prompt)),
+                group.stop_ids,
+            )
+            if group.pending and group.prefix is None:
+                group.prefix = Prefix(logits[row].clone(), kv[:, row].clone())
+        slots = np.concatenate([slots for _, slots in placed])
+        rows = self._tensor(np.repeat(np.arange(len(placed)), [len(slots) for _, slots in placed]))
+        self.cache.write(self._tensor(slots), kv[:, rows])
+        self._sample(slots, logits[rows], self.table.controls(slots, self.device))
+
+    def _recompute(self, slots: Slots) -> None:
+        """Fill the KV of these slots anew from their tokens."""
+        sequences = [
+            np.concatenate((self.table.owner[s].group.prompt, self.table.out_tokens[s, : self.table.generated[s] - 1]))
+            for s in slots.tolist()
+        ]
+        for members, _, kv in self._prefill(sequences):
+            self.cache.write(self._tensor(slots[members]), kv[:, : len(members)])
+
+    # Steps
+
+    def _compact(self) -> None:
+        """Bring samples to the lowest slots once a 32nd of the rows is empty: a step's cost follows its highest slot."""
+        table = self.table
+        source, target = table.holes()
+        if 32 * len(source) >= table.extent() > 0 and len(source):
+            length = int(table.positions[source].max())
+            self.cache.move(self._tensor(source.copy()), self._tensor(target), length)
+            table.move(source, target)
+
+    def _step(self) -> None:
+        table, config = self.table, self.config
+        extent = table.extent()
+        if not extent:
+            return
+        count = config.slots if config.deterministic else extent
+        length = config.max_len if config.deterministic else int(table.positions[:count].max()) + 1
+        tokens, positions = self._tensor(table.tokens[:count]), self._tensor(table.positions[:count])
+        logits = self.forward.decode(tokens, positions, self.cache, length)
+        self.counters.steps += 1
+        self._sample(table.rows(count), logits, table.step_controls(count, self.device))
+
+    def _sample(self, slots: Slots, logits: Tensor, controls: Controls) -> None:
+        """Draw the next token of these slots from logits [len(slots), V] and settle who has ended."""
+        table = self.table
+        picked = sample(logits, self._tensor(table.uniform(slots)), controls)
+        table.record(slots, picked)
+        slots = slots[table.active[slots]]
+        self.counters.generated_tokens += len(slots)
+        bad, stopped, full = table.finished(slots)
+        watched = slots[table.watched[slots]]
+        if len(watched):
+            stopped, full = self._read(watched, bad, stopped, full)
+        if len(bad):
+            self.cache.clear(self._tensor(bad))
+            self._finish(bad, "error", NonFiniteLogits("the model's logits are not finite; check the weights of this version"))
+        self._finish(stopped, "stop")
+        self._finish(full, "length")
+
+    def _read(self, watched: Slots, bad: Slots, stopped: Slots, full: Slots) -> tuple[Slots, Slots]:
+        """Decode the new tokens of samples whose text is read, send deltas, and move those at a stop string to ``stopped``."""
+        table = self.table
+        failed = set(bad.tolist())
+        silent = failed | set(stopped.tolist())  # an end token has no text
+        ending = silent | set(full.tolist())
+        owners = {slot: table.owner[slot] for slot in watched.tolist()}
+        for slot, owner in owners.items():
+            if slot not in silent:
+                owner.text.push(int(table.tokens[slot]))
+        for final in (False, True):
+            texts = [owner.text for slot, owner in owners.items() if (slot in ending) == final]
+            if texts:
+                advance(texts, self.tokenizer, final)
+        matched = np.array([s for s, owner in owners.items() if owner.text.matched and s not in silent], np.int64)
+        for slot, owner in owners.items():
+            if owner.group.request.stream and slot not in failed:
+                end = int(table.generated[slot])
+                owner.group.sink.put(self._delta(slot, owner, end - 1, end, owner.text.certain()))
+        return np.concatenate((stopped, matched)), np.setdiff1d(full, matched)
+
+    def _delta(self, slot: int, owner: Sample, start: int, end: int, text: str) -> SampleDelta:
+        arrays = (self.table.out_tokens, self.table.out_logprobs, self.table.out_raw_logprobs)
+        tokens = (array[slot, start:end].copy() for array in arrays)
+        return SampleDelta(owner.group.request.request_id, owner.index, start, *tokens, text)
+
+    def _finish(self, slots: Slots, reason: FinishReason, error: EngineError | None = None) -> None:
+        """Deliver these samples and free their slots. A token of a sample that ends with ``NonFiniteLogits`` is dropped."""
+        if not len(slots):
+            return
+        table = self.table
+        for slot in slots.tolist():
+            owner = table.owner[slot]
+            end = int(table.generated[slot]) - isinstance(error, NonFiniteLogits)
+            owner.close_span(self.version, end)
+            group = owner.group
+            if group.request.stream and (rest := owner.text.rest()):
+                group.sink.put(self._delta(slot, owner, end, end, rest))
+            group.deliver(
+                SampleOutput(
+                    request_id=group.request.request_id,
+                    sample=owner.index,
+                    token_ids=table.out_tokens[slot, :end].copy(),
+                    logprobs=table.out_logprobs[slot, :end].copy(),
+                    raw_logprobs=table.out_raw_logprobs[slot, :end].copy(),
+                    version_spans=tuple(owner.spans),
+                    finish_reason=reason,
+                    error=error,
+                    text=None if owner.text is None else owner.text.text,
+                    stop_string=None if owner.text is None else owner.text.matched,
+                )
+            )
+            if not group.left:
+                del self.groups[group.request.request_id]
+        table.release(slots)
+
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
+        """The array on the model's device; on the CPU it shares the array's memory."""
+        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,168 @@
+"""The engine: the asyncio face of the decoding thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout_workers.engines.base import (
+    DuplicateRequest,
+    EngineClosed,
+    EngineStats,
+    GroupRequest,
+    SampleDelta,
+    SampleOutput,
+    TokenizerMissing,
+    WeightsSource,
+)
+from rollout_workers.engines.transformers.config import EngineConfig
+from rollout_workers.engines.transformers.decoder import Decoder
+from rollout_workers.engines.transformers.determinism import verify
+from rollout_workers.engines.transformers.held import HeldWeights
+from rollout_workers.engines.transformers.stream import Outbox, Stream
+from rollout_workers.engines.transformers.text import Tokenizer
+from rollout_workers.engines.transformers.thread import DecodingThread
+
+T = TypeVar("T")
+
+
+class TransformersEngine:
+    """Implements ``Engine`` over a Hugging Face causal LM. The module belongs to the engine from then on."""
+
+    def __init__(
+        self, module: nn.Module, config: EngineConfig, *, tokenizer: Tokenizer | None = None, version: int = 0
+    ) -> None:
+        """Move the module to its device, check that it can be decoded, start the decoding thread.
+
+        tokenizer: needed for stop strings and streaming. version: of the weights that the module holds.
+        Raises ``ModelUnsupported``.
+        """
+        device = torch.device(config.device) if config.device else next(module.parameters()).device
+        module.eval().to(device)
+        self._held = HeldWeights(module)
+        self._tokenizer = tokenizer
+        self._outbox = Outbox()
+
+        def build() -> Decoder:
+            decoder = Decoder(module, config, tokenizer, end_ids(module, tokenizer), version)
+            if config.deterministic:
+                verify(decoder.forward, decoder.cache, config, decoder.vocabulary)
+            return decoder
+
+        self._thread = DecodingThread(build, self._outbox.flush, config.threads)
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: str | os.PathLike[str],
+        config: EngineConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        version: int = 0,
+    ) -> TransformersEngine:
+        """An engine over a model's folder with its tokenizer; no network. ``dtype`` None is the checkpoint's own."""
+        module = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype or "auto", attn_implementation="sdpa", local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        return cls(module, config, tokenizer=tokenizer, version=version)
+
+    async def generate(self, batch: Sequence[GroupRequest]) -> AsyncIterator[SampleDelta | SampleOutput]:
+        batch = tuple(batch)
+        self._check_text(batch)
+        stream = Stream(self._outbox, sum(len(request.seeds) for request in batch))
+        await self._ask(lambda: self._submit(batch, stream))
+        try:
+            async for item in stream.items():
+                yield item
+        finally:
+            if not stream.drained:
+                self._forget([request.request_id for request in batch])
+
+    async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
+        ids = tuple(request_ids)
+        return await self._ask(lambda: self._decoder.abort(ids))
+
+    async def pause(self) -> None:
+        await self._ask(lambda: setattr(self._decoder, "paused", True))
+
+    async def resume(self) -> None:
+        await self._ask(lambda: setattr(self._decoder, "paused", False))
+
+    async def offload(self) -> None:
+        await self._ask(self._decoder.offload)
+
+    async def onload(self) -> None:
+        await self._ask(self._decoder.onload)
+
+    async def stage_weights(self, source: WeightsSource) -> str:
+        return await asyncio.to_thread(self._held.stage, source)
+
+    async def swap_weights(self, version: int) -> None:
+        await self._ask(lambda: self._swap(version))
+
+    async def weights_digest(self) -> str:
+        return (await self._ask(self._held.digest)).root
+
+    def stats(self) -> EngineStats:
+        return self._decoder.stats()
+
+    async def shutdown(self) -> None:
+        try:
+            await self._ask(lambda: self._decoder.abort(tuple(self._decoder.groups)))
+        except EngineClosed:
+            pass
+        await asyncio.to_thread(self._thread.close)
+
+    @property
+    def _decoder(self) -> Decoder:
+        return self._thread.decoder
+
+    async def _ask(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._thread.call(function))
+
+    def _submit(self, batch: tuple[GroupRequest, ...], stream: Stream) -> None:
+        seen = set(self._decoder.groups)
+        for request in batch:
+            if request.request_id in seen:
+                raise DuplicateRequest(f"request {request.request_id} is in flight already; abort it or use another id")
+            seen.add(request.request_id)
+        self._decoder.submit(batch, stream)
+
+    def _forget(self, request_ids: list[str]) -> None:
+        """Abort without waiting: the caller of ``generate`` has gone."""
+        try:
+            future: Future[tuple[str, ...]] = self._thread.call(lambda: self._decoder.abort(request_ids))
+        except EngineClosed:
+            return
+        future.add_done_callback(lambda done: done.exception())
+
+    def _swap(self, version: int) -> None:
+        if version == self._decoder.version and not self._held.staged:
+            return
+        self._held.load()
+        self._decoder.new_weights(version)
+
+    def _check_text(self, batch: tuple[GroupRequest, ...]) -> None:
+        for request in batch:
+            if self._tokenizer is None and (request.stream or request.params.stop):
+                raise TokenizerMissing(
+                    f"request {request.request_id} asks for text (stop strings or streaming); "
+                    "build the engine with the model's tokenizer"
+                )
+
+
+def end_ids(module: nn.Module, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The ids that end a sample: the generation config's, the model config's and the tokenizer's."""
+    found: list[int] = []
+    for source in (getattr(module, "generation_config", None), module.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found += [ids] if isinstance(ids, int) else list(ids or ())
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,80 @@
+"""The two passes that decoding needs, and the choice of who runs them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rollout_workers.engines.base import ModelUnsupported
+from rollout_workers.engines.transformers.generic import GenericForward
+from rollout_workers.engines.transformers.kv import KvCache, KvShape
+from rollout_workers.engines.transformers.lean import LeanForward
+
+log = logging.getLogger(__name__)
+
+
+class Forward(Protocol):
+    """A model as the decoding loop sees it. Both passes run under inference mode, in one thread."""
+
+    shape: KvShape
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """ids int64[P, T] padded on the right, lengths int64[P] -> last logits [P, V], KV [layers, P, T, 2, heads, dim]."""
+        ...
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, length: int) -> Tensor:
+        """Rows 0..B of the cache take tokens int64[B] at positions int64[B] and attend to the first ``length`` positions.
+
+        Returns logits [B, V].
+        """
+        ...
+
+
+def choose_forward(module: nn.Module, max_len: int) -> Forward:
+    """The lean forward where it knows the architecture and agrees with the module, else the module's own.
+
+    Raises ``ModelUnsupported`` where that does not agree with the module's plain forward either.
+    """
+    reason = LeanForward.refusal(module, max_len)
+    if reason is None:
+        lean = LeanForward(module, max_len)
+        error = disagreement(lean, module)
+        if error is None:
+            return lean
+        reason = f"its logits are off by {error:.2e}"
+    log.info("decoding %s through its own forward: %s", type(module).__name__, reason)
+    generic = GenericForward(module, max_len)
+    error = disagreement(generic, module)
+    if error is not None:
+        raise ModelUnsupported(
+            f"{type(module).__name__}: decoding step by step is off by {error:.2e} from its plain forward; "
+            "this engine needs a causal decoder with plain (not sliding, not recurrent) attention"
+        )
+    return generic
+
+
+@torch.inference_mode()
+def disagreement(forward: Forward, module: nn.Module) -> float | None:
+    """How far prefill and three decoding steps are from the module's plain forward, or None within rounding.
+
+    The measure is the largest difference of logits over the largest logit.
+    """
+    device = next(module.parameters()).device
+    vocabulary = module.config.get_text_config().vocab_size
+    ids = torch.arange(3 * 8, device=device).mul_(7919).remainder_(vocabulary).view(3, 8)
+    expected = module(input_ids=ids, use_cache=False).logits.float()
+    cache = KvCache(forward.shape, 3, 8, device)
+    lengths = torch.tensor([5, 3, 4], device=device)
+    rows = torch.arange(3, device=device)
+    logits, prompt = forward.prefill(ids[:, :5], lengths)
+    cache.write(rows, prompt)
+    worst = (logits.float() - expected[rows, lengths - 1]).abs().max()
+    for step in range(3):
+        at = lengths + step
+        logits = forward.decode(ids[rows, at], at, cache, 8)
+        worst = torch.maximum(worst, (logits.float() - expected[rows, at]).abs().max())
+    relative = (worst / expected.abs().max().clamp(min=1e-6)).item()
+    return None if relative <= 64 * torch.finfo(forward.shape.dtype).eps ** 0.75 else relative

@@ -1,0 +1,111 @@
+"""Decoding through the HF module's own forward, for every architecture that takes a 4-D mask and a cache object."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from rollout_workers.engines.base import ModelUnsupported
+from rollout_workers.engines.transformers.kv import KvCache, KvShape, StepIndex, step_index
+
+
+class GenericForward:
+    """Implements ``Forward``."""
+
+    def __init__(self, module: nn.Module, max_len: int) -> None:
+        config = module.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        if window and window < max_len:
+            raise ModelUnsupported(f"{config.model_type} looks back {window} tokens only; set max_len to {window} or less")
+        self.module = module
+        self.shape = self._measure()
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        rows, width = ids.shape
+        positions = torch.arange(width, device=ids.device)
+        seen = positions <= positions.unsqueeze(-1)
+        mask = torch.zeros((width, width), dtype=self.shape.dtype, device=ids.device)
+        mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
+        layers = [_Prompt() for _ in range(self.shape.layers)]
+        logits = self._run(ids, positions.expand(rows, width), mask.expand(rows, 1, width, width), layers)
+        kept = torch.stack([torch.stack((layer.keys, layer.values)) for layer in layers])
+        return logits[torch.arange(rows, device=ids.device), lengths - 1], kept.permute(0, 2, 4, 1, 3, 5)
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, length: int) -> Tensor:
+        index = step_index(positions, length, cache)
+        layers = [_Slots(kv, index) for kv in cache.data]
+        return self._run(tokens.unsqueeze(-1), positions.unsqueeze(-1), index.mask, layers)[:, -1]
+
+    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor, layers: list[CacheLayerMixin]) -> Tensor:
+        return self.module(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=Cache(layers=layers),
+            use_cache=True,
+        ).logits
+
+    @torch.inference_mode()
+    def _measure(self) -> KvShape:
+        """What a token leaves in the module's cache, found by running one."""
+        device = next(self.module.parameters()).device
+        cache = self.module(
+            input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device),
+            past_key_values=DynamicCache(config=self.module.config),
+            use_cache=True,
+        ).past_key_values
+        states = [(layer.keys, layer.values) for layer in getattr(cache, "layers", ()) if layer.is_initialized]
+        shapes = {(t.shape, t.dtype) for pair in states for t in pair}
+        if len(shapes) != 1:
+            raise ModelUnsupported(
+                f"{self.module.config.model_type}: keys and values of all layers must have one shape, found {shapes or 'none'}"
+            )
+        ((_, heads, _, dim), dtype), *_ = shapes
+        return KvShape(len(states), heads, dim, dtype)
+
+
+class _Prompt(CacheLayerMixin):
+    """Keeps what a prefill computes."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Slots(CacheLayerMixin):
+    """A layer of the engine's cache for one decoding step: writes a position per row, answers the first ``length``."""
+
+    def __init__(self, kv: Tensor, index: StepIndex) -> None:
+        super().__init__()
+        self.kv, self.index = kv, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        new = torch.stack((key_states.squeeze(2), value_states.squeeze(2)), dim=1)
+        self.kv.view(-1, new[0].numel()).index_copy_(0, self.index.flat, new.view(new.shape[0], -1))
+        read = self.kv[: self.index.rows, : self.index.length]
+        return read[:, :, 0].transpose(1, 2), read[:, :, 1].transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.index.length, 0
+
+    def get_seq_length(self) -> int:
+        return self.index.length - 1
+
+    def get_max_length(self) -> int:
+        return self.kv.shape[1]

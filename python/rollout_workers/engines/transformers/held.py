@@ -1,0 +1,79 @@
+"""The weights that the module holds: staged beside the decoding, copied in between tokens, read back for a digest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rollout_workers.engines.base import NothingStaged, WeightsMismatch, WeightsSource
+from rollout_workers.weights import WeightsDigest, named_weights, read_manifest, read_weights, weights_digest
+from rollout_workers.weights.naming import dtype_name
+from rollout_workers.weights.store import MANIFEST_FILE
+
+
+class HeldWeights:
+    """``stage`` may run in any thread; ``load`` and ``digest`` only between forward passes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._staged: Mapping[str, Tensor] | None = None
+        self._transport = {name: tensor.dtype for name, tensor in named_weights(module)}
+
+    @property
+    def staged(self) -> bool:
+        """Whether weights wait for ``load``."""
+        return self._staged is not None
+
+    def stage(self, source: WeightsSource) -> str:
+        """Keep tensors for the next ``load`` and return their root. Raises ``WeightsMismatch``, ``WeightsUnreadable``."""
+        folder = Path(source) if isinstance(source, (str, os.PathLike)) else None
+        tensors = dict(source) if folder is None else read_weights(folder)
+        self._check_fit(tensors)
+        digest = weights_digest(tensors.items())
+        if folder is not None and (folder / MANIFEST_FILE).is_file():
+            _check_manifest(folder, digest)
+        self._staged = tensors
+        return digest.root
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Copy the staged tensors into the module. Raises ``NothingStaged``."""
+        if self._staged is None:
+            raise NothingStaged("swap_weights needs stage_weights first")
+        staged, self._staged = self._staged, None
+        for name, tensor in named_weights(self._module):
+            tensor.copy_(staged[name])
+        self._transport = {name: tensor.dtype for name, tensor in staged.items()}
+
+    def digest(self) -> WeightsDigest:
+        """The digest of what the module holds, in the dtypes in which its weights travelled."""
+        return weights_digest((name, tensor.to(self._transport[name])) for name, tensor in named_weights(self._module))
+
+    def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
+        held = dict(named_weights(self._module))
+        for name in sorted(held.keys() | tensors.keys()):
+            if name not in tensors:
+                raise WeightsMismatch(name, "a tensor", "nothing")
+            if name not in held:
+                raise WeightsMismatch(name, "no such tensor in the model", "one")
+            expected, got = held[name], tensors[name]
+            if expected.shape != got.shape:
+                raise WeightsMismatch(name, f"shape {tuple(expected.shape)}", f"shape {tuple(got.shape)}")
+            if torch.promote_types(expected.dtype, got.dtype) != expected.dtype:
+                raise WeightsMismatch(
+                    name, f"a dtype that {dtype_name(expected.dtype)} holds without loss", dtype_name(got.dtype)
+                )
+
+
+def _check_manifest(folder: Path, digest: WeightsDigest) -> None:
+    manifest = read_manifest(folder)
+    for entry in manifest.tensors:
+        got = digest.tensors.get(entry.name, "nothing")
+        if got != entry.digest:
+            raise WeightsMismatch(entry.name, entry.digest, got)
+    if manifest.digest != digest.root:
+        raise WeightsMismatch("", manifest.digest, digest.root)

@@ -1,0 +1,68 @@
+"""The KV cache: one dense tensor, a row of positions per slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token leaves behind: layers of a key and a value of heads * dim elements each."""
+
+    layers: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+class KvCache:
+    """``data`` [layers, slots, max_len, 2, heads, dim]: position p of slot s holds the key and value of token p.
+
+    A token's keys and values lie together, so that a decoding step writes one contiguous row per slot and layer. Positions that
+    were never written are zero: attention multiplies them by 0, which only a finite number survives.
+    """
+
+    def __init__(self, shape: KvShape, slots: int, max_len: int, device: torch.device) -> None:
+        size = (shape.layers, slots, max_len, 2, shape.heads, shape.dim)
+        self.data = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.max_len = max_len
+
+    def write(self, slots: Tensor, prompt: Tensor) -> None:
+        """Put ``prompt`` [layers, n, T, 2, heads, dim] at the start of ``slots`` int64[n]."""
+        self.data[:, slots, : prompt.shape[2]] = prompt
+
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copy the first ``length`` positions of the slots ``source`` int64[n] to ``target`` int64[n], which are others."""
+        self.data[:, target, :length] = self.data[:, source, :length]
+
+    def clear(self, slots: Tensor) -> None:
+        """Zero whole slots."""
+        self.data[:, slots] = 0
+
+
+class StepIndex(NamedTuple):
+    """Where a decoding step of B rows writes and reads: shared by all layers.
+
+    flat int64[B]: row * max_len + position. mask [B, 1, 1, L] additive, in the model's dtype: 0 up to and including the row's
+    position, the dtype's lowest number after it (its probability underflows to exactly 0).
+    """
+
+    flat: Tensor
+    mask: Tensor
+    rows: int
+    length: int
+
+
+def step_index(positions: Tensor, length: int, cache: KvCache) -> StepIndex:
+    """The index of a step whose row r writes position positions[r] int64[B] and reads the first ``length`` ones."""
+    rows = positions.shape[0]
+    device = positions.device
+    flat = torch.arange(0, rows * cache.max_len, cache.max_len, device=device) + positions
+    ahead = torch.arange(length, device=device) > positions.unsqueeze(-1)
+    mask = torch.zeros((rows, length), dtype=cache.data.dtype, device=device)
+    mask.masked_fill_(ahead, torch.finfo(mask.dtype).min)
+    return StepIndex(flat, mask[:, None, None, :], rows, length)

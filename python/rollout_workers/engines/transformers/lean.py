@@ -1,0 +1,146 @@
+"""A hand-written forward for Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) over the HF module's own weights.
+
+On small models most of a step is Python inside the HF module; here a layer is a dozen kernels. Weights are not copied: the
+q, k, v (and gate, up) parameters of the module become views of one fused tensor, so a kernel, ``state_dict`` and a digest
+all read the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from rollout_workers.engines.transformers.kv import KvCache, KvShape, StepIndex, step_index
+
+_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+
+class LeanForward:
+    """Implements ``Forward``. Build it after the module is on its device, and again after it moved."""
+
+    @staticmethod
+    def refusal(module: nn.Module, max_len: int) -> str | None:
+        """Why this forward can't run the module, or None. What it can't see, ``choose_forward`` finds by comparing logits."""
+        config = module.config
+        if config.model_type not in _ARCHITECTURES:
+            return f"the lean forward does not know {config.model_type}"
+        if (getattr(config, "sliding_window", None) or max_len) < max_len:
+            return "its attention looks back less than max_len"
+        if any(type(m) is not nn.Linear for m in module.modules() if isinstance(m, nn.Linear)):
+            return "its linear layers are not plain"
+        return None
+
+    def __init__(self, module: nn.Module, max_len: int) -> None:
+        config, model = module.config, module.model
+        self.eps = config.rms_norm_eps
+        self.embedding = model.embed_tokens.weight
+        self.norm = model.norm.weight
+        self.head = module.lm_head.weight
+        self.layers = [_Layer(layer, config) for layer in model.layers]
+        first = self.layers[0]
+        self.shape = KvShape(len(self.layers), first.kv_heads, first.dim, self.embedding.dtype)
+        positions = torch.arange(max_len, device=self.embedding.device)
+        cos, sin = model.rotary_emb(self.embedding[:1].detach(), positions.unsqueeze(0))
+        half = sin.shape[-1] // 2
+        # x * cos + roll(x, dim / 2) * sin with the sign of rotate_half inside sin
+        self.cos = cos[0].detach().contiguous()
+        self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).detach().contiguous()
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        rows, width = ids.shape
+        x = F.embedding(ids.reshape(-1), self.embedding)
+        cos, sin = (t[:width].repeat(rows, 1).unsqueeze(1) for t in (self.cos, self.sin))
+        shape = self.shape
+        kept = torch.empty((shape.layers, rows, width, 2, shape.heads, shape.dim), dtype=x.dtype, device=x.device)
+        for layer, kv in zip(self.layers, kept, strict=True):
+            x = layer.prefill(x, cos, sin, kv, self.eps)
+        last = torch.arange(0, rows * width, width, device=ids.device) + lengths - 1
+        return self._logits(x[last]), kept
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, length: int) -> Tensor:
+        x = F.embedding(tokens, self.embedding)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        index = step_index(positions, length, cache)
+        for layer, kv in zip(self.layers, cache.data, strict=True):
+            x = layer.decode(x, cos, sin, kv, index, self.eps)
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(F.rms_norm(x, (x.shape[-1],), self.norm, self.eps), self.head)
+
+
+class _Layer:
+    """One decoder layer on N flattened tokens: x [N, hidden] -> [N, hidden]."""
+
+    def __init__(self, layer: nn.Module, config: object) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.dim, self.scale = attention.head_dim, attention.scaling
+        self.before_attention = layer.input_layernorm.weight
+        self.before_mlp = layer.post_attention_layernorm.weight
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = fuse([p.weight for p in projections])
+        self.qkv_bias = None if projections[0].bias is None else fuse([p.bias for p in projections])
+        self.out, self.out_bias = attention.o_proj.weight, attention.o_proj.bias
+        self.gate_up = fuse([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.gate_up_bias = None if mlp.gate_proj.bias is None else fuse([mlp.gate_proj.bias, mlp.up_proj.bias])
+        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self.activation = F.silu if config.hidden_act in ("silu", "swish") else ACT2FN[config.hidden_act]
+        norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        self.head_norms = None if norms[0] is None else (norms[0].weight, norms[1].weight)
+
+    def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, eps: float) -> Tensor:
+        """Fills kv [P, T, 2, kv_heads, dim]; every token sees itself and the ones before it in its row."""
+        rows, width = kv.shape[:2]
+        q = self._project(x, cos, sin, kv.view(rows * width, 2, self.kv_heads, self.dim), eps)
+        q = q.view(rows, width, self.heads, self.dim).transpose(1, 2)
+        k, v = (kv[:, :, i].transpose(1, 2) for i in (0, 1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return self._finish(x, attended.transpose(1, 2).reshape(rows * width, -1), eps)
+
+    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, index: StepIndex, eps: float) -> Tensor:
+        """Writes one position of each row of kv [slots, max_len, 2, kv_heads, dim], then attends to the first ``length``.
+
+        The queries of a group of heads that share keys stand as the rows of one attention: nothing is repeated.
+        """
+        new = torch.empty((x.shape[0], 2, self.kv_heads, self.dim), dtype=x.dtype, device=x.device)
+        q = self._project(x, cos, sin, new, eps).view(x.shape[0], self.kv_heads, -1, self.dim)
+        kv.view(-1, new[0].numel()).index_copy_(0, index.flat, new.view(x.shape[0], -1))
+        k, v = (kv[: index.rows, : index.length, i].transpose(1, 2) for i in (0, 1))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=index.mask, scale=self.scale)
+        return self._finish(x, attended.reshape(x.shape[0], -1), eps)
+
+    def _project(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, eps: float) -> Tensor:
+        """Queries [N, heads, dim], rotated; keys (rotated) and values go to kv [N, 2, kv_heads, dim]."""
+        h = F.rms_norm(x, (x.shape[-1],), self.before_attention, eps)
+        qkv = F.linear(h, self.qkv, self.qkv_bias).view(x.shape[0], -1, self.dim)
+        q, k = qkv[:, : self.heads], qkv[:, self.heads : self.heads + self.kv_heads]
+        kv[:, 1] = qkv[:, self.heads + self.kv_heads :]
+        if self.head_norms is not None:
+            q, k = (F.rms_norm(t, (self.dim,), w, eps) for t, w in zip((q, k), self.head_norms, strict=True))
+        kv[:, 0] = _rotate(k, cos, sin)
+        return _rotate(q, cos, sin)
+
+    def _finish(self, x: Tensor, attended: Tensor, eps: float) -> Tensor:
+        x = x + F.linear(attended, self.out, self.out_bias)
+        h = F.rms_norm(x, (x.shape[-1],), self.before_mlp, eps)
+        gate, up = F.linear(h, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        return x + F.linear(self.activation(gate) * up, self.down, self.down_bias)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of x [N, heads, dim] with cos, sin [N, 1, dim]."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+@torch.no_grad()
+def fuse(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor of the parameters' rows, whose views they become. Writing to either writes to both."""
+    fused = torch.cat([p.data for p in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = fused[start : start + parameter.shape[0]]
+        start += parameter.shape[0]
+    return fused

@@ -1,0 +1,58 @@
+"""Which prompts run through the model together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SMALLEST_BUCKET = 16
+
+
+class PrefillBatch(NamedTuple):
+    """members: indices into the sequences, one per row. ids int64[rows, T], lengths int64[rows]; more rows than members are empty."""
+
+    members: list[int]
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+def by_size(sequences: Sequence[NDArray[np.int64]], max_tokens: int) -> Iterator[PrefillBatch]:
+    """Batches of near lengths, of at most ``max_tokens`` with padding (a longer sequence runs alone)."""
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    start = 0
+    for end in range(1, len(order) + 1):
+        if end < len(order):
+            shortest, longest = len(sequences[order[start]]), len(sequences[order[end]])
+            if (end - start + 1) * longest <= max_tokens and longest <= 2 * shortest + 8:
+                continue
+        members = order[start:end]
+        yield _batch(sequences, members, len(members), len(sequences[members[-1]]))
+        start = end
+
+
+def by_bucket(sequences: Sequence[NDArray[np.int64]], rows: int, max_len: int) -> Iterator[PrefillBatch]:
+    """Batches whose shape is a function of each member alone: ``rows`` rows of the member's padded length."""
+    buckets: dict[int, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        buckets.setdefault(bucket(len(sequence), max_len), []).append(i)
+    for width, members in buckets.items():
+        for start in range(0, len(members), rows):
+            yield _batch(sequences, members[start : start + rows], rows, width)
+
+
+def bucket(length: int, max_len: int) -> int:
+    """The padded length: the next power of two from 16 on, at most ``max_len``."""
+    return min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()), max_len)
+
+
+def _batch(sequences: Sequence[NDArray[np.int64]], members: list[int], rows: int, width: int) -> PrefillBatch:
+    ids = np.zeros((rows, width), np.int64)
+    lengths = np.ones(rows, np.int64)
+    for row, member in enumerate(members):
+        sequence = sequences[member]
+        ids[row, : len(sequence)] = sequence
+        lengths[row] = len(sequence)
+    return PrefillBatch(members, ids, lengths)

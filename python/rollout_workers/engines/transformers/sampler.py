@@ -1,0 +1,78 @@
+"""Sampling, vectorised over rows: logits in, tokens and both logprobs out.
+
+Every kernel used here works row by row along the vocabulary, so a row's bits do not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Picked(NamedTuple):
+    """tokens int64[B], logprobs f32[B] under the sampling distribution, raw_logprobs f32[B] under the logits' softmax."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    raw_logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """The sampling parameters of B rows. A None switches its work off for all of them.
+
+    temperature f32[B, 1]: above 0 (greedy rows hold 1). greedy bool[B]. filtered int64[F]: the rows that have a filter, in
+    whose order top_k int64[F, 1] (>= 1), top_p f32[F, 1] and log_min_p f32[F, 1] (-inf is off) stand.
+    """
+
+    temperature: Tensor | None = None
+    greedy: Tensor | None = None
+    filtered: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    log_min_p: Tensor | None = None
+
+
+def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
+    """Draw one token a row by inverting the distribution function. logits [B, V] float, uniform f64[B] in [0, 1)."""
+    raw = torch.log_softmax(logits.float(), dim=-1)
+    scores = raw if controls.temperature is None else raw / controls.temperature
+    if controls.filtered is not None:
+        scores = _filter(scores, controls)
+    logprobs = raw if scores is raw else torch.log_softmax(scores, dim=-1)
+    tokens = _invert(torch.softmax(scores, dim=-1), uniform)
+    if controls.greedy is not None:
+        tokens = torch.where(controls.greedy, raw.argmax(dim=-1), tokens)
+    index = tokens.unsqueeze(-1)
+    picked = logprobs.gather(-1, index).squeeze(-1)
+    raw_picked = picked if logprobs is raw else raw.gather(-1, index).squeeze(-1)
+    if controls.greedy is not None:
+        picked = picked.masked_fill(controls.greedy & picked.isfinite(), 0.0)
+    return Picked(tokens, picked, raw_picked)
+
+
+def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The first token whose cumulated probability exceeds uniform * total: never one of probability 0."""
+    cumulated = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulated[:, -1]
+    below = torch.minimum(uniform * total, total * (1 - 2.0**-50))
+    tokens = torch.searchsorted(cumulated, below.unsqueeze(-1), right=True).squeeze(-1)
+    return tokens.clamp_(max=probabilities.shape[-1] - 1)
+
+
+def _filter(scores: Tensor, controls: Controls) -> Tensor:
+    """Scores [B, V] with -inf where a row's top_k, top_p or min_p drops a token. Tokens that tie with the last kept stay."""
+    rows = scores if controls.filtered.shape[0] == scores.shape[0] else scores[controls.filtered]
+    ordered = rows.sort(dim=-1, descending=True).values
+    top = ordered[:, :1]
+    kth = ordered.gather(-1, controls.top_k - 1)
+    ordered = ordered.masked_fill(ordered < kth, -torch.inf)
+    probabilities = torch.softmax(ordered, dim=-1)
+    before = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities
+    kept = (before < controls.top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
+    least = torch.maximum(kth, torch.maximum(ordered.gather(-1, kept - 1), top + controls.log_min_p))
+    rows = rows.masked_fill(rows < least, -torch.inf)
+    return rows if rows.shape[0] == scores.shape[0] else scores.index_copy(0, controls.filtered, rows)

@@ -1,0 +1,185 @@
+"""The slots: the host's record of every sample that is being decoded, in arrays, so that a step's bookkeeping is vectorised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout_workers.engines.base import SamplingParams
+from rollout_workers.engines.transformers.philox import uniforms
+from rollout_workers.engines.transformers.sample import Sample
+from rollout_workers.engines.transformers.sampler import Controls, Picked
+
+Slots = NDArray[np.int64]
+_RANDOM_BLOCK = 16
+
+
+class SlotTable:
+    """Arrays over slots. A slot is free or holds one sample; a free one keeps position 0 and token 0.
+
+    tokens: last token, the next step's input. positions: where that token's KV will be written. generated: tokens so far.
+    limit: tokens at most. out_*: what was sampled, first ``generated`` columns.
+    """
+
+    def __init__(self, slots: int, max_len: int, vocabulary: int) -> None:
+        self.slots = slots
+        self.vocabulary = vocabulary
+        self.owner: list[Sample | None] = [None] * slots
+        self.active = np.zeros(slots, bool)
+        self.watched = np.zeros(slots, bool)
+        self.tokens = np.zeros(slots, np.int64)
+        self.positions = np.zeros(slots, np.int64)
+        self.generated = np.zeros(slots, np.int64)
+        self.limit = np.zeros(slots, np.int64)
+        self.seeds = np.zeros(slots, np.uint64)
+        self.temperature = np.ones(slots, np.float32)
+        self.top_k = np.full(slots, vocabulary, np.int64)
+        self.top_p = np.ones(slots, np.float32)
+        self.min_p = np.zeros(slots, np.float32)
+        self.stop_ids = np.full((slots, 1), -1, np.int64)
+        self.random = np.zeros((slots, _RANDOM_BLOCK))
+        self.out_tokens = np.zeros((slots, max_len), np.int32)
+        self.out_logprobs = np.zeros((slots, max_len), np.float32)
+        self.out_raw_logprobs = np.zeros((slots, max_len), np.float32)
+        self._rows = np.arange(slots)
+        self._controls: tuple[int, Controls] | None = None
+
+    def free(self) -> Slots:
+        """The free slots, lowest first."""
+        return np.flatnonzero(~self.active)
+
+    def used(self) -> Slots:
+        """The slots that hold a sample, lowest first."""
+        return np.flatnonzero(self.active)
+
+    def extent(self) -> int:
+        """One past the highest slot in use."""
+        used = self.used()
+        return int(used[-1]) + 1 if len(used) else 0
+
+    def occupy(
+        self,
+        slots: Slots,
+        owners: list[Sample],
+        prompt_tokens: int,
+        seeds: Sequence[int],
+        params: SamplingParams,
+        limit: int,
+        stop_ids: tuple[int, ...],
+    ) -> None:
+        """Give free slots to samples of one group. Their next token is the first one, from the prompt's last logits."""
+        for slot, owner in zip(slots.tolist(), owners, strict=True):
+            self.owner[slot] = owner
+        if len(stop_ids) > self.stop_ids.shape[1]:
+            more = np.full((self.slots, len(stop_ids) - self.stop_ids.shape[1]), -1, np.int64)
+            self.stop_ids = np.concatenate((self.stop_ids, more), axis=1)
+        self.active[slots] = True
+        self.watched[slots] = owners[0].text is not None
+        self.positions[slots] = prompt_tokens - 1
+        self.generated[slots] = 0
+        self.limit[slots] = limit
+        self.seeds[slots] = [seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]
+        self.temperature[slots] = params.temperature
+        self.top_k[slots] = min(params.top_k or self.vocabulary, self.vocabulary)
+        self.top_p[slots] = params.top_p
+        self.min_p[slots] = params.min_p
+        self.stop_ids[slots] = -1
+        self.stop_ids[slots, : len(stop_ids)] = stop_ids
+        self._controls = None
+
+    def release(self, slots: Slots) -> None:
+        """Free these slots."""
+        for slot in slots.tolist():
+            self.owner[slot] = None
+        self.active[slots] = self.watched[slots] = False
+        self.tokens[slots] = self.positions[slots] = self.generated[slots] = 0
+        self.temperature[slots] = self.top_p[slots] = 1
+        self.top_k[slots], self.min_p[slots] = self.vocabulary, 0
+        self._controls = None
+
+    def holes(self) -> tuple[Slots, Slots]:
+        """Moves (source, target) that bring the samples to the lowest slots, fewest first."""
+        used = self.used()
+        return used[used >= len(used)][::-1], np.flatnonzero(~self.active[: len(used)])
+
+    def move(self, source: Slots, target: Slots) -> None:
+        """Move samples to free slots and free theirs."""
+        for s, t in zip(source.tolist(), target.tolist(), strict=True):
+            self.owner[t] = self.owner[s]
+        for array in (
+            *(self.active, self.watched, self.tokens, self.positions, self.generated, self.limit, self.seeds),
+            *(self.temperature, self.top_k, self.top_p, self.min_p, self.stop_ids, self.random),
+            *(self.out_tokens, self.out_logprobs, self.out_raw_logprobs),
+        ):
+            array[target] = array[source]
+        self.release(source)
+
+    def uniform(self, slots: Slots) -> NDArray[np.float64]:
+        """The random number of each slot's next token, f64[n]. Drawn ahead in blocks, aligned to the token's index."""
+        generated = self.generated[slots]
+        column = generated % _RANDOM_BLOCK
+        due = slots[(column == 0) & self.active[slots]]
+        if len(due):
+            self.random[due] = uniforms(self.seeds[due], self.generated[due], _RANDOM_BLOCK)
+        return self.random[slots, column]
+
+    def record(self, slots: Slots, picked: Picked) -> None:
+        """Append a sampled token to each slot of ``slots``; free ones are left as they are."""
+        tokens, logprobs, raw = (t.cpu().numpy() for t in picked)
+        if len(slots) != int(self.active[slots].sum()):
+            held = self.active[slots]
+            slots, tokens, logprobs, raw = slots[held], tokens[held], logprobs[held], raw[held]
+        at = self.generated[slots]
+        self.out_tokens[slots, at] = tokens
+        self.out_logprobs[slots, at] = logprobs
+        self.out_raw_logprobs[slots, at] = raw
+        self.tokens[slots] = tokens
+        self.positions[slots] += 1
+        self.generated[slots] = at + 1
+
+    def finished(self, slots: Slots) -> tuple[Slots, Slots, Slots]:
+        """Of active slots that just got a token: those with a bad one, those at a stop token, those at their limit."""
+        tokens = self.tokens[slots]
+        raw = self.out_raw_logprobs[slots, self.generated[slots] - 1]
+        bad = ~np.isfinite(raw)
+        stopped = (tokens[:, None] == self.stop_ids[slots]).any(axis=1) & ~bad
+        full = (self.generated[slots] >= self.limit[slots]) & ~bad & ~stopped
+        return slots[bad], slots[stopped], slots[full]
+
+    def rows(self, count: int) -> Slots:
+        """The slots 0..count."""
+        return self._rows[:count]
+
+    def controls(self, slots: Slots, device: torch.device) -> Controls:
+        """The sampling parameters of these slots as tensors."""
+        temperature, top_k, top_p, min_p = (a[slots] for a in (self.temperature, self.top_k, self.top_p, self.min_p))
+        greedy = temperature == 0
+        filters = np.flatnonzero(((top_k < self.vocabulary) | (top_p < 1) | (min_p > 0)) & ~greedy)
+
+        def tensor(array: NDArray[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        plain = ((temperature == 1) | greedy).all()
+        scaled = None if plain else tensor(np.where(greedy, np.float32(1), temperature)[:, None])
+        chosen = tensor(greedy) if greedy.any() else None
+        if not len(filters):
+            return Controls(scaled, chosen)
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(min_p[filters, None])
+        return Controls(
+            scaled,
+            chosen,
+            filtered=tensor(filters),
+            top_k=tensor(top_k[filters, None]),
+            top_p=tensor(top_p[filters, None]),
+            log_min_p=tensor(log_min_p),
+        )
+
+    def step_controls(self, rows: int, device: torch.device) -> Controls:
+        """``controls`` of slots 0..rows, kept until the slots' samples change."""
+        if self._controls is None or self._controls[0] != rows:
+            self._controls = (rows, self.controls(self.rows(rows), device))
+        return self._controls[1]

@@ -1,0 +1,69 @@
+"""From the decoding thread to asyncio: one wake-up per decoding step, however many samples it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from rollout_workers.engines.base import SampleDelta, SampleOutput
+
+Item = SampleDelta | SampleOutput
+
+
+class Stream:
+    """The outputs of one ``generate`` call. ``put`` in the decoding thread, everything else in the event loop."""
+
+    def __init__(self, outbox: Outbox, samples: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._outbox = outbox
+        self._left = samples
+        self._items: deque[Item] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        self._outbox.add(self._loop, self, item)
+
+    def deliver(self, item: Item) -> None:
+        self._items.append(item)
+        self._arrived.set()
+
+    async def items(self) -> AsyncIterator[Item]:
+        """Every item, until each sample had its output."""
+        while self._left:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._items:
+                item = self._items.popleft()
+                self._left -= isinstance(item, SampleOutput)
+                yield item
+
+    @property
+    def drained(self) -> bool:
+        """Whether every sample had its output."""
+        return not self._left
+
+
+class Outbox:
+    """What a turn produced, until ``flush`` posts it. Lives in the decoding thread."""
+
+    def __init__(self) -> None:
+        self._posts: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Item]]] = {}
+
+    def add(self, loop: asyncio.AbstractEventLoop, stream: Stream, item: Item) -> None:
+        self._posts.setdefault(loop, []).append((stream, item))
+
+    def flush(self) -> None:
+        """Hand everything to its event loop, one call each. What belongs to a closed loop is dropped."""
+        posts, self._posts = self._posts, {}
+        for loop, items in posts.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, items)
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+
+
+def _deliver(items: list[tuple[Stream, Item]]) -> None:
+    for stream, item in items:
+        stream.deliver(item)

@@ -1,0 +1,78 @@
+"""Token ids to text, a token at a time: whole characters only, and stop strings across token borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_BROKEN = "\ufffd"
+_WINDOW = 64  # past so many undecodable tokens they are taken as they are
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that an engine uses."""
+
+    def batch_decode(self, sequences: list[list[int]], **kwargs: object) -> list[str]: ...
+
+
+class SampleText:
+    """The text of one sample as it grows.
+
+    Decoding a token alone is wrong (a character may span tokens, a leading space may be dropped), so a window is decoded:
+    the tokens since ``_prefix``, of which those up to ``_read`` are already in the text. What ends in U+FFFD may still become
+    a character and waits.
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self.text = ""
+        self.sent = 0
+        self.matched: str | None = None
+        self._stop = stop
+        self._longest = max(map(len, stop), default=0)
+        self._ids: list[int] = []
+        self._prefix = self._read = 0
+
+    def push(self, token: int) -> None:
+        """Add a sampled token; ``advance`` then decodes it."""
+        self._ids.append(token)
+
+    def certain(self) -> str:
+        """What became certain since the last call: all but what may be the beginning of a stop string."""
+        end = len(self.text) if self.matched else len(self.text) - self._held_back()
+        piece, self.sent = self.text[self.sent : end], max(self.sent, end)
+        return piece
+
+    def rest(self) -> str:
+        """What ``certain`` held back: call it once, when the sample has ended."""
+        piece, self.sent = self.text[self.sent :], len(self.text)
+        return piece
+
+    def _windows(self) -> tuple[list[int], list[int]]:
+        return self._ids[self._prefix : self._read], self._ids[self._prefix :]
+
+    def _take(self, before: str, now: str, final: bool) -> None:
+        waits = now.endswith(_BROKEN) and len(self._ids) - self._read < _WINDOW
+        if self.matched or len(now) <= len(before) or (waits and not final):
+            return
+        start = max(0, len(self.text) - self._longest + 1)
+        self.text += now[len(before) :]
+        self._prefix, self._read = self._read, len(self._ids)
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        if found:
+            at, self.matched = min(found)
+            self.text = self.text[:at]
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+def advance(texts: Sequence[SampleText], tokenizer: Tokenizer, final: bool = False) -> None:
+    """Decode what was pushed to all ``texts`` in one call. ``final`` also takes a character that stayed incomplete."""
+    windows = [window for text in texts for window in text._windows()]
+    decoded = tokenizer.batch_decode(windows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    for i, text in enumerate(texts):
+        text._take(decoded[2 * i], decoded[2 * i + 1], final)
