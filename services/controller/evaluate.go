@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"time"
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
@@ -20,10 +21,8 @@ func (d *drive) evaluate(ctx context.Context, step uint64) error {
 		m, changed := d.fleet.holder(d.weights, tried)
 		if m == nil {
 			d.waiting("an inference worker with weights version %d (scheduler restarts failed ones)", d.weights.GetVersion())
-			select {
-			case <-ctx.Done():
-				return ctx.Err()
-			case <-changed:
+			if err := d.pause(ctx, changed, len(tried) > 0); err != nil {
+				return err
 			}
 			clear(tried)
 			continue
@@ -43,6 +42,23 @@ func (d *drive) evaluate(ctx context.Context, step uint64) error {
 		d.log.WarnContext(ctx, "an evaluation failed and is tried again", "step", step, "worker", m.worker, "error", err)
 		tried[m] = true
 	}
+}
+
+// pause waits for a change of the fleet, or where workers are there that failed, a moment.
+func (d *drive) pause(ctx context.Context, changed <-chan struct{}, failed bool) error {
+	var again <-chan time.Time
+	if failed {
+		timer := time.NewTimer(10 * d.cfg.Retry)
+		defer timer.Stop()
+		again = timer.C
+	}
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-changed:
+	case <-again:
+	}
+	return nil
 }
 
 func (d *drive) answers(ctx context.Context, m *member) ([]*inferencev1.EvalSample, error) {

@@ -57,7 +57,8 @@ func ask[T any](ctx context.Context, l *learner, fn func(ctx context.Context) (T
 	return out, err
 }
 
-// prepare brings the learner to the last committed step and the workers to its weights, and returns that step.
+// prepare brings the learner to the last committed step and the workers to its weights, does what was due after that step,
+// and returns it.
 func (d *drive) prepare(ctx context.Context, l *learner) (uint64, error) {
 	listed, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.ListStepsResponse, error) {
 		return d.deps.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: d.spec.GetRunId()})
@@ -69,29 +70,52 @@ func (d *drive) prepare(ctx context.Context, l *learner) (uint64, error) {
 	for _, r := range listed.GetSteps() {
 		recorded[r.GetStep()] = r
 	}
+	base, err := d.base(ctx)
+	if err != nil {
+		return 0, err
+	}
 	state, err := d.load(ctx, l)
 	if err != nil {
 		return 0, err
 	}
-	at := state.GetStep()
-	if len(recorded) == 0 {
-		return at, d.begin(ctx, l, at, state.GetWeightsDigest())
+	last := &bufferv1.StepRecord{Step: base}
+	if n := len(listed.GetSteps()); n > 0 {
+		last = listed.GetSteps()[n-1]
 	}
-	last := listed.GetSteps()[len(listed.GetSteps())-1]
-	if at > last.GetStep() { // trained, not committed: the learner will repeat its result
-		at = last.GetStep()
-	} else if err := d.verify(ctx, recorded[at], state.GetWeightsDigest()); err != nil {
+	d.board.update(func(p *learnerv1.Progress) { p.Step = last.GetStep() })
+	if state.GetStep() > last.GetStep() { // trained, not committed: the learner will repeat its result
+		return last.GetStep(), d.serve(ctx)
+	}
+	if last.GetStep() == base {
+		return base, d.begin(ctx, l, base, state.GetWeightsDigest())
+	}
+	at, digest := state.GetStep(), state.GetWeightsDigest()
+	if err := d.verify(ctx, recorded[at], digest); err != nil {
 		return 0, err
 	}
-	digest := state.GetWeightsDigest()
-	for at < last.GetStep() {
+	for ; at < last.GetStep(); at++ {
 		if digest, err = d.again(ctx, l, recorded[at+1]); err != nil {
 			return 0, err
 		}
-		at++
 	}
-	d.board.update(func(p *learnerv1.Progress) { p.Step = at })
-	return at, d.rearm(ctx, l, last, digest, state.GetStep() > at)
+	if err := d.rearm(ctx, l, last, digest); err != nil {
+		return 0, err
+	}
+	return at, d.settle(ctx, l, at)
+}
+
+// base is the step that the run started from.
+func (d *drive) base(ctx context.Context) (uint64, error) {
+	if d.spec.GetFromSnapshot() == "" {
+		return 0, nil
+	}
+	got, err := call(ctx, d, "snapshot", func(ctx context.Context) (*snapshotv1.GetSnapshotResponse, error) {
+		return d.deps.Snapshots.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: d.spec.GetFromSnapshot()})
+	})
+	if err != nil {
+		return 0, fmt.Errorf("find the snapshot that the run starts from: %w", err)
+	}
+	return got.GetSnapshot().GetStep(), nil
 }
 
 // load has the learner load the newest state, unless it holds one.
@@ -205,28 +229,25 @@ func (d *drive) verify(ctx context.Context, r *bufferv1.StepRecord, digest strin
 
 // rearm delivers the weights of the last committed step. The learner publishes them again where it holds exactly them;
 // else the folder that was delivered first serves.
-func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord, digest string, ahead bool) error {
-	weights := d.weights
-	if weights.GetDigest() != last.GetWeightsDigest() || missing(weights) {
-		if ahead || digest != last.GetWeightsDigest() {
-			return d.serve(ctx, weights, last)
-		}
-		var err error
-		if weights, err = d.publish(ctx, l); err != nil {
-			return err
-		}
+func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord, digest string) error {
+	if digest != last.GetWeightsDigest() || d.weights.GetDigest() == digest && !missing(d.weights) {
+		return d.serve(ctx)
 	}
-	_, err := d.deliver(ctx, weights)
+	weights, err := d.publish(ctx, l)
+	if err != nil {
+		return err
+	}
+	_, err = d.deliver(ctx, weights)
 	return err
 }
 
-// serve lets workers go on with what is on disk where the last step's weights are not to be had before the next step.
-func (d *drive) serve(ctx context.Context, weights *weightsv1.WeightsManifest, last *bufferv1.StepRecord) error {
-	if weights == nil || missing(weights) {
-		return nil // workers that come up wait for the next step's weights
+// serve lets workers go on with the weights that were published last. Where their folder is gone, those that come up wait
+// for the next step's.
+func (d *drive) serve(ctx context.Context) error {
+	if d.weights == nil || missing(d.weights) {
+		return nil
 	}
-	d.log.WarnContext(ctx, "workers keep older weights until the next step", "held", weights.GetVersion(), "step", last.GetStep())
-	_, err := d.deliver(ctx, weights)
+	_, err := d.deliver(ctx, d.weights)
 	return err
 }
 

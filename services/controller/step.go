@@ -56,6 +56,11 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 	}
 	lap("step", began)
 	d.emitStep(batch, result, times, workers)
+	return d.settle(ctx, l, step)
+}
+
+// settle does what is due after a committed step. Doing it twice is fine.
+func (d *drive) settle(ctx context.Context, l *learner, step uint64) error {
 	if d.set.evaluates(step) {
 		if err := d.evaluate(ctx, step); err != nil {
 			return err

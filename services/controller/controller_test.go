@@ -1,0 +1,258 @@
+package controller
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"testing"
+	"time"
+
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+)
+
+const steps = 4
+
+// wait returns the progress at the first moment that is true, or fails the test.
+func wait(t *testing.T, s *Server, what string, is func(p *learnerv1.Progress) bool) *learnerv1.Progress {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	d, err := s.find(ctx, run)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for {
+		p, changed := d.board.read()
+		if is(p) {
+			return p
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			t.Fatalf("no %s: %v", what, p)
+		}
+	}
+}
+
+func finish(t *testing.T, s *Server) {
+	t.Helper()
+	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+	if p.GetPhase() != finished {
+		t.Fatalf("ended as %s: %s", p.GetPhase(), p.GetMessage())
+	}
+	d, _ := s.find(t.Context(), run)
+	<-d.done
+}
+
+// correct asserts that each step was committed once, with the digest that an undisturbed run has.
+func correct(t *testing.T, w *world) {
+	t.Helper()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if len(w.steps) != steps || w.initial != digestAt(0) {
+		t.Fatalf("%d steps committed, initial weights %s", len(w.steps), w.initial)
+	}
+	for i, s := range w.steps {
+		if s.GetStep() != uint64(i)+1 || s.GetWeightsDigest() != digestAt(s.GetStep()) {
+			t.Fatalf("step %d holds %s", s.GetStep(), s.GetWeightsDigest())
+		}
+	}
+	if got := w.inference.receipt.GetDigest(); got != digestAt(steps) {
+		t.Fatalf("the inference worker holds %s in the end", got)
+	}
+	if n := len(w.completed); n == 0 || w.completed[n-1].GetState() != runv1.RunState_RUN_STATE_SUCCEEDED {
+		t.Fatalf("the scheduler was told %v", w.completed)
+	}
+	if n := len(w.snapshots); n == 0 || w.snapshots[n-1].GetStep() != steps || w.snapshots[n-1].GetCursor().GetPosition() != 2*steps {
+		t.Fatalf("newest snapshot %v", w.snapshots)
+	}
+}
+
+func begin(t *testing.T, w *world) (*Server, func()) {
+	t.Helper()
+	s, stop := w.start()
+	if _, err := s.StartRun(t.Context(), request(t, steps)); err != nil {
+		t.Fatal(err)
+	}
+	return s, stop
+}
+
+func TestUndisturbed(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	s, stop := begin(t, w)
+	defer stop()
+	finish(t, s)
+	correct(t, w)
+	kinds := map[string]int{}
+	for _, e := range w.events {
+		kinds[e.GetKind()]++
+	}
+	if kinds["step.committed"] != steps || kinds["eval.finished"] != 3 || kinds["weights.delivered"] != steps+1 {
+		t.Fatalf("events %v", kinds)
+	}
+}
+
+// TestFaultAtEveryCall walks every call that an undisturbed run makes to the outside: the call fails, before or after it
+// took effect, and with it the learner, the inference worker, the controller, or nothing else.
+func TestFaultAtEveryCall(t *testing.T) {
+	t.Parallel()
+	calm := newWorld(t)
+	s, stop := begin(t, calm)
+	finish(t, s)
+	stop()
+	calls := calm.calls
+	t.Logf("an undisturbed run of %d steps makes %d calls", steps, calls)
+	for _, victim := range []string{"nobody", "learner", "inference", "controller"} {
+		for _, after := range []bool{false, true} {
+			t.Run(victim, func(t *testing.T) {
+				t.Parallel()
+				for call := 1; call <= calls; call++ {
+					walk(t, victim, call, after)
+				}
+			})
+		}
+	}
+}
+
+func walk(t *testing.T, victim string, call int, after bool) {
+	w := newWorld(t)
+	w.fault, w.after = call, after
+	died := make(chan struct{})
+	w.onFault = func() {
+		switch victim {
+		case "learner":
+			w.kill(w.learner.address)
+			w.startLearner()
+		case "inference":
+			w.kill(w.inference.address)
+			w.startInference()
+		case "controller":
+			close(died)
+		}
+	}
+	s, stop := begin(t, w)
+	if victim == "controller" {
+		d, _ := s.find(t.Context(), run)
+		select {
+		case <-died:
+		case <-d.done:
+		}
+		stop()
+		s, stop = w.start()
+		if _, err := s.StartRun(t.Context(), request(t, steps)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	defer stop()
+	finish(t, s)
+	correct(t, w)
+	if t.Failed() {
+		t.Logf("%s, call %d (%s), after effect: %v", victim, call, w.trace[call-1], after)
+	}
+}
+
+func TestReplayThatDivergesFailsTheRun(t *testing.T) {
+	t.Parallel()
+	calm := newWorld(t)
+	s, stop := begin(t, calm)
+	finish(t, s)
+	stop()
+	w := newWorld(t)
+	w.fault = nth(calm.trace, "Train", 4) // step 3 is after the newest snapshot, so it is made again
+	w.onFault = func() {
+		w.kill(w.learner.address)
+		w.startLearner()
+		w.learner.drift = "x"
+	}
+	s, stop = begin(t, w)
+	defer stop()
+	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+	d, _ := s.find(t.Context(), run)
+	<-d.done
+	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
+		t.Fatalf("ended as %s, the scheduler was told %v", p.GetPhase(), w.completed)
+	}
+}
+
+// nth is the number of the n-th call of a name.
+func nth(trace []string, name string, n int) int {
+	for i, call := range trace {
+		if call == name {
+			if n--; n == 0 {
+				return i + 1
+			}
+		}
+	}
+	return 0
+}
+
+func TestStopWithDrainTakesASnapshot(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	s, stop := w.start()
+	defer stop()
+	if _, err := s.StartRun(t.Context(), request(t, 100_000)); err != nil {
+		t.Fatal(err)
+	}
+	wait(t, s, "a step", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
+	stopped, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Drain: true})
+	if err != nil || stopped.GetProgress().GetPhase() != learnerv1.Phase_PHASE_STOPPED {
+		t.Fatalf("got %v, %v", stopped, err)
+	}
+	newest := w.snapshots[len(w.snapshots)-1]
+	if int(newest.GetStep()) != len(w.steps) || len(w.completed) != 0 {
+		t.Fatalf("stopped after step %d with a snapshot of step %d, the scheduler was told %v", len(w.steps), newest.GetStep(), w.completed)
+	}
+}
+
+func TestOlderIncarnationIsRefused(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.stored = &Drive{Spec: &learnerv1.StartRunRequest{RunId: run, Incarnation: 5}, Phase: stopped}
+	s, stop := w.start()
+	defer stop()
+	if _, err := s.StartRun(t.Context(), request(t, steps)); err == nil {
+		t.Fatal("incarnation 1 was taken after 5")
+	}
+}
+
+func TestWorkerThatHoldsSomethingElseIsFenced(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.inference.corrupt = true
+	s, stop := begin(t, w)
+	defer stop()
+	p := wait(t, s, "wait for a worker that can be trusted", func(p *learnerv1.Progress) bool { return p.GetPhase() == evaluating })
+	if p.GetStep() != 0 {
+		t.Fatalf("evaluated at step %d", p.GetStep())
+	}
+	w.kill(w.inference.address)
+	w.startInference()
+	finish(t, s)
+	if !slices.ContainsFunc(w.kinds(), func(kind string) bool { return kind == "worker.fenced" }) {
+		t.Fatal("no event says that the worker was fenced")
+	}
+}
+
+func (w *world) kinds() (kinds []string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, e := range w.events {
+		kinds = append(kinds, e.GetKind())
+	}
+	return kinds
+}
+
+func TestFailuresOfInfrastructureAreNoReward(t *testing.T) {
+	t.Parallel()
+	failed := trajectoryv1.Outcome_OUTCOME_INFRA_FAILED
+	got := score([]*inferencev1.EvalSample{{Reward: 1, Metrics: map[string]float64{"accuracy": 1}}, {Reward: 0.5}, {Outcome: failed}})
+	want := map[string]float64{"eval/reward": 0.75, "eval/accuracy": 1, "eval/samples": 3, "eval/failed": 1}
+	if !maps.Equal(got, want) {
+		t.Fatalf("got %v, want %v", got, want)
+	}
+}
