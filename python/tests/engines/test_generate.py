@@ -3,9 +3,25 @@
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
-from rollout_workers.engines.base import ContextOverflow, DuplicateRequest, EngineClosed, InvalidPrompt, ModelUnsupported, NonFiniteLogits
+from rollout_workers.engines.base import (
+    ContextOverflow,
+    DuplicateRequest,
+    EngineClosed,
+    InvalidPrompt,
+    ModelUnsupported,
+    NonFiniteLogits,
+)
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.generic import GenericForward
 from rollout_workers.engines.transformers.lean import LeanForward
@@ -17,10 +33,24 @@ SMALL = {
 }  # fmt: skip
 MODELS = {
     "qwen3": tiny_model,
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16})),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SMALL,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        )
+    ),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=257, n_embd=48, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=257, n_embd=48, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2)
+    ),
 }
 
 
@@ -29,7 +59,9 @@ async def test_logprobs_are_those_of_a_plain_forward(name: str) -> None:
     torch.manual_seed(1)
     model = MODELS[name]().eval()
     assert isinstance(choose_forward(model, 64), GenericForward if name == "gpt2" else LeanForward)
-    batch = [request(f"r{i}", length=1 + 5 * i, seeds=(i, 10 + i, 20 + i), temperature=0.8, max_tokens=3 + 4 * i) for i in range(6)]
+    batch = [
+        request(f"r{i}", length=1 + 5 * i, seeds=(i, 10 + i, 20 + i), temperature=0.8, max_tokens=3 + 4 * i) for i in range(6)
+    ]
     async with running(model, slots=4) as engine:  # 18 samples through 4 slots: queue, partial groups, compaction
         found = await outputs(engine, *batch)
     assert len(found) == 18
@@ -47,7 +79,9 @@ async def test_logprobs_are_those_of_a_plain_forward(name: str) -> None:
 async def test_greedy_equals_generate() -> None:
     model = tiny_model()
     batch = [request(f"g{i}", length=7, temperature=0, max_tokens=20) for i in range(5)]
-    expected = model.generate(torch.tensor([r.prompt_ids for r in batch]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = model.generate(
+        torch.tensor([r.prompt_ids for r in batch]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     async with running(model) as engine:
         found = await outputs(engine, *batch)
     for i, r in enumerate(batch):
@@ -117,7 +151,7 @@ async def test_logits_that_are_not_finite_end_a_sample_and_leave_no_trace() -> N
         bad["model.layers.0.self_attn.v_proj.weight"] = torch.full_like(bad["model.layers.0.self_attn.v_proj.weight"], torch.nan)
         await engine.stage_weights(bad)
         await engine.swap_weights(1)
-        broken = (await outputs(engine, request("bad", seeds=(1, 2))))
+        broken = await outputs(engine, request("bad", seeds=(1, 2)))
         assert all(isinstance(o.error, NonFiniteLogits) and not len(o.token_ids) for o in broken.values())
         await engine.stage_weights(good)
         await engine.swap_weights(2)

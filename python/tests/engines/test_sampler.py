@@ -63,7 +63,9 @@ def test_mixed_rows_follow_the_reference_distribution() -> None:
 
 def test_greedy_rows_take_the_maximum_beside_sampled_ones() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
-    picked = sample(logits, torch.tensor([0.999, 0.999]).double(), controls_of([SamplingParams(8, temperature=0), SamplingParams(8)], 3))
+    picked = sample(
+        logits, torch.tensor([0.999, 0.999]).double(), controls_of([SamplingParams(8, temperature=0), SamplingParams(8)], 3)
+    )
     assert picked.tokens.tolist() == [1, 2]
     assert picked.logprobs[0] == 0
     torch.testing.assert_close(picked.raw_logprobs[0], logits[0].log_softmax(-1)[1])
@@ -87,14 +89,23 @@ def test_philox_gives_the_published_words() -> None:
 def test_uniforms_depend_on_seed_and_index_alone() -> None:
     seeds = np.array([3, 2**63 + 5], np.uint64)
     whole = uniforms(seeds, np.array([0, 0]), 64)
-    assert (0 <= whole).all() and (whole < 1).all() and len(np.unique(whole)) == 128
+    assert (whole >= 0).all() and (whole < 1).all() and len(np.unique(whole)) == 128
     later = uniforms(seeds[::-1], np.array([32, 16]), 16)
     np.testing.assert_array_equal(later, [whole[1, 32:48], whole[0, 16:32]])
     assert abs(uniforms(np.arange(4000, dtype=np.uint64), np.zeros(4000, np.int64), 2).mean() - 0.5) < 0.01
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"stop": ("",)}, {"max_tokens": 0}]
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"stop": ("",)},
+        {"max_tokens": 0},
+    ],
 )
 def test_parameters_out_of_range_name_themselves(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

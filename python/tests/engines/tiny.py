@@ -64,7 +64,12 @@ async def running(
 
 
 def request(
-    name: str, length: int = 6, seeds: Sequence[int] = (1,), prompt: Sequence[int] | None = None, stream: bool = False, **params: object
+    name: str,
+    length: int = 6,
+    seeds: Sequence[int] = (1,),
+    prompt: Sequence[int] | None = None,
+    stream: bool = False,
+    **params: object,
 ) -> GroupRequest:
     """A request for a random prompt of ``length`` ids, the same for the same name."""
     ids = np.random.default_rng(list(name.encode())).integers(0, 256, length) if prompt is None else prompt
@@ -97,6 +102,4 @@ def plain_logprobs(model: torch.nn.Module, prompt: Sequence[int], tokens: Sequen
 
 def same_bits(a: SampleOutput, b: SampleOutput) -> bool:
     """Whether two outputs hold the same tokens and logprobs, bit for bit."""
-    return all(
-        getattr(a, name).tobytes() == getattr(b, name).tobytes() for name in ("token_ids", "logprobs", "raw_logprobs")
-    )
+    return all(getattr(a, name).tobytes() == getattr(b, name).tobytes() for name in ("token_ids", "logprobs", "raw_logprobs"))

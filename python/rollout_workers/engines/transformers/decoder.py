@@ -91,7 +91,9 @@ class Decoder:
                 self.groups[request.request_id] = group
                 self.queue.append(group)
 
-    def abort(self, request_ids: Iterable[str], reason: FinishReason = "aborted", error: EngineError | None = None) -> tuple[str, ...]:
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = "aborted", error: EngineError | None = None
+    ) -> tuple[str, ...]:
         """End these requests with what they have. Returns the ones that were in flight."""
         found = tuple(dict.fromkeys(i for i in request_ids if i in self.groups))
         doomed = {id(self.groups[i]) for i in found}

@@ -36,9 +36,7 @@ T = TypeVar("T")
 class TransformersEngine:
     """Implements ``Engine`` over a Hugging Face causal LM. The module belongs to the engine from then on."""
 
-    def __init__(
-        self, module: nn.Module, config: EngineConfig, *, tokenizer: Tokenizer | None = None, version: int = 0
-    ) -> None:
+    def __init__(self, module: nn.Module, config: EngineConfig, *, tokenizer: Tokenizer | None = None, version: int = 0) -> None:
         """Move the module to its device, check that it can be decoded, start the decoding thread.
 
         tokenizer: needed for stop strings and streaming. version: of the weights that the module holds.

@@ -57,9 +57,7 @@ class Group:
         """Deliver a sample that never got a slot."""
         empty = np.empty(0, np.float32)
         text = "" if self.watched else None
-        self.deliver(
-            SampleOutput(self.request.request_id, sample, np.empty(0, np.int32), empty, empty, (), reason, error, text)
-        )
+        self.deliver(SampleOutput(self.request.request_id, sample, np.empty(0, np.int32), empty, empty, (), reason, error, text))
 
     @property
     def watched(self) -> bool:

@@ -24,12 +24,14 @@ class Picked(NamedTuple):
 class Controls:
     """The sampling parameters of B rows. A None switches its work off for all of them.
 
-    temperature f32[B, 1]: above 0 (greedy rows hold 1). greedy bool[B]. filtered int64[F]: the rows that have a filter, in
-    whose order top_k int64[F, 1] (>= 1), top_p f32[F, 1] and log_min_p f32[F, 1] (-inf is off) stand.
+    temperature f32[B, 1]: above 0 (1 in greedy rows). greedy bool[B]. shaped bool[B]: the rows that a temperature or a filter
+    changes, set where there is one; the others keep their raw logprobs to the bit. filtered int64[F]: the rows that have a
+    filter; in their order top_k int64[F, 1] (>= 1), top_p f32[F, 1] and log_min_p f32[F, 1] (-inf is off).
     """
 
     temperature: Tensor | None = None
     greedy: Tensor | None = None
+    shaped: Tensor | None = None
     filtered: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
@@ -42,13 +44,14 @@ def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
     scores = raw if controls.temperature is None else raw / controls.temperature
     if controls.filtered is not None:
         scores = _filter(scores, controls)
-    logprobs = raw if scores is raw else torch.log_softmax(scores, dim=-1)
     tokens = _invert(torch.softmax(scores, dim=-1), uniform)
     if controls.greedy is not None:
         tokens = torch.where(controls.greedy, raw.argmax(dim=-1), tokens)
     index = tokens.unsqueeze(-1)
-    picked = logprobs.gather(-1, index).squeeze(-1)
-    raw_picked = picked if logprobs is raw else raw.gather(-1, index).squeeze(-1)
+    picked = raw_picked = raw.gather(-1, index).squeeze(-1)
+    if controls.shaped is not None:
+        shaped = torch.log_softmax(scores, dim=-1).gather(-1, index).squeeze(-1)
+        picked = torch.where(controls.shaped, shaped, raw_picked)
     if controls.greedy is not None:
         picked = picked.masked_fill(controls.greedy & picked.isfinite(), 0.0)
     return Picked(tokens, picked, raw_picked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -157,24 +158,26 @@ class SlotTable:
         """The sampling parameters of these slots as tensors."""
         temperature, top_k, top_p, min_p = (a[slots] for a in (self.temperature, self.top_k, self.top_p, self.min_p))
         greedy = temperature == 0
-        filters = np.flatnonzero(((top_k < self.vocabulary) | (top_p < 1) | (min_p > 0)) & ~greedy)
+        tempered = (temperature != 1) & ~greedy
+        filtered = ((top_k < self.vocabulary) | (top_p < 1) | (min_p > 0)) & ~greedy
 
         def tensor(array: NDArray[np.generic]) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-        plain = ((temperature == 1) | greedy).all()
-        scaled = None if plain else tensor(np.where(greedy, np.float32(1), temperature)[:, None])
-        chosen = tensor(greedy) if greedy.any() else None
-        if not len(filters):
-            return Controls(scaled, chosen)
+        controls = Controls(
+            temperature=tensor(np.where(tempered, temperature, np.float32(1))[:, None]) if tempered.any() else None,
+            greedy=tensor(greedy) if greedy.any() else None,
+            shaped=tensor(tempered | filtered) if (tempered | filtered).any() else None,
+        )
+        if not filtered.any():
+            return controls
         with np.errstate(divide="ignore"):
-            log_min_p = np.log(min_p[filters, None])
-        return Controls(
-            scaled,
-            chosen,
-            filtered=tensor(filters),
-            top_k=tensor(top_k[filters, None]),
-            top_p=tensor(top_p[filters, None]),
+            log_min_p = np.log(min_p[filtered, None])
+        return replace(
+            controls,
+            filtered=tensor(np.flatnonzero(filtered)),
+            top_k=tensor(top_k[filtered, None]),
+            top_p=tensor(top_p[filtered, None]),
             log_min_p=tensor(log_min_p),
         )
 

@@ -1,0 +1,86 @@
+"""Deterministic mode: a request and a seed give the same bits in any company, slot and history."""
+
+import pytest
+import torch
+
+from rollout_workers.engines.base import ModelUnsupported
+from rollout_workers.engines.transformers.lean import LeanForward
+from rollout_workers.engines.transformers.slots import SlotTable
+from tests.engines.tiny import outputs, request, running, same_bits
+
+PROBES = [
+    request("plain", length=5, seeds=(11, 12, 13), max_tokens=12),
+    request("hot", length=17, seeds=(11,), temperature=1.3, max_tokens=20),
+    request("cut", length=3, seeds=(5, 6), top_k=20, top_p=0.9, min_p=0.01, temperature=0.9, max_tokens=9),
+    request("greedy", length=30, temperature=0, max_tokens=15),
+]
+
+
+def neighbours(salt: int):
+    """Requests of other shapes and parameters."""
+    return [
+        request(f"n{salt}-{i}", length=1 + (7 * i + salt) % 40, seeds=range(i % 4 + 1), max_tokens=1 + (5 * i) % 17,
+                temperature=0.5 + i % 3, top_k=3 * (i % 2))  # fmt: skip
+        for i in range(12)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_bits_do_not_depend_on_company_slot_or_history(threads: int, monkeypatch) -> None:
+    placed: dict[tuple[str, int], set[int]] = {}
+    occupy = SlotTable.occupy
+
+    def noting(self, slots, owners, *rest) -> None:
+        for slot, owner in zip(slots.tolist(), owners, strict=True):
+            placed.setdefault((owner.group.request.request_id, owner.index), set()).add(slot)
+        occupy(self, slots, owners, *rest)
+
+    monkeypatch.setattr(SlotTable, "occupy", noting)
+    async with running(deterministic=True, threads=threads, slots=7, prefill_rows=3, max_len=96) as engine:
+        alone = {}
+        for probe in PROBES:
+            alone |= await outputs(engine, probe)
+        for salt in range(6):
+            others = neighbours(salt)
+            batch = others[:salt] + PROBES[salt % 4 :] + others[salt:] + PROBES[: salt % 4]
+            crowd = await outputs(engine, *batch)
+            for key, expected in alone.items():
+                assert same_bits(crowd[key], expected), (salt, key)
+    assert all(len(slots) >= 3 for key, slots in placed.items() if key in alone), placed
+    async with running(deterministic=True, threads=threads, slots=7, prefill_rows=3, max_len=96) as fresh:
+        again = await outputs(fresh, *reversed(PROBES))
+    assert all(same_bits(again[key], expected) for key, expected in alone.items())
+
+
+async def test_the_shapes_of_a_real_model_keep_their_bits_too() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def smollm2(layers: int = 2):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=2048, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
+                        num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=128, eos_token_id=None)
+        ).eval()  # fmt: skip
+
+    async with running(smollm2(), deterministic=True, threads=2, slots=8, prefill_rows=4, max_len=64) as engine:
+        probe = request("p", length=9, seeds=(1, 2), max_tokens=8)
+        alone = await outputs(engine, probe)
+        crowd = await outputs(engine, *(request(f"n{i}", length=3 + i, seeds=(1, 2), max_tokens=3 + i) for i in range(5)), probe)
+    assert all(same_bits(crowd[key], alone[key]) for key in alone)
+
+
+@pytest.mark.parametrize("broken", ["prefill", "decode"])
+async def test_an_engine_whose_rows_depend_on_each_other_does_not_start(broken: str, monkeypatch) -> None:
+    plain = getattr(LeanForward, broken)
+
+    def leaking(self, ids, *rest):
+        answer = plain(self, ids, *rest)
+        logits = answer[0] if broken == "prefill" else answer
+        logits[1:] += ids.float().mean() * 1e-6  # a breath of the neighbours
+        return answer
+
+    monkeypatch.setattr("rollout_workers.engines.transformers.forward.disagreement", lambda *_: None)
+    monkeypatch.setattr(LeanForward, broken, leaking)
+    with pytest.raises(ModelUnsupported, match=broken):
+        async with running(deterministic=True):
+            pass

@@ -1,0 +1,117 @@
+"""Stop strings across token borders, and streams that add up."""
+
+import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+
+from rollout_workers.engines.base import SampleDelta, TokenizerMissing
+from rollout_workers.engines.transformers.text import SampleText, advance
+from tests.engines.tiny import byte_tokenizer, outputs, request, running
+
+TOKENIZER = byte_tokenizer()
+
+
+def decode(ids) -> str:
+    return TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def feed(content: str | bytes, stop: tuple[str, ...] = ()) -> tuple[list[str], SampleText]:
+    """What becomes certain with each byte of the content."""
+    text, pieces = SampleText(stop), []
+    alphabet = sorted(ByteLevel.alphabet())
+    symbols = {byte: alphabet.index(symbol) for byte, symbol in _bytes_to_symbols().items()}
+    for byte in content.encode() if isinstance(content, str) else content:
+        text.push(symbols[byte])
+        advance([text], TOKENIZER)
+        pieces.append(text.certain())
+        if text.matched:
+            break
+    return pieces, text
+
+
+def _bytes_to_symbols() -> dict[int, str]:
+    """GPT-2's byte alphabet."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def test_a_character_arrives_whole() -> None:
+    pieces, text = feed("aé€𝄞!")
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "𝄞", "!"]
+    assert text.text == "aé€𝄞!"
+
+
+def test_broken_bytes_come_out_once_they_are_certain() -> None:
+    _, text = feed(b"a\xff\xfe\xe2\x82b")
+    advance([text], TOKENIZER, final=True)
+    assert text.text == b"a\xff\xfe\xe2\x82b".decode(errors="replace")
+
+
+def test_an_incomplete_character_is_taken_at_the_end() -> None:
+    pieces, text = feed(b"ab\xe2\x82")
+    assert "".join(pieces) == "ab"
+    advance([text], TOKENIZER, final=True)
+    assert text.rest() == "\ufffd" and text.text == "ab\ufffd"
+
+
+def test_a_stop_string_is_found_across_tokens_and_never_shown() -> None:
+    pieces, text = feed("one. <stoop>Two</stop>three", stop=("</stop>", "<stop>"))
+    assert text.matched == "</stop>" and text.text == "one. <stoop>Two"
+    assert "".join(pieces) + text.rest() == text.text
+    shown = ""
+    for piece in pieces:
+        shown += piece
+        assert text.text.startswith(shown)
+
+
+def test_the_earliest_of_several_stop_strings_wins() -> None:
+    _, text = feed("xxab", stop=("b", "ab"))
+    assert (text.text, text.matched) == ("xx", "ab")
+
+
+async def test_engine_stops_at_a_string_across_tokens_and_streams_add_up() -> None:
+    async with running(text=True, max_len=128) as engine:
+        free = (await outputs(engine, request("a", max_tokens=100, stream=True)))["a", 0]
+        at = next(i for i in range(20, 90) if free.text[i : i + 3].isascii() and free.text.index(free.text[i : i + 3]) == i)
+        stop = free.text[at : at + 3]
+        items = [i async for i in engine.generate([request("a", max_tokens=100, stream=True, stop=(stop, "never"))])]
+        silent = (await outputs(engine, request("a", max_tokens=100, stop=(stop,))))["a", 0]
+    *deltas, out = items
+    assert all(isinstance(d, SampleDelta) for d in deltas)
+    assert out.finish_reason == "stop" and out.stop_string == stop and out.text == free.text[:at]
+    assert "".join(d.text for d in deltas) == out.text
+    assert [t for d in deltas for t in d.token_ids] == out.token_ids.tolist() == free.token_ids[: len(out.token_ids)].tolist()
+    assert [x for d in deltas for x in d.logprobs] == out.logprobs.tolist()
+    assert all(d.start == i for i, d in enumerate(deltas) if len(d.token_ids))
+    assert decode(out.token_ids).startswith(out.text + stop)
+    assert silent.text == out.text and silent.token_ids.tolist() == out.token_ids.tolist()
+
+
+async def test_streams_of_many_samples_add_up_to_the_decoded_ids() -> None:
+    async with running(text=True, slots=3) as engine:
+        texts: dict[int, str] = {}
+        finals = {}
+        async for item in engine.generate([request("a", seeds=range(9), max_tokens=30, stream=True)]):
+            if isinstance(item, SampleDelta):
+                texts[item.sample] = texts.get(item.sample, "") + item.text
+            else:
+                finals[item.sample] = item
+    assert len(finals) == 9
+    for sample, out in finals.items():
+        assert texts[sample] == out.text == decode(out.token_ids)
+
+
+async def test_an_end_token_leaves_no_text() -> None:
+    async with running(text=True) as engine:
+        free = (await outputs(engine, request("a", max_tokens=10, stream=True)))["a", 0]
+        last = int(free.token_ids[4])
+        out = (await outputs(engine, request("a", max_tokens=10, stream=True, stop_token_ids=(last,))))["a", 0]
+    cut = free.token_ids.tolist().index(last)
+    assert out.finish_reason == "stop" and out.text == decode(free.token_ids[:cut])
+
+
+async def test_text_without_a_tokenizer_is_refused() -> None:
+    async with running() as engine:
+        for wrong in (request("a", stream=True), request("b", stop=("x",))):
+            with pytest.raises(TokenizerMissing, match=wrong.request_id):
+                await outputs(engine, wrong)
