@@ -1,0 +1,9 @@
+// Package scheduler holds the schema of the scheduler service.
+package scheduler
+
+import "embed"
+
+// Migrations are goose migrations, one folder a dialect.
+//
+//go:embed sqlite/*.sql
+var Migrations embed.FS

@@ -1,0 +1,9 @@
+// Package snapshot holds the schema of the snapshot service.
+package snapshot
+
+import "embed"
+
+// Migrations are goose migrations, one folder a dialect.
+//
+//go:embed sqlite/*.sql
+var Migrations embed.FS

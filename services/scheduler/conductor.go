@@ -1,0 +1,445 @@
+package scheduler
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
+)
+
+// conductor is the goroutines of one active run.
+//
+//	open (streams, ledger) -> parts in parallel: supervisors, registry, controller, issuer -> ending -> parts stop -> closed
+//
+// Whoever knows first why the run ends calls end; the first word holds.
+type conductor struct {
+	svc    *service
+	id     string
+	window Window
+	rows   uint64
+
+	endings  chan *ending // holds the first
+	draining chan struct{}
+	drainOne sync.Once
+	done     chan struct{}
+
+	records sync.Mutex // held from the write of the record until the view shows it
+
+	mu      sync.Mutex
+	view    view
+	changed chan struct{} // closed and replaced on each change
+	kept    time.Time     // when progress was written to the store last
+
+	polls  sync.Mutex
+	polled time.Time // when the workers were asked last
+}
+
+// ending is how a run ends. It is an error so that parts can return it.
+type ending struct {
+	state           State
+	reason, message string
+}
+
+func (e *ending) Error() string { return e.reason + ": " + e.message }
+
+func newConductor(s *service, run *Run) *conductor {
+	c := &conductor{
+		svc: s, id: run.GetRunId(), endings: make(chan *ending, 1), draining: make(chan struct{}), done: make(chan struct{}),
+		changed: make(chan struct{}),
+	}
+	c.view = newView(run)
+	return c
+}
+
+// end says how the run ends, unless somebody said it before.
+func (c *conductor) end(e *ending) {
+	select {
+	case c.endings <- e:
+	default:
+	}
+}
+
+// drain lets the controller finish the step in hand; the run then ends as cancelled.
+func (c *conductor) drain() { c.drainOne.Do(func() { close(c.draining) }) }
+
+// run conducts until the run has ended or ctx ends, which interrupts it.
+func (c *conductor) run(ctx context.Context) {
+	defer close(c.done)
+	if run, err := c.svc.update(ctx, c.id, func(*Run) error { return nil }); err != nil || !active(run.GetState()) {
+		return // cancelled before it began
+	}
+	parts, cancel := context.WithCancel(ctx)
+	defer cancel()
+	finished := make(chan struct{})
+	go func() {
+		defer close(finished)
+		if err := c.conduct(parts); err != nil && parts.Err() == nil {
+			c.end(failure(err))
+		}
+	}()
+	var e *ending
+	select {
+	case e = <-c.endings:
+	case <-ctx.Done():
+		e = &ending{state: Interrupted, message: "the control plane stopped; `rollout run --resume " + c.id + "` goes on"}
+	}
+	closing := context.WithoutCancel(ctx)
+	c.before(closing, e)
+	cancel()
+	<-finished
+	c.after(closing, e)
+}
+
+// failure turns what stopped a part into the run's ending.
+func failure(err error) *ending {
+	var e *ending
+	if errors.As(err, &e) {
+		return e
+	}
+	var loop *launch.CrashLoop
+	if errors.As(err, &loop) {
+		return &ending{state: Failed, reason: "WORKER_CRASH_LOOP", message: loop.Error()}
+	}
+	reason := rpcerr.Reason(err)
+	if reason == "" {
+		reason = rpcerr.ReasonInternal
+	}
+	return &ending{state: Failed, reason: reason, message: err.Error()}
+}
+
+// before readies the others for the end while the workers still run.
+func (c *conductor) before(ctx context.Context, e *ending) {
+	if e.state == Succeeded {
+		if _, err := c.svc.transition(ctx, c.id, Draining, nil); err != nil {
+			c.svc.Log.WarnContext(ctx, "run does not drain", "run", c.id, "error", err)
+		}
+		return
+	}
+	stopping, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	if _, err := c.svc.Controller.StopRun(stopping, &learnerv1.StopRunRequest{RunId: c.id}); err != nil {
+		c.svc.Log.DebugContext(ctx, "controller was not told of the end", "run", c.id, "error", err)
+	}
+}
+
+// after closes what the run used and records its end.
+func (c *conductor) after(ctx context.Context, e *ending) {
+	s := c.svc
+	asking, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	if resp, err := s.Controller.GetProgress(asking, &learnerv1.GetProgressRequest{RunId: c.id}); err == nil {
+		c.seeProgress(resp.GetProgress())
+	}
+	closing, cancel := context.WithTimeout(ctx, 3*time.Second)
+	defer cancel()
+	_, err := s.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.id})
+	errs := []error{err, s.Store.KeepQueues(ctx, c.id, c.queues())}
+	if e.state == Succeeded {
+		errs = append(errs, s.Bus.DeleteRun(closing, c.id))
+	} else {
+		errs = append(errs, s.Bus.PurgeWork(closing, c.id))
+	}
+	if err := errors.Join(errs...); err != nil {
+		s.Log.WarnContext(ctx, "not everything of the run could be closed", "run", c.id, "error", err)
+	}
+	progress := c.progress()
+	_, err = s.transition(ctx, c.id, e.state, func(r *Run) error {
+		r.Reason, r.Message = e.reason, e.message
+		if e.state != Interrupted {
+			r.EndTime = timestamppb.New(s.Now().UTC())
+		}
+		advance(r, progress)
+		return nil
+	})
+	if err != nil {
+		s.Log.ErrorContext(ctx, "the end of the run could not be recorded", "run", c.id, "state", stateName(e.state), "error", err)
+	}
+}
+
+// conduct opens the run and runs its parts until ctx ends or one fails.
+func (c *conductor) conduct(ctx context.Context) error {
+	run := c.record()
+	cursor, err := c.svc.Store.Cursor(ctx, c.id)
+	if err != nil {
+		return err
+	}
+	c.window = windowOf(run.GetPlan(), cursor.First, cursor.FirstStep)
+	data, err := trainData(run)
+	if err != nil {
+		return err
+	}
+	c.rows = data.rows
+	if err := os.MkdirAll(filepath.Join(run.GetDirectory(), "workers"), 0o700); err != nil {
+		return fmt.Errorf("make the folder of the run: %w", err)
+	}
+	if run.GetState() == Pending {
+		if run, err = c.svc.transition(ctx, c.id, Starting, nil); err != nil {
+			return err
+		}
+	}
+	if err := c.open(ctx, run); err != nil {
+		return err
+	}
+	parts, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var wg sync.WaitGroup
+	failed := make(chan error, 1)
+	start := func(part func(context.Context) error) {
+		wg.Go(func() {
+			if err := part(parts); err != nil && parts.Err() == nil {
+				select {
+				case failed <- err:
+				default:
+				}
+			}
+		})
+	}
+	for _, kind := range []string{"inference", "learner"} {
+		start(func(ctx context.Context) error { return c.watchRegistry(ctx, kind) })
+	}
+	for _, sup := range c.supervisors(run) {
+		start(sup.Run)
+	}
+	start(c.control)
+	start(c.drained)
+	issuer := newIssuer(c, run, data, cursor.Position)
+	start(issuer.run)
+
+	select {
+	case err = <-failed:
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	cancel()
+	wg.Wait()
+	return err
+}
+
+// open makes the streams and the ledger. Workers of an older incarnation are gone: what they had pulled is published again by
+// the issuer, so the work stream starts empty.
+func (c *conductor) open(ctx context.Context, run *Run) error {
+	if err := c.insist(ctx, "the streams of the run (NATS)", func(ctx context.Context) error {
+		return errors.Join(c.svc.Bus.EnsureRun(ctx, c.id), c.svc.Bus.PurgeWork(ctx, c.id))
+	}); err != nil {
+		return err
+	}
+	return c.insist(ctx, "the ledger of the run (buffer)", func(ctx context.Context) error {
+		resp, err := c.svc.Buffer.OpenLedger(ctx, &bufferv1.OpenLedgerRequest{
+			RunId: c.id, Config: c.window.ledgerConfig(run.GetPlan(), c.rows),
+		})
+		if err == nil {
+			c.seeLedger(resp.GetState())
+		}
+		return err
+	})
+}
+
+// control starts the controller and listens to it; it begins again when the controller's process was replaced.
+func (c *conductor) control(ctx context.Context) error {
+	run := c.record()
+	for {
+		if err := c.insist(ctx, "the controller to take the run (learner-controller)", func(ctx context.Context) error {
+			_, err := c.svc.Controller.StartRun(ctx, &learnerv1.StartRunRequest{
+				RunId: c.id, Plan: run.GetPlan(), Incarnation: run.GetIncarnation(), RunDirectory: run.GetDirectory(),
+				FromSnapshot: run.GetFromSnapshot(),
+			})
+			return err
+		}); err != nil {
+			return err
+		}
+		err := c.listen(ctx)
+		if ctx.Err() != nil {
+			return nil
+		}
+		if err == nil { // the controller has reached its end and says so through CompleteRun or to StopRun
+			<-ctx.Done()
+			return nil
+		}
+		c.waitFor("the controller to answer again (learner-controller)", err.Error())
+		if err := pause(ctx, 200*time.Millisecond); err != nil {
+			return nil
+		}
+	}
+}
+
+// listen follows the progress until the controller ends the stream (nil) or it breaks.
+func (c *conductor) listen(ctx context.Context) error {
+	stream, err := c.svc.Controller.WatchProgress(ctx, &learnerv1.WatchProgressRequest{RunId: c.id})
+	if err != nil {
+		return err
+	}
+	for {
+		resp, err := stream.Recv()
+		if err != nil {
+			return endOfStream(err)
+		}
+		c.waitFor("the controller to answer again (learner-controller)", "")
+		c.seeProgress(resp.GetProgress())
+		if err := c.keepProgress(ctx); err != nil {
+			return err
+		}
+	}
+}
+
+// drained waits for a request to drain and carries it out.
+func (c *conductor) drained(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-c.draining:
+	}
+	return c.insist(ctx, "the controller to finish the step in hand (learner-controller)", func(ctx context.Context) error {
+		resp, err := c.svc.Controller.StopRun(ctx, &learnerv1.StopRunRequest{RunId: c.id, Drain: true})
+		if err != nil {
+			return err
+		}
+		c.seeProgress(resp.GetProgress())
+		switch resp.GetProgress().GetPhase() {
+		case learnerv1.Phase_PHASE_FINISHED:
+			c.end(&ending{state: Succeeded})
+		case learnerv1.Phase_PHASE_FAILED: // CompleteRun says why
+		default:
+			c.end(&ending{state: Cancelled, message: fmt.Sprintf("cancelled by request after step %d", resp.GetProgress().GetStep())})
+		}
+		return nil
+	})
+}
+
+// insist repeats a call while it fails in a way that may pass, and shows what is waited for.
+func (c *conductor) insist(ctx context.Context, what string, call func(context.Context) error) error {
+	delay := 50 * time.Millisecond
+	for {
+		patient := c.noticeSlow(what)
+		err := call(ctx)
+		patient()
+		if err == nil || ctx.Err() != nil || !transient(err) {
+			c.waitFor(what, "")
+			return err
+		}
+		c.waitFor(what, err.Error())
+		c.svc.Log.DebugContext(ctx, "waiting", "run", c.id, "for", what, "error", err)
+		if err := pause(ctx, delay); err != nil {
+			return err
+		}
+		delay = min(2*delay, 2*time.Second)
+	}
+}
+
+// noticeSlow shows what is waited for when a call has not returned after two seconds; the returned function ends that.
+func (c *conductor) noticeSlow(what string) func() {
+	var mu sync.Mutex
+	returned := false
+	timer := time.AfterFunc(2*time.Second, func() {
+		mu.Lock()
+		defer mu.Unlock()
+		if !returned {
+			c.waitFor(what, "no answer yet")
+		}
+	})
+	return func() {
+		timer.Stop()
+		mu.Lock()
+		defer mu.Unlock()
+		returned = true
+	}
+}
+
+// follow repeats a call that reads a stream, however the stream ends, until ctx ends or the call fails for good.
+func (c *conductor) follow(ctx context.Context, what string, call func(context.Context) error) error {
+	for {
+		err := endOfStream(call(ctx))
+		if ctx.Err() != nil {
+			return nil
+		}
+		if err != nil {
+			if !transient(err) {
+				return err
+			}
+			c.waitFor(what, err.Error())
+		}
+		if err := pause(ctx, 200*time.Millisecond); err != nil {
+			return nil
+		}
+	}
+}
+
+// keepProgress writes the progress into the run's record: at once when the state changes, else once a second.
+func (c *conductor) keepProgress(ctx context.Context) error {
+	progress, run := c.progress(), c.record()
+	begun := progress.GetPhase() > learnerv1.Phase_PHASE_PREPARING && progress.GetPhase() <= learnerv1.Phase_PHASE_SNAPSHOTTING
+	if begun && run.GetState() == Starting {
+		_, err := c.svc.transition(ctx, c.id, Running, func(r *Run) error {
+			advance(r, progress)
+			return nil
+		})
+		if errors.Is(err, ErrTransition) { // paused or ended meanwhile
+			return nil
+		}
+		return err
+	}
+	c.mu.Lock()
+	due := c.svc.Now().Sub(c.kept) >= time.Second
+	if due {
+		c.kept = c.svc.Now()
+	}
+	c.mu.Unlock()
+	if !due {
+		return nil
+	}
+	_, err := c.svc.update(ctx, c.id, func(r *Run) error {
+		advance(r, progress)
+		return nil
+	})
+	return err
+}
+
+// advance takes what the progress says of steps and weights into the record; it never goes back.
+func advance(r *Run, p *learnerv1.Progress) {
+	r.Step = max(r.GetStep(), p.GetStep())
+	if w := p.GetWeights(); w.GetDirectory() != "" {
+		r.WeightsDirectory, r.WeightsDigest = w.GetDirectory(), w.GetDigest()
+	}
+}
+
+// record is the run's record as it was seen last.
+func (c *conductor) record() *Run {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return proto.CloneOf(c.view.run)
+}
+
+func (c *conductor) queues() *runv1.Queues {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.view.queues()
+}
+
+func (c *conductor) progress() *learnerv1.Progress {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.view.progress
+}
+
+// pause waits, at most until ctx ends.
+func pause(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-timer.C:
+		return nil
+	}
+}

@@ -1,0 +1,316 @@
+package scheduler
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path/filepath"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/bus"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/dataset"
+)
+
+// AttemptsExhausted is the reason of groups that failed in each of their attempts.
+const AttemptsExhausted = "ATTEMPTS_EXHAUSTED"
+
+// chunk is how many groups are published at a time.
+const chunk = 512
+
+// page is how many groups are asked of the ledger at a time.
+const page = 10_000
+
+// issuer publishes a run's prompt groups. It acts on each state that the ledger sends and never polls.
+//
+//	reconcile once: issued by the cursor, not complete in the ledger -> published again with the same attempt
+//	then, per ledger state: dissolved groups -> next attempt, or excluded; room in the window -> cursor forward, then publish
+type issuer struct {
+	c        *conductor
+	record   *Run
+	data     input
+	file     *dataset.File
+	order    dataset.Order
+	position uint64
+	settled  map[settledKey]bool // dissolved attempts that were acted on
+}
+
+type settledKey struct {
+	position uint64
+	attempt  uint32
+}
+
+// item is a group to publish.
+type item struct {
+	position uint64
+	attempt  uint32
+}
+
+type input struct {
+	path   string
+	digest string
+	rows   uint64
+}
+
+// trainData finds the training rows among a plan's inputs.
+func trainData(run *Run) (input, error) {
+	for _, in := range run.GetPlan().GetInputs() {
+		if in.GetRole() != planv1.InputRole_INPUT_ROLE_TRAIN_DATA || in.GetRows() == 0 {
+			continue
+		}
+		path := filepath.FromSlash(in.GetPath())
+		if !filepath.IsAbs(path) {
+			path = filepath.Join(run.GetBaseDir(), path)
+		}
+		return input{path, in.GetDigest(), in.GetRows()}, nil
+	}
+	return input{}, ErrPlanUnreadable.Wrap(errors.New("the plan names no training rows"))
+}
+
+func newIssuer(c *conductor, run *Run, data input, position uint64) *issuer {
+	config := run.GetPlan().GetConfig()
+	c.seePosition(position)
+	return &issuer{
+		c: c, record: run, data: data, position: position, settled: map[settledKey]bool{},
+		order: dataset.Order{Seed: config.GetSeed(), Rows: data.rows, Shuffle: config.GetData().GetShuffle()},
+	}
+}
+
+func (i *issuer) issue(ctx context.Context) error {
+	if err := i.c.insist(ctx, "the ledger's groups (buffer)", i.reconcile); err != nil {
+		return err
+	}
+	for {
+		woken := i.c.changes()
+		if err := i.c.insist(ctx, "publishing prompt groups (NATS, buffer)", i.act); err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-woken:
+		}
+	}
+}
+
+// run opens the dataset, follows the ledger and issues until ctx ends.
+func (i *issuer) run(ctx context.Context) (err error) {
+	if i.file, err = dataset.Open(i.data.path, i.data.digest, i.data.rows); err != nil {
+		return err
+	}
+	defer i.file.Close()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	watched := make(chan error, 1)
+	go func() {
+		defer cancel()
+		watched <- i.watch(ctx)
+	}()
+	err = i.issue(ctx)
+	cancel()
+	return errors.Join(err, <-watched)
+}
+
+// watch takes the ledger's states into the view, where act finds them. A broken stream is opened again.
+func (i *issuer) watch(ctx context.Context) error {
+	const what = "the ledger's changes (buffer)"
+	return i.c.follow(ctx, what, func(ctx context.Context) error {
+		stream, err := i.c.svc.Buffer.WatchLedger(ctx, &bufferv1.WatchLedgerRequest{RunId: i.c.id})
+		if err != nil {
+			return err
+		}
+		for {
+			resp, err := stream.Recv()
+			if err != nil {
+				return err
+			}
+			i.c.waitFor(what, "")
+			i.c.seeLedger(resp.GetState())
+		}
+	})
+}
+
+// reconcile publishes again what an earlier incarnation had issued and the ledger does not have whole. The cursor never lies
+// behind the ledger: it is durable before the publish; if a disk lost it, the ledger's last position moves it.
+func (i *issuer) reconcile(ctx context.Context) error {
+	from := i.c.window.First
+	if step := i.c.ledger().GetStep(); !i.c.window.Refill && step > i.c.window.FirstStep {
+		from += (step - i.c.window.FirstStep) * i.c.window.GroupsPerStep // the windows of committed steps are whole
+	}
+	known := map[uint64]*bufferv1.GroupRecord{}
+	last := i.position
+	for next := from; ; {
+		resp, err := i.c.svc.Buffer.ListGroups(ctx, &bufferv1.ListGroupsRequest{RunId: i.c.id, FromPosition: next, Limit: page})
+		if err != nil {
+			return err
+		}
+		for _, g := range resp.GetGroups() {
+			known[g.GetPosition()] = g
+			last = max(last, g.GetPosition()+1)
+			next = g.GetPosition() + 1
+		}
+		if len(resp.GetGroups()) < page {
+			break
+		}
+	}
+	if last > i.position {
+		if err := i.advance(ctx, last); err != nil {
+			return err
+		}
+	}
+	var lost []item
+	for p := from; p < i.position; p++ {
+		g, there := known[p]
+		if !there {
+			lost = append(lost, item{position: p})
+		} else if g.GetState() == bufferv1.GroupState_GROUP_STATE_OPEN {
+			lost = append(lost, item{position: p, attempt: g.GetKey().GetAttempt()})
+		}
+	}
+	if len(lost) > 0 {
+		i.c.svc.Log.InfoContext(ctx, "groups of an earlier incarnation are issued again", "run", i.c.id, "groups", len(lost))
+	}
+	return i.publish(ctx, lost)
+}
+
+// act does what the newest ledger state asks for. It may be repeated after an error at any point.
+func (i *issuer) act(ctx context.Context) error {
+	ledger, state := i.c.ledger(), i.c.state()
+	if ledger == nil || (state != Starting && state != Running) {
+		return nil
+	}
+	if !i.c.window.Data && ledger.GetWeightsDigest() == "" {
+		return nil // a sample of weights that the ledger does not know would be refused
+	}
+	if err := i.settle(ctx, ledger.GetDissolved()); err != nil {
+		return err
+	}
+	upto := i.c.window.Upto(i.position, ledger.GetConsumed(), ledger.GetExcluded())
+	for i.position < upto {
+		to := min(upto, i.position+chunk)
+		var items []item
+		for p := i.position; p < to; p++ {
+			items = append(items, item{position: p})
+		}
+		if err := i.advance(ctx, to); err != nil {
+			return err
+		}
+		if err := i.c.insist(ctx, "publishing prompt groups (NATS)", func(ctx context.Context) error { return i.publish(ctx, items) }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// settle gives dissolved groups their next attempt, or excludes them after the last.
+func (i *issuer) settle(ctx context.Context, dissolved []*bufferv1.GroupRecord) error {
+	attempts := max(1, i.record.GetPlan().GetConfig().GetLimits().GetGroupAttempts())
+	var again, out []*bufferv1.GroupRecord
+	for _, g := range dissolved {
+		switch {
+		case i.settled[settledKey{g.GetPosition(), g.GetKey().GetAttempt()}]:
+		case g.GetKey().GetAttempt()+1 < attempts:
+			again = append(again, g)
+		default:
+			out = append(out, g)
+		}
+	}
+	if err := i.reissue(ctx, again); err != nil {
+		return err
+	}
+	return i.exclude(ctx, out)
+}
+
+func (i *issuer) reissue(ctx context.Context, groups []*bufferv1.GroupRecord) error {
+	if len(groups) == 0 {
+		return nil
+	}
+	req := &bufferv1.ReissueGroupsRequest{RunId: i.c.id}
+	var items []item
+	for _, g := range groups {
+		k := g.GetKey()
+		req.Groups = append(req.Groups, &bufferv1.GroupKey{Epoch: k.GetEpoch(), Index: k.GetIndex(), Attempt: k.GetAttempt() + 1})
+		items = append(items, item{position: g.GetPosition(), attempt: k.GetAttempt() + 1})
+	}
+	if _, err := i.c.svc.Buffer.ReissueGroups(ctx, req); err != nil {
+		return fmt.Errorf("open the next attempt of %d groups: %w", len(groups), err)
+	}
+	if err := i.publish(ctx, items); err != nil {
+		return err
+	}
+	i.remember(groups)
+	return nil
+}
+
+func (i *issuer) exclude(ctx context.Context, groups []*bufferv1.GroupRecord) error {
+	if len(groups) == 0 {
+		return nil
+	}
+	req := &bufferv1.ExcludeGroupsRequest{RunId: i.c.id, Reason: AttemptsExhausted}
+	for _, g := range groups {
+		req.Groups = append(req.Groups, g.GetKey())
+	}
+	if _, err := i.c.svc.Buffer.ExcludeGroups(ctx, req); err != nil {
+		return fmt.Errorf("exclude %d groups: %w", len(groups), err)
+	}
+	for _, g := range groups {
+		name := fmt.Sprintf("%d/%d", g.GetKey().GetEpoch(), g.GetKey().GetIndex())
+		i.c.svc.emit(i.record, &eventv1.Event{
+			Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Step: i.c.ledger().GetStep(),
+			Message:    fmt.Sprintf("group %s is left out: attempt %d was its last, it failed for %s", name, g.GetKey().GetAttempt(), g.GetReason()),
+			Attributes: map[string]string{"group": name, "reason": AttemptsExhausted, "last_reason": g.GetReason()},
+		})
+	}
+	i.remember(groups)
+	return nil
+}
+
+func (i *issuer) remember(groups []*bufferv1.GroupRecord) {
+	for _, g := range groups {
+		i.settled[settledKey{g.GetPosition(), g.GetKey().GetAttempt()}] = true
+	}
+}
+
+// advance makes the cursor durable at a position.
+func (i *issuer) advance(ctx context.Context, to uint64) error {
+	if err := i.c.svc.Store.Advance(ctx, i.c.id, i.position, to); err != nil {
+		return err
+	}
+	i.position = to
+	i.c.seePosition(to)
+	return nil
+}
+
+// publish puts groups on the work stream and returns when it has stored them. Repeating it is harmless.
+func (i *issuer) publish(ctx context.Context, items []item) error {
+	for len(items) > 0 {
+		n := min(len(items), chunk)
+		messages := make([]bus.Message, 0, n)
+		for _, it := range items[:n] {
+			m, err := i.message(it)
+			if err != nil {
+				return err
+			}
+			messages = append(messages, m)
+		}
+		bounded, cancel := context.WithTimeout(ctx, 10*time.Second)
+		err := i.c.svc.Bus.Publish(bounded, messages...)
+		cancel()
+		if err != nil {
+			return err
+		}
+		items = items[n:]
+	}
+	return nil
+}
+
+// endOfStream is nil where a stream ended in good order.
+func endOfStream(err error) error {
+	if errors.Is(err, io.EOF) {
+		return nil
+	}
+	return err
+}

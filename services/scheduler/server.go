@@ -1,0 +1,183 @@
+package scheduler
+
+import (
+	"context"
+
+	"google.golang.org/grpc"
+
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// Server is the gRPC edge of the scheduler: one service for people and their tools, one for the other services.
+type Server struct {
+	runv1.UnimplementedSchedulerServiceServer
+	svc         *service
+	interrupted []string // runs that a dead process left active
+}
+
+// New makes the scheduler and marks the runs that a dead process left active as INTERRUPTED, so that whoever asks later sees
+// what is. It starts nothing.
+func New(cfg Config, deps Deps) (*Server, error) {
+	if err := cfg.check(); err != nil {
+		return nil, err
+	}
+	if err := deps.check(); err != nil {
+		return nil, err
+	}
+	s := &Server{svc: newService(cfg, deps)}
+	var err error
+	s.interrupted, err = s.svc.interruptActive(context.Background())
+	return s, err
+}
+
+// Register adds both services to a gRPC server.
+func (s *Server) Register(r grpc.ServiceRegistrar) {
+	runv1.RegisterSchedulerServiceServer(r, s)
+	runv1.RegisterSchedulerInternalServiceServer(r, internalServer{svc: s.svc})
+}
+
+// Run conducts runs until ctx ends, then interrupts them: their workers are stopped and their records say so when it returns.
+func (s *Server) Run(ctx context.Context) error {
+	if s.svc.cfg.ResumeOnStart {
+		for _, id := range s.interrupted {
+			if _, err := s.svc.resume(ctx, id); err != nil {
+				s.svc.Log.ErrorContext(ctx, "run could not be resumed", "run", id, "error", err)
+			}
+		}
+	}
+	<-ctx.Done()
+	s.svc.shutdown()
+	return nil
+}
+
+// CreateRun implements the contract.
+func (s *Server) CreateRun(ctx context.Context, req *runv1.CreateRunRequest) (*runv1.CreateRunResponse, error) {
+	run, err := s.svc.create(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	return &runv1.CreateRunResponse{Run: run}, nil
+}
+
+// GetRun implements the contract.
+func (s *Server) GetRun(ctx context.Context, req *runv1.GetRunRequest) (*runv1.GetRunResponse, error) {
+	run, err := s.svc.Store.Resolve(ctx, req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	status, err := s.svc.status(ctx, run, true)
+	if err != nil {
+		return nil, err
+	}
+	return &runv1.GetRunResponse{Status: status}, nil
+}
+
+// ListRuns implements the contract. Steps of active runs are those of this moment.
+func (s *Server) ListRuns(ctx context.Context, req *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
+	size := int(req.GetPageSize())
+	if size == 0 {
+		size = 100
+	}
+	runs, err := s.svc.Store.List(ctx, Filter{States: req.GetStates(), After: req.GetPageToken(), Limit: size + 1})
+	if err != nil {
+		return nil, err
+	}
+	resp := &runv1.ListRunsResponse{}
+	if len(runs) > size {
+		runs = runs[:size]
+		resp.NextPageToken = runs[size-1].GetRunId()
+	}
+	for _, run := range runs {
+		if c := s.svc.conductor(run.GetRunId()); c != nil {
+			advance(run, c.progress())
+		}
+		resp.Runs = append(resp.Runs, run)
+	}
+	return resp, nil
+}
+
+// CancelRun implements the contract.
+func (s *Server) CancelRun(ctx context.Context, req *runv1.CancelRunRequest) (*runv1.CancelRunResponse, error) {
+	id, err := s.resolve(ctx, req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	run, err := s.svc.cancel(ctx, id, req.GetDrain())
+	if err != nil {
+		return nil, err
+	}
+	return &runv1.CancelRunResponse{Run: run}, nil
+}
+
+// PauseRun implements the contract.
+func (s *Server) PauseRun(ctx context.Context, req *runv1.PauseRunRequest) (*runv1.PauseRunResponse, error) {
+	id, err := s.resolve(ctx, req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	run, err := s.svc.pause(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	return &runv1.PauseRunResponse{Run: run}, nil
+}
+
+// ResumeRun implements the contract.
+func (s *Server) ResumeRun(ctx context.Context, req *runv1.ResumeRunRequest) (*runv1.ResumeRunResponse, error) {
+	id, err := s.resolve(ctx, req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	run, err := s.svc.resume(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	return &runv1.ResumeRunResponse{Run: run}, nil
+}
+
+// WatchRun implements the contract. It ends when the run has ended, and with ErrStopping when this service goes.
+func (s *Server) WatchRun(req *runv1.WatchRunRequest, stream grpc.ServerStreamingServer[runv1.WatchRunResponse]) error {
+	id, err := s.resolve(stream.Context(), req.GetRunId())
+	if err != nil {
+		return err
+	}
+	return s.svc.watch(stream.Context(), id, func(status *runv1.RunStatus) error {
+		return stream.Send(&runv1.WatchRunResponse{Status: status})
+	})
+}
+
+// resolve takes what GetRun takes: an id, a unique prefix or a name.
+func (s *Server) resolve(ctx context.Context, ref string) (string, error) {
+	run, err := s.svc.Store.Resolve(ctx, ref)
+	return run.GetRunId(), err
+}
+
+type internalServer struct {
+	runv1.UnimplementedSchedulerInternalServiceServer
+	svc *service
+}
+
+// CompleteRun implements the contract.
+func (s internalServer) CompleteRun(ctx context.Context, req *runv1.CompleteRunRequest) (*runv1.CompleteRunResponse, error) {
+	if err := s.svc.complete(ctx, req); err != nil {
+		return nil, err
+	}
+	return &runv1.CompleteRunResponse{}, nil
+}
+
+// GetCursor implements the contract.
+func (s internalServer) GetCursor(ctx context.Context, req *runv1.GetCursorRequest) (*runv1.GetCursorResponse, error) {
+	run, err := s.svc.Store.Get(ctx, req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	cursor, err := s.svc.Store.Cursor(ctx, req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	data, err := trainData(run)
+	if err != nil {
+		return nil, err
+	}
+	return &runv1.GetCursorResponse{Cursor: cursorMessage(cursor.Position, data.rows)}, nil
+}

@@ -1,0 +1,332 @@
+package scheduler
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"sync"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+// service is the use cases. Its methods may be called from many goroutines.
+type service struct {
+	cfg Config
+	Deps
+
+	base context.Context // of conductors; ends when the service stops
+	stop context.CancelFunc
+	wg   sync.WaitGroup
+
+	mu         sync.Mutex
+	stopping   bool
+	conductors map[string]*conductor
+}
+
+func newService(cfg Config, deps Deps) *service {
+	s := &service{cfg: cfg, Deps: deps, conductors: map[string]*conductor{}}
+	s.base, s.stop = context.WithCancel(context.Background())
+	return s
+}
+
+// create verifies the plan, records the run and starts it.
+func (s *service) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, error) {
+	if key := req.GetIdempotencyKey(); key != "" {
+		first, err := s.Store.ByKey(ctx, key)
+		if err == nil {
+			return first, nil
+		}
+		if !errors.Is(err, ErrNotFound) {
+			return nil, err
+		}
+	}
+	plan, err := s.verify(ctx, req.GetLock(), req.GetBaseDir())
+	if err != nil {
+		return nil, err
+	}
+	var cursor Cursor
+	from := req.GetFromSnapshot()
+	if from != "" {
+		if from, cursor, err = s.startingPoint(ctx, from); err != nil {
+			return nil, err
+		}
+	}
+	now := s.Now().UTC()
+	run := &Run{
+		RunId: id.NewRun(now), Name: plan.GetConfig().GetName(), Plan: plan, BaseDir: req.GetBaseDir(), State: Pending,
+		CreateTime: timestamppb.New(now), FromSnapshot: from, Step: cursor.FirstStep, TotalSteps: plan.GetConfig().GetTrain().GetSteps(),
+		Incarnation: 1,
+	}
+	run.Directory = filepath.Join(s.cfg.StateDir, "runs", run.GetRunId())
+	recorded, err := s.Store.Create(ctx, run, req.GetIdempotencyKey(), cursor)
+	if err != nil || recorded.GetRunId() != run.GetRunId() {
+		return recorded, err
+	}
+	s.announce(recorded)
+	return recorded, s.conduct(recorded)
+}
+
+// verify asks the planner whether the plan's inputs still are what they were.
+func (s *service) verify(ctx context.Context, lock []byte, baseDir string) (*planv1.Plan, error) {
+	resp, err := s.Planner.VerifyPlan(ctx, &planv1.VerifyPlanRequest{Lock: lock, File: "plan.lock", BaseDir: baseDir})
+	if err != nil {
+		return nil, fmt.Errorf("verify the plan: %w", err)
+	}
+	bad := ErrPlanChanged
+	if resp.GetPlan() == nil {
+		bad = ErrPlanUnreadable
+	}
+	for _, p := range resp.GetProblems() {
+		where := p.GetFile()
+		if where == "" {
+			where = p.GetField()
+		}
+		text := p.GetReason() + ": " + p.GetMessage()
+		if p.GetMend() != "" {
+			text += " " + p.GetMend()
+		}
+		bad = bad.Field(where, text)
+	}
+	if resp.GetPlan() == nil || len(resp.GetProblems()) > 0 {
+		return nil, bad
+	}
+	return resp.GetPlan(), nil
+}
+
+// startingPoint is the full id of a snapshot and the cursor of a run that starts from it.
+func (s *service) startingPoint(ctx context.Context, snapshot string) (string, Cursor, error) {
+	resp, err := s.Snapshots.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: snapshot})
+	if err != nil {
+		return "", Cursor{}, fmt.Errorf("start from snapshot: %w", err)
+	}
+	snap := resp.GetSnapshot()
+	if snap.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE {
+		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId())
+	}
+	position := snap.GetCursor().GetPosition()
+	return snap.GetSnapshotId(), Cursor{Position: position, First: position, FirstStep: snap.GetStep()}, nil
+}
+
+// pause stops issuing.
+func (s *service) pause(ctx context.Context, runID string) (*Run, error) {
+	return s.transition(ctx, runID, Paused, func(r *Run) error {
+		if st := r.GetState(); st != Starting && st != Running && st != Paused {
+			return ErrNotPausable.With("run", runID).With("state", st.String())
+		}
+		return nil
+	})
+}
+
+// resume goes on with a run; see the drawing.
+func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
+	run, err := s.Store.Get(ctx, runID)
+	if err != nil {
+		return nil, err
+	}
+	switch run.GetState() {
+	case Succeeded, Draining:
+		return nil, ErrNotResumable.With("run", runID).With("state", run.GetState().String())
+	case Pending, Starting, Running:
+		return run, nil
+	case Paused:
+		return s.transition(ctx, runID, Starting, nil) // RUNNING again with the controller's next word
+	}
+	lock, err := id.CanonicalJSON(run.GetPlan())
+	if err != nil {
+		return nil, fmt.Errorf("write the plan of %s: %w", runID, err)
+	}
+	if _, err := s.verify(ctx, lock, run.GetBaseDir()); err != nil {
+		return nil, err
+	}
+	if old := s.conductor(runID); old != nil { // it has reached its end and is about to leave
+		select {
+		case <-old.done:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	run, err = s.transition(ctx, runID, Starting, func(r *Run) error {
+		r.Incarnation++
+		r.Reason, r.Message, r.EndTime = "", "", nil
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return run, s.conduct(run)
+}
+
+// cancel stops a run: with drain the step in hand is finished first.
+func (s *service) cancel(ctx context.Context, runID string, drain bool) (*Run, error) {
+	run, err := s.Store.Get(ctx, runID)
+	if err != nil {
+		return nil, err
+	}
+	c := s.conductor(runID)
+	if c == nil || !active(run.GetState()) {
+		if run.GetState() != Interrupted && !active(run.GetState()) {
+			return run, nil
+		}
+		return s.transition(ctx, runID, Cancelled, func(r *Run) error {
+			r.EndTime = timestamppb.New(s.Now().UTC())
+			return nil
+		})
+	}
+	if !drain || run.GetState() == Pending {
+		c.end(&ending{state: Cancelled, message: "cancelled by request"})
+		return run, nil
+	}
+	if run.GetState() != Draining {
+		if run, err = s.transition(ctx, runID, Draining, nil); err != nil {
+			return nil, err
+		}
+	}
+	c.drain()
+	return run, nil
+}
+
+// complete is the controller's word that a run has ended.
+func (s *service) complete(ctx context.Context, req *runv1.CompleteRunRequest) error {
+	run, err := s.Store.Get(ctx, req.GetRunId())
+	if err != nil {
+		return err
+	}
+	c := s.conductor(req.GetRunId())
+	if c == nil || run.GetIncarnation() != req.GetIncarnation() || !active(run.GetState()) {
+		s.Log.InfoContext(ctx, "the end of an older incarnation is ignored", "run", req.GetRunId(), "incarnation", req.GetIncarnation())
+		return nil
+	}
+	c.end(&ending{state: req.GetState(), reason: req.GetReason(), message: req.GetMessage()})
+	return nil
+}
+
+// transition changes the state; check (may be nil) looks at the run before and may alter it. To the state that it has already
+// it does nothing.
+func (s *service) transition(ctx context.Context, runID string, to State, check func(*Run) error) (*Run, error) {
+	same := false
+	run, err := s.Store.Update(ctx, runID, func(r *Run) error {
+		if check != nil {
+			if err := check(r); err != nil {
+				return err
+			}
+		}
+		if same = r.GetState() == to; same {
+			return nil
+		}
+		return move(r, to)
+	})
+	if err == nil && !same {
+		s.announce(run)
+	}
+	return run, err
+}
+
+func (s *service) update(ctx context.Context, runID string, change func(*Run) error) (*Run, error) {
+	c := s.conductor(runID)
+	if c == nil {
+		return s.Store.Update(ctx, runID, change)
+	}
+	c.records.Lock()
+	defer c.records.Unlock()
+	run, err := s.Store.Update(ctx, runID, change)
+	if err == nil {
+		c.see(run)
+	}
+	return run, err
+}
+
+// announce emits the run.state event.
+func (s *service) announce(run *Run) {
+	level := eventv1.Level_LEVEL_INFO
+	if run.GetState() == Failed {
+		level = eventv1.Level_LEVEL_ERROR
+	}
+	name := stateName(run.GetState())
+	message := "run is " + name
+	if run.GetMessage() != "" {
+		message += ": " + run.GetMessage()
+	}
+	s.emit(run, &eventv1.Event{Kind: "run.state", Level: level, Message: message, Step: run.GetStep(),
+		Attributes: map[string]string{"state": name, "reason": run.GetReason()}})
+	s.Log.Info("run changed", "run", run.GetRunId(), "state", name, "reason", run.GetReason())
+}
+
+func (s *service) emit(run *Run, e *eventv1.Event) {
+	now := s.Now().UTC()
+	e.EventId, e.RunId, e.Time, e.Service = id.New(now), run.GetRunId(), timestamppb.New(now), "scheduler"
+	s.Events.Emit(e)
+}
+
+func stateName(st State) string { return st.String()[len("RUN_STATE_"):] }
+
+// conduct starts the conductor of a run.
+func (s *service) conduct(run *Run) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.stopping {
+		return ErrStopping
+	}
+	c := newConductor(s, run)
+	s.conductors[run.GetRunId()] = c
+	s.wg.Go(func() {
+		c.run(s.base)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.conductors[c.id] == c {
+			delete(s.conductors, c.id)
+		}
+	})
+	return nil
+}
+
+func (s *service) conductor(runID string) *conductor {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.conductors[runID]
+}
+
+// interruptActive marks the runs that a dead process left active. It returns their ids.
+func (s *service) interruptActive(ctx context.Context) ([]string, error) {
+	runs, err := s.Store.List(ctx, Filter{States: activeStates})
+	if err != nil {
+		return nil, err
+	}
+	var ids []string
+	for _, run := range runs {
+		if _, err := s.transition(ctx, run.GetRunId(), Interrupted, func(r *Run) error {
+			r.Message = "the control plane died; `rollout run --resume " + r.GetRunId() + "` goes on"
+			return nil
+		}); err != nil {
+			return nil, err
+		}
+		ids = append(ids, run.GetRunId())
+	}
+	return ids, nil
+}
+
+// shutdown interrupts every run and waits for the conductors.
+func (s *service) shutdown() {
+	s.mu.Lock()
+	s.stopping = true
+	s.mu.Unlock()
+	s.stop()
+	s.wg.Wait()
+}
+
+// transient reports whether a call may succeed when it is repeated.
+func transient(err error) bool {
+	switch rpcerr.Code(err) {
+	case codes.Unavailable, codes.DeadlineExceeded, codes.ResourceExhausted, codes.Canceled:
+		return true
+	}
+	return false
+}

@@ -1,0 +1,203 @@
+package scheduler
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
+)
+
+// supervisors makes one supervisor a worker of the run: the inference workers of the plan and one learner.
+func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
+	limits := c.svc.cfg.Worker.Limits
+	plan := run.GetPlan().GetConfig().GetLimits()
+	limits.Restarts = int(plan.GetWorkerRestarts())
+	if limits.StartTimeout == 0 {
+		limits.StartTimeout = time.Duration(plan.GetWorkerStartSeconds() * float64(time.Second))
+	}
+	var out []*launch.Supervisor
+	add := func(kind string, number int) {
+		id := kind + "-" + strconv.Itoa(number)
+		c.update(func(v *view) { v.workers[id] = workerView{kind: kind} })
+		out = append(out, &launch.Supervisor{
+			Worker: id, Launcher: c.svc.Launcher, Limits: limits, Observer: c,
+			Prepare:    func(context.Context) (launch.Command, error) { return c.command(id, kind) },
+			Registered: func(ctx context.Context, pid int) error { return c.registered(ctx, id, pid) },
+		})
+	}
+	add("learner", 0)
+	for n := range max(1, int(run.GetPlan().GetConfig().GetEngine().GetWorkers())) {
+		add("inference", n)
+	}
+	return out
+}
+
+// command writes the worker's spec and gives the command that starts it.
+func (c *conductor) command(id, kind string) (launch.Command, error) {
+	run, w := c.record(), c.svc.cfg.Worker
+	spec := c.spec(run, id, kind)
+	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(spec)
+	if err != nil {
+		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
+	}
+	base := filepath.Join(run.GetDirectory(), "workers", id)
+	if err := writeSecret(base+".json", text); err != nil {
+		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
+	}
+	env := append(slices.Clone(w.Env), "ROLLOUT_WORKER_SPEC="+base+".json",
+		// Spinning OpenMP threads of two processes starve each other.
+		"OMP_WAIT_POLICY=PASSIVE", "OMP_NUM_THREADS="+strconv.Itoa(int(spec.GetThreads())))
+	return launch.Command{Args: append(slices.Clone(w.Command), kind), Env: env, Log: base + ".log"}, nil
+}
+
+func (c *conductor) spec(run *Run, id, kind string) *runv1.WorkerSpec {
+	w := c.svc.cfg.Worker
+	spec := &runv1.WorkerSpec{
+		WorkerId: id, Kind: kind, RunId: run.GetRunId(), Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), RunDirectory: run.GetDirectory(),
+		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken, Token: w.Token,
+		Incarnation: run.GetIncarnation(), Threads: threads(run, kind, w.Cores), OtlpEndpoint: w.OTLPEndpoint,
+	}
+	if kind == "inference" {
+		spec.InitialWeights, spec.InitialVersion = c.newestWeights(run)
+	}
+	return spec
+}
+
+// threads shares the cores: in sync mode engine and learner alternate and each may use all, in async mode each gets half.
+// Inference workers share their part.
+func threads(run *Run, kind string, cores int) uint32 {
+	config := run.GetPlan().GetConfig()
+	wanted, sharers := config.GetTrain().GetThreads(), 1
+	if kind == "inference" {
+		wanted, sharers = config.GetEngine().GetThreads(), max(1, int(config.GetEngine().GetWorkers()))
+	}
+	if wanted > 0 {
+		return wanted
+	}
+	if config.GetMode() == "async" {
+		cores /= 2
+	}
+	return uint32(max(1, cores/sharers))
+}
+
+var versionFolder = regexp.MustCompile(`^v(\d+)$`)
+
+// newestWeights is the folder and version that an inference worker should begin with, so that one that is started in mid-run
+// serves the current weights when it registers. Empty: the plan's model.
+func (c *conductor) newestWeights(run *Run) (folder string, version uint64) {
+	folder = run.GetWeightsDirectory()
+	if w := c.progress().GetWeights(); w.GetDirectory() != "" {
+		folder = w.GetDirectory()
+	}
+	m := versionFolder.FindStringSubmatch(filepath.Base(folder))
+	if m == nil {
+		return "", 0
+	}
+	if _, err := os.Stat(folder); err != nil {
+		return "", 0
+	}
+	version, err := strconv.ParseUint(m[1], 10, 64)
+	if err != nil {
+		return "", 0
+	}
+	return folder, version
+}
+
+// watchRegistry takes the registered workers of a kind into the view.
+func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
+	incarnation := fmt.Sprint(c.record().GetIncarnation())
+	for list := range c.svc.Registry.Watch(ctx, kind+"-worker") {
+		c.update(func(v *view) {
+			for id, w := range v.workers {
+				if w.kind == kind {
+					w.address, w.dataPID = "", ""
+					v.workers[id] = w
+				}
+			}
+			for _, instance := range list {
+				w, mine := v.workers[instance.Meta["worker"]]
+				if mine && instance.Meta["run"] == c.id && instance.Meta["incarnation"] == incarnation {
+					w.address, w.dataPID = instance.Address, instance.Meta["pid"]
+					v.workers[instance.Meta["worker"]] = w
+				}
+			}
+		})
+	}
+	return nil
+}
+
+// registered waits until the process of a worker serves.
+func (c *conductor) registered(ctx context.Context, id string, pid int) error {
+	for {
+		changed := c.changes()
+		c.mu.Lock()
+		w := c.view.workers[id]
+		c.mu.Unlock()
+		if w.pid == pid && w.healthy() {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-changed:
+		}
+	}
+}
+
+// Started implements launch.Observer.
+func (c *conductor) Started(id string, pid, restarts int) {
+	c.change(id, func(w *workerView) { w.pid, w.restarts, w.why, w.status = pid, restarts, "", nil })
+	c.svc.emit(c.record(), &eventv1.Event{
+		Kind: "worker.started", Level: eventv1.Level_LEVEL_INFO, Step: c.progress().GetStep(),
+		Message:    fmt.Sprintf("%s started with pid %d", id, pid),
+		Attributes: map[string]string{"worker": id, "pid": strconv.Itoa(pid), "restarts": strconv.Itoa(restarts)},
+	})
+}
+
+// Exited implements launch.Observer.
+func (c *conductor) Exited(id string, pid int, exit launch.Exit, why string) {
+	c.change(id, func(w *workerView) { w.pid, w.why, w.status = 0, why, nil })
+	c.svc.emit(c.record(), &eventv1.Event{
+		Kind: "worker.exited", Level: eventv1.Level_LEVEL_ERROR, Step: c.progress().GetStep(), Message: id + " " + why,
+		Attributes: map[string]string{
+			"worker": id, "pid": strconv.Itoa(pid), "exit_code": strconv.Itoa(exit.Code), "signal": exit.Signal,
+			"last_lines": strings.Join(exit.LastLines, "\n"),
+		},
+	})
+}
+
+func (c *conductor) change(id string, change func(*workerView)) {
+	c.update(func(v *view) {
+		w := v.workers[id]
+		change(&w)
+		v.workers[id] = w
+	})
+}
+
+// writeSecret writes a file that only its owner reads, whole or not at all.
+func writeSecret(path string, content []byte) error {
+	f, err := os.CreateTemp(filepath.Dir(path), ".spec-*") // mode 0600
+	if err != nil {
+		return err
+	}
+	defer os.Remove(f.Name())
+	if _, err := f.Write(content); err != nil {
+		f.Close()
+		return err
+	}
+	if err := f.Close(); err != nil {
+		return err
+	}
+	return os.Rename(f.Name(), path)
+}

@@ -1,0 +1,112 @@
+package snapshot
+
+import (
+	"context"
+	"time"
+
+	"google.golang.org/grpc"
+
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+// Server is the gRPC edge of the service.
+type Server struct {
+	snapshotv1.UnimplementedSnapshotServiceServer
+	cfg Config
+	svc *service
+}
+
+// New makes the service. It starts nothing.
+func New(cfg Config, deps Deps) (*Server, error) {
+	if err := deps.check(); err != nil {
+		return nil, err
+	}
+	if cfg.PageSize <= 0 {
+		cfg.PageSize = 100
+	}
+	return &Server{cfg: cfg, svc: &service{Deps: deps}}, nil
+}
+
+// Register adds the service to a gRPC server.
+func (s *Server) Register(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, s) }
+
+// Run deletes what an earlier process left half done, then waits for ctx to end.
+func (s *Server) Run(ctx context.Context) error {
+	delay := 100 * time.Millisecond
+	for {
+		err := s.svc.sweep(ctx)
+		if err == nil || ctx.Err() != nil {
+			break
+		}
+		s.svc.Log.WarnContext(ctx, "sweep of unnamed artifacts failed, trying again", "error", err, "after", delay)
+		select {
+		case <-ctx.Done():
+		case <-time.After(delay):
+			delay = min(2*delay, time.Minute)
+		}
+	}
+	<-ctx.Done()
+	return nil
+}
+
+// CreateSnapshot implements the contract.
+func (s *Server) CreateSnapshot(ctx context.Context, req *snapshotv1.CreateSnapshotRequest) (*snapshotv1.CreateSnapshotResponse, error) {
+	snap, err := s.svc.create(ctx, req.GetSnapshot(), req.GetDirectory(), int(req.GetKeep()))
+	if err != nil {
+		return nil, err
+	}
+	return &snapshotv1.CreateSnapshotResponse{Snapshot: snap}, nil
+}
+
+// GetSnapshot implements the contract.
+func (s *Server) GetSnapshot(ctx context.Context, req *snapshotv1.GetSnapshotRequest) (*snapshotv1.GetSnapshotResponse, error) {
+	snap, err := s.svc.Store.Get(ctx, req.GetSnapshotId())
+	if err != nil {
+		return nil, err
+	}
+	return &snapshotv1.GetSnapshotResponse{Snapshot: snap}, nil
+}
+
+// ListSnapshots implements the contract.
+func (s *Server) ListSnapshots(ctx context.Context, req *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
+	size := int(req.GetPageSize())
+	if size == 0 {
+		size = s.cfg.PageSize
+	}
+	found, err := s.svc.Store.List(ctx, Filter{Run: req.GetRunId(), Kind: req.GetKind(), After: req.GetPageToken(), Limit: size + 1})
+	if err != nil {
+		return nil, err
+	}
+	resp := &snapshotv1.ListSnapshotsResponse{Snapshots: found}
+	if len(found) > size {
+		resp.Snapshots = found[:size]
+		resp.NextPageToken = found[size-1].GetSnapshotId()
+	}
+	return resp, nil
+}
+
+// MaterializeSnapshot implements the contract.
+func (s *Server) MaterializeSnapshot(ctx context.Context, req *snapshotv1.MaterializeSnapshotRequest) (*snapshotv1.MaterializeSnapshotResponse, error) {
+	snap, err := s.svc.materialize(ctx, req.GetSnapshotId(), req.GetDirectory())
+	if err != nil {
+		return nil, err
+	}
+	return &snapshotv1.MaterializeSnapshotResponse{Snapshot: snap}, nil
+}
+
+// RestoreSnapshot implements the contract.
+func (s *Server) RestoreSnapshot(ctx context.Context, req *snapshotv1.RestoreSnapshotRequest) (*snapshotv1.RestoreSnapshotResponse, error) {
+	run, err := s.svc.restore(ctx, req.GetSnapshotId())
+	if err != nil {
+		return nil, err
+	}
+	return &snapshotv1.RestoreSnapshotResponse{Run: run}, nil
+}
+
+// DeleteSnapshot implements the contract. The id must be whole: a prefix deletes nothing by accident.
+func (s *Server) DeleteSnapshot(ctx context.Context, req *snapshotv1.DeleteSnapshotRequest) (*snapshotv1.DeleteSnapshotResponse, error) {
+	if err := s.svc.remove(ctx, req.GetSnapshotId()); err != nil {
+		return nil, err
+	}
+	return &snapshotv1.DeleteSnapshotResponse{}, nil
+}
