@@ -60,6 +60,8 @@ func correct(t *testing.T, w *world) {
 			t.Fatalf("step %d holds %s", s.GetStep(), s.GetWeightsDigest())
 		}
 	}
+	w.inference.mu.Lock()
+	defer w.inference.mu.Unlock()
 	if got := w.inference.receipt.GetDigest(); got != digestAt(steps) {
 		t.Fatalf("the inference worker holds %s in the end", got)
 	}

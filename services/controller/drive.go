@@ -223,7 +223,7 @@ func call[T any](ctx context.Context, d *drive, owner string, fn func(ctx contex
 
 func transient(err error) bool {
 	switch rpcerr.Code(err) {
-	case codes.Unavailable, codes.DeadlineExceeded, codes.Aborted, codes.ResourceExhausted:
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Aborted, codes.ResourceExhausted, codes.Canceled: // Canceled: a connection that was closed, as our own context still lives
 		return true
 	}
 	return false
