@@ -62,7 +62,7 @@ func correct(t *testing.T, w *world) {
 	}
 	w.inference.mu.Lock()
 	defer w.inference.mu.Unlock()
-	if got := w.inference.receipt.GetDigest(); got != digestAt(steps) {
+	if got := w.inference.receipt.GetDigest(); got != digestAt(steps) && !w.fresh {
 		t.Fatalf("the inference worker holds %s in the end", got)
 	}
 	if n := len(w.completed); n == 0 || w.completed[n-1].GetState() != runv1.RunState_RUN_STATE_SUCCEEDED {
@@ -151,6 +151,7 @@ func walk(t *testing.T, victim string, call int, after bool) {
 	}
 	defer stop()
 	finish(t, s)
+	w.fresh = victim == "inference" && !slices.Contains(w.trace[call:], "Evaluate") // its successor came too late for the last delivery
 	correct(t, w)
 	if t.Failed() {
 		t.Logf("%s, call %d (%s), after effect: %v", victim, call, w.trace[call-1], after)

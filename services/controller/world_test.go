@@ -50,6 +50,7 @@ type world struct {
 	after   bool         // whether the call takes effect first
 	trace   []string     // names of the calls, in order
 	watches []*subscribe // of the registry
+	fresh   bool         // the inference worker started when nothing was delivered any more
 
 	learner   *fakeLearner
 	inference *fakeInference
