@@ -1,0 +1,310 @@
+package buffer
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	"github.com/rollout-rl/rollout/services/buffer/segment"
+)
+
+// Arrival is one trajectory whose payload, where it has one inline, is in a segment already.
+type Arrival struct {
+	Header *trajectoryv1.TrajectoryHeader
+	Place  segment.Place // zero where the payload is elsewhere or was not kept
+	Ref    string        // content id in the storage service
+	CRC    uint32
+	Flaw   string // why the payload can't be kept, e.g. PAYLOAD_CORRUPT; "" is good
+}
+
+// Refusal says why a trajectory was not accepted although its sample is wanted.
+type Refusal struct {
+	Reason  string
+	Epoch   uint32
+	Index   uint64
+	Attempt uint32
+	Sample  uint32
+	Worker  string
+}
+
+func (r Refusal) String() string {
+	return fmt.Sprintf("%s: sample %d of group %d/%d, attempt %d, by %s", r.Reason, r.Sample, r.Epoch, r.Index, r.Attempt,
+		or(r.Worker, "an unnamed worker"))
+}
+
+// Tally is what became of some arrivals.
+type Tally struct {
+	Accepted   int
+	Duplicates int
+	Failed     int
+	Refused    []Refusal
+	Dissolved  int
+	Completed  int
+}
+
+// Reasons of refusals and dissolutions that the ledger itself gives.
+const (
+	ReasonBadKey          = "BAD_KEY"
+	ReasonGroupSize       = "GROUP_SIZE_MISMATCH"
+	ReasonReceiptMissing  = "RECEIPT_MISSING"
+	ReasonReceiptMismatch = "RECEIPT_MISMATCH"
+	ReasonPayloadMissing  = "PAYLOAD_MISSING"
+	ReasonPayloadCorrupt  = "PAYLOAD_CORRUPT"
+	ReasonStale           = "STALE"
+)
+
+// admission decides about arrivals within one transaction.
+type admission struct {
+	tx      Tx
+	ledger  *Ledger
+	groups  map[uint64]*Group
+	have    map[uint64]map[uint32][]uint32 // position -> sample -> parts
+	stored  map[uint64]bool                // positions with rows from before
+	weights map[uint64]string
+	fresh   map[uint64][]Sample // accepted now, by position
+	failed  map[uint64]bool     // positions that this call dissolved: all their failures are counted
+	touched []uint64            // positions in the order they changed
+	tally   Tally
+}
+
+// admit accepts, drops or refuses the arrivals in order. Parts of a sample arrive together, in one call.
+func admit(ctx context.Context, tx Tx, arrivals []Arrival) (Tally, error) {
+	a := &admission{
+		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, stored: map[uint64]bool{},
+		fresh: map[uint64][]Sample{}, failed: map[uint64]bool{},
+	}
+	if err := a.load(ctx, arrivals); err != nil {
+		return Tally{}, err
+	}
+	for _, arrival := range arrivals {
+		if err := a.decide(ctx, arrival); err != nil {
+			return Tally{}, err
+		}
+	}
+	return a.tally, a.store(ctx)
+}
+
+// load reads what the decisions need, in three queries.
+func (a *admission) load(ctx context.Context, arrivals []Arrival) (err error) {
+	var positions, open, versions []uint64
+	for _, arrival := range arrivals {
+		key := arrival.Header.GetKey()
+		if p, err := a.ledger.position(key.GetEpoch(), key.GetIndex()); err == nil {
+			positions = append(positions, p)
+		}
+		if r := arrival.Header.GetReceipt(); r != nil {
+			versions = append(versions, r.GetVersion())
+		}
+	}
+	if a.groups, err = a.tx.Groups(ctx, distinct(positions)); err != nil {
+		return err
+	}
+	for p, g := range a.groups {
+		if g.State == Open && g.Samples > 0 {
+			open = append(open, p)
+		}
+	}
+	samples, err := a.tx.Samples(ctx, distinct(open))
+	if err != nil {
+		return err
+	}
+	for i := range samples {
+		a.note(&samples[i])
+		a.stored[samples[i].Position] = true
+	}
+	a.weights, err = a.tx.Weights(ctx, distinct(versions))
+	return err
+}
+
+func (a *admission) note(s *Sample) {
+	if a.have[s.Position] == nil {
+		a.have[s.Position] = map[uint32][]uint32{}
+	}
+	a.have[s.Position][s.Sample] = append(a.have[s.Position][s.Sample], s.Part)
+}
+
+// decide takes one arrival.
+func (a *admission) decide(ctx context.Context, arrival Arrival) error {
+	h := arrival.Header
+	key := h.GetKey()
+	p, err := a.ledger.position(key.GetEpoch(), key.GetIndex())
+	if err != nil || key.GetRunId() != a.ledger.Run || key.GetSample() >= a.ledger.Config.GetGroupSize() {
+		a.refuse(ReasonBadKey, h)
+		return nil
+	}
+	g := a.groups[p]
+	if g == nil {
+		g = &Group{Position: p}
+		a.groups[p] = g
+	}
+	if again := key.GetAttempt() > g.Attempt && (g.State == Open || g.State == Dissolved); g.State == 0 || again {
+		if err := a.begin(ctx, g, key.GetAttempt()); err != nil {
+			return err
+		}
+	}
+	failed := h.GetOutcome() == trajectoryv1.Outcome_OUTCOME_INFRA_FAILED
+	if g.State != Open || key.GetAttempt() < g.Attempt || slices.Contains(a.have[p][key.GetSample()], key.GetPart()) {
+		if failed && a.failed[p] && key.GetAttempt() == g.Attempt {
+			a.ledger.InfraFailed++
+			a.tally.Failed++
+			return nil
+		}
+		a.ledger.Duplicates++
+		a.tally.Duplicates++
+		return nil
+	}
+	switch h.GetOutcome() {
+	case trajectoryv1.Outcome_OUTCOME_INFRA_FAILED:
+		a.ledger.InfraFailed++
+		a.tally.Failed++
+		a.failed[p] = true
+		return a.dissolve(ctx, g, or(h.GetReason(), "INFRA_FAILED"))
+	case trajectoryv1.Outcome_OUTCOME_ABORTED:
+		return a.dissolve(ctx, g, or(h.GetReason(), "ABORTED"))
+	}
+	if flaw := a.flaw(arrival); flaw != "" {
+		a.refuse(flaw, h)
+		return a.dissolve(ctx, g, flaw)
+	}
+	a.accept(g, arrival)
+	return nil
+}
+
+// flaw says why a wanted trajectory must not be trained on.
+func (a *admission) flaw(arrival Arrival) string {
+	h := arrival.Header
+	switch {
+	case arrival.Flaw != "":
+		return arrival.Flaw
+	case h.GetGroupSize() != a.ledger.Config.GetGroupSize():
+		return ReasonGroupSize
+	case !a.ledger.Config.GetReceipts():
+		return ""
+	case h.GetReceipt() == nil:
+		return ReasonReceiptMissing
+	case h.GetMinVersion() > h.GetMaxVersion(), h.GetReceipt().GetVersion() < h.GetMaxVersion():
+		return ReasonReceiptMismatch
+	}
+	if digest, known := a.weights[h.GetReceipt().GetVersion()]; known && digest != h.GetReceipt().GetDigest() {
+		return ReasonReceiptMismatch
+	}
+	return ""
+}
+
+func (a *admission) accept(g *Group, arrival Arrival) {
+	h := arrival.Header
+	s := Sample{
+		Position: g.Position, Sample: h.GetKey().GetSample(), Part: h.GetKey().GetPart(), Attempt: g.Attempt,
+		Segment: arrival.Place.Segment, Offset: arrival.Place.Offset, Length: arrival.Place.Length, CRC: arrival.CRC, Ref: arrival.Ref,
+		Reward: h.GetReward(), Outcome: h.GetOutcome(), MinVersion: h.GetMinVersion(),
+	}
+	if a.ledger.Config.GetReceipts() {
+		s.ReceiptVersion = h.GetReceipt().GetVersion()
+		if _, known := a.weights[s.ReceiptVersion]; !known {
+			s.ReceiptDigest = h.GetReceipt().GetDigest()
+			g.Pending++
+		}
+	}
+	if len(a.have[g.Position]) == 0 || s.MinVersion < g.MinVersion {
+		g.MinVersion = s.MinVersion
+	}
+	if a.have[g.Position][s.Sample] == nil {
+		g.Samples++
+	}
+	a.note(&s)
+	a.fresh[g.Position] = append(a.fresh[g.Position], s)
+	a.touched = append(a.touched, g.Position)
+	a.ledger.Samples++
+	a.tally.Accepted++
+}
+
+func (a *admission) refuse(reason string, h *trajectoryv1.TrajectoryHeader) {
+	a.ledger.Refused++
+	k := h.GetKey()
+	a.tally.Refused = append(a.tally.Refused, Refusal{Reason: reason, Epoch: k.GetEpoch(), Index: k.GetIndex(), Attempt: k.GetAttempt(),
+		Sample: k.GetSample(), Worker: h.GetWorkerId()})
+}
+
+// begin opens an attempt that was not heard of.
+func (a *admission) begin(ctx context.Context, g *Group, attempt uint32) error {
+	if err := a.forget(ctx, g); err != nil {
+		return err
+	}
+	g.Attempt = attempt
+	a.touched = append(a.touched, g.Position)
+	return a.ledger.move(g, Open, "")
+}
+
+func (a *admission) dissolve(ctx context.Context, g *Group, reason string) error {
+	if err := a.forget(ctx, g); err != nil {
+		return err
+	}
+	g.Failures++
+	a.tally.Dissolved++
+	a.touched = append(a.touched, g.Position)
+	return a.ledger.move(g, Dissolved, reason)
+}
+
+// forget drops the samples of the attempt.
+func (a *admission) forget(ctx context.Context, g *Group) error {
+	stored := a.stored[g.Position]
+	delete(a.stored, g.Position)
+	delete(a.have, g.Position)
+	delete(a.fresh, g.Position)
+	if !stored {
+		return nil
+	}
+	return a.tx.DropSamples(ctx, g.Position)
+}
+
+// store completes groups and writes everything.
+func (a *admission) store(ctx context.Context) error {
+	var groups []*Group
+	var samples []Sample
+	for _, p := range unique(a.touched) {
+		g := a.groups[p]
+		if err := a.ledger.complete(g); err != nil {
+			return err
+		}
+		if g.State == Ready {
+			a.tally.Completed++
+		}
+		groups = append(groups, g)
+		samples = append(samples, a.fresh[p]...)
+	}
+	if err := a.tx.PutGroups(ctx, groups); err != nil {
+		return err
+	}
+	return a.tx.AddSamples(ctx, samples)
+}
+
+// complete makes an open group ready once all of its samples are there and agree with the record.
+func (l *Ledger) complete(g *Group) error {
+	if g.State != Open || g.Pending > 0 || g.Samples < l.Config.GetGroupSize() {
+		return nil
+	}
+	return l.move(g, Ready, "")
+}
+
+func distinct(numbers []uint64) []uint64 {
+	slices.Sort(numbers)
+	return slices.Compact(numbers)
+}
+
+// unique keeps the first of each number.
+func unique(numbers []uint64) []uint64 {
+	seen := make(map[uint64]bool, len(numbers))
+	return slices.DeleteFunc(numbers, func(n uint64) bool {
+		was := seen[n]
+		seen[n] = true
+		return was
+	})
+}
+
+func or(a, b string) string {
+	if a != "" {
+		return a
+	}
+	return b
+}

@@ -1,0 +1,184 @@
+// Package buffer is the ledger of trajectories: what arrived, which step consumed it, and by which weights.
+//
+// A group (a position of the dataset's order) goes this way; every arrow is one transaction, and the ledger never rewinds:
+//
+//	            first sample        last sample, digests known
+//	(unheard of) ---------> OPEN ---------------------> READY ---lease---> LEASED ---commit---> CONSUMED
+//	     |                  |  ^                          |
+//	     | reissue   failed,|  | reissue,                 | stale at lease,
+//	     |          refused |  | sample of a new attempt  | digest refused
+//	     |                  v  |                          |
+//	     +--------------> DISSOLVED <---------------------+
+//
+//	unheard of, OPEN, READY, DISSOLVED ---exclude---> EXCLUDED
+//
+// A sample is kept once: the first accepted of (run, epoch, index, attempt, sample, part) wins; a twin, a sample of an older
+// attempt and one of a group that is past READY are dropped and counted. A sample whose receipt names a version that is not
+// recorded yet is kept, but its group is not READY before the version's digest is there and agrees.
+package buffer
+
+import (
+	"fmt"
+
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+)
+
+// State is where a group stands. The zero State is a group that was not heard of.
+type State = bufferv1.GroupState
+
+// The states, as drawn above.
+const (
+	Open      = bufferv1.GroupState_GROUP_STATE_OPEN
+	Ready     = bufferv1.GroupState_GROUP_STATE_READY
+	Leased    = bufferv1.GroupState_GROUP_STATE_LEASED
+	Consumed  = bufferv1.GroupState_GROUP_STATE_CONSUMED
+	Excluded  = bufferv1.GroupState_GROUP_STATE_EXCLUDED
+	Dissolved = bufferv1.GroupState_GROUP_STATE_DISSOLVED
+)
+
+// moves lists the arrows of the drawing.
+var moves = map[State][]State{
+	0:         {Open, Dissolved, Excluded},
+	Open:      {Open, Ready, Dissolved, Excluded},
+	Ready:     {Leased, Dissolved, Excluded},
+	Leased:    {Consumed},
+	Dissolved: {Open, Excluded},
+}
+
+// Ledger is one run's ledger without its groups.
+type Ledger struct {
+	Run            string
+	Config         *bufferv1.LedgerConfig
+	Closed         bool   // ingest is stopped
+	Revision       uint64 // grows with every transaction
+	Step           uint64 // last committed
+	Chain          string // its link
+	Arrivals       uint64 // groups that were completed or excluded so far
+	Trimmed        uint64 // payloads of steps through this one may be gone
+	WeightsVersion uint64 // newest recorded
+	WeightsDigest  string
+	Groups         [7]uint64 // number of groups by State
+	Samples        uint64
+	Duplicates     uint64
+	Refused        uint64
+	InfraFailed    uint64
+}
+
+// Group is one prompt group with its newest attempt.
+type Group struct {
+	Position   uint64
+	Attempt    uint32
+	State      State
+	Reason     string
+	Step       uint64
+	Samples    uint32 // distinct samples there
+	Pending    uint32 // rows whose weights are not recorded yet
+	Failures   uint32
+	MinVersion uint64 // oldest weights version of its samples
+	Arrival    uint64 // place in the order of completion and exclusion; 0 before
+}
+
+// Sample is one accepted sample (or part of it) of a group's newest attempt.
+type Sample struct {
+	Position   uint64
+	Sample     uint32
+	Part       uint32
+	Attempt    uint32 // the group's
+	Segment    uint32 // 0: the payload is in the storage service
+	Offset     uint64
+	Length     uint64
+	CRC        uint32
+	Ref        string
+	Reward     float64
+	Outcome    trajectoryv1.Outcome
+	MinVersion uint64
+	// What the engine said of its weights. Digest is "" once it was found to agree with the record.
+	ReceiptVersion uint64
+	ReceiptDigest  string
+}
+
+// Step is a leased step, committed once WeightsDigest is set.
+type Step struct {
+	Step          uint64
+	Batch         string
+	Groups        uint32
+	Samples       uint32
+	Excluded      uint32
+	WeightsDigest string
+	Chain         string
+}
+
+// Segment is one segment file as the ledger knows it.
+type Segment struct {
+	Number  uint32
+	Bytes   uint64 // durable; a longer file has a torn tail
+	Trimmed bool
+}
+
+// position of a group over all epochs.
+func (l *Ledger) position(epoch uint32, index uint64) (uint64, error) {
+	rows := l.Config.GetRows()
+	if index >= rows {
+		return 0, ErrRange.With("index", fmt.Sprint(index)).With("rows", fmt.Sprint(rows))
+	}
+	p := uint64(epoch)*rows + index
+	if p < l.Config.GetFirstPosition() {
+		return 0, ErrRange.With("position", fmt.Sprint(p)).With("first_position", fmt.Sprint(l.Config.GetFirstPosition()))
+	}
+	return p, nil
+}
+
+func (l *Ledger) key(g *Group) *bufferv1.GroupKey {
+	rows := l.Config.GetRows()
+	return &bufferv1.GroupKey{Epoch: uint32(g.Position / rows), Index: g.Position % rows, Attempt: g.Attempt}
+}
+
+func (l *Ledger) record(g *Group) *bufferv1.GroupRecord {
+	return &bufferv1.GroupRecord{
+		Key: l.key(g), Position: g.Position, State: g.State, Reason: g.Reason, Step: g.Step, Samples: g.Samples, Failures: g.Failures,
+	}
+}
+
+// window is the range of positions of a step where leases go by position.
+func (l *Ledger) window(step uint64) (from, to uint64) {
+	c := l.Config
+	n := uint64(c.GetGroupsPerStep())
+	from = c.GetFirstPosition() + (step-c.GetFirstStep()-1)*n
+	return from, from + n
+}
+
+// move takes an arrow of the drawing and keeps the counts.
+func (l *Ledger) move(g *Group, to State, reason string) error {
+	allowed := false
+	for _, s := range moves[g.State] {
+		allowed = allowed || s == to
+	}
+	if !allowed {
+		return l.conflict(g, to)
+	}
+	if g.State != 0 {
+		l.Groups[g.State]--
+	}
+	l.Groups[to]++
+	g.State, g.Reason = to, reason
+	if (to == Ready || to == Excluded) && g.Arrival == 0 {
+		l.Arrivals++
+		g.Arrival = l.Arrivals
+	}
+	if to == Dissolved || to == Open {
+		g.Samples, g.Pending, g.MinVersion, g.Arrival = 0, 0, 0, 0
+	}
+	return nil
+}
+
+func (l *Ledger) conflict(g *Group, to State) error {
+	return fmt.Errorf("group at position %d, attempt %d: %s to %s: %w", g.Position, g.Attempt, name(g.State), name(to),
+		ErrGroupState.With("position", fmt.Sprint(g.Position)).With("state", name(g.State)))
+}
+
+// name is a state in a message for people.
+func name(s State) string {
+	return map[State]string{0: "unheard of", Open: "open", Ready: "ready", Leased: "leased", Consumed: "consumed",
+		Excluded: "excluded", Dissolved: "dissolved"}[s]
+}

@@ -1,0 +1,179 @@
+package buffer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	"github.com/rollout-rl/rollout/services/buffer/segment"
+)
+
+// chunkBytes is about what one message of ReadPayloads holds.
+const chunkBytes = 1 << 20
+
+// refs says where samples are.
+func (s *Service) refs(l *Ledger, samples []Sample) []*bufferv1.SampleRef {
+	rows, folder := l.Config.GetRows(), s.folder(l.Run)
+	if abs, err := filepath.Abs(folder); err == nil {
+		folder = abs
+	}
+	paths := map[uint32]string{}
+	out := make([]*bufferv1.SampleRef, len(samples))
+	for i := range samples {
+		a := &samples[i]
+		ref := &bufferv1.SampleRef{
+			Key: &trajectoryv1.TrajectoryKey{RunId: l.Run, Epoch: uint32(a.Position / rows), Index: a.Position % rows,
+				Attempt: a.Attempt, Sample: a.Sample, Part: a.Part},
+			Offset: a.Offset, Length: a.Length, Crc32C: a.CRC, Reward: a.Reward, Outcome: a.Outcome, PayloadRef: a.Ref,
+		}
+		if a.Segment > 0 {
+			if paths[a.Segment] == "" {
+				paths[a.Segment] = segment.Path(folder, a.Segment)
+			}
+			ref.Segment = paths[a.Segment]
+		}
+		out[i] = ref
+	}
+	return out
+}
+
+// payloads gives the payloads of a step's batch in its order, some at a time. ErrNoBatch, ErrTrimmed, ErrLost.
+func (s *Service) payloads(ctx context.Context, run string, step uint64, give func([][]byte) error) (err error) {
+	var samples []Sample
+	var ledger Ledger
+	err = s.deps.Store.View(ctx, run, func(r Reader) error {
+		ledger = *r.Ledger()
+		known, err := r.Step(ctx, step)
+		if err == nil && known == nil {
+			err = ErrNoBatch.With("step", fmt.Sprint(step))
+		}
+		if err != nil {
+			return err
+		}
+		samples, err = r.BatchSamples(ctx, step)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	files := segment.NewReader(s.folder(run))
+	defer func() { err = errors.Join(err, files.Close()) }()
+	var chunk [][]byte
+	size := 0
+	for i := range samples {
+		payload, err := s.payload(ctx, files, &ledger, step, &samples[i])
+		if err != nil {
+			return err
+		}
+		if size > 0 && size+len(payload) > chunkBytes {
+			if err := give(chunk); err != nil {
+				return err
+			}
+			chunk, size = nil, 0
+		}
+		chunk, size = append(chunk, payload), size+len(payload)
+	}
+	if len(chunk) == 0 {
+		return nil
+	}
+	return give(chunk)
+}
+
+// payload reads one payload and checks it.
+func (s *Service) payload(ctx context.Context, files *segment.Reader, l *Ledger, step uint64, a *Sample) ([]byte, error) {
+	rows := l.Config.GetRows()
+	where := func(e *rpcerr.Error) *rpcerr.Error {
+		return e.With("run", l.Run).With("group", fmt.Sprintf("%d/%d", a.Position/rows, a.Position%rows)).With("sample", fmt.Sprint(a.Sample)).
+			With("segment", fmt.Sprint(a.Segment)).With("offset", fmt.Sprint(a.Offset)).With("ref", a.Ref)
+	}
+	if a.Segment == 0 {
+		payload, err := s.fetch(ctx, a.Ref)
+		switch {
+		case err != nil:
+			return nil, fmt.Errorf("fetch payload %s: %w", a.Ref, err)
+		case segment.CRC(payload) != a.CRC:
+			return nil, where(ErrLost)
+		}
+		return payload, nil
+	}
+	payload, err := files.Read(segment.Place{Segment: a.Segment, Offset: a.Offset, Length: a.Length}, a.CRC)
+	if err == nil {
+		return payload, nil
+	}
+	if _, statErr := os.Stat(segment.Path(s.folder(l.Run), a.Segment)); errors.Is(statErr, os.ErrNotExist) && step <= l.Trimmed {
+		return nil, where(ErrTrimmed)
+	}
+	return nil, where(ErrLost.Wrap(err))
+}
+
+// fetch reads a payload from the storage service.
+func (s *Service) fetch(ctx context.Context, ref string) ([]byte, error) {
+	if s.deps.Artifacts == nil {
+		return nil, ErrNoArtifacts.With("ref", ref)
+	}
+	stream, err := s.deps.Artifacts.GetArtifact(ctx, &storagev1.GetArtifactRequest{ContentId: ref})
+	if err != nil {
+		return nil, err
+	}
+	var payload []byte
+	for {
+		part, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return payload, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		payload = append(payload, part.GetChunk()...)
+	}
+}
+
+// trim drops the segments that only steps through one need. Ledger first: a crash in between leaves a file that open removes.
+func (s *Service) trim(ctx context.Context, run string, through uint64) (freed uint64, err error) {
+	var drop []uint32
+	err = s.update(ctx, run, func(tx Tx) error {
+		l := tx.Ledger()
+		through = min(through, l.Step)
+		if through <= l.Trimmed {
+			return nil
+		}
+		l.Trimmed = through
+		segments, err := tx.Segments(ctx)
+		if err != nil || len(segments) == 0 {
+			return err
+		}
+		needed, err := tx.Uncovered(ctx, through)
+		if err != nil {
+			return err
+		}
+		for _, g := range segments[:len(segments)-1] { // the last one is written to
+			if g.Trimmed || needed[g.Number] {
+				continue
+			}
+			g.Trimmed = true
+			if err := tx.PutSegment(ctx, g); err != nil {
+				return err
+			}
+			drop = append(drop, g.Number)
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	for _, number := range drop {
+		n, err := segment.Remove(s.folder(run), number)
+		if err != nil {
+			return freed, err
+		}
+		freed += n
+	}
+	return freed, nil
+}

@@ -1,0 +1,248 @@
+package buffer
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+)
+
+// plain characters make a run id, which is part of a subject and the name of a folder.
+const plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"
+
+// Service is the buffer's use cases. Its methods may be called from many goroutines.
+type Service struct {
+	cfg  Config
+	deps Deps
+
+	life context.Context // of ingest; ends with Run
+	end  context.CancelFunc
+
+	mu    sync.Mutex
+	hubs  map[string]*hub
+	feeds map[string]*feed
+}
+
+func newService(cfg Config, deps Deps) (*Service, error) {
+	if err := cfg.complete(&deps); err != nil {
+		return nil, err
+	}
+	life, end := context.WithCancel(context.Background())
+	return &Service{cfg: cfg, deps: deps, life: life, end: end, hubs: map[string]*hub{}, feeds: map[string]*feed{}}, nil
+}
+
+// run resumes the ingest of every open ledger and stops all ingest when ctx ends.
+func (s *Service) run(ctx context.Context) error {
+	defer s.stop()
+	runs, err := s.deps.Store.Runs(ctx)
+	if err != nil {
+		return err
+	}
+	for _, run := range runs {
+		if err := s.ingest(run); err != nil {
+			return err
+		}
+	}
+	<-ctx.Done()
+	return nil
+}
+
+func (s *Service) stop() {
+	s.end()
+	s.mu.Lock()
+	feeds := s.feeds
+	s.feeds = map[string]*feed{}
+	s.mu.Unlock()
+	for _, f := range feeds {
+		f.stop()
+	}
+}
+
+// folder of a run's segments.
+func (s *Service) folder(run string) string { return filepath.Join(s.cfg.Segments, run) }
+
+func (s *Service) hub(run string) *hub {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.hubs[run] == nil {
+		s.hubs[run] = newHub()
+	}
+	return s.hubs[run]
+}
+
+// update runs fn in a transaction and shows the new state to those who wait for it.
+func (s *Service) update(ctx context.Context, run string, fn func(Tx) error) error {
+	var state *bufferv1.LedgerState
+	var revision uint64
+	err := s.deps.Store.Update(ctx, run, func(tx Tx) (err error) {
+		if err = fn(tx); err != nil {
+			return err
+		}
+		revision = tx.Ledger().Revision
+		state, err = tell(ctx, tx)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	s.hub(run).publish(revision, state)
+	return nil
+}
+
+// state is the newest state, and the channel that closes when there is another.
+func (s *Service) state(ctx context.Context, run string) (*bufferv1.LedgerState, <-chan struct{}, error) {
+	if state, changed := s.peek(run); state != nil {
+		return state, changed, nil
+	}
+	var state *bufferv1.LedgerState
+	var revision uint64
+	err := s.deps.Store.View(ctx, run, func(r Reader) (err error) {
+		revision = r.Ledger().Revision
+		state, err = tell(ctx, r)
+		return err
+	})
+	if err != nil {
+		return nil, nil, err
+	}
+	h := s.hub(run)
+	h.publish(revision, state)
+	state, changed := h.now()
+	return state, changed, nil
+}
+
+func (s *Service) peek(run string) (*bufferv1.LedgerState, <-chan struct{}) {
+	s.mu.Lock()
+	h := s.hubs[run]
+	s.mu.Unlock()
+	if h == nil {
+		return nil, nil
+	}
+	return h.now()
+}
+
+// open makes or reopens the ledger of a run and starts its ingest. ErrConfig.
+func (s *Service) open(ctx context.Context, run string, config *bufferv1.LedgerConfig) (*bufferv1.LedgerState, error) {
+	if strings.Trim(run, plain) != "" {
+		return nil, ErrRun.With("run", run)
+	}
+	if err := s.deps.Store.Create(ctx, run, config); err != nil {
+		return nil, err
+	}
+	err := s.update(ctx, run, func(tx Tx) error {
+		l := tx.Ledger()
+		if !proto.Equal(l.Config, config) {
+			return ErrConfig.With("run", run)
+		}
+		l.Closed = false
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	if err := s.ingest(run); err != nil {
+		return nil, err
+	}
+	state, _, err := s.state(ctx, run)
+	return state, err
+}
+
+// close stops the ingest of a run. When it returns nothing more is appended.
+func (s *Service) close(ctx context.Context, run string) error {
+	err := s.update(ctx, run, func(tx Tx) error {
+		tx.Ledger().Closed = true
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	f := s.feeds[run]
+	delete(s.feeds, run)
+	s.mu.Unlock()
+	if f != nil {
+		f.stop()
+	}
+	return nil
+}
+
+// lease returns the batch of a step; where it is not ready within wait, nil and what it waits for.
+func (s *Service) lease(ctx context.Context, run string, step uint64, wait time.Duration) (*bufferv1.Batch, string, error) {
+	timer := time.NewTimer(wait)
+	defer timer.Stop()
+	for {
+		_, changed, err := s.state(ctx, run)
+		if err != nil {
+			return nil, "", err
+		}
+		batch, waiting, err := s.tryLease(ctx, run, step)
+		if err != nil || batch != nil || wait <= 0 {
+			return batch, waiting, err
+		}
+		select {
+		case <-changed:
+		case <-timer.C:
+			return nil, waiting, nil
+		case <-s.life.Done():
+			return nil, waiting, nil
+		case <-ctx.Done():
+			return nil, "", ctx.Err()
+		}
+	}
+}
+
+// tryLease looks without a write lock first: most looks find that something is missing.
+func (s *Service) tryLease(ctx context.Context, run string, step uint64) (batch *bufferv1.Batch, waiting string, err error) {
+	due := false
+	err = s.deps.Store.View(ctx, run, func(r Reader) error {
+		d, err := look(ctx, r, step)
+		if err != nil {
+			return err
+		}
+		if d.known != nil {
+			batch, err = s.batch(ctx, r, d.known)
+			return err
+		}
+		due, waiting = d.full(r.Ledger()) || len(d.stale) > 0, d.waiting(r.Ledger(), step)
+		return nil
+	})
+	if err != nil || !due {
+		return batch, waiting, err
+	}
+	err = s.update(ctx, run, func(tx Tx) error {
+		leased, d, err := lease(ctx, tx, step)
+		if err != nil {
+			return err
+		}
+		if !leased {
+			waiting = d.waiting(tx.Ledger(), step)
+			return nil
+		}
+		known, err := tx.Step(ctx, step)
+		if err != nil {
+			return err
+		}
+		batch, err = s.batch(ctx, tx, known)
+		return err
+	})
+	return batch, waiting, err
+}
+
+// batch renders the batch of a step.
+func (s *Service) batch(ctx context.Context, r Reader, step *Step) (*bufferv1.Batch, error) {
+	samples, err := r.BatchSamples(ctx, step.Step)
+	if err != nil {
+		return nil, err
+	}
+	if uint32(len(samples)) != step.Samples {
+		return nil, fmt.Errorf("batch of step %d: %d samples recorded, %d there", step.Step, step.Samples, len(samples))
+	}
+	out := &bufferv1.Batch{RunId: r.Ledger().Run, Step: step.Step, BatchId: step.Batch, Groups: step.Groups, Excluded: step.Excluded}
+	out.Samples = s.refs(r.Ledger(), samples)
+	return out, nil
+}

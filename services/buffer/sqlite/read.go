@@ -1,0 +1,199 @@
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/rollout-rl/rollout/services/buffer"
+)
+
+// list runs a query and scans each row with next.
+func list(ctx context.Context, tx *sql.Tx, what, query string, args []any, next func(scan func(...any) error) error) error {
+	rows, err := tx.QueryContext(ctx, query, args...)
+	if err != nil {
+		return fmt.Errorf("read %s: %w", what, err)
+	}
+	defer rows.Close()
+	for rows.Next() {
+		if err := next(rows.Scan); err != nil {
+			return fmt.Errorf("read %s: %w", what, err)
+		}
+	}
+	if err := rows.Err(); err != nil {
+		return fmt.Errorf("read %s: %w", what, err)
+	}
+	return nil
+}
+
+// set is a list of numbers for json_each.
+func set(numbers []uint64) string {
+	if len(numbers) == 0 {
+		return "[]"
+	}
+	b, _ := json.Marshal(numbers) // numbers always marshal
+	return string(b)
+}
+
+const groupColumns = `position, attempt, state, reason, step, samples, pending, failures, min_version, arrival`
+
+func (r *reader) groups(ctx context.Context, where string, args ...any) (out []*buffer.Group, err error) {
+	query := `SELECT ` + groupColumns + ` FROM prompt_group WHERE ledger = ? AND ` + where
+	err = list(ctx, r.tx, "groups", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
+		g := &buffer.Group{}
+		out = append(out, g)
+		return scan(&g.Position, &g.Attempt, &g.State, &g.Reason, &g.Step, &g.Samples, &g.Pending, &g.Failures, &g.MinVersion, &g.Arrival)
+	})
+	return out, err
+}
+
+// Groups implements buffer.Reader.
+func (r *reader) Groups(ctx context.Context, positions []uint64) (map[uint64]*buffer.Group, error) {
+	found, err := r.groups(ctx, `position IN (SELECT value FROM json_each(?))`, set(positions))
+	if err != nil {
+		return nil, err
+	}
+	out := make(map[uint64]*buffer.Group, len(found))
+	for _, g := range found {
+		out[g.Position] = g
+	}
+	return out, nil
+}
+
+// ListGroups implements buffer.Reader.
+func (r *reader) ListGroups(ctx context.Context, q buffer.GroupQuery) ([]*buffer.Group, error) {
+	where, args := `position >= ?`, []any{q.From}
+	if q.To > 0 {
+		where, args = where+` AND position < ?`, append(args, q.To)
+	}
+	switch len(q.States) {
+	case 0:
+	case 1: // a literal lets the partial index of live states serve
+		where += fmt.Sprintf(` AND state = %d`, q.States[0])
+	default:
+		states := make([]uint64, len(q.States))
+		for i, s := range q.States {
+			states[i] = uint64(s)
+		}
+		where, args = where+` AND state IN (SELECT value FROM json_each(?))`, append(args, set(states))
+	}
+	limit := q.Limit
+	if limit == 0 {
+		limit = -1
+	}
+	return r.groups(ctx, where+` ORDER BY position LIMIT ?`, append(args, limit)...)
+}
+
+// Arrived implements buffer.Reader.
+func (r *reader) Arrived(ctx context.Context, limit int) ([]*buffer.Group, error) {
+	return r.groups(ctx, `arrival > 0 AND step = 0 ORDER BY arrival LIMIT ?`, limit)
+}
+
+const sampleColumns = `s.position, s.sample, s.part, s.attempt, s.segment, s.byte_offset, s.byte_length, s.crc32c, s.ref, s.reward,
+	s.outcome, s.min_version, s.receipt_version, s.receipt_digest`
+
+// samples reads rows of sample, joined to their groups.
+func (r *reader) samples(ctx context.Context, query string, args ...any) (out []buffer.Sample, err error) {
+	err = list(ctx, r.tx, "samples", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
+		var s buffer.Sample
+		var digest sql.NullString
+		err := scan(&s.Position, &s.Sample, &s.Part, &s.Attempt, &s.Segment, &s.Offset, &s.Length, &s.CRC, &s.Ref, &s.Reward,
+			&s.Outcome, &s.MinVersion, &s.ReceiptVersion, &digest)
+		s.ReceiptDigest = digest.String
+		out = append(out, s)
+		return err
+	})
+	return out, err
+}
+
+// Samples implements buffer.Reader.
+func (r *reader) Samples(ctx context.Context, positions []uint64) ([]buffer.Sample, error) {
+	return r.samples(ctx, `SELECT `+sampleColumns+` FROM sample s
+		WHERE s.ledger = ? AND s.position IN (SELECT value FROM json_each(?)) ORDER BY s.position, s.sample, s.part`, set(positions))
+}
+
+// BatchSamples implements buffer.Reader.
+func (r *reader) BatchSamples(ctx context.Context, step uint64) ([]buffer.Sample, error) {
+	return r.samples(ctx, `SELECT `+sampleColumns+` FROM prompt_group g CROSS JOIN sample s ON s.ledger = g.ledger AND s.position = g.position
+		WHERE g.ledger = ? AND g.step = ? AND g.step > 0 ORDER BY s.position, s.sample, s.part`, step)
+}
+
+// Pending implements buffer.Reader.
+func (r *reader) Pending(ctx context.Context, version uint64) ([]buffer.Sample, error) {
+	return r.samples(ctx, `SELECT `+sampleColumns+` FROM sample s
+		WHERE s.ledger = ? AND s.receipt_version = ? AND s.receipt_digest IS NOT NULL ORDER BY s.position, s.sample, s.part`, version)
+}
+
+const stepColumns = `step, batch, group_count, sample_count, excluded_count, weights_digest, chain`
+
+func scanStep(scan func(...any) error) (*buffer.Step, error) {
+	s := &buffer.Step{}
+	return s, scan(&s.Step, &s.Batch, &s.Groups, &s.Samples, &s.Excluded, &s.WeightsDigest, &s.Chain)
+}
+
+// Step implements buffer.Reader.
+func (r *reader) Step(ctx context.Context, step uint64) (*buffer.Step, error) {
+	s, err := scanStep(r.tx.QueryRowContext(ctx, `SELECT `+stepColumns+` FROM step WHERE ledger = ? AND step = ?`, r.id, step).Scan)
+	if errors.Is(err, sql.ErrNoRows) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read step %d: %w", step, err)
+	}
+	return s, nil
+}
+
+// Steps implements buffer.Reader.
+func (r *reader) Steps(ctx context.Context, from uint64) (out []*buffer.Step, err error) {
+	query := `SELECT ` + stepColumns + ` FROM step WHERE ledger = ? AND step >= ? AND weights_digest <> '' ORDER BY step`
+	err = list(ctx, r.tx, "steps", query, []any{r.id, from}, func(scan func(...any) error) error {
+		s, err := scanStep(scan)
+		out = append(out, s)
+		return err
+	})
+	return out, err
+}
+
+// Weights implements buffer.Reader.
+func (r *reader) Weights(ctx context.Context, versions []uint64) (map[uint64]string, error) {
+	out := make(map[uint64]string, len(versions))
+	query := `SELECT version, digest FROM weights WHERE ledger = ? AND version IN (SELECT value FROM json_each(?))`
+	err := list(ctx, r.tx, "weights", query, []any{r.id, set(versions)}, func(scan func(...any) error) error {
+		var version uint64
+		var digest string
+		err := scan(&version, &digest)
+		out[version] = digest
+		return err
+	})
+	return out, err
+}
+
+// Segments implements buffer.Reader.
+func (r *reader) Segments(ctx context.Context) (out []buffer.Segment, err error) {
+	query := `SELECT number, bytes, trimmed FROM segment WHERE ledger = ? ORDER BY number`
+	err = list(ctx, r.tx, "segments", query, []any{r.id}, func(scan func(...any) error) error {
+		var s buffer.Segment
+		err := scan(&s.Number, &s.Bytes, &s.Trimmed)
+		out = append(out, s)
+		return err
+	})
+	return out, err
+}
+
+// Uncovered implements buffer.Reader.
+func (r *reader) Uncovered(ctx context.Context, through uint64) (map[uint32]bool, error) {
+	out := map[uint32]bool{}
+	query := `SELECT DISTINCT s.segment FROM (
+			SELECT position FROM prompt_group WHERE ledger = ?1 AND step > 0 AND step > ?2
+			UNION SELECT position FROM prompt_group WHERE ledger = ?1 AND state IN (1, 2, 3, 6)
+		) g CROSS JOIN sample s ON s.ledger = ?1 AND s.position = g.position`
+	err := list(ctx, r.tx, "uncovered segments", query, []any{r.id, through}, func(scan func(...any) error) error {
+		var number uint32
+		err := scan(&number)
+		out[number] = true
+		return err
+	})
+	return out, err
+}

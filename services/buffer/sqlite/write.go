@@ -1,0 +1,98 @@
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"fmt"
+
+	"github.com/rollout-rl/rollout/services/buffer"
+)
+
+// writer implements buffer.Tx.
+type writer struct{ *reader }
+
+// each prepares a statement and executes it for every row.
+func (w *writer) each(ctx context.Context, what, statement string, n int, row func(i int) []any) error {
+	if n == 0 {
+		return nil
+	}
+	st, err := w.tx.PrepareContext(ctx, statement)
+	if err != nil {
+		return fmt.Errorf("write %s: %w", what, err)
+	}
+	defer st.Close()
+	for i := range n {
+		if _, err := st.ExecContext(ctx, row(i)...); err != nil {
+			return fmt.Errorf("write %s: %w", what, err)
+		}
+	}
+	return nil
+}
+
+// PutGroups implements buffer.Tx.
+func (w *writer) PutGroups(ctx context.Context, groups []*buffer.Group) error {
+	const statement = `INSERT OR REPLACE INTO prompt_group (ledger, ` + groupColumns + `) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
+	return w.each(ctx, "groups", statement, len(groups), func(i int) []any {
+		g := groups[i]
+		return []any{w.id, g.Position, g.Attempt, int32(g.State), g.Reason, g.Step, g.Samples, g.Pending, g.Failures, g.MinVersion, g.Arrival}
+	})
+}
+
+// AddSamples implements buffer.Tx.
+func (w *writer) AddSamples(ctx context.Context, samples []buffer.Sample) error {
+	const statement = `INSERT INTO sample (ledger, position, sample, part, attempt, segment, byte_offset, byte_length, crc32c, ref,
+		reward, outcome, min_version, receipt_version, receipt_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
+	return w.each(ctx, "samples", statement, len(samples), func(i int) []any {
+		s := &samples[i]
+		return []any{w.id, s.Position, s.Sample, s.Part, s.Attempt, s.Segment, s.Offset, s.Length, s.CRC, s.Ref,
+			s.Reward, int32(s.Outcome), s.MinVersion, s.ReceiptVersion, sql.NullString{String: s.ReceiptDigest, Valid: s.ReceiptDigest != ""}}
+	})
+}
+
+func (w *writer) exec(ctx context.Context, what, statement string, args ...any) (int64, error) {
+	res, err := w.tx.ExecContext(ctx, statement, append([]any{w.id}, args...)...)
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", what, err)
+	}
+	return res.RowsAffected()
+}
+
+// DropSamples implements buffer.Tx.
+func (w *writer) DropSamples(ctx context.Context, position uint64) error {
+	_, err := w.exec(ctx, "drop samples", `DELETE FROM sample WHERE ledger = ? AND position = ?`, position)
+	return err
+}
+
+// Verify implements buffer.Tx.
+func (w *writer) Verify(ctx context.Context, version uint64) error {
+	_, err := w.exec(ctx, "verify samples",
+		`UPDATE sample SET receipt_digest = NULL WHERE ledger = ? AND receipt_version = ? AND receipt_digest IS NOT NULL`, version)
+	return err
+}
+
+// PutStep implements buffer.Tx.
+func (w *writer) PutStep(ctx context.Context, s *buffer.Step) error {
+	_, err := w.exec(ctx, "write step", `INSERT OR REPLACE INTO step (ledger, `+stepColumns+`) VALUES (?, ?, ?, ?, ?, ?, ?, ?)`,
+		s.Step, s.Batch, s.Groups, s.Samples, s.Excluded, s.WeightsDigest, s.Chain)
+	return err
+}
+
+// TakeGroups implements buffer.Tx.
+func (w *writer) TakeGroups(ctx context.Context, step uint64, from, to buffer.State) (uint64, error) {
+	n, err := w.exec(ctx, "take groups", `UPDATE prompt_group SET state = ?4 WHERE ledger = ?1 AND step = ?2 AND step > 0 AND state = ?3`,
+		step, int32(from), int32(to))
+	return uint64(n), err
+}
+
+// PutWeights implements buffer.Tx.
+func (w *writer) PutWeights(ctx context.Context, version uint64, digest string) error {
+	_, err := w.exec(ctx, "record weights", `INSERT INTO weights (ledger, version, digest) VALUES (?, ?, ?)`, version, digest)
+	return err
+}
+
+// PutSegment implements buffer.Tx.
+func (w *writer) PutSegment(ctx context.Context, s buffer.Segment) error {
+	_, err := w.exec(ctx, "write segment", `INSERT OR REPLACE INTO segment (ledger, number, bytes, trimmed) VALUES (?, ?, ?, ?)`,
+		s.Number, s.Bytes, s.Trimmed)
+	return err
+}
