@@ -114,9 +114,7 @@ class Mesh:
         return learner_pb2_grpc.LearnerWorkerServiceStub(self.channel(address))
 
     def plan(self, config: Path, *overrides: str) -> bytes:
-        source = plan_pb2.ConfigSource(
-            toml=config.read_bytes(), file=config.name, base_dir=str(config.parent), set=overrides
-        )
+        source = plan_pb2.ConfigSource(toml=config.read_bytes(), file=config.name, base_dir=str(config.parent), set=overrides)
         planned = self.planner.CreatePlan(plan_pb2.CreatePlanRequest(source=source))
         assert not planned.problems, planned.problems
         return planned.lock
@@ -167,10 +165,10 @@ class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
     def _with(self, details: grpc.ClientCallDetails) -> grpc.ClientCallDetails:
         return details._replace(metadata=[*(details.metadata or ()), self._metadata])  # type: ignore[attr-defined]
 
-    def intercept_unary_unary(self, continuation, client_call_details, request):  # noqa: ANN001, ANN201
+    def intercept_unary_unary(self, continuation, client_call_details, request):
         return continuation(self._with(client_call_details), request)
 
-    def intercept_unary_stream(self, continuation, client_call_details, request):  # noqa: ANN001, ANN201
+    def intercept_unary_stream(self, continuation, client_call_details, request):
         return continuation(self._with(client_call_details), request)
 
 

@@ -9,6 +9,7 @@ import openai
 import pytest
 from conftest import ROOT
 from mesh import mesh
+from openai.types.chat import ChatCompletionMessageParam
 
 from rollout.run.v1 import run_pb2
 
@@ -43,7 +44,7 @@ def test_official_openai_client_while_a_run_trains(config: Path, tmp_path: Path)
         running.until_step(run, 1)
         client = openai.OpenAI(base_url=f"{running.daemon()['gateway']}/v1", api_key="none")
         model = client.models.list().data[0].id
-        question = [{"role": "user", "content": "2+2="}]
+        question: list[ChatCompletionMessageParam] = [{"role": "user", "content": "2+2="}]
         chat = client.chat.completions.create(model=model, messages=question, max_tokens=3, temperature=0)
         assert chat.usage is not None and chat.usage.completion_tokens >= 1
         pieces = list(client.chat.completions.create(model=model, messages=question, max_tokens=3, temperature=0, stream=True))

@@ -17,6 +17,7 @@ import shutil
 import string
 import uuid
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "models" / "addition"
@@ -89,7 +90,7 @@ def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int =
         bos_token_id=None,
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config).to(torch.float32)
+    model = Qwen3ForCausalLM(config).float()
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     try:
@@ -100,7 +101,7 @@ def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int =
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def build_tokenizer():
+def build_tokenizer() -> Any:
     """A tokenizer of one token a character, 54 in all; text outside them becomes ``<unk>``."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

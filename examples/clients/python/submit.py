@@ -1,6 +1,6 @@
 """Plan a configuration, run it and follow it to its end; only grpcio and the generated contracts are needed.
 
-    python examples/clients/python/submit.py --state ~/.local/state/rollout examples/addition/grpo.toml
+python examples/clients/python/submit.py --state ~/.local/state/rollout examples/addition/grpo.toml
 """
 
 import argparse
@@ -29,9 +29,7 @@ def submit(state: Path, config: Path, overrides: list[str]) -> int:
         if planned.problems:
             return 65
         scheduler = run_pb2_grpc.SchedulerServiceStub(channel)
-        created = scheduler.CreateRun(
-            run_pb2.CreateRunRequest(lock=planned.lock, base_dir=base_dir), metadata=metadata
-        )
+        created = scheduler.CreateRun(run_pb2.CreateRunRequest(lock=planned.lock, base_dir=base_dir), metadata=metadata)
         return follow(scheduler, created.run.run_id, metadata)
 
 
