@@ -8,6 +8,7 @@ MODULES := proto database libs services cmd
 TOOLS := $(CURDIR)/.tools/bin
 STAMPS := $(CURDIR)/.tools/stamps
 PYTHON := $(CURDIR)/.venv/bin/python
+GENERATED := proto/gen schemas/run_config.schema.json docs/reference ':(glob)python/**/*_pb2*'
 VERSION = $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 MODEL ?= tiny
 # Spinning OpenMP threads of two torch processes starve each other.
@@ -70,8 +71,7 @@ breaking: $(BUF) ## Check that the contracts break nobody who speaks the last on
 
 .PHONY: drift
 drift: generate docs ## Check that what is generated is what is committed
-	@git diff --exit-code --stat -- proto/gen python schemas docs/reference
-	@test -z "$$(git status --porcelain -- proto/gen python schemas docs/reference)" || { git status --short -- proto/gen python schemas docs/reference; exit 1; }
+	@changed=$$(git status --porcelain -- $(GENERATED)); [ -z "$$changed" ] || { git --no-pager diff -- $(GENERATED); echo "generated files differ from the committed ones (make generate docs, then commit):"; echo "$$changed"; exit 1; }
 
 .PHONY: check
 check: ## Do everything that CI does
