@@ -8,7 +8,10 @@ import (
 	"path/filepath"
 	"time"
 
+	"google.golang.org/grpc/codes"
+
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -17,6 +20,8 @@ import (
 
 // AttemptsExhausted is the reason of groups that failed in each of their attempts.
 const AttemptsExhausted = "ATTEMPTS_EXHAUSTED"
+
+var errMoved = rpcerr.New(codes.Unavailable, "LEDGER_MOVED", "the ledger has gone on")
 
 // chunk is how many groups are published at a time.
 const chunk = 512
@@ -137,7 +142,7 @@ func (i *issuer) watch(ctx context.Context) error {
 // behind the ledger: it is durable before the publish; if a disk lost it, the ledger's last position moves it.
 func (i *issuer) reconcile(ctx context.Context) error {
 	from := i.c.window.First
-	if step := i.c.ledger().GetStep(); !i.c.window.Refill && step > i.c.window.FirstStep {
+	if step := i.c.ledger().GetStep(); !i.c.window.Completion && step > i.c.window.FirstStep {
 		from += (step - i.c.window.FirstStep) * i.c.window.GroupsPerStep // the windows of committed steps are whole
 	}
 	known := map[uint64]*bufferv1.GroupRecord{}
@@ -182,9 +187,6 @@ func (i *issuer) act(ctx context.Context) error {
 	if ledger == nil || (state != Starting && state != Running) {
 		return nil
 	}
-	if !i.c.window.Data && ledger.GetWeightsDigest() == "" {
-		return nil // a sample of weights that the ledger does not know would be refused
-	}
 	if err := i.settle(ctx, ledger.GetDissolved()); err != nil {
 		return err
 	}
@@ -212,7 +214,7 @@ func (i *issuer) settle(ctx context.Context, dissolved []*bufferv1.GroupRecord) 
 	for _, g := range dissolved {
 		switch {
 		case i.settled[settledKey{g.GetPosition(), g.GetKey().GetAttempt()}]:
-		case g.GetKey().GetAttempt()+1 < attempts:
+		case g.GetFailures() < attempts: // going stale is no failure
 			again = append(again, g)
 		default:
 			out = append(out, g)
@@ -236,7 +238,7 @@ func (i *issuer) reissue(ctx context.Context, groups []*bufferv1.GroupRecord) er
 		items = append(items, item{position: g.GetPosition(), attempt: k.GetAttempt() + 1})
 	}
 	if _, err := i.c.svc.Buffer.ReissueGroups(ctx, req); err != nil {
-		return fmt.Errorf("open the next attempt of %d groups: %w", len(groups), err)
+		return fmt.Errorf("open the next attempt of %d groups: %w", len(groups), moved(err))
 	}
 	if err := i.publish(ctx, items); err != nil {
 		return err
@@ -254,18 +256,27 @@ func (i *issuer) exclude(ctx context.Context, groups []*bufferv1.GroupRecord) er
 		req.Groups = append(req.Groups, g.GetKey())
 	}
 	if _, err := i.c.svc.Buffer.ExcludeGroups(ctx, req); err != nil {
-		return fmt.Errorf("exclude %d groups: %w", len(groups), err)
+		return fmt.Errorf("exclude %d groups: %w", len(groups), moved(err))
 	}
 	for _, g := range groups {
 		name := fmt.Sprintf("%d/%d", g.GetKey().GetEpoch(), g.GetKey().GetIndex())
 		i.c.svc.emit(i.record, &eventv1.Event{
 			Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Step: i.c.ledger().GetStep(),
-			Message:    fmt.Sprintf("group %s is left out: attempt %d was its last, it failed for %s", name, g.GetKey().GetAttempt(), g.GetReason()),
+			Message:    fmt.Sprintf("group %s is left out: %d attempts failed, the last for %s", name, g.GetFailures(), g.GetReason()),
 			Attributes: map[string]string{"group": name, "reason": AttemptsExhausted, "last_reason": g.GetReason()},
 		})
 	}
 	i.remember(groups)
 	return nil
+}
+
+// moved makes a refusal of the ledger transient: a group went on since the state that was acted on, and the next try reads a newer
+// one. Refusals for other reasons stay.
+func moved(err error) error {
+	if code := rpcerr.Code(err); code == codes.FailedPrecondition || code == codes.Aborted {
+		return errMoved.Wrap(err)
+	}
+	return err
 }
 
 func (i *issuer) remember(groups []*bufferv1.GroupRecord) {

@@ -10,8 +10,9 @@ import (
 //	outstanding = issued - consumed - excluded  (in flight + ready + leased)
 //	issue while outstanding < (staleness + 1) * groups a step, and positions remain
 //
-// With steps in flight for at most staleness + 1 windows, a group that is consumed in the order of completion is sampled by
-// weights at most staleness steps older than the step's; what is slower the buffer dissolves and it comes back as a new attempt.
+// So at most staleness + 1 windows are between issue and commit: a group sampled by the newest weights of the moment it was issued
+// and consumed in its turn is at most staleness steps old. What is overtaken by others the buffer dissolves when it would be older,
+// and it comes back as a new attempt.
 type Window struct {
 	First         uint64 // first position of the run
 	FirstStep     uint64 // steps made before the run (restored from a snapshot)
@@ -20,9 +21,7 @@ type Window struct {
 	Staleness     uint64
 	Data          bool // tokens come from data: no weights, no staleness
 	Sync          bool
-	// Refill: a batch takes any complete groups, so an excluded one must be made up for by a further position. Where a step
-	// takes the positions of its own window, it goes without.
-	Refill bool
+	Completion    bool // a batch takes the groups that were complete first; else those of its own window
 }
 
 // windowOf reads the plan. first and firstStep are those of the snapshot that the run starts from, else 0.
@@ -36,7 +35,7 @@ func windowOf(plan *planv1.Plan, first, firstStep uint64) Window {
 		GroupsPerStep: uint64(c.GetTrain().GetGroupsPerStep()),
 		Staleness:     uint64(c.GetStaleness().GetMaxSteps()),
 		Data:          data, Sync: sync,
-		Refill: !sync && !data,
+		Completion: !sync && !data,
 	}
 }
 
@@ -45,10 +44,7 @@ func (w Window) Upto(next, consumed, excluded uint64) uint64 {
 	if w.Steps <= w.FirstStep {
 		return next
 	}
-	end := w.First + (w.Steps-w.FirstStep)*w.GroupsPerStep
-	if w.Refill {
-		end += excluded
-	}
+	end := w.First + (w.Steps-w.FirstStep)*w.GroupsPerStep // an excluded group counts for the step that goes without it
 	room := w.First + consumed + excluded + (w.Staleness+1)*w.GroupsPerStep
 	return max(next, min(end, room))
 }
@@ -70,7 +66,7 @@ func (w Window) MinVersion(position, newest uint64) uint64 {
 func (w Window) ledgerConfig(plan *planv1.Plan, rows uint64) *bufferv1.LedgerConfig {
 	c := plan.GetConfig()
 	order := bufferv1.LeaseOrder_LEASE_ORDER_POSITION
-	if w.Refill {
+	if w.Completion {
 		order = bufferv1.LeaseOrder_LEASE_ORDER_COMPLETION
 	}
 	return &bufferv1.LedgerConfig{

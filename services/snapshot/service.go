@@ -79,12 +79,12 @@ func (s *service) take(ctx context.Context, want *Snapshot, dir string) (*Snapsh
 	return snap, s.Store.Forget(ctx, digests(snap)) // of a twin that came first, what only we named stays a candidate
 }
 
-// retain deletes the snapshots of the same run and kind beyond the newest keep, by step.
+// retain deletes the snapshots of the same run and kind beyond the newest keep, by step. Those that another run began from stay.
 func (s *service) retain(ctx context.Context, newest *Snapshot, keep int) error {
 	if keep == 0 {
 		return nil
 	}
-	all, err := s.Store.List(ctx, Filter{Run: newest.GetRunId(), Kind: newest.GetKind()})
+	all, err := s.Store.List(ctx, Filter{Run: newest.GetRunId(), Kind: newest.GetKind(), Unpinned: true})
 	if err != nil || len(all) <= keep {
 		return err
 	}
@@ -158,6 +158,9 @@ func (s *service) restore(ctx context.Context, idOrPrefix string) (*runv1.Run, e
 	lock, err := id.CanonicalJSON(run.GetPlan())
 	if err != nil {
 		return nil, fmt.Errorf("write the plan of %s: %w", run.GetRunId(), err)
+	}
+	if err := s.Store.Pin(ctx, snap.GetSnapshotId()); err != nil { // the new run may need it again until it has one of its own
+		return nil, err
 	}
 	made, err := s.Scheduler.CreateRun(ctx, &runv1.CreateRunRequest{Lock: lock, BaseDir: run.GetBaseDir(), FromSnapshot: snap.GetSnapshotId()})
 	if err != nil {

@@ -13,6 +13,8 @@ type Store interface {
 	Record(ctx context.Context, s *Snapshot) (*Snapshot, error)
 	// Delete removes manifests; digests that they named become candidates. Unknown ids are no error.
 	Delete(ctx context.Context, ids ...string) error
+	// Pin keeps a manifest from retention: a run began from it. ErrNotFound.
+	Pin(ctx context.Context, id string) error
 	// Note makes digests candidates: a sweep may remove their artifacts unless a manifest names them by then.
 	Note(ctx context.Context, digests []string) error
 	// Forget takes digests off the candidates.
@@ -37,4 +39,6 @@ type Filter struct {
 	Kind  snapshotv1.SnapshotKind
 	After string // id after which to go on
 	Limit int    // 0: all
+	// Unpinned leaves out the manifests that were pinned.
+	Unpinned bool
 }

@@ -6,6 +6,7 @@ CREATE TABLE snapshot (
     kind        INTEGER NOT NULL,
     step        INTEGER NOT NULL,
     manifest    BLOB NOT NULL,
+    pinned      INTEGER NOT NULL DEFAULT 0, -- kept by retention: a run began from it
     UNIQUE (run_id, kind, step)
 ) STRICT;
 

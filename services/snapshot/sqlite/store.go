@@ -89,6 +89,18 @@ func (s *Store) Delete(ctx context.Context, ids ...string) error {
 	return nil
 }
 
+// Pin implements snapshot.Store.
+func (s *Store) Pin(ctx context.Context, id string) error {
+	res, err := s.db.ExecContext(ctx, `UPDATE snapshot SET pinned = 1 WHERE snapshot_id = ?`, id)
+	if err != nil {
+		return fmt.Errorf("pin snapshot %s: %w", id, err)
+	}
+	if n, err := res.RowsAffected(); err != nil || n == 0 {
+		return errors.Join(err, snapshot.ErrNotFound.With("snapshot", id))
+	}
+	return nil
+}
+
 // Note implements snapshot.Store.
 func (s *Store) Note(ctx context.Context, digests []string) error {
 	return s.each(ctx, `INSERT INTO candidate (digest) VALUES (?) ON CONFLICT DO NOTHING`, digests)
@@ -153,6 +165,9 @@ func (s *Store) List(ctx context.Context, f snapshot.Filter) ([]*snapshot.Snapsh
 	}
 	if f.After != "" {
 		add("snapshot_id < ?", f.After)
+	}
+	if f.Unpinned {
+		where = append(where, "pinned = 0")
 	}
 	query := "SELECT manifest FROM snapshot"
 	if len(where) > 0 {

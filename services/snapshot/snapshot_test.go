@@ -1,0 +1,330 @@
+package snapshot_test
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	"github.com/rollout-rl/rollout/services/snapshot"
+	"github.com/rollout-rl/rollout/services/snapshot/sqlite"
+	"github.com/rollout-rl/rollout/services/snapshot/storetest"
+)
+
+// artifacts is a storage service that knows digests alone.
+type artifacts struct {
+	mu       sync.Mutex
+	held     map[string]bool
+	exported []*storagev1.LocalFile
+	wrong    bool // answers with other content than was asked for
+	down     int  // calls that fail yet
+	onImport func()
+	deleted  chan struct{} // gets a value for each deletion; nil: nobody looks
+}
+
+func (a *artifacts) call() (func(), error) {
+	a.mu.Lock()
+	if a.down > 0 {
+		a.down--
+		a.mu.Unlock()
+		return nil, status.Error(codes.Unavailable, "storage is down")
+	}
+	return a.mu.Unlock, nil
+}
+
+func (a *artifacts) ImportArtifacts(_ context.Context, in *storagev1.ImportArtifactsRequest, _ ...grpc.CallOption) (*storagev1.ImportArtifactsResponse, error) {
+	done, err := a.call()
+	if err != nil {
+		return nil, err
+	}
+	defer done()
+	out := &storagev1.ImportArtifactsResponse{}
+	for _, f := range in.GetFiles() {
+		id := f.GetContentId()
+		if a.wrong {
+			id = storetest.Digest("f")
+		}
+		a.held[id] = true
+		out.Artifacts = append(out.Artifacts, &storagev1.ArtifactInfo{ContentId: id, Bytes: 10, Exists: true})
+	}
+	if a.onImport != nil {
+		a.onImport()
+	}
+	return out, nil
+}
+
+func (a *artifacts) ExportArtifacts(_ context.Context, in *storagev1.ExportArtifactsRequest, _ ...grpc.CallOption) (*storagev1.ExportArtifactsResponse, error) {
+	done, err := a.call()
+	if err != nil {
+		return nil, err
+	}
+	defer done()
+	a.exported = append(a.exported, in.GetFiles()...)
+	return &storagev1.ExportArtifactsResponse{}, nil
+}
+
+func (a *artifacts) DeleteArtifacts(_ context.Context, in *storagev1.DeleteArtifactsRequest, _ ...grpc.CallOption) (*storagev1.DeleteArtifactsResponse, error) {
+	done, err := a.call()
+	if err != nil {
+		return nil, err
+	}
+	defer done()
+	for _, id := range in.GetContentIds() {
+		delete(a.held, id)
+	}
+	if a.deleted != nil {
+		a.deleted <- struct{}{}
+	}
+	return &storagev1.DeleteArtifactsResponse{}, nil
+}
+
+func (a *artifacts) holds() []string {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var out []string
+	for id := range maps.Keys(a.held) {
+		out = append(out, id[len("blake3-"):][:1])
+	}
+	slices.Sort(out)
+	return out
+}
+
+type scheduler struct{ created *runv1.CreateRunRequest }
+
+func (s *scheduler) GetRun(_ context.Context, in *runv1.GetRunRequest, _ ...grpc.CallOption) (*runv1.GetRunResponse, error) {
+	name := "origin"
+	plan := &planv1.Plan{Format: 1, Config: &configv1.RunConfig{Name: &name}}
+	return &runv1.GetRunResponse{Status: &runv1.RunStatus{Run: &runv1.Run{RunId: in.GetRunId(), Plan: plan, BaseDir: "/data"}}}, nil
+}
+
+func (s *scheduler) CreateRun(_ context.Context, in *runv1.CreateRunRequest, _ ...grpc.CallOption) (*runv1.CreateRunResponse, error) {
+	s.created = in
+	return &runv1.CreateRunResponse{Run: &runv1.Run{RunId: "run-new"}}, nil
+}
+
+type events chan *eventv1.Event
+
+func (e events) Emit(event *eventv1.Event) { e <- event }
+
+type world struct {
+	*snapshot.Server
+	artifacts *artifacts
+	scheduler *scheduler
+	events    events
+}
+
+func setup(t *testing.T) *world {
+	t.Helper()
+	store, err := sqlite.Open(t.Context(), filepath.Join(t.TempDir(), "snapshot.sqlite"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Close() })
+	w := &world{artifacts: &artifacts{held: map[string]bool{}}, scheduler: &scheduler{}, events: make(events, 100)}
+	clock := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+	w.Server, err = snapshot.New(snapshot.Config{}, snapshot.Deps{
+		Store: store, Artifacts: w.artifacts, Scheduler: w.scheduler, Events: w.events,
+		Now: func() time.Time { clock = clock.Add(time.Second); return clock },
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w
+}
+
+func (w *world) take(t *testing.T, step uint64, keep uint32, contents ...string) *snapshot.Snapshot {
+	t.Helper()
+	snap := storetest.Snap("", "run-a", step, contents...)
+	snap.WeightsDigest = storetest.Digest("e")
+	resp, err := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: snap, Directory: "/scratch", Keep: keep})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.GetSnapshot()
+}
+
+func TestCreateRecordsAndTells(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	snap := w.take(t, 3, 0, "a", "b")
+	if !strings.HasPrefix(snap.GetSnapshotId(), "snap-") || snap.GetBytes() != 20 || snap.GetFiles()[1].GetBytes() != 10 {
+		t.Fatalf("manifest %v", snap)
+	}
+	e := <-w.events
+	if e.GetKind() != "snapshot.created" || e.GetAttributes()["snapshot"] != snap.GetSnapshotId() ||
+		e.GetAttributes()["digest"] != snap.GetWeightsDigest() || e.GetMetrics()["bytes"] != 20 || e.GetStep() != 3 {
+		t.Fatalf("event %v", e)
+	}
+	again := w.take(t, 3, 0, "c")
+	if again.GetSnapshotId() != snap.GetSnapshotId() || len(w.events) != 0 {
+		t.Fatalf("a repeat made %v", again)
+	}
+}
+
+func TestRetentionDeletesFilesThatNobodyNames(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.take(t, 1, 2, "a", "b")
+	w.take(t, 2, 2, "b", "c")
+	w.take(t, 3, 2, "c", "d")
+	if got := w.artifacts.holds(); !slices.Equal(got, []string{"b", "c", "d"}) {
+		t.Fatalf("storage holds %v", got)
+	}
+	list, err := w.ListSnapshots(t.Context(), &snapshotv1.ListSnapshotsRequest{RunId: "run-a"})
+	if err != nil || len(list.GetSnapshots()) != 2 || list.GetSnapshots()[0].GetStep() != 3 {
+		t.Fatalf("list %v, %v", list, err)
+	}
+}
+
+func TestASnapshotThatARunBeganFromStays(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	first := w.take(t, 1, 1, "a")
+	resp, err := w.RestoreSnapshot(t.Context(), &snapshotv1.RestoreSnapshotRequest{SnapshotId: first.GetSnapshotId()[:12]})
+	if err != nil || resp.GetRun().GetRunId() != "run-new" {
+		t.Fatalf("restored %v, %v", resp, err)
+	}
+	got := w.scheduler.created
+	if got.GetFromSnapshot() != first.GetSnapshotId() || got.GetBaseDir() != "/data" || string(got.GetLock()) != `{"config":{"name":"origin"},"format":1}` {
+		t.Fatalf("asked for %v", got)
+	}
+	w.take(t, 2, 1, "b")
+	w.take(t, 3, 1, "c")
+	if got := w.artifacts.holds(); !slices.Equal(got, []string{"a", "c"}) {
+		t.Fatalf("storage holds %v", got)
+	}
+}
+
+func TestOnlyTrainStateIsRestored(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	snap := storetest.Snap("", "run-a", 1, "a")
+	snap.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC
+	made, err := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: snap, Directory: "/scratch"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = w.RestoreSnapshot(t.Context(), &snapshotv1.RestoreSnapshotRequest{SnapshotId: made.GetSnapshot().GetSnapshotId()})
+	if !errors.Is(err, snapshot.ErrKind) {
+		t.Fatalf("got %v", err)
+	}
+}
+
+func TestMaterializeExportsEachFile(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	snap := w.take(t, 1, 0, "a", "b")
+	if _, err := w.MaterializeSnapshot(t.Context(), &snapshotv1.MaterializeSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Directory: "/to"}); err != nil {
+		t.Fatal(err)
+	}
+	if e := w.artifacts.exported; len(e) != 2 || e[1].GetPath() != "/to/f1" || e[1].GetContentId() != storetest.Digest("b") {
+		t.Fatalf("exported %v", e)
+	}
+	_, err := w.MaterializeSnapshot(t.Context(), &snapshotv1.MaterializeSnapshotRequest{SnapshotId: "snap-x", Directory: "/to"})
+	if !errors.Is(err, snapshot.ErrNotFound) {
+		t.Fatalf("got %v", err)
+	}
+}
+
+func TestDeleteIsIdempotent(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	id := w.take(t, 1, 0, "a").GetSnapshotId()
+	for range 2 {
+		if _, err := w.DeleteSnapshot(t.Context(), &snapshotv1.DeleteSnapshotRequest{SnapshotId: id}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := w.artifacts.holds(); len(got) != 0 {
+		t.Fatalf("storage holds %v", got)
+	}
+}
+
+// What an import left behind whose manifest never came is deleted at the next start, however often storage refuses first.
+func TestStartSweepsWhatACrashLeft(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.take(t, 1, 0, "a")
+	crashed, crash := context.WithCancel(t.Context())
+	w.artifacts.onImport = crash // the store then refuses the manifest
+	snap := storetest.Snap("", "run-a", 2, "a", "b")
+	if _, err := w.CreateSnapshot(crashed, &snapshotv1.CreateSnapshotRequest{Snapshot: snap, Directory: "/scratch"}); err == nil {
+		t.Fatal("the snapshot was recorded")
+	}
+	if got := w.artifacts.holds(); !slices.Equal(got, []string{"a", "b"}) {
+		t.Fatalf("before the start: %v", got)
+	}
+	w.artifacts.down, w.artifacts.deleted = 2, make(chan struct{}, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	ran := make(chan error, 1)
+	go func() { ran <- w.Run(ctx) }()
+	<-w.artifacts.deleted
+	if got := w.artifacts.holds(); !slices.Equal(got, []string{"a"}) {
+		t.Fatalf("after the start: %v", got)
+	}
+	cancel()
+	if err := <-ran; err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestRefusals(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	bad := storetest.Snap("", "", 1, "a")
+	bad.Files[0].Path = "../escape"
+	_, err := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: bad, Directory: "relative"})
+	if e, _ := rpcerr.From(err); !errors.Is(err, snapshot.ErrInvalid) || len(e.Violations()) != 3 {
+		t.Fatalf("got %v", err)
+	}
+	w.artifacts.wrong = true
+	_, err = w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: storetest.Snap("", "run-a", 1, "a"), Directory: "/scratch"})
+	if !errors.Is(err, snapshot.ErrMismatch) {
+		t.Fatalf("other content was taken: %v", err)
+	}
+	if _, err := snapshot.New(snapshot.Config{}, snapshot.Deps{}); err == nil {
+		t.Fatal("a service of nothing was made")
+	}
+}
+
+func TestPages(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	for step := range uint64(5) {
+		w.take(t, step+1, 0, "a")
+	}
+	var steps []uint64
+	token := ""
+	for {
+		page, err := w.ListSnapshots(t.Context(), &snapshotv1.ListSnapshotsRequest{PageSize: 2, PageToken: token})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range page.GetSnapshots() {
+			steps = append(steps, s.GetStep())
+		}
+		if token = page.GetNextPageToken(); token == "" {
+			break
+		}
+	}
+	if !slices.Equal(steps, []uint64{5, 4, 3, 2, 1}) {
+		t.Fatalf("steps %v", steps)
+	}
+}

@@ -1,0 +1,153 @@
+// Package storetest is the suite that every snapshot.Store passes.
+package storetest
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	"github.com/rollout-rl/rollout/services/snapshot"
+)
+
+// Run runs the suite; open gives an empty store that is closed with the test.
+func Run(t *testing.T, open func(t *testing.T) snapshot.Store) {
+	for name, test := range map[string]func(*testing.T, snapshot.Store){
+		"record keeps the first": recordKeepsTheFirst,
+		"get by prefix":          getByPrefix,
+		"list":                   list,
+		"candidates":             candidates,
+		"pin":                    pin,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t, open(t))
+		})
+	}
+}
+
+// Snap is a manifest of a run at a step that names one file per content.
+func Snap(id, run string, step uint64, contents ...string) *snapshot.Snapshot {
+	s := &snapshot.Snapshot{SnapshotId: id, RunId: run, Kind: snapshot.TrainState, Step: step}
+	for i, c := range contents {
+		s.Files = append(s.Files, &snapshotv1.SnapshotFile{Path: fmt.Sprint("f", i), Digest: Digest(c)})
+	}
+	return s
+}
+
+// Digest is a content id made of one letter.
+func Digest(letter string) string { return "blake3-" + strings.Repeat(letter, 64) }
+
+func record(t *testing.T, s snapshot.Store, snap *snapshot.Snapshot) *snapshot.Snapshot {
+	t.Helper()
+	got, err := s.Record(t.Context(), snap)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got
+}
+
+func recordKeepsTheFirst(t *testing.T, s snapshot.Store) {
+	first := record(t, s, Snap("snap-1", "run-a", 5, "a"))
+	twin := record(t, s, Snap("snap-2", "run-a", 5, "b"))
+	if !proto.Equal(first, twin) {
+		t.Fatalf("a twin replaced the first: %v", twin)
+	}
+	got, err := s.Find(t.Context(), "run-a", snapshot.TrainState, 5)
+	if err != nil || !proto.Equal(got, first) {
+		t.Fatalf("found %v, %v", got, err)
+	}
+	if _, err := s.Find(t.Context(), "run-a", snapshot.TrainState, 6); !errors.Is(err, snapshot.ErrNotFound) {
+		t.Fatalf("step 6: %v", err)
+	}
+	if _, err := s.Get(t.Context(), "snap-2"); !errors.Is(err, snapshot.ErrNotFound) {
+		t.Fatalf("the twin was kept: %v", err)
+	}
+}
+
+func getByPrefix(t *testing.T, s snapshot.Store) {
+	record(t, s, Snap("snap-ab", "run-a", 1, "a"))
+	record(t, s, Snap("snap-ac", "run-a", 2, "a"))
+	for ref, want := range map[string]error{"snap-ab": nil, "snap-a": snapshot.ErrAmbiguous, "snap-b": snapshot.ErrNotFound} {
+		if _, err := s.Get(t.Context(), ref); !errors.Is(err, want) {
+			t.Errorf("%s: %v, want %v", ref, err, want)
+		}
+	}
+}
+
+func ids(list []*snapshot.Snapshot) (out []string) {
+	for _, s := range list {
+		out = append(out, s.GetSnapshotId())
+	}
+	return out
+}
+
+func list(t *testing.T, s snapshot.Store) {
+	record(t, s, Snap("snap-1", "run-a", 1, "a"))
+	record(t, s, Snap("snap-2", "run-b", 1, "a"))
+	record(t, s, Snap("snap-3", "run-a", 2, "a"))
+	other := Snap("snap-4", "run-a", 2, "a")
+	other.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
+	record(t, s, other)
+	for name, c := range map[string]struct {
+		filter snapshot.Filter
+		want   []string
+	}{
+		"all, newest first": {snapshot.Filter{}, []string{"snap-4", "snap-3", "snap-2", "snap-1"}},
+		"of a run and kind": {snapshot.Filter{Run: "run-a", Kind: snapshot.TrainState}, []string{"snap-3", "snap-1"}},
+		"a page":            {snapshot.Filter{After: "snap-4", Limit: 2}, []string{"snap-3", "snap-2"}},
+		"of nobody":         {snapshot.Filter{Run: "run-x"}, nil},
+	} {
+		got, err := s.List(t.Context(), c.filter)
+		if err != nil || !slices.Equal(ids(got), c.want) {
+			t.Errorf("%s: %v, %v, want %v", name, ids(got), err, c.want)
+		}
+	}
+}
+
+// A file leaves with the last manifest that names it, and what was noted before an import that never came is garbage.
+func candidates(t *testing.T, s snapshot.Store) {
+	record(t, s, Snap("snap-1", "run-a", 1, "a", "b"))
+	record(t, s, Snap("snap-2", "run-a", 2, "b", "c"))
+	if err := s.Note(t.Context(), []string{Digest("c"), Digest("d"), Digest("d")}); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Delete(t.Context(), "snap-1", "snap-unknown"); err != nil {
+		t.Fatal(err)
+	}
+	garbage, named, err := s.Garbage(t.Context())
+	if err != nil || !slices.Equal(garbage, []string{Digest("a"), Digest("d")}) || !slices.Equal(named, []string{Digest("b"), Digest("c")}) {
+		t.Fatalf("garbage %v, named %v, %v", garbage, named, err)
+	}
+	if err := s.Forget(t.Context(), append(garbage, named...)); err != nil {
+		t.Fatal(err)
+	}
+	if garbage, named, err = s.Garbage(t.Context()); err != nil || len(garbage)+len(named) != 0 {
+		t.Fatalf("after forgetting: %v, %v, %v", garbage, named, err)
+	}
+	if err := s.Delete(t.Context(), "snap-2"); err != nil {
+		t.Fatal(err)
+	}
+	if garbage, _, _ = s.Garbage(t.Context()); !slices.Equal(garbage, []string{Digest("b"), Digest("c")}) {
+		t.Fatalf("garbage of the last manifest: %v", garbage)
+	}
+}
+
+func pin(t *testing.T, s snapshot.Store) {
+	record(t, s, Snap("snap-1", "run-a", 1, "a"))
+	record(t, s, Snap("snap-2", "run-a", 2, "a"))
+	if err := s.Pin(t.Context(), "snap-1"); err != nil {
+		t.Fatal(err)
+	}
+	got, err := s.List(t.Context(), snapshot.Filter{Unpinned: true})
+	if err != nil || !slices.Equal(ids(got), []string{"snap-2"}) {
+		t.Fatalf("unpinned: %v, %v", ids(got), err)
+	}
+	if err := s.Pin(t.Context(), "snap-9"); !errors.Is(err, snapshot.ErrNotFound) {
+		t.Fatalf("an unknown one was pinned: %v", err)
+	}
+}
