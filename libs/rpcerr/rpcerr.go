@@ -92,6 +92,13 @@ func (e *Error) Wrap(err error) *Error {
 	return c
 }
 
+// WithMessage returns a copy with another text, for an error whose text is made late.
+func (e *Error) WithMessage(message string) *Error {
+	c := e.clone()
+	c.message = message
+	return c
+}
+
 func (e *Error) Error() string               { return e.message }
 func (e *Error) Unwrap() error               { return e.cause }
 func (e *Error) Code() codes.Code            { return e.code }

@@ -1,0 +1,144 @@
+package rpc
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/subtle"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/metadata"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// Errors of the token, compared with errors.Is.
+var (
+	ErrUnauthenticated = rpcerr.New(codes.Unauthenticated, rpcerr.ReasonUnauthenticated,
+		"the call lacks the mesh token or has another one; it is in the token file that rolloutd.json names")
+	ErrTokenFile = rpcerr.New(codes.FailedPrecondition, "TOKEN_FILE",
+		"the token file must be readable by its owner alone (mode 0600) and hold one line")
+)
+
+const (
+	header     = "authorization"
+	bearer     = "Bearer "
+	tokenBytes = 32
+)
+
+// authenticator checks the bearer token.
+type authenticator struct{ token string }
+
+func (a authenticator) check(ctx context.Context, method string) error {
+	if a.token == "" || strings.HasPrefix(method, "/"+healthpb.Health_ServiceDesc.ServiceName+"/") {
+		return nil
+	}
+	md, _ := metadata.FromIncomingContext(ctx)
+	values := md.Get(header)
+	if len(values) != 1 || subtle.ConstantTimeCompare([]byte(values[0]), []byte(bearer+a.token)) != 1 {
+		return ErrUnauthenticated
+	}
+	return nil
+}
+
+func (a authenticator) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+	if err := a.check(ctx, info.FullMethod); err != nil {
+		return nil, err
+	}
+	return next(ctx, req)
+}
+
+func (a authenticator) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+	if err := a.check(ss.Context(), info.FullMethod); err != nil {
+		return err
+	}
+	return next(srv, ss)
+}
+
+// perCall adds the token to each call.
+type perCall struct{ token string }
+
+func (p perCall) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	if p.token == "" {
+		return nil, nil
+	}
+	return map[string]string{header: bearer + p.token}, nil
+}
+
+// RequireTransportSecurity is false: on loopback the token travels in plain text between processes of one user.
+func (p perCall) RequireTransportSecurity() bool { return false }
+
+// tcpOnly leaves in-memory connections without TLS.
+type tcpOnly struct {
+	credentials.TransportCredentials
+}
+
+func (t tcpOnly) ServerHandshake(c net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	if c.LocalAddr().Network() == "bufconn" {
+		return c, nil, nil
+	}
+	return t.TransportCredentials.ServerHandshake(c)
+}
+
+func (t tcpOnly) Clone() credentials.TransportCredentials {
+	return tcpOnly{t.TransportCredentials.Clone()}
+}
+
+// ReadToken reads a token file. It refuses one that others may read (ErrTokenFile).
+func ReadToken(path string) (string, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", fmt.Errorf("read token file: %w", err)
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return "", fmt.Errorf("read token file: %w", err)
+	}
+	if info.Mode().Perm()&0o077 != 0 {
+		return "", ErrTokenFile.With("path", path).With("mode", info.Mode().Perm().String())
+	}
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return "", fmt.Errorf("read token file: %w", err)
+	}
+	token := strings.TrimSpace(string(data))
+	if token == "" || strings.ContainsAny(token, " \n\r\t") {
+		return "", ErrTokenFile.With("path", path)
+	}
+	return token, nil
+}
+
+// EnsureToken reads the token file, making it with 32 random bytes in hex where it is not there. Of processes that start
+// together all get the same token.
+func EnsureToken(path string) (string, error) {
+	token, err := ReadToken(path)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return token, err
+	}
+	raw := make([]byte, tokenBytes)
+	rand.Read(raw)                                            //nolint:errcheck // never fails
+	tmp, err := os.CreateTemp(filepath.Dir(path), ".token-*") // 0600
+	if err != nil {
+		return "", fmt.Errorf("make token file: %w", err)
+	}
+	defer os.Remove(tmp.Name())
+	_, err = tmp.WriteString(hex.EncodeToString(raw) + "\n")
+	if err = errors.Join(err, tmp.Sync(), tmp.Close()); err != nil {
+		return "", fmt.Errorf("make token file: %w", err)
+	}
+	if err := os.Link(tmp.Name(), path); err != nil && !errors.Is(err, fs.ErrExist) {
+		return "", fmt.Errorf("make token file: %w", err)
+	}
+	return ReadToken(path)
+}

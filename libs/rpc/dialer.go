@@ -1,0 +1,154 @@
+package rpc
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"slices"
+	"sync"
+	"time"
+
+	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
+	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc/filters"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/resolver"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+const (
+	keepaliveTime    = 10 * time.Second // a peer that vanished without a FIN is found out in keepaliveTime + keepaliveTimeout
+	keepaliveTimeout = 5 * time.Second
+	// stallAfter is when a call that waits says in the log what it waits for.
+	stallAfter = 15 * time.Second
+)
+
+// ErrNoRoute says that a service is neither hosted here nor can it be found.
+var ErrNoRoute = rpcerr.New(codes.Unavailable, "RPC_NO_ROUTE",
+	"the service is not hosted in this process and no discovery is configured")
+
+// DialerOptions says how a Dialer finds services.
+type DialerOptions struct {
+	Local  *Server          // serves the Hosted services; nil where there are none
+	Hosted []string         // names of the targets in this process
+	Lookup resolver.Builder // of scheme "consul", see discovery.Client.Resolver; nil: hosted services alone
+	Token  string           // added to each call
+	TLS    *tls.Config      // for connections that leave this process; nil is plain text
+	Log    *slog.Logger     // nil discards
+}
+
+// Dialer gives connections to services by name. One connection a service, made lazily, for the life of the Dialer. Its methods
+// may be called from many goroutines.
+type Dialer struct {
+	o     DialerOptions
+	mu    sync.Mutex
+	conns map[string]*grpc.ClientConn
+}
+
+// NewDialer makes a Dialer; it dials nothing yet.
+func NewDialer(o DialerOptions) *Dialer {
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	return &Dialer{o: o, conns: map[string]*grpc.ClientConn{}}
+}
+
+// Conn is the connection to a service: in memory where it is hosted here, through discovery where not. Calls on it wait until the
+// service is there, so give them a deadline or a context that ends. Do not close it. ErrNoRoute.
+func (d *Dialer) Conn(service string) (grpc.ClientConnInterface, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if conn := d.conns[service]; conn != nil {
+		return conn, nil
+	}
+	conn, err := d.dial(service)
+	if err != nil {
+		return nil, fmt.Errorf("dial service %s: %w", service, err)
+	}
+	d.conns[service] = conn
+	return conn, nil
+}
+
+func (d *Dialer) dial(service string) (*grpc.ClientConn, error) {
+	if d.o.Local != nil && slices.Contains(d.o.Hosted, service) {
+		memory := d.o.Local.memory
+		return grpc.NewClient("passthrough:///"+service, append(clientOptions(d.o.Token, nil, d.o.Log),
+			grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return memory.DialContext(ctx) }))...)
+	}
+	if d.o.Lookup == nil {
+		return nil, ErrNoRoute.With("service", service)
+	}
+	return grpc.NewClient("consul:///"+service, append(clientOptions(d.o.Token, d.o.TLS, d.o.Log), grpc.WithResolvers(d.o.Lookup))...)
+}
+
+// DialWorker is a connection to one worker's address (host:port) with the mesh token. The caller closes it.
+func (d *Dialer) DialWorker(address string) (*grpc.ClientConn, error) {
+	return dialAddress(address, d.o.Token, d.o.TLS, d.o.Log)
+}
+
+// Close closes every connection that Conn made.
+func (d *Dialer) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var errs []error
+	for name, conn := range d.conns {
+		errs = append(errs, conn.Close())
+		delete(d.conns, name)
+	}
+	return errors.Join(errs...)
+}
+
+// DialWorker is a plain-text connection to one address (host:port), for who has no Dialer, such as the CLI. Calls wait until
+// the peer is there. The caller closes it.
+func DialWorker(address, token string) (*grpc.ClientConn, error) {
+	return dialAddress(address, token, nil, slog.New(slog.DiscardHandler))
+}
+
+func dialAddress(address, token string, t *tls.Config, log *slog.Logger) (*grpc.ClientConn, error) {
+	conn, err := grpc.NewClient("passthrough:///"+address, clientOptions(token, t, log)...)
+	if err != nil {
+		return nil, fmt.Errorf("dial %s: %w", address, err)
+	}
+	return conn, nil
+}
+
+func clientOptions(token string, t *tls.Config, log *slog.Logger) []grpc.DialOption {
+	transport := insecure.NewCredentials()
+	if t != nil {
+		transport = credentials.NewTLS(t)
+	}
+	return []grpc.DialOption{
+		grpc.WithTransportCredentials(transport),
+		grpc.WithPerRPCCredentials(perCall{token}),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(MaxMessage)),
+		grpc.WithDefaultServiceConfig(serviceConfig()),
+		grpc.WithDisableServiceConfig(), // no other comes from a resolver
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: keepaliveTime, Timeout: keepaliveTimeout, PermitWithoutStream: true}),
+		grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 2 * time.Second},
+			MinConnectTimeout: 5 * time.Second,
+		}),
+		grpc.WithStatsHandler(otelgrpc.NewClientHandler(otelgrpc.WithFilter(filters.Not(filters.HealthCheck())))),
+		grpc.WithChainUnaryInterceptor(explainStall(log)),
+		grpc.WithIdleTimeout(0), // connections are few and live as long as the process
+	}
+}
+
+// explainStall logs a unary call that takes long, with what its connection does: a stall explains itself.
+func explainStall(log *slog.Logger) grpc.UnaryClientInterceptor {
+	return func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+		timer := time.AfterFunc(stallAfter, func() {
+			log.Warn("a call takes long", "method", method, "target", cc.Target(), "connection", cc.GetState().String(), "after", stallAfter)
+		})
+		defer timer.Stop()
+		return invoke(ctx, method, req, reply, cc, opts...)
+	}
+}

@@ -1,0 +1,190 @@
+// Package rpc is how processes of this project serve and call gRPC.
+//
+// A Server answers on TCP and on an in-memory listener with the same interceptors; a Dialer gives the in-memory connection for a
+// service that is hosted in this process and "consul:///NAME" for one that is not. No caller knows which.
+package rpc
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+
+	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
+	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc/filters"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/health"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/reflection"
+	"google.golang.org/grpc/test/bufconn"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+const (
+	// MaxMessage bounds a message both ways, in bytes. Larger things are streamed.
+	MaxMessage = 64 << 20
+	// inMemoryBuffer is what an in-memory connection holds in flight, in bytes.
+	inMemoryBuffer = 1 << 20
+	defaultDrain   = 10 * time.Second
+)
+
+// ErrDraining is what a stream that outlives half of the drain ends with.
+var ErrDraining = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the server is going away").RetryAfter(time.Second)
+
+// ServerOptions says how a Server behaves.
+type ServerOptions struct {
+	Log   *slog.Logger  // nil discards
+	Token string        // asked of every call but health; "" asks for none
+	TLS   *tls.Config   // of the TCP listener; nil is plain text, for loopback
+	Drain time.Duration // how long calls in flight may take at the end; 0 is 10 s. Streams are told after half of it
+}
+
+// Server is one gRPC server on two listeners. It is a grpc.ServiceRegistrar: register services before Run.
+type Server struct {
+	grpc   *grpc.Server
+	health *health.Server
+	memory *bufconn.Listener
+	log    *slog.Logger
+	drain  time.Duration
+
+	draining   context.Context // ends when streams are to end
+	endStreams context.CancelCauseFunc
+	mu         sync.Mutex
+	tcp        net.Listener
+	registered []string
+}
+
+// NewServer makes a server with health and reflection and without a TCP listener yet. Health answers NOT_SERVING until SetServing.
+func NewServer(o ServerOptions) (*Server, error) {
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.Drain == 0 {
+		o.Drain = defaultDrain
+	}
+	validate, err := newValidator()
+	if err != nil {
+		return nil, fmt.Errorf("make rpc server: %w", err)
+	}
+	s := &Server{health: health.NewServer(), memory: bufconn.Listen(inMemoryBuffer), log: o.Log, drain: o.Drain}
+	s.draining, s.endStreams = context.WithCancelCause(context.Background())
+	auth := authenticator{token: o.Token}
+	options := []grpc.ServerOption{
+		grpc.MaxRecvMsgSize(MaxMessage),
+		grpc.MaxSendMsgSize(MaxMessage),
+		grpc.StatsHandler(otelgrpc.NewServerHandler(otelgrpc.WithFilter(filters.Not(filters.HealthCheck())))),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveTime / 2, PermitWithoutStream: true}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
+		// Outermost first: errors of all the others are mapped, a panic anywhere below is caught, nobody unknown gets further.
+		grpc.ChainUnaryInterceptor(rpcerr.Unary(o.Log), recoverUnary(o.Log), auth.unary, validate.unary),
+		grpc.ChainStreamInterceptor(s.drainStream, rpcerr.Stream(o.Log), recoverStream(o.Log), auth.stream, validate.stream),
+	}
+	if o.TLS != nil {
+		options = append(options, grpc.Creds(tcpOnly{credentials.NewTLS(o.TLS)}))
+	}
+	s.grpc = grpc.NewServer(options...)
+	healthpb.RegisterHealthServer(s.grpc, s.health)
+	reflection.Register(s.grpc)
+	s.health.SetServingStatus("", healthpb.HealthCheckResponse_NOT_SERVING)
+	return s, nil
+}
+
+// RegisterService implements grpc.ServiceRegistrar. The service is NOT_SERVING under its proto name until SetServing.
+func (s *Server) RegisterService(desc *grpc.ServiceDesc, impl any) {
+	s.grpc.RegisterService(desc, impl)
+	s.health.SetServingStatus(desc.ServiceName, healthpb.HealthCheckResponse_NOT_SERVING)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.registered = append(s.registered, desc.ServiceName)
+}
+
+// SetServing makes health answer SERVING, for the process and each of its services.
+func (s *Server) SetServing() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, name := range append([]string{""}, s.registered...) {
+		s.health.SetServingStatus(name, healthpb.HealthCheckResponse_SERVING)
+	}
+}
+
+// Listen takes a TCP address, "127.0.0.1:0" for a free port, and returns it. Calls wait until Run.
+func (s *Server) Listen(ctx context.Context, address string) (*net.TCPAddr, error) {
+	lis, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("listen for gRPC on %s: %w", address, err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.tcp = lis
+	return lis.Addr().(*net.TCPAddr), nil
+}
+
+// Run serves until ctx ends, then drains: no new calls, calls in flight end within the drain time, streams within half of it, what
+// is left is cut off. It returns when both listeners are closed.
+func (s *Server) Run(ctx context.Context) error {
+	s.mu.Lock()
+	listeners := []net.Listener{s.memory}
+	if s.tcp != nil {
+		listeners = append(listeners, s.tcp)
+	}
+	s.mu.Unlock()
+	served := make(chan error, len(listeners))
+	for _, lis := range listeners {
+		go func() { served <- s.grpc.Serve(lis) }()
+	}
+	var errs []error
+	left := len(listeners)
+	select {
+	case <-ctx.Done():
+	case err := <-served:
+		errs = append(errs, err)
+		left--
+	}
+	s.stop()
+	for range left {
+		errs = append(errs, <-served)
+	}
+	for i, err := range errs {
+		if errors.Is(err, grpc.ErrServerStopped) {
+			errs[i] = nil
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (s *Server) stop() {
+	s.health.Shutdown() // watchers of health hear it first
+	half := time.AfterFunc(s.drain/2, func() { s.endStreams(ErrDraining) })
+	defer half.Stop()
+	hard := time.AfterFunc(s.drain, func() {
+		s.log.Warn("calls were still running when the drain time ended; they are cut off", "drain", s.drain)
+		s.grpc.Stop()
+	})
+	defer hard.Stop()
+	s.grpc.GracefulStop()
+}
+
+// drainStream lets a stream's context end with ErrDraining in the middle of a drain, so that a tail that never ends by itself does
+// not hold it up.
+func (s *Server) drainStream(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+	ctx, cancel := context.WithCancelCause(ss.Context())
+	defer cancel(nil)
+	defer context.AfterFunc(s.draining, func() { cancel(context.Cause(s.draining)) })()
+	return next(srv, &stream{ServerStream: ss, ctx: ctx})
+}
+
+// stream is a ServerStream with another context.
+type stream struct {
+	grpc.ServerStream
+	ctx context.Context
+}
+
+func (s *stream) Context() context.Context { return s.ctx }
