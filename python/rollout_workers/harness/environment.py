@@ -1,0 +1,105 @@
+"""The port that every environment fits: batched, asynchronous, free of tokens of other episodes.
+
+    reset(tasks) -> what each task's episodes begin with
+    step(turns)  -> for each turn an Observation (the episode goes on) or a Result (it has ended)
+    close(..)    -> these episodes are over or given up
+
+A *task* is one prompt group: its samples share the first observation, so an engine runs the prompt once. From the second turn
+on every sample is an episode of its own. A single-turn task answers its first ``step`` with Results; a tool-using one answers
+with Observations that hold the tool's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Outcome = Literal["completed", "truncated", "aborted", "infra_failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt group, or what is still missing of it.
+
+    key: unique among the tasks in flight. row_json: the dataset's row. samples: which samples of the group are wanted, with
+    the seed of each.
+    """
+
+    key: str
+    row_json: bytes
+    samples: tuple[int, ...]
+    seeds: tuple[int, ...]
+    row: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observation:
+    """Tokens (int32[N]) that are appended to the episode's context; not trained on. text: the same for people and rewards."""
+
+    token_ids: NDArray[np.int32]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One answer of the policy. sample: which of the task. number: from 0. text: without special tokens and stop text.
+
+    prompt: text of the first observation. truncated: the answer ended at the token limit.
+    """
+
+    task: Task
+    sample: int
+    number: int
+    prompt: str
+    token_ids: NDArray[np.int32]
+    text: str
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How an episode ended. reward, metrics: meaningful for completed and truncated ones. reason: of the other two."""
+
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    outcome: Outcome = "completed"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A task that can't begin: its row is broken. All of its samples end as INFRA_FAILED with this reason."""
+
+    reason: str
+    message: str
+
+
+class Environment(Protocol):
+    """Where episodes take place. Calls may overlap; an exception fails the turns or tasks of that call alone."""
+
+    async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
+        """The first observation of each task, in order."""
+        ...
+
+    async def step(self, turns: Sequence[Turn]) -> Sequence[Observation | Result]:
+        """What follows each turn, in order."""
+        ...
+
+    async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
+        """Forget these episodes (task key, sample)."""
+        ...
+
+
+def failed(reason: str) -> Result:
+    """An infrastructure failure. Never a reward of 0."""
+    return Result(outcome="infra_failed", reason=reason)
+
+
+def reason_of(error: BaseException, otherwise: str) -> str:
+    """The machine-readable reason of an exception."""
+    reason: Any = getattr(error, "reason", None)
+    return reason if isinstance(reason, str) and reason else otherwise

@@ -1,0 +1,101 @@
+"""The worker's end of a reward process: start it, call it, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.plugin import RewardError, RewardFailed, RewardImportError, RewardShapeError, RewardTimeout
+
+_START_SECONDS = 120.0
+_LENGTH = struct.Struct("<Q")
+_ERRORS: dict[str, type[RewardError]] = {
+    error.reason: error for error in (RewardFailed, RewardImportError, RewardShapeError, RewardTimeout)
+}
+
+Score = tuple[float, dict[str, float]]
+
+
+class RewardProcess:
+    """A process that has imported one reward. One call at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.broken = False
+
+    @classmethod
+    async def start(cls, plugin: str, base_dir: str) -> RewardProcess:
+        """Start and import. Raises ``RewardImportError``, or ``RewardTimeout`` after two minutes."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rollout_workers.harness.reward_process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+            start_new_session=True,  # so that what the reward starts ends with it
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self = cls(process)
+        try:
+            await self._exchange({"plugin": plugin, "base_dir": base_dir}, _START_SECONDS, "importing the reward")
+        except BaseException:
+            await self.kill()
+            raise
+        return self
+
+    async def call(self, groups: Sequence[tuple[bytes, Sequence[tuple[str, str]]]], timeout: float) -> list[Score]:
+        """Scores of all samples in order. groups: (row as JSON, its (prompt, completion) pairs). Raises ``RewardError``;
+        after a timeout or a crash the process is ``broken``."""
+        samples = sum(len(pairs) for _, pairs in groups)
+        return await self._exchange(groups, timeout, f"the reward of {samples} samples")
+
+    async def kill(self) -> None:
+        """End the process and all that it started."""
+        self.broken = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(Exception):
+            await self._process.wait()
+        transport = getattr(self._process, "_transport", None)
+        if transport is not None:
+            transport.close()
+
+    async def _exchange(self, request: Any, timeout: float, what: str) -> Any:
+        self.broken = True  # until the answer is read in full
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await self._send(request)
+        except TimeoutError:
+            raise RewardTimeout(
+                f"{what} took longer than {timeout:g} s", mend="make it faster or raise `reward.timeout_seconds`"
+            ) from None
+        except (OSError, asyncio.IncompleteReadError):
+            code = await self._ended()
+            raise RewardFailed(f"{what} ended its process ({code})", mend="see the worker's log") from None
+        self.broken = False
+        if "error" in answer:
+            raise _ERRORS.get(answer["error"], RewardFailed)(answer["message"])
+        return answer["value"]
+
+    async def _send(self, request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        body = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+        self._process.stdin.write(_LENGTH.pack(len(body)) + body)
+        await self._process.stdin.drain()
+        (size,) = _LENGTH.unpack(await self._process.stdout.readexactly(_LENGTH.size))
+        return pickle.loads(await self._process.stdout.readexactly(size))
+
+    async def _ended(self) -> str:
+        try:
+            code = await asyncio.wait_for(self._process.wait(), 1)
+        except TimeoutError:
+            return "it closed its pipe"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"

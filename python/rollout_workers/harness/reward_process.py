@@ -1,0 +1,66 @@
+"""The process that holds a reward: ``python -m rollout_workers.harness.reward_process``. Imports only what the reward imports.
+
+Requests come on stdin and answers go out on the pipe that was stdout, each as eight bytes of length and a pickle. What the
+reward prints goes to stderr, the worker's log. When stdin ends the process ends, even inside a call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import struct
+import sys
+import threading
+from typing import Any, BinaryIO
+
+from rollout.plugin import RewardFunction, Sample, call_reward, load_reward
+
+_LENGTH = struct.Struct("<Q")
+
+
+def main() -> None:
+    """Answer requests until stdin ends. The first one names the plugin."""
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests, arrived), daemon=True).start()
+    function: RewardFunction | None = None
+    while True:
+        request = arrived.get()
+        try:
+            if function is None:
+                function = load_reward(request["plugin"], request["base_dir"])
+                answer: dict[str, Any] = {"value": None}
+            else:
+                answer = {"value": _score(function, request)}
+        except Exception as error:
+            answer = {"error": getattr(error, "reason", "REWARD_RAISED"), "message": str(error)}
+        sys.stdout.flush()
+        body = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        answers.write(_LENGTH.pack(len(body)) + body)
+        answers.flush()
+
+
+def _score(function: RewardFunction, groups: Any) -> list[tuple[float, dict[str, float]]]:
+    samples: list[Sample] = []
+    for row_json, pairs in groups:
+        row = json.loads(row_json)
+        samples.extend(Sample(prompt, completion, row) for prompt, completion in pairs)
+    return [(score.reward, dict(score.metrics)) for score in call_reward(function, samples)]
+
+
+def _read(pipe: BinaryIO, arrived: queue.SimpleQueue[Any]) -> None:
+    while True:
+        head = pipe.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            os._exit(0)
+        arrived.put(pickle.loads(pipe.read(_LENGTH.unpack(head)[0])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Payloads that are too large for a message: into the storage service, and a reference instead."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from rollout.storage.v1.storage_pb2 import PutArtifactRequest
+from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
+from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
+from rollout_workers.mesh.discovery import Services, ServiceUnavailable
+from rollout_workers.mesh.retry import again
+
+_CHUNK = 1 << 20
+
+
+async def move_out(envelope: TrajectoryEnvelope, services: Services) -> None:
+    """Store the payload and put its content id in its place. Retries until the storage service takes it."""
+    payload = envelope.payload
+
+    async def chunks() -> AsyncIterator[PutArtifactRequest]:
+        for start in range(0, len(payload), _CHUNK):
+            yield PutArtifactRequest(chunk=payload[start : start + _CHUNK])
+
+    async for _ in again("a payload can't be stored (storage)"):
+        try:
+            stub = await services.stub("storage", ArtifactServiceStub)
+            answer = await stub.PutArtifact(chunks(), timeout=30, metadata=services.metadata())
+        except ServiceUnavailable:
+            continue
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise
+            await services.forget("storage")
+            continue
+        envelope.payload_ref = answer.content_id
+        envelope.ClearField("payload")
+        return

@@ -1,0 +1,117 @@
+"""Held-out rows, answered with one version of the weights and scored."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from rollout.inference.v1 import inference_pb2 as pb
+from rollout.trajectory.v1 import trajectory_pb2
+from rollout_workers.engines.base import Engine, SamplingParams
+from rollout_workers.harness.environment import Environment, Task
+from rollout_workers.harness.episode import Episode, EpisodeRunner, sample_seed
+from rollout_workers.harness.prompts import Text
+from rollout_workers.inference.receipt import Holdings
+from rollout_workers.mesh.status import EdgeError
+
+_CHUNK = 128
+_OUTCOMES = {
+    "completed": trajectory_pb2.OUTCOME_COMPLETED,
+    "truncated": trajectory_pb2.OUTCOME_TRUNCATED,
+    "aborted": trajectory_pb2.OUTCOME_ABORTED,
+    "infra_failed": trajectory_pb2.OUTCOME_INFRA_FAILED,
+}
+
+
+class VersionNotHeld(EdgeError):
+    """The engine holds other weights than those that must answer."""
+
+    reason: ClassVar[str] = "WEIGHTS_VERSION_MISMATCH"
+
+
+class NoEvaluation(EdgeError):
+    """The plan has no held-out rows or no reward."""
+
+    reason: ClassVar[str] = "NO_EVALUATION"
+
+
+class Evaluation:
+    """Answers Evaluate requests. Belongs to the worker's event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        environment: Environment,
+        text: Text,
+        params: SamplingParams,
+        holdings: Holdings,
+        rows_file: str,
+    ) -> None:
+        """params: the run's; an evaluation sets the temperature alone. rows_file: JSON Lines."""
+        self._engine, self._environment, self._text, self._params = engine, environment, text, params
+        self._holdings, self._file = holdings, rows_file
+        self._rows: list[bytes] | None = None
+        self._serial = itertools.count()
+
+    async def evaluate(self, request: pb.EvaluateRequest) -> AsyncGenerator[pb.EvaluateResponse, None]:
+        """Scored samples by row, sent on as soon as all rows before them are scored."""
+        self._check_version(request.version)
+        rows = await self._read()
+        wanted = rows[: request.max_prompts] if request.max_prompts else rows
+        params = replace(self._params, temperature=request.temperature)
+        runner = EpisodeRunner(self._engine, self._environment, self._text, params)
+        prefix = f"eval/{next(self._serial)}"
+        tasks = [
+            Task(f"{prefix}/{row}", row_json, (0,), (sample_seed(request.seed, 0, row, 0),), row)
+            for row, row_json in enumerate(wanted)
+        ]
+        scored: dict[int, pb.EvalSample] = {}
+        sent = 0
+        async with aclosing(runner.run(tasks)) as finished:
+            async for groups in finished:
+                for group in groups:
+                    [episode] = group.episodes
+                    if any(span.version != request.version for span in episode.spans()):
+                        raise self._wrong_version(request.version)
+                    scored[group.task.row] = _sample(group.task.row, episode)
+                while sent in scored and (sent + _CHUNK - 1 in scored or len(scored) == len(tasks) - sent):
+                    chunk = [scored.pop(row) for row in range(sent, min(sent + _CHUNK, len(tasks))) if row in scored]
+                    sent += len(chunk)
+                    yield pb.EvaluateResponse(samples=chunk)
+
+    def _check_version(self, version: int) -> None:
+        if self._holdings.version != version:
+            raise self._wrong_version(version)
+
+    def _wrong_version(self, version: int) -> VersionNotHeld:
+        held = self._holdings.version
+        return VersionNotHeld(
+            f"version {version} must answer, the engine holds {held}",
+            mend="deliver the version first",
+            metadata={"version": str(version), "held": str(held)},
+        )
+
+    async def _read(self) -> list[bytes]:
+        if self._rows is None:
+            lines = (await asyncio.to_thread(Path(self._file).read_bytes)).splitlines()
+            self._rows = [line for line in lines if line.strip()]
+        return self._rows
+
+
+def _sample(row: int, episode: Episode) -> pb.EvalSample:
+    result = episode.result
+    assert result is not None
+    return pb.EvalSample(
+        row=row,
+        prompt=episode.prompt.text,
+        completion="".join(episode.texts),
+        reward=result.reward,
+        metrics=result.metrics,
+        outcome=_OUTCOMES[result.outcome],
+        reason=result.reason,
+    )

@@ -1,0 +1,151 @@
+"""Requests of people and the gateway: prompts in, pieces of completions out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.inference.v1 import inference_pb2 as pb
+from rollout.trajectory.v1.trajectory_pb2 import VersionSpan
+from rollout_workers.engines.base import Engine, GroupRequest, SampleDelta, SampleOutput, SamplingParams
+from rollout_workers.harness.episode import sample_seed
+from rollout_workers.harness.prompts import Text
+from rollout_workers.inference.params import of_request
+from rollout_workers.mesh.status import EdgeError
+
+_FINISH = {"stop": "stop", "length": "length", "aborted": "abort"}
+
+
+class ContextOverflow(EdgeError):
+    """Prompt and wanted tokens exceed the context."""
+
+    reason: ClassVar[str] = "CONTEXT_OVERFLOW"
+
+
+class DuplicateRequest(EdgeError):
+    """The request id is in flight already."""
+
+    reason: ClassVar[str] = "DUPLICATE_REQUEST"
+
+
+class InvalidPrompt(EdgeError):
+    """A prompt without tokens, or with ids that the model has not."""
+
+    reason: ClassVar[str] = "INVALID_PROMPT"
+
+
+class Generation:
+    """Answers Generate requests. Belongs to the worker's event loop."""
+
+    def __init__(self, engine: Engine, text: Text, params: SamplingParams, max_model_len: int) -> None:
+        """params: the run's, for what a request leaves out."""
+        self._engine, self._text, self._params, self._limit = engine, text, params, max_model_len
+        self._running: dict[str, list[str]] = {}  # request id -> the engine's ids
+
+    def tokenize(self, prompts: Sequence[pb.Prompt]) -> list[NDArray[np.int32]]:
+        """Token ids of each prompt. Raises ``PromptInvalid`` for a chat that the template refuses."""
+        out: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * len(prompts)
+        texts: list[tuple[int, str, bool]] = []
+        for at, prompt in enumerate(prompts):
+            kind = prompt.WhichOneof("kind")
+            if kind == "tokens":
+                out[at] = np.array(prompt.tokens.ids, np.int32)
+            elif kind == "chat":
+                messages = [{"role": m.role, "content": m.content} for m in prompt.chat.messages]
+                texts.append((at, self._text.render(messages), False))
+            else:
+                texts.append((at, prompt.text, True))
+        for special in (False, True):
+            chosen = [(at, text) for at, text, s in texts if s is special]
+            for (at, _), ids in zip(chosen, self._text.encode([t for _, t in chosen], special=special), strict=True):
+                out[at] = ids
+        return out
+
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Pieces as they are sampled where the request streams, else one message a completion."""
+        prompts = self.tokenize(request.prompts)
+        self._check(prompts, request.params)
+        seed = request.params.seed if request.params.HasField("seed") else secrets.randbits(63)
+        name = request.request_id
+        if name in self._running:
+            raise DuplicateRequest(f"request {name} is in flight already", mend="use another id")
+        groups = [
+            GroupRequest(
+                f"request/{name}/{at}",
+                ids,
+                tuple(sample_seed(seed, 0, at, sample) for sample in range(request.n)),
+                of_request(request.params, self._params, self._limit - len(ids)),
+                stream=True,  # its texts leave out end token and stop text
+            )
+            for at, ids in enumerate(prompts)
+        ]
+        places = {group.request_id: at for at, group in enumerate(groups)}
+        self._running[name] = list(places)
+        try:
+            async with aclosing(self._engine.generate(groups)) as items:  # type: ignore[type-var]
+                async for item in items:
+                    at = places[item.request_id]
+                    if isinstance(item, SampleOutput):
+                        yield _last(item, at, prompts[at], whole=not request.stream)
+                    elif request.stream:
+                        yield _piece(item, at)
+        finally:
+            self._running.pop(name, None)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; unknown ones are ignored."""
+        await self._engine.abort([i for name in request_ids for i in self._running.get(name, ())])
+
+    def _check(self, prompts: Sequence[NDArray[np.int32]], params: pb.SamplingParams) -> None:
+        wanted = params.max_tokens if params.HasField("max_tokens") else 1
+        for at, ids in enumerate(prompts):
+            if not len(ids):
+                raise InvalidPrompt(f"prompt {at} has no tokens", violations=[(f"prompts[{at}]", "must not be empty")])
+            if len(ids) + wanted > self._limit:
+                told = f"{len(ids)} tokens of prompt and {wanted} of completion exceed the context of {self._limit}"
+                raise ContextOverflow(
+                    told,
+                    mend="shorten the prompt or lower max_tokens",
+                    metadata={
+                        "prompt_tokens": str(len(ids)),
+                        "max_tokens": str(wanted),
+                        "max_model_len": str(self._limit),
+                    },
+                    violations=[(f"prompts[{at}]", told)],
+                )
+
+
+def _piece(delta: SampleDelta, prompt: int) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        prompt=prompt,
+        sample=delta.sample,
+        text=delta.text,
+        token_ids=delta.token_ids.tolist(),
+        logprobs=delta.logprobs.tolist(),
+        raw_logprobs=delta.raw_logprobs.tolist(),
+    )
+
+
+def _last(output: SampleOutput, prompt: int, ids: NDArray[np.int32], *, whole: bool) -> pb.GenerateResponse:
+    """The piece that ends a completion; the whole of it where none went before. Raises the sample's error."""
+    if output.error is not None:
+        raise output.error
+    response = pb.GenerateResponse(
+        prompt=prompt,
+        sample=output.sample,
+        finish_reason=_FINISH[output.finish_reason],
+        version_spans=[VersionSpan(version=s.version, start=s.start, end=s.end) for s in output.version_spans],
+        prompt_tokens=len(ids),
+        prompt_token_ids=ids.tolist(),
+    )
+    if whole:
+        response.text = output.text or ""
+        response.token_ids.extend(output.token_ids.tolist())
+        response.logprobs.extend(output.logprobs.tolist())
+        response.raw_logprobs.extend(output.raw_logprobs.tolist())
+    return response

@@ -1,0 +1,91 @@
+"""What the engine says of the weights that it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+from rollout.errors import RolloutError
+from rollout.weights.v1.weights_pb2 import WeightsReceipt
+from rollout_workers.engines.base import Engine, WeightsMismatch
+
+_REMEMBERED = 128
+
+
+class WeightsDigestMismatch(RolloutError):
+    """Weights whose tensors do not hash to what they are said to be."""
+
+    reason: ClassVar[str] = "WEIGHTS_DIGEST_MISMATCH"
+
+    def __init__(self, version: int, expected: str, got: str, *, held: bool) -> None:
+        """held: the engine holds them, so it can't go on; else they were only staged."""
+        where = "the engine holds" if held else "the folder gives"
+        super().__init__(
+            f"weights version {version} should be {expected}, {where} {got}",
+            mend="the worker leaves and is started again" if held else "the old version stays; deliver this version again",
+        )
+        self.metadata = {"version": str(version), "expected": expected, "got": got}
+
+
+class Holdings:
+    """Receipts by version: of the weights that are held now, and of the last ones before."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._receipts: dict[int, WeightsReceipt] = {}
+        self.current = WeightsReceipt()
+        self.changed = asyncio.Event()
+        """Set whenever the engine has taken over a version."""
+
+    @property
+    def version(self) -> int:
+        return self.current.version
+
+    def of(self, version: int | None) -> WeightsReceipt:
+        """The receipt of the weights that sampled a token; of the current ones where nothing is known."""
+        return self.current if version is None else self._receipts.get(version, self.current)
+
+    async def read_back(self) -> WeightsReceipt:
+        """Digest what the engine holds now and remember it."""
+        digest = await self._engine.weights_digest()
+        stats = self._engine.stats()
+        self.current = WeightsReceipt(version=stats.version, digest=digest, cache_epoch=stats.cache_epoch)
+        self._receipts.pop(stats.version, None)
+        self._receipts[stats.version] = self.current
+        while len(self._receipts) > _REMEMBERED:
+            del self._receipts[next(iter(self._receipts))]
+        self.changed.set()
+        return self.current
+
+    async def take_over(self, version: int, digest: str, directory: str) -> WeightsReceipt:
+        """Stage, verify, swap, read back. Raises :class:`WeightsDigestMismatch`, ``EngineError``, ``WeightsUnreadable``.
+
+        Unless the mismatch is ``held`` the old version goes on working.
+        """
+        if self.current.version == version and self.current.digest == digest:
+            return self.current
+        try:
+            staged = await self._engine.stage_weights(directory)
+        except WeightsMismatch as error:
+            raise WeightsDigestMismatch(version, f"{digest} ({error.tensor}: {error.expected})", error.got, held=False) from error
+        if staged != digest:
+            raise WeightsDigestMismatch(version, digest, staged, held=False)
+        await self._engine.swap_weights(version)
+        receipt = await self.read_back()
+        if receipt.digest != digest:
+            raise HeldWeightsMismatch(version, digest, receipt.digest)
+        return receipt
+
+    async def verify(self) -> None:
+        """Digest what the engine holds and compare it with the receipt. Raises :class:`HeldWeightsMismatch`."""
+        expected = self.current
+        got = await self._engine.weights_digest()
+        if expected is self.current and self._engine.stats().version == expected.version and got != expected.digest:
+            raise HeldWeightsMismatch(expected.version, expected.digest, got)
+
+
+class HeldWeightsMismatch(WeightsDigestMismatch):
+    """The engine holds tensors that are not what its receipt says. The worker must be fenced."""
+
+    def __init__(self, version: int, expected: str, got: str) -> None:
+        super().__init__(version, expected, got, held=True)

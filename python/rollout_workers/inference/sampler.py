@@ -1,0 +1,205 @@
+"""From work items to trajectories on the stream, group by group, batch by batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from rollout.buffer.v1.buffer_pb2 import GetMissingRequest, GroupKey
+from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
+from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
+from rollout_workers.harness.environment import Task
+from rollout_workers.harness.episode import EpisodeRunner, FinishedGroup
+from rollout_workers.harness.supervised import Supervised
+from rollout_workers.inference.artifact import move_out
+from rollout_workers.inference.encode import encode_example, encode_group, in_messages, large
+from rollout_workers.inference.puller import Puller
+from rollout_workers.inference.receipt import Holdings
+from rollout_workers.inference.throughput import Throughput
+from rollout_workers.mesh.discovery import Services, call
+from rollout_workers.mesh.publisher import Publisher
+from rollout_workers.mesh.spec import Identity
+from rollout_workers.mesh.stream import WorkItem
+from rollout_workers.mesh.telemetry import Meters, incoming, outgoing, span
+
+log = logging.getLogger(__name__)
+
+
+class Outlet:
+    """Publishes envelopes and then acknowledges the items that they finish. What comes while a message is on its way goes
+    with the next one, so the stream's fsync is shared."""
+
+    def __init__(self, publisher: Publisher, services: Services, throughput: Throughput) -> None:
+        self._publisher, self._services, self._throughput = publisher, services, throughput
+        self._meters = Meters()
+        self._waiting: list[_Parcel] = []
+        self._task: asyncio.Task[None] | None = None
+        self.puller: Puller | None = None  # set once both exist
+
+    def send(self, items: Sequence[WorkItem], envelopes: Sequence[TrajectoryEnvelope]) -> None:
+        """Publish from now on. Items whose envelopes can't be published (the storage service refuses a payload) go back to the
+        queue."""
+        self._waiting.append(_Parcel(items, envelopes, outgoing()))
+        if self._task is None:
+            self._task = asyncio.create_task(self._send_all(), name="publish")
+
+    async def drain(self) -> None:
+        """Return when everything that was sent is on the stream and acknowledged."""
+        while self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Give up; the items are redelivered."""
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+        await self.drain()
+
+    async def _send_all(self) -> None:
+        try:
+            while self._waiting:
+                parcels, self._waiting = self._waiting, []
+                await self._publish(parcels)
+        finally:
+            self._task = None
+
+    async def _publish(self, parcels: list[_Parcel]) -> None:
+        assert self.puller is not None
+        items = [item for parcel in parcels for item in parcel.items]
+        envelopes = [envelope for parcel in parcels for envelope in parcel.envelopes]
+        began = time.monotonic()
+        try:
+            for envelope in large(envelopes):
+                await move_out(envelope, self._services)
+            for batch in in_messages(envelopes, self._publisher.most_bytes):
+                await self._publisher.publish(batch.SerializeToString(), parcels[0].headers)
+        except Exception:
+            log.exception("%d groups could not be published; they go back to the queue", len(items))
+            await self.puller.drop(items)
+            return
+        await self.puller.done(items)
+        tokens = sum(envelope.header.completion_tokens for envelope in envelopes)
+        self._throughput.add(len(envelopes), tokens)
+        self._meters.publish_seconds.record(time.monotonic() - began)
+        self._meters.samples.add(len(envelopes))
+        self._meters.tokens.add(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    items: Sequence[WorkItem]
+    envelopes: Sequence[TrajectoryEnvelope]
+    headers: dict[str, str]
+
+
+class Sampler:
+    """Samples items with the engine. Each batch is a task of its own; they share engine, reward and stream."""
+
+    def __init__(self, who: Identity, runner: EpisodeRunner, holdings: Holdings, outlet: Outlet, services: Services) -> None:
+        self._who, self._runner, self._holdings = who, runner, holdings
+        self._outlet, self._services = outlet, services
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, items: list[WorkItem]) -> None:
+        """Sample these from now on."""
+        task = asyncio.create_task(self._work(items), name="sample")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self) -> None:
+        """Return when everything that was begun is on the stream."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._outlet.drain()
+
+    async def stop(self) -> None:
+        """Give up what runs; its items are redelivered."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._outlet.stop()
+
+    async def _work(self, items: list[WorkItem]) -> None:
+        with span("sample", (incoming(item.headers) for item in items), groups=len(items)):
+            left = {item.key: item for item in items}
+            try:
+                tasks = await self._tasks_of(items, left)
+                async with aclosing(self._runner.run(tasks)) as finished:
+                    async for groups in finished:
+                        self._send([left.pop(group.task.key) for group in groups], groups)
+            except Exception:
+                log.exception("%d groups could not be sampled; they go back to the queue", len(left))
+                assert self._outlet.puller is not None
+                await self._outlet.puller.drop(list(left.values()))
+
+    def _send(self, items: list[WorkItem], groups: list[FinishedGroup]) -> None:
+        self._outlet.send(
+            items,
+            [
+                envelope
+                for item, group in zip(items, groups, strict=True)
+                for envelope in encode_group(item.group, group, self._holdings, self._who.worker)
+            ],
+        )
+
+    async def _tasks_of(self, items: list[WorkItem], left: dict[str, WorkItem]) -> list[Task]:
+        """The items as tasks. Of redelivered ones only the samples that the buffer misses; complete ones are acknowledged."""
+        missing = await self._missing([item for item in items if item.deliveries > 1])
+        tasks: list[Task] = []
+        complete: list[WorkItem] = []
+        for item in items:
+            samples = missing.get(item.key, range(item.group.group_size))
+            if not samples:
+                complete.append(left.pop(item.key))
+                continue
+            tasks.append(
+                Task(
+                    key=item.key,
+                    row_json=item.group.row_json,
+                    samples=tuple(samples),
+                    seeds=tuple(item.group.seeds[sample] for sample in samples),
+                    row=item.group.row,
+                )
+            )
+        if complete:
+            assert self._outlet.puller is not None
+            await self._outlet.puller.done(complete)
+        return tasks
+
+    async def _missing(self, items: list[WorkItem]) -> dict[str, list[int]]:
+        """Samples that have not arrived, by item; empty where the buffer can't be asked (it drops twins anyway)."""
+        if not items:
+            return {}
+        keys = [GroupKey(epoch=i.group.epoch, index=i.group.index, attempt=i.group.attempt) for i in items]
+        request = GetMissingRequest(run_id=self._who.run, groups=keys)
+        try:
+            answer = await call(self._services, "buffer", BufferServiceStub, "GetMissing", request, tries=3)
+        except Exception as error:
+            log.warning("the buffer can't say what %d redelivered groups lack (%s); sampling all of it", len(items), error)
+            return {}
+        return {item.key: list(group.samples) for item, group in zip(items, answer.groups, strict=True)}
+
+
+class RowSender:
+    """The same for supervised fine-tuning: rows become examples, nothing is sampled."""
+
+    def __init__(self, who: Identity, supervised: Supervised, outlet: Outlet) -> None:
+        self._who, self._supervised, self._outlet = who, supervised, outlet
+
+    def begin(self, items: list[WorkItem]) -> None:
+        """Send these."""
+        with span("send rows", (incoming(item.headers) for item in items), groups=len(items)):
+            examples = self._supervised.examples([item.group.row_json for item in items])
+            self._outlet.send(items, [encode_example(i.group, e, self._who.worker) for i, e in zip(items, examples, strict=True)])
+
+    async def drain(self) -> None:
+        """Return when everything that was begun is on the stream."""
+        await self._outlet.drain()
+
+    async def stop(self) -> None:
+        """Give up what runs."""
+        await self._outlet.stop()

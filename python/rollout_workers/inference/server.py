@@ -1,0 +1,129 @@
+"""InferenceWorkerService: what the mesh asks of an inference worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+
+from rollout.inference.v1 import inference_pb2 as pb
+from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceServicer
+from rollout_workers.engines.base import Engine
+from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
+from rollout_workers.inference.generation import Generation
+from rollout_workers.inference.puller import Puller
+from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings
+from rollout_workers.inference.throughput import Throughput
+from rollout_workers.mesh.lifecycle import Lifecycle
+from rollout_workers.mesh.spec import Identity
+from rollout_workers.mesh.status import RunMismatch
+
+log = logging.getLogger(__name__)
+
+
+class InferenceServer(InferenceWorkerServiceServicer):
+    """The servicer. Authentication, validation and error mapping happen before and around it (``mesh.serving``)."""
+
+    def __init__(
+        self,
+        who: Identity,
+        model: str,
+        engine: Engine,
+        holdings: Holdings,
+        generation: Generation,
+        evaluation: Evaluation | None,
+        puller: Puller,
+        throughput: Throughput,
+        lifecycle: Lifecycle,
+        max_model_len: int,
+    ) -> None:
+        """model: name of the policy for the gateway. evaluation: None where the plan has none."""
+        self._who, self._model, self._engine, self._holdings = who, model, engine, holdings
+        self._generation, self._evaluation = generation, evaluation
+        self._puller, self._throughput, self._lifecycle = puller, throughput, lifecycle
+        self._max_model_len = max_model_len
+        self._loading = asyncio.Lock()
+
+    async def LoadWeights(self, request: pb.LoadWeightsRequest, context: grpc.aio.ServicerContext) -> pb.LoadWeightsResponse:
+        weights = request.weights
+        self._check_run(weights.run_id)
+        async with self._loading:
+            try:
+                receipt = await self._holdings.take_over(weights.version, weights.digest, weights.directory)
+            except HeldWeightsMismatch as error:
+                self._lifecycle.fence(str(error))
+                raise
+        return pb.LoadWeightsResponse(receipt=receipt)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async with aclosing(self._generation.generate(request)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def Evaluate(
+        self, request: pb.EvaluateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.EvaluateResponse]:
+        self._check_run(request.run_id)
+        if self._evaluation is None:
+            raise NoEvaluation("the plan has no held-out rows or no reward", mend="set `data.eval` and `[reward]`")
+        async with aclosing(self._evaluation.evaluate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        prompts = self._generation.tokenize(request.prompts)
+        return pb.TokenizeResponse(prompts=[pb.TokenIds(ids=ids.tolist()) for ids in prompts], max_model_len=self._max_model_len)
+
+    async def AbortRequests(
+        self, request: pb.AbortRequestsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.AbortRequestsResponse:
+        await self._generation.abort(request.request_ids)
+        return pb.AbortRequestsResponse()
+
+    async def PauseEngine(self, request: pb.PauseEngineRequest, context: grpc.aio.ServicerContext) -> pb.PauseEngineResponse:
+        await self._engine.pause()
+        return pb.PauseEngineResponse()
+
+    async def ResumeEngine(self, request: pb.ResumeEngineRequest, context: grpc.aio.ServicerContext) -> pb.ResumeEngineResponse:
+        await self._engine.resume()
+        return pb.ResumeEngineResponse()
+
+    async def GetInferenceStatus(
+        self, request: pb.GetInferenceStatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetInferenceStatusResponse:
+        stats = self._engine.stats()
+        samples, tokens = self._throughput.rates()
+        return pb.GetInferenceStatusResponse(
+            receipt=self._holdings.current,
+            active=stats.active,
+            slots=stats.slots,
+            queued=stats.queued,
+            samples=self._throughput.samples,
+            tokens=self._throughput.tokens,
+            samples_per_second=samples,
+            tokens_per_second=tokens,
+            activity=self._activity(stats.paused),
+            process_id=self._who.process,
+            model=self._model,
+            max_model_len=self._max_model_len,
+        )
+
+    def _activity(self, paused: bool) -> str:
+        if self._lifecycle.leaving:
+            return "draining"
+        if paused:
+            return "paused (ResumeEngine)"
+        if self._puller.active:
+            return f"sampling {self._puller.active} groups"
+        if self._puller.waiting:
+            return f"{self._puller.waiting} groups wait for newer weights (learner-controller)"
+        return "waiting for work (scheduler)"
+
+    def _check_run(self, run: str) -> None:
+        if run != self._who.run:
+            raise RunMismatch(f"this worker serves {self._who.run}, not {run}", metadata={"run": self._who.run})

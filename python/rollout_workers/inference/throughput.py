@@ -1,0 +1,52 @@
+"""How much a worker has done, in all and lately."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_WINDOW_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Totals at a moment, or what was done between two. busy: seconds in which the engine computed."""
+
+    time: float
+    samples: int
+    tokens: int
+    busy: float
+
+
+class Throughput:
+    """Counts finished samples and their completion tokens."""
+
+    def __init__(self, busy_seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
+        """busy_seconds: of the engine, since its start."""
+        self._busy, self._clock = busy_seconds, clock
+        self.samples = 0
+        self.tokens = 0
+        self._readings: deque[Reading] = deque([self.read()])
+
+    def add(self, samples: int, tokens: int) -> None:
+        self.samples += samples
+        self.tokens += tokens
+
+    def read(self) -> Reading:
+        return Reading(self._clock(), self.samples, self.tokens, self._busy())
+
+    def tick(self) -> Reading:
+        """Remember a reading; call about once a second. Returns what was done since the last one."""
+        now, last = self.read(), self._readings[-1]
+        self._readings.append(now)
+        while now.time - self._readings[0].time > _WINDOW_SECONDS and len(self._readings) > 2:
+            self._readings.popleft()
+        return Reading(now.time - last.time, now.samples - last.samples, now.tokens - last.tokens, now.busy - last.busy)
+
+    def rates(self) -> tuple[float, float]:
+        """Samples and tokens a second over the last seconds."""
+        now, first = self.read(), self._readings[0]
+        seconds = max(1e-9, now.time - first.time)
+        return (now.samples - first.samples) / seconds, (now.tokens - first.tokens) / seconds

@@ -1,0 +1,264 @@
+"""The process of an inference worker: everything is made, started and stopped here."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+from nats.aio.client import Client
+
+from rollout.inference.v1 import inference_pb2
+from rollout.inference.v1.inference_pb2_grpc import add_InferenceWorkerServiceServicer_to_server
+from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.engines.base import Engine
+from rollout_workers.harness.episode import EpisodeRunner
+from rollout_workers.harness.prompts import PromptReader, Text
+from rollout_workers.harness.rewards import Rewards
+from rollout_workers.harness.single_turn import SingleTurn
+from rollout_workers.harness.supervised import Supervised
+from rollout_workers.inference.evaluation import Evaluation
+from rollout_workers.inference.generation import Generation
+from rollout_workers.inference.params import of_run
+from rollout_workers.inference.puller import Puller, capacity
+from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings
+from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
+from rollout_workers.inference.server import InferenceServer
+from rollout_workers.inference.throughput import Throughput
+from rollout_workers.mesh.bus import connect
+from rollout_workers.mesh.discovery import Services
+from rollout_workers.mesh.events import Events
+from rollout_workers.mesh.lifecycle import Lifecycle
+from rollout_workers.mesh.publisher import Publisher
+from rollout_workers.mesh.pulse import Pulse
+from rollout_workers.mesh.registration import Registration
+from rollout_workers.mesh.serving import Server
+from rollout_workers.mesh.spec import Identity, is_deterministic, model_directory, resolve
+from rollout_workers.mesh.stream import WorkItem, WorkQueue
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceWorkerService"].full_name
+_ROWS_IN_HAND = 1024
+_GRACE_SECONDS = 10.0
+_VERIFY_LEAST_SECONDS = 10.0
+_VERIFY_SHARE = 0.002  # most of the time that goes into verifying
+
+
+@dataclass(slots=True)
+class Model:
+    """What was loaded before anything serves."""
+
+    engine: Engine
+    text: Text
+
+
+async def run_inference_worker(
+    spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, pulse: Pulse, events: Events, model: Model | None = None
+) -> None:
+    """Load, serve and sample until ``lifecycle`` says to leave; then drain. model: given by tests, else loaded."""
+    config = spec.plan.config
+    connecting = asyncio.create_task(_connect(spec, who))
+    rewards = _rewards(spec)
+    starting = asyncio.create_task(rewards.start()) if rewards else None
+    services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token)
+    try:
+        model = model or await asyncio.to_thread(load, spec)
+        if starting is not None:
+            await _unless_leaving(starting, lifecycle)
+        link = await _unless_leaving(connecting, lifecycle)
+        if link is None or lifecycle.leaving:
+            return
+        holdings = Holdings(model.engine)
+        receipt = await holdings.read_back()
+        log.info("holds weights version %d, %s", receipt.version, receipt.digest)
+        gc.collect()
+        gc.freeze()  # a full collection over the imported libraries would take 100 ms, in the middle of a step
+
+        throughput = Throughput(lambda: model.engine.stats().busy_seconds)
+        prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
+        environment = SingleTurn(prompts, rewards) if rewards else None
+        params = of_run(config.sampling)
+        outlet = Outlet(Publisher(link.client, who.trajectory_subject, who.process), services, throughput)
+        worker: Sampler | RowSender
+        if config.algorithm.HasField("sft"):
+            supervised = Supervised(
+                model.text,
+                prompts,
+                answer_field=config.data.answer_field,
+                train_on_prompt=config.algorithm.sft.train_on_prompt,
+                max_tokens=config.engine.max_model_len,
+            )
+            worker = RowSender(who, supervised, outlet)
+            puller = Puller(pulse, None, capacity=_ROWS_IN_HAND, prepare=_nothing, begin=worker.begin)
+        else:
+            assert environment is not None
+            runner = EpisodeRunner(model.engine, environment, model.text, params)
+            worker = Sampler(who, runner, holdings, outlet, services)
+            puller = Puller(
+                pulse,
+                holdings,
+                capacity=capacity(config.engine.slots, config.sampling.group_size),
+                prepare=lambda items: _prepare(prompts, items),
+                begin=worker.begin,
+            )
+        outlet.puller = puller
+        evaluation = None
+        if environment is not None and config.data.eval:
+            rows = resolve(spec, config.data.eval)
+            evaluation = Evaluation(model.engine, environment, model.text, params, holdings, rows)
+        limit = config.engine.max_model_len
+        servicer = InferenceServer(
+            who,
+            config.name,
+            model.engine,
+            holdings,
+            Generation(model.engine, model.text, params, limit),
+            evaluation,
+            puller,
+            throughput,
+            lifecycle,
+            limit,
+        )
+        server = Server(spec.token)
+        add_InferenceWorkerServiceServicer_to_server(servicer, server.grpc)
+        address = await server.start([SERVICE])
+        registration = Registration(who, agent=spec.consul_address, address=address, consul_token=spec.consul_token)
+        await asyncio.to_thread(registration.start)
+        queue = WorkQueue(link.client, pulse, who.work_stream, puller.deliver)
+        link.queue = queue
+        await queue.start()
+        puller.start(queue)
+        log.info("serving on %s", address)
+        background = [
+            asyncio.create_task(_tell(throughput, events, holdings), name="tell"),
+            asyncio.create_task(_verify(holdings, lifecycle), name="verify"),
+        ]
+
+        await lifecycle.wait()
+        for task in background:
+            task.cancel()
+        await asyncio.to_thread(registration.stop)
+        await puller.stop()
+        if lifecycle.exit_code:
+            await worker.stop()
+        await worker.drain()
+        await server.stop(_GRACE_SECONDS)
+        await model.engine.shutdown()
+        await link.client.drain()
+    finally:
+        if rewards is not None:
+            await rewards.close()
+        await services.close()
+
+
+def load(spec: WorkerSpec) -> Model:
+    """Load engine and tokenizer. Blocks for as long as the model is large."""
+    import torch
+
+    from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
+
+    config = spec.plan.config
+    began = time.monotonic()
+    folder = spec.initial_weights or model_directory(spec)
+    engine = TransformersEngine.load(
+        folder,
+        EngineConfig(
+            slots=config.engine.slots,
+            max_len=config.engine.max_model_len,
+            deterministic=is_deterministic(config),
+            threads=spec.threads or None,
+        ),
+        dtype=getattr(torch, config.model.dtype),
+        version=spec.initial_version,
+    )
+    text = Text.load(model_directory(spec))
+    log.info("loaded %s in %.1f s", folder, time.monotonic() - began)
+    return Model(engine, text)
+
+
+@dataclass(slots=True)
+class _Link:
+    """The connection for work and trajectories, with what must know when it was made anew."""
+
+    client: Client
+    queue: WorkQueue | None = None
+
+
+async def _connect(spec: WorkerSpec, who: Identity) -> _Link:
+    links: list[_Link] = []
+
+    async def reconnected() -> None:
+        for link in links:
+            if link.queue is not None:
+                link.queue.reconnected()
+
+    client = await connect(spec.nats_url, spec.nats_token, name=who.registration, reconnected=reconnected)
+    links.append(_Link(client))
+    return links[0]
+
+
+def _rewards(spec: WorkerSpec) -> Rewards | None:
+    config = spec.plan.config
+    if not config.HasField("reward"):
+        return None
+    reward = config.reward
+    return Rewards(reward.plugin, spec.base_dir, timeout_seconds=reward.timeout_seconds, retries=reward.retries)
+
+
+async def _unless_leaving(task: asyncio.Task[T], lifecycle: Lifecycle) -> T | None:
+    """The task's result, or None where the worker was told to leave first."""
+    leaving = asyncio.create_task(lifecycle.wait())
+    await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    return None
+
+
+def _prepare(prompts: PromptReader, items: list[WorkItem]) -> None:
+    """Tokenise while the weights may still be on their way; the reader remembers."""
+    prompts.read([item.group.row_json for item in items])
+
+
+def _nothing(items: list[WorkItem]) -> None:
+    pass
+
+
+async def _tell(throughput: Throughput, events: Events, holdings: Holdings) -> None:
+    """Once a second, while something is sampled: the event ``sampling``."""
+    while True:
+        await asyncio.sleep(1)
+        done = throughput.tick()
+        if done.samples or done.busy:
+            events.emit(
+                "sampling",
+                step=holdings.version,
+                metrics={
+                    "samples_per_second": done.samples / done.time,
+                    "tokens_per_second": done.tokens / done.time,
+                    "time/engine": done.busy,
+                },
+            )
+
+
+async def _verify(holdings: Holdings, lifecycle: Lifecycle) -> None:
+    """Now and then digest what the engine holds; tensors that have changed by themselves fence the worker."""
+    pause = _VERIFY_LEAST_SECONDS
+    while True:
+        await asyncio.sleep(pause)
+        began = time.monotonic()
+        try:
+            await holdings.verify()
+        except HeldWeightsMismatch as error:
+            lifecycle.fence(str(error))
+            return
+        except Exception as error:
+            log.debug("verify: %r", error)
+            return
+        pause = max(_VERIFY_LEAST_SECONDS, (time.monotonic() - began) / _VERIFY_SHARE)

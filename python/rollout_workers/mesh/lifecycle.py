@@ -1,0 +1,101 @@
+"""The life of a worker process.
+
+starting -> serving -SIGTERM, SIGINT-> draining -> left (exit code 0)
+                    -fence()--------> left (exit code 3)
+any -end of file on stdin-> gone at once      any -second signal-> gone at once (exit code 130)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import stat
+import sys
+import threading
+
+log = logging.getLogger(__name__)
+
+EXIT_DONE = 0
+EXIT_CRASH = 1
+EXIT_FENCED = 3
+EXIT_HARD = 130
+
+
+class Lifecycle:
+    """Says when to drain. Make it on the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._leaving = asyncio.Event()
+        self._signals = 0
+        self.exit_code = EXIT_DONE
+        self.reason = ""
+
+    def watch(self) -> None:
+        """Listen to SIGTERM and SIGINT, and to the end of stdin."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        watch_stdin()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the worker drains or was fenced."""
+        return self._leaving.is_set()
+
+    def fence(self, reason: str) -> None:
+        """The worker must not go on: its weights can't be verified, or a newer one has its place. From the event loop."""
+        log.error("fenced: %s", reason)
+        self.exit_code, self.reason = EXIT_FENCED, reason
+        self._leaving.set()
+
+    def crash(self, reason: str) -> None:
+        """A part of the worker failed for good. From the event loop."""
+        if not self._leaving.is_set():
+            self.exit_code, self.reason = EXIT_CRASH, reason
+        self._leaving.set()
+
+    async def wait(self) -> None:
+        """Return when the worker should leave."""
+        await self._leaving.wait()
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            leave_now(EXIT_HARD)
+        log.info("%s: draining; once more to stop at once", signal.Signals(number).name)
+        self._leaving.set()
+
+
+def prepare_process() -> None:
+    """Make crashes speak: tracebacks of all threads on a fatal signal, and on SIGUSR1."""
+    faulthandler.enable()
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def watch_stdin(descriptor: int = 0) -> None:
+    """Leave at once when the pipe on stdin ends: whoever held it is gone. A terminal or file is no such pipe."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return
+    except OSError:
+        return
+    threading.Thread(target=_wait_for_end, args=(descriptor,), name="stdin", daemon=True).start()
+
+
+def _wait_for_end(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(descriptor, 4096):
+            pass
+    leave_now(EXIT_DONE)
+
+
+def leave_now(code: int) -> None:
+    """End the process without clean-up; nothing of it needs any."""
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,62 @@
+"""Trajectories onto JetStream: sent until the stream says that it has them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+log = logging.getLogger(__name__)
+
+_ACK_SECONDS = 5.0
+_RETRY_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
+_OVERHEAD = 4096  # headers and protocol
+
+
+class Publisher:
+    """Publishes to one subject and waits for acks. Belongs to the worker's event loop."""
+
+    def __init__(self, client: Client, subject: str, process: str) -> None:
+        """process: makes message ids unique, so that a message that was sent twice is stored once."""
+        self._client, self._subject, self._process = client, subject, process
+        self._serial = 0
+
+    @property
+    def most_bytes(self) -> int:
+        """Largest payload that the server takes."""
+        return self._client.max_payload - _OVERHEAD
+
+    async def publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
+        """Return when the stream has stored the payload. Retries for ever: cancel to give up."""
+        self._serial += 1
+        every = {**headers, "Nats-Msg-Id": f"{self._process}/{self._serial}"}
+        attempt = 0
+        while True:
+            problem = await self._try(payload, every)
+            if problem is None:
+                if attempt > 1:
+                    log.info("%s takes messages again after %d tries", self._subject, attempt)
+                return
+            if attempt == 1:
+                log.warning("publish to %s: %s; trying on", self._subject, problem)
+            await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
+            attempt += 1
+
+    async def _try(self, payload: bytes, headers: dict[str, str]) -> str | None:
+        """One attempt; the problem in words, or None."""
+        try:
+            answer = await self._client.request(self._subject, payload, timeout=_ACK_SECONDS, headers=headers)
+        except TimeoutError:
+            return f"no ack within {_ACK_SECONDS:g} s"
+        except NatsError as error:
+            return repr(error)
+        try:
+            body = json.loads(answer.data)
+        except ValueError:
+            return f"the answer is no ack: {answer.data[:80]!r}"
+        error = body.get("error")
+        return f"{error.get('code')} {error.get('description')}" if error else None

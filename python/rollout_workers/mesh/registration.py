@@ -1,0 +1,125 @@
+"""Keeps a worker in the registry, from a thread of its own.
+
+The registry speaks Consul's agent API. One plain HTTP connection is kept open; each second it renews the TTL check, and
+registers anew where the agent has forgotten the worker (a restarted agent). Nothing here needs the worker's event loop.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from urllib.parse import quote
+
+from rollout_workers.mesh.spec import Identity
+
+log = logging.getLogger(__name__)
+
+TTL_SECONDS = 3
+RENEW_SECONDS = 1.0
+DEREGISTER_AFTER = "30s"
+_HTTP_TIMEOUT = 2.0
+
+
+class Registration:
+    """A worker's entry in the registry. ``start`` returns when the entry is there and passing, or was tried once."""
+
+    def __init__(self, identity: Identity, *, agent: str, address: str, consul_token: str = "") -> None:
+        """agent: host:port of the agent. address: host:port where the worker's gRPC server answers."""
+        self._identity = identity
+        self._agent = agent
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._headers = {"Content-Type": "application/json"} | ({"X-Consul-Token": consul_token} if consul_token else {})
+        self._connection: http.client.HTTPConnection | None = None
+        self._stop = threading.Event()
+        self._settled = threading.Event()
+        self._reachable = True
+        self._thread = threading.Thread(target=self._keep, name="registration", daemon=True)
+
+    @property
+    def check_id(self) -> str:
+        return f"service:{self._identity.registration}"
+
+    def start(self) -> None:
+        """Register and begin to renew. Blocks for one request."""
+        self._thread.start()
+        self._settled.wait(2 * _HTTP_TIMEOUT)
+
+    def stop(self) -> None:
+        """Deregister and end the thread. Blocks for one request; idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * _HTTP_TIMEOUT)
+
+    def _keep(self) -> None:
+        self._attempt(self._register)
+        self._settled.set()
+        while not self._stop.wait(RENEW_SECONDS):
+            self._attempt(self._renew)
+        self._attempt(self._deregister)
+        self._close()
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Do it; a registry that can't be reached is told once and tried again at the next beat."""
+        try:
+            action()
+        except (OSError, http.client.HTTPException) as error:
+            self._close()
+            if self._reachable:
+                log.warning("the registry at %s can't be reached (%s); trying on each second", self._agent, error)
+            self._reachable = False
+        else:
+            if not self._reachable:
+                log.info("the registry at %s is back", self._agent)
+            self._reachable = True
+
+    def _register(self) -> None:
+        who = self._identity
+        body = {
+            "ID": who.registration,
+            "Name": who.service,
+            "Address": self._host,
+            "Port": self._port,
+            "Meta": {
+                "run": who.run,
+                "worker": who.worker,
+                "incarnation": str(who.incarnation),
+                "process": who.process,
+                "pid": str(os.getpid()),
+            },
+            "Check": {
+                "CheckID": self.check_id,
+                "TTL": f"{TTL_SECONDS}s",
+                "Status": "passing",
+                "DeregisterCriticalServiceAfter": DEREGISTER_AFTER,
+            },
+        }
+        status, answer = self._put("/v1/agent/service/register?replace-existing-checks=true", body)
+        if status != 200:
+            log.error("the registry refused the worker: HTTP %d %s", status, answer)
+
+    def _renew(self) -> None:
+        status, answer = self._put(f"/v1/agent/check/pass/{quote(self.check_id, safe='')}")
+        if status == 404 or (status >= 500 and "heck" in answer):  # Consul says: Unknown check ID, CheckID does not have ..
+            log.warning("the registry has forgotten this worker; registering again")
+            self._register()
+
+    def _deregister(self) -> None:
+        self._put(f"/v1/agent/service/deregister/{quote(self._identity.registration, safe='')}")
+
+    def _put(self, path: str, body: object = None) -> tuple[int, str]:
+        if self._connection is None:
+            self._connection = http.client.HTTPConnection(self._agent, timeout=_HTTP_TIMEOUT)
+        payload = json.dumps(body).encode() if body is not None else b""
+        self._connection.request("PUT", path, payload, self._headers)
+        response = self._connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

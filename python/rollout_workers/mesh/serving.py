@@ -1,0 +1,136 @@
+"""The worker's gRPC server: loopback, a bearer token on every call but health, typed errors, traces, validated requests."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health import SERVICE_NAME
+from grpc_reflection.v1alpha import reflection
+
+from rollout_workers.mesh.discovery import CHANNEL_OPTIONS
+from rollout_workers.mesh.status import Unauthenticated, abort
+from rollout_workers.mesh.telemetry import incoming, span
+from rollout_workers.mesh.validation import validate
+
+log = logging.getLogger(__name__)
+
+_HEALTH = "/grpc.health.v1.Health/"
+_REFLECTION = "/grpc.reflection."
+
+
+class Server:
+    """A server on 127.0.0.1 and a free port."""
+
+    def __init__(self, token: str, host: str = "127.0.0.1") -> None:
+        self._host = host
+        self._server = grpc.aio.server(interceptors=[_Edge(token)], options=CHANNEL_OPTIONS)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names: list[str] = []
+        self.address = ""
+
+    @property
+    def grpc(self) -> grpc.aio.Server:
+        """What a generated ``add_..Servicer_to_server`` takes."""
+        return self._server
+
+    async def start(self, services: Sequence[str]) -> str:
+        """Serve; returns host:port. services: full names, for reflection and health."""
+        self._names = [*services]
+        reflection.enable_server_reflection((*services, SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self.address = f"{self._host}:{self._server.add_insecure_port(f'{self._host}:0')}"
+        await self._server.start()
+        for name in ("", *services):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return self.address
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Refuse new calls, let running ones end for at most ``grace_seconds``."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_seconds)
+
+
+class _Edge(grpc.aio.ServerInterceptor):
+    """Everything that holds for each call, in one place."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(_HEALTH):
+            return handler
+        metadata = {key: value for key, value in handler_call_details.invocation_metadata if isinstance(value, str)}
+        given = metadata.get("authorization", "").encode()
+        allowed = hmac.compare_digest(given, self._expected)
+        if method.startswith(_REFLECTION):
+            return handler if allowed else _refuse_stream(handler)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                _stream(cast(Any, handler.unary_stream), method, metadata, allowed),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            _unary(cast(Any, handler.unary_unary), method, metadata, allowed),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+
+
+def _unary(behavior: Callable[..., Awaitable[Any]], method: str, metadata: dict[str, str], allowed: bool) -> Any:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            _admit(request, allowed)
+            with span(method.strip("/"), [incoming(metadata)]):
+                return await behavior(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    return handle
+
+
+def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str, metadata: dict[str, str], allowed: bool) -> Any:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            _admit(request, allowed)
+            with span(method.strip("/"), [incoming(metadata)]):
+                async for response in behavior(request, context):
+                    yield response
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    return handle
+
+
+def _refuse_stream(handler: Any) -> Any:
+    async def handle(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        await abort(context, _no_token())
+        yield  # makes this a stream
+
+    return grpc.stream_stream_rpc_method_handler(handle, handler.request_deserializer, handler.response_serializer)
+
+
+def _admit(request: Any, allowed: bool) -> None:
+    if not allowed:
+        raise _no_token()
+    validate(request)
+
+
+def _no_token() -> Unauthenticated:
+    return Unauthenticated("the call has no valid token", mend="send metadata `authorization: Bearer <token>`")
