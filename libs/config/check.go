@@ -1,0 +1,77 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"net/url"
+	"path/filepath"
+	"slices"
+)
+
+// finish makes paths absolute, fills in what follows from other keys, and reports everything that is wrong at once.
+func (c Config) finish() (Config, error) {
+	var errs []error
+	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	for _, p := range []*string{&c.StateDir, &c.NATS.TokenFile, &c.Consul.TokenFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
+		if *p == "" {
+			continue
+		}
+		abs, err := filepath.Abs(*p)
+		if err != nil {
+			fail("path %q: %w", *p, err)
+		}
+		*p = abs
+	}
+	for name, address := range map[string]string{"listen": c.Listen, "gateway.listen": c.Gateway.Listen, "nats.listen": c.NATS.Listen, "consul.listen": c.Consul.Listen} {
+		if _, _, err := net.SplitHostPort(address); err != nil {
+			fail("%s: %q is no host:port: %w", name, address, err)
+		}
+	}
+	// The token must not cross a network in plain text unless somebody says that the network is private.
+	if !c.Insecure && c.TLS.CertFile == "" && !loopback(c.Listen) {
+		fail("listen: %s is not loopback: set tls.cert_file and tls.key_file, or insecure_listen where the network is private", c.Listen)
+	}
+	for name, address := range map[string]string{"nats.listen": c.NATS.Listen, "consul.listen": c.Consul.Listen, "gateway.listen": c.Gateway.Listen} {
+		if !c.Insecure && !loopback(address) {
+			fail("%s: %s is not loopback and has no TLS: set insecure_listen where the network is private, or use a server of its own", name, address)
+		}
+	}
+	if (c.TLS.CertFile == "") != (c.TLS.KeyFile == "") {
+		fail("tls: cert_file and key_file go together")
+	}
+	if c.NATS.URL != "" {
+		if u, err := url.Parse(c.NATS.URL); err != nil || u.Host == "" || !slices.Contains([]string{"nats", "tls", "ws", "wss"}, u.Scheme) {
+			fail("nats.url: %q is no NATS URL; write nats://host:4222", c.NATS.URL)
+		} else if u.User != nil {
+			fail("nats.url: no credentials in an URL; put the token in a file and name it in nats.token_file")
+		}
+	}
+	if !slices.Contains([]string{"text", "json"}, c.Log.Format) {
+		fail("log.format: %q is neither text nor json", c.Log.Format)
+	}
+	if !slices.Contains([]string{"debug", "info", "warn", "error"}, c.Log.Level) {
+		fail("log.level: %q is none of debug, info, warn, error", c.Log.Level)
+	}
+	if c.Drain <= 0 {
+		fail("drain: %v is no positive duration", c.Drain)
+	}
+	if len(c.Target) == 0 {
+		fail("target: name at least one, or all")
+	}
+	if len(c.Worker.Command) == 0 {
+		fail("worker.command: is empty")
+	}
+	return c, errors.Join(errs...)
+}
+
+// loopback reports whether the host of host:port is this machine's own.
+func loopback(address string) bool {
+	host, _, err := net.SplitHostPort(address)
+	if err != nil {
+		return true // reported already
+	}
+	ip, err := netip.ParseAddr(host)
+	return host == "localhost" || err == nil && ip.IsLoopback()
+}

@@ -1,0 +1,91 @@
+// Package config is the configuration of rolloutd itself: where it listens, what it hosts, where its peers are. (What a run is
+// configured with is another thing: rollout.config.v1.)
+//
+// Sources, each over the one before: defaults, a TOML file, ROLLOUTD_* variables, flags. The key "nats.url" is the same setting in
+// all of them: [nats] url, ROLLOUTD_NATS_URL, --nats-url. A key that is not known is an error everywhere.
+package config
+
+import (
+	"path/filepath"
+	"time"
+)
+
+// Config is the configuration with every default filled in and every path absolute.
+type Config struct {
+	StateDir string        `toml:"state_dir"`
+	Target   []string      `toml:"target"`
+	Listen   string        `toml:"listen"`
+	Host     string        `toml:"advertise_host"`
+	Insecure bool          `toml:"insecure_listen"`
+	Drain    time.Duration `toml:"drain"`
+	Gateway  Gateway       `toml:"gateway"`
+	NATS     NATS          `toml:"nats"`
+	Consul   Consul        `toml:"consul"`
+	TLS      TLS           `toml:"tls"`
+	Log      Log           `toml:"log"`
+	Worker   Worker        `toml:"worker"`
+}
+
+// Gateway is the OpenAI-compatible HTTP endpoint.
+type Gateway struct {
+	Listen string `toml:"listen"`
+}
+
+// NATS is the bus. Without URL and without the target "nats" in some process of the state folder there is none.
+type NATS struct {
+	URL       string `toml:"url"`
+	TokenFile string `toml:"token_file"`
+	Listen    string `toml:"listen"`
+	NoSync    bool   `toml:"no_sync"`
+}
+
+// Consul is discovery.
+type Consul struct {
+	Address   string `toml:"address"`
+	TokenFile string `toml:"token_file"`
+	Listen    string `toml:"listen"`
+}
+
+// TLS are PEM files of the gRPC listener and of the authority that peers are checked against.
+type TLS struct {
+	CertFile string `toml:"cert_file"`
+	KeyFile  string `toml:"key_file"`
+	CAFile   string `toml:"ca_file"`
+}
+
+// Log is the process's own log, on standard error.
+type Log struct {
+	Format string `toml:"format"`
+	Level  string `toml:"level"`
+}
+
+// Worker is how worker processes are started.
+type Worker struct {
+	Command []string `toml:"command"`
+}
+
+// Default is the configuration without any source. state is the state folder.
+func Default(state string) Config {
+	return Config{
+		StateDir: state,
+		Target:   []string{"all"},
+		Listen:   "127.0.0.1:0",
+		Drain:    15 * time.Second,
+		Gateway:  Gateway{Listen: "127.0.0.1:0"},
+		NATS:     NATS{Listen: "127.0.0.1:0"},
+		Consul:   Consul{Listen: "127.0.0.1:0"},
+		Log:      Log{Format: "text", Level: "info"},
+		Worker:   Worker{Command: []string{"rollout-worker"}},
+	}
+}
+
+// TokenFile is the file of the mesh token.
+func (c Config) TokenFile() string { return filepath.Join(c.StateDir, "token") }
+
+// RuntimeFile is where the process says how to reach it.
+func (c Config) RuntimeFile() string { return filepath.Join(c.StateDir, "rolloutd.json") }
+
+// Database is the database file of a service.
+func (c Config) Database(service string) string {
+	return filepath.Join(c.StateDir, "db", service+".sqlite")
+}

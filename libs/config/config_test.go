@@ -1,0 +1,183 @@
+package config
+
+import (
+	"bytes"
+	"errors"
+	"flag"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+var home = []string{"HOME=/home/u"}
+
+func load(t *testing.T, env []string, args ...string) Config {
+	t.Helper()
+	c, err := Load(args, append(env, home...), &bytes.Buffer{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func write(t *testing.T, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "rolloutd.toml")
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestDefaults(t *testing.T) {
+	t.Parallel()
+	if got, want := load(t, nil), Default("/home/u/.local/state/rollout"); !reflect.DeepEqual(got, want) {
+		t.Errorf("got %+v", got)
+	}
+	if got := load(t, []string{"XDG_STATE_HOME=/x"}).StateDir; got != "/x/rollout" {
+		t.Error(got)
+	}
+	if got := load(t, []string{"ROLLOUT_STATE_DIR=/y", "XDG_STATE_HOME=/x"}); got.StateDir != "/y" || got.Database("buffer") != "/y/db/buffer.sqlite" {
+		t.Error(got.StateDir)
+	}
+	if _, err := Load(nil, nil, &bytes.Buffer{}); err == nil {
+		t.Error("a state folder out of nothing")
+	}
+}
+
+func TestSourcesGoOverEachOther(t *testing.T) {
+	t.Parallel()
+	path := write(t, `
+target = ["buffer", "snapshot"]
+drain = "7s"
+[nats]
+url = "nats://file:4222"
+no_sync = true
+[log]
+level = "debug"
+format = "json"
+`)
+	env := []string{"ROLLOUTD_NATS_URL=nats://env:4222", "ROLLOUTD_LOG_LEVEL=warn", "ROLLOUTD_WORKER_COMMAND=python -m rollout_workers"}
+	c := load(t, env, "--config", path, "--log-level", "error", "--listen=127.0.0.1:7000")
+	want := Default("/home/u/.local/state/rollout")
+	want.Target = []string{"buffer", "snapshot"}
+	want.Drain = 7 * time.Second
+	want.NATS.URL, want.NATS.NoSync = "nats://env:4222", true
+	want.Log = Log{Format: "json", Level: "error"}
+	want.Listen = "127.0.0.1:7000"
+	want.Worker.Command = []string{"python", "-m", "rollout_workers"}
+	if !reflect.DeepEqual(c, want) {
+		t.Errorf("got  %+v\nwant %+v", c, want)
+	}
+	if got := load(t, nil, "--nats-no-sync", "--target", "nats,registry"); !got.NATS.NoSync || !slices.Equal(got.Target, []string{"nats", "registry"}) {
+		t.Errorf("flags: %+v", got)
+	}
+}
+
+// Every leaf of the struct has a key of its TOML name, so that a file, a variable and a flag can say the same.
+func TestEveryFieldHasAKey(t *testing.T) {
+	t.Parallel()
+	var want, got []string
+	var walk func(prefix string, typ reflect.Type)
+	walk = func(prefix string, typ reflect.Type) {
+		for i := range typ.NumField() {
+			f := typ.Field(i)
+			name := prefix + f.Tag.Get("toml")
+			if f.Type.Kind() == reflect.Struct {
+				walk(name+".", f.Type)
+				continue
+			}
+			want = append(want, name)
+		}
+	}
+	walk("", reflect.TypeFor[Config]())
+	for _, k := range keys {
+		got = append(got, k.name)
+		c := Default("/s")
+		if err := k.set(&c, k.get(&c)); err != nil || !reflect.DeepEqual(c, Default("/s")) {
+			t.Errorf("%s does not read what it writes: %v", k.name, err)
+		}
+	}
+	slices.Sort(want)
+	slices.Sort(got)
+	if !slices.Equal(got, want) {
+		t.Errorf("keys %v\nfields %v", got, want)
+	}
+}
+
+func TestErrors(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		file string
+		env  []string
+		args []string
+		says []string
+	}{
+		"unknown keys, with their lines": {file: "listen = \"127.0.0.1:0\"\nlissten = 1\n[nats]\nurll = 2\n", says: []string{":2:1: unknown key \"lissten\"", ":4:1: unknown key \"nats.urll\""}},
+		"wrong type":                     {file: "listen = 1\n", says: []string{":1:10:"}},
+		"broken TOML":                    {file: "listen = \n", says: []string{":1:"}},
+		"bad duration in the file":       {file: "drain = \"soon\"\n", says: []string{"drain", "no duration"}},
+		"unknown variable":               {env: []string{"ROLLOUTD_NATS=1"}, says: []string{"unknown variable ROLLOUTD_NATS"}},
+		"bad variable":                   {env: []string{"ROLLOUTD_DRAIN=x"}, says: []string{"ROLLOUTD_DRAIN", "no duration"}},
+		"unknown flag":                   {args: []string{"--natsurl", "x"}, says: []string{"natsurl"}},
+		"stray argument":                 {args: []string{"buffer"}, says: []string{`"buffer"`}},
+		"missing file":                   {args: []string{"--config", "/none.toml"}, says: []string{"/none.toml"}},
+		"plain text on a network":        {args: []string{"--listen", "0.0.0.0:7000"}, says: []string{"not loopback", "tls.cert_file"}},
+		"half of TLS":                    {args: []string{"--tls-cert-file", "x"}, says: []string{"go together"}},
+		"secret in an URL":               {args: []string{"--nats-url", "nats://tok@h:1"}, says: []string{"nats.token_file"}},
+		"all at once":                    {args: []string{"--log-format", "xml", "--log-level", "loud", "--nats-url", "h:1"}, says: []string{"xml", "loud", "h:1"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			args := c.args
+			if c.file != "" {
+				args = append(args, "--config", write(t, c.file))
+			}
+			_, err := Load(args, append(c.env, home...), &bytes.Buffer{})
+			if err == nil {
+				t.Fatal("no error")
+			}
+			for _, s := range c.says {
+				if !strings.Contains(err.Error(), s) {
+					t.Errorf("%q is not in %q", s, err)
+				}
+			}
+		})
+	}
+}
+
+func TestHelp(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	if _, err := Load([]string{"--help"}, home, &out); !errors.Is(err, flag.ErrHelp) {
+		t.Fatal(err)
+	}
+	for _, s := range []string{"-nats-url", "ROLLOUTD_NATS_URL", "-config", "-state-dir"} {
+		if !strings.Contains(out.String(), s) {
+			t.Errorf("the help lacks %s", s)
+		}
+	}
+}
+
+func TestRuntimeFile(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "rolloutd.json")
+	if _, err := ReadRuntime(path); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("missing: %v", err)
+	}
+	want := Runtime{PID: 7, GRPC: "127.0.0.1:1", Gateway: "http://127.0.0.1:2", NATS: "nats://127.0.0.1:3", Consul: "127.0.0.1:4", TokenFile: "/t", Version: "v0", Targets: []string{"all"}}
+	if err := WriteRuntime(path, want); err != nil {
+		t.Fatal(err)
+	}
+	got, err := ReadRuntime(path)
+	if err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("%+v %v", got, err)
+	}
+	if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("mode %v %v", info.Mode(), err)
+	}
+}

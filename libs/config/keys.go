@@ -1,0 +1,92 @@
+package config
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// key is one setting: its name in every source, what --help says, and the field.
+type key struct {
+	name  string // "nats.url"
+	usage string
+	field func(*Config) any // *string, *bool, *time.Duration or *[]string
+}
+
+// keys is every setting; a test holds it against the struct's TOML names.
+var keys = []key{
+	{"state_dir", "folder of databases, streams, artifacts and runs", func(c *Config) any { return &c.StateDir }},
+	{"target", "what this process hosts: all, or a comma list of the targets below", func(c *Config) any { return &c.Target }},
+	{"listen", "gRPC address; port 0 takes a free one", func(c *Config) any { return &c.Listen }},
+	{"advertise_host", "host under which peers reach this process; default: that of the gRPC address", func(c *Config) any { return &c.Host }},
+	{"insecure_listen", "allow a gRPC address that is not loopback without TLS", func(c *Config) any { return &c.Insecure }},
+	{"drain", "time that calls and workers get at the end", func(c *Config) any { return &c.Drain }},
+	{"gateway.listen", "HTTP address of the OpenAI-compatible endpoint", func(c *Config) any { return &c.Gateway.Listen }},
+	{"nats.url", "NATS server; empty: the embedded one", func(c *Config) any { return &c.NATS.URL }},
+	{"nats.token_file", "file of the NATS token; empty: the mesh token", func(c *Config) any { return &c.NATS.TokenFile }},
+	{"nats.listen", "address of the embedded NATS server", func(c *Config) any { return &c.NATS.Listen }},
+	{"nats.no_sync", "embedded NATS: do not fsync each stored message", func(c *Config) any { return &c.NATS.NoSync }},
+	{"consul.address", "Consul agent; empty: the embedded registry", func(c *Config) any { return &c.Consul.Address }},
+	{"consul.token_file", "file of the Consul ACL token; empty: the mesh token for the embedded registry, none for Consul", func(c *Config) any { return &c.Consul.TokenFile }},
+	{"consul.listen", "address of the embedded registry", func(c *Config) any { return &c.Consul.Listen }},
+	{"tls.cert_file", "PEM certificate of the gRPC listener", func(c *Config) any { return &c.TLS.CertFile }},
+	{"tls.key_file", "PEM key of the gRPC listener", func(c *Config) any { return &c.TLS.KeyFile }},
+	{"tls.ca_file", "PEM authority that peers' certificates are checked against", func(c *Config) any { return &c.TLS.CAFile }},
+	{"log.format", "text or json", func(c *Config) any { return &c.Log.Format }},
+	{"log.level", "debug, info, warn or error", func(c *Config) any { return &c.Log.Level }},
+	{"worker.command", "command that starts a worker; inference or learner is appended", func(c *Config) any { return &c.Worker.Command }},
+}
+
+const envPrefix = "ROLLOUTD_"
+
+func (k key) flag() string { return strings.NewReplacer(".", "-", "_", "-").Replace(k.name) }
+
+func (k key) env() string {
+	return envPrefix + strings.ToUpper(strings.NewReplacer(".", "_").Replace(k.name))
+}
+
+// set parses a flag's or variable's text. Lists are split at commas, commands at spaces.
+func (k key) set(c *Config, text string) error {
+	switch p := k.field(c).(type) {
+	case *string:
+		*p = text
+	case *bool:
+		v, err := strconv.ParseBool(text)
+		if err != nil {
+			return fmt.Errorf("%q is neither true nor false", text)
+		}
+		*p = v
+	case *time.Duration:
+		v, err := time.ParseDuration(text)
+		if err != nil {
+			return fmt.Errorf("%q is no duration; write 15s or 2m", text)
+		}
+		*p = v
+	case *[]string:
+		split := func(r rune) bool { return r == ',' || r == ' ' }
+		if k.name == "worker.command" {
+			split = func(r rune) bool { return r == ' ' }
+		}
+		*p = strings.FieldsFunc(text, split)
+	}
+	return nil
+}
+
+// get is the text that set would read.
+func (k key) get(c *Config) string {
+	switch p := k.field(c).(type) {
+	case *[]string:
+		if k.name == "worker.command" {
+			return strings.Join(*p, " ")
+		}
+		return strings.Join(*p, ",")
+	case *bool:
+		return strconv.FormatBool(*p)
+	case *time.Duration:
+		return p.String()
+	case *string:
+		return *p
+	}
+	return ""
+}

@@ -1,0 +1,206 @@
+package config
+
+import (
+	"bytes"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/pelletier/go-toml/v2"
+)
+
+// Load reads every source. args are the command line without the program's name, environ is os.Environ(). With -h or --help
+// it writes the help to out and returns flag.ErrHelp. Errors name the source and, in a file, the line.
+func Load(args, environ []string, out io.Writer) (Config, error) {
+	env := environment(environ)
+	state, err := defaultState(env)
+	if err != nil {
+		return Config{}, err
+	}
+	c := Default(state)
+	flags, file := newFlags(&c, out)
+	if err := flags.Parse(args); err != nil {
+		return Config{}, err
+	}
+	if rest := flags.Args(); len(rest) > 0 {
+		return Config{}, fmt.Errorf("unexpected argument %q; every setting is a flag, see --help", rest[0])
+	}
+	if err := fromFile(&c, *file, env); err != nil {
+		return Config{}, err
+	}
+	if err := fromEnvironment(&c, env); err != nil {
+		return Config{}, err
+	}
+	var flagErrs []error
+	flags.Visit(func(f *flag.Flag) { // again, now over the file and the variables
+		if k, ok := byFlag(f.Name); ok {
+			flagErrs = append(flagErrs, k.set(&c, f.Value.String()))
+		}
+	})
+	if err := errors.Join(flagErrs...); err != nil {
+		return Config{}, err
+	}
+	return c.finish()
+}
+
+// newFlags declares a flag for each key. Values are kept as text and set last.
+func newFlags(c *Config, out io.Writer) (*flag.FlagSet, *string) {
+	flags := flag.NewFlagSet("rolloutd", flag.ContinueOnError)
+	flags.SetOutput(out)
+	file := flags.String("config", "", "TOML file; default: $XDG_CONFIG_HOME/rollout/rolloutd.toml where it is there")
+	for _, k := range keys {
+		flags.Var(&flagValue{key: k, text: k.get(c)}, k.flag(), k.usage+" ("+k.env()+")")
+	}
+	return flags, file
+}
+
+// flagValue checks a flag's text when it is parsed.
+type flagValue struct {
+	key  key
+	text string
+}
+
+func (v *flagValue) String() string { return v.text }
+
+func (v *flagValue) Set(text string) error {
+	v.text = text
+	return v.key.set(&Config{}, text)
+}
+
+// IsBoolFlag lets --nats-no-sync stand without a value.
+func (v *flagValue) IsBoolFlag() bool {
+	if v.key.field == nil {
+		return false
+	}
+	_, ok := v.key.field(&Config{}).(*bool)
+	return ok
+}
+
+func byFlag(name string) (key, bool) {
+	for _, k := range keys {
+		if k.flag() == name {
+			return k, true
+		}
+	}
+	return key{}, false
+}
+
+func fromFile(c *Config, path string, env map[string]string) error {
+	named := path != ""
+	if !named {
+		path = filepath.Join(configHome(env), "rollout", "rolloutd.toml")
+	}
+	data, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) && !named {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("read configuration: %w", err)
+	}
+	type file struct { // durations are text in TOML
+		Config
+		Drain string `toml:"drain"`
+	}
+	f := file{Config: *c}
+	d := toml.NewDecoder(bytes.NewReader(data))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&f); err != nil {
+		return fileError(path, err)
+	}
+	if f.Drain != "" {
+		if f.Config.Drain, err = time.ParseDuration(f.Drain); err != nil {
+			return fmt.Errorf("%s: drain: %q is no duration; write \"15s\"", path, f.Drain)
+		}
+	} else {
+		f.Config.Drain = c.Drain
+	}
+	*c = f.Config
+	return nil
+}
+
+func fileError(path string, err error) error {
+	var unknown *toml.StrictMissingError
+	var syntax *toml.DecodeError
+	switch {
+	case errors.As(err, &unknown):
+		var errs []error
+		for _, e := range unknown.Errors {
+			row, column := e.Position()
+			name := strings.Join(e.Key(), ".")
+			errs = append(errs, fmt.Errorf("%s:%d:%d: unknown key %q; keys are %s", path, row, column, name, names()))
+		}
+		return errors.Join(errs...)
+	case errors.As(err, &syntax):
+		row, column := syntax.Position()
+		return fmt.Errorf("%s:%d:%d: %w", path, row, column, err)
+	}
+	return fmt.Errorf("%s: %w", path, err)
+}
+
+func fromEnvironment(c *Config, env map[string]string) error {
+	known := map[string]key{}
+	for _, k := range keys {
+		known[k.env()] = k
+	}
+	var errs []error
+	for name, value := range env {
+		if !strings.HasPrefix(name, envPrefix) {
+			continue
+		}
+		k, ok := known[name]
+		if !ok {
+			errs = append(errs, fmt.Errorf("unknown variable %s; keys are %s", name, names()))
+			continue
+		}
+		if err := k.set(c, value); err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", name, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func names() string {
+	var out []string
+	for _, k := range keys {
+		out = append(out, k.name)
+	}
+	return strings.Join(out, ", ")
+}
+
+func environment(environ []string) map[string]string {
+	env := map[string]string{}
+	for _, e := range environ {
+		name, value, _ := strings.Cut(e, "=")
+		env[name] = value
+	}
+	return env
+}
+
+// StateDir is the state folder that environ asks for: $ROLLOUT_STATE_DIR, $XDG_STATE_HOME/rollout or ~/.local/state/rollout. The
+// CLI and rolloutd meet there.
+func StateDir(environ []string) (string, error) { return defaultState(environment(environ)) }
+
+func defaultState(env map[string]string) (string, error) {
+	switch {
+	case env["ROLLOUT_STATE_DIR"] != "":
+		return filepath.Abs(env["ROLLOUT_STATE_DIR"])
+	case filepath.IsAbs(env["XDG_STATE_HOME"]):
+		return filepath.Join(env["XDG_STATE_HOME"], "rollout"), nil
+	case env["HOME"] != "":
+		return filepath.Join(env["HOME"], ".local", "state", "rollout"), nil
+	}
+	return "", errors.New("no state folder: set --state-dir, ROLLOUT_STATE_DIR, XDG_STATE_HOME or HOME")
+}
+
+func configHome(env map[string]string) string {
+	if filepath.IsAbs(env["XDG_CONFIG_HOME"]) {
+		return env["XDG_CONFIG_HOME"]
+	}
+	return filepath.Join(env["HOME"], ".config")
+}

@@ -1,0 +1,56 @@
+package config
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+)
+
+// Runtime is rolloutd.json: how to reach a running rolloutd. It is there exactly while every target serves.
+type Runtime struct {
+	PID       int      `json:"pid"`
+	GRPC      string   `json:"grpc"`              // host:port
+	Gateway   string   `json:"gateway,omitempty"` // base URL, where the gateway is hosted
+	NATS      string   `json:"nats"`              // URL
+	Consul    string   `json:"consul"`            // host:port
+	TokenFile string   `json:"token_file"`
+	Version   string   `json:"version"`
+	Targets   []string `json:"targets"`
+}
+
+// WriteRuntime writes the file, readable by its owner alone, under a temporary name that is renamed.
+func WriteRuntime(path string, r Runtime) error {
+	data, err := json.MarshalIndent(r, "", "  ")
+	if err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	tmp, err := os.CreateTemp(filepath.Dir(path), ".rolloutd-*") // 0600
+	if err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	defer os.Remove(tmp.Name())
+	_, err = tmp.Write(append(data, '\n'))
+	if err = errors.Join(err, tmp.Sync(), tmp.Close()); err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	if err := os.Rename(tmp.Name(), path); err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	return nil
+}
+
+// ReadRuntime reads the file. An error that is fs.ErrNotExist says that no rolloutd runs; a file may also be what a killed
+// process left, so whoever reads it tries the address.
+func ReadRuntime(path string) (Runtime, error) {
+	var r Runtime
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return r, fmt.Errorf("read rolloutd's runtime file: %w", err)
+	}
+	if err := json.Unmarshal(data, &r); err != nil {
+		return r, fmt.Errorf("read %s: %w", path, err)
+	}
+	return r, nil
+}
