@@ -1,0 +1,9 @@
+// Package gateway holds the schema of the rollout-gateway service.
+package gateway
+
+import "embed"
+
+// Migrations are goose migrations, one folder a dialect.
+//
+//go:embed sqlite/*.sql
+var Migrations embed.FS

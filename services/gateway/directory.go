@@ -1,0 +1,182 @@
+package gateway
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/discovery"
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+)
+
+// directory is the inference workers that are up, by run.
+type directory struct {
+	dial func(address string) (Conn, error)
+	log  *slog.Logger
+	now  func() time.Time
+
+	mu      sync.Mutex
+	workers map[string]*worker // by address and process
+}
+
+type worker struct {
+	run         string
+	incarnation uint64
+	client      inferencev1.InferenceWorkerServiceClient
+	since       time.Time
+	cancel      context.CancelFunc
+
+	// Under the directory's lock.
+	model string // empty until the worker said it
+	load  int    // requests in hand
+}
+
+// serve follows the registry until ctx ends.
+func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Instance) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for list := range instances {
+		d.mu.Lock()
+		gone := d.workers
+		d.workers = map[string]*worker{}
+		for _, in := range list {
+			key := in.Address + "/" + in.Meta["process"]
+			if w, ok := gone[key]; ok {
+				d.workers[key] = w
+				delete(gone, key)
+				continue
+			}
+			conn, err := d.dial(in.Address)
+			if err != nil {
+				d.log.WarnContext(ctx, "an inference worker can't be dialled", "address", in.Address, "error", err)
+				continue
+			}
+			life, cancel := context.WithCancel(ctx)
+			incarnation, _ := strconv.ParseUint(in.Meta["incarnation"], 10, 64)
+			w := &worker{
+				run: in.Meta["run"], incarnation: incarnation, client: inferencev1.NewInferenceWorkerServiceClient(conn),
+				since: d.now(), cancel: cancel,
+			}
+			d.workers[key] = w
+			wg.Go(func() {
+				defer func() { _ = conn.Close() }()
+				d.introduce(life, w)
+				<-life.Done()
+			})
+		}
+		for _, w := range gone {
+			w.cancel()
+		}
+		d.mu.Unlock()
+	}
+}
+
+// introduce asks a new worker for the name of its policy, until it answers.
+func (d *directory) introduce(ctx context.Context, w *worker) {
+	for ctx.Err() == nil {
+		status, err := w.client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
+		if err == nil {
+			d.mu.Lock()
+			w.model = cmp.Or(status.GetModel(), w.run)
+			d.mu.Unlock()
+			return
+		}
+		timer := time.NewTimer(200 * time.Millisecond)
+		select {
+		case <-ctx.Done():
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// serving returns the workers of each run's newest incarnation, by run.
+func (d *directory) serving() map[string][]*worker {
+	runs := map[string][]*worker{}
+	for _, w := range d.workers {
+		if w.model == "" {
+			continue
+		}
+		known := runs[w.run]
+		switch {
+		case len(known) > 0 && known[0].incarnation > w.incarnation:
+		case len(known) > 0 && known[0].incarnation < w.incarnation:
+			runs[w.run] = []*worker{w}
+		default:
+			runs[w.run] = append(known, w)
+		}
+	}
+	return runs
+}
+
+// resolve finds the run that a model's name means: a run id, or the name of the newest run so named. "" means the only one.
+func (d *directory) resolve(model string) (run, name string, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	runs := d.serving()
+	if len(runs) == 0 {
+		return "", "", ErrNoWorker
+	}
+	if model == "" && len(runs) > 1 {
+		return "", "", ErrAmbiguous
+	}
+	for id, workers := range runs {
+		if (model == "" || id == model || workers[0].model == model) && id > run {
+			run, name = id, workers[0].model
+		}
+	}
+	if run == "" {
+		return "", "", ErrUnknownModel.With("model", model)
+	}
+	return run, cmp.Or(model, name), nil
+}
+
+// take picks the worker of a run with the fewest requests in hand, other than those in tried. release gives it back.
+func (d *directory) take(run string, tried map[*worker]bool) (w *worker, release func()) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, candidate := range d.serving()[run] {
+		if !tried[candidate] && (w == nil || candidate.load < w.load) {
+			w = candidate
+		}
+	}
+	if w == nil {
+		return nil, nil
+	}
+	w.load++
+	return w, func() {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		w.load--
+	}
+}
+
+// models asks a worker of each run what it serves. The name goes to the newest run of it; older ones go by their id.
+func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
+	d.mu.Lock()
+	runs := d.serving()
+	newest := map[string]string{}
+	for run, workers := range runs {
+		newest[workers[0].model] = max(newest[workers[0].model], run)
+	}
+	d.mu.Unlock()
+	var models []*gatewayv1.Model
+	for run, workers := range runs {
+		model := &gatewayv1.Model{Name: workers[0].model, RunId: run, CreateTime: timestamp(workers[0].since)}
+		if newest[model.GetName()] != run {
+			model.Name = run
+		}
+		if status, err := workers[0].client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{}); err == nil {
+			model.WeightsVersion, model.WeightsDigest = status.GetReceipt().GetVersion(), status.GetReceipt().GetDigest()
+			model.MaxModelLen = status.GetMaxModelLen()
+		}
+		models = append(models, model)
+	}
+	slices.SortFunc(models, func(a, b *gatewayv1.Model) int { return cmp.Compare(a.GetName(), b.GetName()) })
+	return models
+}

@@ -1,0 +1,251 @@
+package gateway_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"flag"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	"github.com/rollout-rl/rollout/services/gateway"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+func do(t *testing.T, s *gateway.Server, method, path, body, key string) (*http.Response, string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), method, s.URL()+path, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if key != "" {
+		req.Header.Set("Authorization", "Bearer "+key)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = resp.Body.Close() }()
+	raw, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp, string(raw)
+}
+
+// TestBadRequests compares each answer with testdata/bad_requests.golden.
+func TestBadRequests(t *testing.T) {
+	t.Parallel()
+	chat, text := "/v1/chat/completions", "/v1/completions"
+	hello := `"messages":[{"role":"user","content":"hi"}]`
+	cases := []struct{ name, method, path, body string }{
+		{"unknown model", "POST", chat, `{"model":"gpt-4",` + hello + `}`},
+		{"no model", "POST", chat, `{` + hello + `}`},
+		{"bad role", "POST", chat, `{"model":"tiny","messages":[{"role":"robot","content":"hi"}]}`},
+		{"no messages", "POST", chat, `{"model":"tiny","messages":[]}`},
+		{"message without content", "POST", chat, `{"model":"tiny","messages":[{"role":"user"}]}`},
+		{"message of another type", "POST", chat, `{"model":"tiny","messages":[{"role":"user","content":7}]}`},
+		{"picture", "POST", chat, `{"model":"tiny","messages":[{"role":"user","content":[{"type":"image_url"}]}]}`},
+		{"negative temperature", "POST", chat, `{"model":"tiny","temperature":-1,` + hello + `}`},
+		{"temperature as text", "POST", chat, `{"model":"tiny","temperature":"hot",` + hello + `}`},
+		{"top_p of zero", "POST", chat, `{"model":"tiny","top_p":0,` + hello + `}`},
+		{"no completions", "POST", chat, `{"model":"tiny","n":0,` + hello + `}`},
+		{"too many completions", "POST", chat, `{"model":"tiny","n":1000,` + hello + `}`},
+		{"no tokens", "POST", chat, `{"model":"tiny","max_tokens":0,` + hello + `}`},
+		{"two limits", "POST", chat, `{"model":"tiny","max_tokens":1,"max_completion_tokens":2,` + hello + `}`},
+		{"context overflow", "POST", chat, `{"model":"tiny","max_tokens":100,` + hello + `}`},
+		{"empty stop", "POST", chat, `{"model":"tiny","stop":["a",""],` + hello + `}`},
+		{"stop of another type", "POST", chat, `{"model":"tiny","stop":3,` + hello + `}`},
+		{"tools", "POST", chat, `{"model":"tiny","tools":[{"type":"function"}],` + hello + `}`},
+		{"penalty", "POST", chat, `{"model":"tiny","presence_penalty":1,` + hello + `}`},
+		{"logit bias", "POST", chat, `{"model":"tiny","logit_bias":{"5":1},` + hello + `}`},
+		{"top logprobs", "POST", chat, `{"model":"tiny","logprobs":true,"top_logprobs":5,` + hello + `}`},
+		{"json mode", "POST", chat, `{"model":"tiny","response_format":{"type":"json_object"},` + hello + `}`},
+		{"stream options without a stream", "POST", chat, `{"model":"tiny","stream_options":{"include_usage":true},` + hello + `}`},
+		{"broken JSON", "POST", chat, "{\"model\":\"tiny\",\n  \"messages\":[}"},
+		{"a list", "POST", chat, `[1]`},
+		{"no body", "POST", chat, ``},
+		{"no prompt", "POST", text, `{"model":"tiny"}`},
+		{"prompt of another type", "POST", text, `{"model":"tiny","prompt":{"a":1}}`},
+		{"empty tokens", "POST", text, `{"model":"tiny","prompt":[[]]}`},
+		{"echo", "POST", text, `{"model":"tiny","prompt":"a","echo":true}`},
+		{"best_of", "POST", text, `{"model":"tiny","prompt":"a","best_of":3}`},
+		{"completion overflow", "POST", text, `{"model":"tiny","prompt":"a","max_tokens":65}`},
+		{"wrong method", "GET", chat, ``},
+		{"unknown route", "POST", "/v1/embeddings", `{}`},
+		{"one unknown model", "GET", "/v1/models/gpt-4", ``},
+	}
+	s, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny"})
+	var got strings.Builder
+	for _, c := range cases {
+		resp, body := do(t, s, c.method, c.path, c.body, "")
+		got.WriteString("# " + c.name + "\n" + c.method + " " + c.path + " " + c.body + "\n" + resp.Status + "\n" + body + "\n")
+	}
+	golden := filepath.Join("testdata", "bad_requests.golden")
+	if *update {
+		if err := os.MkdirAll("testdata", 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(golden, []byte(got.String()), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(golden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got.String() != string(want) {
+		t.Errorf("the answers differ from %s (run with -update and read the difference):\n%s", golden, got.String())
+	}
+}
+
+func TestPlainChat(t *testing.T) {
+	t.Parallel()
+	worker := &fakeWorker{model: "tiny"}
+	s, store := serve(t, gateway.Config{}, worker)
+	resp, body := do(t, s, "POST", "/v1/chat/completions", `{"model":"tiny","n":2,"seed":3,"stop":"x","logprobs":true,
+		"messages":[{"role":"developer","content":"be brief"},{"role":"user","content":[{"type":"text","text":"hi"}]}]}`, "")
+	var got struct {
+		Object  string
+		Choices []struct {
+			Index    int
+			Message  struct{ Role, Content string }
+			Reason   string `json:"finish_reason"`
+			Logprobs struct {
+				Content []struct {
+					Token   string
+					Logprob float64
+				}
+			}
+		}
+		Usage       map[string]int
+		Fingerprint string `json:"system_fingerprint"`
+	}
+	if err := json.Unmarshal([]byte(body), &got); err != nil {
+		t.Fatalf("%v in %s", err, body)
+	}
+	if len(got.Choices) != 2 || got.Choices[1].Message.Content != "one two three" || got.Choices[1].Reason != "stop" ||
+		got.Usage["prompt_tokens"] != 2 || got.Usage["completion_tokens"] != 6 || got.Usage["total_tokens"] != 8 {
+		t.Fatalf("got %s", body)
+	}
+	if scored := got.Choices[0].Logprobs.Content; len(scored) != 3 || scored[1].Token != " two" || scored[1].Logprob != -0.25 {
+		t.Fatalf("logprobs in %s", body)
+	}
+	if got.Fingerprint != "weights-v12" || resp.Header.Get("x-rollout-weights-version") != "12" {
+		t.Fatalf("weights: %s, %s", got.Fingerprint, resp.Header.Get("x-rollout-weights-version"))
+	}
+	turns, err := store.Turns(t.Context(), resp.Header.Get("x-rollout-session"))
+	if err != nil || len(turns) != 2 || len(turns[0].GetTokenIds()) != 3 || len(turns[0].GetVersionSpans()) != 2 || len(turns[0].GetPromptTokenIds()) != 2 {
+		t.Fatalf("the ledger holds %v, %v", turns, err)
+	}
+	sent := worker.last
+	if sent.GetParams().GetSeed() != 3 || sent.GetParams().GetStop()[0] != "x" || sent.GetPrompts()[0].GetChat().GetMessages()[0].GetRole() != "system" {
+		t.Fatalf("the worker was sent %v", sent)
+	}
+}
+
+func TestStreamedCompletion(t *testing.T) {
+	t.Parallel()
+	s, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny"})
+	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":["a","b"],"stream":true,"stream_options":{"include_usage":true}}`, "")
+	if resp.Header.Get("Content-Type") != "text/event-stream" {
+		t.Fatalf("content type %s", resp.Header.Get("Content-Type"))
+	}
+	events := strings.Split(strings.TrimSuffix(body, "\n\n"), "\n\n")
+	if len(events) != 8 || events[7] != "data: [DONE]" || !strings.Contains(events[6], `"total_tokens":10`) || !strings.Contains(events[3], `"index":1`) {
+		t.Fatalf("events %q", events)
+	}
+}
+
+func TestFailingWorkerIsReplacedBeforeTheFirstToken(t *testing.T) {
+	t.Parallel()
+	s, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", broken: true}, &fakeWorker{model: "tiny"})
+	for range 4 { // whichever is picked first
+		if resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a"}`, ""); resp.StatusCode != http.StatusOK {
+			t.Fatalf("%s %s", resp.Status, body)
+		}
+	}
+}
+
+func TestFailureAfterTheFirstTokenIsTold(t *testing.T) {
+	t.Parallel()
+	s, store := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", breaks: true})
+	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a"}`, "")
+	if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") == "" {
+		t.Fatalf("%s %s", resp.Status, body)
+	}
+	_, body = do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a","stream":true}`, "")
+	if !strings.Contains(body, `data: {"error":`) || strings.Contains(body, "[DONE]") {
+		t.Fatalf("events %s", body)
+	}
+	if len(store.sessions) != 0 {
+		t.Fatalf("half a completion was kept: %v", store.sessions)
+	}
+}
+
+func TestNoWorker(t *testing.T) {
+	t.Parallel()
+	s, _ := serve(t, gateway.Config{})
+	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a"}`, "")
+	if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") != "1" || !strings.Contains(body, "no inference worker is up") {
+		t.Fatalf("%s %s", resp.Status, body)
+	}
+}
+
+func TestAPIKey(t *testing.T) {
+	t.Parallel()
+	s, _ := serve(t, gateway.Config{APIKeys: []string{"right", "other"}}, &fakeWorker{model: "tiny"})
+	for key, want := range map[string]int{"": 401, "wrong": 401, "right": 200, "other": 200} {
+		if resp, body := do(t, s, "GET", "/v1/models", "", key); resp.StatusCode != want {
+			t.Errorf("key %q: %s %s", key, resp.Status, body)
+		}
+	}
+}
+
+func TestCallerThatLeavesAbortsTheRequest(t *testing.T) {
+	t.Parallel()
+	worker := &fakeWorker{model: "tiny", endless: true, left: make(chan struct{})}
+	s, _ := serve(t, gateway.Config{}, worker)
+	ctx, leave := context.WithCancel(t.Context())
+	req, _ := http.NewRequestWithContext(ctx, "POST", s.URL()+"/v1/completions", strings.NewReader(`{"model":"tiny","prompt":"a","stream":true}`))
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if _, err := bufio.NewReader(resp.Body).ReadString('\n'); err != nil {
+		t.Fatal(err)
+	}
+	leave()
+	select {
+	case <-worker.left:
+	case <-time.After(10 * time.Second):
+		t.Fatal("the worker goes on sampling")
+	}
+}
+
+func TestModelsOfTwoRuns(t *testing.T) {
+	t.Parallel()
+	s, _ := serve(t, gateway.Config{}, &fakeWorker{model: "a"}, &fakeWorker{model: "b"})
+	listed, err := s.ListModels(t.Context(), &gatewayv1.ListModelsRequest{})
+	if err != nil || len(listed.GetModels()) != 2 || listed.GetModels()[1].GetName() != "b" || listed.GetModels()[1].GetWeightsVersion() != 12 {
+		t.Fatalf("got %v, %v", listed, err)
+	}
+	if proto.Equal(listed.GetModels()[0], listed.GetModels()[1]) {
+		t.Fatal("the same twice")
+	}
+	for name, want := range map[string]int{"a": 200, "run-b": 200, "c": 404} {
+		if resp, body := do(t, s, "POST", "/v1/completions", `{"model":"`+name+`","prompt":"x"}`, ""); resp.StatusCode != want {
+			t.Errorf("%s: %s %s", name, resp.Status, body)
+		}
+	}
+}

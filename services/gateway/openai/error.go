@@ -1,0 +1,117 @@
+package openai
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"net/http"
+	"strconv"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// OpenAI's types of errors.
+const (
+	typeInvalid = "invalid_request_error"
+	typeServer  = "server_error"
+)
+
+// apiError is an error in OpenAI's shape.
+type apiError struct {
+	Status  int    `json:"-"`
+	Retry   int    `json:"-"` // seconds; 0: no Retry-After
+	Message string `json:"message"`
+	Type    string `json:"type"`
+	Param   string `json:"param"`
+	Code    string `json:"code"`
+}
+
+func (e *apiError) Error() string { return e.Message }
+
+// MarshalJSON writes absent param and code as null, as OpenAI does.
+func (e *apiError) MarshalJSON() ([]byte, error) {
+	null := func(s string) *string {
+		if s == "" {
+			return nil
+		}
+		return &s
+	}
+	return json.Marshal(struct {
+		Message string  `json:"message"`
+		Type    string  `json:"type"`
+		Param   *string `json:"param"`
+		Code    *string `json:"code"`
+	}{e.Message, e.Type, null(e.Param), null(e.Code)})
+}
+
+// invalid is a bad value of one parameter.
+func invalid(param, format string, args ...any) error {
+	return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: param, Code: "invalid_value", Message: fmt.Sprintf(format, args...)}
+}
+
+// unsupported is a parameter that would change the answer and that nobody here can honour.
+func unsupported(param, why string) error {
+	return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: param, Code: "unsupported_parameter", Message: "`" + param + "` is not supported: " + why}
+}
+
+func unknownModel(name string) error {
+	return &apiError{
+		Status: http.StatusNotFound, Type: typeInvalid, Param: "model", Code: "model_not_found",
+		Message: fmt.Sprintf("the model %q does not exist; GET /v1/models lists those that are served now", name),
+	}
+}
+
+// errorOf puts any error into OpenAI's shape. model and prompt name the parameters to blame.
+func errorOf(err error, model, prompt string) *apiError {
+	var known *apiError
+	if errors.As(err, &known) {
+		return known
+	}
+	domain, ok := rpcerr.From(err)
+	if !ok {
+		return &apiError{Status: http.StatusInternalServerError, Type: typeServer, Code: "internal_error", Message: "the server failed; its log says more"}
+	}
+	switch {
+	case domain.Reason() == "MODEL_NOT_FOUND":
+		return unknownModel(model).(*apiError)
+	case domain.Reason() == "MODEL_NOT_NAMED":
+		return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: "model", Code: "invalid_value", Message: domain.Error()}
+	case domain.Reason() == "CONTEXT_OVERFLOW":
+		return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: prompt, Code: "context_length_exceeded", Message: domain.Error()}
+	case domain.Code() == codes.InvalidArgument:
+		return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Code: "invalid_value", Message: domain.Error()}
+	case domain.Code() == codes.Unavailable, domain.Code() == codes.ResourceExhausted:
+		retry := int(math.Ceil(max(1, domain.RetryDelay().Seconds())))
+		return &apiError{Status: http.StatusServiceUnavailable, Retry: retry, Type: typeServer, Code: "service_unavailable", Message: domain.Error()}
+	}
+	return &apiError{Status: http.StatusInternalServerError, Type: typeServer, Code: "internal_error", Message: "the server failed; its log says more"}
+}
+
+// fail answers with an error. Nothing was written before.
+func (h *handler) fail(w http.ResponseWriter, r *http.Request, err error) {
+	if r.Context().Err() != nil {
+		return // nobody reads it
+	}
+	e := errorOf(err, "", "")
+	if e.Status >= http.StatusInternalServerError {
+		h.Log.WarnContext(r.Context(), "a gateway request failed", "path", r.URL.Path, "status", e.Status, "error", err)
+	}
+	if e.Retry > 0 {
+		w.Header().Set("Retry-After", strconv.Itoa(e.Retry))
+	}
+	_ = writeJSON(w, e.Status, map[string]*apiError{"error": e})
+}
+
+func writeJSON(w http.ResponseWriter, status int, body any) error {
+	raw, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_, _ = w.Write(append(raw, '\n'))
+	return nil
+}

@@ -1,0 +1,146 @@
+// Package openai serves policies as OpenAI's HTTP API: /v1/models, /v1/chat/completions and /v1/completions, plain and
+// streaming, so that OpenAI's own clients work unmodified.
+//
+// Beyond OpenAI's fields a request may hold top_k and min_p. What would change the answer and is not supported (tools, echo,
+// penalties, ...) is refused; other unknown fields are ignored, as OpenAI's clients expect. Answers carry the weights version in
+// system_fingerprint ("weights-v12") and in the header x-rollout-weights-version, the session in x-rollout-session; a
+// request that sends x-rollout-session goes on with that session.
+package openai
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"log/slog"
+	"net/http"
+	"strings"
+	"time"
+
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+)
+
+// maxBody is the largest request, in bytes.
+const maxBody = 16 << 20
+
+// Backend serves completions.
+type Backend interface {
+	// Models returns the policies that are served now.
+	Models(ctx context.Context) []*gatewayv1.Model
+	// Complete hands each piece to send as it arrives.
+	Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) error
+}
+
+// Options are the handler's surroundings.
+type Options struct {
+	Backend Backend
+	APIKeys []string // none: everybody may call
+	Log     *slog.Logger
+	Now     func() time.Time
+}
+
+type handler struct {
+	Options
+	keys [][sha256.Size]byte
+}
+
+// Handler is the API.
+func Handler(o Options) http.Handler {
+	h := &handler{Options: o}
+	for _, key := range o.APIKeys {
+		h.keys = append(h.keys, sha256.Sum256([]byte(key)))
+	}
+	mux := http.NewServeMux()
+	route := func(method, path string, serve func(w http.ResponseWriter, r *http.Request) error) {
+		mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
+			h.guard(w, r, method, serve)
+		})
+	}
+	route(http.MethodGet, "/v1/models", h.models)
+	route(http.MethodGet, "/v1/models/{model...}", h.model)
+	route(http.MethodPost, "/v1/chat/completions", h.chat)
+	route(http.MethodPost, "/v1/completions", h.completions)
+	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+		h.fail(w, r, &apiError{
+			Status: http.StatusNotFound, Type: typeInvalid, Code: "unknown_url",
+			Message: "unknown request URL: " + r.Method + " " + r.URL.Path + "; there are /v1/models, /v1/chat/completions and /v1/completions",
+		})
+	})
+	return mux
+}
+
+// guard checks method and key, and turns an error into OpenAI's shape.
+func (h *handler) guard(w http.ResponseWriter, r *http.Request, method string, serve func(http.ResponseWriter, *http.Request) error) {
+	if r.Method != method {
+		w.Header().Set("Allow", method)
+		h.fail(w, r, &apiError{
+			Status: http.StatusMethodNotAllowed, Type: typeInvalid, Code: "method_not_supported",
+			Message: "not allowed to " + r.Method + " on " + r.URL.Path + "; use " + method,
+		})
+		return
+	}
+	if !h.allowed(r) {
+		w.Header().Set("WWW-Authenticate", "Bearer")
+		h.fail(w, r, &apiError{
+			Status: http.StatusUnauthorized, Type: typeInvalid, Code: "invalid_api_key",
+			Message: "missing or incorrect API key; send it as `Authorization: Bearer KEY`",
+		})
+		return
+	}
+	r.Body = http.MaxBytesReader(w, r.Body, maxBody)
+	if err := serve(w, r); err != nil {
+		h.fail(w, r, err)
+	}
+}
+
+// allowed compares in constant time; hashes make the lengths equal.
+func (h *handler) allowed(r *http.Request) bool {
+	if len(h.keys) == 0 {
+		return true
+	}
+	sent, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+	sum := sha256.Sum256([]byte(sent))
+	match := 0
+	for _, key := range h.keys {
+		match |= subtle.ConstantTimeCompare(sum[:], key[:])
+	}
+	return ok && match == 1
+}
+
+type modelJSON struct {
+	ID      string `json:"id"`
+	Object  string `json:"object"`
+	Created int64  `json:"created"`
+	OwnedBy string `json:"owned_by"`
+	// Beyond OpenAI's fields.
+	RunID          string `json:"run_id"`
+	WeightsVersion uint64 `json:"weights_version"`
+	WeightsDigest  string `json:"weights_digest,omitempty"`
+	MaxModelLen    uint32 `json:"max_model_len,omitempty"`
+}
+
+func modelOf(m *gatewayv1.Model) modelJSON {
+	return modelJSON{
+		ID: m.GetName(), Object: "model", Created: m.GetCreateTime().GetSeconds(), OwnedBy: "rollout", RunID: m.GetRunId(),
+		WeightsVersion: m.GetWeightsVersion(), WeightsDigest: m.GetWeightsDigest(), MaxModelLen: m.GetMaxModelLen(),
+	}
+}
+
+func (h *handler) models(w http.ResponseWriter, r *http.Request) error {
+	list := struct {
+		Object string      `json:"object"`
+		Data   []modelJSON `json:"data"`
+	}{Object: "list", Data: []modelJSON{}}
+	for _, m := range h.Backend.Models(r.Context()) {
+		list.Data = append(list.Data, modelOf(m))
+	}
+	return writeJSON(w, http.StatusOK, list)
+}
+
+func (h *handler) model(w http.ResponseWriter, r *http.Request) error {
+	for _, m := range h.Backend.Models(r.Context()) {
+		if name := r.PathValue("model"); m.GetName() == name || m.GetRunId() == name {
+			return writeJSON(w, http.StatusOK, modelOf(m))
+		}
+	}
+	return unknownModel(r.PathValue("model"))
+}

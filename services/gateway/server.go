@@ -1,0 +1,94 @@
+package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	"github.com/rollout-rl/rollout/services/gateway/openai"
+)
+
+// Server is the gRPC edge, and the owner of the HTTP one.
+type Server struct {
+	gatewayv1.UnimplementedRolloutGatewayServiceServer
+	svc      *service
+	http     *http.Server
+	listener net.Listener
+}
+
+// New makes the service and takes its HTTP address, so that URL is known; nothing is served before Run.
+func New(cfg Config, deps Deps) (*Server, error) {
+	if err := deps.check(); err != nil {
+		return nil, err
+	}
+	if cfg.Address == "" {
+		cfg.Address = "127.0.0.1:0"
+	}
+	listener, err := net.Listen("tcp", cfg.Address)
+	if err != nil {
+		return nil, fmt.Errorf("gateway: %w", err)
+	}
+	svc := &service{Deps: deps, dir: &directory{dial: deps.Dial, log: deps.Log, now: deps.Now, workers: map[string]*worker{}}}
+	handler := openai.Handler(openai.Options{Backend: svc, APIKeys: cfg.APIKeys, Log: deps.Log, Now: deps.Now})
+	return &Server{
+		svc: svc, listener: listener,
+		http: &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute},
+	}, nil
+}
+
+// URL is where HTTP is served, e.g. "http://127.0.0.1:8000".
+func (s *Server) URL() string { return "http://" + s.listener.Addr().String() }
+
+// Register adds the service to a gRPC server.
+func (s *Server) Register(r grpc.ServiceRegistrar) {
+	gatewayv1.RegisterRolloutGatewayServiceServer(r, s)
+}
+
+// Run serves HTTP and follows the workers until ctx ends; requests in hand get ten seconds.
+func (s *Server) Run(ctx context.Context) error {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	follow, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	instances := s.svc.Registry.Watch(follow, "inference-worker")
+	wg.Go(func() { s.svc.dir.serve(follow, instances) })
+	defer cancel()
+	failed := make(chan error, 1)
+	wg.Go(func() { failed <- s.http.Serve(s.listener) })
+	select {
+	case err := <-failed:
+		return fmt.Errorf("gateway: %w", err)
+	case <-ctx.Done():
+	}
+	grace, end := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+	defer end()
+	if err := s.http.Shutdown(grace); err != nil {
+		return errors.Join(err, s.http.Close())
+	}
+	return nil
+}
+
+// ListModels implements the contract.
+func (s *Server) ListModels(ctx context.Context, _ *gatewayv1.ListModelsRequest) (*gatewayv1.ListModelsResponse, error) {
+	return &gatewayv1.ListModelsResponse{Models: s.svc.Models(ctx)}, nil
+}
+
+// Complete implements the contract.
+func (s *Server) Complete(req *gatewayv1.CompleteRequest, stream grpc.ServerStreamingServer[gatewayv1.CompleteResponse]) error {
+	return s.svc.Complete(stream.Context(), req, stream.Send)
+}
+
+// GetSession implements the contract.
+func (s *Server) GetSession(ctx context.Context, req *gatewayv1.GetSessionRequest) (*gatewayv1.GetSessionResponse, error) {
+	turns, err := s.svc.Session(ctx, req.GetSessionId())
+	if err != nil {
+		return nil, err
+	}
+	return &gatewayv1.GetSessionResponse{Turns: turns}, nil
+}

@@ -1,0 +1,46 @@
+// Package storetest is the suite that every gateway.Store passes.
+package storetest
+
+import (
+	"errors"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/services/gateway"
+)
+
+// Run runs the suite; open gives an empty store.
+func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
+	t.Run("unknown session", func(t *testing.T) {
+		if _, err := open(t).Turns(t.Context(), "sess-x"); !errors.Is(err, gateway.ErrSession) {
+			t.Fatalf("got %v", err)
+		}
+	})
+	t.Run("turns come back as they were, in order, of their session alone", func(t *testing.T) {
+		store := open(t)
+		first := &gateway.Turn{RequestId: "a", PromptTokenIds: []uint32{1, 2}, TokenIds: []uint32{3}, Logprobs: []float32{-0.25}, FinishReason: "stop"}
+		second := &gateway.Turn{RequestId: "b", Sample: 1, TokenIds: []uint32{4}}
+		for _, call := range []struct {
+			session string
+			turns   []*gateway.Turn
+		}{{"sess-1", []*gateway.Turn{first}}, {"sess-2", []*gateway.Turn{second}}, {"sess-1", []*gateway.Turn{second, first}}} {
+			if err := store.Append(t.Context(), call.session, call.turns); err != nil {
+				t.Fatal(err)
+			}
+		}
+		got, err := store.Turns(t.Context(), "sess-1")
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := []*gateway.Turn{first, second, first}
+		if len(got) != len(want) {
+			t.Fatalf("got %d turns", len(got))
+		}
+		for i := range want {
+			if !proto.Equal(got[i], want[i]) {
+				t.Errorf("turn %d: got %v, want %v", i, got[i], want[i])
+			}
+		}
+	})
+}

@@ -1,0 +1,168 @@
+package gateway_test
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+
+	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+	"github.com/rollout-rl/rollout/services/gateway"
+)
+
+// fakeWorker answers "one two three", a word a token, over real gRPC.
+type fakeWorker struct {
+	inferencev1.UnimplementedInferenceWorkerServiceServer
+	model   string
+	broken  bool          // fails before the first token
+	breaks  bool          // fails after the first token
+	endless bool          // samples until the caller leaves
+	left    chan struct{} // closed when an endless request's caller left
+
+	mu   sync.Mutex
+	last *inferencev1.GenerateRequest
+}
+
+func (f *fakeWorker) GetInferenceStatus(context.Context, *inferencev1.GetInferenceStatusRequest) (*inferencev1.GetInferenceStatusResponse, error) {
+	return &inferencev1.GetInferenceStatusResponse{
+		Model: f.model, MaxModelLen: 64, Receipt: &weightsv1.WeightsReceipt{Version: 12, Digest: "blake3-aa"},
+	}, nil
+}
+
+func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.ServerStreamingServer[inferencev1.GenerateResponse]) error {
+	f.mu.Lock()
+	f.last = req
+	f.mu.Unlock()
+	if f.broken {
+		return status.Error(codes.Unavailable, "the engine is gone")
+	}
+	if req.GetParams().GetMaxTokens() > 64 {
+		return rpcerr.New(codes.InvalidArgument, "CONTEXT_OVERFLOW", "3 tokens of prompt and %d new ones are more than the context of 64", req.GetParams().GetMaxTokens())
+	}
+	for p := range req.GetPrompts() {
+		for n := range req.GetN() {
+			for i, word := range []string{"one", " two", " three"} {
+				piece := &inferencev1.GenerateResponse{
+					Prompt: uint32(p), Sample: n, Text: word, TokenIds: []uint32{uint32(10 + i)}, Logprobs: []float32{-0.5}, RawLogprobs: []float32{-0.25},
+				}
+				if i == 2 {
+					piece.FinishReason, piece.PromptTokens, piece.PromptTokenIds = "stop", 2, []uint32{1, 2}
+					piece.VersionSpans = []*trajectoryv1.VersionSpan{{Version: 11, End: 1}, {Version: 12, Start: 1, End: 3}}
+				}
+				if f.breaks && i == 1 {
+					return status.Error(codes.Unavailable, "the engine is gone")
+				}
+				if f.endless && i == 1 {
+					<-stream.Context().Done()
+					close(f.left)
+					return stream.Context().Err()
+				}
+				if err := stream.Send(piece); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// registry announces fixed workers.
+type registry []discovery.Instance
+
+func (r registry) Watch(ctx context.Context, _ string) <-chan []discovery.Instance {
+	out := make(chan []discovery.Instance, 1)
+	out <- r
+	context.AfterFunc(ctx, func() { close(out) })
+	return out
+}
+
+// ledger is a store in memory.
+type ledger struct {
+	mu       sync.Mutex
+	sessions map[string][]*gateway.Turn
+}
+
+func (l *ledger) Append(_ context.Context, session string, turns []*gateway.Turn) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.sessions[session] = append(l.sessions[session], turns...)
+	return nil
+}
+
+func (l *ledger) Turns(_ context.Context, session string) ([]*gateway.Turn, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if turns, ok := l.sessions[session]; ok {
+		return turns, nil
+	}
+	return nil, gateway.ErrSession
+}
+
+// serve runs a gateway before workers; it returns when the gateway lists all their models.
+func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.Server, *ledger) {
+	t.Helper()
+	reg := registry{}
+	for i, w := range workers {
+		listener, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		server := grpc.NewServer(grpc.UnaryInterceptor(rpcerr.Unary(nil)), grpc.StreamInterceptor(rpcerr.Stream(nil)))
+		inferencev1.RegisterInferenceWorkerServiceServer(server, w)
+		go func() { _ = server.Serve(listener) }()
+		t.Cleanup(server.Stop)
+		reg = append(reg, discovery.Instance{
+			Address: listener.Addr().String(),
+			Meta:    map[string]string{"run": "run-" + w.model, "incarnation": "1", "process": fmt.Sprint(i)},
+		})
+	}
+	store := &ledger{sessions: map[string][]*gateway.Turn{}}
+	s, err := gateway.New(cfg, gateway.Deps{
+		Store: store, Registry: reg, Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
+		Dial: func(address string) (gateway.Conn, error) {
+			return grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- s.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	key := ""
+	if len(cfg.APIKeys) > 0 {
+		key = cfg.APIKeys[0]
+	}
+	models := map[string]bool{}
+	for _, w := range workers {
+		models[w.model] = true
+	}
+	for deadline := time.Now().Add(10 * time.Second); ; {
+		_, body := do(t, s, http.MethodGet, "/v1/models", "", key)
+		if strings.Count(body, `"object":"model"`) == len(models) {
+			return s, store
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the gateway lists %s", body)
+		}
+	}
+}
