@@ -1,0 +1,136 @@
+package telemetry
+
+import (
+	"context"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/libs/id"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+)
+
+const (
+	eventQueue    = 4096                   // records that may wait; more are dropped and counted
+	eventBatch    = 256                    // events a message
+	eventInterval = 100 * time.Millisecond // how long an event waits for company
+	publishWait   = 5 * time.Second        // how long one publish may take before its events count as dropped
+)
+
+// Publisher sends an EventBatch to a subject and returns when it is stored; *bus.Bus is one.
+type Publisher interface {
+	PublishProto(ctx context.Context, subject string, body proto.Message) error
+}
+
+// Events ships events in batches, from Run. Emit never blocks.
+type Events struct {
+	publisher Publisher
+	subject   func(run string) string
+	service   string
+	queue     chan *eventv1.Event
+	dropped   atomic.Uint64
+	log       *slog.Logger
+}
+
+// NewEvents makes the shipper of a process. subject names the bus subject of a run ("" for none). log is a logger that makes no
+// events; it hears of drops.
+func NewEvents(p Publisher, subject func(run string) string, service string, log *slog.Logger) *Events {
+	return &Events{publisher: p, subject: subject, service: service, queue: make(chan *eventv1.Event, eventQueue), log: log}
+}
+
+// Emit queues an event, filling in what is missing of id, time, service, level and kind. Where the queue is full the event is
+// dropped and counted.
+func (e *Events) Emit(ev *eventv1.Event) {
+	if ev.GetTime() == nil {
+		ev.Time = timestamppb.Now()
+	}
+	if ev.GetEventId() == "" {
+		ev.EventId = id.New(ev.GetTime().AsTime())
+	}
+	if ev.GetService() == "" {
+		ev.Service = e.service
+	}
+	if ev.GetKind() == "" {
+		ev.Kind = "log"
+	}
+	if ev.GetLevel() == eventv1.Level_LEVEL_UNSPECIFIED {
+		ev.Level = eventv1.Level_LEVEL_INFO
+	}
+	select {
+	case e.queue <- ev:
+	default:
+		e.dropped.Add(1)
+	}
+}
+
+// Dropped is how many events were lost so far: the queue was full or the bus did not take them.
+func (e *Events) Dropped() uint64 { return e.dropped.Load() }
+
+// Run ships until ctx ends, then ships what is queued and returns.
+func (e *Events) Run(ctx context.Context) error {
+	reported := uint64(0)
+	for {
+		var first *eventv1.Event
+		select {
+		case first = <-e.queue:
+		case <-ctx.Done():
+			for len(e.queue) > 0 {
+				e.ship(context.WithoutCancel(ctx), e.collect(ctx, <-e.queue))
+			}
+			return nil
+		}
+		window, cancel := context.WithTimeout(ctx, eventInterval)
+		batch := e.collect(window, first)
+		cancel()
+		e.ship(context.WithoutCancel(ctx), batch)
+		if n := e.dropped.Load(); n > reported {
+			e.log.Warn("events were dropped", "events", n-reported, "in_all", n)
+			reported = n
+		}
+	}
+}
+
+// collect takes events until the batch is full, or window has ended and no more are queued.
+func (e *Events) collect(window context.Context, first *eventv1.Event) []*eventv1.Event {
+	batch := []*eventv1.Event{first}
+	for len(batch) < eventBatch {
+		select {
+		case ev := <-e.queue:
+			batch = append(batch, ev)
+			continue
+		default:
+		}
+		select {
+		case ev := <-e.queue:
+			batch = append(batch, ev)
+		case <-window.Done():
+			return batch
+		}
+	}
+	return batch
+}
+
+// ship publishes a batch, one message a run, in the order of the events.
+func (e *Events) ship(ctx context.Context, batch []*eventv1.Event) {
+	byRun := map[string]*eventv1.EventBatch{}
+	var runs []string
+	for _, ev := range batch {
+		run := ev.GetRunId()
+		if byRun[run] == nil {
+			byRun[run] = &eventv1.EventBatch{}
+			runs = append(runs, run)
+		}
+		byRun[run].Events = append(byRun[run].Events, ev)
+	}
+	ctx, cancel := context.WithTimeout(ctx, publishWait)
+	defer cancel()
+	for _, run := range runs {
+		if err := e.publisher.PublishProto(ctx, e.subject(run), byRun[run]); err != nil {
+			e.dropped.Add(uint64(len(byRun[run].GetEvents())))
+			e.log.Debug("events could not be published", "run", run, "error", err)
+		}
+	}
+}
