@@ -1,0 +1,76 @@
+// Package daemon finds, starts and stops the local rolloutd.
+//
+// The daemon says where it is in `<state>/rolloutd.json`, written when every target serves. Whoever finds no living daemon
+// there starts one; a lock file makes sure that of two who start at a time one does and the other waits.
+package daemon
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"syscall"
+)
+
+// Info is the content of rolloutd.json.
+type Info struct {
+	PID       int      `json:"pid"`
+	GRPC      string   `json:"grpc"`
+	Gateway   string   `json:"gateway"`
+	NATS      string   `json:"nats"`
+	Consul    string   `json:"consul"`
+	TokenFile string   `json:"token_file"`
+	Version   string   `json:"version"`
+	Targets   []string `json:"targets"`
+}
+
+// StateDir is the folder of the local mesh: the flag, else the environment's wish, else the place that XDG gives.
+func StateDir(flag string, env func(string) string) (string, error) {
+	for _, dir := range []string{flag, env("ROLLOUT_STATE_DIR")} {
+		if dir != "" {
+			return filepath.Abs(dir)
+		}
+	}
+	if dir := env("XDG_STATE_HOME"); filepath.IsAbs(dir) {
+		return filepath.Join(dir, "rollout"), nil
+	}
+	if home := env("HOME"); home != "" {
+		return filepath.Join(home, ".local", "state", "rollout"), nil
+	}
+	return "", errors.New("no state folder: neither --state-dir nor HOME is set")
+}
+
+func infoFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.json") }
+
+// LogFile is where the daemon writes what it does.
+func LogFile(stateDir string) string { return filepath.Join(stateDir, "logs", "rolloutd.log") }
+
+// Find returns the living daemon of a state folder, nil where there is none. A file whose process is dead is stale and no
+// daemon.
+func Find(stateDir string) (*Info, error) {
+	data, err := os.ReadFile(infoFile(stateDir))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read the daemon's file: %w", err)
+	}
+	var info Info
+	if err := json.Unmarshal(data, &info); err != nil || info.PID <= 0 || info.GRPC == "" {
+		return nil, nil // a half of a file that a crash left
+	}
+	if !alive(info.PID) {
+		return nil, nil
+	}
+	return &info, nil
+}
+
+// alive reports whether a process exists and is no zombie of ours.
+func alive(pid int) bool {
+	err := syscall.Kill(pid, 0)
+	if err != nil && !errors.Is(err, syscall.EPERM) {
+		return false
+	}
+	return !zombie(pid)
+}

@@ -1,0 +1,83 @@
+// Package exit gives errors the exit code that scripts branch on, by sysexits(3).
+package exit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// The codes. 0 is success.
+const (
+	Usage       = 64  // the command line is wrong
+	Data        = 65  // a configuration, dataset, reward, model or plan is wrong
+	NoInput     = 66  // a file, run or snapshot is not there
+	Unavailable = 69  // the server can't be reached
+	Software    = 70  // the run failed, or rollout itself did
+	CannotMake  = 73  // a file can't be written
+	Interrupted = 130 // the user stopped it
+)
+
+// Error is an error with its code.
+type Error struct {
+	Code   int
+	Reason string // machine-readable, "" where there is none
+	Mend   string // what to do about it, "" where nothing is known
+	Err    error  // nil: everything was said already
+}
+
+func (e *Error) Error() string {
+	if e.Err == nil {
+		return fmt.Sprintf("exit code %d", e.Code)
+	}
+	return e.Err.Error()
+}
+
+func (e *Error) Unwrap() error { return e.Err }
+
+// New makes an error for people: what is wrong, and what to do about it.
+func New(code int, mend, format string, args ...any) *Error {
+	return &Error{Code: code, Mend: mend, Err: fmt.Errorf(format, args...)}
+}
+
+// Silent ends with a code after everything was printed.
+func Silent(code int) *Error { return &Error{Code: code} }
+
+// From gives any error its code: one of this package keeps it, one from a server is mapped, the rest is Software.
+func From(err error) *Error {
+	var own *Error
+	if errors.As(err, &own) {
+		return own
+	}
+	if errors.Is(err, context.Canceled) {
+		return &Error{Code: Interrupted, Reason: rpcerr.ReasonCanceled, Err: errors.New("interrupted")}
+	}
+	out := &Error{Code: Software, Reason: rpcerr.Reason(err), Err: err}
+	s, ok := status.FromError(err)
+	if !ok {
+		return out
+	}
+	if s.Message() != "" {
+		out.Err = errors.New(s.Message())
+	}
+	switch s.Code() {
+	case codes.InvalidArgument, codes.FailedPrecondition, codes.OutOfRange, codes.DataLoss:
+		out.Code = Data
+	case codes.NotFound:
+		out.Code = NoInput
+	case codes.Unavailable, codes.DeadlineExceeded, codes.ResourceExhausted:
+		out.Code, out.Mend = Unavailable, "see `rollout status` and the daemon's log"
+	case codes.Unauthenticated, codes.PermissionDenied:
+		out.Code, out.Mend = Unavailable, "name the server's token with --token-file"
+	case codes.AlreadyExists:
+		out.Code = CannotMake
+	case codes.Canceled:
+		out.Code = Interrupted
+	}
+	return out
+}

@@ -1,0 +1,213 @@
+package live
+
+import (
+	"context"
+	"errors"
+	"io"
+	"slices"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/status"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+const (
+	// lateEvents is how long events are waited for after the run's status has ended: they travel another way.
+	lateEvents = 3 * time.Second
+	// tries is how often a server is looked for after a stream broke; each takes at most tryFor and retryDelay.
+	tries      = 5
+	tryFor     = time.Second
+	retryDelay = 200 * time.Millisecond
+	historyMax = 100000
+)
+
+// Update is what a follower says: exactly one field is set.
+type Update struct {
+	Status  *runv1.RunStatus
+	Event   *eventv1.Event
+	History []*eventv1.Event // what happened before
+	Err     error            // the last update, where something broke
+	Done    bool             // the last update, where the run has ended
+}
+
+// Follow streams a run until it has ended or ctx does. The channel is closed after the last update. Events of before are sent
+// first, as History.
+func Follow(ctx context.Context, c *client.Client, runID string) <-chan Update {
+	out := make(chan Update)
+	go func() {
+		defer close(out)
+		f := follower{client: c, runID: runID, out: out}
+		last := Update{Done: true}
+		if err := f.run(ctx); err != nil {
+			last = Update{Err: err}
+		}
+		select {
+		case out <- last:
+		case <-ctx.Done():
+		}
+	}()
+	return out
+}
+
+type follower struct {
+	client *client.Client
+	runID  string
+	out    chan<- Update
+	after  uint64 // sequence of the last event sent
+}
+
+func (f *follower) send(ctx context.Context, u Update) error {
+	select {
+	case f.out <- u:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (f *follower) run(ctx context.Context) error {
+	if err := f.history(ctx); err != nil {
+		return err
+	}
+	eventsCtx, stopEvents := context.WithCancel(ctx)
+	defer stopEvents()
+	events := make(chan error, 1)
+	settled := make(chan struct{}) // the event of the end has arrived
+	go func() { events <- f.events(eventsCtx, settled) }()
+	err := f.status(ctx)
+	if err != nil {
+		stopEvents()
+		<-events
+		return err
+	}
+	late := time.NewTimer(lateEvents)
+	defer late.Stop()
+	select {
+	case <-settled:
+	case <-late.C:
+	case err := <-events:
+		return err
+	}
+	stopEvents()
+	if err := <-events; err != nil && status.Code(err) != codes.Canceled && !errors.Is(err, context.Canceled) {
+		return err
+	}
+	return ctx.Err()
+}
+
+func (f *follower) history(ctx context.Context) error {
+	response, err := f.client.Events.ListEvents(ctx, &storagev1.ListEventsRequest{
+		Filter: &storagev1.EventFilter{RunId: f.runID}, Limit: historyMax, Newest: true,
+	})
+	if err != nil {
+		return err
+	}
+	list := response.GetEvents()
+	if n := len(list); n > 0 {
+		f.after = list[n-1].GetSequence()
+	}
+	list = slices.DeleteFunc(list, func(e *eventv1.Event) bool {
+		return !slices.Contains([]string{"step.committed", "eval.finished", "snapshot.created"}, e.GetKind())
+	})
+	return f.send(ctx, Update{History: list})
+}
+
+// status follows the run until it has ended.
+func (f *follower) status(ctx context.Context) error {
+	return f.again(ctx, func(progress func()) error {
+		stream, err := f.client.Scheduler.WatchRun(ctx, &runv1.WatchRunRequest{RunId: f.runID})
+		if err != nil {
+			return err
+		}
+		for {
+			response, err := stream.Recv()
+			if errors.Is(err, io.EOF) {
+				return status.Error(codes.Unavailable, "it ended the stream before the run had ended")
+			}
+			if err != nil {
+				return err
+			}
+			progress()
+			if err := f.send(ctx, Update{Status: response.GetStatus()}); err != nil {
+				return err
+			}
+			if Ended(response.GetStatus().GetRun().GetState()) {
+				return io.EOF
+			}
+		}
+	})
+}
+
+// events follows the events until ctx ends; settled is closed when the event of the run's end has arrived.
+func (f *follower) events(ctx context.Context, settled chan struct{}) error {
+	return f.again(ctx, func(progress func()) error {
+		stream, err := f.client.Events.TailEvents(ctx, &storagev1.TailEventsRequest{
+			Filter: &storagev1.EventFilter{RunId: f.runID, AfterSequence: f.after, MinLevel: eventv1.Level_LEVEL_INFO},
+		})
+		if err != nil {
+			return err
+		}
+		for {
+			response, err := stream.Recv()
+			if err != nil {
+				return err
+			}
+			progress()
+			for _, e := range response.GetEvents() {
+				if err := f.send(ctx, Update{Event: e}); err != nil {
+					return err
+				}
+				f.after = max(f.after, e.GetSequence())
+				if end, ok := runv1.RunState_value["RUN_STATE_"+e.GetAttributes()["state"]]; ok && e.GetKind() == "run.state" && Ended(runv1.RunState(end)) {
+					select {
+					case <-settled:
+					default:
+						close(settled)
+					}
+				}
+			}
+		}
+	})
+}
+
+// again takes a stream up again while the server is away for a moment. io.EOF ends it well.
+func (f *follower) again(ctx context.Context, stream func(progress func()) error) error {
+	left := tries
+	for {
+		err := stream(func() { left = tries })
+		switch {
+		case err == nil || errors.Is(err, io.EOF):
+			return nil
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case status.Code(err) != codes.Unavailable:
+			return err
+		}
+		for ; ; left-- {
+			if left == 0 {
+				return exit.New(exit.Unavailable, "see `rollout daemon status`, then go on with `rollout run --resume "+f.runID+"`",
+					"the server went away: %s", status.Convert(err).Message())
+			}
+			if f.answers(ctx) {
+				left--
+				break
+			}
+		}
+	}
+}
+
+// answers reports within a moment whether the server is there. Other calls would wait for it for ever.
+func (f *follower) answers(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, tryFor)
+	defer cancel()
+	_, err := f.client.Health.Check(ctx, &healthpb.HealthCheckRequest{})
+	<-time.After(retryDelay)
+	return err == nil
+}

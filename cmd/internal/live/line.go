@@ -1,0 +1,104 @@
+package live
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/style"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+)
+
+// Line is an event as one line for a log, "" where it is not worth one.
+func (r *Run) Line(e *eventv1.Event, s style.Style, zone *time.Location) string {
+	if e.GetLevel() >= eventv1.Level_LEVEL_WARN {
+		return warning(e, s, zone)
+	}
+	text := ""
+	switch e.GetKind() {
+	case "step.committed":
+		text = r.stepLine(e, s)
+	case "eval.finished":
+		text = "eval after step " + output.Count(e.GetStep()) + "  " + evalText(e.GetMetrics(), s)
+	case "snapshot.created":
+		text = fmt.Sprintf("snapshot %s after step %s", e.GetAttributes()["snapshot"], output.Count(e.GetStep()))
+		if bytes := e.GetMetrics()["bytes"]; bytes > 0 {
+			text += "  " + output.Bytes(uint64(bytes))
+		}
+	case "run.state":
+		text = "run is " + s.Bold(e.GetAttributes()["state"])
+		if reason := e.GetAttributes()["reason"]; reason != "" {
+			text += ": " + reason
+		}
+	case "worker.started":
+		text = fmt.Sprintf("worker %s started (pid %s)", e.GetAttributes()["worker"], e.GetAttributes()["pid"])
+	case "worker.exited":
+		text = fmt.Sprintf("worker %s left with code %s", e.GetAttributes()["worker"], e.GetAttributes()["exit_code"])
+	case "group.excluded":
+		text = fmt.Sprintf("group %s is excluded: %s", e.GetAttributes()["group"], e.GetAttributes()["reason"])
+	default:
+		return ""
+	}
+	return s.Dim(clock(e.GetTime().AsTime(), zone)) + " " + text
+}
+
+func (r *Run) stepLine(e *eventv1.Event, s style.Style) string {
+	m := e.GetMetrics()
+	parts := []string{fmt.Sprintf("step %s/%s", output.Count(e.GetStep()), output.Count(r.Status.GetRun().GetTotalSteps()))}
+	add := func(name, label string) {
+		if v, ok := m[name]; ok {
+			parts = append(parts, label+" "+output.Number(v))
+		}
+	}
+	if v, ok := m["reward/mean"]; ok && !r.Supervised() {
+		parts = append(parts, "reward "+s.Bold(output.Number(v)))
+	}
+	add("loss", "loss")
+	add("entropy", "entropy")
+	add("grad_norm", "grad norm")
+	if v := m["samples_per_second"]; v > 0 {
+		parts = append(parts, output.Count(v)+" samples/s")
+	}
+	if v := m["tokens_per_second"]; v > 0 {
+		parts = append(parts, output.Count(v)+" tokens/s")
+	}
+	if v := m["time/step"]; v > 0 {
+		parts = append(parts, seconds(v))
+	}
+	return strings.Join(parts, "  ")
+}
+
+// evalText lists the metrics of an evaluation, reward first, counts last.
+func evalText(metrics map[string]float64, s style.Style) string {
+	var parts []string
+	for _, name := range evalNames(metrics) {
+		parts = append(parts, strings.TrimPrefix(name, "eval/")+" "+s.Bold(output.Number(metrics[name])))
+	}
+	if n := metrics["eval/samples"]; n > 0 {
+		parts = append(parts, fmt.Sprintf("(%s samples)", output.Count(n)))
+	}
+	if n := metrics["eval/failed"]; n > 0 {
+		parts = append(parts, s.Yellow(fmt.Sprintf("(%s failed)", output.Count(n))))
+	}
+	return strings.Join(parts, "  ")
+}
+
+// evalNames are the names of an evaluation's measures: accuracy and reward first.
+func evalNames(metrics map[string]float64) []string {
+	var names []string
+	for name := range metrics {
+		if strings.HasPrefix(name, "eval/") && name != "eval/samples" && name != "eval/failed" {
+			names = append(names, name)
+		}
+	}
+	slices.SortFunc(names, func(a, b string) int {
+		rank := func(name string) int { return slices.Index([]string{"eval/reward", "eval/accuracy"}, name) }
+		if rank(a) != rank(b) {
+			return rank(b) - rank(a)
+		}
+		return strings.Compare(a, b)
+	})
+	return names
+}

@@ -1,0 +1,162 @@
+package live
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	tea "charm.land/bubbletea/v2"
+
+	"github.com/rollout-rl/rollout/cmd/internal/style"
+)
+
+const (
+	defaultWidth = 80
+	frames       = 10 // redraws a second at most
+)
+
+// Screen is the view on a terminal as bubbletea's model.
+type Screen struct {
+	Run        *Run
+	Interrupts int // Ctrl-C's so far
+	Detached   bool
+	Done       bool
+	Err        error
+
+	style   style.Style
+	zone    *time.Location
+	width   int
+	updates <-chan Update
+	stop    func(drain bool) error
+}
+
+// stopFailed says that the request to stop was refused.
+type stopFailed struct{ err error }
+
+// interrupted is a signal from elsewhere; bubbletea's own InterruptMsg would end the program.
+type interrupted struct{}
+
+// Init asks for the first update.
+func (m *Screen) Init() tea.Cmd { return m.next() }
+
+// next waits for one update.
+func (m *Screen) next() tea.Cmd {
+	return func() tea.Msg {
+		u, ok := <-m.updates
+		if !ok {
+			return Update{Done: true}
+		}
+		return u
+	}
+}
+
+// Update takes a key, a new size or news of the run.
+func (m *Screen) Update(msg tea.Msg) (tea.Model, tea.Cmd) {
+	switch msg := msg.(type) {
+	case tea.WindowSizeMsg:
+		m.width = msg.Width
+	case tea.KeyPressMsg:
+		return m, m.key(msg.String())
+	case interrupted:
+		return m, m.key("ctrl+c")
+	case stopFailed:
+		m.Err = msg.err
+		return m, tea.Quit
+	case Update:
+		return m, m.take(msg)
+	}
+	return m, nil
+}
+
+func (m *Screen) key(key string) tea.Cmd {
+	switch key {
+	case "ctrl+c":
+		m.Interrupts++
+		if m.Interrupts > 2 {
+			m.Detached = true
+			return tea.Quit
+		}
+		drain := m.Interrupts == 1
+		return func() tea.Msg {
+			if err := m.stop(drain); err != nil {
+				return stopFailed{err}
+			}
+			return nil
+		}
+	case "d", "q":
+		m.Detached = true
+		return tea.Quit
+	}
+	return nil
+}
+
+func (m *Screen) take(u Update) tea.Cmd {
+	switch {
+	case u.Err != nil:
+		m.Err = u.Err
+		return tea.Quit
+	case u.Done:
+		m.Done = true
+		return tea.Quit
+	case u.Status != nil:
+		m.Run.Update(u.Status)
+	case u.Event != nil:
+		m.Run.Add(u.Event)
+	default:
+		for _, e := range u.History {
+			m.Run.Add(e)
+		}
+	}
+	return m.next()
+}
+
+// View draws the run.
+func (m *Screen) View() tea.View {
+	hint := "Ctrl-C finishes the step and stops; d detaches, the run goes on"
+	if m.Interrupts > 0 {
+		hint = stopping(m.Interrupts)
+	}
+	if m.Done || m.Detached || m.Err != nil {
+		hint = ""
+	}
+	view := tea.NewView(m.Run.View(m.style, m.width, m.zone, hint))
+	if run := m.Run.Status.GetRun(); run != nil {
+		view.WindowTitle = fmt.Sprintf("%s %d/%d", run.GetName(), m.Run.CommittedSteps(), run.GetTotalSteps())
+	}
+	return view
+}
+
+// screen redraws the view until the run has ended or the user leaves.
+func (w *Watcher) screen(ctx context.Context, updates <-chan Update) (*Outcome, error) {
+	model := &Screen{
+		Run: &Run{}, style: w.Style, zone: w.Zone, width: defaultWidth, updates: updates,
+		stop: func(drain bool) error { return w.stop(ctx, drain) },
+	}
+	program := tea.NewProgram(model, tea.WithContext(ctx), tea.WithOutput(w.Out), tea.WithInput(w.In),
+		tea.WithoutSignalHandler(), tea.WithFPS(frames))
+	ended := make(chan struct{})
+	forwarded := make(chan struct{})
+	go func() { // a SIGINT or SIGTERM from elsewhere counts like the key
+		defer close(forwarded)
+		for {
+			select {
+			case <-w.Interrupts:
+				program.Send(interrupted{})
+			case <-ended:
+				return
+			}
+		}
+	}()
+	_, err := program.Run()
+	close(ended)
+	<-forwarded
+	outcome := &Outcome{Run: model.Run, Detached: model.Detached, Stopped: model.Interrupts > 0}
+	if err != nil && !errors.Is(err, tea.ErrProgramKilled) {
+		return outcome, err
+	}
+	if ctx.Err() != nil {
+		return outcome, ctx.Err()
+	}
+	return outcome, model.Err
+}

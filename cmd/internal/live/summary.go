@@ -1,0 +1,153 @@
+package live
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/charmbracelet/x/ansi"
+
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/style"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+const (
+	answersShown = 5
+	answerWidth  = 100
+)
+
+// Pair is one held-out row answered before and after.
+type Pair struct{ Before, After Answer }
+
+// Pairs are the rows that the first and the last evaluation both show, at most n.
+func (r *Run) Pairs(n int) []Pair {
+	if len(r.Evals) == 0 {
+		return nil
+	}
+	first := map[uint64]Answer{}
+	for _, answer := range r.Evals[0].Samples {
+		first[answer.Row] = answer
+	}
+	var pairs []Pair
+	for _, after := range r.Evals[len(r.Evals)-1].Samples {
+		if before, ok := first[after.Row]; ok && len(pairs) < n {
+			pairs = append(pairs, Pair{before, after})
+		}
+	}
+	return pairs
+}
+
+// Paths are what a run leaves behind; empty ones are not shown.
+type Paths struct {
+	PNG  string `json:"png,omitempty"`
+	HTML string `json:"html,omitempty"`
+}
+
+// Summary is what is said when a run ended.
+func (r *Run) Summary(s style.Style, paths Paths) string {
+	run := r.Status.GetRun()
+	var b strings.Builder
+	took := ""
+	if run.GetEndTime() != nil {
+		took = " in " + output.Duration(run.GetEndTime().AsTime().Sub(run.GetCreateTime().AsTime()).Round(100*time.Millisecond))
+	}
+	state := s.Red(State(run.GetState()))
+	if run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
+		state = s.Green(State(run.GetState()))
+	}
+	fmt.Fprintf(&b, "\n%s %s: %s after %s of %s steps%s\n", s.Bold(run.GetName()), run.GetRunId(), state,
+		output.Count(r.CommittedSteps()), output.Count(run.GetTotalSteps()), took)
+	if run.GetReason() != "" || run.GetMessage() != "" {
+		fmt.Fprintf(&b, "   %s\n", s.Red(strings.TrimLeft(run.GetReason()+": ", ": ")+strings.ReplaceAll(run.GetMessage(), "\n", "\n   ")))
+	}
+	b.WriteString(r.comparison(s))
+	b.WriteString(r.answers(s))
+	b.WriteString(r.left(s, paths))
+	return b.String()
+}
+
+// comparison is the table of measures before and after.
+func (r *Run) comparison(s style.Style) string {
+	if len(r.Evals) < 2 {
+		return ""
+	}
+	first, last := r.Evals[0], r.Evals[len(r.Evals)-1]
+	var table output.Table
+	table.Row(s.Bold("held-out"), s.Bold("before"), s.Bold("after"), "")
+	for _, name := range evalNames(last.Metrics) {
+		before, ok := first.Metrics[name]
+		if !ok {
+			continue
+		}
+		change := last.Metrics[name] - before
+		sign := s.Green
+		if change < 0 {
+			sign = s.Red
+		}
+		table.Row(strings.TrimPrefix(name, "eval/"), output.Number(before), output.Number(last.Metrics[name]), sign(fmt.Sprintf("%+.3f", change)))
+	}
+	return "\n" + table.String()
+}
+
+func (r *Run) answers(s style.Style) string {
+	pairs := r.Pairs(answersShown)
+	if len(pairs) == 0 || len(r.Evals) < 2 {
+		return ""
+	}
+	var b strings.Builder
+	b.WriteString("\n" + s.Bold("answers, before and after") + "\n")
+	var table output.Table
+	for _, pair := range pairs {
+		table.Row("  "+oneLine(pair.After.Prompt), s.Dim(oneLine(pair.Before.Completion)), verdict(pair.Before.Reward, s),
+			"->", s.Bold(oneLine(pair.After.Completion)), verdict(pair.After.Reward, s))
+	}
+	b.WriteString(table.String())
+	return b.String()
+}
+
+func verdict(reward float64, s style.Style) string {
+	text := "(" + output.Number(reward) + ")"
+	if reward > 0.5 {
+		return s.Green(text)
+	}
+	return s.Red(text)
+}
+
+// oneLine makes any text safe and short.
+func oneLine(text string) string {
+	clean := strings.Map(func(r rune) rune {
+		if r < 0x20 || r == 0x7f {
+			return ' '
+		}
+		return r
+	}, text)
+	return ansi.Truncate(strings.TrimSpace(clean), answerWidth/3, "…")
+}
+
+// left lists what the run leaves behind.
+func (r *Run) left(s style.Style, paths Paths) string {
+	run := r.Status.GetRun()
+	var table output.Table
+	add := func(name, value string) {
+		if value != "" {
+			table.Row(s.Dim(name), value)
+		}
+	}
+	add("curve", paths.PNG)
+	add("report", paths.HTML)
+	if r.Snapshot != nil {
+		add("snapshot", fmt.Sprintf("%s (step %d)", r.Snapshot.GetAttributes()["snapshot"], r.Snapshot.GetStep()))
+	}
+	add("weights", run.GetWeightsDirectory())
+	add("digest", run.GetWeightsDigest())
+	if run.GetDirectory() != "" {
+		add("logs", run.GetDirectory()+"/workers")
+	}
+	add("events", "rollout logs tail "+run.GetRunId())
+	switch run.GetState() {
+	case runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_INTERRUPTED, runv1.RunState_RUN_STATE_FAILED:
+		add("go on", s.Cyan("rollout run --resume "+run.GetRunId()))
+	}
+	return "\n" + table.String()
+}

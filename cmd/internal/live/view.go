@@ -1,0 +1,169 @@
+package live
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/charmbracelet/x/ansi"
+
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/style"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+const (
+	sparkWidth = 40
+	workersMax = 8 // workers shown one by one
+)
+
+// View draws the run as lines of at most width columns.
+func (r *Run) View(s style.Style, width int, zone *time.Location, hint string) string {
+	status := r.Status
+	if status == nil {
+		return "waiting for the run's status\n"
+	}
+	lines := []string{r.title(s)}
+	if waiting := status.GetWaitingFor(); waiting != "" {
+		lines = append(lines, label(s, "waits for")+waiting)
+	}
+	lines = append(lines, r.progress(s, width))
+	lines = append(lines, r.curves(s, width)...)
+	samples, tokens := r.Speed()
+	speed := fmt.Sprintf("%s samples/s  %s tokens/s", output.Count(samples), output.Count(tokens))
+	if t := r.Step["time/step"]; t > 0 {
+		speed += fmt.Sprintf("  %s a step", seconds(t))
+	}
+	lines = append(lines, label(s, "speed")+speed)
+	q := status.GetQueues()
+	lines = append(lines, label(s, "groups")+fmt.Sprintf("%s in flight  %s ready  %s leased  %s consumed  %s excluded",
+		output.Count(q.GetInFlight()), output.Count(q.GetReady()), output.Count(q.GetLeased()), output.Count(q.GetConsumed()), output.Count(q.GetExcluded())))
+	lines = append(lines, r.workers(s)...)
+	for _, e := range r.Warnings {
+		lines = append(lines, warning(e, s, zone))
+	}
+	if hint != "" {
+		lines = append(lines, s.Dim(hint))
+	}
+	for i, line := range lines {
+		lines[i] = ansi.Truncate(strings.ReplaceAll(line, "\n", " "), max(width, 20), "…")
+	}
+	return strings.Join(lines, "\n") + "\n"
+}
+
+func label(s style.Style, name string) string { return s.Dim(fmt.Sprintf("%-10s", name)) }
+
+func (r *Run) title(s style.Style) string {
+	run := r.Status.GetRun()
+	state := State(run.GetState())
+	switch run.GetState() {
+	case runv1.RunState_RUN_STATE_RUNNING, runv1.RunState_RUN_STATE_SUCCEEDED:
+		state = s.Green(state)
+	case runv1.RunState_RUN_STATE_FAILED:
+		state = s.Red(state)
+	default:
+		state = s.Yellow(state)
+	}
+	title := fmt.Sprintf("%s  %s  %s", s.Bold(run.GetName()), s.Dim(run.GetRunId()), state)
+	if phase := r.Status.GetPhase(); phase != "" && !Ended(run.GetState()) {
+		title += "  " + s.Cyan(phase)
+	}
+	return title
+}
+
+func (r *Run) progress(s style.Style, width int) string {
+	done, total := r.CommittedSteps(), r.Status.GetRun().GetTotalSteps()
+	percent := 0.0
+	if total > 0 {
+		percent = 100 * float64(done) / float64(total)
+	}
+	line := label(s, "step") + fmt.Sprintf("%s/%s  %s  %.0f %%",
+		output.Count(done), output.Count(total), s.Green(Bar(done, total, min(sparkWidth, max(10, width-50)))), percent)
+	if left, ok := r.Remaining(); ok {
+		line += "  " + output.Duration(left) + " left"
+	}
+	return line
+}
+
+// curves are the sparklines, each with its last value.
+func (r *Run) curves(s style.Style, width int) []string {
+	var lines []string
+	columns := min(sparkWidth, max(10, width-50))
+	if n := len(r.Reward); n > 0 {
+		name := "reward"
+		var rest []string
+		if r.Supervised() {
+			name = "loss"
+		} else if loss, ok := r.Step["loss"]; ok {
+			rest = append(rest, "loss "+output.Number(loss))
+		}
+		for _, metric := range []string{"entropy", "kl/engine_learner", "grad_norm", "learning_rate"} {
+			if v, ok := r.Step[metric]; ok {
+				rest = append(rest, strings.ReplaceAll(strings.TrimSuffix(metric, "/engine_learner"), "_", " ")+" "+output.Number(v))
+			}
+		}
+		lines = append(lines, label(s, name)+s.Cyan(Spark(r.Reward, columns))+"  "+s.Bold(output.Number(r.Reward[n-1]))+"  "+s.Dim(strings.Join(rest, "  ")))
+	}
+	if values, name := r.Accuracy(); len(values) > 0 {
+		n := len(values)
+		lines = append(lines, label(s, "held-out")+s.Cyan(Spark(values, columns))+"  "+s.Bold(output.Number(values[n-1]))+
+			s.Dim(fmt.Sprintf("  %s after step %d, %s at first", name, r.Evals[len(r.Evals)-1].Step, output.Number(values[0]))))
+	}
+	return lines
+}
+
+func (r *Run) workers(s style.Style) []string {
+	var table output.Table
+	workers := r.Status.GetWorkers()
+	for i, w := range workers {
+		name := ""
+		if i == 0 {
+			name = "workers"
+		}
+		if i == workersMax && len(workers) > workersMax+1 {
+			table.Row(label(s, name), fmt.Sprintf("and %d more", len(workers)-workersMax))
+			break
+		}
+		health := s.Green("healthy")
+		if !w.GetHealthy() {
+			health = s.Yellow("not ready")
+		}
+		about := w.GetActivity()
+		if w.GetRestarts() > 0 {
+			about += s.Yellow(fmt.Sprintf("  %d restarts", w.GetRestarts()))
+		}
+		speed := ""
+		if w.GetSamplesPerSecond() > 0 {
+			speed = output.Count(w.GetSamplesPerSecond()) + " samples/s"
+		}
+		table.Row(label(s, name)[:len(label(s, name))-2], w.GetWorkerId(), health, fmt.Sprintf("weights v%d", w.GetWeightsVersion()), speed, about)
+	}
+	text := strings.TrimSuffix(table.String(), "\n")
+	if text == "" {
+		return nil
+	}
+	return strings.Split(text, "\n")
+}
+
+func warning(e *eventv1.Event, s style.Style, zone *time.Location) string {
+	mark := s.Yellow("warning")
+	if e.GetLevel() >= eventv1.Level_LEVEL_ERROR {
+		mark = s.Red("error")
+	}
+	return fmt.Sprintf("%s %s %s: %s", s.Dim(clock(e.GetTime().AsTime(), zone)), mark, e.GetService(), e.GetMessage())
+}
+
+func clock(t time.Time, zone *time.Location) string {
+	if zone == nil {
+		zone = time.Local
+	}
+	return t.In(zone).Format("15:04:05")
+}
+
+func seconds(s float64) string {
+	if s < 1 {
+		return fmt.Sprintf("%.0f ms", 1000*s)
+	}
+	return output.Duration(time.Duration(s * float64(time.Second)))
+}

@@ -1,0 +1,128 @@
+package live
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/style"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// cancelPatience is how long a request to stop may take.
+const cancelPatience = 10 * time.Second
+
+// Watcher shows a run while it goes on.
+type Watcher struct {
+	Client     *client.Client
+	RunID      string
+	Out        io.Writer
+	In         io.Reader // keys, where Out is a terminal
+	Terminal   bool
+	JSON       bool
+	Style      style.Style
+	Zone       *time.Location
+	Interrupts <-chan os.Signal
+}
+
+// Outcome is how watching ended.
+type Outcome struct {
+	Run      *Run
+	Detached bool // the user left; the run goes on
+	Stopped  bool // the user asked the run to stop
+}
+
+// Watch shows the run until it has ended, the user detaches, or the server is gone. The first interrupt asks the run to finish
+// its step and stop, the second stops it at once, the third leaves.
+func (w *Watcher) Watch(ctx context.Context) (*Outcome, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	updates := Follow(ctx, w.Client, w.RunID)
+	if w.Terminal && !w.JSON {
+		return w.screen(ctx, updates)
+	}
+	return w.lines(ctx, updates)
+}
+
+// lines prints what happens, a line each.
+func (w *Watcher) lines(ctx context.Context, updates <-chan Update) (*Outcome, error) {
+	outcome := &Outcome{Run: &Run{}}
+	interrupts := 0
+	for {
+		select {
+		case <-w.Interrupts:
+			interrupts++
+			if interrupts > 2 {
+				outcome.Detached = true
+				return outcome, nil
+			}
+			outcome.Stopped = true
+			if err := w.stop(ctx, interrupts == 1); err != nil {
+				return outcome, err
+			}
+			if !w.JSON {
+				fmt.Fprintln(w.Out, stopping(interrupts))
+			}
+		case u := <-updates:
+			switch {
+			case u.Err != nil:
+				return outcome, u.Err
+			case u.Done:
+				return outcome, nil
+			case u.Status != nil:
+				w.printStatus(outcome.Run, u.Status)
+				outcome.Run.Update(u.Status)
+			case u.Event != nil:
+				outcome.Run.Add(u.Event)
+				w.printEvent(outcome.Run, u.Event)
+			default:
+				for _, e := range u.History {
+					outcome.Run.Add(e)
+				}
+			}
+		}
+	}
+}
+
+// printStatus tells of the first status; later ones tell nothing that an event does not.
+func (w *Watcher) printStatus(r *Run, status *runv1.RunStatus) {
+	if w.JSON {
+		_ = output.Line(w.Out, "status", status)
+		return
+	}
+	if r.Status == nil {
+		run := status.GetRun()
+		fmt.Fprintf(w.Out, "%s %s is %s, %s of %s steps; logs in %s\n", run.GetName(), run.GetRunId(), State(run.GetState()),
+			output.Count(run.GetStep()), output.Count(run.GetTotalSteps()), run.GetDirectory())
+	}
+}
+
+func (w *Watcher) printEvent(r *Run, e *eventv1.Event) {
+	if w.JSON {
+		_ = output.Line(w.Out, "event", e)
+		return
+	}
+	if line := r.Line(e, w.Style, w.Zone); line != "" {
+		fmt.Fprintln(w.Out, line)
+	}
+}
+
+// stop asks the scheduler to end the run.
+func (w *Watcher) stop(ctx context.Context, drain bool) error {
+	ctx, cancel := context.WithTimeout(ctx, cancelPatience)
+	defer cancel()
+	_, err := w.Client.Scheduler.CancelRun(ctx, &runv1.CancelRunRequest{RunId: w.RunID, Drain: drain})
+	return err
+}
+
+func stopping(interrupts int) string {
+	if interrupts == 1 {
+		return "finishing the step in hand; press Ctrl-C again to stop at once"
+	}
+	return "stopping at once; press Ctrl-C again to leave"
+}

@@ -1,0 +1,102 @@
+package output
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/charmbracelet/x/ansi"
+)
+
+// Table aligns columns of text. Columns that hold numbers are the caller's to format.
+type Table struct {
+	rows [][]string
+}
+
+// Row appends a row.
+func (t *Table) Row(cells ...string) { t.rows = append(t.rows, cells) }
+
+// String is the table, two spaces between columns, none at line ends.
+func (t *Table) String() string {
+	var widths []int
+	for _, row := range t.rows {
+		for i, cell := range row {
+			if i == len(widths) {
+				widths = append(widths, 0)
+			}
+			widths[i] = max(widths[i], ansi.StringWidth(cell))
+		}
+	}
+	var b strings.Builder
+	for _, row := range t.rows {
+		var line strings.Builder
+		for i, cell := range row {
+			line.WriteString(cell)
+			line.WriteString(strings.Repeat(" ", widths[i]-ansi.StringWidth(cell)+2))
+		}
+		b.WriteString(strings.TrimRight(line.String(), " "))
+		b.WriteByte('\n')
+	}
+	return b.String()
+}
+
+// Bytes is a size: "3.2 MB".
+func Bytes(n uint64) string {
+	if n < 1000 {
+		return fmt.Sprintf("%d B", n)
+	}
+	value, unit := float64(n), ""
+	for _, unit = range []string{"kB", "MB", "GB", "TB"} {
+		if value /= 1000; value < 999.95 {
+			break
+		}
+	}
+	return fmt.Sprintf("%.1f %s", value, unit)
+}
+
+// Count is a number with separators: "12,300".
+func Count[N int | int64 | uint64 | uint32 | float64](n N) string {
+	digits := fmt.Sprintf("%.0f", float64(n))
+	for i := len(digits) - 3; i > 0 && digits[i-1] != '-'; i -= 3 {
+		digits = digits[:i] + "," + digits[i:]
+	}
+	return digits
+}
+
+// Duration is a time span as people say it: "42 s", "3 min 5 s", "2 h 10 min".
+func Duration(d time.Duration) string {
+	switch {
+	case d < 0:
+		return "0 s"
+	case d < 10*time.Second:
+		return fmt.Sprintf("%.1f s", d.Seconds())
+	case d < time.Minute:
+		return fmt.Sprintf("%.0f s", d.Seconds())
+	case d < time.Hour:
+		return fmt.Sprintf("%d min %d s", int(d.Minutes()), int(d.Seconds())%60)
+	}
+	return fmt.Sprintf("%d h %d min", int(d.Hours()), int(d.Minutes())%60)
+}
+
+// Number is a metric in four digits or so.
+func Number(v float64) string {
+	switch a := max(v, -v); {
+	case v != v:
+		return "nan"
+	case a == 0:
+		return "0"
+	case a >= 10000:
+		return Count(v)
+	case a >= 100:
+		return fmt.Sprintf("%.1f", v)
+	case a >= 0.001:
+		return fmt.Sprintf("%.3f", v)
+	}
+	return fmt.Sprintf("%.2e", v)
+}
+
+// Short is the head of a content id, which is enough to tell two apart.
+func Short(contentID string) string {
+	const head = len("blake3-") + 12
+	return contentID[:min(len(contentID), head)]
+}

@@ -1,0 +1,107 @@
+// Package report turns what is stored of a run into a reward curve (PNG) and a page (HTML) that needs no network.
+package report
+
+import (
+	"context"
+	"strings"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+// Data is what a report is made of.
+type Data struct {
+	Run    *live.Run
+	Series map[string]Series
+}
+
+// Series is one metric by step.
+type Series []Point
+
+// Point is a number at a step.
+type Point struct{ Step, Value float64 }
+
+// evalsMax is the most evaluations read; their samples make them large.
+const evalsMax = 10000
+
+// Gather reads a run's status, metrics and evaluations.
+func Gather(ctx context.Context, c *client.Client, runID string) (*Data, error) {
+	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: runID})
+	if err != nil {
+		return nil, err
+	}
+	runID = got.GetStatus().GetRun().GetRunId()
+	metrics, err := c.Events.QueryMetrics(ctx, &storagev1.QueryMetricsRequest{RunId: runID})
+	if err != nil {
+		return nil, err
+	}
+	events, err := c.Events.ListEvents(ctx, &storagev1.ListEventsRequest{
+		Filter: &storagev1.EventFilter{RunId: runID, Kinds: []string{"eval.finished", "snapshot.created"}}, Limit: evalsMax,
+	})
+	if err != nil {
+		return nil, err
+	}
+	data := &Data{Run: &live.Run{}, Series: map[string]Series{}}
+	data.Run.Update(got.GetStatus())
+	for _, e := range events.GetEvents() {
+		data.Run.Add(e)
+	}
+	for _, series := range metrics.GetSeries() {
+		var points Series
+		for _, p := range series.GetPoints() {
+			points = append(points, Point{float64(p.GetStep()), p.GetValue()})
+		}
+		data.Series[series.GetName()] = points
+	}
+	for _, eval := range data.Run.Evals { // evaluations may not be among the stored metrics
+		for name, value := range eval.Metrics {
+			if strings.HasPrefix(name, "eval/") && metrics != nil && !stored(metrics, name) {
+				data.Series[name] = append(data.Series[name], Point{float64(eval.Step), value})
+			}
+		}
+	}
+	return data, nil
+}
+
+func stored(metrics *storagev1.QueryMetricsResponse, name string) bool {
+	for _, series := range metrics.GetSeries() {
+		if series.GetName() == name {
+			return true
+		}
+	}
+	return false
+}
+
+// curve is the series that the run is about: reward, or loss where nothing is rewarded.
+func (d *Data) curve() (name string, points Series) {
+	if points := d.Series["reward/mean"]; len(points) > 0 && !d.Run.Supervised() {
+		return "reward/mean", points
+	}
+	return "loss", d.Series["loss"]
+}
+
+// held is the evaluation's series: accuracy where there is one.
+func (d *Data) held() (name string, points Series) {
+	for _, name := range []string{"eval/accuracy", "eval/reward"} {
+		if points := d.Series[name]; len(points) > 0 {
+			return name, points
+		}
+	}
+	return "", nil
+}
+
+// smooth is a running mean over a twentieth of the points to either side.
+func (s Series) smooth() Series {
+	radius := len(s) / 40
+	out := make(Series, len(s))
+	for i := range s {
+		from, to := max(0, i-radius), min(len(s), i+radius+1)
+		out[i].Step = s[i].Step
+		for _, p := range s[from:to] {
+			out[i].Value += p.Value / float64(to-from)
+		}
+	}
+	return out
+}

@@ -1,0 +1,174 @@
+package report
+
+import (
+	_ "embed"
+	"fmt"
+	"html/template"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/rollout-rl/rollout/cmd/internal/live"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+)
+
+//go:embed page.html
+var pageText string
+
+var page = template.Must(template.New("page").Parse(pageText))
+
+const answersShown = 16
+
+// panel is a chart with its heading.
+type panel struct {
+	Title, Note string
+	SVG         template.HTML
+}
+
+type fact struct{ Name, Value string }
+
+type measure struct {
+	Name, Before, After, Change string
+	Better                      bool
+}
+
+type answer struct {
+	Prompt, Before, After             string
+	BeforeReward, AfterReward         string
+	BeforeGood, AfterGood, Comparable bool
+}
+
+// panels are the charts, in order: a title, the metrics in it, what to know about it.
+var panels = []struct {
+	title, note string
+	metrics     []string
+}{
+	{"loss", "", []string{"loss"}},
+	{"entropy", "of the policy, per token", []string{"entropy"}},
+	{"KL divergence", "engine and learner should agree: near 0", []string{"kl/engine_learner", "kl/reference"}},
+	{"clip fraction", "share of tokens whose ratio was clipped", []string{"clip_fraction"}},
+	{"gradient norm", "before clipping", []string{"grad_norm"}},
+	{"learning rate", "", []string{"learning_rate"}},
+	{"length", "tokens a completion", []string{"length/mean"}},
+	{"groups without advantage", "all rewards equal: nothing to learn from", []string{"zero_advantage_groups"}},
+	{"samples a second", "", []string{"samples_per_second"}},
+	{"tokens a second", "", []string{"tokens_per_second"}},
+	{"seconds a step", "", []string{"time/step", "time/lease", "time/train", "time/deliver"}},
+}
+
+// HTML writes the page.
+func (d *Data) HTML(w io.Writer) error {
+	run := d.Run.Status.GetRun()
+	err := page.Execute(w, map[string]any{
+		"Name": run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "",
+		"Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(),
+	})
+	if err != nil {
+		return fmt.Errorf("write the page: %w", err)
+	}
+	return nil
+}
+
+func (d *Data) facts() []fact {
+	run := d.Run.Status.GetRun()
+	config := run.GetPlan().GetConfig()
+	algorithm := "supervised fine-tuning"
+	if config.GetAlgorithm().GetGrpo() != nil {
+		algorithm = fmt.Sprintf("GRPO, %d samples a prompt", config.GetSampling().GetGroupSize())
+	}
+	facts := []fact{
+		{"run", run.GetRunId()},
+		{"steps", fmt.Sprintf("%s of %s", output.Count(run.GetStep()), output.Count(run.GetTotalSteps()))},
+		{"algorithm", algorithm},
+		{"model", config.GetModel().GetPath()},
+		{"data", config.GetData().GetTrain()},
+		{"mode", config.GetMode()},
+		{"seed", fmt.Sprint(config.GetSeed())},
+		{"learning rate", output.Number(config.GetTrain().GetLearningRate())},
+		{"plan", run.GetPlan().GetPlanId()},
+		{"weights", run.GetWeightsDigest()},
+	}
+	if run.GetEndTime() != nil {
+		facts = append(facts, fact{"took", output.Duration(run.GetEndTime().AsTime().Sub(run.GetCreateTime().AsTime()).Round(time.Second))})
+	}
+	return slices.DeleteFunc(facts, func(f fact) bool { return f.Value == "" })
+}
+
+func (d *Data) panels() []panel {
+	var out []panel
+	name, points := d.curve()
+	main := []line{{name: name, class: "raw", points: points}, {name: name, class: "a", points: points.smooth()}}
+	note := name + " while training"
+	if evalName, evals := d.held(); len(evals) > 0 && name != "loss" {
+		main = append(main, line{name: evalName, class: "b", points: evals, dots: true})
+		note += " (blue), " + evalName + " on held-out rows (orange)"
+	}
+	title := strings.TrimSuffix(name, "/mean")
+	if svg := chart(main...); svg != "" {
+		out = append(out, panel{title, note, svg})
+	}
+	for _, series := range d.evalNames() {
+		if svg := chart(line{name: series, class: "b", points: d.Series[series], dots: true}); svg != "" {
+			out = append(out, panel{series, "on held-out rows", svg})
+		}
+	}
+	for _, p := range panels {
+		var lines []line
+		var names []string
+		for i, metric := range p.metrics {
+			if len(d.Series[metric]) > 0 && metric != name {
+				lines = append(lines, line{name: metric, class: string(rune('a' + i)), points: d.Series[metric]})
+				names = append(names, metric)
+			}
+		}
+		note := p.note
+		if len(names) > 1 {
+			note = strings.Join(names, ", ")
+		}
+		if svg := chart(lines...); svg != "" {
+			out = append(out, panel{p.title, note, svg})
+		}
+	}
+	return out
+}
+
+func (d *Data) evalNames() []string {
+	var names []string
+	for name := range d.Series {
+		if strings.HasPrefix(name, "eval/") && name != "eval/samples" && name != "eval/failed" {
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+func (d *Data) measures() []measure {
+	evals := d.Run.Evals
+	if len(evals) < 2 {
+		return nil
+	}
+	var out []measure
+	first, last := evals[0].Metrics, evals[len(evals)-1].Metrics
+	for _, name := range d.evalNames() {
+		before, ok := first[name]
+		after, also := last[name]
+		if ok && also {
+			out = append(out, measure{name, output.Number(before), output.Number(after), fmt.Sprintf("%+.3f", after-before), after >= before})
+		}
+	}
+	return out
+}
+
+func (d *Data) answers() []answer {
+	var out []answer
+	for _, pair := range d.Run.Pairs(answersShown) {
+		out = append(out, answer{
+			Prompt: pair.After.Prompt, Before: pair.Before.Completion, After: pair.After.Completion,
+			BeforeReward: output.Number(pair.Before.Reward), AfterReward: output.Number(pair.After.Reward),
+			BeforeGood: pair.Before.Reward > 0.5, AfterGood: pair.After.Reward > 0.5, Comparable: len(d.Run.Evals) > 1,
+		})
+	}
+	return out
+}

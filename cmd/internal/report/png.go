@@ -1,0 +1,101 @@
+package report
+
+import (
+	"fmt"
+	"image/color"
+	"io"
+	"math"
+	"strings"
+
+	"gonum.org/v1/plot"
+	"gonum.org/v1/plot/font"
+	"gonum.org/v1/plot/plotter"
+	"gonum.org/v1/plot/vg"
+	"gonum.org/v1/plot/vg/draw"
+	"gonum.org/v1/plot/vg/vgimg"
+)
+
+var (
+	blue   = color.RGBA{0x2a, 0x6f, 0xdb, 0xff}
+	pale   = color.RGBA{0xb6, 0xcd, 0xf2, 0xff}
+	orange = color.RGBA{0xd9, 0x6a, 0x1d, 0xff}
+	grid   = color.RGBA{0xe4, 0xe6, 0xea, 0xff}
+	ink    = color.RGBA{0x33, 0x38, 0x40, 0xff}
+)
+
+const dotsPerInch = 144
+
+// PNG draws the reward curve.
+func (d *Data) PNG(w io.Writer) error {
+	p := plot.New()
+	run := d.Run.Status.GetRun()
+	name, points := d.curve()
+	p.Title.Text = fmt.Sprintf("%s  (%s)", run.GetName(), run.GetRunId())
+	p.X.Label.Text, p.Y.Label.Text = "optimizer step", strings.TrimSuffix(name, "/mean")
+	p.Title.Padding, p.X.Label.Padding, p.Y.Label.Padding = vg.Points(12), vg.Points(6), vg.Points(6)
+	for _, text := range []*font.Font{&p.Title.TextStyle.Font, &p.X.Label.TextStyle.Font, &p.Y.Label.TextStyle.Font, &p.X.Tick.Label.Font, &p.Y.Tick.Label.Font, &p.Legend.TextStyle.Font} {
+		text.Variant = "Sans"
+	}
+	p.Title.TextStyle.Color, p.X.Label.TextStyle.Color, p.Y.Label.TextStyle.Color = ink, ink, ink
+	lines := plotter.NewGrid()
+	lines.Horizontal.Color, lines.Vertical.Color = grid, grid
+	p.Add(lines)
+	if err := addLine(p, points, pale, vg.Points(1), ""); err != nil {
+		return err
+	}
+	if err := addLine(p, points.smooth(), blue, vg.Points(2), name+" while training"); err != nil {
+		return err
+	}
+	if evalName, evals := d.held(); len(evals) > 0 {
+		if err := addLine(p, evals, orange, vg.Points(2), evalName+" on held-out rows"); err != nil {
+			return err
+		}
+		dots, err := plotter.NewScatter(xys(evals))
+		if err != nil {
+			return fmt.Errorf("draw evaluations: %w", err)
+		}
+		dots.GlyphStyle = draw.GlyphStyle{Color: orange, Radius: vg.Points(3), Shape: draw.CircleGlyph{}}
+		p.Add(dots)
+	}
+	if !d.Run.Supervised() && p.Y.Min >= 0 && p.Y.Max <= 1.0001 {
+		p.Y.Min, p.Y.Max = 0, 1.02
+		p.Legend.Top = false
+	} else {
+		p.Legend.Top = true
+	}
+	p.Legend.Padding, p.Legend.XOffs, p.Legend.YOffs = vg.Points(3), vg.Points(-8), vg.Points(8)
+	canvas := vgimg.PngCanvas{Canvas: vgimg.NewWith(vgimg.UseWH(9*vg.Inch, 5*vg.Inch), vgimg.UseDPI(dotsPerInch))}
+	p.Draw(draw.Crop(draw.New(canvas), vg.Points(12), vg.Points(-16), vg.Points(10), vg.Points(-12)))
+	if _, err := canvas.WriteTo(w); err != nil {
+		return fmt.Errorf("write the curve: %w", err)
+	}
+	return nil
+}
+
+func addLine(p *plot.Plot, points Series, c color.Color, width vg.Length, label string) error {
+	values := xys(points)
+	if len(values) == 0 {
+		return nil
+	}
+	line, err := plotter.NewLine(values)
+	if err != nil {
+		return fmt.Errorf("draw %s: %w", label, err)
+	}
+	line.Color, line.Width = c, width
+	p.Add(line)
+	if label != "" {
+		p.Legend.Add(label, line)
+	}
+	return nil
+}
+
+// xys leaves out what can't be drawn.
+func xys(points Series) plotter.XYs {
+	var out plotter.XYs
+	for _, p := range points {
+		if !math.IsNaN(p.Value) && !math.IsInf(p.Value, 0) {
+			out = append(out, plotter.XY{X: p.Step, Y: p.Value})
+		}
+	}
+	return out
+}

@@ -1,0 +1,202 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/daemon"
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/style"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// app is one call of the program.
+type app struct {
+	stdin          io.Reader
+	stdout, stderr io.Writer
+	env            func(string) string
+	terminal       bool // whether stdout is one
+	dial           func(ctx context.Context) (*client.Client, error)
+	zone           *time.Location                    // of times that people read; nil: local
+	interrupts     func() (<-chan os.Signal, func()) // replaced by tests
+
+	server, stateDir, tokenFile, format string
+}
+
+const (
+	formatText = "text"
+	formatJSON = "json"
+)
+
+// execute runs one command line and returns the exit code.
+func (a *app) execute(ctx context.Context, args []string) int {
+	root := a.root()
+	root.SetArgs(args)
+	root.SetIn(a.stdin)
+	root.SetOut(a.stdout)
+	root.SetErr(a.stderr)
+	command, err := root.ExecuteContextC(ctx)
+	if err == nil {
+		return 0
+	}
+	e := exit.From(err)
+	if e.Err == nil {
+		return e.Code
+	}
+	var unknown *usageError
+	if errors.As(err, &unknown) || isCobraUsage(err) {
+		e = &exit.Error{Code: exit.Usage, Err: e.Err, Mend: fmt.Sprintf("see `%s --help`", command.CommandPath())}
+	}
+	a.fail(e, err)
+	return e.Code
+}
+
+// usageError is a mistake in the command line that a command found itself.
+type usageError struct{ error }
+
+func usage(format string, args ...any) error { return &usageError{fmt.Errorf(format, args...)} }
+
+// isCobraUsage recognises the errors that cobra makes itself; it gives them no type.
+func isCobraUsage(err error) bool {
+	text := err.Error()
+	for _, head := range []string{
+		"unknown command", "unknown flag", "unknown shorthand", "flag needs an argument", "invalid argument", "required flag",
+		"accepts ", "requires at least", "if any flags in the group", "at least one of the flags", "bad flag syntax",
+	} {
+		if strings.HasPrefix(text, head) {
+			return true
+		}
+	}
+	return false
+}
+
+// fail prints an error where errors go, in the format that was asked for.
+func (a *app) fail(e *exit.Error, full error) {
+	var violations []map[string]string
+	if domain, ok := rpcerr.From(full); ok {
+		for _, v := range domain.Violations() {
+			violations = append(violations, map[string]string{"field": v.Path, "description": v.Description})
+		}
+	}
+	if a.format == formatJSON {
+		_ = output.Value(a.stderr, map[string]any{"error": map[string]any{
+			"exit_code": e.Code, "reason": e.Reason, "message": e.Err.Error(), "mend": e.Mend, "violations": violations,
+		}})
+		return
+	}
+	s := a.errStyle()
+	fmt.Fprintf(a.stderr, "rollout: %s\n", s.Red(e.Err.Error()))
+	for _, v := range violations {
+		fmt.Fprintf(a.stderr, "   %s: %s\n", v["field"], v["description"])
+	}
+	if e.Reason != "" {
+		fmt.Fprintf(a.stderr, "   reason: %s\n", e.Reason)
+	}
+	if e.Mend != "" {
+		fmt.Fprintf(a.stderr, "   %s %s\n", s.Cyan("mend:"), e.Mend)
+	}
+}
+
+// style is that of stdout.
+func (a *app) style() style.Style {
+	return style.Style{Color: a.terminal && a.env("NO_COLOR") == "" && a.env("TERM") != "dumb"}
+}
+
+// errStyle is that of stderr: coloured where stdout is, and stderr is a terminal too.
+func (a *app) errStyle() style.Style {
+	file, ok := a.stderr.(*os.File)
+	if !ok {
+		return style.Style{}
+	}
+	info, err := file.Stat()
+	return style.Style{Color: a.style().Color && err == nil && info.Mode()&os.ModeCharDevice != 0}
+}
+
+// message answers with one message: as JSON where that was asked for, else as text makes it.
+func (a *app) message(m proto.Message, text func() string) error {
+	if a.format == formatJSON {
+		return output.Document(a.stdout, m)
+	}
+	_, err := io.WriteString(a.stdout, text())
+	return err
+}
+
+// note tells people what goes on beside the answer.
+func (a *app) note(format string, args ...any) {
+	if a.format != formatJSON {
+		fmt.Fprintf(a.stderr, format+"\n", args...)
+	}
+}
+
+// connect dials the server that was named, else the local daemon, which it starts where there is none.
+func (a *app) connect(ctx context.Context) (*client.Client, error) {
+	stateDir, err := daemon.StateDir(a.stateDir, a.env)
+	if err != nil {
+		return nil, exit.New(exit.Usage, "name one with --state-dir", "%w", err)
+	}
+	if a.server != "" {
+		tokenFile := a.tokenFile
+		if tokenFile == "" {
+			tokenFile = stateDir + "/token"
+		}
+		return client.Dial(ctx, a.server, tokenFile)
+	}
+	info, err := a.ensure(ctx, stateDir)
+	if err != nil {
+		return nil, err
+	}
+	return client.Dial(ctx, info.GRPC, info.TokenFile)
+}
+
+// ensure returns the local daemon.
+func (a *app) ensure(ctx context.Context, stateDir string) (*daemon.Info, error) {
+	if info, err := daemon.Find(stateDir); info != nil || err != nil {
+		return info, err
+	}
+	binary, err := daemon.FindBinary()
+	if err != nil {
+		return nil, err
+	}
+	began := time.Now()
+	info, started, err := daemon.Starter{StateDir: stateDir, Binary: binary}.Ensure(ctx)
+	if started {
+		a.note("started rolloutd (pid %d) in %.1f s; log %s", info.PID, time.Since(began).Seconds(), daemon.LogFile(stateDir))
+	}
+	return info, err
+}
+
+// with dials, calls and hangs up. Ctrl-C ends the call.
+func (a *app) with(cmd *cobra.Command, call func(ctx context.Context, c *client.Client) error) error {
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	c, err := a.dial(ctx)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	return call(ctx, c)
+}
+
+// timeOf writes a time for people.
+func (a *app) timeOf(t time.Time) string {
+	if t.IsZero() || t.Unix() == 0 {
+		return "-"
+	}
+	zone := a.zone
+	if zone == nil {
+		zone = time.Local
+	}
+	return t.In(zone).Format("2006-01-02 15:04:05")
+}

@@ -1,0 +1,220 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+type logFlags struct {
+	services, kinds  []string
+	level, since     string
+	lines            uint32
+	follow, noFollow bool
+}
+
+func (a *app) logsCommand() *cobra.Command { return parent("logs", "Read what happened", a.logsTail()) }
+
+func (a *app) logsTail() *cobra.Command {
+	var flags logFlags
+	cmd := &cobra.Command{
+		Use:   "tail RUN",
+		Short: "Show the events of a run, and follow them while it goes on",
+		Long:  "Show the events of a run, and follow them while it goes on. " + runArgument,
+		Example: `  rollout logs tail addition-grpo
+  rollout logs tail addition-grpo --service inference-worker --level warn
+  rollout logs tail addition-grpo --since 10m --no-follow
+  rollout logs tail addition-grpo --kind step.committed --format json`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			filter, err := flags.filter(time.Now())
+			if err != nil {
+				return err
+			}
+			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+				return a.tail(ctx, c, args[0], filter, &flags)
+			})
+		},
+	}
+	f := cmd.Flags()
+	f.StringSliceVar(&flags.services, "service", nil, "only these `services`; inference-worker matches each worker of that kind")
+	f.StringSliceVar(&flags.kinds, "kind", nil, "only these `kinds`, such as step.committed")
+	f.StringVar(&flags.level, "level", "info", "only this `level` and graver: debug, info, warn, error")
+	f.StringVar(&flags.since, "since", "", "only from this `time` on: a duration ago (10m) or a time (2006-01-02T15:04:05Z)")
+	f.Uint32VarP(&flags.lines, "lines", "n", 0, "only the newest `events` of those that are there; 0: all")
+	f.BoolVarP(&flags.follow, "follow", "f", true, "go on with new events until the run ends")
+	f.BoolVar(&flags.noFollow, "no-follow", false, "show what is there and leave")
+	_ = cmd.RegisterFlagCompletionFunc("level", cobra.FixedCompletions([]string{"debug", "info", "warn", "error"}, cobra.ShellCompDirectiveNoFileComp))
+	return cmd
+}
+
+func (f *logFlags) filter(now time.Time) (*storagev1.EventFilter, error) {
+	level, ok := eventv1.Level_value["LEVEL_"+strings.ToUpper(f.level)]
+	if !ok || level == 0 {
+		return nil, usage("invalid argument %q for --level: it is debug, info, warn or error", f.level)
+	}
+	filter := &storagev1.EventFilter{Services: f.services, Kinds: f.kinds, MinLevel: eventv1.Level(level)}
+	if f.since == "" {
+		return filter, nil
+	}
+	if ago, err := time.ParseDuration(f.since); err == nil && ago >= 0 {
+		filter.Since = timestamppb.New(now.Add(-ago))
+		return filter, nil
+	}
+	for _, layout := range []string{time.RFC3339Nano, time.DateTime, time.DateOnly} {
+		if t, err := time.ParseInLocation(layout, f.since, time.Local); err == nil {
+			filter.Since = timestamppb.New(t)
+			return filter, nil
+		}
+	}
+	return nil, usage("invalid argument %q for --since: it is a duration such as 10m or a time such as 2006-01-02T15:04:05Z", f.since)
+}
+
+func (a *app) tail(ctx context.Context, c *client.Client, name string, filter *storagev1.EventFilter, flags *logFlags) error {
+	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
+	if err != nil {
+		return err
+	}
+	run := got.GetStatus().GetRun()
+	filter.RunId = run.GetRunId()
+	follow := flags.follow && !flags.noFollow && !live.Ended(run.GetState())
+	if !follow || flags.lines > 0 {
+		const most = 100000
+		request := &storagev1.ListEventsRequest{Filter: filter, Limit: most, Newest: true}
+		if flags.lines > 0 {
+			request.Limit = min(flags.lines, most)
+		}
+		response, err := c.Events.ListEvents(ctx, request)
+		if err != nil {
+			return err
+		}
+		if err := a.events(response.GetEvents()); err != nil || !follow {
+			return err
+		}
+		if n := len(response.GetEvents()); n > 0 {
+			filter.AfterSequence = response.GetEvents()[n-1].GetSequence()
+		}
+	}
+	return a.follow(ctx, c, filter)
+}
+
+// follow prints events until the run ends. An interrupt is the ordinary way to leave.
+func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.EventFilter) error {
+	inner, stop := context.WithCancel(ctx)
+	defer stop()
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if watchEnd(inner, c, filter.GetRunId()) {
+			select {
+			case <-time.After(lastEvents): // they travel another way than the run's state
+			case <-inner.Done():
+			}
+			stop()
+		}
+	}()
+	defer func() { stop(); <-ended }()
+	stream, err := c.Events.TailEvents(inner, &storagev1.TailEventsRequest{Filter: filter})
+	if err != nil {
+		return err
+	}
+	for {
+		response, err := stream.Recv()
+		switch {
+		case inner.Err() != nil || errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return err
+		}
+		if err := a.events(response.GetEvents()); err != nil {
+			return err
+		}
+	}
+}
+
+// lastEvents is how long the events of a run that has ended are waited for.
+const lastEvents = time.Second
+
+// watchEnd waits until the run has ended; false where it can't be watched.
+func watchEnd(ctx context.Context, c *client.Client, runID string) bool {
+	stream, err := c.Scheduler.WatchRun(ctx, &runv1.WatchRunRequest{RunId: runID})
+	if err != nil {
+		return false
+	}
+	for {
+		response, err := stream.Recv()
+		if err != nil {
+			return false
+		}
+		if live.Ended(response.GetStatus().GetRun().GetState()) {
+			return true
+		}
+	}
+}
+
+func (a *app) events(events []*eventv1.Event) error {
+	for _, e := range events {
+		if a.format == formatJSON {
+			if err := output.Line(a.stdout, "", e); err != nil {
+				return err
+			}
+			continue
+		}
+		if _, err := fmt.Fprintln(a.stdout, a.eventText(e)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// eventText is an event with everything it says, in a line.
+func (a *app) eventText(e *eventv1.Event) string {
+	s := a.style()
+	level := map[eventv1.Level]string{
+		eventv1.Level_LEVEL_DEBUG: s.Dim("DEBUG"), eventv1.Level_LEVEL_WARN: s.Yellow("WARN "), eventv1.Level_LEVEL_ERROR: s.Red("ERROR"),
+	}[e.GetLevel()]
+	if level == "" {
+		level = "INFO "
+	}
+	parts := []string{s.Dim(a.timeOf(e.GetTime().AsTime())), level, s.Cyan(e.GetService())}
+	if e.GetKind() != "log" {
+		parts = append(parts, s.Bold(e.GetKind()))
+	}
+	if e.GetStep() > 0 {
+		parts = append(parts, fmt.Sprintf("step=%d", e.GetStep()))
+	}
+	if e.GetMessage() != "" {
+		parts = append(parts, strings.ReplaceAll(e.GetMessage(), "\n", "\n    "))
+	}
+	for _, key := range slices.Sorted(maps.Keys(e.GetAttributes())) {
+		if key != "samples" { // an evaluation's answers fill pages
+			parts = append(parts, s.Dim(key+"="+quoteIfNeeded(e.GetAttributes()[key])))
+		}
+	}
+	for _, key := range slices.Sorted(maps.Keys(e.GetMetrics())) {
+		parts = append(parts, s.Dim(key+"="+output.Number(e.GetMetrics()[key])))
+	}
+	return strings.Join(parts, " ")
+}
+
+func quoteIfNeeded(text string) string {
+	if text == "" || strings.ContainsAny(text, " \n\t\"") {
+		return fmt.Sprintf("%q", text)
+	}
+	return text
+}

@@ -1,0 +1,49 @@
+package main
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/report"
+)
+
+func (a *app) reportCommand() *cobra.Command {
+	var out string
+	cmd := &cobra.Command{
+		Use:   "report RUN",
+		Short: "Write a run's reward curve (PNG) and a page with all its charts (HTML)",
+		Long: `Write a run's reward curve (reward.png) and a page with charts of all main metrics, evaluations and sample answers
+(index.html), which needs no network. ` + runArgument,
+		Example: `  rollout report addition-grpo
+  rollout report addition-grpo --out report`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+				data, err := report.Gather(ctx, c, args[0])
+				if err != nil {
+					return err
+				}
+				folder := out
+				if folder == "" {
+					folder = data.Run.Status.GetRun().GetDirectory() + "/report"
+				}
+				paths, err := data.Write(folder)
+				if err != nil {
+					return err
+				}
+				if a.format == formatJSON {
+					return output.Value(a.stdout, paths)
+				}
+				fmt.Fprintf(a.stdout, "curve   %s\nreport  %s\n", paths.PNG, paths.HTML)
+				return nil
+			})
+		},
+	}
+	cmd.Flags().StringVarP(&out, "out", "o", "", "`folder` to write to (default: report in the run's folder)")
+	_ = cmd.MarkFlagDirname("out")
+	return cmd
+}

@@ -1,0 +1,226 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/oklog/ulid/v2"
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/problem"
+	"github.com/rollout-rl/rollout/cmd/internal/report"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// runFlags are those of `rollout run`.
+type runFlags struct {
+	configFlags
+	plan, baseDir, resume string
+	detach, noReport      bool
+}
+
+func (a *app) runCommand() *cobra.Command {
+	var flags runFlags
+	cmd := &cobra.Command{
+		Use:   "run (--config FILE | --plan FILE | --resume RUN)",
+		Short: "Train: start a run, or go on with one, and watch it",
+		Long: `Start a run of a configuration or of a plan, or go on with a run that was interrupted, and watch it until it ends. A plan is
+verified first: inputs that changed since it was made are refused, each by name.
+
+The first Ctrl-C finishes the step in hand and stops the run, the second stops it at once. With --detach the run goes on alone;
+rollout logs tail, rollout runs show and rollout status look at it.`,
+		Example: `  rollout run --config grpo.toml
+  rollout run --config grpo.toml --set train.steps=100
+  rollout run --plan plan.lock
+  rollout run --plan plan.lock --detach
+  rollout run --resume run-01kapq3n8jz3gq5p1cs0e8q0vd`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if len(flags.set) > 0 && flags.file == "" {
+				return usage("--set goes with --config: a plan and a run are fixed")
+			}
+			return a.run(cmd, &flags)
+		},
+	}
+	flags.add(cmd)
+	cmd.Flags().StringVarP(&flags.plan, "plan", "p", "", "plan `file` that rollout plan wrote")
+	cmd.Flags().StringVar(&flags.baseDir, "base-dir", "", "`folder` that the plan's paths start at (default: the plan's own)")
+	cmd.Flags().StringVarP(&flags.resume, "resume", "r", "", "`run` to go on with: its id, a unique prefix of it, or a name")
+	cmd.Flags().BoolVarP(&flags.detach, "detach", "d", false, "print the run's id and leave")
+	cmd.Flags().BoolVar(&flags.noReport, "no-report", false, "write no report at the end")
+	cmd.MarkFlagsMutuallyExclusive("config", "plan", "resume")
+	cmd.MarkFlagsOneRequired("config", "plan", "resume")
+	_ = cmd.MarkFlagFilename("plan", "lock")
+	_ = cmd.MarkFlagDirname("base-dir")
+	return cmd
+}
+
+func (a *app) run(cmd *cobra.Command, flags *runFlags) error {
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	c, err := a.dial(ctx)
+	if err != nil {
+		stop()
+		return err
+	}
+	defer c.Close()
+	run, err := a.start(ctx, c, flags)
+	stop() // from here on an interrupt speaks to the run
+	if err != nil {
+		return err
+	}
+	if flags.detach {
+		return a.message(run, func() string { return run.GetRunId() + "\n" })
+	}
+	return a.watch(cmd.Context(), c, run.GetRunId(), !flags.noReport)
+}
+
+// start makes the run, or takes it up again.
+func (a *app) start(ctx context.Context, c *client.Client, flags *runFlags) (*runv1.Run, error) {
+	switch {
+	case flags.resume != "":
+		got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: flags.resume})
+		if err != nil {
+			return nil, err
+		}
+		response, err := c.Scheduler.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: got.GetStatus().GetRun().GetRunId()})
+		return response.GetRun(), err
+	case flags.plan != "":
+		return a.startPlan(ctx, c, flags)
+	}
+	source, err := flags.source()
+	if err != nil {
+		return nil, err
+	}
+	planned, err := a.createPlan(ctx, c, source)
+	if err != nil {
+		return nil, err
+	}
+	return create(ctx, c, planned.GetLock(), source.GetBaseDir())
+}
+
+func (a *app) startPlan(ctx context.Context, c *client.Client, flags *runFlags) (*runv1.Run, error) {
+	lock, err := readFile(flags.plan, "plan")
+	if err != nil {
+		return nil, err
+	}
+	folder := flags.baseDir
+	if folder == "" {
+		folder = filepath.Dir(flags.plan)
+	}
+	if folder, err = filepath.Abs(folder); err != nil {
+		return nil, err
+	}
+	response, err := c.Planner.VerifyPlan(ctx, &planv1.VerifyPlanRequest{Lock: lock, File: flags.plan, BaseDir: folder})
+	if err != nil {
+		return nil, err
+	}
+	if len(response.GetProblems()) > 0 {
+		err := a.message(response, func() string { return problem.Render(response.GetProblems(), a.style()) })
+		return nil, errors.Join(err, problemExit(response.GetProblems()))
+	}
+	return create(ctx, c, lock, folder)
+}
+
+func create(ctx context.Context, c *client.Client, lock []byte, folder string) (*runv1.Run, error) {
+	response, err := c.Scheduler.CreateRun(ctx, &runv1.CreateRunRequest{Lock: lock, BaseDir: folder, IdempotencyKey: ulid.Make().String()})
+	return response.GetRun(), err
+}
+
+// watch shows a run until it ends, then what came of it.
+func (a *app) watch(ctx context.Context, c *client.Client, runID string, withReport bool) error {
+	interrupts, release := a.signals()
+	defer release()
+	watcher := &live.Watcher{
+		Client: c, RunID: runID, Out: a.stdout, In: a.stdin, Terminal: a.terminal, JSON: a.format == formatJSON,
+		Style: a.style(), Zone: a.zone, Interrupts: interrupts,
+	}
+	outcome, err := watcher.Watch(ctx)
+	if err != nil {
+		return err
+	}
+	run := outcome.Run.Status.GetRun()
+	if outcome.Detached {
+		a.note("the run goes on; watch it with `rollout logs tail %s`, stop it with `rollout runs cancel %s`", runID, runID)
+		if outcome.Stopped {
+			return exit.Silent(exit.Interrupted)
+		}
+		return nil
+	}
+	var paths live.Paths
+	if withReport && run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
+		paths = a.endReport(ctx, c, run)
+	}
+	if err := a.summary(outcome.Run, paths); err != nil {
+		return err
+	}
+	return stateExit(run.GetState(), outcome.Stopped)
+}
+
+// endReport writes the report beside the run; a failure is a note, for the run itself went well.
+func (a *app) endReport(ctx context.Context, c *client.Client, run *runv1.Run) live.Paths {
+	folder := filepath.Join(run.GetDirectory(), "report")
+	if info, err := os.Stat(run.GetDirectory()); run.GetDirectory() == "" || err != nil || !info.IsDir() {
+		a.note("the run's folder is on another machine; `rollout report %s --out FOLDER` writes the report here", run.GetRunId())
+		return live.Paths{}
+	}
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	data, err := report.Gather(ctx, c, run.GetRunId())
+	if err == nil {
+		var paths live.Paths
+		if paths, err = data.Write(folder); err == nil {
+			return paths
+		}
+	}
+	a.note("no report: %v", exit.From(err))
+	return live.Paths{}
+}
+
+func (a *app) summary(r *live.Run, paths live.Paths) error {
+	if a.format != formatJSON {
+		_, err := fmt.Fprint(a.stdout, r.Summary(a.style(), paths))
+		return err
+	}
+	if err := output.Line(a.stdout, "run", r.Status.GetRun()); err != nil {
+		return err
+	}
+	if paths.PNG == "" {
+		return nil
+	}
+	_, err := fmt.Fprintf(a.stdout, "{\"report\":{\"png\":%q,\"html\":%q}}\n", paths.PNG, paths.HTML)
+	return err
+}
+
+// stateExit is the exit code of a run's end.
+func stateExit(state runv1.RunState, stopped bool) error {
+	switch {
+	case state == runv1.RunState_RUN_STATE_SUCCEEDED:
+		return nil
+	case state == runv1.RunState_RUN_STATE_CANCELLED || stopped:
+		return exit.Silent(exit.Interrupted)
+	case state == runv1.RunState_RUN_STATE_INTERRUPTED:
+		return exit.Silent(exit.Unavailable)
+	}
+	return exit.Silent(exit.Software)
+}
+
+// signals delivers SIGINT and SIGTERM.
+func (a *app) signals() (<-chan os.Signal, func()) {
+	if a.interrupts != nil {
+		return a.interrupts()
+	}
+	ch := make(chan os.Signal, 4)
+	signal.Notify(ch, os.Interrupt, syscall.SIGTERM)
+	return ch, func() { signal.Stop(ch) }
+}

@@ -1,0 +1,179 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+func (a *app) runsCommand() *cobra.Command {
+	return parent("runs", "List, show, cancel, pause and resume runs",
+		a.runsList(), a.runsShow(), a.runsCancel(), a.runsPause(), a.runsResume())
+}
+
+func (a *app) runsList() *cobra.Command {
+	var states []string
+	var limit uint32
+	cmd := &cobra.Command{
+		Use:   "list",
+		Short: "List runs, newest first",
+		Example: `  rollout runs list
+  rollout runs list --state running,paused --format json`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			request := &runv1.ListRunsRequest{PageSize: limit}
+			for _, name := range states {
+				state, ok := runv1.RunState_value["RUN_STATE_"+strings.ToUpper(name)]
+				if !ok || state == 0 {
+					return usage("invalid argument %q for --state: it is one of %s", name, strings.Join(stateNames(), ", "))
+				}
+				request.States = append(request.States, runv1.RunState(state))
+			}
+			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+				response, err := c.Scheduler.ListRuns(ctx, request)
+				if err != nil {
+					return err
+				}
+				return a.message(response, func() string { return a.runsText(response) })
+			})
+		},
+	}
+	cmd.Flags().StringSliceVar(&states, "state", nil, "only runs in these `states`, such as running,paused")
+	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "most runs shown")
+	_ = cmd.RegisterFlagCompletionFunc("state", cobra.FixedCompletions(stateNames(), cobra.ShellCompDirectiveNoFileComp))
+	return cmd
+}
+
+func stateNames() []string {
+	var names []string
+	for i := int32(1); runv1.RunState_name[i] != ""; i++ {
+		names = append(names, strings.ToLower(live.State(runv1.RunState(i))))
+	}
+	return names
+}
+
+func (a *app) runsText(response *runv1.ListRunsResponse) string {
+	if len(response.GetRuns()) == 0 {
+		return "no runs; start one with `rollout run --config FILE`\n"
+	}
+	s := a.style()
+	var table output.Table
+	table.Row(s.Bold("RUN"), s.Bold("NAME"), s.Bold("STATE"), s.Bold("STEP"), s.Bold("CREATED"))
+	for _, run := range response.GetRuns() {
+		table.Row(run.GetRunId(), run.GetName(), live.State(run.GetState()),
+			fmt.Sprintf("%s/%s", output.Count(run.GetStep()), output.Count(run.GetTotalSteps())), a.timeOf(run.GetCreateTime().AsTime()))
+	}
+	text := table.String()
+	if response.GetNextPageToken() != "" {
+		text += "there are more; raise --limit\n"
+	}
+	return text
+}
+
+const runArgument = "RUN is a run's id, a unique prefix of it, or a name (then its newest run)."
+
+func (a *app) runsShow() *cobra.Command {
+	return &cobra.Command{
+		Use:     "show RUN",
+		Short:   "Show one run: state, progress, queues, workers",
+		Long:    "Show one run: state, progress, queues, workers. " + runArgument,
+		Example: "  rollout runs show addition-grpo",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+				response, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
+				if err != nil {
+					return err
+				}
+				return a.message(response.GetStatus(), func() string { return a.runText(response.GetStatus()) })
+			})
+		},
+	}
+}
+
+func (a *app) runText(status *runv1.RunStatus) string {
+	r := &live.Run{}
+	r.Update(status)
+	run := status.GetRun()
+	text := r.View(a.style(), 1000, a.zone, "")
+	var table output.Table
+	add := func(name, value string) {
+		if value != "" && value != "-" {
+			table.Row(fmt.Sprintf("%-8s", name), value)
+		}
+	}
+	if run.GetReason() != "" || run.GetMessage() != "" {
+		add("reason", strings.TrimSpace(run.GetReason()+" "+strings.ReplaceAll(run.GetMessage(), "\n", "\n          ")))
+	}
+	add("created", a.timeOf(run.GetCreateTime().AsTime()))
+	if run.GetEndTime() != nil {
+		add("ended", a.timeOf(run.GetEndTime().AsTime()))
+	}
+	add("plan", run.GetPlan().GetPlanId())
+	add("started", fmt.Sprintf("%d times", run.GetIncarnation()))
+	add("from", run.GetFromSnapshot())
+	add("folder", run.GetDirectory())
+	add("weights", run.GetWeightsDirectory())
+	add("digest", run.GetWeightsDigest())
+	return text + table.String()
+}
+
+// change makes a command that changes the state of one run.
+func (a *app) change(cmd *cobra.Command, said string, call func(ctx context.Context, c runv1.SchedulerServiceClient, id string) (*runv1.Run, error)) *cobra.Command {
+	cmd.Args = cobra.ExactArgs(1)
+	cmd.Long = cmd.Short + ". " + runArgument
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+			got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
+			if err != nil {
+				return err
+			}
+			run, err := call(ctx, c.Scheduler, got.GetStatus().GetRun().GetRunId())
+			if err != nil {
+				return err
+			}
+			return a.message(run, func() string {
+				return fmt.Sprintf("%s %s %s; it is %s\n", said, run.GetName(), run.GetRunId(), live.State(run.GetState()))
+			})
+		})
+	}
+	return cmd
+}
+
+func (a *app) runsCancel() *cobra.Command {
+	var now bool
+	cmd := a.change(&cobra.Command{
+		Use: "cancel RUN", Short: "Stop a run after the step in hand, with a snapshot", Aliases: []string{"stop"},
+		Example: "  rollout runs cancel addition-grpo\n  rollout runs cancel addition-grpo --now",
+	}, "cancelled", func(ctx context.Context, c runv1.SchedulerServiceClient, id string) (*runv1.Run, error) {
+		response, err := c.CancelRun(ctx, &runv1.CancelRunRequest{RunId: id, Drain: !now})
+		return response.GetRun(), err
+	})
+	cmd.Flags().BoolVar(&now, "now", false, "stop at once: the step in hand is lost")
+	return cmd
+}
+
+func (a *app) runsPause() *cobra.Command {
+	return a.change(&cobra.Command{Use: "pause RUN", Short: "Stop issuing work; the workers stay", Example: "  rollout runs pause addition-grpo"},
+		"paused", func(ctx context.Context, c runv1.SchedulerServiceClient, id string) (*runv1.Run, error) {
+			response, err := c.PauseRun(ctx, &runv1.PauseRunRequest{RunId: id})
+			return response.GetRun(), err
+		})
+}
+
+func (a *app) runsResume() *cobra.Command {
+	return a.change(&cobra.Command{
+		Use: "resume RUN", Short: "Go on with a paused, interrupted, failed or cancelled run, without watching it",
+		Example: "  rollout runs resume addition-grpo",
+	}, "resumed", func(ctx context.Context, c runv1.SchedulerServiceClient, id string) (*runv1.Run, error) {
+		response, err := c.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: id})
+		return response.GetRun(), err
+	})
+}

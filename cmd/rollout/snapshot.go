@@ -1,0 +1,142 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+func (a *app) snapshotCommand() *cobra.Command {
+	cmd := parent("snapshot", "List, show and restore snapshots", a.snapshotList(), a.snapshotShow(), a.snapshotRestore())
+	cmd.Aliases = []string{"snapshots"}
+	return cmd
+}
+
+func (a *app) snapshotList() *cobra.Command {
+	var limit uint32
+	cmd := &cobra.Command{
+		Use:     "list [RUN]",
+		Short:   "List snapshots, newest first",
+		Example: "  rollout snapshot list\n  rollout snapshot list addition-grpo",
+		Args:    cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+				request := &snapshotv1.ListSnapshotsRequest{PageSize: limit}
+				if len(args) == 1 {
+					got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
+					if err != nil {
+						return err
+					}
+					request.RunId = got.GetStatus().GetRun().GetRunId()
+				}
+				response, err := c.Snapshot.ListSnapshots(ctx, request)
+				if err != nil {
+					return err
+				}
+				return a.message(response, func() string { return a.snapshotsText(response) })
+			})
+		},
+	}
+	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "most snapshots shown")
+	return cmd
+}
+
+func (a *app) snapshotsText(response *snapshotv1.ListSnapshotsResponse) string {
+	if len(response.GetSnapshots()) == 0 {
+		return "no snapshots\n"
+	}
+	s := a.style()
+	var table output.Table
+	table.Row(s.Bold("SNAPSHOT"), s.Bold("RUN"), s.Bold("KIND"), s.Bold("STEP"), s.Bold("SIZE"), s.Bold("CREATED"))
+	for _, snapshot := range response.GetSnapshots() {
+		table.Row(snapshot.GetSnapshotId(), snapshot.GetRunId(), kindName(snapshot.GetKind()), output.Count(snapshot.GetStep()),
+			output.Bytes(snapshot.GetBytes()), a.timeOf(snapshot.GetCreateTime().AsTime()))
+	}
+	return table.String()
+}
+
+func kindName(kind snapshotv1.SnapshotKind) string {
+	return strings.ToLower(strings.TrimPrefix(kind.String(), "SNAPSHOT_KIND_"))
+}
+
+func (a *app) snapshotShow() *cobra.Command {
+	return &cobra.Command{
+		Use:     "show SNAPSHOT",
+		Short:   "Show a snapshot's manifest",
+		Long:    "Show a snapshot's manifest. SNAPSHOT is its id, or a unique prefix of it.",
+		Example: "  rollout snapshot show snap-01kapq5q5m",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+				response, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: args[0]})
+				if err != nil {
+					return err
+				}
+				return a.message(response.GetSnapshot(), func() string { return a.snapshotText(response.GetSnapshot()) })
+			})
+		},
+	}
+}
+
+func (a *app) snapshotText(snapshot *snapshotv1.Snapshot) string {
+	s := a.style()
+	var head, files output.Table
+	head.Row("run", snapshot.GetRunId())
+	head.Row("kind", kindName(snapshot.GetKind()))
+	head.Row("step", output.Count(snapshot.GetStep()))
+	head.Row("created", a.timeOf(snapshot.GetCreateTime().AsTime()))
+	head.Row("weights", snapshot.GetWeightsDigest())
+	head.Row("cursor", fmt.Sprintf("position %s (epoch %d, index %d of %s rows)", output.Count(snapshot.GetCursor().GetPosition()),
+		snapshot.GetCursor().GetEpoch(), snapshot.GetCursor().GetIndex(), output.Count(snapshot.GetCursor().GetRows())))
+	head.Row("plan", snapshot.GetPlanId())
+	for _, file := range snapshot.GetFiles() {
+		files.Row("  "+file.GetPath(), output.Bytes(file.GetBytes()), s.Dim(output.Short(file.GetDigest())))
+	}
+	return fmt.Sprintf("%s\n%s%d files, %s\n%s", s.Bold(snapshot.GetSnapshotId()), head.String(), len(snapshot.GetFiles()),
+		output.Bytes(snapshot.GetBytes()), files.String())
+}
+
+func (a *app) snapshotRestore() *cobra.Command {
+	var detach bool
+	cmd := &cobra.Command{
+		Use:   "restore SNAPSHOT",
+		Short: "Make a new run that goes on from a snapshot, and watch it",
+		Long:  "Make a new run that goes on from a snapshot, and watch it. The run that the snapshot was taken of stays as it is.",
+		Example: `  rollout snapshot restore snap-01kapq5q5m
+  rollout snapshot restore snap-01kapq5q5m --detach`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			var run *runv1.Run
+			err := a.with(cmd, func(ctx context.Context, c *client.Client) error {
+				got, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: args[0]})
+				if err != nil {
+					return err
+				}
+				response, err := c.Snapshot.RestoreSnapshot(ctx, &snapshotv1.RestoreSnapshotRequest{SnapshotId: got.GetSnapshot().GetSnapshotId()})
+				run = response.GetRun()
+				return err
+			})
+			if err != nil {
+				return err
+			}
+			if detach {
+				return a.message(run, func() string { return run.GetRunId() + "\n" })
+			}
+			c, err := a.dial(cmd.Context())
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			return a.watch(cmd.Context(), c, run.GetRunId(), true)
+		},
+	}
+	cmd.Flags().BoolVarP(&detach, "detach", "d", false, "print the new run's id and leave")
+	return cmd
+}
