@@ -1,0 +1,98 @@
+"""The payloads of a batch: mapped from the buffer's segment files where they can be opened, else read through the buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import google_crc32c
+import numpy as np
+
+from rollout.buffer.v1.buffer_pb2 import Batch, ReadPayloadsRequest, SampleRef
+from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
+from rollout.errors import RolloutError
+from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryKey
+from rollout_workers.learner.types import TrainSample
+from rollout_workers.mesh.discovery import Services
+
+log = logging.getLogger(__name__)
+
+_PARTS = 1 << 12  # pieces of one sample, for the order
+
+
+class PayloadCorrupt(RolloutError):
+    """A payload that is not the one that was accepted: another checksum, or arrays that don't fit each other."""
+
+    reason: ClassVar[str] = "PAYLOAD_CORRUPT"
+
+
+async def read_batch(batch: Batch, services: Services) -> list[TrainSample]:
+    """The samples of a batch, group by group as the batch has them. Raises :class:`PayloadCorrupt`, gRPC errors."""
+    try:
+        return await asyncio.to_thread(_from_segments, batch)
+    except (OSError, ValueError, PayloadCorrupt) as error:
+        log.info("step %d: the segments can't be read here (%s); asking the buffer", batch.step, error)
+    stub = await services.stub("buffer", BufferServiceStub)
+    request = ReadPayloadsRequest(run_id=batch.run_id, step=batch.step)
+    payloads: list[bytes] = []
+    async for chunk in stub.ReadPayloads(request, metadata=services.metadata()):
+        payloads.extend(chunk.payloads)
+    if len(payloads) != len(batch.samples):
+        raise PayloadCorrupt(f"step {batch.step}: the buffer sent {len(payloads)} payloads for {len(batch.samples)} samples")
+    return [_sample(ref, payload) for ref, payload in zip(batch.samples, payloads, strict=True)]
+
+
+def _from_segments(batch: Batch) -> list[TrainSample]:
+    """Raises ``OSError`` where a segment can't be opened, ``ValueError`` where a payload is not in one."""
+    paths = {ref.segment for ref in batch.samples}
+    if "" in paths:
+        raise ValueError("a payload is in the storage service")
+    with _mapped(sorted(paths)) as segments:
+        return [_sample(ref, segments[ref.segment][ref.offset : ref.offset + ref.length]) for ref in batch.samples]
+
+
+@contextmanager
+def _mapped(paths: Sequence[str]) -> Iterator[dict[str, mmap.mmap]]:
+    maps: dict[str, mmap.mmap] = {}
+    try:
+        for path in paths:
+            with open(path, "rb") as file:
+                maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        yield maps
+    finally:
+        for mapped in maps.values():
+            mapped.close()
+
+
+def _sample(ref: SampleRef, payload: bytes) -> TrainSample:
+    """Check and parse. Arrays are views of the parsed bytes."""
+    if google_crc32c.value(payload) != ref.crc32c:
+        raise PayloadCorrupt(f"the payload of {_name(ref.key)} has another checksum than was recorded")
+    trajectory = Trajectory.FromString(payload)
+    ids = np.frombuffer(trajectory.token_ids, "<i4")
+    logprobs = np.frombuffer(trajectory.logprobs, "<f4")
+    mask = np.frombuffer(trajectory.loss_mask, np.uint8)
+    if not len(ids) == len(logprobs) == len(mask) >= trajectory.prompt_tokens:
+        raise PayloadCorrupt(
+            f"the arrays of {_name(ref.key)} don't fit: {len(ids)} tokens, {len(logprobs)} logprobs, {len(mask)} mask values, "
+            f"prompt of {trajectory.prompt_tokens}"
+        )
+    key = trajectory.key
+    return TrainSample(
+        group_key=f"{key.epoch:010d}/{key.index:020d}",  # in the order of positions
+        sample=key.sample * _PARTS + key.part,
+        token_ids=ids,
+        prompt_length=trajectory.prompt_tokens,
+        loss_mask=mask,
+        logprobs=logprobs,
+        reward=trajectory.reward,
+        version=min((span.version for span in trajectory.version_spans), default=0),
+    )
+
+
+def _name(key: TrajectoryKey) -> str:
+    return f"{key.run_id}/{key.epoch}/{key.index}/{key.attempt}/{key.sample}"
