@@ -14,7 +14,7 @@ import (
 func (c Config) finish() (Config, error) {
 	var errs []error
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	for _, p := range []*string{&c.StateDir, &c.NATS.TokenFile, &c.Consul.TokenFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
+	for _, p := range []*string{&c.StateDir, &c.Join, &c.TokenFile, &c.Gateway.APIKeysFile, &c.NATS.TokenFile, &c.Consul.TokenFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
 		if *p == "" {
 			continue
 		}
@@ -33,10 +33,13 @@ func (c Config) finish() (Config, error) {
 	if !c.Insecure && c.TLS.CertFile == "" && !loopback(c.Listen) {
 		fail("listen: %s is not loopback: set tls.cert_file and tls.key_file, or insecure_listen where the network is private", c.Listen)
 	}
-	for name, address := range map[string]string{"nats.listen": c.NATS.Listen, "consul.listen": c.Consul.Listen, "gateway.listen": c.Gateway.Listen} {
+	for name, address := range map[string]string{"nats.listen": c.NATS.Listen, "consul.listen": c.Consul.Listen} {
 		if !c.Insecure && !loopback(address) {
 			fail("%s: %s is not loopback and has no TLS: set insecure_listen where the network is private, or use a server of its own", name, address)
 		}
+	}
+	if !c.Insecure && c.Gateway.APIKeysFile == "" && !loopback(c.Gateway.Listen) {
+		fail("gateway.listen: %s is not loopback: set gateway.api_keys_file, or insecure_listen where the network is private", c.Gateway.Listen)
 	}
 	if (c.TLS.CertFile == "") != (c.TLS.KeyFile == "") {
 		fail("tls: cert_file and key_file go together")
@@ -60,8 +63,11 @@ func (c Config) finish() (Config, error) {
 	if len(c.Target) == 0 {
 		fail("target: name at least one, or all")
 	}
-	if len(c.Worker.Command) == 0 {
-		fail("worker.command: is empty")
+	if c.Join == c.StateDir {
+		fail("join: is this process's own state folder; give each process its own")
+	}
+	if c.Worker.Cores < 0 {
+		fail("worker.cores: %d is below 0", c.Worker.Cores)
 	}
 	return c, errors.Join(errs...)
 }

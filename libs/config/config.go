@@ -12,26 +12,29 @@ import (
 
 // Config is the configuration with every default filled in and every path absolute.
 type Config struct {
-	StateDir string        `toml:"state_dir"`
-	Target   []string      `toml:"target"`
-	Listen   string        `toml:"listen"`
-	Host     string        `toml:"advertise_host"`
-	Insecure bool          `toml:"insecure_listen"`
-	Drain    time.Duration `toml:"drain"`
-	Gateway  Gateway       `toml:"gateway"`
-	NATS     NATS          `toml:"nats"`
-	Consul   Consul        `toml:"consul"`
-	TLS      TLS           `toml:"tls"`
-	Log      Log           `toml:"log"`
-	Worker   Worker        `toml:"worker"`
+	StateDir  string        `toml:"state_dir"`
+	Target    []string      `toml:"target"`
+	Join      string        `toml:"join"`
+	TokenFile string        `toml:"token_file"`
+	Listen    string        `toml:"listen"`
+	Host      string        `toml:"advertise_host"`
+	Insecure  bool          `toml:"insecure_listen"`
+	Drain     time.Duration `toml:"drain"`
+	Gateway   Gateway       `toml:"gateway"`
+	NATS      NATS          `toml:"nats"`
+	Consul    Consul        `toml:"consul"`
+	TLS       TLS           `toml:"tls"`
+	Log       Log           `toml:"log"`
+	Worker    Worker        `toml:"worker"`
 }
 
 // Gateway is the OpenAI-compatible HTTP endpoint.
 type Gateway struct {
-	Listen string `toml:"listen"`
+	Listen      string `toml:"listen"`
+	APIKeysFile string `toml:"api_keys_file"`
 }
 
-// NATS is the bus. Without URL and without the target "nats" in some process of the state folder there is none.
+// NATS is the bus: the server at URL, that of the joined process, or the target "nats" of this one.
 type NATS struct {
 	URL       string `toml:"url"`
 	TokenFile string `toml:"token_file"`
@@ -39,7 +42,7 @@ type NATS struct {
 	NoSync    bool   `toml:"no_sync"`
 }
 
-// Consul is discovery.
+// Consul is discovery: the agent at Address, that of the joined process, or the target "registry" of this one.
 type Consul struct {
 	Address   string `toml:"address"`
 	TokenFile string `toml:"token_file"`
@@ -59,9 +62,12 @@ type Log struct {
 	Level  string `toml:"level"`
 }
 
-// Worker is how worker processes are started.
+// Worker is how worker processes are started. An empty command or interpreter is looked up beside rolloutd, then on PATH.
 type Worker struct {
-	Command []string `toml:"command"`
+	Command       []string `toml:"command"`
+	Python        string   `toml:"python"`
+	Cores         int      `toml:"cores"`
+	ResumeOnStart bool     `toml:"resume_on_start"`
 }
 
 // Default is the configuration without any source. state is the state folder.
@@ -75,15 +81,14 @@ func Default(state string) Config {
 		NATS:     NATS{Listen: "127.0.0.1:0"},
 		Consul:   Consul{Listen: "127.0.0.1:0"},
 		Log:      Log{Format: "text", Level: "info"},
-		Worker:   Worker{Command: []string{"rollout-worker"}},
 	}
 }
 
-// TokenFile is the file of the mesh token.
-func (c Config) TokenFile() string { return filepath.Join(c.StateDir, "token") }
-
 // RuntimeFile is where the process says how to reach it.
-func (c Config) RuntimeFile() string { return filepath.Join(c.StateDir, "rolloutd.json") }
+func (c Config) RuntimeFile() string { return RuntimeFile(c.StateDir) }
+
+// RuntimeFile is the file of the process that owns a state folder.
+func RuntimeFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.json") }
 
 // Database is the database file of a service.
 func (c Config) Database(service string) string {

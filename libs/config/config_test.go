@@ -127,6 +127,8 @@ func TestErrors(t *testing.T) {
 		"stray argument":                 {args: []string{"buffer"}, says: []string{`"buffer"`}},
 		"missing file":                   {args: []string{"--config", "/none.toml"}, says: []string{"/none.toml"}},
 		"plain text on a network":        {args: []string{"--listen", "0.0.0.0:7000"}, says: []string{"not loopback", "tls.cert_file"}},
+		"a gateway for all":              {args: []string{"--gateway-listen", "0.0.0.0:80"}, says: []string{"api_keys_file"}},
+		"joins itself":                   {args: []string{"--state-dir", "/s", "--join", "/s"}, says: []string{"its own"}},
 		"half of TLS":                    {args: []string{"--tls-cert-file", "x"}, says: []string{"go together"}},
 		"secret in an URL":               {args: []string{"--nats-url", "nats://tok@h:1"}, says: []string{"nats.token_file"}},
 		"all at once":                    {args: []string{"--log-format", "xml", "--log-level", "loud", "--nats-url", "h:1"}, says: []string{"xml", "loud", "h:1"}},

@@ -11,18 +11,21 @@ import (
 type key struct {
 	name  string // "nats.url"
 	usage string
-	field func(*Config) any // *string, *bool, *time.Duration or *[]string
+	field func(*Config) any // *string, *bool, *int, *time.Duration or *[]string
 }
 
 // keys is every setting; a test holds it against the struct's TOML names.
 var keys = []key{
 	{"state_dir", "folder of databases, streams, artifacts and runs", func(c *Config) any { return &c.StateDir }},
 	{"target", "what this process hosts: all, or a comma list of the targets below", func(c *Config) any { return &c.Target }},
+	{"join", "state folder of another rolloutd whose NATS, registry and token this one uses", func(c *Config) any { return &c.Join }},
+	{"token_file", "file of the mesh token (0600); empty: token in the state folder, made where it is missing, or that of the joined process", func(c *Config) any { return &c.TokenFile }},
 	{"listen", "gRPC address; port 0 takes a free one", func(c *Config) any { return &c.Listen }},
 	{"advertise_host", "host under which peers reach this process; default: that of the gRPC address", func(c *Config) any { return &c.Host }},
 	{"insecure_listen", "allow a gRPC address that is not loopback without TLS", func(c *Config) any { return &c.Insecure }},
 	{"drain", "time that calls and workers get at the end", func(c *Config) any { return &c.Drain }},
 	{"gateway.listen", "HTTP address of the OpenAI-compatible endpoint", func(c *Config) any { return &c.Gateway.Listen }},
+	{"gateway.api_keys_file", "file of API keys, one a line, that the endpoint asks for; empty: it asks for none", func(c *Config) any { return &c.Gateway.APIKeysFile }},
 	{"nats.url", "NATS server; empty: the embedded one", func(c *Config) any { return &c.NATS.URL }},
 	{"nats.token_file", "file of the NATS token; empty: the mesh token", func(c *Config) any { return &c.NATS.TokenFile }},
 	{"nats.listen", "address of the embedded NATS server", func(c *Config) any { return &c.NATS.Listen }},
@@ -35,7 +38,10 @@ var keys = []key{
 	{"tls.ca_file", "PEM authority that peers' certificates are checked against", func(c *Config) any { return &c.TLS.CAFile }},
 	{"log.format", "text or json", func(c *Config) any { return &c.Log.Format }},
 	{"log.level", "debug, info, warn or error", func(c *Config) any { return &c.Log.Level }},
-	{"worker.command", "command that starts a worker; inference or learner is appended", func(c *Config) any { return &c.Worker.Command }},
+	{"worker.command", "command that starts a worker, inference or learner is appended; empty: rollout-worker beside rolloutd or on PATH", func(c *Config) any { return &c.Worker.Command }},
+	{"worker.python", "Python interpreter of the planner's dry calls; empty: the one beside the worker command", func(c *Config) any { return &c.Worker.Python }},
+	{"worker.cores", "CPU cores that runs may use; 0: all", func(c *Config) any { return &c.Worker.Cores }},
+	{"worker.resume_on_start", "go on with runs that were active when the scheduler last died", func(c *Config) any { return &c.Worker.ResumeOnStart }},
 }
 
 const envPrefix = "ROLLOUTD_"
@@ -57,6 +63,12 @@ func (k key) set(c *Config, text string) error {
 			return fmt.Errorf("%q is neither true nor false", text)
 		}
 		*p = v
+	case *int:
+		v, err := strconv.Atoi(text)
+		if err != nil {
+			return fmt.Errorf("%q is no whole number", text)
+		}
+		*p = v
 	case *time.Duration:
 		v, err := time.ParseDuration(text)
 		if err != nil {
@@ -68,7 +80,10 @@ func (k key) set(c *Config, text string) error {
 		if k.name == "worker.command" {
 			split = func(r rune) bool { return r == ' ' }
 		}
-		*p = strings.FieldsFunc(text, split)
+		*p = nil
+		if fields := strings.FieldsFunc(text, split); len(fields) > 0 {
+			*p = fields
+		}
 	}
 	return nil
 }
@@ -85,6 +100,8 @@ func (k key) get(c *Config) string {
 		return strconv.FormatBool(*p)
 	case *time.Duration:
 		return p.String()
+	case *int:
+		return strconv.Itoa(*p)
 	case *string:
 		return *p
 	}
