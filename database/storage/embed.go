@@ -1,0 +1,9 @@
+// Package storage holds the schema of the storage service.
+package storage
+
+import "embed"
+
+// Migrations are goose migrations, one folder a dialect.
+//
+//go:embed sqlite/*.sql
+var Migrations embed.FS

@@ -1,0 +1,163 @@
+package storage
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"google.golang.org/grpc"
+
+	"github.com/rollout-rl/rollout/libs/blob"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+const chunk = 1 << 20
+
+// PutArtifact implements the contract.
+func (s *Server) PutArtifact(stream grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]) error {
+	content, size, err := s.deps.Artifacts.Put(stream.Context(), &uploads{stream: stream})
+	if err != nil {
+		return err
+	}
+	return stream.SendAndClose(&storagev1.PutArtifactResponse{ContentId: content, Bytes: uint64(size)})
+}
+
+// uploads reads the chunks of a stream.
+type uploads struct {
+	stream grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]
+	rest   []byte
+}
+
+func (u *uploads) Read(p []byte) (int, error) {
+	for len(u.rest) == 0 {
+		req, err := u.stream.Recv()
+		if err != nil {
+			return 0, err
+		}
+		u.rest = req.GetChunk()
+	}
+	n := copy(p, u.rest)
+	u.rest = u.rest[n:]
+	return n, nil
+}
+
+// GetArtifact implements the contract.
+func (s *Server) GetArtifact(req *storagev1.GetArtifactRequest, stream grpc.ServerStreamingServer[storagev1.GetArtifactResponse]) error {
+	r, err := s.deps.Artifacts.Open(stream.Context(), req.GetContentId())
+	if err != nil {
+		return typed(err, req.GetContentId())
+	}
+	defer func() { _ = r.Close() }()
+	buffer := make([]byte, chunk)
+	for {
+		n, err := io.ReadFull(r, buffer)
+		if n > 0 {
+			if err := stream.Send(&storagev1.GetArtifactResponse{Chunk: buffer[:n]}); err != nil {
+				return err
+			}
+		}
+		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+			return nil
+		}
+		if err != nil {
+			return typed(err, req.GetContentId())
+		}
+	}
+}
+
+// ImportArtifacts implements the contract.
+func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtifactsRequest) (*storagev1.ImportArtifactsResponse, error) {
+	resp := &storagev1.ImportArtifactsResponse{}
+	for _, f := range req.GetFiles() {
+		if !filepath.IsAbs(f.GetPath()) {
+			return nil, ErrPath.With("path", f.GetPath())
+		}
+		content, size, err := s.deps.Artifacts.PutFile(ctx, f.GetPath())
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, ErrNoFile.With("path", f.GetPath())
+		}
+		if err != nil {
+			return nil, fmt.Errorf("import %s: %w", f.GetPath(), err)
+		}
+		if f.GetContentId() != "" && f.GetContentId() != content {
+			return nil, ErrMismatch.With("path", f.GetPath()).With("announced", f.GetContentId()).With("found", content)
+		}
+		resp.Artifacts = append(resp.Artifacts, &storagev1.ArtifactInfo{ContentId: content, Bytes: uint64(size), Exists: true})
+	}
+	return resp, nil
+}
+
+// ExportArtifacts implements the contract. A file that has the content already is left as it is.
+func (s *Server) ExportArtifacts(ctx context.Context, req *storagev1.ExportArtifactsRequest) (*storagev1.ExportArtifactsResponse, error) {
+	for _, f := range req.GetFiles() {
+		if !filepath.IsAbs(f.GetPath()) {
+			return nil, ErrPath.With("path", f.GetPath())
+		}
+		if err := s.export(ctx, f.GetContentId(), f.GetPath()); err != nil {
+			return nil, typed(err, f.GetContentId())
+		}
+	}
+	return &storagev1.ExportArtifactsResponse{}, nil
+}
+
+// export writes a content under a temporary name and renames it when it was verified.
+func (s *Server) export(ctx context.Context, content, path string) error {
+	r, err := s.deps.Artifacts.Open(ctx, content)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = r.Close() }()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	staged, err := os.CreateTemp(filepath.Dir(path), ".export-*")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.Remove(staged.Name()) }()
+	out := bufio.NewWriterSize(staged, chunk)
+	_, err = io.Copy(out, r)
+	if err := errors.Join(err, out.Flush(), staged.Chmod(0o644), staged.Close()); err != nil {
+		return err
+	}
+	return os.Rename(staged.Name(), path)
+}
+
+// StatArtifacts implements the contract.
+func (s *Server) StatArtifacts(ctx context.Context, req *storagev1.StatArtifactsRequest) (*storagev1.StatArtifactsResponse, error) {
+	resp := &storagev1.StatArtifactsResponse{}
+	for _, content := range req.GetContentIds() {
+		info, err := s.deps.Artifacts.Stat(ctx, content)
+		if err != nil && !errors.Is(err, blob.ErrNotFound) {
+			return nil, err
+		}
+		resp.Artifacts = append(resp.Artifacts, &storagev1.ArtifactInfo{ContentId: content, Bytes: uint64(info.Size), Exists: err == nil})
+	}
+	return resp, nil
+}
+
+// DeleteArtifacts implements the contract.
+func (s *Server) DeleteArtifacts(ctx context.Context, req *storagev1.DeleteArtifactsRequest) (*storagev1.DeleteArtifactsResponse, error) {
+	for _, content := range req.GetContentIds() {
+		if err := s.deps.Artifacts.Delete(ctx, content); err != nil {
+			return nil, err
+		}
+	}
+	return &storagev1.DeleteArtifactsResponse{}, nil
+}
+
+// typed turns the errors of the blob port into this service's.
+func typed(err error, content string) error {
+	switch {
+	case errors.Is(err, blob.ErrNotFound):
+		return ErrNotFound.With("content_id", content)
+	case errors.Is(err, blob.ErrCorrupt):
+		return ErrCorrupt.With("content_id", content)
+	}
+	return err
+}

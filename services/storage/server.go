@@ -1,0 +1,104 @@
+package storage
+
+import (
+	"context"
+
+	"google.golang.org/grpc"
+
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+// Server is the gRPC edge of both of the target's services.
+type Server struct {
+	storagev1.UnimplementedArtifactServiceServer
+	storagev1.UnimplementedEventServiceServer
+	cfg  Config
+	deps Deps
+	news news
+}
+
+// New makes the service. It starts nothing.
+func New(cfg Config, deps Deps) (*Server, error) {
+	if err := deps.check(); err != nil {
+		return nil, err
+	}
+	cfg.defaults()
+	return &Server{cfg: cfg, deps: deps}, nil
+}
+
+// Register adds the services to a gRPC server.
+func (s *Server) Register(r grpc.ServiceRegistrar) {
+	storagev1.RegisterArtifactServiceServer(r, s)
+	storagev1.RegisterEventServiceServer(r, s)
+}
+
+// Run stores the events of the stream until ctx ends.
+func (s *Server) Run(ctx context.Context) error {
+	if s.deps.Stream != nil {
+		s.ingest(ctx)
+	}
+	<-ctx.Done()
+	return nil
+}
+
+// AppendEvents implements the contract.
+func (s *Server) AppendEvents(ctx context.Context, req *storagev1.AppendEventsRequest) (*storagev1.AppendEventsResponse, error) {
+	if err := s.append(ctx, req.GetEvents()); err != nil {
+		return nil, err
+	}
+	return &storagev1.AppendEventsResponse{}, nil
+}
+
+// ListEvents implements the contract.
+func (s *Server) ListEvents(ctx context.Context, req *storagev1.ListEventsRequest) (*storagev1.ListEventsResponse, error) {
+	limit := int(req.GetLimit())
+	if limit == 0 {
+		limit = 1000
+	}
+	events, err := s.deps.Store.List(ctx, filterOf(req.GetFilter()), limit, req.GetNewest())
+	if err != nil {
+		return nil, err
+	}
+	return &storagev1.ListEventsResponse{Events: events}, nil
+}
+
+// TailEvents implements the contract. Whoever reads slowly gets everything, later.
+func (s *Server) TailEvents(req *storagev1.TailEventsRequest, stream grpc.ServerStreamingServer[storagev1.TailEventsResponse]) error {
+	filter := filterOf(req.GetFilter())
+	for {
+		more := s.news.wait()
+		events, err := s.deps.Store.List(stream.Context(), filter, s.cfg.Page, false)
+		if err != nil {
+			return err
+		}
+		if len(events) > 0 {
+			filter.After = events[len(events)-1].GetSequence()
+			if err := stream.Send(&storagev1.TailEventsResponse{Events: events}); err != nil {
+				return err
+			}
+			continue
+		}
+		select {
+		case <-stream.Context().Done():
+			return stream.Context().Err()
+		case <-more:
+		}
+	}
+}
+
+// QueryMetrics implements the contract.
+func (s *Server) QueryMetrics(ctx context.Context, req *storagev1.QueryMetricsRequest) (*storagev1.QueryMetricsResponse, error) {
+	series, err := s.deps.Store.Series(ctx, req.GetRunId(), req.GetNames(), req.GetFromStep())
+	if err != nil {
+		return nil, err
+	}
+	return &storagev1.QueryMetricsResponse{Series: series}, nil
+}
+
+func filterOf(f *storagev1.EventFilter) Filter {
+	out := Filter{Run: f.GetRunId(), Services: f.GetServices(), MinLevel: f.GetMinLevel(), Kinds: f.GetKinds(), After: f.GetAfterSequence()}
+	if f.GetSince() != nil {
+		out.Since = f.GetSince().AsTime()
+	}
+	return out
+}

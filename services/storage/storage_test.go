@@ -1,0 +1,239 @@
+package storage_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/test/bufconn"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/libs/blob"
+	"github.com/rollout-rl/rollout/libs/blob/files"
+	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	"github.com/rollout-rl/rollout/services/storage"
+	"github.com/rollout-rl/rollout/services/storage/sqlite"
+)
+
+type setup struct {
+	artifacts storagev1.ArtifactServiceClient
+	events    storagev1.EventServiceClient
+	bus       *bus.Bus
+	blobs     string
+}
+
+// serve runs the service on an embedded NATS server, and clients of it.
+func serve(t *testing.T) setup {
+	t.Helper()
+	dir := t.TempDir()
+	nats, err := bus.StartEmbedded(filepath.Join(dir, "nats"), bus.EmbeddedOptions{NoSync: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nats.Stop)
+	b, err := bus.Connect(t.Context(), nats.URL(), "", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(b.Close)
+	store, err := sqlite.Open(t.Context(), filepath.Join(dir, "storage.sqlite"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Close() })
+	blobs := filepath.Join(dir, "artifacts")
+	adapter, err := files.Open(blobs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := storage.New(storage.Config{Page: 2}, storage.Deps{Store: store, Artifacts: blob.NewCAS(adapter, dir), Stream: b})
+	if err != nil {
+		t.Fatal(err)
+	}
+	listener := bufconn.Listen(1 << 20)
+	server := grpc.NewServer(grpc.UnaryInterceptor(rpcerr.Unary(nil)), grpc.StreamInterceptor(rpcerr.Stream(nil)))
+	s.Register(server)
+	go func() { _ = server.Serve(listener) }()
+	t.Cleanup(server.Stop)
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- s.Run(ctx) }()
+	t.Cleanup(func() { cancel(); <-ended })
+	conn, err := grpc.NewClient("passthrough:///storage", grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return listener.DialContext(ctx) }))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	return setup{storagev1.NewArtifactServiceClient(conn), storagev1.NewEventServiceClient(conn), b, blobs}
+}
+
+func event(n string) *eventv1.Event {
+	return &eventv1.Event{EventId: n, RunId: "run-a", Time: timestamppb.New(time.Unix(1, 0)), Service: "buffer", Kind: "log", Message: n}
+}
+
+func TestTailGetsStoredEventsAndThenThoseOfTheStream(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	if _, err := s.events.AppendEvents(t.Context(), &storagev1.AppendEventsRequest{Events: []*eventv1.Event{event("1"), event("2"), event("3")}}); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	tail, err := s.events.TailEvents(ctx, &storagev1.TailEventsRequest{Filter: &storagev1.EventFilter{RunId: "run-a"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	read := func(until string) {
+		t.Helper()
+		for len(got) == 0 || got[len(got)-1] != until {
+			resp, err := tail.Recv()
+			if err != nil {
+				t.Fatalf("after %v: %v", got, err)
+			}
+			for _, e := range resp.GetEvents() {
+				got = append(got, e.GetMessage())
+			}
+		}
+	}
+	read("3")
+	if err := s.bus.EnsureEvents(ctx); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range []string{"3", "4", "5"} { // 3 comes twice and is known
+		if err := s.bus.PublishProto(ctx, bus.EventSubject("run-a"), &eventv1.EventBatch{Events: []*eventv1.Event{event(n)}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	read("5")
+	if len(got) != 5 {
+		t.Fatalf("got %v", got)
+	}
+}
+
+func TestArtifactTravels(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	data := bytes.Repeat([]byte("0123456789"), 250_000)
+	put, err := s.artifacts.PutArtifact(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for rest := data; len(rest) > 0; rest = rest[min(len(rest), 1<<20):] {
+		if err := put.Send(&storagev1.PutArtifactRequest{Chunk: rest[:min(len(rest), 1<<20)]}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	stored, err := put.CloseAndRecv()
+	if err != nil || stored.GetContentId() != id.Content(data) || stored.GetBytes() != uint64(len(data)) {
+		t.Fatalf("got %v, %v", stored, err)
+	}
+	if got, err := read(t, s, stored.GetContentId()); err != nil || !bytes.Equal(got, data) {
+		t.Fatalf("read %d bytes, %v", len(got), err)
+	}
+	absent := id.Content([]byte("absent"))
+	stat, err := s.artifacts.StatArtifacts(t.Context(), &storagev1.StatArtifactsRequest{ContentIds: []string{stored.GetContentId(), absent}})
+	if err != nil || !stat.GetArtifacts()[0].GetExists() || stat.GetArtifacts()[1].GetExists() {
+		t.Fatalf("got %v, %v", stat, err)
+	}
+	for range 2 {
+		if _, err := s.artifacts.DeleteArtifacts(t.Context(), &storagev1.DeleteArtifactsRequest{ContentIds: []string{stored.GetContentId()}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := read(t, s, stored.GetContentId()); rpcerr.Reason(err) != "ARTIFACT_NOT_FOUND" {
+		t.Fatalf("got %v", err)
+	}
+}
+
+func read(t *testing.T, s setup, content string) ([]byte, error) {
+	t.Helper()
+	get, err := s.artifacts.GetArtifact(t.Context(), &storagev1.GetArtifactRequest{ContentId: content})
+	if err != nil {
+		return nil, err
+	}
+	var all []byte
+	for {
+		resp, err := get.Recv()
+		if errors.Is(err, io.EOF) {
+			return all, nil
+		}
+		if err != nil {
+			return all, err
+		}
+		all = append(all, resp.GetChunk()...)
+	}
+}
+
+func TestImportAndExport(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	dir := t.TempDir()
+	from, to := filepath.Join(dir, "from"), filepath.Join(dir, "deep", "to")
+	if err := os.WriteFile(from, []byte("weights"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	content := id.Content([]byte("weights"))
+	imported, err := s.artifacts.ImportArtifacts(t.Context(), &storagev1.ImportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: from, ContentId: content}}})
+	if err != nil || imported.GetArtifacts()[0].GetContentId() != content {
+		t.Fatalf("got %v, %v", imported, err)
+	}
+	if err := os.Remove(from); err != nil {
+		t.Fatal(err)
+	}
+	export := &storagev1.ExportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: to, ContentId: content}}}
+	for range 2 {
+		if _, err := s.artifacts.ExportArtifacts(t.Context(), export); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, err := os.ReadFile(to); err != nil || string(got) != "weights" {
+		t.Fatalf("exported %q, %v", got, err)
+	}
+	if err := filepath.WalkDir(s.blobs, func(path string, d os.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		if err := os.Chmod(path, 0o600); err != nil {
+			return err
+		}
+		return os.WriteFile(path, []byte("Weights"), 0o600)
+	}); err != nil {
+		t.Fatal(err)
+	}
+	for name, call := range map[string]struct {
+		err    error
+		reason string
+	}{
+		"corrupt on disk": {func() error { _, err := s.artifacts.ExportArtifacts(t.Context(), export); return err }(), "ARTIFACT_CORRUPT"},
+		"another content": {func() error {
+			_, err := s.artifacts.ImportArtifacts(t.Context(), &storagev1.ImportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: to, ContentId: id.Content(nil)}}})
+			return err
+		}(), "ARTIFACT_MISMATCH"},
+		"no such file": {func() error {
+			_, err := s.artifacts.ImportArtifacts(t.Context(), &storagev1.ImportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: from}}})
+			return err
+		}(), "FILE_NOT_FOUND"},
+		"relative path": {func() error {
+			_, err := s.artifacts.ImportArtifacts(t.Context(), &storagev1.ImportArtifactsRequest{Files: []*storagev1.LocalFile{{Path: "from"}}})
+			return err
+		}(), "BAD_PATH"},
+	} {
+		if rpcerr.Reason(call.err) != call.reason {
+			t.Errorf("%s: got %v, want %s", name, call.err, call.reason)
+		}
+	}
+}

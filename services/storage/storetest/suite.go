@@ -1,0 +1,103 @@
+// Package storetest is the suite that every storage.Store passes.
+package storetest
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	"github.com/rollout-rl/rollout/services/storage"
+)
+
+var start = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+
+func event(n int, change func(*storage.Event)) *storage.Event {
+	e := &storage.Event{
+		EventId: fmt.Sprintf("e%d", n), RunId: "run-a", Time: timestamppb.New(start.Add(time.Duration(n) * time.Second)),
+		Service: "buffer", Level: eventv1.Level_LEVEL_INFO, Kind: "log", Message: fmt.Sprint(n),
+	}
+	if change != nil {
+		change(e)
+	}
+	return e
+}
+
+// Run runs the suite; open gives an empty store.
+func Run(t *testing.T, open func(t *testing.T) storage.Store) {
+	fill := func(t *testing.T, events ...*storage.Event) storage.Store {
+		t.Helper()
+		store := open(t)
+		if added, err := store.Append(t.Context(), events); err != nil || added != len(events) {
+			t.Fatalf("added %d, %v", added, err)
+		}
+		return store
+	}
+	t.Run("an id is stored once", func(t *testing.T) {
+		store := fill(t, event(1, nil), event(2, nil))
+		added, err := store.Append(t.Context(), []*storage.Event{event(2, nil), event(3, nil), event(3, nil)})
+		if err != nil || added != 1 {
+			t.Fatalf("added %d, %v", added, err)
+		}
+		want(t, store, storage.Filter{}, 10, false, "1", "2", "3")
+	})
+	t.Run("filters", func(t *testing.T) {
+		worker := func(id string) func(*storage.Event) {
+			return func(e *storage.Event) { e.Service = id }
+		}
+		store := fill(
+			t, event(1, nil), event(2, func(e *storage.Event) { e.RunId = "run-b" }), event(3, func(e *storage.Event) { e.Level = eventv1.Level_LEVEL_ERROR }),
+			event(4, func(e *storage.Event) { e.Kind = "phase" }), event(5, worker("inference-worker/inference-0")), event(6, worker("inference-workers")),
+		)
+		want(t, store, storage.Filter{Run: "run-b"}, 10, false, "2")
+		want(t, store, storage.Filter{MinLevel: eventv1.Level_LEVEL_WARN}, 10, false, "3")
+		want(t, store, storage.Filter{Kinds: []string{"phase", "other"}}, 10, false, "4")
+		want(t, store, storage.Filter{Services: []string{"inference-worker"}}, 10, false, "5")
+		want(t, store, storage.Filter{Services: []string{"inference-worker/inference-0", "inference-workers"}}, 10, false, "5", "6")
+		want(t, store, storage.Filter{Since: start.Add(5 * time.Second)}, 10, false, "5", "6")
+		want(t, store, storage.Filter{}, 2, false, "1", "2")
+		want(t, store, storage.Filter{}, 2, true, "5", "6")
+		listed, err := store.List(t.Context(), storage.Filter{}, 3, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want(t, store, storage.Filter{After: listed[2].GetSequence()}, 10, false, "4", "5", "6")
+	})
+	t.Run("of a step recorded twice the newest counts", func(t *testing.T) {
+		step := func(n int, step uint64, kind string, metrics map[string]float64) *storage.Event {
+			return event(n, func(e *storage.Event) { e.Step, e.Kind, e.Metrics = step, kind, metrics })
+		}
+		store := fill(
+			t, step(1, 1, "step.committed", map[string]float64{"loss": 3, "entropy": 1}), step(2, 2, "step.committed", map[string]float64{"loss": 2}),
+			step(3, 2, "step.committed", map[string]float64{"loss": 1.5}), step(4, 2, "eval.finished", map[string]float64{"eval/reward": math.NaN()}),
+			step(5, 9, "sampling", map[string]float64{"loss": 7}),
+		)
+		all, err := store.Series(t.Context(), "run-a", nil, 0)
+		if err != nil || len(all) != 3 || all[0].GetName() != "entropy" || !math.IsNaN(all[1].GetPoints()[0].GetValue()) {
+			t.Fatalf("got %v, %v", all, err)
+		}
+		loss, err := store.Series(t.Context(), "run-a", []string{"loss"}, 2)
+		if err != nil || len(loss) != 1 || len(loss[0].GetPoints()) != 1 || loss[0].GetPoints()[0].GetValue() != 1.5 {
+			t.Fatalf("got %v, %v", loss, err)
+		}
+	})
+}
+
+func want(t *testing.T, store storage.Store, f storage.Filter, limit int, newest bool, messages ...string) {
+	t.Helper()
+	listed, err := store.List(t.Context(), f, limit, newest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, e := range listed {
+		got = append(got, e.GetMessage())
+	}
+	if !slices.Equal(got, messages) {
+		t.Errorf("%+v: got %v, want %v", f, got, messages)
+	}
+}
