@@ -18,20 +18,20 @@ import (
 
 var errStale = rpcerr.New(codes.FailedPrecondition, "WEIGHTS_STALE", "weights are stale")
 
-// edge sends err through the interceptor and returns what a client receives, and what was logged.
-func edge(t *testing.T, err error) (error, string) {
+// edge sends err through the interceptor and returns what was logged, and what a client receives.
+func edge(t *testing.T, err error) (logged string, got error) {
 	t.Helper()
 	var buf bytes.Buffer
 	log := slog.New(slog.NewTextHandler(&buf, nil))
 	out := rpcerr.Edge(t.Context(), log, "/rollout.buffer.v1.Buffer/Commit", err)
 	// A round trip through the wire form, as grpc does it.
-	return status.FromProto(status.Convert(out).Proto()).Err(), buf.String()
+	return buf.String(), status.FromProto(status.Convert(out).Proto()).Err()
 }
 
 func TestDomainErrorSurvivesTheHop(t *testing.T) {
 	t.Parallel()
 	sent := fmt.Errorf("commit step 3: %w", errStale.With("run", "run-1").RetryAfter(2*time.Second).Field("step", "is 3, want 4"))
-	got, _ := edge(t, sent)
+	_, got := edge(t, sent)
 
 	if rpcerr.Reason(got) != "WEIGHTS_STALE" || rpcerr.Code(got) != codes.FailedPrecondition {
 		t.Fatalf("reason %q code %v", rpcerr.Reason(got), rpcerr.Code(got))
@@ -70,7 +70,7 @@ func TestSentinelIsNotChanged(t *testing.T) {
 
 func TestUnknownErrorHidesItsDetail(t *testing.T) {
 	t.Parallel()
-	got, logged := edge(t, errors.New("dial postgres://user:hunter2@db"))
+	logged, got := edge(t, errors.New("dial postgres://user:hunter2@db"))
 	if rpcerr.Code(got) != codes.Internal || rpcerr.Reason(got) != rpcerr.ReasonInternal {
 		t.Fatalf("code %v reason %q", rpcerr.Code(got), rpcerr.Reason(got))
 	}
@@ -93,7 +93,7 @@ func TestContextErrors(t *testing.T) {
 		{nil, codes.OK},
 		{status.Error(codes.NotFound, "gone"), codes.NotFound},
 	} {
-		got, _ := edge(t, c.err)
+		_, got := edge(t, c.err)
 		if rpcerr.Code(got) != c.code {
 			t.Errorf("%v became %v, want %v", c.err, rpcerr.Code(got), c.code)
 		}

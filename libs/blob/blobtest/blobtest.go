@@ -199,7 +199,10 @@ func list(t *testing.T, s blob.Store) {
 			t.Errorf("%q: %v, want %v", prefix, got, want)
 		}
 	}
-	for range s.List(t.Context(), "") { // stopping early is fine
+	for _, err := range s.List(t.Context(), "") { // stopping early is fine
+		if err != nil {
+			t.Error(err)
+		}
 		break
 	}
 }
