@@ -48,6 +48,6 @@ func (d *drive) manifest(step uint64, saved *learnerv1.SaveStateResponse) *snaps
 	return &snapshotv1.Snapshot{
 		RunId: d.spec.GetRunId(), Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: step,
 		WeightsDigest: saved.GetWeightsDigest(), Cursor: cursor, Files: saved.GetFiles(), PlanId: d.spec.GetPlan().GetPlanId(),
-		Rng: map[string]string{"inference-worker": "counter", "learner-worker": "trainer.pt"},
+		Rng: map[string]string{"inference-worker": "counter", "learner-worker": "optimizer.safetensors"},
 	}
 }
