@@ -1,0 +1,84 @@
+// Command rolloutd is the control plane: it hosts any subset of the seven services, and the NATS server and registry between them
+// where no others are named.
+//
+//	rolloutd                                            everything in one process
+//	rolloutd --target nats,registry                     the servers alone
+//	rolloutd --state-dir D/buffer --target buffer --join D   one service, on the servers of the rolloutd in D
+//
+// SIGTERM or SIGINT drains: calls in hand end, workers stop, runs are interrupted and can be resumed. A second one stops at once.
+// SIGHUP is ignored.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+
+	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/lifecycle"
+	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/telemetry"
+)
+
+// version is set by the linker.
+var version = "unknown"
+
+// Exit codes, by sysexits(3).
+const (
+	exitUsage       = 64
+	exitUnavailable = 69
+	exitSoftware    = 70
+	exitInterrupted = 130
+)
+
+func main() {
+	drain, hard, stop := lifecycle.Signals(context.Background())
+	code := run(drain, hard, os.Args[1:], os.Environ(), os.Stderr)
+	stop()
+	os.Exit(code)
+}
+
+// run is main without the process around it.
+func run(drain, hard context.Context, args, environ []string, out io.Writer) int {
+	cfg, err := config.Load(args, environ, out)
+	if errors.Is(err, flag.ErrHelp) {
+		fmt.Fprintf(out, "\nTargets: all, %s.\n", targetNames())
+		return 0
+	}
+	if err != nil {
+		fmt.Fprintln(out, "rolloutd:", err)
+		return exitUsage
+	}
+	targets, err := resolveTargets(cfg)
+	if err != nil {
+		fmt.Fprintln(out, "rolloutd:", err)
+		return exitUsage
+	}
+	handler, err := telemetry.NewHandler(out, cfg.Log.Format, cfg.Log.Level)
+	if err != nil {
+		fmt.Fprintln(out, "rolloutd:", err)
+		return exitUsage
+	}
+	log := slog.New(handler)
+	err = serve(drain, hard, cfg, targets, environ, handler)
+	switch {
+	case err == nil:
+		log.Info("stopped")
+		return 0
+	case errors.Is(err, lifecycle.ErrHardStop):
+		log.Warn("stopped before everything had ended", "error", err)
+		return exitInterrupted
+	case errors.Is(err, errUnavailable), errors.Is(err, bus.ErrUnavailable), errors.Is(err, discovery.ErrUnavailable),
+		errors.Is(err, bus.ErrToken), errors.Is(err, discovery.ErrDenied), errors.Is(err, rpc.ErrTokenFile):
+		log.Error("rolloutd can't start", "error", err)
+		return exitUnavailable
+	}
+	log.Error("rolloutd failed", "error", err)
+	return exitSoftware
+}

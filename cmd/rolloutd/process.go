@@ -1,0 +1,180 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/lifecycle"
+	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/telemetry"
+)
+
+// mesh is what the services of this process share, and what a target's constructor takes from.
+type mesh struct {
+	cfg       config.Config
+	environ   []string
+	endpoints endpoints
+	bus       *bus.Bus
+	discovery *discovery.Client
+	server    *rpc.Server
+	dialer    *rpc.Dialer
+	events    *telemetry.Events
+	log       *slog.Logger // makes events of the records of a run
+	tls       *tls.Config
+}
+
+// serve builds the process from its configuration and runs it until drain ends. Components are added in the order of their need:
+// what the others call comes first and ends last.
+func serve(drain, hard context.Context, cfg config.Config, targets []target, environ []string, handler slog.Handler) (err error) {
+	began := time.Now()
+	log := slog.New(handler)
+	unlock, err := lockState(cfg.StateDir)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	endTelemetry, err := telemetry.Setup(drain, "rolloutd", version, environ)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 3*time.Second)
+		defer cancel()
+		if e := endTelemetry(ctx); e != nil {
+			log.Warn("traces and metrics were not all exported", "error", e)
+		}
+	}()
+
+	group := &lifecycle.Group{Log: log, Grace: cfg.Drain + drainMargin}
+	m := &mesh{cfg: cfg, environ: environ}
+	if m.tls, err = clientTLS(cfg.TLS); err != nil {
+		return err
+	}
+	closeServers, err := m.startServers(drain, targets, group, log)
+	defer closeServers()
+	if err != nil {
+		return err
+	}
+	if err := m.connect(drain, log); err != nil {
+		return err
+	}
+	defer m.bus.Close()
+	if err := m.buildEdge(drain, targets, group, handler); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, m.dialer.Close()) }()
+	gateway, closeStores, err := m.addServices(drain, targets, group)
+	defer closeStores()
+	if err != nil {
+		return err
+	}
+	a, err := m.announcement(targets, gateway, began)
+	if err != nil {
+		return err
+	}
+	group.Add("announcement", a.run)
+	return group.Run(drain, hard)
+}
+
+// drainMargin is what the process gets on top of the drain of its calls: workers have their own grace.
+const drainMargin = 15 * time.Second
+
+// connect opens the bus and checks that discovery answers.
+func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
+	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+	defer cancel()
+	var err error
+	if m.bus, err = bus.Connect(ctx, m.endpoints.nats, m.endpoints.natsToken, log); err != nil {
+		return err
+	}
+	m.discovery, err = discovery.NewClient(m.endpoints.consul, m.endpoints.consulToken, log)
+	if err == nil {
+		err = m.discovery.Ready(ctx)
+	}
+	if err != nil {
+		m.bus.Close()
+		return fmt.Errorf("registry at %s: %w", m.endpoints.consul, err)
+	}
+	return nil
+}
+
+// buildEdge makes the gRPC server, the dialer and the shipper of events.
+func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle.Group, handler slog.Handler) error {
+	plain := slog.New(handler)
+	m.events = telemetry.NewEvents(m.bus, bus.EventSubject, "rolloutd", plain)
+	m.log = slog.New(m.events.Handler(handler))
+	group.Add("events", m.events.Run)
+	serverTLS, err := loadServerTLS(m.cfg.TLS)
+	if err != nil {
+		return err
+	}
+	m.server, err = rpc.NewServer(rpc.ServerOptions{Log: plain, Token: m.endpoints.token, TLS: serverTLS, Drain: m.cfg.Drain})
+	if err != nil {
+		return err
+	}
+	addr, err := listen(ctx, m.cfg.Listen, rememberedPort(m.cfg.StateDir, "grpc"), m.server.Listen)
+	if err != nil {
+		return err
+	}
+	m.endpoints.grpc = advertised(m.cfg.Host, addr)
+	m.dialer = rpc.NewDialer(rpc.DialerOptions{
+		Local: m.server, Hosted: serviceNames(targets), Lookup: m.discovery.Resolver(), Token: m.endpoints.token, TLS: m.tls, Log: plain,
+	})
+	group.Add("rpc", m.server.Run)
+	return nil
+}
+
+// addServices constructs the hosted services, in the order of the table, and gives the URL of the gateway where it is one of them.
+func (m *mesh) addServices(ctx context.Context, targets []target, group *lifecycle.Group) (gateway string, closeStores func(), err error) {
+	var closers []func() error
+	closeStores = func() {
+		for i := len(closers) - 1; i >= 0; i-- {
+			if err := closers[i](); err != nil {
+				m.log.Warn("a store did not close", "error", err)
+			}
+		}
+	}
+	for _, t := range targets {
+		if t.make == nil {
+			continue
+		}
+		h, err := t.make(ctx, m)
+		if h.close != nil {
+			closers = append(closers, h.close)
+		}
+		if err != nil {
+			return "", closeStores, fmt.Errorf("make %s: %w", t.name, err)
+		}
+		h.service.Register(m.server)
+		group.Add(t.name, h.service.Run)
+		if h.url != "" {
+			gateway = h.url
+		}
+	}
+	return gateway, closeStores, nil
+}
+
+// logger is the log of one service.
+func (m *mesh) logger(service string) *slog.Logger { return m.log.With(telemetry.AttrService, service) }
+
+// advertised is the host:port under which peers reach addr.
+func advertised(host string, addr *net.TCPAddr) string {
+	if host == "" {
+		host = addr.IP.String()
+		if addr.IP.IsUnspecified() {
+			if name, err := os.Hostname(); err == nil {
+				host = name
+			}
+		}
+	}
+	return net.JoinHostPort(host, fmt.Sprint(addr.Port))
+}

@@ -1,0 +1,209 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/discovery/registry"
+	"github.com/rollout-rl/rollout/libs/lifecycle"
+	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+const (
+	natsTarget     = "nats"
+	registryTarget = "registry"
+	// connectTimeout is how long this process waits for servers that others host, which may be starting too.
+	connectTimeout = 30 * time.Second
+	joinPoll       = 20 * time.Millisecond
+)
+
+var errUnavailable = rpcerr.New(codes.Unavailable, "ROLLOUTD_NO_SERVERS", "NATS or the registry can't be reached")
+
+// endpoints is where everything is, and with which token.
+type endpoints struct {
+	token       string // of the mesh
+	tokenFile   string
+	grpc        string // host:port of this process
+	nats        string // URL
+	natsToken   string
+	consul      string // host:port
+	consulToken string
+}
+
+// startServers starts the embedded servers that this process hosts and finds the others. stop ends what was started, last; it
+// is never nil.
+func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecycle.Group, log *slog.Logger) (stop func(), err error) {
+	var stops []func()
+	stop = func() {
+		for i := len(stops) - 1; i >= 0; i-- {
+			stops[i]()
+		}
+	}
+	e := &m.endpoints
+	if err := e.find(ctx, m.cfg, targets); err != nil {
+		return stop, err
+	}
+	if hosts(targets, natsTarget) {
+		srv, err := startNATS(ctx, m.cfg, e.natsToken, log)
+		if err != nil {
+			return stop, err
+		}
+		e.nats = srv.URL()
+		stops = append(stops, srv.Stop) // after every component has ended
+	}
+	if hosts(targets, registryTarget) {
+		r := registry.New(e.consulToken)
+		lis, err := listen(ctx, m.cfg.Consul.Listen, rememberedPort(m.cfg.StateDir, "consul"), listenTCP)
+		if err != nil {
+			return stop, fmt.Errorf("listen for the registry: %w", err)
+		}
+		srv := &http.Server{Handler: r.Handler(), ReadHeaderTimeout: 10 * time.Second}
+		served := make(chan error, 1)
+		go func() { served <- srv.Serve(lis) }()
+		e.consul = advertised(m.cfg.Host, lis.Addr().(*net.TCPAddr))
+		stops = append(stops, func() { r.Close(); _ = srv.Close() })
+		group.Add(registryTarget, func(ctx context.Context) error {
+			select {
+			case err := <-served:
+				return fmt.Errorf("serve the registry: %w", err)
+			case <-ctx.Done():
+				return nil
+			}
+		})
+	}
+	return stop, nil
+}
+
+// find fills in what is known before anything is started: tokens, and servers of others.
+func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []target) error {
+	ownNATS, ownRegistry := hosts(targets, natsTarget), hosts(targets, registryTarget)
+	e.nats, e.consul, e.tokenFile = cfg.NATS.URL, cfg.Consul.Address, cfg.TokenFile
+	if cfg.Join != "" {
+		joined, err := awaitJoined(ctx, cfg.Join, e.nats == "" && !ownNATS, e.consul == "" && !ownRegistry)
+		if err != nil {
+			return err
+		}
+		e.nats, e.consul = first(e.nats, joined.NATS), first(e.consul, joined.Consul)
+		e.tokenFile = first(e.tokenFile, joined.TokenFile)
+	}
+	var err error
+	if e.tokenFile == "" {
+		e.tokenFile = tokenFile(cfg.StateDir)
+		e.token, err = rpc.EnsureToken(e.tokenFile)
+	} else {
+		e.token, err = rpc.ReadToken(e.tokenFile)
+	}
+	if err != nil {
+		return err
+	}
+	e.natsToken = e.token
+	if cfg.NATS.TokenFile != "" {
+		if e.natsToken, err = rpc.ReadToken(cfg.NATS.TokenFile); err != nil {
+			return err
+		}
+	}
+	if cfg.Consul.Address == "" { // an embedded registry, ours or the joined one
+		e.consulToken = e.token
+	}
+	if cfg.Consul.TokenFile != "" {
+		if e.consulToken, err = rpc.ReadToken(cfg.Consul.TokenFile); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func first(a, b string) string {
+	if a != "" {
+		return a
+	}
+	return b
+}
+
+// awaitJoined reads what the joined process says of itself, waiting for it to serve: both may have been started together, and what
+// a killed one left names ports where nobody answers.
+func awaitJoined(ctx context.Context, dir string, nats, consul bool) (config.Runtime, error) {
+	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+	defer cancel()
+	tick := time.NewTicker(joinPoll)
+	defer tick.Stop()
+	var last error
+	for {
+		r, err := config.ReadRuntime(config.RuntimeFile(dir))
+		if err == nil {
+			if err = answers(ctx, r, nats, consul); err == nil {
+				return r, nil
+			}
+		}
+		last = err
+		select {
+		case <-ctx.Done():
+			return r, fmt.Errorf("join %s: no rolloutd serves there after %v: %w", dir, connectTimeout, errUnavailable.Wrap(last))
+		case <-tick.C:
+		}
+	}
+}
+
+// answers reports whether somebody listens where r says.
+func answers(ctx context.Context, r config.Runtime, nats, consul bool) error {
+	var addresses []string
+	if nats {
+		if r.NATS == "" {
+			return errors.New("the joined process knows no NATS server")
+		}
+		_, address, _ := strings.Cut(r.NATS, "://")
+		addresses = append(addresses, address)
+	}
+	if consul {
+		addresses = append(addresses, r.Consul)
+	}
+	for _, address := range addresses {
+		d := net.Dialer{Timeout: time.Second}
+		conn, err := d.DialContext(ctx, "tcp", address)
+		if err != nil {
+			return err
+		}
+		conn.Close()
+	}
+	return nil
+}
+
+func startNATS(ctx context.Context, cfg config.Config, token string, log *slog.Logger) (*bus.Embedded, error) {
+	// Take the address for a moment to learn a free port, the last one where possible: workers and other processes find the
+	// server again after a restart.
+	lis, err := listen(ctx, cfg.NATS.Listen, rememberedPort(cfg.StateDir, "nats"), listenTCP)
+	if err != nil {
+		return nil, fmt.Errorf("listen for NATS: %w", err)
+	}
+	addr := lis.Addr().(*net.TCPAddr)
+	lis.Close()
+	return bus.StartEmbedded(natsDir(cfg.StateDir), bus.EmbeddedOptions{
+		Host: addr.IP.String(), Port: addr.Port, Token: token, NoSync: cfg.NATS.NoSync, Log: log,
+	})
+}
+
+// listen takes address; where its port is 0 it tries the remembered port first.
+func listen[L any](ctx context.Context, address string, remembered int, take func(context.Context, string) (L, error)) (L, error) {
+	host, port, err := net.SplitHostPort(address)
+	if err == nil && port == "0" && remembered > 0 {
+		if l, err := take(ctx, net.JoinHostPort(host, fmt.Sprint(remembered))); err == nil {
+			return l, nil
+		}
+	}
+	return take(ctx, address)
+}
+
+func listenTCP(ctx context.Context, address string) (net.Listener, error) {
+	return (&net.ListenConfig{}).Listen(ctx, "tcp", address)
+}

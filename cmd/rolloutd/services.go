@@ -1,0 +1,218 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"strings"
+
+	"google.golang.org/grpc"
+
+	"github.com/rollout-rl/rollout/libs/blob"
+	"github.com/rollout-rl/rollout/libs/blob/files"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	"github.com/rollout-rl/rollout/services/buffer"
+	buffersqlite "github.com/rollout-rl/rollout/services/buffer/sqlite"
+	"github.com/rollout-rl/rollout/services/controller"
+	controllersqlite "github.com/rollout-rl/rollout/services/controller/sqlite"
+	"github.com/rollout-rl/rollout/services/gateway"
+	gatewaysqlite "github.com/rollout-rl/rollout/services/gateway/sqlite"
+	"github.com/rollout-rl/rollout/services/planner"
+	"github.com/rollout-rl/rollout/services/scheduler"
+	"github.com/rollout-rl/rollout/services/scheduler/launch/local"
+	schedulersqlite "github.com/rollout-rl/rollout/services/scheduler/sqlite"
+	"github.com/rollout-rl/rollout/services/snapshot"
+	snapshotsqlite "github.com/rollout-rl/rollout/services/snapshot/sqlite"
+	"github.com/rollout-rl/rollout/services/storage"
+	storagesqlite "github.com/rollout-rl/rollout/services/storage/sqlite"
+)
+
+// The constructors of the table in targets.go. Each gives its service the few things that it asks for, and nothing else.
+
+func newStorage(ctx context.Context, m *mesh) (hosted, error) {
+	store, err := storagesqlite.Open(ctx, m.cfg.Database("storage"))
+	if err != nil {
+		return hosted{}, err
+	}
+	artifacts, err := files.Open(artifactDir(m.cfg.StateDir))
+	if err != nil {
+		return hosted{close: store.Close}, err
+	}
+	s, err := storage.New(storage.Config{}, storage.Deps{
+		Store: store, Artifacts: blob.NewCAS(artifacts, artifacts.Spool()), Stream: m.bus, Log: m.logger("storage"),
+	})
+	return hosted{service: s, close: store.Close}, err
+}
+
+func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
+	artifacts, err := client(m, "storage", storagev1.NewArtifactServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	store, err := buffersqlite.Open(ctx, m.cfg.Database("buffer"))
+	if err != nil {
+		return hosted{}, err
+	}
+	s, err := buffer.New(buffer.Config{Segments: segmentDir(m.cfg.StateDir)}, buffer.Deps{
+		Store: store, Bus: m.bus, Artifacts: artifacts, Events: m.events, Log: m.logger("buffer"),
+	})
+	return hosted{service: s, close: store.Close}, err
+}
+
+func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
+	artifacts, err := client(m, "storage", storagev1.NewArtifactServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	runs, err := client(m, "scheduler", runv1.NewSchedulerServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	store, err := snapshotsqlite.Open(ctx, m.cfg.Database("snapshot"))
+	if err != nil {
+		return hosted{}, err
+	}
+	s, err := snapshot.New(snapshot.Config{}, snapshot.Deps{
+		Store: store, Artifacts: artifacts, Scheduler: runs, Events: m.events, Log: m.logger("snapshot"),
+	})
+	return hosted{service: s, close: store.Close}, err
+}
+
+func newPlanner(_ context.Context, m *mesh) (hosted, error) {
+	s, err := planner.New(planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.environ)}, planner.Deps{Log: m.logger("planner")})
+	return hosted{service: s}, err
+}
+
+func newGateway(ctx context.Context, m *mesh) (hosted, error) {
+	keys, err := apiKeys(m.cfg.Gateway.APIKeysFile)
+	if err != nil {
+		return hosted{}, err
+	}
+	address, err := preferRemembered(ctx, m.cfg.Gateway.Listen, rememberedPort(m.cfg.StateDir, "gateway"))
+	if err != nil {
+		return hosted{}, err
+	}
+	store, err := gatewaysqlite.Open(ctx, m.cfg.Database(gatewayTarget))
+	if err != nil {
+		return hosted{}, err
+	}
+	s, err := gateway.New(gateway.Config{Address: address, APIKeys: keys}, gateway.Deps{
+		Store: store, Registry: m.discovery, Dial: dialer[gateway.Conn](m), Log: m.logger(gatewayTarget),
+	})
+	if err != nil {
+		return hosted{close: store.Close}, err
+	}
+	return hosted{service: s, close: store.Close, url: s.URL()}, nil
+}
+
+func newController(ctx context.Context, m *mesh) (hosted, error) {
+	ledger, err := client(m, "buffer", bufferv1.NewBufferServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	snapshots, err := client(m, "snapshot", snapshotv1.NewSnapshotServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	runs, err := client(m, "scheduler", runv1.NewSchedulerInternalServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	store, err := controllersqlite.Open(ctx, m.cfg.Database("learner-controller"))
+	if err != nil {
+		return hosted{}, err
+	}
+	s, err := controller.New(controller.Config{}, controller.Deps{
+		Store: store, Buffer: ledger, Snapshots: snapshots, Scheduler: runs, Registry: m.discovery, Dial: dialer[controller.Conn](m),
+		Events: m.events, Log: m.logger("learner-controller"),
+	})
+	return hosted{service: s, close: store.Close}, err
+}
+
+func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
+	plans, err := client(m, "planner", planv1.NewPlannerServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	ledger, err := client(m, "buffer", bufferv1.NewBufferServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	learner, err := client(m, "learner-controller", learnerv1.NewLearnerControllerServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	snapshots, err := client(m, "snapshot", snapshotv1.NewSnapshotServiceClient)
+	if err != nil {
+		return hosted{}, err
+	}
+	store, err := schedulersqlite.Open(ctx, m.cfg.Database("scheduler"))
+	if err != nil {
+		return hosted{}, err
+	}
+	s, err := scheduler.New(scheduler.Config{
+		StateDir: m.cfg.StateDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart,
+		Worker: scheduler.WorkerConfig{
+			Command: workerCommand(m.cfg.Worker), Env: childEnv(m.environ), Cores: m.cfg.Worker.Cores,
+			NATSURL: m.endpoints.nats, NATSToken: m.endpoints.natsToken,
+			ConsulAddress: m.endpoints.consul, ConsulToken: m.endpoints.consulToken,
+			Token: m.endpoints.token, OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
+		},
+	}, scheduler.Deps{
+		Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Bus: m.bus, Registry: m.discovery,
+		Launcher: local.Launcher{}, Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger("scheduler"),
+	})
+	return hosted{service: s, close: store.Close}, err
+}
+
+// client is a typed client of a service, wherever it is hosted.
+func client[C any](m *mesh, service string, make func(grpc.ClientConnInterface) C) (C, error) {
+	conn, err := m.dialer.Conn(service)
+	if err != nil {
+		var none C
+		return none, err
+	}
+	return make(conn), nil
+}
+
+// dialer is DialWorker with the connection type that a service asks for.
+func dialer[C any](m *mesh) func(address string) (C, error) {
+	return func(address string) (C, error) {
+		var none C
+		conn, err := m.dialer.DialWorker(address)
+		if err != nil {
+			return none, err
+		}
+		c, ok := any(conn).(C)
+		if !ok { // a connection has all that these interfaces ask for
+			return none, fmt.Errorf("connection to %s is no %T", address, none)
+		}
+		return c, nil
+	}
+}
+
+// apiKeys reads one key a line; lines that begin with # and empty ones do not count.
+func apiKeys(path string) ([]string, error) {
+	if path == "" {
+		return nil, nil
+	}
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("read API keys: %w", err)
+	}
+	var keys []string
+	for line := range strings.Lines(string(data)) {
+		if line = strings.TrimSpace(line); line != "" && line[0] != '#' {
+			keys = append(keys, line)
+		}
+	}
+	if len(keys) == 0 { // not the same as no file: nobody meant to open the endpoint to all
+		return nil, fmt.Errorf("read API keys: %s holds none", path)
+	}
+	return keys, nil
+}
