@@ -88,14 +88,17 @@ class _Layer:
         self.gate_up_bias = None if mlp.gate_proj.bias is None else fuse([mlp.gate_proj.bias, mlp.up_proj.bias])
         self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
         self.activation = F.silu if config.hidden_act in ("silu", "swish") else ACT2FN[config.hidden_act]
-        norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
-        self.head_norms = None if norms[0] is None else (norms[0].weight, norms[1].weight)
+        self.head_norms = None
+        if getattr(attention, "q_norm", None) is not None:
+            self.head_norms = fuse([attention.q_norm.weight, attention.k_norm.weight]).view(2, -1)
+            kinds = [0] * self.heads + [1] * self.kv_heads
+            self.norm_of_head = torch.tensor(kinds, device=self.head_norms.device)
 
     def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, eps: float) -> Tensor:
         """Fills kv [P, T, 2, kv_heads, dim]; every token sees itself and the ones before it in its row."""
         rows, width = kv.shape[:2]
         q = self._project(x, cos, sin, kv.view(rows * width, 2, self.kv_heads, self.dim), eps)
-        q = q.view(rows, width, self.heads, self.dim).transpose(1, 2)
+        q = q.unflatten(0, (rows, width)).transpose(1, 2)
         k, v = (kv[:, :, i].transpose(1, 2) for i in (0, 1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return self._finish(x, attended.transpose(1, 2).reshape(rows * width, -1), eps)
@@ -106,7 +109,7 @@ class _Layer:
         The queries of a group of heads that share keys stand as the rows of one attention: nothing is repeated.
         """
         new = torch.empty((x.shape[0], 2, self.kv_heads, self.dim), dtype=x.dtype, device=x.device)
-        q = self._project(x, cos, sin, new, eps).view(x.shape[0], self.kv_heads, -1, self.dim)
+        q = self._project(x, cos, sin, new, eps).unflatten(1, (self.kv_heads, -1))
         kv.view(-1, new[0].numel()).index_copy_(0, index.flat, new.view(x.shape[0], -1))
         k, v = (kv[: index.rows, : index.length, i].transpose(1, 2) for i in (0, 1))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=index.mask, scale=self.scale)
@@ -116,23 +119,19 @@ class _Layer:
         """Queries [N, heads, dim], rotated; keys (rotated) and values go to kv [N, 2, kv_heads, dim]."""
         h = F.rms_norm(x, (x.shape[-1],), self.before_attention, eps)
         qkv = F.linear(h, self.qkv, self.qkv_bias).view(x.shape[0], -1, self.dim)
-        q, k = qkv[:, : self.heads], qkv[:, self.heads : self.heads + self.kv_heads]
+        qk = qkv[:, : self.heads + self.kv_heads]
         kv[:, 1] = qkv[:, self.heads + self.kv_heads :]
         if self.head_norms is not None:
-            q, k = (F.rms_norm(t, (self.dim,), w, eps) for t, w in zip((q, k), self.head_norms, strict=True))
-        kv[:, 0] = _rotate(k, cos, sin)
-        return _rotate(q, cos, sin)
+            qk = F.rms_norm(qk, (self.dim,), None, eps).mul_(self.head_norms[self.norm_of_head])
+        qk = torch.addcmul(qk * cos, qk.roll(self.dim // 2, -1), sin)  # rotary position embedding (Su et al. 2021)
+        kv[:, 0] = qk[:, self.heads :]
+        return qk[:, : self.heads]
 
     def _finish(self, x: Tensor, attended: Tensor, eps: float) -> Tensor:
         x = x + F.linear(attended, self.out, self.out_bias)
         h = F.rms_norm(x, (x.shape[-1],), self.before_mlp, eps)
         gate, up = F.linear(h, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return x + F.linear(self.activation(gate) * up, self.down, self.down_bias)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of x [N, heads, dim] with cos, sin [N, 1, dim]."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+        return x + F.linear(self.activation(gate).mul_(up), self.down, self.down_bias)
 
 
 @torch.no_grad()

@@ -1,0 +1,201 @@
+"""The embedded engine against `model.generate`: tokens/s, both sides in one process, alternating, medians as ratios.
+
+    python bench/engine.py [--threads 2] [--repeat 5] [--model DIR] [--cpu-time] [--check]
+
+Cases, on a random 0.8 M parameter Qwen3 (or the model in DIR):
+  equal   256 different prompts of 16 tokens, 64 new tokens each
+  mixed   512 different prompts of 16 tokens; the i-th answer has a fixed length drawn from a lognormal (sigma 1, mean 32, at most
+          128, seed 0). `generate` runs batches in order of arrival, each until its longest answer, in the best of several sizes;
+          only the tokens that were asked for count.
+  group   32 prompts of 5 tokens, 8 samples each, 2 to 4 new tokens: the sampling of one small GRPO step
+Each case also runs in deterministic mode. `--check` ends with 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from rollout_workers.engines.base import GroupRequest, SampleOutput, SamplingParams
+from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
+
+BARS = {"equal": 0.9, "mixed": 1.5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts [n, T], how often each is sampled, and the new tokens of each sample (n * samples of them)."""
+
+    name: str
+    prompts: np.ndarray
+    samples: int
+    lengths: Sequence[int]
+    batch_sizes: Sequence[int]
+
+    @property
+    def tokens(self) -> int:
+        return int(sum(self.lengths))
+
+
+def tiny_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def lognormal_lengths(count: int, mean: float = 32, sigma: float = 1, longest: int = 128) -> list[int]:
+    """Answer lengths with this mean before the cut (mu = ln mean - sigma^2 / 2)."""
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(np.rint(drawn), 1, longest).astype(int).tolist()
+
+
+def cases(vocabulary: int, scale: int) -> list[Case]:
+    """The three cases; ``scale`` divides the numbers of prompts for larger models."""
+    random = np.random.default_rng(0)
+
+    def prompts(count: int, width: int) -> np.ndarray:
+        return random.integers(0, vocabulary, (count, width))
+
+    equal, mixed = 256 // scale, 512 // scale
+    sizes = sorted({max(8, mixed // d) for d in (1, 2, 4, 8, 16)})
+    return [
+        Case("equal", prompts(equal, 16), 1, [64] * equal, (equal,)),
+        Case("mixed", prompts(mixed, 16), 1, lognormal_lengths(mixed), sizes),
+        Case("group", prompts(32 // scale, 5), 8, random.integers(2, 5, 256 // scale).tolist(), (256 // scale,)),
+    ]
+
+
+def generate(model: PreTrainedModel, case: Case, batch: int) -> None:
+    """All samples by ``model.generate``, ``batch`` rows at a time."""
+    rows = torch.from_numpy(case.prompts).repeat_interleave(case.samples, dim=0)
+    for start in range(0, len(rows), batch):
+        ids = rows[start : start + batch]
+        new = max(case.lengths[start : start + batch])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0
+        )
+        assert out.shape == (len(ids), ids.shape[1] + new)
+
+
+async def sample(engine: TransformersEngine, case: Case) -> None:
+    """The same samples by the engine; a group whose samples differ in length is sent as requests of one sample."""
+    shared = case.samples > 1
+    requests = []
+    for i, prompt in enumerate(case.prompts):
+        lengths = case.lengths[i * case.samples : (i + 1) * case.samples]
+        for length in sorted(set(lengths)):
+            seeds = tuple(s for s, n in enumerate(lengths) if n == length)
+            params = SamplingParams(max_tokens=length, ignore_eos=True)
+            requests.append(GroupRequest(f"{i}/{length}", prompt, seeds if shared else (i,), params))
+    tokens = 0
+    async for output in engine.generate(requests):
+        assert isinstance(output, SampleOutput) and output.error is None
+        tokens += len(output.token_ids)
+    assert tokens == case.tokens
+
+
+def seconds(function: Callable[[], object], clock: Callable[[], float]) -> float:
+    started = clock()
+    function()
+    return clock() - started
+
+
+def best_batch(model: PreTrainedModel, case: Case, clock: Callable[[], float]) -> int:
+    """The batch size in which ``generate`` answers this case fastest (the better of two runs each)."""
+    if len(case.batch_sizes) == 1:
+        return case.batch_sizes[0]
+    timed = {size: min(seconds(lambda s=size: generate(model, case, s), clock) for _ in range(2)) for size in case.batch_sizes}
+    print(f"  generate by batch size: {', '.join(f'{s}: {case.tokens / t:,.0f} tok/s' for s, t in timed.items())}")
+    return min(timed, key=timed.__getitem__)
+
+
+def measure(model: PreTrainedModel, case: Case, args: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> float:
+    """Run one case and print it. Answers the ratio of the engine's default mode."""
+    longest = case.prompts.shape[1] + max(case.lengths)
+    slots = min(args.slots, len(case.lengths))
+    engines = {
+        name: TransformersEngine(
+            model, EngineConfig(slots=slots, max_len=longest, threads=args.threads, deterministic=name == "deterministic")
+        )
+        for name in ("engine", "deterministic")
+    }
+    print(f"{case.name}: {len(case.lengths)} samples, {case.tokens} tokens, {slots} slots")
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    batch = best_batch(model, case, clock)
+    sides: dict[str, Callable[[], object]] = {f"generate({batch})": lambda: generate(model, case, batch)}
+    for name, engine in engines.items():
+        sides[name] = lambda e=engine: loop.run_until_complete(sample(e, case))
+    for side in sides.values():
+        side()
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(args.repeat):
+        for name, side in sides.items():
+            times[name].append(seconds(side, clock))
+    for engine in engines.values():
+        loop.run_until_complete(engine.shutdown())
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    base = next(iter(medians.values()))
+    for name, t in medians.items():
+        print(f"  {name:<16}{case.tokens / t:>10,.0f} tok/s {t * 1e3:>9.1f} ms  x{base / t:.2f}")
+    return base / medians["engine"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--model", help="a model's folder instead of the tiny model; an eighth of the prompts")
+    parser.add_argument("--case", action="append", choices=("equal", "mixed", "group"))
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU seconds instead of wall seconds: for a busy machine, with --threads 1"
+    )
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(args.threads)
+    torch.set_grad_enabled(False)
+    model = AutoModelForCausalLM.from_pretrained(args.model).eval() if args.model else tiny_model()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    loop = asyncio.new_event_loop()
+    missed = []
+    for case in cases(model.config.vocab_size, 8 if args.model else 1):
+        if args.case and case.name not in args.case:
+            continue
+        ratio = measure(model, case, args, loop)
+        bar = BARS.get(case.name)
+        if bar is not None:
+            print(f"  ratio {ratio:.2f}, bar {bar}: {'met' if ratio >= bar else 'MISSED'}")
+            if ratio < bar:
+                missed.append(case.name)
+    return 1 if missed and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
