@@ -15,13 +15,16 @@ from rollout_workers.engines.base import Engine
 from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.puller import Puller
-from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings
+from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings, WeightsDigestMismatch
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.mesh.lifecycle import Lifecycle
 from rollout_workers.mesh.spec import Identity
 from rollout_workers.mesh.status import RunMismatch
 
 log = logging.getLogger(__name__)
+
+DOUBT_SECONDS = 5.0
+"""How long a worker that was sent weights it can't verify waits for good ones before it leaves as fenced."""
 
 
 class InferenceServer(InferenceWorkerServiceServicer):
@@ -46,6 +49,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
         self._puller, self._throughput, self._lifecycle = puller, throughput, lifecycle
         self._max_model_len = max_model_len
         self._loading = asyncio.Lock()
+        self._fencing: asyncio.TimerHandle | None = None
 
     async def LoadWeights(self, request: pb.LoadWeightsRequest, context: grpc.aio.ServicerContext) -> pb.LoadWeightsResponse:
         weights = request.weights
@@ -56,6 +60,10 @@ class InferenceServer(InferenceWorkerServiceServicer):
             except HeldWeightsMismatch as error:
                 self._lifecycle.fence(str(error))
                 raise
+            except WeightsDigestMismatch as error:
+                self._doubt(str(error))
+                raise
+            self._clear_doubt()
         return pb.LoadWeightsResponse(receipt=receipt)
 
     async def Generate(
@@ -112,6 +120,17 @@ class InferenceServer(InferenceWorkerServiceServicer):
             model=self._model,
             max_model_len=self._max_model_len,
         )
+
+    def _doubt(self, reason: str) -> None:
+        """The old version goes on for those who talk to it; without good weights the worker leaves after a while."""
+        if self._fencing is None:
+            loop = asyncio.get_running_loop()
+            self._fencing = loop.call_later(DOUBT_SECONDS, self._lifecycle.fence, reason)
+
+    def _clear_doubt(self) -> None:
+        if self._fencing is not None:
+            self._fencing.cancel()
+            self._fencing = None
 
     def _activity(self, paused: bool) -> str:
         if self._lifecycle.leaving:

@@ -127,7 +127,9 @@ async def run_inference_worker(
         server = Server(spec.token)
         add_InferenceWorkerServiceServicer_to_server(servicer, server.grpc)
         address = await server.start([SERVICE])
-        registration = Registration(who, agent=spec.consul_address, address=address, consul_token=spec.consul_token)
+        registration = Registration(
+            who, agent=spec.consul_address, address=address, consul_token=spec.consul_token, superseded=lifecycle.superseded
+        )
         await asyncio.to_thread(registration.start)
         queue = WorkQueue(link.client, pulse, who.work_stream, puller.deliver)
         link.queue = queue

@@ -50,7 +50,9 @@ async def run_learner_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecyc
         server = Server(spec.token)
         add_LearnerWorkerServiceServicer_to_server(LearnerServer(who, learner, services, lifecycle), server.grpc)
         address = await server.start([SERVICE])
-        registration = Registration(who, agent=spec.consul_address, address=address, consul_token=spec.consul_token)
+        registration = Registration(
+            who, agent=spec.consul_address, address=address, consul_token=spec.consul_token, superseded=lifecycle.superseded
+        )
         await asyncio.to_thread(registration.start)
         log.info("serving on %s", address)
 

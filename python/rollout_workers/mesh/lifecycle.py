@@ -48,9 +48,14 @@ class Lifecycle:
 
     def fence(self, reason: str) -> None:
         """The worker must not go on: its weights can't be verified, or a newer one has its place. From the event loop."""
-        log.error("fenced: %s", reason)
-        self.exit_code, self.reason = EXIT_FENCED, reason
-        self._leaving.set()
+        if not self._leaving.is_set():
+            log.error("fenced: %s", reason)
+            self.exit_code, self.reason = EXIT_FENCED, reason
+            self._leaving.set()
+
+    def superseded(self, incarnation: int) -> None:
+        """A newer incarnation of the run has its workers. From any thread."""
+        self._loop.call_soon_threadsafe(self.fence, f"incarnation {incarnation} of the run exists")
 
     def crash(self, reason: str) -> None:
         """A part of the worker failed for good. From the event loop."""

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 TTL_SECONDS = 3
 RENEW_SECONDS = 1.0
+_LOOK_EVERY = 5  # renewals between two looks for a newer incarnation
 DEREGISTER_AFTER = "30s"
 _HTTP_TIMEOUT = 2.0
 
@@ -27,13 +28,25 @@ _HTTP_TIMEOUT = 2.0
 class Registration:
     """A worker's entry in the registry. ``start`` returns when the entry is there and passing, or was tried once."""
 
-    def __init__(self, identity: Identity, *, agent: str, address: str, consul_token: str = "") -> None:
-        """agent: host:port of the agent. address: host:port where the worker's gRPC server answers."""
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        agent: str,
+        address: str,
+        consul_token: str = "",
+        superseded: Callable[[int], None] | None = None,
+    ) -> None:
+        """agent: host:port of the agent. address: host:port where the worker's gRPC server answers.
+
+        superseded: called once, in this thread, with the newer incarnation of the run that other workers register for.
+        """
         self._identity = identity
         self._agent = agent
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._headers = {"Content-Type": "application/json"} | ({"X-Consul-Token": consul_token} if consul_token else {})
+        self._superseded = superseded
         self._connection: http.client.HTTPConnection | None = None
         self._stop = threading.Event()
         self._settled = threading.Event()
@@ -58,8 +71,12 @@ class Registration:
     def _keep(self) -> None:
         self._attempt(self._register)
         self._settled.set()
+        beats = 0
         while not self._stop.wait(RENEW_SECONDS):
             self._attempt(self._renew)
+            beats += 1
+            if self._superseded is not None and not beats % _LOOK_EVERY:
+                self._attempt(self._look_for_successors)
         self._attempt(self._deregister)
         self._close()
 
@@ -108,14 +125,27 @@ class Registration:
             log.warning("the registry has forgotten this worker; registering again")
             self._register()
 
+    def _look_for_successors(self) -> None:
+        status, answer = self._send("GET", f"/v1/health/service/{quote(self._identity.service)}?passing=true")
+        if status != 200 or self._superseded is None:
+            return
+        metas: list[dict[str, str]] = [entry["Service"].get("Meta") or {} for entry in json.loads(answer) or []]
+        newest = max((int(m.get("incarnation", 0)) for m in metas if m.get("run") == self._identity.run), default=0)
+        if newest > self._identity.incarnation:
+            self._superseded(newest)
+            self._superseded = None
+
     def _deregister(self) -> None:
         self._put(f"/v1/agent/service/deregister/{quote(self._identity.registration, safe='')}")
 
     def _put(self, path: str, body: object = None) -> tuple[int, str]:
+        return self._send("PUT", path, body)
+
+    def _send(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         if self._connection is None:
             self._connection = http.client.HTTPConnection(self._agent, timeout=_HTTP_TIMEOUT)
         payload = json.dumps(body).encode() if body is not None else b""
-        self._connection.request("PUT", path, payload, self._headers)
+        self._connection.request(method, path, payload, self._headers)
         response = self._connection.getresponse()
         return response.status, response.read().decode(errors="replace")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +22,42 @@ from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryBatch, Tr
 from rollout_workers.harness.episode import sample_seed
 from rollout_workers.mesh.testing.daemon import REPOSITORY, Daemon
 
-MODEL = REPOSITORY / "models" / "addition"
-DATA = REPOSITORY / "models" / "addition-data"
 RUN = "run-test"
+EXAMPLE = REPOSITORY / "examples" / "addition"
 
 
-def config(algorithm: str = "grpo", **changes: Any) -> RunConfig:
+@dataclass(frozen=True, slots=True)
+class Example:
+    """The addition example, prepared in a folder: a small model with random weights and the sums."""
+
+    model: Path
+    data: Path
+
+    @classmethod
+    def prepare(cls, folder: Path, *, layers: int = 1, hidden: int = 32) -> Example:
+        """Write it; imports torch."""
+        names = runpy.run_path(str(EXAMPLE / "prepare.py"))
+        names["write_model"](folder / "model", layers=layers, hidden=hidden)
+        names["write_data"](folder / "data")
+        return cls(folder / "model", folder / "data")
+
+    def rows(self, count: int, start: int = 0) -> list[bytes]:
+        """Training rows, as JSON."""
+        lines = (self.data / "train.jsonl").read_bytes().splitlines()
+        return lines[start : start + count]
+
+
+def config(example: Example, algorithm: str = "grpo", **changes: Any) -> RunConfig:
     """The addition example with every default written out. changes: top-level tables that replace or extend these."""
     tables: dict[str, Any] = {
         "name": "addition-test",
         "seed": 1,
         "mode": "sync",
         "deterministic": False,
-        "model": {"path": str(MODEL), "dtype": "float32", "chat_template": False},
+        "model": {"path": str(example.model), "dtype": "float32", "chat_template": False},
         "data": {
-            "train": str(DATA / "train.jsonl"),
-            "eval": str(DATA / "eval.jsonl"),
+            "train": str(example.data / "train.jsonl"),
+            "eval": str(example.data / "eval.jsonl"),
             "prompt_field": "prompt",
             "answer_field": "answer",
             "shuffle": True,
@@ -49,7 +71,7 @@ def config(algorithm: str = "grpo", **changes: Any) -> RunConfig:
             "min_p": 0.0,
         },
         "reward": {
-            "plugin": f"{REPOSITORY / 'examples' / 'addition' / 'reward.py'}:exact_match",
+            "plugin": f"{EXAMPLE / 'reward.py'}:exact_match",
             "timeout_seconds": 10.0,
             "retries": 1,
         },
@@ -108,12 +130,6 @@ def spec(daemon: Daemon, run_config: RunConfig, *, kind: str = "inference", numb
     made.plan.format = 1
     made.plan.config.CopyFrom(run_config)
     return made
-
-
-def rows(count: int, start: int = 0) -> list[bytes]:
-    """Rows of the addition example, as JSON."""
-    lines = (DATA / "train.jsonl").read_bytes().splitlines()
-    return lines[start : start + count]
 
 
 def prompt_group(position: int, row_json: bytes, *, group_size: int = 4, seed: int = 1, min_version: int = 0,

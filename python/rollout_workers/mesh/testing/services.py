@@ -1,0 +1,96 @@
+"""Doubles of the services that workers call, registered as the real ones are."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from blake3 import blake3
+
+from rollout.buffer.v1 import buffer_pb2 as buffer
+from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceServicer, add_BufferServiceServicer_to_server
+from rollout.storage.v1 import storage_pb2 as storage
+from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceServicer, add_ArtifactServiceServicer_to_server
+
+
+class BufferDouble(BufferServiceServicer):
+    """Answers GetMissing from ``missing`` (key (epoch, index) -> samples; others lack everything) and ReadPayloads from
+    ``payloads`` (step -> payloads)."""
+
+    def __init__(self, group_size: int = 4) -> None:
+        self.group_size = group_size
+        self.missing: dict[tuple[int, int], list[int]] = {}
+        self.payloads: dict[int, Sequence[bytes]] = {}
+        self.asked: list[tuple[int, int]] = []
+        self.metadata: list[dict[str, Any]] = []
+
+    async def GetMissing(self, request: buffer.GetMissingRequest, context: Any) -> buffer.GetMissingResponse:
+        self.metadata.append(dict(context.invocation_metadata()))
+        keys = [(group.epoch, group.index) for group in request.groups]
+        self.asked.extend(keys)
+        every = list(range(self.group_size))
+        return buffer.GetMissingResponse(groups=[buffer.MissingSamples(samples=self.missing.get(key, every)) for key in keys])
+
+    async def ReadPayloads(self, request: buffer.ReadPayloadsRequest, context: Any) -> AsyncIterator[buffer.ReadPayloadsResponse]:
+        for payload in self.payloads[request.step]:
+            yield buffer.ReadPayloadsResponse(payloads=[payload])
+
+
+class StorageDouble(ArtifactServiceServicer):
+    """Keeps artifacts in memory."""
+
+    def __init__(self) -> None:
+        self.artifacts: dict[str, bytes] = {}
+
+    async def PutArtifact(
+        self, request_iterator: AsyncIterator[storage.PutArtifactRequest], context: Any
+    ) -> storage.PutArtifactResponse:
+        content = b"".join([request.chunk async for request in request_iterator])
+        name = f"blake3-{blake3(content).hexdigest()}"
+        self.artifacts[name] = content
+        return storage.PutArtifactResponse(content_id=name, bytes=len(content))
+
+
+class Host:
+    """Serves doubles on loopback and registers them for good."""
+
+    def __init__(self, consul: str) -> None:
+        self._consul = consul
+        self._server = grpc.aio.server()
+        self._names: list[str] = []
+
+    def buffer(self, double: BufferServiceServicer) -> None:
+        add_BufferServiceServicer_to_server(double, self._server)
+        self._names.append("buffer")
+
+    def storage(self, double: ArtifactServiceServicer) -> None:
+        add_ArtifactServiceServicer_to_server(double, self._server)
+        self._names.append("storage")
+
+    async def start(self) -> None:
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        for name in self._names:
+            check = {"TTL": "1h", "Status": "passing"}
+            body = {"ID": name, "Name": name, "Address": "127.0.0.1", "Port": port, "Check": check}
+            put(self._consul, "/v1/agent/service/register", body)
+
+    async def stop(self) -> None:
+        for name in self._names:
+            put(self._consul, f"/v1/agent/service/deregister/{name}")
+        await self._server.stop(None)
+
+
+def put(consul: str, path: str, body: Any = None) -> None:
+    """PUT to the agent."""
+    data = json.dumps(body).encode() if body is not None else b""
+    urllib.request.urlopen(urllib.request.Request(f"http://{consul}{path}", data, method="PUT"), timeout=5).close()
+
+
+def passing(consul: str, service: str) -> list[dict[str, Any]]:
+    """The healthy instances of a service: ``{"ID", "Address", "Port", "Meta", ..}`` each."""
+    with urllib.request.urlopen(f"http://{consul}/v1/health/service/{service}?passing=true", timeout=5) as answer:
+        return [entry["Service"] for entry in json.loads(answer.read()) or []]

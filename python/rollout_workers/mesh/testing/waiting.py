@@ -1,0 +1,25 @@
+"""Waiting for what must come, without sleeping for longer than it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def until(what: Callable[[], T | Awaitable[T]], seconds: float = 10.0) -> T:
+    """The first true value of ``what``. Raises ``TimeoutError``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = what()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} is still {value!r} after {seconds:g} s")
+        await asyncio.sleep(0.005)

@@ -1,0 +1,55 @@
+"""What is published is stored exactly once, whatever the connection does."""
+
+from __future__ import annotations
+
+import asyncio
+
+from nats.js.api import RetentionPolicy, StreamConfig
+
+from rollout_workers.mesh.bus import connect
+from rollout_workers.mesh.publisher import Publisher
+from rollout_workers.mesh.spec import Identity
+from rollout_workers.mesh.testing.daemon import Daemon
+from rollout_workers.mesh.testing.proxy import Proxy
+from rollout_workers.mesh.testing.run import RunStreams
+
+
+async def test_stores_with_headers(daemon: Daemon, who: Identity, streams: RunStreams) -> None:
+    client = await connect(daemon.nats_url, daemon.token, name="test")
+    publisher = Publisher(client, who.trajectory_subject, who.process)
+    await publisher.publish(b"payload", {"traceparent": "00-1-2-01"})
+    message = await streams.js.get_last_msg(f"TRAJ_{who.run}", who.trajectory_subject)
+    assert message.data == b"payload"
+    assert message.headers == {"traceparent": "00-1-2-01", "Nats-Msg-Id": f"{who.process}/1"}
+    assert publisher.most_bytes == (8 << 20) - 4096
+    await client.close()
+
+
+async def test_waits_for_the_stream(daemon: Daemon, who: Identity) -> None:
+    client = await connect(daemon.nats_url, daemon.token, name="test")
+    publisher = Publisher(client, who.trajectory_subject, who.process)
+    publishing = asyncio.create_task(publisher.publish(b"payload", {}))
+    js = client.jetstream()
+    await js.account_info()  # a round trip: the first try has failed
+    assert not publishing.done()
+    await js.add_stream(
+        StreamConfig(name=f"TRAJ_{who.run}", subjects=[who.trajectory_subject], retention=RetentionPolicy.WORK_QUEUE)
+    )
+    await publishing
+    assert (await js.stream_info(f"TRAJ_{who.run}")).state.messages == 1
+    await client.close()
+
+
+async def test_a_cut_connection_stores_once(daemon: Daemon, who: Identity, streams: RunStreams) -> None:
+    proxy = await Proxy(daemon.nats_url).start()
+    client = await connect(proxy.url, daemon.token, name="test")
+    publisher = Publisher(client, who.trajectory_subject, who.process)
+    await publisher.publish(b"0", {})
+    publishing = [asyncio.create_task(publisher.publish(b"%d" % n, {})) for n in range(1, 20)]
+    await asyncio.sleep(0)
+    proxy.cut()
+    proxy.mend()
+    await asyncio.gather(*publishing)
+    assert (await streams.js.stream_info(f"TRAJ_{who.run}")).state.messages == 20
+    await client.close()
+    await proxy.stop()

@@ -1,0 +1,73 @@
+"""What a worker process is started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.mesh.spec import SpecError, identity, is_deterministic, load_spec, resolve
+from rollout_workers.mesh.testing.run import write_spec
+
+
+def made() -> WorkerSpec:
+    return WorkerSpec(
+        worker_id="inference-3",
+        kind="inference",
+        run_id="run-01",
+        base_dir="/home/me",
+        nats_url="nats://127.0.0.1:1",
+        consul_address="127.0.0.1:2",
+        incarnation=4,
+    )
+
+
+def test_reads_the_file_that_the_variable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_WORKER_SPEC", str(write_spec(tmp_path / "spec.json", made())))
+    spec = load_spec()
+    assert spec == made()
+    assert resolve(spec, "data/train.jsonl") == "/home/me/data/train.jsonl"
+    assert resolve(spec, "/data") == "/data"
+
+
+def test_names_follow_from_the_spec() -> None:
+    who, again = identity(made()), identity(made())
+    assert who.registration == "run-01/inference-3"
+    assert who.speaker == "inference-worker/inference-3"
+    assert (who.work_stream, who.trajectory_subject) == ("WORK_run-01", "rollout.traj.run-01")
+    assert who.process != again.process
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "is no worker spec"),
+        ("{}", "has no `worker_id`"),
+        ('{"worker_id": 1.5}', "is no worker spec"),
+        (
+            '{"worker_id": "a", "run_id": "b", "nats_url": "c", "consul_address": "d", "kind": "chef"}',
+            "has kind `chef`",
+        ),
+    ],
+)
+def test_a_bad_file_says_what_is_wrong(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=what):
+        load_spec(str(path))
+
+
+def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLOUT_WORKER_SPEC", raising=False)
+    with pytest.raises(SpecError, match="ROLLOUT_WORKER_SPEC is not set"):
+        load_spec()
+    with pytest.raises(SpecError, match="can't read"):
+        load_spec(str(tmp_path / "none.json"))
+
+
+def test_deterministic_unless_said_otherwise_in_sync_mode() -> None:
+    assert is_deterministic(RunConfig(mode="sync"))
+    assert not is_deterministic(RunConfig(mode="async"))
+    assert not is_deterministic(RunConfig(mode="sync", deterministic=False))

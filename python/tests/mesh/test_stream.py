@@ -1,0 +1,201 @@
+"""Work items: pulled within the room there is, held while they are worked on, given back, dealt out again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from rollout_workers.mesh.bus import connect
+from rollout_workers.mesh.pulse import Pulse
+from rollout_workers.mesh.spec import Identity
+from rollout_workers.mesh.stream import WorkItem, WorkQueue, _Requests
+from rollout_workers.mesh.testing.daemon import Daemon
+from rollout_workers.mesh.testing.proxy import Proxy
+from rollout_workers.mesh.testing.run import RunStreams, prompt_group
+from rollout_workers.mesh.testing.waiting import until
+
+
+class Hand:
+    """A worker that only collects."""
+
+    def __init__(self) -> None:
+        self.items: list[WorkItem] = []
+
+    def take(self, items: list[WorkItem]) -> None:
+        self.items.extend(items)
+
+    @property
+    def positions(self) -> list[int]:
+        return sorted(item.group.position for item in self.items)
+
+
+async def queue_for(url: str, daemon: Daemon, who: Identity, pulse: Pulse) -> tuple[WorkQueue, Hand]:
+    queues: list[WorkQueue] = []
+
+    async def reconnected() -> None:
+        queues[0].reconnected()
+
+    hand = Hand()
+    client = await connect(url, daemon.token, name="test", reconnected=reconnected)
+    queues.append(WorkQueue(client, pulse, who.work_stream, hand.take))
+    await queues[0].start()
+    return queues[0], hand
+
+
+async def close(queue: WorkQueue) -> None:
+    await queue.stop()
+    await queue._client.close()
+
+
+@pytest.fixture
+def groups(who: Identity) -> list:
+    return [prompt_group(i, b'{"prompt": "1+1="}', run=who.run) for i in range(12)]
+
+
+async def test_takes_no_more_than_there_is_room_for(
+    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+) -> None:
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue.set_room(5)
+    await streams.issue(groups)
+    await until(lambda: len(hand.items) == 5)
+    queue.set_room(0)
+    await queue.ack(hand.items[:2])
+    await until(lambda: _left(streams, 10))
+    assert len(hand.items) == 5
+    queue.set_room(7)
+    await until(lambda: len(hand.items) == 12)
+    assert hand.positions == list(range(12))
+    assert {item.deliveries for item in hand.items} == {1}
+    await queue.ack(hand.items)
+    await until(lambda: _left(streams, 0))
+    await close(queue)
+
+
+async def test_what_is_given_back_goes_to_another_worker_at_once(
+    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+) -> None:
+    first, mine = await queue_for(daemon.nats_url, daemon, who, pulse)
+    first.set_room(12)
+    await streams.issue(groups)
+    await until(lambda: len(mine.items) == 12)
+    second, theirs = await queue_for(daemon.nats_url, daemon, who, pulse)
+    second.set_room(12)
+    began = time.monotonic()
+    await first.stop()
+    await first.give_back(mine.items)
+    await until(lambda: len(theirs.items) == 12)
+    assert time.monotonic() - began < 2
+    assert {item.deliveries for item in theirs.items} == {2}
+    await close(first)
+    await close(second)
+
+
+async def test_a_blocked_event_loop_loses_no_item(
+    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+) -> None:
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue.set_room(2)
+    await streams.issue(groups[:2])
+    await until(lambda: len(hand.items) == 2)
+    queue.set_room(0)
+    end = time.monotonic() + 5  # longer than the ack wait of 4 s
+    while time.monotonic() < end:
+        sum(range(10_000))
+    other, theirs = await queue_for(daemon.nats_url, daemon, who, pulse)
+    other.set_room(2)
+    await streams.issue(groups[2:3])
+    await until(lambda: len(theirs.items) == 1)
+    assert theirs.positions == [2]
+    await close(queue)
+    await close(other)
+
+
+async def test_an_item_that_is_not_held_any_more_is_redelivered(
+    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+) -> None:
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue.set_room(4)
+    await streams.issue(groups[:1])
+    await until(lambda: len(hand.items) == 1)
+    pulse.release(hand.items[0].reply)  # as if the process were gone
+    began = time.monotonic()
+    await until(lambda: len(hand.items) == 2)
+    assert time.monotonic() - began < 5
+    assert hand.items[1].deliveries == 2
+    await close(queue)
+
+
+async def test_goes_on_after_the_connection_was_cut(
+    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+) -> None:
+    proxy = await Proxy(daemon.nats_url).start()
+    queue, hand = await queue_for(proxy.url, daemon, who, pulse)
+    queue.set_room(12)
+    await streams.issue(groups[:4])
+    await until(lambda: len(hand.items) == 4)
+    proxy.cut()
+    await streams.issue(groups[4:8])
+    proxy.mend()
+    await until(lambda: set(hand.positions) == set(range(8)), 15)
+    await close(queue)
+    await proxy.stop()
+
+
+async def test_waits_for_a_stream_that_is_not_there_yet(daemon: Daemon, who: Identity, pulse: Pulse, groups: list) -> None:
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue.set_room(4)
+    await until(lambda: queue._told_absent)
+    streams = await RunStreams.open(daemon, who.run)
+    await streams.issue(groups[:4])
+    await until(lambda: len(hand.items) == 4)
+    await close(queue)
+    await streams.close()
+
+
+async def test_a_message_that_is_no_work_is_dropped(
+    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
+) -> None:
+    queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
+    queue.set_room(4)
+    await streams.js.publish(f"rollout.work.{who.run}", b"\xff\xff\xff")
+    await streams.issue(groups[:1])
+    await until(lambda: len(hand.items) == 1)
+    await queue.ack(hand.items)
+    await until(lambda: _left(streams, 0))
+    await close(queue)
+
+
+def test_books_of_requests_are_right_in_any_order() -> None:
+    requests = _Requests()
+    requests.open("a", 4)
+    requests.open("b", 4)
+    requests.received()  # belongs to b, is booked on a
+    requests.ended("a", 4)
+    assert requests.items == 3
+    requests.ended("b", 3)
+    assert requests.items == 0
+    requests.ended("gone", 5)
+    assert requests.items == 0
+
+
+async def _left(streams: RunStreams, items: int) -> bool:
+    return await streams.work_left() == items
+
+
+async def test_two_workers_share_the_work(daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list) -> None:
+    first, mine = await queue_for(daemon.nats_url, daemon, who, pulse)
+    second, theirs = await queue_for(daemon.nats_url, daemon, who, pulse)
+    first.set_room(12)
+    second.set_room(12)
+    await until(lambda: _asking(streams, 2))
+    await streams.issue(groups)
+    await until(lambda: len(mine.items) + len(theirs.items) == 12)
+    assert min(len(mine.items), len(theirs.items)) >= 4
+    await asyncio.gather(close(first), close(second))
+
+
+async def _asking(streams: RunStreams, pulls: int) -> bool:
+    return (await streams.js.consumer_info(f"WORK_{streams.run}", "workers")).num_waiting == pulls
