@@ -129,8 +129,12 @@ func (a *admission) decide(ctx context.Context, arrival Arrival) error {
 	h := arrival.Header
 	key := h.GetKey()
 	p, err := a.ledger.position(key.GetEpoch(), key.GetIndex())
-	if err != nil || key.GetRunId() != a.ledger.Run || key.GetSample() >= a.ledger.Config.GetGroupSize() {
+	switch {
+	case key.GetRunId() != a.ledger.Run, key.GetIndex() >= a.ledger.Config.GetRows(), key.GetSample() >= a.ledger.Config.GetGroupSize():
 		a.refuse(ReasonBadKey, h)
+		return nil
+	case err != nil: // consumed before the snapshot that the run was restored from
+		a.drop()
 		return nil
 	}
 	g := a.groups[p]
@@ -150,8 +154,7 @@ func (a *admission) decide(ctx context.Context, arrival Arrival) error {
 			a.tally.Failed++
 			return nil
 		}
-		a.ledger.Duplicates++
-		a.tally.Duplicates++
+		a.drop()
 		return nil
 	}
 	switch h.GetOutcome() {
@@ -217,6 +220,11 @@ func (a *admission) accept(g *Group, arrival Arrival) {
 	a.touched = append(a.touched, g.Position)
 	a.ledger.Samples++
 	a.tally.Accepted++
+}
+
+func (a *admission) drop() {
+	a.ledger.Duplicates++
+	a.tally.Duplicates++
 }
 
 func (a *admission) refuse(reason string, h *trajectoryv1.TrajectoryHeader) {

@@ -54,6 +54,7 @@ func (s *Service) ingest(run string) error {
 		if s.deps.Bus != nil {
 			f.consume(ctx)
 		}
+		<-ctx.Done()
 	}()
 	return nil
 }

@@ -22,10 +22,19 @@ func newHub() *hub { return &hub{changed: make(chan struct{})} }
 func (h *hub) publish(revision uint64, state *bufferv1.LedgerState) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.state != nil && revision <= h.revision {
+	if revision < h.revision || revision == h.revision && h.state != nil {
 		return
 	}
 	h.revision, h.state = revision, state
+	close(h.changed)
+	h.changed = make(chan struct{})
+}
+
+// forget drops a state that may be old, so that who waits reads the ledger again.
+func (h *hub) forget() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.state = nil
 	close(h.changed)
 	h.changed = make(chan struct{})
 }

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
@@ -88,6 +89,9 @@ func (s *Service) update(ctx context.Context, run string, fn func(Tx) error) err
 		state, err = tell(ctx, tx)
 		return err
 	})
+	if _, domain := rpcerr.From(err); err != nil && !domain && ctx.Err() == nil {
+		s.hub(run).forget() // a failed commit may have happened
+	}
 	if err != nil {
 		return err
 	}
