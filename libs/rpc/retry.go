@@ -13,8 +13,9 @@ import (
 )
 
 // A method is called again after UNAVAILABLE when its proto says that it is idempotent (option idempotency_level) or its name says
-// that it only reads. Others may have happened: grpc repeats them only where they never left this process.
-var readVerbs = []string{"Get", "List", "Stat", "Query", "Watch", "Tail", "Read", "Verify", "Validate", "Tokenize"}
+// that it only reads. Others may have happened: grpc repeats them only where they never left this process. Streams are not called
+// again: whoever reads one has to go on by itself after the first message, and so may as well before it.
+var readVerbs = []string{"Get", "List", "Stat", "Query", "Verify", "Validate", "Tokenize"}
 
 type methodConfig struct {
 	Name         []methodName `json:"name"`
@@ -79,9 +80,12 @@ func idempotentMethods() []methodName {
 }
 
 func idempotent(m protoreflect.MethodDescriptor) bool {
+	if m.IsStreamingClient() || m.IsStreamingServer() {
+		return false
+	}
 	if o, ok := m.Options().(*descriptorpb.MethodOptions); ok && proto.Size(o) > 0 &&
 		o.GetIdempotencyLevel() != descriptorpb.MethodOptions_IDEMPOTENCY_UNKNOWN {
 		return true
 	}
-	return !m.IsStreamingClient() && slices.ContainsFunc(readVerbs, func(v string) bool { return strings.HasPrefix(string(m.Name()), v) })
+	return slices.ContainsFunc(readVerbs, func(v string) bool { return strings.HasPrefix(string(m.Name()), v) })
 }

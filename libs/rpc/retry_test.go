@@ -17,12 +17,12 @@ func TestOnlyIdempotentMethodsAreRetried(t *testing.T) {
 	has := func(method string) bool {
 		return slices.Contains(names, methodName{"rollout.buffer.v1.BufferService", method})
 	}
-	for _, read := range []string{"GetMissing", "ListSteps", "ReadPayloads", "WatchLedger"} {
+	for _, read := range []string{"GetMissing", "ListSteps", "GetBatch"} {
 		if !has(read) {
 			t.Errorf("%s is not retried", read)
 		}
 	}
-	for _, write := range []string{"CommitStep", "LeaseBatch", "ReissueGroups"} {
+	for _, write := range []string{"CommitStep", "LeaseBatch", "ReissueGroups", "WatchLedger", "ReadPayloads"} {
 		if has(write) {
 			t.Errorf("%s is retried", write)
 		}

@@ -1,0 +1,187 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/config"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+var testTime = time.UnixMilli(1_700_000_000_000)
+
+func TestDrainRemovesTheRuntimeFileAndLeavesInPeace(t *testing.T) {
+	t.Parallel()
+	d := start(t, t.TempDir())
+	conn := dial(t, d.runtime())
+	tail, err := storagev1.NewEventServiceClient(conn).TailEvents(t.Context(), &storagev1.TailEventsRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.signal(syscall.SIGHUP) // ignored
+	d.signal(syscall.SIGTERM)
+	if code := d.wait(); code != 0 {
+		t.Fatalf("exit code %d:\n%s", code, d.log)
+	}
+	if _, err := config.ReadRuntime(config.RuntimeFile(d.state)); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("runtime file: %v", err)
+	}
+	if _, err := tail.Recv(); err == nil {
+		t.Error("a tail outlived the process")
+	}
+}
+
+func TestRestartKeepsPortsTokenAndData(t *testing.T) {
+	t.Parallel()
+	state := t.TempDir()
+	d := start(t, state)
+	before := d.runtime()
+	token, err := os.ReadFile(before.TokenFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.kill() // as hard as it gets: the runtime file stays
+	again := start(t, state).runtime()
+	if after, err := os.ReadFile(again.TokenFile); err != nil || !bytes.Equal(after, token) {
+		t.Errorf("the token changed (%v)", err)
+	}
+	before.PID, again.PID = 0, 0
+	if before.GRPC != again.GRPC || before.NATS != again.NATS || before.Consul != again.Consul || before.Gateway != again.Gateway {
+		t.Errorf("before %+v\nafter  %+v", before, again)
+	}
+}
+
+func TestOneProcessAStateFolder(t *testing.T) {
+	t.Parallel()
+	d := start(t, t.TempDir())
+	second := spawn(t, d.state)
+	if code := second.wait(); code != exitSoftware || !strings.Contains(second.log.String(), "pid "+strconv.Itoa(d.cmd.Process.Pid)) {
+		t.Errorf("exit code %d:\n%s", code, second.log)
+	}
+	if d.runtime().PID != d.cmd.Process.Pid {
+		t.Error("the first one was disturbed")
+	}
+}
+
+func TestReadyAndSmall(t *testing.T) {
+	d := start(t, t.TempDir())
+	_, after, ok := strings.Cut(d.log.String(), "ready_after=")
+	if !ok {
+		t.Fatalf("the log does not say when it was ready:\n%s", d.log)
+	}
+	ready, err := time.ParseDuration(strings.Fields(after)[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	status, err := os.ReadFile("/proc/" + strconv.Itoa(d.cmd.Process.Pid) + "/status")
+	if err != nil {
+		t.Logf("no resident size on this system: %v", err)
+	}
+	kib := 0
+	for line := range strings.Lines(string(status)) {
+		if f := strings.Fields(line); len(f) == 3 && f[0] == "VmRSS:" {
+			if kib, err = strconv.Atoi(f[1]); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	t.Logf("ready after %v, %d MiB resident", ready, kib>>10)
+	if ready > time.Second || kib > 150<<10 {
+		t.Errorf("ready after %v, %d KiB resident; the bounds are 1 s and 150 MiB", ready, kib)
+	}
+}
+
+func TestBadCommandLines(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		args []string
+		code int
+		says string
+	}{
+		"unknown target":          {[]string{"--target", "bufer"}, exitUsage, `"bufer" is unknown; targets are all, nats`},
+		"all and more":            {[]string{"--target", "all,buffer"}, exitUsage, "stands alone"},
+		"no servers":              {[]string{"--target", "buffer"}, exitUsage, "--join"},
+		"two NATS servers":        {[]string{"--target", "nats,registry", "--nats-url", "nats://h:1"}, exitUsage, "choose one"},
+		"unknown flag":            {[]string{"--bufer"}, exitUsage, "bufer"},
+		"bad value":               {[]string{"--log-level", "loud"}, exitUsage, "loud"},
+		"token that all may read": {[]string{"--token-file", publicFile(t)}, exitUnavailable, "0600"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var out bytes.Buffer
+			code := run(t.Context(), t.Context(), append([]string{"--state-dir", t.TempDir()}, c.args...), []string{"HOME=/"}, &out)
+			if code != c.code || !strings.Contains(out.String(), c.says) {
+				t.Errorf("exit code %d: %s", code, &out)
+			}
+		})
+	}
+}
+
+func publicFile(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "token")
+	if err := os.WriteFile(path, []byte("x\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestHelpNamesTheTargets(t *testing.T) {
+	t.Parallel()
+	var out bytes.Buffer
+	if code := run(t.Context(), t.Context(), []string{"--help"}, []string{"HOME=/"}, &out); code != 0 || !strings.Contains(out.String(), "learner-controller") {
+		t.Errorf("exit code %d: %s", code, &out)
+	}
+}
+
+func TestAllLeavesOutServersThatAreElsewhere(t *testing.T) {
+	t.Parallel()
+	names := func(c config.Config) string {
+		list, err := resolveTargets(c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var out []string
+		for _, x := range list {
+			out = append(out, x.name)
+		}
+		return strings.Join(out, " ")
+	}
+	base := config.Default("/s")
+	if got := names(base); !strings.HasPrefix(got, "nats registry storage ") {
+		t.Errorf("alone: %s", got)
+	}
+	external := base
+	external.NATS.URL, external.Consul.Address = "nats://h:4222", "h:8500"
+	joined := base
+	joined.Join = "/other"
+	for _, c := range []config.Config{external, joined} {
+		if got := names(c); !strings.HasPrefix(got, "storage ") {
+			t.Errorf("servers elsewhere: %s", got)
+		}
+	}
+}
+
+// A process whose NATS server is not there says so and leaves, once the first signal asks it to.
+func TestASignalEndsTheStart(t *testing.T) {
+	t.Parallel()
+	d := spawn(t, t.TempDir(), "--target", "registry,planner", "--nats-url", "nats://127.0.0.1:"+freePort(t))
+	d.until("take the lock", func() bool { return strings.Contains(lockOwner(d.state), strconv.Itoa(d.cmd.Process.Pid)) })
+	d.signal(syscall.SIGTERM)
+	if code := d.wait(); code == 0 || code == -1 {
+		t.Errorf("exit code %d:\n%s", code, d.log)
+	}
+}
+
+func lockOwner(state string) string {
+	data, _ := os.ReadFile(filepath.Join(state, "rolloutd.lock"))
+	return string(data)
+}
