@@ -41,7 +41,7 @@ func (s *Service) ingest(run string) error {
 	if s.feeds[run] != nil || s.life.Err() != nil {
 		return nil
 	}
-	f := &feed{service: s, run: run, log: s.deps.Log.With("run", run), done: make(chan struct{})}
+	f := &feed{service: s, run: run, log: s.deps.Log.With("run_id", run), done: make(chan struct{})}
 	if err := f.open(s.life); err != nil {
 		return err
 	}
@@ -261,13 +261,13 @@ func (s *Service) report(run string, refused []Refusal) {
 	}
 	for _, reason := range slices.Sorted(slices.Values(reasons)) {
 		message := fmt.Sprintf("refused %d trajectories, first %s", count[reason], first[reason])
-		s.deps.Log.Warn(message, "run", run)
+		s.deps.Log.Warn(message, "run_id", run)
 		s.event(run, eventv1.Level_LEVEL_WARN, reason, message)
 	}
 }
 
 func (s *Service) event(run string, level eventv1.Level, reason, message string) {
-	s.deps.Events.Emit(&eventv1.Event{RunId: run, Level: level, Kind: "log", Message: message, Attributes: map[string]string{"reason": reason}})
+	s.deps.Events.Emit(&eventv1.Event{RunId: run, Service: "buffer", Level: level, Kind: "log", Message: message, Attributes: map[string]string{"reason": reason}})
 }
 
 func (f *feed) event(level eventv1.Level, reason, message string) {

@@ -102,6 +102,9 @@ func TestTornTailIsCut(t *testing.T) {
 	if repair.Cut == 0 || repair.Missing != 0 {
 		t.Errorf("%+v", repair)
 	}
+	if info, err := os.Stat(segment.Path(dir, 1)); err != nil || uint64(info.Size()) != tail.Bytes {
+		t.Errorf("the tail is there: %v %v", info, err)
+	}
 	if _, err := os.Stat(segment.Path(dir, 2)); !os.IsNotExist(err) {
 		t.Errorf("the newer file is there: %v", err)
 	}

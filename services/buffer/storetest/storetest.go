@@ -174,7 +174,9 @@ func groups(t *testing.T, b *bundle) {
 	b.update(func(tx buffer.Tx) error {
 		return tx.PutGroups(t.Context(), []*buffer.Group{first, second, third, taken, {Position: 4, State: buffer.Open}})
 	})
-	b.update(func(tx buffer.Tx) error { return tx.PutGroups(t.Context(), []*buffer.Group{{Position: 4, State: buffer.Open, Samples: 1}}) })
+	b.update(func(tx buffer.Tx) error {
+		return tx.PutGroups(t.Context(), []*buffer.Group{{Position: 4, State: buffer.Open, Samples: 1}})
+	})
 	open := &buffer.Group{Position: 4, State: buffer.Open, Samples: 1}
 	b.view(func(r buffer.Reader) error {
 		byPosition, err := r.Groups(t.Context(), []uint64{1, 3, 77})

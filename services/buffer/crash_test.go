@@ -1,0 +1,297 @@
+package buffer_test
+
+import (
+	"bytes"
+	"context"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+)
+
+func TestOpenLedgersIngestAgainAfterARestart(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	s.record(0)
+	s.publish(groupOf(0, 0, 0)...)
+	s.samples(size)
+	s.stop()
+	s.publish(groupOf(1, 0, 0)...) // while nobody is there
+	tear(t, filepath.Join(s.cfg.Segments, run, "000001.seg"))
+	s.start()
+	b := s.lease(1) // nobody opened the ledger again
+	if got, err := s.payloads(1); err != nil || len(got) != 2*size {
+		t.Fatalf("%d payloads: %v", len(got), err)
+	}
+	s.restart()
+	if again := s.lease(1); !proto.Equal(b, again) {
+		t.Errorf("another batch after a restart: %v", again)
+	}
+	s.commit(b)
+}
+
+// tear leaves what a crash leaves in the middle of an append.
+func tear(t *testing.T, path string) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.Write(bytes.Repeat([]byte{0xff}, 333)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestDamagedPayloadIsNamed(t *testing.T) {
+	t.Parallel()
+	for name, damage := range map[string]func(b []byte) []byte{
+		"bit flip":  func(b []byte) []byte { b[len(b)-20] ^= 0x10; return b },
+		"truncated": func(b []byte) []byte { return b[:len(b)-20] },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := setup(t)
+			s.open(ledgerConfig())
+			s.record(0)
+			s.publish(append(groupOf(0, 0, 0), groupOf(1, 0, 0)...)...)
+			b := s.lease(1)
+			last := b.GetSamples()[len(b.GetSamples())-1]
+			file, err := os.ReadFile(last.GetSegment())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(last.GetSegment(), damage(file), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			_, err = s.payloads(1)
+			e, ok := rpcerr.From(err)
+			if !ok || e.Code() != codes.DataLoss || e.Reason() != "PAYLOAD_LOST" {
+				t.Fatalf("got %v", err)
+			}
+			if m := e.Metadata(); m["run"] != run || m["group"] != "0/1" || m["segment"] != "1" || m["offset"] == "" {
+				t.Errorf("metadata %v", m)
+			}
+			if name == "bit flip" {
+				return
+			}
+			s.restart()                                                 // the file is shorter than what was durable
+			s.publish(append(groupOf(2, 0, 0), groupOf(3, 0, 0)...)...) // and ingest goes on
+			s.samples(4 * size)
+			if got := s.events.reasons(); got["PAYLOAD_LOST"] != 1 {
+				t.Errorf("events %v", got)
+			}
+		})
+	}
+}
+
+func TestMessageThatIsNoBatch(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	if err := s.bus.Conn().Publish(bus.TrajSubject(run), []byte("\xff\xff\xff")); err != nil {
+		t.Fatal(err)
+	}
+	s.publish(groupOf(0, 0, 0)...)
+	s.until("both messages", func(l *bufferv1.LedgerState) bool { return l.GetRefused() == 1 && l.GetSamples() == size })
+	s.restart()
+	s.publish(groupOf(1, 0, 0)...)
+	s.until("the next", func(l *bufferv1.LedgerState) bool { return l.GetRefused() == 1 && l.GetSamples() == 2*size })
+}
+
+func TestClosedLedgerIngestsNothing(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	for range 2 {
+		if _, err := s.client.CloseLedger(t.Context(), &bufferv1.CloseLedgerRequest{RunId: run}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.publish(groupOf(0, 0, 0)...)
+	s.restart()
+	if w := s.waiting(1); w != "2 of 2 groups of step 1 (inference workers); the ledger to be opened again: ingest is stopped (scheduler)" {
+		t.Errorf("waits for %q", w)
+	}
+	s.open(ledgerConfig())
+	s.samples(size)
+}
+
+func TestLedgerMayBeOpenedBeforeItsStream(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	if err := s.bus.DeleteRun(t.Context(), run); err != nil {
+		t.Fatal(err)
+	}
+	s.open(ledgerConfig())
+	if err := s.bus.EnsureRun(t.Context(), run); err != nil {
+		t.Fatal(err)
+	}
+	s.publish(groupOf(0, 0, 0)...)
+	s.samples(size)
+}
+
+func TestTrimDropsWhatASnapshotCovers(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	c := ledgerConfig()
+	c.MaxStaleness = 10
+	s.open(c)
+	s.record(0)
+	for step := range uint64(8) { // 8 KiB a segment, 4 KiB a step
+		s.publish(append(groupOf(2*step, 0, 0), groupOf(2*step+1, 0, 0)...)...)
+		b := s.lease(step + 1)
+		if step < 7 {
+			s.commit(b)
+		}
+	}
+	trim := func(through uint64) uint64 {
+		r, err := s.client.TrimPayloads(t.Context(), &bufferv1.TrimPayloadsRequest{RunId: run, ThroughStep: through})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r.GetBytes()
+	}
+	first := trim(4)
+	if first == 0 || trim(4) != 0 {
+		t.Errorf("freed %d", first)
+	}
+	if _, err := s.payloads(1); rpcerr.Reason(err) != "PAYLOADS_TRIMMED" {
+		t.Errorf("payloads of step 1: %v", err)
+	}
+	for _, step := range []uint64{5, 6, 7, 8} {
+		if got, err := s.payloads(step); err != nil || len(got) != 2*size {
+			t.Errorf("step %d: %d payloads, %v", step, len(got), err)
+		}
+	}
+	trim(100) // covers what was committed, not the leased step
+	if got, err := s.payloads(8); err != nil || len(got) != 2*size {
+		t.Errorf("leased step: %d payloads, %v", len(got), err)
+	}
+	if b, err := s.client.GetBatch(t.Context(), &bufferv1.GetBatchRequest{RunId: run, Step: 1}); err != nil || len(b.GetBatch().GetSamples()) != 2*size {
+		t.Errorf("the record of a trimmed step: %v", err)
+	}
+	s.restart()
+	s.commit(s.lease(8))
+}
+
+// artifacts is a storage service with one artifact.
+type artifacts struct{ payload []byte }
+
+func (a artifacts) GetArtifact(ctx context.Context, in *storagev1.GetArtifactRequest, _ ...grpc.CallOption) (grpc.ServerStreamingClient[storagev1.GetArtifactResponse], error) {
+	if in.GetContentId() != id.Content(a.payload) {
+		return nil, rpcerr.New(codes.NotFound, "ARTIFACT_NOT_FOUND", "no")
+	}
+	return &download{ctx: ctx, left: [][]byte{a.payload[:10], a.payload[10:]}}, nil
+}
+
+type download struct {
+	grpc.ClientStream
+	ctx  context.Context
+	left [][]byte
+}
+
+func (d *download) Header() (metadata.MD, error) { return nil, nil }
+func (d *download) Recv() (*storagev1.GetArtifactResponse, error) {
+	if len(d.left) == 0 {
+		return nil, ioEOF
+	}
+	chunk := d.left[0]
+	d.left = d.left[1:]
+	return &storagev1.GetArtifactResponse{Chunk: chunk}, nil
+}
+
+func TestPayloadByReference(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	s.record(0)
+	large := sampleOf(0, 0, 0)
+	payload := large.Payload
+	large.Payload, large.PayloadRef = nil, id.Content(payload)
+	s.publish(append([]*trajectoryv1.TrajectoryEnvelope{large}, groupOf(0, 0, 0)[1:]...)...)
+	s.publish(groupOf(1, 0, 0)...)
+	ref := s.lease(1).GetSamples()[0]
+	if ref.GetPayloadRef() != id.Content(payload) || ref.GetSegment() != "" {
+		t.Errorf("%v", ref)
+	}
+	if _, err := s.payloads(1); rpcerr.Reason(err) != "ARTIFACTS_UNAVAILABLE" {
+		t.Errorf("without storage: %v", err)
+	}
+	s.deps.Artifacts = artifacts{payload}
+	s.restart()
+	if got, err := s.payloads(1); err != nil || len(got) != 2*size || got[0].GetKey().GetSample() != 0 {
+		t.Errorf("%d payloads: %v", len(got), err)
+	}
+}
+
+func TestLeaseWaitsAndWakes(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	s.record(0)
+	began := time.Now()
+	r, err := s.client.LeaseBatch(t.Context(), &bufferv1.LeaseBatchRequest{RunId: run, Step: 1, WaitSeconds: 0.05})
+	if err != nil || r.GetBatch() != nil || time.Since(began) < 50*time.Millisecond {
+		t.Fatalf("%v %v", r, err)
+	}
+	leased := make(chan *bufferv1.Batch, 3)
+	for range cap(leased) { // all who wait get the same batch
+		go func() {
+			r, _ := s.client.LeaseBatch(t.Context(), &bufferv1.LeaseBatchRequest{RunId: run, Step: 1, WaitSeconds: 20})
+			leased <- r.GetBatch()
+		}()
+	}
+	s.publish(slices.Concat(groupOf(0, 0, 0), groupOf(1, 0, 0))...)
+	first := <-leased
+	for range cap(leased) - 1 {
+		if next := <-leased; first == nil || !proto.Equal(first, next) {
+			t.Errorf("%v and %v", first, next)
+		}
+	}
+}
+
+// A reader that does not read must not hold up the ledger, and sees the newest state when it reads again.
+func TestSlowWatcherSeesTheNewest(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	s.record(0)
+	slow, err := s.client.WatchLedger(t.Context(), &bufferv1.WatchLedgerRequest{RunId: run})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const messages = 300
+	for i := range uint32(messages) {
+		s.publish(sampleOf(0, 0, i%2)) // never complete
+	}
+	s.until("all of it", func(l *bufferv1.LedgerState) bool { return l.GetSamples()+l.GetDuplicates() == messages })
+	seen := 0
+	for {
+		m, err := slow.Recv()
+		if err != nil {
+			t.Fatal(err)
+		}
+		seen++
+		if l := m.GetState(); l.GetSamples()+l.GetDuplicates() == messages {
+			break
+		}
+	}
+	if seen > messages+3 {
+		t.Errorf("%d messages for %d changes", seen, messages)
+	}
+}
