@@ -108,7 +108,6 @@ schema-gen: generate ## Regenerate schemas/ (the same as generate)
 .PHONY: docs
 docs: build ## Regenerate docs/reference/ from the schema and the CLI
 	@$(PYTHON) scripts/reference.py
-	@mkdir -p docs/reference && bin/rollout docs --dir docs/reference
 
 .PHONY: lock
 lock: venv ## Resolve python/pyproject.toml into the hashed locks anew

@@ -1,20 +1,29 @@
-"""Write docs/reference/config.md from the JSON Schema of the run config.
+"""Write docs/reference/: config.md from the JSON Schema of the run config, cli.md from the commands of bin/rollout.
 
-One section a table of the TOML file, in the order of the contract; one line a key: its type, its default,
-what it may be, what it means.
+config.md has one section a table of the TOML file, in the order of the contract; one line a key: its type,
+its default, what it may be, what it means. cli.md has one section a command.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = ROOT / "schemas" / "run_config.schema.json"
-TARGET = ROOT / "docs" / "reference" / "config.md"
-HEADER = """# The run config
+TARGET = ROOT / "docs" / "reference"
+CLI_HEADER = """# The command line
+
+<!-- Generated from bin/rollout by `make docs`. Change the commands in cmd/rollout. -->
+
+Every command takes the options of `rollout` itself, too.
+"""
+CONFIG_HEADER = """# The run config
 
 <!-- Generated from proto/rollout/config/v1/run_config.proto by `make docs`. Change it there. -->
 
@@ -29,10 +38,28 @@ Schema = dict[str, Any]
 
 
 def main() -> None:
+    TARGET.mkdir(parents=True, exist_ok=True)
     schema = json.loads(SCHEMA.read_text())
     sections = list(describe_table("", schema, schema["definitions"]))
-    TARGET.parent.mkdir(parents=True, exist_ok=True)
-    TARGET.write_text("\n".join([HEADER.format(summary=schema["description"]), *sections]))
+    (TARGET / "config.md").write_text("\n".join([CONFIG_HEADER.format(summary=schema["description"]), *sections]))
+    (TARGET / "cli.md").write_text("\n".join([CLI_HEADER, *describe_commands()]))
+
+
+def describe_commands() -> Iterator[str]:
+    """Yield one section a command, from the pages that the program writes of itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([ROOT / "bin" / "rollout", "docs", "--dir", folder, "--format", "json"], check=True)
+        for page in sorted(Path(folder).glob("*.md"), key=lambda path: path.stem):
+            if not page.stem.startswith("rollout_completion_"):
+                yield describe_command(page.read_text())
+
+
+def describe_command(page: str) -> str:
+    """Drop from a command's page what stands in each of them: the shared options and the links."""
+    page = re.sub(r"### (Options inherited from parent commands|SEE ALSO)\n.*?(?=\n### |\Z)", "", page, flags=re.DOTALL)
+    page = re.sub(r"^## (.+)$", r"## `\1`", page, count=1, flags=re.MULTILINE)
+    page = page.replace("### Synopsis\n\n", "").replace(str(Path.home()), "~")
+    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
 
 
 def describe_table(name: str, table: Schema, definitions: Schema) -> Iterator[str]:
