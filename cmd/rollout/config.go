@@ -209,6 +209,10 @@ func roleName(role planv1.InputRole) string {
 // writeFile replaces a file whole or not at all.
 func writeFile(path string, data []byte) error {
 	fail := func(err error) error {
+		var place *os.PathError
+		if errors.As(err, &place) {
+			err = place.Err
+		}
 		return exit.New(exit.CannotMake, "name another file with -o", "can't write %s: %w", path, err)
 	}
 	tmp, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")

@@ -32,7 +32,8 @@ type draft struct {
 	baseDir string
 	inputs  []*planv1.Input
 
-	train, eval *input.Dataset
+	train, eval *input.Dataset // nil where something is wrong with them
+	first       *input.Dataset // the training rows, for the reward's dry call, whatever is wrong with some of them
 	model       *input.Model
 }
 
@@ -99,6 +100,9 @@ func (d *draft) dataset(field, path, answer string, role planv1.InputRole) (*inp
 	}
 	if err := data.Read(input.Resolve(d.baseDir, path), &d.Problems); err != nil {
 		return nil, err
+	}
+	if role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA {
+		d.first = data
 	}
 	if d.Problems.Len() > before {
 		return nil, nil
@@ -210,7 +214,7 @@ func (d *draft) probe(ctx context.Context) (map[string]string, error) {
 		d.tokenizerAnswer(about)
 	}
 	if request != nil {
-		d.rewardAnswer(reward, rewardErr)
+		d.rewardAnswer(reward, rewardErr, aboutErr == nil)
 	}
 	return packages, nil
 }

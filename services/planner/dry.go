@@ -59,6 +59,11 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 			what, room = "prompt, answer and end have %d tokens", "max_model_len leaves"
 		}
 		limit := d.tokenizerLimit(data)
+		var wanted []uint64
+		for _, example := range lengths.Examples {
+			wanted = append(wanted, example.Row+1)
+		}
+		excerpts := input.Lines(input.Resolve(d.baseDir, data.Path), wanted)
 		for n, example := range lengths.Examples {
 			message := fmt.Sprintf(what+"; %s %d", example.Tokens, room, limit)
 			if more := lengths.Over - int64(len(lengths.Examples)); n == len(lengths.Examples)-1 && more > 0 {
@@ -66,7 +71,7 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 			}
 			d.Problems.Add(&planv1.Problem{
 				Reason: problem.ContextTooLong, File: data.Path, Line: uint32(example.Row + 1), Column: 1, Field: "engine.max_model_len",
-				Message: message, Mend: "shorten or remove the row, or raise `max_model_len` in [engine]",
+				Message: message, Mend: d.mendLength(data), Excerpt: excerpts[example.Row+1],
 			})
 		}
 		for _, row := range lengths.Empty {
@@ -76,6 +81,21 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 			})
 		}
 	}
+}
+
+// mendLength says what makes room: the model's positions can't be raised.
+func (d *draft) mendLength(data *input.Dataset) string {
+	mend := "shorten or remove the row"
+	if data.AnswerField == "" {
+		mend += ", lower `max_tokens` in [sampling]"
+	}
+	if d.model.Context == 0 || int64(d.Config.GetEngine().GetMaxModelLen()) < d.model.Context {
+		mend += ", raise `max_model_len` in [engine]"
+	}
+	if d.model.Context > 0 {
+		mend += fmt.Sprintf(" (the model has %d positions)", d.model.Context)
+	}
+	return mend
 }
 
 func (d *draft) tokenizerLimit(data *input.Dataset) int64 {
@@ -90,7 +110,7 @@ func (d *draft) tokenizerLimit(data *input.Dataset) int64 {
 // policy may.
 func (d *draft) rewardRequest() *probe.Reward {
 	reward := d.Config.GetReward()
-	if reward.GetPlugin() == "" || !d.Readable("reward") || d.train == nil || len(d.train.First) == 0 {
+	if reward.GetPlugin() == "" || !d.Readable("reward") || d.first == nil || len(d.first.First) == 0 {
 		return nil
 	}
 	file, _, _ := strings.Cut(reward.GetPlugin(), ".py:")
@@ -98,25 +118,28 @@ func (d *draft) rewardRequest() *probe.Reward {
 		return nil // said already
 	}
 	request := &probe.Reward{Plugin: reward.GetPlugin(), BaseDir: d.baseDir, TimeoutSeconds: reward.GetTimeoutSeconds()}
-	for i, row := range d.train.First {
+	for i, row := range d.first.First {
 		sample := probe.Sample{Prompt: row.Prompt, Row: row.JSON}
 		if i == 0 {
-			sample.Completion = d.train.Reference(row)
+			sample.Completion = d.first.Reference(row)
 		}
 		request.Samples = append(request.Samples, sample)
 	}
 	return request
 }
 
-func (d *draft) rewardAnswer(answer *probe.Answer, err error) {
-	if err != nil {
-		p := probeProblem(err)
-		var python *probe.Error
-		if errors.As(err, &python) {
-			p = d.pythonProblem(python, "reward.plugin")
-		}
-		d.Problems.Add(p)
+func (d *draft) rewardAnswer(answer *probe.Answer, err error, pythonWorks bool) {
+	var python *probe.Error
+	switch {
+	case errors.As(err, &python):
+		d.Problems.Add(d.pythonProblem(python, "reward.plugin"))
 		return
+	case err != nil && pythonWorks: // then it was the reward that ended the process
+		d.Problems.At(d.Place("reward.plugin"), "REWARD_RAISED", "reward.plugin",
+			fmt.Sprintf("`%s` ended its whole process: %v", d.Config.GetReward().GetPlugin(), err), "call it alone in Python to see why")
+		return
+	case err != nil:
+		return // said already
 	}
 	if answer.Reward == nil {
 		return
@@ -178,7 +201,7 @@ func line(file string, number uint32) string {
 
 func probeProblem(err error) *planv1.Problem {
 	return &planv1.Problem{
-		Reason: problem.Probe, Message: err.Error(),
+		Reason: problem.Probe, Message: "the Python probe ended early: " + err.Error(),
 		Mend: "check the Python environment of the workers: `python -m rollout.probe` must run in it",
 	}
 }

@@ -31,6 +31,17 @@ func tableExample(path string, message protoreflect.MessageDescriptor) string {
 	return fmt.Sprintf("[%s] with %s", path, enumerate(lines, "and"))
 }
 
+// fieldAt is the field at a dotted path.
+func fieldAt(path string) protoreflect.FieldDescriptor {
+	var found protoreflect.FieldDescriptor
+	walk(root(), "", func(at string, field protoreflect.FieldDescriptor) {
+		if at == path {
+			found = field
+		}
+	})
+	return found
+}
+
 // oneofTables are the tables of which the table at path holds exactly one.
 func oneofTables(path string) []string {
 	var names []string

@@ -26,6 +26,19 @@ func nearest(name string, candidates []string) string {
 	return ""
 }
 
+// nearestOf is more willing than nearest: the candidates are all that there is.
+func nearestOf(name string, candidates []string) string {
+	if near := nearest(name, candidates); near != "" {
+		return near
+	}
+	for _, candidate := range candidates {
+		if distance(strings.ToLower(name), candidate) <= len(candidate)/2 {
+			return candidate
+		}
+	}
+	return ""
+}
+
 // distance is the optimal string alignment distance: insertions, deletions, substitutions and swaps of neighbours.
 func distance(a, b string) int {
 	rows := make([][]int, len(a)+1)

@@ -26,16 +26,23 @@ func (r *Reading) rules(validator protovalidate.Validator) {
 		return
 	}
 	for _, violation := range invalid.Violations {
-		r.violation(violation)
+		if !isCrossField(violation) {
+			r.violation(violation)
+		}
 	}
+	for _, violation := range invalid.Violations { // a field that is wrong by itself makes these meaningless
+		if isCrossField(violation) {
+			r.crossField(violation.Proto.GetRuleId(), violation.Proto.GetMessage())
+		}
+	}
+}
+
+func isCrossField(v *protovalidate.Violation) bool {
+	return strings.HasPrefix(v.Proto.GetRuleId(), "run_config.")
 }
 
 func (r *Reading) violation(v *protovalidate.Violation) {
 	field, id := protovalidate.FieldPathString(v.Proto.GetField()), v.Proto.GetRuleId()
-	if strings.HasPrefix(id, "run_config.") {
-		r.crossField(id, v.Proto.GetMessage())
-		return
-	}
 	item := strings.IndexByte(field, '[')
 	if item >= 0 {
 		field = field[:item]
@@ -47,16 +54,23 @@ func (r *Reading) violation(v *protovalidate.Violation) {
 		r.missing(field, v.FieldDescriptor)
 		return
 	}
+	descriptor := v.FieldDescriptor
+	if descriptor == nil { // of an item of a list
+		descriptor = fieldAt(field)
+	}
 	place := r.Place(field)
 	text := place.Text()
+	defer func() { r.broken[field] = true }()
 	switch {
-	case v.FieldDescriptor.Kind() == protoreflect.StringKind:
-		r.badText(place, field, v)
-	case v.FieldDescriptor.IsList():
+	case descriptor.IsList() && item >= 0:
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` holds an empty text", field), "remove the empty item")
+	case descriptor.IsList():
 		r.Problems.At(place, problem.OutOfRange, field, fmt.Sprintf("`%s` %s", field, v.Proto.GetMessage()), "shorten the list")
+	case descriptor.Kind() == protoreflect.StringKind:
+		r.badText(place, field, v)
 	default:
 		r.Problems.At(place, problem.OutOfRange, field,
-			fmt.Sprintf("`%s` must be %s, got %s", field, limitsOf(v.FieldDescriptor), text), mendRange(v.FieldDescriptor))
+			fmt.Sprintf("`%s` must be %s, got %s", field, limitsOf(descriptor), text), mendRange(descriptor))
 	}
 }
 
@@ -65,12 +79,10 @@ func (r *Reading) badText(place document.Span, field string, v *protovalidate.Vi
 	rules := rulesOf(v.FieldDescriptor)
 	got := v.FieldValue.String()
 	switch {
-	case v.FieldDescriptor.IsList():
-		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` holds an empty text", field), "remove the empty item")
 	case len(rules.GetString().GetIn()) > 0:
 		allowed := append([]string(nil), rules.GetString().GetIn()...)
 		mend := "write " + alternatives(allowed)
-		if near := nearest(got, allowed); near != "" {
+		if near := nearestOf(got, allowed); near != "" {
 			mend = fmt.Sprintf("did you mean %q?", near)
 		}
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be %s, got %q", field, alternatives(allowed), got), mend)
@@ -101,8 +113,9 @@ func (r *Reading) missing(field string, descriptor protoreflect.FieldDescriptor)
 	}
 	place := r.Place(field)
 	if descriptor == nil { // a required oneof
-		names := oneofTables(field)
-		r.Problems.At(place, problem.MissingKey, field, fmt.Sprintf("[%s] names no algorithm", field), "add the table "+enumerate(names, "or"))
+		table := parent(field) // the path ends with the oneof's name
+		r.Problems.At(place, problem.MissingKey, table, fmt.Sprintf("[%s] names no algorithm", table),
+			"write "+enumerate(oneofTables(table), "or"))
 		return
 	}
 	if descriptor.Message() == nil {
@@ -131,6 +144,9 @@ func (r *Reading) crossField(id, message string) {
 		if r.brokenUnder(match[1]) {
 			return
 		}
+	}
+	if r.holes && r.root.Find(namedFields(message)[0]) == nil {
+		return // it may stand on a line that could not be read
 	}
 	place, field := r.source.End(), ""
 	for _, named := range namedFields(message) {

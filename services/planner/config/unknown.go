@@ -48,6 +48,9 @@ func (r *Reading) unknown(e *document.Entry, message protoreflect.MessageDescrip
 		where = "in [" + at + "]"
 	}
 	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), mendUnknown(e.Key, message, at))
+	if near := nearest(e.Key, fieldNames(message, false)); near != "" {
+		r.broken[join(at, near)] = true // it was meant: no rule is held against its default
+	}
 }
 
 func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDescriptor, at string) {
@@ -61,6 +64,7 @@ func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDe
 	mend := ""
 	if near := nearest(e.Key, names); near != "" && at != "algorithm" {
 		mend = fmt.Sprintf("did you mean [%s]?", join(at, near))
+		r.broken[join(at, near)] = true
 	} else if full := pathOf(e.Key, true); full != "" {
 		mend = fmt.Sprintf("write [%s]", full)
 	} else if len(names) == 0 {

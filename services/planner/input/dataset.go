@@ -31,6 +31,7 @@ type Dataset struct {
 	Bytes  uint64
 	First  []Row // the first rows, for the reward's dry call
 
+	foreign  bool // it is another kind of file: its lines are no rows
 	problems *problem.List
 	shown    map[string]int    // problems of one kind named so far
 	hidden   map[string]uint64 // further ones, counted
@@ -65,7 +66,7 @@ func (d *Dataset) Read(file string, problems *problem.List) error {
 	for {
 		line, err = readLine(reader, line[:0], hasher)
 		d.Bytes += uint64(len(line))
-		if len(line) > 0 {
+		if len(line) > 0 && !d.foreign {
 			d.Rows++
 			d.row(bytes.TrimRight(line, "\r\n"))
 		}
@@ -114,6 +115,7 @@ func (d *Dataset) row(line []byte) {
 		d.bad("blank", line, -1, "", "the line is empty", "remove it: every line is one row")
 		return
 	case d.Rows == 1 && bytes.HasPrefix(line, []byte("version https://git-lfs")):
+		d.foreign = true
 		d.bad("lfs", line, -1, "", "the file is a pointer of Git LFS, not the data", "run `git lfs pull`")
 		return
 	case !utf8.Valid(line):
@@ -143,6 +145,9 @@ func (d *Dataset) notJSON(line []byte, err error) {
 	case errors.As(err, &syntax):
 		at := int(syntax.Offset) - 1
 		mend := "write one JSON object a line"
+		if d.Rows == 1 && line[0] == '[' {
+			d.foreign = true
+		}
 		if line[0] == '[' || d.Rows == 1 && bytes.Equal(bytes.TrimSpace(line), []byte("{")) {
 			mend = "the file must be JSON Lines: one object a line, no list around them"
 		} else if bytes.Contains(line, []byte("{'")) {
@@ -282,6 +287,29 @@ func (d *Dataset) summary() {
 			Message: fmt.Sprintf("and %d more problems of the same kinds", total), Mend: "correct those above first",
 		})
 	}
+}
+
+// Lines returns the given lines of a file, from 1 and ascending, as far as they are shown with a problem.
+func Lines(file string, wanted []uint64) map[uint64]string {
+	out := map[uint64]string{}
+	f, err := os.Open(file)
+	if err != nil {
+		return out // a problem without its line is still a problem
+	}
+	defer f.Close()
+	reader := bufio.NewReaderSize(f, 1<<20)
+	var line []byte
+	for n := uint64(1); len(wanted) > 0; n++ {
+		line, err = readLine(reader, line[:0], io.Discard)
+		if n == wanted[0] {
+			text := bytes.TrimRight(line, "\r\n")
+			out[n], wanted = strings.ToValidUTF8(string(text[:min(len(text), maxExcerpt)]), "\uFFFD"), wanted[1:]
+		}
+		if err != nil {
+			break
+		}
+	}
+	return out
 }
 
 // wordAt is the JSON token that begins at a byte, as far as it is of use in a message.

@@ -81,6 +81,10 @@ func Similar(baseDir, name string, near func(name string, candidates []string) s
 	for {
 		entries, err := os.ReadDir(folder)
 		if err == nil {
+			beside := filepath.Join(folder, filepath.Base(name))
+			if _, err := os.Stat(beside); err == nil && rest != "" {
+				return Relative(baseDir, beside, name) // the right name in a folder further up
+			}
 			var names []string
 			for _, e := range entries {
 				names = append(names, e.Name())

@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// startUp is how long the interpreter may take beside the reward's own limit.
+// startUp is how long the interpreter may take beside the reward's own limit, where the prober does not say.
 const startUp = 20 * time.Second
 
 // killDelay is how long after its limit a reward that holds the interpreter is killed from outside.
@@ -104,6 +104,7 @@ type Prober struct {
 	Python     string   // interpreter
 	PythonPath string   // folder of the package `rollout` where it is not installed
 	Env        []string // environment of the processes
+	StartUp    time.Duration
 }
 
 // Ask runs one process. The error is an *Error where Python ran and failed or hung; of any other kind where it could not run.
@@ -112,7 +113,10 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("encode a probe's request: %w", err)
 	}
-	limit := startUp
+	limit := p.StartUp
+	if limit == 0 {
+		limit = startUp
+	}
 	if request.Reward != nil {
 		limit += time.Duration(2*request.Reward.TimeoutSeconds*float64(time.Second)) + killDelay // import and call
 	}
@@ -151,9 +155,9 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 		err = errors.New("it gave no answer")
 	}
 	if text := stderr.lastLine(); text != "" {
-		return nil, fmt.Errorf("the probe process %s ended early: %w; its last line: %s", p.Python, err, text)
+		return nil, fmt.Errorf("%w; its last line: %s", err, text)
 	}
-	return nil, fmt.Errorf("the probe process %s ended early: %w", p.Python, err)
+	return nil, err
 }
 
 // tail keeps the end of what is written to it.

@@ -1,0 +1,2 @@
+def exact_match(samples):
+    return [float(sample.completion == sample.row["answer"]) for sample in samples]

@@ -1,0 +1,5 @@
+import sys
+
+
+def exact_match(samples):
+    sys.exit("no credit left")

@@ -1,0 +1,5 @@
+import threading
+
+
+def exact_match(samples):
+    threading.Event().wait()

@@ -1,0 +1,2 @@
+def exact_match(samples):
+    return [1.0]

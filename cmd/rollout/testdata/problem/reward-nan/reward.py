@@ -1,0 +1,2 @@
+def exact_match(samples):
+    return [float("nan") for s in samples]

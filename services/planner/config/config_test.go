@@ -1,0 +1,212 @@
+package config
+
+import (
+	"fmt"
+	"math"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+const good = `name = "addition"
+
+[model]
+path = "model"
+
+[data]
+train = "train.jsonl"
+
+[sampling]
+group_size = 8
+
+[reward]
+plugin = "reward.py:exact"
+
+[algorithm.grpo]
+
+[train]
+steps = 4
+`
+
+func read(t *testing.T, text string, set ...string) *Reading {
+	t.Helper()
+	r, err := NewReader()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r.Read(&planv1.ConfigSource{Toml: []byte(text), File: "run.toml", Set: set})
+}
+
+// problems are `line:column reason field <text>`, one a line.
+func problems(r *Reading) string {
+	var b strings.Builder
+	for _, p := range r.Sorted() {
+		fmt.Fprintf(&b, "%s:%d:%d %s %s <%s>\n", p.GetFile(), p.GetLine(), p.GetColumn(), p.GetReason(), p.GetField(), p.GetText())
+	}
+	return b.String()
+}
+
+func TestGoodConfigGetsItsDefaults(t *testing.T) {
+	t.Parallel()
+	r := read(t, good)
+	if !r.Problems.Empty() {
+		t.Fatal(problems(r))
+	}
+	c := r.Config
+	if !c.GetDeterministic() || c.GetMode() != "sync" || c.GetTrain().GetLearningRate() != 1e-6 || c.GetEngine().GetSlots() != 64 {
+		t.Errorf("defaults: %v", c)
+	}
+	if c.GetEval() == nil || c.GetAlgorithm().GetSft() != nil {
+		t.Errorf("tables: %v", c)
+	}
+	if c = read(t, good, `mode="async"`).Config; c.Deterministic == nil || c.GetDeterministic() {
+		t.Error("an async run is deterministic")
+	}
+	sft := strings.NewReplacer("[algorithm.grpo]", "[algorithm.sft]", "[reward]", "", `plugin = "reward.py:exact"`, "", "group_size = 8", "").Replace(good)
+	if r = read(t, sft); !r.Problems.Empty() || r.Config.Reward != nil {
+		t.Errorf("SFT without a reward: %s %v", problems(r), r.Config)
+	}
+}
+
+func TestNumbers(t *testing.T) {
+	t.Parallel()
+	for value, want := range map[string]string{
+		"sampling.temperature=1":              "",
+		"sampling.temperature=1e0":            "",
+		"sampling.temperature=0x1":            "",
+		"sampling.temperature=nan":            "OUT_OF_RANGE",
+		"sampling.temperature=inf":            "OUT_OF_RANGE",
+		"sampling.temperature=1979-05-27":     "WRONG_TYPE",
+		"train.steps=1_000":                   "",
+		"train.steps=0xff":                    "",
+		"train.steps=4.0":                     "WRONG_TYPE",
+		"train.steps=-0":                      "OUT_OF_RANGE",
+		"train.steps=99999999999999999999999": "OUT_OF_RANGE",
+		"seed=9007199254740991":               "",
+		"seed=9007199254740992":               "OUT_OF_RANGE",
+		"train.groups_per_step=4294967296":    "OUT_OF_RANGE",
+	} {
+		r := read(t, good, value)
+		got := ""
+		if list := r.Sorted(); len(list) > 0 {
+			got = list[0].GetReason()
+		}
+		if got != want {
+			t.Errorf("%s: %q, want %q: %s", value, got, want, problems(r))
+		}
+	}
+	if got := read(t, good, "train.steps=1_000").Config.GetTrain().GetSteps(); got != 1000 {
+		t.Errorf("1_000 reads as %d", got)
+	}
+	if got := read(t, good, "train.max_grad_norm=inf").Config.GetTrain().GetMaxGradNorm(); !math.IsInf(got, 1) {
+		t.Errorf("inf reads as %v", got)
+	}
+}
+
+func TestOverrides(t *testing.T) {
+	t.Parallel()
+	r := read(t, good, "mode=async", "staleness.max_steps=2", `sampling.stop=["a", "b"]`, "algorithm.grpo.clip_low=0.1", "model={path='m'}", "data.eval = data/eval set.jsonl ")
+	if !r.Problems.Empty() {
+		t.Fatal(problems(r))
+	}
+	c := r.Config
+	got := []any{c.GetMode(), c.GetStaleness().GetMaxSteps(), c.GetSampling().GetStop(), c.GetAlgorithm().GetGrpo().GetClipLow(), c.GetModel().GetPath(), c.GetData().GetEval()}
+	want := []any{"async", uint32(2), []string{"a", "b"}, 0.1, "m", "data/eval set.jsonl"}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+	if got := problems(read(t, good, "x", "[a]=3", "train.steps=", "sampling.stop=[1]", "sampling.stop=['']")); got != "--set:1:1 SYNTAX  <x>\n--set:2:4 SYNTAX  <=>\n"+
+		"--set:3:13 WRONG_TYPE train.steps <>\n--set:5:15 BAD_VALUE sampling.stop <['']>\n" {
+		t.Error(got)
+	}
+}
+
+func TestProblemsComeInTheOrderOfTheFileWithTheirPlaces(t *testing.T) {
+	t.Parallel()
+	text := "\ufeff# comment\r\n\tnaem = \"x\"\r\n[model]\r\npath = \"m\"\r\n\"größe\" = 1\r\n[data]\r\n  train = 3\r\n[algorithm]\r\n[train]\r\nsteps = 0\r\n"
+	want := `run.toml:2:2 UNKNOWN_KEY naem <naem>
+run.toml:5:1 UNKNOWN_KEY model.größe <"größe">
+run.toml:7:11 WRONG_TYPE data.train <3>
+run.toml:8:1 MISSING_KEY algorithm <[algorithm]>
+run.toml:10:9 OUT_OF_RANGE train.steps <0>
+`
+	if diff := cmp.Diff(want, problems(read(t, text))); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// TestContract holds the contract's own annotations against what reads them.
+func TestContract(t *testing.T) {
+	t.Parallel()
+	for id := range expressions() {
+		if mends[id] == "" {
+			t.Errorf("the rule %s has no mend", id)
+		}
+	}
+	for id := range mends {
+		if expressions()[id] == "" {
+			t.Errorf("there is no rule %s", id)
+		}
+	}
+	walk(root(), "", func(path string, field protoreflect.FieldDescriptor) {
+		meta := metaOf(field)
+		if field.Message() != nil || field.IsList() || path == "deterministic" {
+			return
+		}
+		if meta.GetDefault() == "" && !rulesOf(field).GetRequired() {
+			t.Errorf("%s has no default and is not required", path)
+		}
+		if rulesOf(field).GetRequired() && meta.GetExample() == "" {
+			t.Errorf("%s is required and has no example", path)
+		}
+		for _, text := range []string{meta.GetDefault(), meta.GetExample()} {
+			if text != "" {
+				literal(field, text) // panics where it is no value
+			}
+		}
+	})
+	for name, path := range aliases {
+		if !strings.Contains(strings.Join(leaves(), "\n")+"\n", path+"\n") {
+			t.Errorf("%s is to mean %s, which is no field", name, path)
+		}
+	}
+}
+
+func TestNearest(t *testing.T) {
+	t.Parallel()
+	keys := []string{"group_size", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop"}
+	for name, want := range map[string]string{
+		"grp_size": "group_size", "groupsize": "group_size", "GROUP_SIZE": "group_size", "temprature": "temperature", "temp": "temperature",
+		"topp": "top_p", "tpo_k": "top_k", "stops": "stop", "frobnicate": "", "x": "", "": "",
+	} {
+		if got := nearest(name, keys); got != want {
+			t.Errorf("%q: %q, want %q", name, got, want)
+		}
+	}
+	if d := distance("ca", "abc"); d != 3 {
+		t.Errorf("distance(ca, abc) = %d", d)
+	}
+}
+
+// FuzzRead holds that no text makes the reader fail in any other way than by a problem with a place.
+func FuzzRead(f *testing.F) {
+	for _, text := range []string{good, "", "=", "[", "[[a]]", "a.b.c = {d = [1, {e = 2}]}", "[a]\n[a.b]\n[a]\na = 1", "x = \"\"\"\n", "a = 1\na.b = 2", "\xff = 1", "model = 3\n[model]\npath = 1"} {
+		f.Add(text, "train.steps=1")
+		f.Add(good, text)
+	}
+	r, err := NewReader()
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Fuzz(func(t *testing.T, text, set string) {
+		reading := r.Read(&planv1.ConfigSource{Toml: []byte(text), File: "run.toml", Set: []string{set}})
+		for _, p := range reading.Sorted() {
+			if p.GetMessage() == "" || p.GetLine() == 0 || p.GetColumn() == 0 {
+				t.Errorf("a problem without message or place: %v", p)
+			}
+		}
+	})
+}

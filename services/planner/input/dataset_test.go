@@ -1,0 +1,102 @@
+package input
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+)
+
+func dataset(t *testing.T, text string) (*Dataset, string) {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "rows.jsonl")
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	d := &Dataset{Path: "rows.jsonl", PromptField: "prompt", ReferenceField: "answer"}
+	var problems problem.List
+	if err := d.Read(file, &problems); err != nil {
+		t.Fatal(err)
+	}
+	var b strings.Builder
+	for _, p := range problems.Sorted() {
+		fmt.Fprintf(&b, "%d:%d %s\n", p.GetLine(), p.GetColumn(), p.GetMessage())
+	}
+	return d, b.String()
+}
+
+func TestRowsAreCountedWhateverEndsTheLines(t *testing.T) {
+	t.Parallel()
+	row := `{"prompt": "1+1=", "answer": "2"}`
+	for text, want := range map[string]uint64{
+		row: 1, row + "\n": 1, row + "\r\n" + row + "\r\n": 2, row + "\n" + row: 2,
+		`{"prompt": "` + strings.Repeat("x", 3<<20) + "\"}\n" + row: 2, // longer than the reader's buffer
+	} {
+		d, problems := dataset(t, text)
+		if d.Rows != want || problems != "" {
+			t.Errorf("%.40q: %d rows, want %d; %s", text, d.Rows, want, problems)
+		}
+		if d.Digest != id.Content([]byte(text)) || d.Bytes != uint64(len(text)) {
+			t.Errorf("%.40q: digest %s of %d bytes", text, d.Digest, d.Bytes)
+		}
+	}
+}
+
+func TestColumnsCountCharacters(t *testing.T) {
+	t.Parallel()
+	_, problems := dataset(t, `{"größe": "日本", "prompt" "x"}`+"\n"+`{"größe": "日本", "prompt": 3}`+"\n{\"prompt\": \"\xff\"}\n")
+	want := "1:26 the row is no JSON: invalid character '\"' after object key\n" +
+		"2:17 `prompt` is a number, neither a text nor a list of messages\n3:13 the row is no UTF-8 text\n"
+	if problems != want {
+		t.Errorf("got\n%swant\n%s", problems, want)
+	}
+}
+
+func TestProblemsOfOneKindAreCounted(t *testing.T) {
+	t.Parallel()
+	d, problems := dataset(t, strings.Repeat("{\"prompt\": 3}\n", 1000)+"{\"prompt\": \"x\"}\n{\"prompt\": \"y\", \"answer\": \"z\"}\n")
+	if got := strings.Count(problems, "\n"); got != sameShown+1 || !strings.Contains(problems, "1002:0 and 995 more problems") {
+		t.Errorf("got\n%s", problems)
+	}
+	if len(d.First) != 2 || d.First[1].Prompt != "y" || d.Reference(d.First[1]) != "z" || d.Reference(d.First[0]) != "" {
+		t.Errorf("first rows: %+v", d.First)
+	}
+}
+
+func TestARowThatCannotTravelIsRefused(t *testing.T) {
+	t.Parallel()
+	_, problems := dataset(t, `{"prompt": "`+strings.Repeat("x", maxRow)+"\"}\n")
+	if !strings.Contains(problems, "at most 8388608 can travel") {
+		t.Error(problems)
+	}
+}
+
+func TestLines(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "rows.jsonl")
+	if err := os.WriteFile(file, []byte("one\ntwo\r\nthree"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	got := Lines(file, []uint64{2, 3, 4})
+	if len(got) != 2 || got[2] != "two" || got[3] != "three" {
+		t.Errorf("%v", got)
+	}
+}
+
+func TestRelative(t *testing.T) {
+	t.Parallel()
+	for _, c := range [][4]string{
+		{"/a/b", "/a/b/c.py", "c.py", "c.py"}, {"/a/b", "/a/c.py", "../c.py", "../c.py"}, {"/a/b", "/x/c.py", "/x/c.py", "/x/c.py"},
+	} {
+		if got := Relative(c[0], c[1], c[2]); got != c[3] {
+			t.Errorf("Relative(%q, %q, %q) = %q", c[0], c[1], c[2], got)
+		}
+		if got := Resolve(c[0], c[2]); got != c[1] {
+			t.Errorf("Resolve(%q, %q) = %q", c[0], c[2], got)
+		}
+	}
+}

@@ -1,0 +1,220 @@
+package planner
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/probe"
+)
+
+const tokenizer = `{"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": false},
+"model": {"type": "WordLevel", "vocab": {"<unk>": 0, "1": 1, "+": 2, "=": 3}, "unk_token": "<unk>"}}`
+
+const configText = `name = "addition"
+[model]
+path = "model"
+[data]
+train = "train.jsonl"
+[sampling]
+group_size = 2
+max_tokens = 6
+[reward]
+plugin = "reward.py:exact"
+[algorithm.grpo]
+[train]
+steps = 4
+`
+
+// prober is the interpreter of the checkout's environment, else the system's.
+func prober(t *testing.T) Config {
+	t.Helper()
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	python := filepath.Join(root, ".venv/bin/python")
+	if _, err := os.Stat(python); err != nil {
+		if python, err = exec.LookPath("python3"); err != nil {
+			t.Fatal("no Python: run `make venv`")
+		}
+	}
+	return Config{Python: python, PythonPath: filepath.Join(root, "python"), Env: os.Environ()}
+}
+
+func server(t *testing.T) *Server {
+	t.Helper()
+	s, err := New(prober(t), Deps{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// project is a folder with everything that configText names.
+func project(t *testing.T, reward string) string {
+	t.Helper()
+	dir := t.TempDir()
+	header := `{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}`
+	weights := append(binary.LittleEndian.AppendUint64(nil, uint64(len(header))), header+"0123"...)
+	for name, text := range map[string]string{
+		"train.jsonl": `{"prompt": "1+1=", "answer": "2"}` + "\n", "reward.py": reward, "model/config.json": `{"n_positions": 32}`,
+		"model/tokenizer.json": tokenizer, "model/model.safetensors": string(weights), "model/README.md": "not read",
+	} {
+		path := filepath.Join(dir, name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+func create(t *testing.T, s *Server, dir string, set ...string) *planv1.CreatePlanResponse {
+	t.Helper()
+	response, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{
+		Toml: []byte(configText), File: "run.toml", BaseDir: dir, Set: set,
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return response
+}
+
+func TestPlanPinsEveryFileThatIsRead(t *testing.T) {
+	t.Parallel()
+	dir := project(t, "from lib import grade\nimport json\n\ndef exact(samples):\n    import late\n    return [grade(s) for s in samples]\n")
+	for name, text := range map[string]string{"lib.py": "def grade(s): return 1.0\n", "late.py": "", "unused.py": ""} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s := server(t)
+	plan := create(t, s, dir)
+	if len(plan.GetProblems()) > 0 {
+		t.Fatal(plan.GetProblems())
+	}
+	var paths []string
+	for _, in := range plan.GetPlan().GetInputs() {
+		paths = append(paths, in.GetPath())
+		if in.GetBytes() == 0 && in.GetPath() != "late.py" || !strings.HasPrefix(in.GetDigest(), "blake3-") {
+			t.Errorf("%v", in)
+		}
+	}
+	want := []string{"train.jsonl", "model/config.json", "model/model.safetensors", "model/tokenizer.json", "late.py", "lib.py", "reward.py"}
+	if !slices.Equal(paths, want) {
+		t.Errorf("inputs %q, want %q", paths, want)
+	}
+	if got := plan.GetPlan().GetConfig().GetEngine().GetMaxModelLen(); got != 32 {
+		t.Errorf("the default length is %d; the model has 32 positions", got)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "__pycache__")); err == nil {
+		t.Error("the dry call left files behind")
+	}
+	// a change of a neighbour is seen
+	if err := os.WriteFile(filepath.Join(dir, "lib.py"), []byte("def grade(s): return 2.0\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	verified, err := s.VerifyPlan(t.Context(), &planv1.VerifyPlanRequest{Lock: plan.GetLock(), File: "plan.lock", BaseDir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p := verified.GetProblems(); len(p) != 1 || p[0].GetFile() != "lib.py" || p[0].GetReason() != "INPUT_CHANGED" {
+		t.Errorf("problems: %v", p)
+	}
+}
+
+func TestARewardThatHoldsTheInterpreterIsKilled(t *testing.T) {
+	t.Parallel()
+	dir := project(t, "import re\n\ndef exact(samples):\n    return [float(bool(re.match('(a+)+$', 'a' * 64 + 'b'))) for s in samples]\n")
+	s := server(t)
+	s.prober.StartUp = 2 * time.Second
+	began := time.Now()
+	problems := create(t, s, dir, "reward.timeout_seconds=0.2").GetProblems()
+	if len(problems) != 1 || problems[0].GetReason() != "REWARD_TIMEOUT" || problems[0].GetField() != "reward.plugin" {
+		t.Errorf("problems: %v", problems)
+	}
+	if took := time.Since(began); took > 15*time.Second {
+		t.Errorf("it took %v", took)
+	}
+}
+
+func TestACallerThatLeavesEndsTheProbe(t *testing.T) {
+	t.Parallel()
+	dir := project(t, "import os, time\n\ndef exact(samples):\n    open('"+filepath.Join(t.TempDir(), "called")+"', 'w').close()\n    time.sleep(3600)\n")
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	defer cancel()
+	_, err := server(t).CreatePlan(ctx, &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{
+		Toml: []byte(configText), File: "run.toml", BaseDir: dir, Set: []string{"reward.timeout_seconds=3600"},
+	}})
+	if !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestNoPythonIsOneProblem(t *testing.T) {
+	t.Parallel()
+	dir := project(t, "def exact(samples): return []\n")
+	s, err := New(Config{Python: "/nowhere/python"}, Deps{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	problems := create(t, s, dir).GetProblems()
+	if len(problems) != 1 || problems[0].GetReason() != "PROBE_FAILED" {
+		t.Errorf("problems: %v", problems)
+	}
+	if _, err := New(Config{}, Deps{}); err == nil {
+		t.Error("a planner without an interpreter")
+	}
+}
+
+func TestFoldersAreAbsolute(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	_, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{BaseDir: "here"}})
+	if rpcerr.Reason(err) != "BAD_BASE_DIR" || rpcerr.Code(err) != codes.InvalidArgument {
+		t.Errorf("got %v", err)
+	}
+	if _, err = s.VerifyPlan(t.Context(), &planv1.VerifyPlanRequest{}); rpcerr.Reason(err) != "BAD_BASE_DIR" {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestValidateReadsNothing(t *testing.T) {
+	t.Parallel()
+	s, err := New(Config{Python: "/nowhere/python"}, Deps{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	response, err := s.ValidateConfig(t.Context(), &planv1.ValidateConfigRequest{Source: &planv1.ConfigSource{Toml: []byte(configText), File: "run.toml"}})
+	if err != nil || len(response.GetProblems()) > 0 || response.GetConfig().GetName() != "addition" {
+		t.Errorf("%v %v", response, err)
+	}
+}
+
+func TestPackagesThatTheWorkersNeed(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	answer, err := s.prober.Ask(t.Context(), probe.Request{Packages: []string{"torch", "unobtainium"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := &draft{server: s, Reading: s.reader.Read(&planv1.ConfigSource{})}
+	before := d.Problems.Len()
+	if got := d.packages(answer); got["python"] == "" || got["torch"] == "" {
+		t.Errorf("versions %v", got)
+	}
+	if d.Problems.Len() == before {
+		t.Error("a package that nobody asked for is not missed") // transformers and others were not in the answer
+	}
+}
