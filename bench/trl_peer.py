@@ -4,8 +4,8 @@
 
 Needs TRL beside torch and transformers (`make venv-bench`). Same model, prompts, group size, lengths, optimizer (fused AdamW) and
 loss (token-level normalisation, clip 0.2, no reference model) as our run; what doesn't serve speed is off: logging, saving,
-gradient checkpointing, progress bars. Several settings that give the same result are measured (threads, size of the micro-batch) and
-the fastest counts. A step is timed from the end of the one before it to its own: sampling, reward and update.
+gradient checkpointing, progress bars. Several settings that give the same result are measured (threads, micro-batches) and the
+fastest counts. A step is timed from the end of the one before it to its own: sampling, reward and update.
 """
 
 from __future__ import annotations

