@@ -189,7 +189,7 @@ func startNATS(ctx context.Context, cfg config.Config, token string, log *slog.L
 	addr := lis.Addr().(*net.TCPAddr)
 	lis.Close()
 	return bus.StartEmbedded(natsDir(cfg.StateDir), bus.EmbeddedOptions{
-		Host: addr.IP.String(), Port: addr.Port, Token: token, NoSync: cfg.NATS.NoSync, Log: log,
+		Host: addr.IP.String(), Port: addr.Port, Token: token, NoSync: !cfg.NATS.Sync, Log: log,
 	})
 }
 

@@ -39,7 +39,7 @@ type NATS struct {
 	URL       string `toml:"url"`
 	TokenFile string `toml:"token_file"`
 	Listen    string `toml:"listen"`
-	NoSync    bool   `toml:"no_sync"`
+	Sync      bool   `toml:"sync"`
 }
 
 // Consul is discovery: the agent at Address, that of the joined process, or the target "registry" of this one.

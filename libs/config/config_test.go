@@ -56,7 +56,7 @@ target = ["buffer", "snapshot"]
 drain = "7s"
 [nats]
 url = "nats://file:4222"
-no_sync = true
+sync = true
 [log]
 level = "debug"
 format = "json"
@@ -66,14 +66,14 @@ format = "json"
 	want := Default("/home/u/.local/state/rollout")
 	want.Target = []string{"buffer", "snapshot"}
 	want.Drain = 7 * time.Second
-	want.NATS.URL, want.NATS.NoSync = "nats://env:4222", true
+	want.NATS.URL, want.NATS.Sync = "nats://env:4222", true
 	want.Log = Log{Format: "json", Level: "error"}
 	want.Listen = "127.0.0.1:7000"
 	want.Worker.Command = []string{"python", "-m", "rollout_workers"}
 	if !reflect.DeepEqual(c, want) {
 		t.Errorf("got  %+v\nwant %+v", c, want)
 	}
-	if got := load(t, nil, "--nats-no-sync", "--target", "nats,registry"); !got.NATS.NoSync || !slices.Equal(got.Target, []string{"nats", "registry"}) {
+	if got := load(t, nil, "--nats-sync", "--target", "nats,registry"); !got.NATS.Sync || !slices.Equal(got.Target, []string{"nats", "registry"}) {
 		t.Errorf("flags: %+v", got)
 	}
 }

@@ -29,7 +29,7 @@ var keys = []key{
 	{"nats.url", "NATS server; empty: the embedded one", func(c *Config) any { return &c.NATS.URL }},
 	{"nats.token_file", "file of the NATS token; empty: the mesh token", func(c *Config) any { return &c.NATS.TokenFile }},
 	{"nats.listen", "address of the embedded NATS server", func(c *Config) any { return &c.NATS.Listen }},
-	{"nats.no_sync", "embedded NATS: do not fsync each stored message", func(c *Config) any { return &c.NATS.NoSync }},
+	{"nats.sync", "embedded NATS: fsync each stored message; runs need it not, their ledger is what is durable", func(c *Config) any { return &c.NATS.Sync }},
 	{"consul.address", "Consul agent; empty: the embedded registry", func(c *Config) any { return &c.Consul.Address }},
 	{"consul.token_file", "file of the Consul ACL token; empty: the mesh token for the embedded registry, none for Consul", func(c *Config) any { return &c.Consul.TokenFile }},
 	{"consul.listen", "address of the embedded registry", func(c *Config) any { return &c.Consul.Listen }},

@@ -73,7 +73,7 @@ func (v *flagValue) Set(text string) error {
 	return v.key.set(&Config{}, text)
 }
 
-// IsBoolFlag lets --nats-no-sync stand without a value.
+// IsBoolFlag lets --nats-sync stand without a value.
 func (v *flagValue) IsBoolFlag() bool {
 	if v.key.field == nil {
 		return false

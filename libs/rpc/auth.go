@@ -127,7 +127,7 @@ func EnsureToken(path string) (string, error) {
 		return token, err
 	}
 	raw := make([]byte, tokenBytes)
-	rand.Read(raw)                                            //nolint:errcheck // never fails
+	rand.Read(raw)                                            // never fails
 	tmp, err := os.CreateTemp(filepath.Dir(path), ".token-*") // 0600
 	if err != nil {
 		return "", fmt.Errorf("make token file: %w", err)
