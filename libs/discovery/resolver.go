@@ -3,6 +3,7 @@ package discovery
 import (
 	"context"
 	"fmt"
+	"net"
 	"sync"
 
 	"google.golang.org/grpc/resolver"
@@ -31,7 +32,12 @@ func (b *builder) Build(target resolver.Target, cc resolver.ClientConn, _ resolv
 		b.client.watch(ctx, name, func(list []Instance) {
 			state := resolver.State{}
 			for _, i := range list {
-				state.Addresses = append(state.Addresses, resolver.Address{Addr: i.Address})
+				// With TLS it is the host of the instance that its certificate names, not the service.
+				host, _, err := net.SplitHostPort(i.Address)
+				if err != nil {
+					continue
+				}
+				state.Addresses = append(state.Addresses, resolver.Address{Addr: i.Address, ServerName: host})
 			}
 			_ = cc.UpdateState(state) // refused where the list is empty; the balancer says so to waiting calls
 		})

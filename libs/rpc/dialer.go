@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"slices"
 	"sync"
 	"time"
@@ -89,9 +90,19 @@ func (d *Dialer) dial(service string) (*grpc.ClientConn, error) {
 	return grpc.NewClient("consul:///"+service, append(clientOptions(d.o.Token, d.o.TLS, d.o.Log), grpc.WithResolvers(d.o.Lookup))...)
 }
 
-// DialWorker is a connection to one worker's address (host:port) with the mesh token. The caller closes it.
+// DialWorker is a connection to one worker's address (host:port) with the mesh token. The caller closes it. Workers on this host
+// are called in plain text, those elsewhere with the TLS of the Dialer.
 func (d *Dialer) DialWorker(address string) (*grpc.ClientConn, error) {
-	return dialAddress(address, d.o.Token, d.o.TLS, d.o.Log)
+	t := d.o.TLS
+	if loopback(address) {
+		t = nil
+	}
+	return dialAddress(address, d.o.Token, t, d.o.Log)
+}
+
+func loopback(address string) bool {
+	ap, err := netip.ParseAddrPort(address)
+	return err == nil && ap.Addr().IsLoopback()
 }
 
 // Close closes every connection that Conn made.
