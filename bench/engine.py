@@ -172,9 +172,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--model", help="a model's folder instead of the tiny model; an eighth of the prompts")
     parser.add_argument("--case", action="append", choices=("equal", "mixed", "group"))
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="CPU seconds instead of wall seconds: for a busy machine, with --threads 1"
-    )
+    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, for a busy machine (with --threads 1)")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
 

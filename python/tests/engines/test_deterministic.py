@@ -25,8 +25,8 @@ def neighbours(salt: int):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-async def test_bits_do_not_depend_on_company_slot_or_history(threads: int, monkeypatch) -> None:
+@pytest.mark.parametrize(("threads", "block"), [(1, 7), (2, 7), (2, 4)])
+async def test_bits_do_not_depend_on_company_slot_or_history(threads: int, block: int, monkeypatch) -> None:
     placed: dict[tuple[str, int], set[int]] = {}
     occupy = SlotTable.occupy
 
@@ -36,7 +36,7 @@ async def test_bits_do_not_depend_on_company_slot_or_history(threads: int, monke
         occupy(self, slots, owners, *rest)
 
     monkeypatch.setattr(SlotTable, "occupy", noting)
-    async with running(deterministic=True, threads=threads, slots=7, prefill_rows=3, max_len=96) as engine:
+    async with running(deterministic=True, threads=threads, slots=7, block_rows=block, max_len=96) as engine:
         alone = {}
         for probe in PROBES:
             alone |= await outputs(engine, probe)
@@ -47,7 +47,7 @@ async def test_bits_do_not_depend_on_company_slot_or_history(threads: int, monke
             for key, expected in alone.items():
                 assert same_bits(crowd[key], expected), (salt, key)
     assert all(len(slots) >= 3 for key, slots in placed.items() if key in alone), placed
-    async with running(deterministic=True, threads=threads, slots=7, prefill_rows=3, max_len=96) as fresh:
+    async with running(deterministic=True, threads=threads, slots=7, block_rows=block, max_len=96) as fresh:
         again = await outputs(fresh, *reversed(PROBES))
     assert all(same_bits(again[key], expected) for key, expected in alone.items())
 
@@ -62,7 +62,7 @@ async def test_the_shapes_of_a_real_model_keep_their_bits_too() -> None:
                         num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=128, eos_token_id=None)
         ).eval()  # fmt: skip
 
-    async with running(smollm2(), deterministic=True, threads=2, slots=8, prefill_rows=4, max_len=64) as engine:
+    async with running(smollm2(), deterministic=True, threads=2, slots=8, max_len=64) as engine:
         probe = request("p", length=9, seeds=(1, 2), max_tokens=8)
         alone = await outputs(engine, probe)
         crowd = await outputs(engine, *(request(f"n{i}", length=3 + i, seeds=(1, 2), max_tokens=3 + i) for i in range(5)), probe)

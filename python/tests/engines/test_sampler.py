@@ -24,7 +24,7 @@ CASES = [
 
 
 def controls_of(params: list[SamplingParams], vocabulary: int) -> Controls:
-    table = SlotTable(len(params), 16, vocabulary)
+    table = SlotTable(len(params), len(params), 16, vocabulary)
     for slot, p in enumerate(params):
         table.occupy(np.array([slot]), [type("Owner", (), {"text": None})()], 1, [0], p, 8, ())
     return table.controls(np.arange(len(params)), torch.device("cpu"))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rollout_workers.engines.base import (
     EngineError,
@@ -54,7 +55,7 @@ class Decoder:
     """Requests in, outputs to their sinks. ``turn`` does one round of work; the rest may be called between turns."""
 
     def __init__(
-        self, module: nn.Module, config: EngineConfig, tokenizer: Tokenizer | None, end_ids: tuple[int, ...], version: int
+        self, module: PreTrainedModel, config: EngineConfig, tokenizer: Tokenizer | None, end_ids: tuple[int, ...], version: int
     ) -> None:
         self.module, self.config, self.tokenizer, self.end_ids = module, config, tokenizer, end_ids
         self.vocabulary = module.config.get_text_config().vocab_size
@@ -63,13 +64,13 @@ class Decoder:
         self.counters = Counters()
         self.groups: dict[str, Group] = {}
         self.queue: deque[Group] = deque()
-        self.table = SlotTable(config.slots, config.max_len, self.vocabulary)
+        self.table = SlotTable(config.slots, config.rows, config.max_len, self.vocabulary)
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=64)
         self._parked: Parked | None = None
         self.device = next(module.parameters()).device
         with torch.inference_mode(False):
             self.forward = choose_forward(module, config.max_len)
-        self.cache = KvCache(self.forward.shape, config.slots, config.max_len, self.device)
+        self.cache = KvCache.empty(self.forward.shape, config.rows, config.max_len, self.device)
 
     def has_work(self) -> bool:
         """Whether ``turn`` would do something."""
@@ -119,8 +120,7 @@ class Decoder:
         """Admit what fits, then decode one token for every slot in use."""
         started, before = time.perf_counter(), self.counters.generated_tokens
         self._admit()
-        if not self.config.deterministic:
-            self._compact()
+        self._compact()
         self._step()
         self.counters.busy_seconds += time.perf_counter() - started
         self._recent.append((time.monotonic(), self.counters.generated_tokens - before))
@@ -148,7 +148,7 @@ class Decoder:
         self._parked = Parked(used, self.cache.data[:, self._tensor(used), :length].cpu())
         self.cache.data = self.cache.data[:, :0].clone()
         with torch.inference_mode(False):
-            self.module.to("cpu")
+            nn.Module.to(self.module, "cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -158,9 +158,9 @@ class Decoder:
             return
         parked, self._parked = self._parked, None
         with torch.inference_mode(False):
-            self.module.to(self.device)
-            self.forward = type(self.forward)(self.module, self.config.max_len)
-        self.cache = KvCache(self.forward.shape, self.config.slots, self.config.max_len, self.device)
+            nn.Module.to(self.module, self.device)
+            self.forward = self.forward.again()
+        self.cache = KvCache.empty(self.forward.shape, self.config.rows, self.config.max_len, self.device)
         if parked.kv is None:
             self._recompute(self.table.used())
         elif len(parked.slots):
@@ -199,10 +199,10 @@ class Decoder:
             free = free[count:]
             if not len(free):
                 break
-        known = [item for item in placed if item[0].prefix is not None]
         new = [item for item in placed if item[0].prefix is None]
-        for item in known:
-            self._start([item], item[0].prefix.logits.unsqueeze(0), item[0].prefix.kv.unsqueeze(1))
+        for group, slots in placed:
+            if group.prefix is not None:
+                self._start([(group, slots)], group.prefix.logits.unsqueeze(0), group.prefix.kv.unsqueeze(1))
         for members, logits, kv in self._prefill([group.prompt for group, _ in new]):
             self._start([new[i] for i in members], logits, kv)
         while self.queue and not self.queue[0].pending:
@@ -210,16 +210,12 @@ class Decoder:
 
     def _worth_admitting(self) -> int:
         """Free slots below which a prefill pass waits: a pass for one prompt costs nearly what one for several does."""
-        return 1 if self.config.deterministic else max(1, self.config.slots // 16)
+        return max(1, self.config.slots // 16)
 
     def _prefill(self, sequences: list[NDArray[np.int64]]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Run sequences; per batch: their indices (one per row), last logits [rows, V], KV [layers, rows, T, 2, heads, dim]."""
         config = self.config
-        batches = (
-            by_bucket(sequences, config.prefill_rows, config.max_len)
-            if config.deterministic
-            else by_size(sequences, config.prefill_tokens)
-        )
+        batches = by_bucket(sequences, config.max_len) if config.deterministic else by_size(sequences, config.prefill_tokens)
         for members, ids, lengths in batches:
             logits, kv = self.forward.prefill(self._tensor(ids), self._tensor(lengths))
             self.counters.prompt_tokens += int(lengths[: len(members)].sum())
@@ -249,7 +245,9 @@ class Decoder:
     def _recompute(self, slots: Slots) -> None:
         """Fill the KV of these slots anew from their tokens."""
         sequences = [
-            np.concatenate((self.table.owner[s].group.prompt, self.table.out_tokens[s, : self.table.generated[s] - 1]))
+            np.concatenate(
+                (self.table.owner[s].group.prompt, self.table.out_tokens[s, : self.table.generated[s] - 1].astype(np.int64))
+            )
             for s in slots.tolist()
         ]
         for members, _, kv in self._prefill(sequences):
@@ -258,25 +256,33 @@ class Decoder:
     # Steps
 
     def _compact(self) -> None:
-        """Bring samples to the lowest slots once a 32nd of the rows is empty: a step's cost follows its highest slot."""
-        table = self.table
+        """Bring samples to the lowest slots where that is worth a copy: a step's cost follows its highest slot."""
+        table, block = self.table, self.config.block
+        extent, used = table.extent(), int(table.active.sum())
+        saves = -(-extent // block) > -(-used // block) if self.config.deterministic else 32 * (extent - used) >= extent
+        if extent == used or not saves:
+            return
         source, target = table.holes()
-        if 32 * len(source) >= table.extent() > 0 and len(source):
-            length = int(table.positions[source].max())
-            self.cache.move(self._tensor(source.copy()), self._tensor(target), length)
-            table.move(source, target)
+        self.cache.move(self._tensor(source.copy()), self._tensor(target), int(table.positions[source].max()))
+        table.move(source, target)
 
     def _step(self) -> None:
         table, config = self.table, self.config
         extent = table.extent()
         if not extent:
             return
-        count = config.slots if config.deterministic else extent
-        length = config.max_len if config.deterministic else int(table.positions[:count].max()) + 1
-        tokens, positions = self._tensor(table.tokens[:count]), self._tensor(table.positions[:count])
-        logits = self.forward.decode(tokens, positions, self.cache, length)
+        if config.deterministic:
+            starts = range(0, extent, config.block)
+            logits = torch.cat([self._decode(i, i + config.block, config.max_len) for i in starts])[:extent]
+        else:
+            logits = self._decode(0, extent, int(table.positions[:extent].max()) + 1)
         self.counters.steps += 1
-        self._sample(table.rows(count), logits, table.step_controls(count, self.device))
+        self._sample(table.rows(extent), logits, table.step_controls(extent, self.device))
+
+    def _decode(self, start: int, stop: int, length: int) -> Tensor:
+        """Logits [stop - start, V] of the next token of the slots [start, stop), over the first ``length`` positions."""
+        tokens, positions = self._tensor(self.table.tokens[start:stop]), self._tensor(self.table.positions[start:stop])
+        return self.forward.decode(tokens, positions, self.cache.block(start, stop), length)
 
     def _sample(self, slots: Slots, logits: Tensor, controls: Controls) -> None:
         """Draw the next token of these slots from logits [len(slots), V] and settle who has ended."""
@@ -297,7 +303,8 @@ class Decoder:
 
     def _read(self, watched: Slots, bad: Slots, stopped: Slots, full: Slots) -> tuple[Slots, Slots]:
         """Decode the new tokens of samples whose text is read, send deltas, and move those at a stop string to ``stopped``."""
-        table = self.table
+        table, tokenizer = self.table, self.tokenizer
+        assert tokenizer is not None, "generate refuses text without a tokenizer"
         failed = set(bad.tolist())
         silent = failed | set(stopped.tolist())  # an end token has no text
         ending = silent | set(full.tolist())
@@ -308,7 +315,7 @@ class Decoder:
         for final in (False, True):
             texts = [owner.text for slot, owner in owners.items() if (slot in ending) == final]
             if texts:
-                advance(texts, self.tokenizer, final)
+                advance(texts, tokenizer, final)
         matched = np.array([s for s, owner in owners.items() if owner.text.matched and s not in silent], np.int64)
         for slot, owner in owners.items():
             if owner.group.request.stream and slot not in failed:
@@ -317,9 +324,16 @@ class Decoder:
         return np.concatenate((stopped, matched)), np.setdiff1d(full, matched)
 
     def _delta(self, slot: int, owner: Sample, start: int, end: int, text: str) -> SampleDelta:
-        arrays = (self.table.out_tokens, self.table.out_logprobs, self.table.out_raw_logprobs)
-        tokens = (array[slot, start:end].copy() for array in arrays)
-        return SampleDelta(owner.group.request.request_id, owner.index, start, *tokens, text)
+        table, new = self.table, np.s_[slot, start:end]
+        return SampleDelta(
+            request_id=owner.group.request.request_id,
+            sample=owner.index,
+            start=start,
+            token_ids=table.out_tokens[new].copy(),
+            logprobs=table.out_logprobs[new].copy(),
+            raw_logprobs=table.out_raw_logprobs[new].copy(),
+            text=text,
+        )
 
     def _finish(self, slots: Slots, reason: FinishReason, error: EngineError | None = None) -> None:
         """Deliver these samples and free their slots. A token of a sample that ends with ``NonFiniteLogits`` is dropped."""

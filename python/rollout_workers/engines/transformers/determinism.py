@@ -9,7 +9,7 @@ from rollout_workers.engines.base import ModelUnsupported
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import Forward
 from rollout_workers.engines.transformers.kv import KvCache
-from rollout_workers.engines.transformers.prefill import bucket
+from rollout_workers.engines.transformers.prefill import bucket_shape
 
 
 def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: int) -> None:
@@ -18,7 +18,8 @@ def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: i
     Leaves the cache empty. Raises ``ModelUnsupported`` naming the pass in which a row's place or neighbours matter.
     """
     probe = _Probe(forward, cache, config, vocabulary)
-    for name, rows, run in (("prefill", config.prefill_rows, probe.prefill), ("decode", config.slots, probe.decode)):
+    rows_of_prefill, _ = bucket_shape(probe.length, config.max_len)
+    for name, rows, run in (("prefill", rows_of_prefill, probe.prefill), ("decode", config.block, probe.decode)):
         place = torch.arange(rows, device=cache.data.device)
         alike = run(place >= 0)
         for chosen in (place % 2 == 0, place % 2 == 1):
@@ -28,14 +29,15 @@ def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: i
                     f"deterministic mode: a {name} pass of {rows} rows gives a row other bits in other company on this "
                     "machine; try a number of rows that is a multiple of 16, or one thread"
                 )
-    cache.data.zero_()
+    probe.cache.data.zero_()
 
 
 class _Probe:
     """One prompt of half a bucket, and what the passes answer for the rows that hold it."""
 
     def __init__(self, forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: int) -> None:
-        self.forward, self.cache, self.config, self.vocabulary = forward, cache, config, vocabulary
+        self.forward, self.cache = forward, cache.block(0, config.block)
+        self.config, self.vocabulary = config, vocabulary
         self.random = torch.Generator().manual_seed(0)
         self.length = min(9, config.max_len - 1)
         self.ids = self._integers(self.length + 1, below=vocabulary)
@@ -43,14 +45,14 @@ class _Probe:
 
     def prefill(self, chosen: Tensor) -> tuple[Tensor, ...]:
         """Last logits [rows, V] and KV [rows, ...] where the ``chosen`` rows hold the probe and others a random prompt."""
-        rows, width = len(chosen), bucket(self.length, self.config.max_len)
+        rows, width = bucket_shape(self.length, self.config.max_len)
         ids, lengths = self._integers(rows, width, below=self.vocabulary), 1 + self._integers(rows, below=width)
         ids[chosen, : self.length], lengths[chosen] = self.ids[: self.length], self.length
         logits, kv = self.forward.prefill(ids, lengths)
         return logits, kv[:, :, : self.length].transpose(0, 1)
 
     def decode(self, chosen: Tensor) -> tuple[Tensor, ...]:
-        """Logits [slots, V] and all KV [slots, ...] of the probe's positions, as above."""
+        """Logits [rows, V] and KV [rows, ...] of the probe's positions, as above."""
         rows, data = len(chosen), self.cache.data
         data.copy_(torch.randn(data.shape, generator=self.random))
         data[:, chosen, : self.length] = self.kv.unsqueeze(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rollout_workers.engines.base import (
     DuplicateRequest,
@@ -36,14 +37,16 @@ T = TypeVar("T")
 class TransformersEngine:
     """Implements ``Engine`` over a Hugging Face causal LM. The module belongs to the engine from then on."""
 
-    def __init__(self, module: nn.Module, config: EngineConfig, *, tokenizer: Tokenizer | None = None, version: int = 0) -> None:
+    def __init__(
+        self, module: PreTrainedModel, config: EngineConfig, *, tokenizer: Tokenizer | None = None, version: int = 0
+    ) -> None:
         """Move the module to its device, check that it can be decoded, start the decoding thread.
 
         tokenizer: needed for stop strings and streaming. version: of the weights that the module holds.
         Raises ``ModelUnsupported``.
         """
         device = torch.device(config.device) if config.device else next(module.parameters()).device
-        module.eval().to(device)
+        nn.Module.to(module.eval(), device)
         self._held = HeldWeights(module)
         self._tokenizer = tokenizer
         self._outbox = Outbox()
@@ -113,10 +116,8 @@ class TransformersEngine:
         return self._decoder.stats()
 
     async def shutdown(self) -> None:
-        try:
+        with contextlib.suppress(EngineClosed):
             await self._ask(lambda: self._decoder.abort(tuple(self._decoder.groups)))
-        except EngineClosed:
-            pass
         await asyncio.to_thread(self._thread.close)
 
     @property
@@ -157,7 +158,7 @@ class TransformersEngine:
                 )
 
 
-def end_ids(module: nn.Module, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def end_ids(module: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The ids that end a sample: the generation config's, the model config's and the tokenizer's."""
     found: list[int] = []
     for source in (getattr(module, "generation_config", None), module.config, tokenizer):

@@ -6,7 +6,8 @@ import logging
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from rollout_workers.engines.base import ModelUnsupported
 from rollout_workers.engines.transformers.generic import GenericForward
@@ -21,6 +22,10 @@ class Forward(Protocol):
 
     shape: KvShape
 
+    def again(self) -> Forward:
+        """The same forward, after the module moved to another device."""
+        ...
+
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """ids int64[P, T] padded on the right, lengths int64[P] -> last logits [P, V], KV [layers, P, T, 2, heads, dim]."""
         ...
@@ -33,7 +38,7 @@ class Forward(Protocol):
         ...
 
 
-def choose_forward(module: nn.Module, max_len: int) -> Forward:
+def choose_forward(module: PreTrainedModel, max_len: int) -> Forward:
     """The lean forward where it knows the architecture and agrees with the module, else the module's own.
 
     Raises ``ModelUnsupported`` where that does not agree with the module's plain forward either.
@@ -57,7 +62,7 @@ def choose_forward(module: nn.Module, max_len: int) -> Forward:
 
 
 @torch.inference_mode()
-def disagreement(forward: Forward, module: nn.Module) -> float | None:
+def disagreement(forward: Forward, module: PreTrainedModel) -> float | None:
     """How far prefill and three decoding steps are from the module's plain forward, or None within rounding.
 
     The measure is the largest difference of logits over the largest logit.
@@ -66,7 +71,7 @@ def disagreement(forward: Forward, module: nn.Module) -> float | None:
     vocabulary = module.config.get_text_config().vocab_size
     ids = torch.arange(3 * 8, device=device).mul_(7919).remainder_(vocabulary).view(3, 8)
     expected = module(input_ids=ids, use_cache=False).logits.float()
-    cache = KvCache(forward.shape, 3, 8, device)
+    cache = KvCache.empty(forward.shape, 3, 8, device)
     lengths = torch.tensor([5, 3, 4], device=device)
     rows = torch.arange(3, device=device)
     logits, prompt = forward.prefill(ids[:, :5], lengths)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from rollout_workers.engines.base import ModelUnsupported
@@ -13,13 +16,16 @@ from rollout_workers.engines.transformers.kv import KvCache, KvShape, StepIndex,
 class GenericForward:
     """Implements ``Forward``."""
 
-    def __init__(self, module: nn.Module, max_len: int) -> None:
+    def __init__(self, module: PreTrainedModel, max_len: int) -> None:
         config = module.config.get_text_config()
         window = getattr(config, "sliding_window", None)
         if window and window < max_len:
             raise ModelUnsupported(f"{config.model_type} looks back {window} tokens only; set max_len to {window} or less")
         self.module = module
         self.shape = self._measure()
+
+    def again(self) -> GenericForward:
+        return self
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = ids.shape
@@ -29,7 +35,7 @@ class GenericForward:
         mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
         layers = [_Prompt() for _ in range(self.shape.layers)]
         logits = self._run(ids, positions.expand(rows, width), mask.expand(rows, 1, width, width), layers)
-        kept = torch.stack([torch.stack((layer.keys, layer.values)) for layer in layers])
+        kept = torch.stack([layer.kept for layer in layers])
         return logits[torch.arange(rows, device=ids.device), lengths - 1], kept.permute(0, 2, 4, 1, 3, 5)
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, length: int) -> Tensor:
@@ -37,12 +43,12 @@ class GenericForward:
         layers = [_Slots(kv, index) for kv in cache.data]
         return self._run(tokens.unsqueeze(-1), positions.unsqueeze(-1), index.mask, layers)[:, -1]
 
-    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor, layers: list[CacheLayerMixin]) -> Tensor:
+    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor, layers: Sequence[CacheLayerMixin]) -> Tensor:
         return self.module(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=Cache(layers=layers),
+            past_key_values=Cache(layers=[*layers]),
             use_cache=True,
         ).logits
 
@@ -66,13 +72,15 @@ class GenericForward:
 
 
 class _Prompt(CacheLayerMixin):
-    """Keeps what a prefill computes."""
+    """Keeps what a prefill computes: ``kept`` [2, P, heads, T, dim]."""
+
+    kept: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = key_states, value_states
+        self.kept = torch.stack((key_states, value_states))
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -30,12 +30,11 @@ class HeldWeights:
 
     def stage(self, source: WeightsSource) -> str:
         """Keep tensors for the next ``load`` and return their root. Raises ``WeightsMismatch``, ``WeightsUnreadable``."""
-        folder = Path(source) if isinstance(source, (str, os.PathLike)) else None
-        tensors = dict(source) if folder is None else read_weights(folder)
+        tensors = read_weights(source) if isinstance(source, str | os.PathLike) else dict(source)
         self._check_fit(tensors)
         digest = weights_digest(tensors.items())
-        if folder is not None and (folder / MANIFEST_FILE).is_file():
-            _check_manifest(folder, digest)
+        if isinstance(source, str | os.PathLike) and (Path(source) / MANIFEST_FILE).is_file():
+            _check_manifest(Path(source), digest)
         self._staged = tensors
         return digest.root
 

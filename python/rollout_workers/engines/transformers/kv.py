@@ -26,10 +26,18 @@ class KvCache:
     were never written are zero: attention multiplies them by 0, which only a finite number survives.
     """
 
-    def __init__(self, shape: KvShape, slots: int, max_len: int, device: torch.device) -> None:
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    @classmethod
+    def empty(cls, shape: KvShape, slots: int, max_len: int, device: torch.device) -> KvCache:
+        """A cache of zeros."""
         size = (shape.layers, slots, max_len, 2, shape.heads, shape.dim)
-        self.data = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.max_len = max_len
+        return cls(torch.zeros(size, dtype=shape.dtype, device=device))
+
+    def block(self, start: int, stop: int) -> KvCache:
+        """The slots [start, stop) as a cache of their own, on the same memory."""
+        return KvCache(self.data[:, start:stop])
 
     def write(self, slots: Tensor, prompt: Tensor) -> None:
         """Put ``prompt`` [layers, n, T, 2, heads, dim] at the start of ``slots`` int64[n]."""
@@ -61,7 +69,8 @@ def step_index(positions: Tensor, length: int, cache: KvCache) -> StepIndex:
     """The index of a step whose row r writes position positions[r] int64[B] and reads the first ``length`` ones."""
     rows = positions.shape[0]
     device = positions.device
-    flat = torch.arange(0, rows * cache.max_len, cache.max_len, device=device) + positions
+    max_len = cache.data.shape[2]
+    flat = torch.arange(0, rows * max_len, max_len, device=device) + positions
     ahead = torch.arange(length, device=device) > positions.unsqueeze(-1)
     mask = torch.zeros((rows, length), dtype=cache.data.dtype, device=device)
     mask.masked_fill_(ahead, torch.finfo(mask.dtype).min)

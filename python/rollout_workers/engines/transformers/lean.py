@@ -7,9 +7,12 @@ all read the same bytes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from rollout_workers.engines.transformers.kv import KvCache, KvShape, StepIndex, step_index
@@ -21,7 +24,7 @@ class LeanForward:
     """Implements ``Forward``. Build it after the module is on its device, and again after it moved."""
 
     @staticmethod
-    def refusal(module: nn.Module, max_len: int) -> str | None:
+    def refusal(module: PreTrainedModel, max_len: int) -> str | None:
         """Why this forward can't run the module, or None. What it can't see, ``choose_forward`` finds by comparing logits."""
         config = module.config
         if config.model_type not in _ARCHITECTURES:
@@ -32,12 +35,15 @@ class LeanForward:
             return "its linear layers are not plain"
         return None
 
-    def __init__(self, module: nn.Module, max_len: int) -> None:
-        config, model = module.config, module.model
-        self.eps = config.rms_norm_eps
-        self.embedding = model.embed_tokens.weight
-        self.norm = model.norm.weight
-        self.head = module.lm_head.weight
+    def __init__(self, module: PreTrainedModel, max_len: int) -> None:
+        config: Any = module.config
+        model: Any = module.model
+        self.module = module
+        self.eps: float = config.rms_norm_eps
+        self.embedding: Tensor = model.embed_tokens.weight
+        self.norm: Tensor = model.norm.weight
+        head: Any = module.lm_head
+        self.head: Tensor = head.weight
         self.layers = [_Layer(layer, config) for layer in model.layers]
         first = self.layers[0]
         self.shape = KvShape(len(self.layers), first.kv_heads, first.dim, self.embedding.dtype)
@@ -47,6 +53,9 @@ class LeanForward:
         # x * cos + roll(x, dim / 2) * sin with the sign of rotate_half inside sin
         self.cos = cos[0].detach().contiguous()
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).detach().contiguous()
+
+    def again(self) -> LeanForward:
+        return LeanForward(self.module, len(self.cos))
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = ids.shape
@@ -74,10 +83,12 @@ class LeanForward:
 class _Layer:
     """One decoder layer on N flattened tokens: x [N, hidden] -> [N, hidden]."""
 
-    def __init__(self, layer: nn.Module, config: object) -> None:
+    def __init__(self, layer: Any, config: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.dim, self.scale = attention.head_dim, attention.scaling
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.dim: int = attention.head_dim
+        self.scale: float = attention.scaling
         self.before_attention = layer.input_layernorm.weight
         self.before_mlp = layer.post_attention_layernorm.weight
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -88,7 +99,7 @@ class _Layer:
         self.gate_up_bias = None if mlp.gate_proj.bias is None else fuse([mlp.gate_proj.bias, mlp.up_proj.bias])
         self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
         self.activation = F.silu if config.hidden_act in ("silu", "swish") else ACT2FN[config.hidden_act]
-        self.head_norms = None
+        self.head_norms: Tensor | None = None
         if getattr(attention, "q_norm", None) is not None:
             self.head_norms = fuse([attention.q_norm.weight, attention.k_norm.weight]).view(2, -1)
             kinds = [0] * self.heads + [1] * self.kv_heads

@@ -40,4 +40,4 @@ def uniforms(seeds: NDArray[np.uint64], start: NDArray[np.int64], count: int) ->
 
 def _unit(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> NDArray[np.float64]:
     """53 bits as a multiple of 2**-53 below 1."""
-    return ((high << np.uint64(21)) ^ (low >> np.uint64(11))) * 2.0**-53
+    return ((high << np.uint64(21)) ^ (low >> np.uint64(11))).astype(np.float64) * np.float64(2.0**-53)

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_SMALLEST_BUCKET = 16
+_SMALLEST_BUCKET = 8
+_BUCKETED_TOKENS = 256
 
 
 class PrefillBatch(NamedTuple):
-    """members: indices into the sequences, one per row. ids int64[rows, T], lengths int64[rows]; more rows than members are empty."""
+    """members: indices into the sequences, one per row; further rows are empty. ids int64[rows, T], lengths int64[rows]."""
 
     members: list[int]
     ids: NDArray[np.int64]
@@ -33,19 +34,23 @@ def by_size(sequences: Sequence[NDArray[np.int64]], max_tokens: int) -> Iterator
         start = end
 
 
-def by_bucket(sequences: Sequence[NDArray[np.int64]], rows: int, max_len: int) -> Iterator[PrefillBatch]:
-    """Batches whose shape is a function of each member alone: ``rows`` rows of the member's padded length."""
-    buckets: dict[int, list[int]] = {}
+def by_bucket(sequences: Sequence[NDArray[np.int64]], max_len: int) -> Iterator[PrefillBatch]:
+    """Batches whose shape is a function of each member alone: ``bucket_shape`` of its length."""
+    buckets: dict[tuple[int, int], list[int]] = {}
     for i, sequence in enumerate(sequences):
-        buckets.setdefault(bucket(len(sequence), max_len), []).append(i)
-    for width, members in buckets.items():
+        buckets.setdefault(bucket_shape(len(sequence), max_len), []).append(i)
+    for (rows, width), members in buckets.items():
         for start in range(0, len(members), rows):
             yield _batch(sequences, members[start : start + rows], rows, width)
 
 
-def bucket(length: int, max_len: int) -> int:
-    """The padded length: the next power of two from 16 on, at most ``max_len``."""
-    return min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()), max_len)
+def bucket_shape(length: int, max_len: int) -> tuple[int, int]:
+    """Rows and padded length of the pass that runs a sequence of this length: 256 tokens together, or one row.
+
+    The padded length is the next power of two from 8 on, at most ``max_len``.
+    """
+    width = min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()), max_len)
+    return max(1, _BUCKETED_TOKENS // width), width
 
 
 def _batch(sequences: Sequence[NDArray[np.int64]], members: list[int], rows: int, width: int) -> PrefillBatch:

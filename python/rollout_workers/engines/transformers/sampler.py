@@ -20,30 +20,35 @@ class Picked(NamedTuple):
     raw_logprobs: Tensor
 
 
+class Filters(NamedTuple):
+    """Filters of F rows. rows int64[F], top_k int64[F, 1] (>= 1), top_p f32[F, 1], log_min_p f32[F, 1] (-inf is off)."""
+
+    rows: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Controls:
     """The sampling parameters of B rows. A None switches its work off for all of them.
 
     temperature f32[B, 1]: above 0 (1 in greedy rows). greedy bool[B]. shaped bool[B]: the rows that a temperature or a filter
-    changes, set where there is one; the others keep their raw logprobs to the bit. filtered int64[F]: the rows that have a
-    filter; in their order top_k int64[F, 1] (>= 1), top_p f32[F, 1] and log_min_p f32[F, 1] (-inf is off).
+    changes, set where there is one; the others keep their raw logprobs to the bit. filters: of the rows that have one.
     """
 
     temperature: Tensor | None = None
     greedy: Tensor | None = None
     shaped: Tensor | None = None
-    filtered: Tensor | None = None
-    top_k: Tensor | None = None
-    top_p: Tensor | None = None
-    log_min_p: Tensor | None = None
+    filters: Filters | None = None
 
 
 def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
     """Draw one token a row by inverting the distribution function. logits [B, V] float, uniform f64[B] in [0, 1)."""
     raw = torch.log_softmax(logits.float(), dim=-1)
     scores = raw if controls.temperature is None else raw / controls.temperature
-    if controls.filtered is not None:
-        scores = _filter(scores, controls)
+    if controls.filters is not None:
+        scores = _filter(scores, controls.filters)
     tokens = _invert(torch.softmax(scores, dim=-1), uniform)
     if controls.greedy is not None:
         tokens = torch.where(controls.greedy, raw.argmax(dim=-1), tokens)
@@ -66,16 +71,17 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return tokens.clamp_(max=probabilities.shape[-1] - 1)
 
 
-def _filter(scores: Tensor, controls: Controls) -> Tensor:
+def _filter(scores: Tensor, filters: Filters) -> Tensor:
     """Scores [B, V] with -inf where a row's top_k, top_p or min_p drops a token. Tokens that tie with the last kept stay."""
-    rows = scores if controls.filtered.shape[0] == scores.shape[0] else scores[controls.filtered]
+    every = len(filters.rows) == len(scores)
+    rows = scores if every else scores[filters.rows]
     ordered = rows.sort(dim=-1, descending=True).values
     top = ordered[:, :1]
-    kth = ordered.gather(-1, controls.top_k - 1)
+    kth = ordered.gather(-1, filters.top_k - 1)
     ordered = ordered.masked_fill(ordered < kth, -torch.inf)
     probabilities = torch.softmax(ordered, dim=-1)
     before = probabilities.cumsum(dim=-1, dtype=torch.float64) - probabilities
-    kept = (before < controls.top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
-    least = torch.maximum(kth, torch.maximum(ordered.gather(-1, kept - 1), top + controls.log_min_p))
+    kept = (before < filters.top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
+    least = torch.maximum(kth, torch.maximum(ordered.gather(-1, kept - 1), top + filters.log_min_p))
     rows = rows.masked_fill(rows < least, -torch.inf)
-    return rows if rows.shape[0] == scores.shape[0] else scores.index_copy(0, controls.filtered, rows)
+    return rows if every else scores.index_copy(0, filters.rows, rows)

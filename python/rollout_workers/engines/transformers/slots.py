@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rollout_workers.engines.base import SamplingParams
 from rollout_workers.engines.transformers.philox import uniforms
 from rollout_workers.engines.transformers.sample import Sample
-from rollout_workers.engines.transformers.sampler import Controls, Picked
+from rollout_workers.engines.transformers.sampler import Controls, Filters, Picked
 
 Slots = NDArray[np.int64]
 _RANDOM_BLOCK = 16
@@ -25,14 +25,15 @@ class SlotTable:
     limit: tokens at most. out_*: what was sampled, first ``generated`` columns.
     """
 
-    def __init__(self, slots: int, max_len: int, vocabulary: int) -> None:
+    def __init__(self, slots: int, rows: int, max_len: int, vocabulary: int) -> None:
+        """``rows`` >= slots: rows of the model's passes; those past the slots stay free for ever."""
         self.slots = slots
         self.vocabulary = vocabulary
         self.owner: list[Sample | None] = [None] * slots
         self.active = np.zeros(slots, bool)
         self.watched = np.zeros(slots, bool)
-        self.tokens = np.zeros(slots, np.int64)
-        self.positions = np.zeros(slots, np.int64)
+        self.tokens = np.zeros(rows, np.int64)
+        self.positions = np.zeros(rows, np.int64)
         self.generated = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
         self.seeds = np.zeros(slots, np.uint64)
@@ -173,13 +174,8 @@ class SlotTable:
             return controls
         with np.errstate(divide="ignore"):
             log_min_p = np.log(min_p[filtered, None])
-        return replace(
-            controls,
-            filtered=tensor(np.flatnonzero(filtered)),
-            top_k=tensor(top_k[filtered, None]),
-            top_p=tensor(top_p[filtered, None]),
-            log_min_p=tensor(log_min_p),
-        )
+        arrays = (np.flatnonzero(filtered), top_k[filtered, None], top_p[filtered, None], log_min_p)
+        return replace(controls, filters=Filters(*map(tensor, arrays)))
 
     def step_controls(self, rows: int, device: torch.device) -> Controls:
         """``controls`` of slots 0..rows, kept until the slots' samples change."""
