@@ -104,7 +104,8 @@ func (a *app) chooseModel(ctx context.Context, c *client.Client, flags *chatFlag
 	var names []string
 	for _, model := range models {
 		names = append(names, model.GetName())
-		if flags.model == model.GetName() || flags.model == model.GetRunId() || flags.model == "" && len(models) == 1 {
+		named := flags.model != "" && (flags.model == model.GetName() || flags.model == model.GetRunId())
+		if named || flags.model == "" && len(models) == 1 {
 			flags.model, flags.version = model.GetName(), model.GetWeightsVersion()
 			return nil
 		}

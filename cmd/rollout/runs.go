@@ -117,7 +117,7 @@ func (a *app) runText(status *runv1.RunStatus) string {
 		add("ended", a.timeOf(run.GetEndTime().AsTime()))
 	}
 	add("plan", run.GetPlan().GetPlanId())
-	add("started", fmt.Sprintf("%d times", run.GetIncarnation()))
+	add("starts", fmt.Sprint(run.GetIncarnation()))
 	add("from", run.GetFromSnapshot())
 	add("folder", run.GetDirectory())
 	add("weights", run.GetWeightsDirectory())

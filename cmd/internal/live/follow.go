@@ -80,11 +80,18 @@ func (f *follower) run(ctx context.Context) error {
 	defer stopEvents()
 	events := make(chan error, 1)
 	settled := make(chan struct{}) // the event of the end has arrived
-	go func() { events <- f.events(eventsCtx, settled) }()
-	err := f.status(ctx)
+	begun := false
+	err := f.status(ctx, func() { // the events' lines name what the first status says
+		if !begun {
+			begun = true
+			go func() { events <- f.events(eventsCtx, settled) }()
+		}
+	})
 	if err != nil {
 		stopEvents()
-		<-events
+		if begun {
+			<-events
+		}
 		return err
 	}
 	late := time.NewTimer(lateEvents)
@@ -119,8 +126,8 @@ func (f *follower) history(ctx context.Context) error {
 	return f.send(ctx, Update{History: list})
 }
 
-// status follows the run until it has ended.
-func (f *follower) status(ctx context.Context) error {
+// status follows the run until it has ended; sent is called after each status.
+func (f *follower) status(ctx context.Context, sent func()) error {
 	return f.again(ctx, func(progress func()) error {
 		stream, err := f.client.Scheduler.WatchRun(ctx, &runv1.WatchRunRequest{RunId: f.runID})
 		if err != nil {
@@ -138,6 +145,7 @@ func (f *follower) status(ctx context.Context) error {
 			if err := f.send(ctx, Update{Status: response.GetStatus()}); err != nil {
 				return err
 			}
+			sent()
 			if Ended(response.GetStatus().GetRun().GetState()) {
 				return io.EOF
 			}

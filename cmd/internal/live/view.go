@@ -122,7 +122,7 @@ func (r *Run) workers(s style.Style) []string {
 			name = "workers"
 		}
 		if i == workersMax && len(workers) > workersMax+1 {
-			table.Row(label(s, name), fmt.Sprintf("and %d more", len(workers)-workersMax))
+			table.Row(fmt.Sprintf("%-8s", ""), fmt.Sprintf("and %d more", len(workers)-workersMax))
 			break
 		}
 		health := s.Green("healthy")
@@ -137,7 +137,7 @@ func (r *Run) workers(s style.Style) []string {
 		if w.GetSamplesPerSecond() > 0 {
 			speed = output.Count(w.GetSamplesPerSecond()) + " samples/s"
 		}
-		table.Row(label(s, name)[:len(label(s, name))-2], w.GetWorkerId(), health, fmt.Sprintf("weights v%d", w.GetWeightsVersion()), speed, about)
+		table.Row(s.Dim(fmt.Sprintf("%-8s", name)), w.GetWorkerId(), health, fmt.Sprintf("weights v%d", w.GetWeightsVersion()), speed, about)
 	}
 	text := strings.TrimSuffix(table.String(), "\n")
 	if text == "" {

@@ -2,6 +2,7 @@ package output
 
 import (
 	"fmt"
+	"math"
 	"strings"
 	"time"
 
@@ -83,8 +84,8 @@ func Number(v float64) string {
 	switch a := max(v, -v); {
 	case v != v:
 		return "nan"
-	case a == 0:
-		return "0"
+	case a == math.Trunc(a) && a < 10000:
+		return fmt.Sprintf("%.0f", v)
 	case a >= 10000:
 		return Count(v)
 	case a >= 100:

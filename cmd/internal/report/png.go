@@ -57,11 +57,9 @@ func (d *Data) PNG(w io.Writer) error {
 		dots.GlyphStyle = draw.GlyphStyle{Color: orange, Radius: vg.Points(3), Shape: draw.CircleGlyph{}}
 		p.Add(dots)
 	}
-	if !d.Run.Supervised() && p.Y.Min >= 0 && p.Y.Max <= 1.0001 {
+	p.Legend.Top = name == "loss" // where the curve is not
+	if name != "loss" && p.Y.Min >= 0 && p.Y.Max <= 1.0001 {
 		p.Y.Min, p.Y.Max = 0, 1.02
-		p.Legend.Top = false
-	} else {
-		p.Legend.Top = true
 	}
 	p.Legend.Padding, p.Legend.XOffs, p.Legend.YOffs = vg.Points(3), vg.Points(-8), vg.Points(8)
 	canvas := vgimg.PngCanvas{Canvas: vgimg.NewWith(vgimg.UseWH(9*vg.Inch, 5*vg.Inch), vgimg.UseDPI(dotsPerInch))}

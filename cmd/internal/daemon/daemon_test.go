@@ -1,0 +1,246 @@
+package daemon
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+)
+
+// TestMain makes this binary a rolloutd where the environment asks for it.
+func TestMain(m *testing.M) {
+	switch os.Getenv("FAKE_ROLLOUTD") {
+	case "":
+		os.Exit(m.Run())
+	case "fail":
+		fmt.Println("line one")
+		fmt.Fprintln(os.Stderr, "no room on the disk")
+		os.Exit(3)
+	case "silent":
+		signal.Ignore(syscall.SIGHUP)
+		time.Sleep(time.Minute)
+	case "serve":
+		serve()
+	}
+}
+
+// serve is a daemon: it writes its file and waits for the signal.
+func serve() {
+	stop := make(chan os.Signal, 2)
+	signal.Notify(stop, syscall.SIGTERM)
+	stateDir := os.Args[2]
+	// who starts twice at a time would be seen here
+	marker, err := os.OpenFile(filepath.Join(stateDir, fmt.Sprintf("started-%d", os.Getpid())), os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	if err == nil {
+		err = marker.Close()
+	}
+	data, _ := json.Marshal(Info{PID: os.Getpid(), GRPC: "127.0.0.1:1", TokenFile: "token", Targets: []string{"all"}})
+	err = errors.Join(err, os.WriteFile(infoFile(stateDir)+".tmp", data, 0o600), os.Rename(infoFile(stateDir)+".tmp", infoFile(stateDir)))
+	if err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	<-stop
+	if os.Getenv("FAKE_STUBBORN") != "" {
+		<-stop
+	}
+}
+
+func starter(t *testing.T, mode string, env ...string) Starter {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := Starter{StateDir: t.TempDir(), Binary: self, Env: append(append(os.Environ(), "FAKE_ROLLOUTD="+mode), env...)}
+	t.Cleanup(func() {
+		if info, _ := Find(s.StateDir); info != nil {
+			_ = syscall.Kill(info.PID, syscall.SIGKILL)
+		}
+	})
+	return s
+}
+
+func TestStartsReusesAndStops(t *testing.T) {
+	t.Parallel()
+	s := starter(t, "serve")
+	info, started, err := s.Ensure(t.Context())
+	if err != nil || !started || !alive(info.PID) {
+		t.Fatalf("%v %t %v", info, started, err)
+	}
+	if sid := sessionOf(t, info.PID); sid != info.PID {
+		t.Errorf("it is in session %d: a hang-up of the terminal would end it", sid)
+	}
+	again, started, err := s.Ensure(t.Context())
+	if err != nil || started || again.PID != info.PID {
+		t.Errorf("%v %t %v", again, started, err)
+	}
+	stopped, err := Stop(t.Context(), s.StateDir, 10*time.Second, false)
+	if err != nil || stopped.PID != info.PID || alive(info.PID) {
+		t.Errorf("%v %v", stopped, err)
+	}
+	if found, err := Find(s.StateDir); found != nil || err != nil {
+		t.Errorf("a dead daemon is found: %v %v", found, err)
+	}
+	if stopped, err := Stop(t.Context(), s.StateDir, time.Second, false); stopped != nil || err != nil {
+		t.Errorf("%v %v", stopped, err)
+	}
+	if info, started, err := s.Ensure(t.Context()); err != nil || !started || info.PID == again.PID {
+		t.Errorf("the stale file was believed: %v %t %v", info, started, err)
+	}
+}
+
+func sessionOf(t *testing.T, pid int) int {
+	t.Helper()
+	sid, _, errno := syscall.RawSyscall(syscall.SYS_GETSID, uintptr(pid), 0, 0)
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	return int(sid)
+}
+
+func TestOfManyStartersOneStarts(t *testing.T) {
+	t.Parallel()
+	s := starter(t, "serve")
+	var group sync.WaitGroup
+	pids := make([]int, 6)
+	starts := make([]bool, len(pids))
+	for i := range pids {
+		group.Go(func() {
+			info, started, err := s.Ensure(t.Context())
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			pids[i], starts[i] = info.PID, started
+		})
+	}
+	group.Wait()
+	markers, err := filepath.Glob(filepath.Join(s.StateDir, "started-*"))
+	if err != nil || len(markers) != 1 {
+		t.Errorf("%d daemons were started", len(markers))
+	}
+	count := 0
+	for i := range pids {
+		if pids[i] != pids[0] {
+			t.Errorf("pids %v", pids)
+		}
+		if starts[i] {
+			count++
+		}
+	}
+	if count != 1 {
+		t.Errorf("%d say that they started it", count)
+	}
+}
+
+func TestADaemonThatDoesNotComeIsExplained(t *testing.T) {
+	t.Parallel()
+	s := starter(t, "fail")
+	if err := os.MkdirAll(filepath.Dir(LogFile(s.StateDir)), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(LogFile(s.StateDir), []byte("of an older daemon\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, _, err := s.Ensure(t.Context())
+	var e *exit.Error
+	if !errors.As(err, &e) || e.Code != exit.Unavailable {
+		t.Fatalf("got %v", err)
+	}
+	if text := err.Error(); text != "rolloutd did not start: exit status 3\n  | line one\n  | no room on the disk" {
+		t.Errorf("got %q", text)
+	}
+	if !strings.Contains(e.Mend, LogFile(s.StateDir)) {
+		t.Errorf("mend %q", e.Mend)
+	}
+}
+
+func TestPatienceEnds(t *testing.T) {
+	t.Parallel()
+	s := starter(t, "silent")
+	s.Patience = 200 * time.Millisecond
+	if _, _, err := s.Ensure(t.Context()); err == nil || !strings.Contains(err.Error(), "does not serve after 200ms") {
+		t.Errorf("got %v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, _, err := s.Ensure(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestAStubbornDaemonIsStoppedHard(t *testing.T) {
+	t.Parallel()
+	s := starter(t, "serve", "FAKE_STUBBORN=1")
+	info, _, err := s.Ensure(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Stop(t.Context(), s.StateDir, 200*time.Millisecond, false); err == nil || !strings.Contains(err.Error(), "still drains") {
+		t.Errorf("got %v", err)
+	}
+	if _, err := Stop(t.Context(), s.StateDir, 10*time.Second, true); err != nil || alive(info.PID) {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestStaleAndBrokenFiles(t *testing.T) {
+	t.Parallel()
+	dead := exec.Command("true")
+	if err := dead.Run(); err != nil {
+		t.Fatal(err)
+	}
+	for name, text := range map[string]string{
+		"dead":  fmt.Sprintf(`{"pid": %d, "grpc": "127.0.0.1:1"}`, dead.Process.Pid),
+		"half":  `{"pid": 1`,
+		"empty": "", "no pid": `{"grpc": "127.0.0.1:1"}`,
+	} {
+		dir := t.TempDir()
+		if err := os.WriteFile(infoFile(dir), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if info, err := Find(dir); info != nil || err != nil {
+			t.Errorf("%s: %v %v", name, info, err)
+		}
+	}
+	dir := t.TempDir()
+	if err := os.WriteFile(infoFile(dir), fmt.Appendf(nil, `{"pid": %d, "grpc": "127.0.0.1:1"}`, os.Getpid()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if info, err := Find(dir); err != nil || info.GRPC != "127.0.0.1:1" {
+		t.Errorf("%v %v", info, err)
+	}
+}
+
+func TestStateDir(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		flag string
+		env  map[string]string
+		want string
+	}{
+		{"/a", map[string]string{"ROLLOUT_STATE_DIR": "/b"}, "/a"},
+		{"", map[string]string{"ROLLOUT_STATE_DIR": "/b", "XDG_STATE_HOME": "/c"}, "/b"},
+		{"", map[string]string{"XDG_STATE_HOME": "/c", "HOME": "/d"}, "/c/rollout"},
+		{"", map[string]string{"XDG_STATE_HOME": "relative", "HOME": "/d"}, "/d/.local/state/rollout"},
+	} {
+		if got, err := StateDir(c.flag, func(name string) string { return c.env[name] }); err != nil || got != c.want {
+			t.Errorf("%v: %q %v", c, got, err)
+		}
+	}
+	if _, err := StateDir("", func(string) string { return "" }); err == nil {
+		t.Error("a folder out of nothing")
+	}
+}

@@ -1,0 +1,243 @@
+package live
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	tea "charm.land/bubbletea/v2"
+	"github.com/charmbracelet/x/ansi"
+	"github.com/google/go-cmp/cmp"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/cmd/internal/style"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+func golden(t *testing.T, path, got string) {
+	t.Helper()
+	if *update {
+		if err := errors.Join(os.MkdirAll("testdata", 0o755), os.WriteFile(path, []byte(got), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(string(want), got); diff != "" {
+		t.Errorf("%s (-want +got):\n%s", path, diff)
+	}
+}
+
+var noon = time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+
+func statusOf(state runv1.RunState, step uint64) *runv1.RunStatus {
+	return &runv1.RunStatus{
+		Run:   &runv1.Run{RunId: "run-01kapq3n8jz3gq5p1cs0e8q0vd", Name: "addition-grpo", State: state, Step: step, TotalSteps: 40},
+		Phase: "LEASING", WaitingFor: "12 groups of batch 13 from the inference workers",
+		Queues: &runv1.Queues{InFlight: 12, Ready: 20, Leased: 0, Consumed: 384, Excluded: 1},
+		Workers: []*runv1.Worker{
+			{WorkerId: "inference-0", Healthy: true, WeightsVersion: 12, Activity: "decodes 64 slots", SamplesPerSecond: 1140.4},
+			{WorkerId: "learner-0", WeightsVersion: 12, Activity: "loads the model", Restarts: 2},
+		},
+	}
+}
+
+func step(n uint64) *eventv1.Event {
+	return &eventv1.Event{
+		Kind: "step.committed", Step: n, Time: timestamppb.New(noon.Add(time.Duration(n) * 2 * time.Second)), Level: eventv1.Level_LEVEL_INFO,
+		Metrics: map[string]float64{
+			"reward/mean": 0.5 + float64(n)/50, "loss": 0.01, "entropy": 0.4, "samples_per_second": 1140, "tokens_per_second": 12300, "time/step": 0.22,
+		},
+	}
+}
+
+func eval(n uint64, reward float64) *eventv1.Event {
+	return &eventv1.Event{Kind: "eval.finished", Step: n, Time: timestamppb.New(noon), Metrics: map[string]float64{"eval/reward": reward}}
+}
+
+// busy is a run in its twelfth step.
+func busy() *Run {
+	r := &Run{}
+	r.Update(statusOf(runv1.RunState_RUN_STATE_RUNNING, 12))
+	r.Add(eval(0, 0.51))
+	for n := uint64(1); n <= 12; n++ {
+		r.Add(step(n))
+	}
+	r.Add(eval(10, 0.73))
+	for i := range 5 {
+		r.Add(&eventv1.Event{
+			Kind: "log", Level: eventv1.Level_LEVEL_WARN + eventv1.Level(i%2), Service: "inference-worker/inference-0",
+			Time: timestamppb.New(noon), Message: fmt.Sprintf("warning %d\nwith two lines", i),
+		})
+	}
+	return r
+}
+
+func TestView(t *testing.T) {
+	t.Parallel()
+	golden(t, "testdata/view.txt", busy().View(style.Style{}, 100, time.UTC, "Ctrl-C stops"))
+	golden(t, "testdata/view-colour.txt", busy().View(style.Style{Color: true}, 100, time.UTC, ""))
+	narrow := busy().View(style.Style{Color: true}, 40, time.UTC, "")
+	golden(t, "testdata/view-narrow.txt", narrow)
+	for line := range strings.Lines(narrow) {
+		if width := ansi.StringWidth(strings.TrimSuffix(line, "\n")); width > 40 {
+			t.Errorf("a line of %d columns: %q", width, line)
+		}
+	}
+	if got := (&Run{}).View(style.Style{}, 80, nil, ""); got != "waiting for the run's status\n" {
+		t.Errorf("before the first status: %q", got)
+	}
+}
+
+func TestPaceIsThatOfTheLastSteps(t *testing.T) {
+	t.Parallel()
+	left, ok := busy().Remaining()
+	if want := 28 * 2 * time.Second; !ok || left != want {
+		t.Errorf("%v, want %v", left, want)
+	}
+	if _, ok := (&Run{}).Remaining(); ok {
+		t.Error("the end of a run without steps is known")
+	}
+}
+
+func TestAStepThatRecoveryRepeatsCountsOnce(t *testing.T) {
+	t.Parallel()
+	r := busy()
+	before := len(r.Reward)
+	r.Add(step(11))
+	r.Add(step(12))
+	if len(r.Reward) != before {
+		t.Errorf("%d points, want %d", len(r.Reward), before)
+	}
+	r.Add(eval(10, 0.74))
+	if len(r.Evals) != 2 || r.Evals[1].Metrics["eval/reward"] != 0.74 {
+		t.Errorf("evaluations %v", r.Evals)
+	}
+}
+
+func TestSpark(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		values []float64
+		width  int
+		want   string
+	}{
+		{nil, 10, ""}, {[]float64{1}, 10, "▅"}, {[]float64{0, 1}, 10, "▁█"}, {[]float64{3, 3, 3}, 10, "▅▅▅"},
+		{[]float64{0, 0, 1, 1, 2, 2, 3, 3}, 4, "▁▃▆█"}, {[]float64{0, 1}, 0, ""},
+	} {
+		if got := Spark(c.values, c.width); got != c.want {
+			t.Errorf("Spark(%v, %d) = %q, want %q", c.values, c.width, got, c.want)
+		}
+	}
+	if got := Bar(1, 4, 8); got != "██░░░░░░" {
+		t.Error(got)
+	}
+	if got := Bar(9, 0, 4) + Bar(9, 4, 4); got != "░░░░████" {
+		t.Error(got)
+	}
+}
+
+// screen is a model with its updates and what it asked of the scheduler.
+func screen() (*Screen, chan Update, *[]bool) {
+	updates := make(chan Update, 8)
+	var asked []bool
+	return &Screen{Run: &Run{}, width: 80, zone: time.UTC, updates: updates, stop: func(drain bool) error {
+		asked = append(asked, drain)
+		return nil
+	}}, updates, &asked
+}
+
+// feed gives a message to the model and runs what it asks for, once.
+func feed(m *Screen, msg tea.Msg) tea.Msg {
+	_, cmd := m.Update(msg)
+	if cmd == nil {
+		return nil
+	}
+	return cmd()
+}
+
+func TestScreenTakesUpdatesUntilTheEnd(t *testing.T) {
+	t.Parallel()
+	m, updates, _ := screen()
+	updates <- Update{History: []*eventv1.Event{step(1), step(2)}}
+	updates <- Update{Status: statusOf(runv1.RunState_RUN_STATE_RUNNING, 2)}
+	updates <- Update{Event: step(3)}
+	updates <- Update{Done: true}
+	msg := m.Init()()
+	for range 4 {
+		msg = feed(m, msg)
+	}
+	if _, quit := msg.(tea.QuitMsg); !quit || !m.Done {
+		t.Errorf("after the end: %T, done %t", msg, m.Done)
+	}
+	feed(m, tea.WindowSizeMsg{Width: 60, Height: 20})
+	view := m.View()
+	if !strings.Contains(view.Content, "3/40") || view.WindowTitle != "addition-grpo 3/40" || strings.Contains(view.Content, "Ctrl-C") {
+		t.Errorf("title %q, view\n%s", view.WindowTitle, view.Content)
+	}
+}
+
+func TestScreenKeys(t *testing.T) {
+	t.Parallel()
+	m, _, asked := screen()
+	m.Run.Update(statusOf(runv1.RunState_RUN_STATE_RUNNING, 2))
+	press := tea.KeyPressMsg{Code: 'c', Mod: tea.ModCtrl}
+	feed(m, press)
+	if !strings.Contains(m.View().Content, "press Ctrl-C again to stop at once") {
+		t.Error(m.View().Content)
+	}
+	feed(m, interrupted{}) // a signal counts like the key
+	if diff := cmp.Diff([]bool{true, false}, *asked); diff != "" {
+		t.Error(diff)
+	}
+	if _, quit := feed(m, press).(tea.QuitMsg); !quit || !m.Detached {
+		t.Error("the third does not leave")
+	}
+	m, _, asked = screen()
+	if _, quit := feed(m, tea.KeyPressMsg{Code: 'd', Text: "d"}).(tea.QuitMsg); !quit || !m.Detached || len(*asked) > 0 {
+		t.Error("d does not detach")
+	}
+}
+
+func TestScreenErrors(t *testing.T) {
+	t.Parallel()
+	m, _, _ := screen()
+	boom := errors.New("boom")
+	m.stop = func(bool) error { return boom }
+	if _, quit := feed(m, feed(m, interrupted{})).(tea.QuitMsg); !quit || !errors.Is(m.Err, boom) {
+		t.Errorf("got %v", m.Err)
+	}
+	m, updates, _ := screen()
+	updates <- Update{Err: boom}
+	if _, quit := feed(m, m.Init()()).(tea.QuitMsg); !quit || !errors.Is(m.Err, boom) {
+		t.Errorf("got %v", m.Err)
+	}
+	close(updates)
+	if u, ok := m.Init()().(Update); !ok || !u.Done {
+		t.Errorf("a closed stream gives %v", u)
+	}
+}
+
+func TestAnswersBeforeAndAfter(t *testing.T) {
+	t.Parallel()
+	r := &Run{}
+	r.Update(statusOf(runv1.RunState_RUN_STATE_CANCELLED, 40))
+	for n, samples := range []string{
+		`[{"row": 3, "prompt": "a\u001b[2J", "completion": "x", "reward": 0}, {"row": 9, "prompt": "only before", "completion": ""}]`,
+		`[{"row": 5, "prompt": "only after"}, {"row": 3, "prompt": "a\u001b[2J", "completion": "y", "reward": 1}]`,
+	} {
+		e := eval(uint64(40*n), 0.4+float64(n)/2)
+		e.Attributes = map[string]string{"samples": samples}
+		r.Add(e)
+	}
+	golden(t, "testdata/summary.txt", r.Summary(style.Style{}, Paths{PNG: "/r/reward.png", HTML: "/r/index.html"}))
+}

@@ -1,0 +1,132 @@
+package report
+
+import (
+	"bytes"
+	"image/png"
+	"math"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/rollout-rl/rollout/cmd/internal/live"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// learned is a run whose reward goes up noisily.
+func learned(steps int, config *configv1.RunConfig) *Data {
+	d := &Data{Run: &live.Run{}, Series: map[string]Series{}}
+	d.Run.Update(&runv1.RunStatus{Run: &runv1.Run{
+		RunId: "run-01kapq3n8jz3gq5p1cs0e8q0vd", Name: "<addition>", TotalSteps: uint64(steps), Plan: &planv1.Plan{Config: config},
+		State: runv1.RunState_RUN_STATE_SUCCEEDED,
+	}})
+	random := rand.New(rand.NewPCG(1, 2))
+	for i := 1; i <= steps; i++ {
+		x := float64(i)
+		d.Series["reward/mean"] = append(d.Series["reward/mean"], Point{x, 0.95 - 0.45*math.Exp(-x/15) + 0.06*random.NormFloat64()})
+		d.Series["loss"] = append(d.Series["loss"], Point{x, math.Exp(-x / 10)})
+		d.Series["time/step"] = append(d.Series["time/step"], Point{x, 0.2})
+		if i%10 == 0 || i == 1 {
+			d.Series["eval/reward"] = append(d.Series["eval/reward"], Point{x, 0.95 - 0.45*math.Exp(-x/12)})
+		}
+	}
+	return d
+}
+
+func TestPNG(t *testing.T) {
+	t.Parallel()
+	for name, d := range map[string]*Data{
+		"grpo": learned(60, nil), "one-step": learned(1, nil), "empty": learned(0, nil),
+		"sft": learned(600, &configv1.RunConfig{Algorithm: &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Sft{}}}),
+		"nan": {Run: learned(1, nil).Run, Series: map[string]Series{"reward/mean": {{1, math.NaN()}, {2, math.Inf(1)}, {3, 0.5}}}},
+	} {
+		var b bytes.Buffer
+		if err := d.PNG(&b); err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		if dir := os.Getenv("ROLLOUT_SHOW"); dir != "" { // to look at them
+			_ = os.WriteFile(filepath.Join(dir, name+".png"), b.Bytes(), 0o644)
+		}
+		if image, err := png.Decode(&b); err != nil || image.Bounds().Dx() != 1296 {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestPageShowsWhatTheModelSaidAsText(t *testing.T) {
+	t.Parallel()
+	d := learned(60, nil)
+	d.Run.Evals = []live.Eval{
+		{Metrics: map[string]float64{"eval/reward": 0.5}, Samples: []live.Answer{{Row: 1, Prompt: "<b>1+1</b>", Completion: "<script>alert(1)</script>"}}},
+		{Step: 60, Metrics: map[string]float64{"eval/reward": 0.9}, Samples: []live.Answer{{Row: 1, Prompt: "<b>1+1</b>", Completion: "2", Reward: 1}}},
+	}
+	var b bytes.Buffer
+	if err := d.HTML(&b); err != nil {
+		t.Fatal(err)
+	}
+	page := b.String()
+	if dir := os.Getenv("ROLLOUT_SHOW"); dir != "" {
+		_ = os.WriteFile(filepath.Join(dir, "page.html"), b.Bytes(), 0o644)
+	}
+	for _, banned := range []string{"<script", "<b>", "<addition>"} {
+		if strings.Contains(page, banned) {
+			t.Errorf("%q is not escaped", banned)
+		}
+	}
+	for _, want := range []string{"&lt;script&gt;", "0.500", "&#43;0.400", "seconds a step", "<svg"} {
+		if !strings.Contains(page, want) {
+			t.Errorf("the page lacks %q", want)
+		}
+	}
+}
+
+func TestChart(t *testing.T) {
+	t.Parallel()
+	if svg := chart(line{points: Series{{1, math.NaN()}}}); svg != "" {
+		t.Errorf("a chart of nothing: %s", svg)
+	}
+	svg := string(chart(line{class: "a", points: learned(5000, nil).Series["loss"]}))
+	if n := strings.Count(svg, "L"); n != maxPoints-1 {
+		t.Errorf("%d points of 5,000", n+1)
+	}
+	if strings.Contains(svg, "NaN") || strings.Contains(svg, "Inf") {
+		t.Error(svg)
+	}
+	flat := string(chart(line{class: "a", points: Series{{3, 0.2}}}))
+	if strings.Contains(flat, "NaN") || !strings.Contains(flat, "M") {
+		t.Error(flat)
+	}
+}
+
+func TestTicks(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		low, high float64
+		want      string
+	}{
+		{0, 1, "0 0.2 0.4 0.6 0.8 1"}, {1, 40, "10 20 30 40"}, {-0.3, 0.3, "-0.2 0 0.2"}, {0, 1e-7, "0 2e-08 4e-08 6e-08 8e-08 1e-07"}, {0, 123456, "0 5e+04 1e+05"},
+	} {
+		var got []string
+		for _, tick := range ticks(c.low, c.high) {
+			got = append(got, tickText(tick))
+		}
+		if strings.Join(got, " ") != c.want {
+			t.Errorf("ticks(%g, %g) = %q, want %q", c.low, c.high, strings.Join(got, " "), c.want)
+		}
+	}
+}
+
+func TestSmoothKeepsTheEnds(t *testing.T) {
+	t.Parallel()
+	s := Series{{1, 0}, {2, 1}, {3, 0}}.smooth()
+	if len(s) != 3 || s[1].Value != 1 {
+		t.Errorf("three points are smoothed: %v", s)
+	}
+	if s = learned(200, nil).Series["reward/mean"].smooth(); len(s) != 200 || math.Abs(s[199].Value-0.95) > 0.05 {
+		t.Errorf("the end is %v", s[199])
+	}
+}

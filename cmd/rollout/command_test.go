@@ -1,0 +1,166 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// TestCommands holds what each command prints, as text and as JSON, against golden files.
+func TestCommands(t *testing.T) {
+	t.Parallel()
+	served := []*gatewayv1.Model{{Name: "addition-grpo", RunId: runID, WeightsVersion: 12}}
+	for name, c := range map[string]struct {
+		args  string
+		fake  *fake
+		stdin string
+		asked string // what the plane was asked to change
+	}{
+		"runs-list":         {args: "runs list", asked: "ListRuns [] 20"},
+		"runs-list-state":   {args: "runs list --state running,paused -n 3", asked: "ListRuns [RUN_STATE_RUNNING RUN_STATE_PAUSED] 3"},
+		"runs-list-bad":     {args: "runs list --state walking"},
+		"runs-show":         {args: "runs show run-01"},
+		"runs-show-failed":  {args: "runs show addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_FAILED}},
+		"runs-show-unknown": {args: "runs show nobody"},
+		"runs-cancel":       {args: "runs cancel addition-grpo", asked: "CancelRun " + runID + " drain true"},
+		"runs-cancel-now":   {args: "runs cancel addition-grpo --now", asked: "CancelRun " + runID + " drain false"},
+		"runs-pause":        {args: "runs pause addition-grpo", asked: "PauseRun " + runID},
+		"runs-resume":       {args: "runs resume addition-grpo", asked: "ResumeRun " + runID},
+		"runs-resume-done":  {args: "runs resume addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}, asked: "ResumeRun " + runID},
+		"runs-typo":         {args: "runs lst"},
+		"snapshot-list":     {args: "snapshot list addition-grpo", asked: `ListSnapshots "` + runID + `"`},
+		"snapshot-show":     {args: "snapshot show snap-01kapq5"},
+		"snapshot-unknown":  {args: "snapshot show snap-02"},
+		"snapshot-restore":  {args: "snapshot restore snap-01kapq5 --detach", asked: "RestoreSnapshot " + snapshot().GetSnapshotId()},
+		"status":            {args: "status", asked: "ListRuns [RUN_STATE_PENDING RUN_STATE_STARTING RUN_STATE_RUNNING RUN_STATE_PAUSED RUN_STATE_DRAINING] 0"},
+		"logs-ended":        {args: "logs tail addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: story()}},
+		"logs-newest":       {args: "logs tail addition-grpo --no-follow -n 2 --level warn", fake: &fake{history: story()}},
+		"logs-bad-level":    {args: "logs tail addition-grpo --level loud"},
+		"logs-bad-since":    {args: "logs tail addition-grpo --since yesterday"},
+		"chat":              {args: "chat", fake: &fake{models: served}, stdin: "hi\n\n/reset\nagain\n/quit\nnever\n", asked: "Complete addition-grpo session \"\"\nComplete addition-grpo session \"\""},
+		"chat-message":      {args: "chat 17+25= --raw --temperature 0 --max-tokens 5", fake: &fake{models: served}, asked: "Complete addition-grpo session \"\""},
+		"chat-unknown":      {args: "chat --model nobody hi", fake: &fake{models: served}},
+		"chat-nobody":       {args: "chat hi"},
+		"chat-several":      {args: "chat hi", fake: &fake{models: append(served, &gatewayv1.Model{Name: "other"})}},
+		"unknown-command":   {args: "rums list"},
+		"unknown-flag":      {args: "validate --confg x"},
+		"missing-argument":  {args: "runs show"},
+		"missing-flag":      {args: "validate"},
+		"two-sources":       {args: "run --plan a --config b"},
+		"no-source":         {args: "run"},
+		"set-without":       {args: "run --plan a --set b=c"},
+		"resume-unknown":    {args: "run --resume nobody"},
+		"bad-format":        {args: "status --format xml"},
+	} {
+		for _, format := range []string{formatText, formatJSON} {
+			if strings.Contains(c.args, "--format") && format == formatJSON {
+				continue
+			}
+			t.Run(name+"."+format, func(t *testing.T) {
+				t.Parallel()
+				f := &fake{directory: "/state/runs/" + runID}
+				if c.fake != nil {
+					f.history, f.models, f.state = c.fake.history, c.fake.models, c.fake.state
+				}
+				args := strings.Fields(c.args)
+				if format == formatJSON {
+					args = append(args, "--format", "json")
+				}
+				got := command{plane: newPlane(t, f), stdin: strings.NewReader(c.stdin)}.run(t, args...)
+				golden(t, filepath.Join("testdata/command", name+"."+format), got.text())
+				if f.calls() != c.asked {
+					t.Errorf("asked %q, want %q", f.calls(), c.asked)
+				}
+			})
+		}
+	}
+}
+
+func TestChatKeepsTheTalk(t *testing.T) {
+	t.Parallel()
+	f := &fake{models: []*gatewayv1.Model{{Name: "m"}}}
+	got := command{plane: newPlane(t, f), stdin: strings.NewReader("one\ntwo\n")}.run(t, "chat", "--system", "be brief", "--top-p", "0.5")
+	if got.code != 0 || len(f.prompts) != 2 {
+		t.Fatalf("%s, %d prompts", got.text(), len(f.prompts))
+	}
+	var talk []string
+	for _, message := range f.prompts[1].GetChat().GetMessages() {
+		talk = append(talk, message.GetRole()+": "+message.GetContent())
+	}
+	if want := "system: be brief|user: one|assistant: 42\x1b[2J!|user: two"; strings.Join(talk, "|") != want {
+		t.Errorf("talk %q, want %q", strings.Join(talk, "|"), want)
+	}
+	if f.params.GetTopP() != 0.5 || f.params.Temperature != nil || f.params.MaxTokens != nil {
+		t.Errorf("params %v", f.params)
+	}
+	if strings.Contains(got.stdout, "\x1b") {
+		t.Errorf("an escape sequence of the policy reached the terminal: %q", got.stdout)
+	}
+}
+
+func TestLogFilters(t *testing.T) {
+	t.Parallel()
+	f := &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}
+	got := command{plane: newPlane(t, f)}.run(t, "logs", "tail", "addition-grpo", "--service", "storage,inference-worker", "--kind", "log", "--since", "2026-11-21T12:00:00Z", "--level", "error")
+	if got.code != 0 {
+		t.Fatal(got.text())
+	}
+	if s := f.filter.String(); f.filter.GetRunId() != runID || len(f.filter.GetServices()) != 2 || f.filter.GetMinLevel() != 4 ||
+		!f.filter.GetSince().AsTime().Equal(noon) || f.filter.GetKinds()[0] != "log" {
+		t.Errorf("filter %s", s)
+	}
+}
+
+func TestHelpHasExamplesEverywhere(t *testing.T) {
+	t.Parallel()
+	a := &app{env: func(string) string { return "" }}
+	root := a.root()
+	for _, command := range root.Commands() {
+		list := command.Commands()
+		if len(list) == 0 {
+			list = append(list, command)
+		}
+		for _, c := range list {
+			if c.Hidden || c.Name() == "help" || c.Name() == "completion" || c.Parent().Name() == "completion" {
+				continue
+			}
+			if c.Example == "" || c.Short == "" {
+				t.Errorf("%s has no example or no short text", c.CommandPath())
+			}
+		}
+	}
+}
+
+func TestDocs(t *testing.T) {
+	t.Parallel()
+	dir := filepath.Join(t.TempDir(), "reference")
+	if got := execute(t, nil, "docs", "--dir", dir); got.code != 0 {
+		t.Fatal(got.text())
+	}
+	text, err := os.ReadFile(filepath.Join(dir, "rollout_run.md"))
+	if err != nil || !strings.Contains(string(text), "--resume run") || strings.Contains(string(text), "Auto generated") {
+		t.Errorf("%v\n%s", err, text)
+	}
+	if got := execute(t, nil, "docs", "--dir", "/proc/nowhere"); got.code != 73 {
+		t.Error(got.text())
+	}
+}
+
+func TestVersionAndCompletion(t *testing.T) {
+	t.Parallel()
+	if got := execute(t, nil, "version"); got.code != 0 || !strings.HasPrefix(got.stdout, "rollout ") {
+		t.Error(got.text())
+	}
+	for _, shell := range []string{"bash", "zsh", "fish", "powershell"} {
+		if got := execute(t, nil, "completion", shell); got.code != 0 || !strings.Contains(got.stdout, "rollout") {
+			t.Errorf("%s: %d", shell, got.code)
+		}
+	}
+	if got := execute(t, nil, "__complete", "runs", "list", "--state", ""); !strings.Contains(got.stdout, "running") {
+		t.Error(got.text())
+	}
+}

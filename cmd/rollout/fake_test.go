@@ -1,0 +1,349 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+const runID = "run-01kapq3n8jz3gq5p1cs0e8q0vd"
+
+var noon = time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+
+func at(seconds float64) *timestamppb.Timestamp {
+	return timestamppb.New(noon.Add(time.Duration(seconds * float64(time.Second))))
+}
+
+// fake is a control plane whose answers are set by the test. What it is asked to change is written down.
+type fake struct {
+	planv1.UnimplementedPlannerServiceServer
+	runv1.UnimplementedSchedulerServiceServer
+	snapshotv1.UnimplementedSnapshotServiceServer
+	storagev1.UnimplementedEventServiceServer
+	gatewayv1.UnimplementedRolloutGatewayServiceServer
+
+	directory string             // of the run
+	statuses  []*runv1.RunStatus // what WatchRun streams before it waits for finish
+	history   []*eventv1.Event   // stored before anybody watches
+	events    []*eventv1.Event   // happen while somebody watches
+	models    []*gatewayv1.Model
+	state     runv1.RunState // of the run, as GetRun says it
+
+	mu      sync.Mutex
+	asked   []string
+	filter  *storagev1.EventFilter // of the last TailEvents or ListEvents
+	prompts []*inferencev1.Prompt
+	params  *inferencev1.SamplingParams
+	finish  chan runv1.RunState // ends WatchRun where it is not nil
+	onAsk   func(what string)
+}
+
+func (f *fake) Register(r grpc.ServiceRegistrar) {
+	planv1.RegisterPlannerServiceServer(r, f)
+	runv1.RegisterSchedulerServiceServer(r, f)
+	snapshotv1.RegisterSnapshotServiceServer(r, f)
+	storagev1.RegisterEventServiceServer(r, f)
+	gatewayv1.RegisterRolloutGatewayServiceServer(r, f)
+}
+
+func (f *fake) ask(format string, args ...any) {
+	f.mu.Lock()
+	what := fmt.Sprintf(format, args...)
+	f.asked = append(f.asked, what)
+	f.mu.Unlock()
+	if f.onAsk != nil {
+		f.onAsk(what)
+	}
+}
+
+func (f *fake) calls() string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return strings.Join(f.asked, "\n")
+}
+
+func config() *configv1.RunConfig {
+	return &configv1.RunConfig{
+		Name: proto.String("addition-grpo"), Mode: proto.String("sync"), Seed: proto.Uint64(7),
+		Model: &configv1.ModelConfig{Path: proto.String("models/tiny")}, Data: &configv1.DataConfig{Train: proto.String("train.jsonl")},
+		Sampling:  &configv1.SamplingConfig{GroupSize: proto.Uint32(8)},
+		Algorithm: &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Grpo{Grpo: &configv1.GrpoConfig{}}},
+		Train:     &configv1.TrainConfig{Steps: proto.Uint64(3), GroupsPerStep: proto.Uint32(32), LearningRate: proto.Float64(1e-4)},
+	}
+}
+
+func plan() *planv1.Plan {
+	return &planv1.Plan{Format: 1, PlanId: "blake3-" + strings.Repeat("ab", 32), Config: config(), Inputs: []*planv1.Input{
+		{Role: planv1.InputRole_INPUT_ROLE_TRAIN_DATA, Path: "train.jsonl", Digest: "blake3-" + strings.Repeat("cd", 32), Bytes: 354266, Rows: 9500},
+	}}
+}
+
+func (f *fake) run(state runv1.RunState, step uint64) *runv1.Run {
+	run := &runv1.Run{
+		RunId: runID, Name: "addition-grpo", Plan: plan(), BaseDir: "/home/me/addition", State: state, CreateTime: at(0), Step: step, TotalSteps: 3,
+		Directory: f.directory, Incarnation: 1,
+	}
+	if step > 0 {
+		run.WeightsDirectory = f.directory + fmt.Sprintf("/weights/v%06d", step)
+		run.WeightsDigest = "blake3-" + strings.Repeat("ef", 32)
+	}
+	switch state {
+	case runv1.RunState_RUN_STATE_SUCCEEDED, runv1.RunState_RUN_STATE_CANCELLED:
+		run.EndTime = at(63.4)
+	case runv1.RunState_RUN_STATE_FAILED:
+		run.EndTime, run.Reason = at(63.4), "WORKER_CRASH_LOOP"
+		run.Message = "inference-0 left 6 times within ten minutes with code 1; its last lines:\nMemoryError: no room for the cache"
+	}
+	return run
+}
+
+// busy is the status in the middle of a run.
+func (f *fake) busy() *runv1.RunStatus {
+	return &runv1.RunStatus{
+		Run: f.run(runv1.RunState_RUN_STATE_RUNNING, 1), Phase: "LEASING", WaitingFor: "12 groups of batch 2 from the inference workers",
+		Queues: &runv1.Queues{InFlight: 12, Ready: 20, Consumed: 32, Excluded: 1},
+		Workers: []*runv1.Worker{
+			{WorkerId: "inference-0", Kind: "inference", Healthy: true, WeightsVersion: 1, Activity: "decodes 64 slots", SamplesPerSecond: 1140.4, TokensPerSecond: 12300, Pid: 4242},
+			{WorkerId: "learner-0", Kind: "learner", Healthy: false, WeightsVersion: 1, Activity: "loads the model", Restarts: 2},
+		},
+		Cursor: &runv1.Cursor{Position: 64, Index: 64, Rows: 9500},
+	}
+}
+
+func (f *fake) lookup(name string) (*runv1.RunStatus, error) {
+	if name != runID && name != "addition-grpo" && name != "run-01" {
+		return nil, rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no run %s", name)
+	}
+	if f.state == 0 || f.state == runv1.RunState_RUN_STATE_RUNNING {
+		return f.busy(), nil
+	}
+	return &runv1.RunStatus{Run: f.run(f.state, 3)}, nil
+}
+
+func (f *fake) ValidateConfig(_ context.Context, r *planv1.ValidateConfigRequest) (*planv1.ValidateConfigResponse, error) {
+	f.ask("ValidateConfig %s %v", r.GetSource().GetFile(), r.GetSource().GetSet())
+	return &planv1.ValidateConfigResponse{Config: config()}, nil
+}
+
+func (f *fake) CreatePlan(_ context.Context, r *planv1.CreatePlanRequest) (*planv1.CreatePlanResponse, error) {
+	f.ask("CreatePlan %v", r.GetSource().GetSet())
+	return &planv1.CreatePlanResponse{Plan: plan(), Lock: []byte("the plan\n")}, nil
+}
+
+func (f *fake) VerifyPlan(_ context.Context, r *planv1.VerifyPlanRequest) (*planv1.VerifyPlanResponse, error) {
+	f.ask("VerifyPlan %s", r.GetLock())
+	return &planv1.VerifyPlanResponse{Plan: plan()}, nil
+}
+
+func (f *fake) CreateRun(_ context.Context, r *runv1.CreateRunRequest) (*runv1.CreateRunResponse, error) {
+	f.ask("CreateRun %q key %t", r.GetLock(), r.GetIdempotencyKey() != "")
+	return &runv1.CreateRunResponse{Run: f.run(runv1.RunState_RUN_STATE_PENDING, 0)}, nil
+}
+
+func (f *fake) GetRun(_ context.Context, r *runv1.GetRunRequest) (*runv1.GetRunResponse, error) {
+	status, err := f.lookup(r.GetRunId())
+	return &runv1.GetRunResponse{Status: status}, err
+}
+
+func (f *fake) ListRuns(_ context.Context, r *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
+	f.ask("ListRuns %v %d", r.GetStates(), r.GetPageSize())
+	runs := []*runv1.Run{f.run(runv1.RunState_RUN_STATE_RUNNING, 1)}
+	if len(r.GetStates()) == 0 {
+		old := f.run(runv1.RunState_RUN_STATE_SUCCEEDED, 3)
+		old.RunId, old.Name, old.TotalSteps, old.Step = "run-01kapq0000000000000000000", "addition-sft", 1200, 1200
+		runs = append(runs, old)
+	}
+	return &runv1.ListRunsResponse{Runs: runs}, nil
+}
+
+func (f *fake) CancelRun(_ context.Context, r *runv1.CancelRunRequest) (*runv1.CancelRunResponse, error) {
+	f.ask("CancelRun %s drain %t", r.GetRunId(), r.GetDrain())
+	return &runv1.CancelRunResponse{Run: f.run(runv1.RunState_RUN_STATE_DRAINING, 1)}, nil
+}
+
+func (f *fake) PauseRun(_ context.Context, r *runv1.PauseRunRequest) (*runv1.PauseRunResponse, error) {
+	f.ask("PauseRun %s", r.GetRunId())
+	return &runv1.PauseRunResponse{Run: f.run(runv1.RunState_RUN_STATE_PAUSED, 1)}, nil
+}
+
+func (f *fake) ResumeRun(_ context.Context, r *runv1.ResumeRunRequest) (*runv1.ResumeRunResponse, error) {
+	f.ask("ResumeRun %s", r.GetRunId())
+	if f.state == runv1.RunState_RUN_STATE_SUCCEEDED && f.statuses == nil {
+		return nil, rpcerr.New(codes.FailedPrecondition, "RUN_NOT_RESUMABLE", "the run %s has made all its steps", r.GetRunId())
+	}
+	return &runv1.ResumeRunResponse{Run: f.run(runv1.RunState_RUN_STATE_STARTING, 1)}, nil
+}
+
+func (f *fake) WatchRun(_ *runv1.WatchRunRequest, stream grpc.ServerStreamingServer[runv1.WatchRunResponse]) error {
+	for _, status := range f.statuses {
+		if err := stream.Send(&runv1.WatchRunResponse{Status: status}); err != nil {
+			return err
+		}
+	}
+	if f.finish == nil {
+		return nil
+	}
+	select {
+	case state := <-f.finish:
+		return stream.Send(&runv1.WatchRunResponse{Status: &runv1.RunStatus{Run: f.run(state, 2)}})
+	case <-stream.Context().Done():
+		return stream.Context().Err()
+	}
+}
+
+func (f *fake) ListEvents(_ context.Context, r *storagev1.ListEventsRequest) (*storagev1.ListEventsResponse, error) {
+	f.mu.Lock()
+	f.filter = r.GetFilter()
+	f.mu.Unlock()
+	events := slices.DeleteFunc(slices.Clone(f.history), func(e *eventv1.Event) bool {
+		return e.GetLevel() < r.GetFilter().GetMinLevel() || len(r.GetFilter().GetKinds()) > 0 && !slices.Contains(r.GetFilter().GetKinds(), e.GetKind())
+	})
+	if limit := int(r.GetLimit()); limit > 0 && r.GetNewest() {
+		events = events[max(0, len(events)-limit):]
+	}
+	return &storagev1.ListEventsResponse{Events: events}, nil
+}
+
+func (f *fake) TailEvents(r *storagev1.TailEventsRequest, stream grpc.ServerStreamingServer[storagev1.TailEventsResponse]) error {
+	f.mu.Lock()
+	f.filter = r.GetFilter()
+	f.mu.Unlock()
+	for _, e := range append(slices.Clone(f.history), f.events...) {
+		if e.GetSequence() <= r.GetFilter().GetAfterSequence() || e.GetLevel() < r.GetFilter().GetMinLevel() {
+			continue
+		}
+		if err := stream.Send(&storagev1.TailEventsResponse{Events: []*eventv1.Event{e}}); err != nil {
+			return err
+		}
+	}
+	<-stream.Context().Done()
+	return stream.Context().Err()
+}
+
+func (f *fake) QueryMetrics(context.Context, *storagev1.QueryMetricsRequest) (*storagev1.QueryMetricsResponse, error) {
+	byName := map[string]*storagev1.Series{}
+	for _, e := range append(slices.Clone(f.history), f.events...) {
+		for name, value := range e.GetMetrics() {
+			if byName[name] == nil {
+				byName[name] = &storagev1.Series{Name: name}
+			}
+			byName[name].Points = append(byName[name].Points, &storagev1.Point{Step: e.GetStep(), Value: value, Time: e.GetTime()})
+		}
+	}
+	response := &storagev1.QueryMetricsResponse{}
+	for _, series := range byName {
+		response.Series = append(response.Series, series)
+	}
+	return response, nil
+}
+
+func snapshot() *snapshotv1.Snapshot {
+	return &snapshotv1.Snapshot{
+		SnapshotId: "snap-01kapq5q5mz3gq5p1cs0e8q0vd", RunId: runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: 3,
+		WeightsDigest: "blake3-" + strings.Repeat("ef", 32), Cursor: &runv1.Cursor{Position: 96, Index: 96, Rows: 9500}, PlanId: plan().GetPlanId(),
+		CreateTime: at(63), Bytes: 9_600_000,
+		Files: []*snapshotv1.SnapshotFile{
+			{Path: "weights/model.safetensors", Digest: "blake3-" + strings.Repeat("12", 32), Bytes: 3_183_848},
+			{Path: "optimizer.safetensors", Digest: "blake3-" + strings.Repeat("34", 32), Bytes: 6_416_152},
+		},
+	}
+}
+
+func (f *fake) ListSnapshots(_ context.Context, r *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
+	f.ask("ListSnapshots %q", r.GetRunId())
+	return &snapshotv1.ListSnapshotsResponse{Snapshots: []*snapshotv1.Snapshot{snapshot()}}, nil
+}
+
+func (f *fake) GetSnapshot(_ context.Context, r *snapshotv1.GetSnapshotRequest) (*snapshotv1.GetSnapshotResponse, error) {
+	if !strings.HasPrefix(snapshot().GetSnapshotId(), r.GetSnapshotId()) {
+		return nil, rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no snapshot %s", r.GetSnapshotId())
+	}
+	return &snapshotv1.GetSnapshotResponse{Snapshot: snapshot()}, nil
+}
+
+func (f *fake) RestoreSnapshot(_ context.Context, r *snapshotv1.RestoreSnapshotRequest) (*snapshotv1.RestoreSnapshotResponse, error) {
+	f.ask("RestoreSnapshot %s", r.GetSnapshotId())
+	run := f.run(runv1.RunState_RUN_STATE_PENDING, 0)
+	run.RunId, run.FromSnapshot = "run-01kapqrestored00000000000", r.GetSnapshotId()
+	return &snapshotv1.RestoreSnapshotResponse{Run: run}, nil
+}
+
+func (f *fake) ListModels(context.Context, *gatewayv1.ListModelsRequest) (*gatewayv1.ListModelsResponse, error) {
+	return &gatewayv1.ListModelsResponse{Models: f.models}, nil
+}
+
+func (f *fake) Complete(r *gatewayv1.CompleteRequest, stream grpc.ServerStreamingServer[gatewayv1.CompleteResponse]) error {
+	f.mu.Lock()
+	f.prompts, f.params = append(f.prompts, r.GetPrompts()...), r.GetParams()
+	f.mu.Unlock()
+	f.ask("Complete %s session %q", r.GetModel(), r.GetSessionId())
+	for _, text := range []string{"4", "2", "\x1b[2J!"} {
+		if err := stream.Send(&gatewayv1.CompleteResponse{SessionId: "s1", Model: r.GetModel(), Piece: &inferencev1.GenerateResponse{Text: text}}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// story is what happens in a run of three steps.
+func story() []*eventv1.Event {
+	step := func(n uint64, seconds, reward float64) *eventv1.Event {
+		return &eventv1.Event{
+			Time: at(seconds), Service: "learner-controller", Level: eventv1.Level_LEVEL_INFO, Kind: "step.committed", Step: n, Message: "step committed",
+			Metrics: map[string]float64{
+				"loss": 0.0123 / float64(n), "reward/mean": reward, "entropy": 0.43, "grad_norm": 1.5, "samples_per_second": 1140.4, "tokens_per_second": 12300,
+				"time/step": 0.22, "kl/engine_learner": 1e-5, "learning_rate": 1e-4,
+			},
+		}
+	}
+	eval := func(n uint64, seconds, reward float64, answers ...string) *eventv1.Event {
+		var samples []string
+		for i, answer := range answers {
+			sample, _ := json.Marshal(map[string]any{
+				"row": i, "prompt": fmt.Sprintf("%d+1=", i), "completion": answer, "reward": map[bool]int{true: 1}[answer == fmt.Sprint(i+1)],
+			})
+			samples = append(samples, string(sample))
+		}
+		return &eventv1.Event{
+			Time: at(seconds), Service: "learner-controller", Level: eventv1.Level_LEVEL_INFO, Kind: "eval.finished", Step: n,
+			Attributes: map[string]string{"samples": "[" + strings.Join(samples, ",") + "]"},
+			Metrics:    map[string]float64{"eval/reward": reward, "eval/accuracy": reward - 0.01, "eval/samples": 256},
+		}
+	}
+	events := []*eventv1.Event{
+		{Time: at(0), Service: "scheduler", Level: eventv1.Level_LEVEL_INFO, Kind: "run.state", Attributes: map[string]string{"state": "STARTING"}},
+		{Time: at(1), Service: "scheduler", Level: eventv1.Level_LEVEL_INFO, Kind: "worker.started", Attributes: map[string]string{"worker": "inference-0", "pid": "4242"}},
+		eval(0, 2, 0.512, "7", "2", "1\x1b[2J", "x", "5", "9"),
+		step(1, 3, 0.5),
+		{Time: at(4), Service: "inference-worker/inference-0", Level: eventv1.Level_LEVEL_WARN, Kind: "log", Message: "the reward took 4.2 s of its 5 s"},
+		step(2, 5, 0.7),
+		{Time: at(5.5), Service: "scheduler", Level: eventv1.Level_LEVEL_DEBUG, Kind: "log", Message: "nobody sees this"},
+		step(3, 7, 0.9),
+		eval(3, 8, 0.934, "1", "2", "3", "4", "5", "7"),
+		{Time: at(9), Service: "snapshot", Level: eventv1.Level_LEVEL_INFO, Kind: "snapshot.created", Step: 3, Attributes: map[string]string{"snapshot": "snap-01kapq5q5m"}, Metrics: map[string]float64{"bytes": 9.6e6}},
+		{Time: at(10), Service: "scheduler", Level: eventv1.Level_LEVEL_INFO, Kind: "run.state", Attributes: map[string]string{"state": "SUCCEEDED"}},
+	}
+	for i, e := range events {
+		e.Sequence, e.EventId, e.RunId = uint64(i+1), fmt.Sprintf("e%d", i), runID
+	}
+	return events
+}
