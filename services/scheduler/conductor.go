@@ -122,6 +122,9 @@ func failure(err error) *ending {
 // before readies the others for the end while the workers still run.
 func (c *conductor) before(ctx context.Context, e *ending) {
 	if e.state == Succeeded {
+		if c.state() == Starting { // a short run: the controller was done before its progress was heard
+			_, _ = c.svc.transition(ctx, c.id, Running, nil)
+		}
 		if _, err := c.svc.transition(ctx, c.id, Draining, nil); err != nil {
 			c.svc.Log.WarnContext(ctx, "run does not drain", "run", c.id, "error", err)
 		}

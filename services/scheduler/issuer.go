@@ -142,8 +142,8 @@ func (i *issuer) watch(ctx context.Context) error {
 // behind the ledger: it is durable before the publish; if a disk lost it, the ledger's last position moves it.
 func (i *issuer) reconcile(ctx context.Context) error {
 	from := i.c.window.First
-	if step := i.c.ledger().GetStep(); !i.c.window.Completion && step > i.c.window.FirstStep {
-		from += (step - i.c.window.FirstStep) * i.c.window.GroupsPerStep // the windows of committed steps are whole
+	if !i.c.window.Completion {
+		from = i.c.window.start(i.c.ledger().GetStep()) // the windows of committed steps are whole
 	}
 	known := map[uint64]*bufferv1.GroupRecord{}
 	last := i.position
@@ -190,7 +190,7 @@ func (i *issuer) act(ctx context.Context) error {
 	if err := i.settle(ctx, ledger.GetDissolved()); err != nil {
 		return err
 	}
-	upto := i.c.window.Upto(i.position, ledger.GetConsumed(), ledger.GetExcluded())
+	upto := i.c.window.Upto(i.position, ledger.GetStep())
 	for i.position < upto {
 		to := min(upto, i.position+chunk)
 		var items []item

@@ -213,7 +213,7 @@ func (s *service) complete(ctx context.Context, req *runv1.CompleteRunRequest) e
 // it does nothing.
 func (s *service) transition(ctx context.Context, runID string, to State, check func(*Run) error) (*Run, error) {
 	same := false
-	run, err := s.Store.Update(ctx, runID, func(r *Run) error {
+	run, err := s.update(ctx, runID, func(r *Run) error {
 		if check != nil {
 			if err := check(r); err != nil {
 				return err
@@ -230,6 +230,7 @@ func (s *service) transition(ctx context.Context, runID string, to State, check 
 	return run, err
 }
 
+// update changes the record of a run. Its conductor sees the changes in the order in which they were written.
 func (s *service) update(ctx context.Context, runID string, change func(*Run) error) (*Run, error) {
 	c := s.conductor(runID)
 	if c == nil {

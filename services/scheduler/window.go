@@ -7,12 +7,11 @@ import (
 
 // Window decides how far a run may be issued and which weights may sample a group. All methods are pure.
 //
-//	outstanding = issued - consumed - excluded  (in flight + ready + leased)
-//	issue while outstanding < (staleness + 1) * groups a step, and positions remain
+//	issue up to the end of window (steps committed + staleness + 1), a window being the groups of one step
 //
-// So at most staleness + 1 windows are between issue and commit: a group sampled by the newest weights of the moment it was issued
-// and consumed in its turn is at most staleness steps old. What is overtaken by others the buffer dissolves when it would be older,
-// and it comes back as a new attempt.
+// So in flight + ready + leased never exceeds (staleness + 1) * groups a step, and a group that is sampled when it is issued and
+// consumed in its turn is at most staleness steps old. One that others overtake the buffer dissolves before it would be older, and
+// it comes back as a new attempt. An excluded group counts for the step that goes without it.
 type Window struct {
 	First         uint64 // first position of the run
 	FirstStep     uint64 // steps made before the run (restored from a snapshot)
@@ -39,14 +38,17 @@ func windowOf(plan *planv1.Plan, first, firstStep uint64) Window {
 	}
 }
 
-// Upto is the position up to which may be issued now (exclusive), at least next.
-func (w Window) Upto(next, consumed, excluded uint64) uint64 {
-	if w.Steps <= w.FirstStep {
-		return next
+// Upto is the position up to which may be issued now (exclusive), at least next. step is the last committed one.
+func (w Window) Upto(next, step uint64) uint64 {
+	return max(next, w.start(min(max(step, w.FirstStep)+w.Staleness+1, w.Steps)))
+}
+
+// start is the first position of the window after so many steps.
+func (w Window) start(steps uint64) uint64 {
+	if steps <= w.FirstStep {
+		return w.First
 	}
-	end := w.First + (w.Steps-w.FirstStep)*w.GroupsPerStep // an excluded group counts for the step that goes without it
-	room := w.First + consumed + excluded + (w.Staleness+1)*w.GroupsPerStep
-	return max(next, min(end, room))
+	return w.First + (steps-w.FirstStep)*w.GroupsPerStep
 }
 
 // MinVersion is the oldest weights version that may sample the group at a position, while newest is the last committed step.

@@ -1,0 +1,179 @@
+package launch_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
+)
+
+// fake is a launcher whose processes live as long as the test says.
+type fake struct {
+	lives  []life // one a start; the last again and again
+	starts []time.Time
+	stops  []time.Duration
+	begin  time.Time
+	failed error
+}
+
+type life struct {
+	lasts     time.Duration // 0: for ever
+	registers bool
+	exit      launch.Exit
+}
+
+type process struct {
+	pid  int
+	life life
+	done chan struct{}
+	fake *fake
+}
+
+func (f *fake) life(start int) life { return f.lives[min(start, len(f.lives)-1)] }
+
+func (f *fake) Launch(launch.Command) (launch.Process, error) {
+	f.starts = append(f.starts, time.Now())
+	if f.failed != nil {
+		return nil, f.failed
+	}
+	p := &process{pid: len(f.starts), life: f.life(len(f.starts) - 1), done: make(chan struct{}), fake: f}
+	if p.life.lasts > 0 {
+		time.AfterFunc(p.life.lasts, func() { close(p.done) })
+	}
+	return p, nil
+}
+
+func (p *process) PID() int              { return p.pid }
+func (p *process) Done() <-chan struct{} { return p.done }
+func (p *process) Exit() launch.Exit     { return p.life.exit }
+func (p *process) Stop(grace time.Duration) {
+	p.fake.stops = append(p.fake.stops, grace)
+	close(p.done)
+}
+
+type observer struct{ seen []string }
+
+func (o *observer) Started(worker string, pid, restarts int) {
+	o.seen = append(o.seen, fmt.Sprintf("start %d after %d", pid, restarts))
+}
+
+func (o *observer) Exited(worker string, pid int, exit launch.Exit, why string) {
+	o.seen = append(o.seen, why)
+}
+
+func supervisor(f *fake, o *observer, l launch.Limits) *launch.Supervisor {
+	return &launch.Supervisor{
+		Worker: "learner-0", Launcher: f, Limits: l, Observer: o,
+		Prepare: func(context.Context) (launch.Command, error) { return launch.Command{}, nil },
+		Registered: func(ctx context.Context, pid int) error {
+			if f.life(pid - 1).registers {
+				return nil
+			}
+			<-ctx.Done()
+			return ctx.Err()
+		},
+	}
+}
+
+func TestCrashLoopEndsAfterTheLastAllowedRestart(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{lasts: time.Millisecond, exit: launch.Exit{Code: 7, LastLines: []string{"first", "no such model"}}}}}
+		o := &observer{}
+		begin := time.Now()
+		err := supervisor(f, o, launch.Limits{Restarts: 3}).Run(t.Context())
+		var loop *launch.CrashLoop
+		if !errors.As(err, &loop) || loop.Restarts != 4 || len(f.starts) != 4 || loop.Worker != "learner-0" {
+			t.Fatalf("%v after %d starts", err, len(f.starts))
+		}
+		if !strings.Contains(err.Error(), "exit code 7") || !strings.Contains(err.Error(), "\n  no such model") {
+			t.Errorf("message %q", err)
+		}
+		// 100, 200 and 400 ms between the starts, 1 ms of life each.
+		if took := time.Since(begin); took != 704*time.Millisecond {
+			t.Errorf("took %v", took)
+		}
+		if want := []string{"start 1 after 0", "left with exit code 7"}; !slices.Equal(o.seen[:2], want) || len(o.seen) != 8 {
+			t.Errorf("seen %q", o.seen)
+		}
+	})
+}
+
+// Crashes further apart than the window are no loop, and the pause before a restart is short again.
+func TestOldCrashesAreForgotten(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{lasts: 11 * time.Minute, registers: true, exit: launch.Exit{Code: launch.FencedCode}}}}
+		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Hour)
+		defer cancel()
+		if err := supervisor(f, &observer{}, launch.Limits{Restarts: 1, StartTimeout: time.Minute}).Run(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if len(f.starts) != 17 || f.starts[2].Sub(f.starts[1]) != 11*time.Minute+100*time.Millisecond {
+			t.Fatalf("%d starts, %v apart", len(f.starts), f.starts[2].Sub(f.starts[1]))
+		}
+	})
+}
+
+func TestWorkerThatDoesNotRegisterIsEnded(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{}}}
+		o := &observer{}
+		begin := time.Now()
+		err := supervisor(f, o, launch.Limits{Restarts: 0, StartTimeout: 300 * time.Second}).Run(t.Context())
+		var loop *launch.CrashLoop
+		if !errors.As(err, &loop) || time.Since(begin) != 300*time.Second || len(f.stops) != 1 {
+			t.Fatalf("%v after %v, %d stops", err, time.Since(begin), len(f.stops))
+		}
+		if !strings.Contains(err.Error(), "limits.worker_start_seconds") {
+			t.Errorf("message %q", err)
+		}
+	})
+}
+
+func TestStopDrainsAndIsNoCrash(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{registers: true}}}
+		o := &observer{}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		if err := supervisor(f, o, launch.Limits{StopGrace: 7 * time.Second}).Run(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Equal(f.stops, []time.Duration{7 * time.Second}) || len(o.seen) != 1 {
+			t.Fatalf("stops %v, seen %q", f.stops, o.seen)
+		}
+	})
+}
+
+func TestCommandThatCanNotBeStartedIsACrash(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{failed: errors.New("no such file")}
+		err := supervisor(f, &observer{}, launch.Limits{Restarts: 1}).Run(t.Context())
+		var loop *launch.CrashLoop
+		if !errors.As(err, &loop) || !strings.Contains(err.Error(), "could not be started: no such file") {
+			t.Fatalf("got %v", err)
+		}
+	})
+}
+
+func TestBackoffIsBounded(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{lasts: time.Nanosecond}}}
+		_ = supervisor(f, &observer{}, launch.Limits{Restarts: 12, MaxBackoff: 5 * time.Second}).Run(t.Context())
+		last := f.starts[len(f.starts)-1].Sub(f.starts[len(f.starts)-2])
+		if len(f.starts) != 13 || last.Round(time.Millisecond) != 5*time.Second {
+			t.Fatalf("%d starts, the last %v apart", len(f.starts), last)
+		}
+	})
+}

@@ -1,0 +1,344 @@
+package scheduler_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/bus"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/scheduler"
+	"github.com/rollout-rl/rollout/services/scheduler/dataset"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
+)
+
+// whole asserts that each position of the plan was consumed by the step of its window, or excluded.
+func (w *world) whole(steps uint64) {
+	w.t.Helper()
+	w.mesh.read(func() {
+		first := w.mesh.config.GetFirstPosition()
+		for p := first; p < first+(steps-w.mesh.config.GetFirstStep())*3; p++ {
+			g := w.mesh.groups[p]
+			if g.GetState() != bufferv1.GroupState_GROUP_STATE_CONSUMED && g.GetState() != bufferv1.GroupState_GROUP_STATE_EXCLUDED {
+				w.t.Errorf("position %d is %v", p, g)
+			}
+		}
+		if uint64(len(w.mesh.groups)) != (steps-w.mesh.config.GetFirstStep())*3 {
+			w.t.Errorf("%d groups were heard of", len(w.mesh.groups))
+		}
+	})
+}
+
+func TestARunGoesThrough(t *testing.T) {
+	t.Parallel()
+	for name, p := range map[string]*planv1.Plan{
+		"sync": plan(5, "sync", 0, false), "async": plan(5, "async", 2, false), "sft": plan(5, "sync", 3, true),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := setup(t)
+			w.start()
+			run := w.create(p)
+			status := w.waitState(run.GetRunId(), scheduler.Succeeded)
+			w.whole(5)
+			w.published(p, run)
+			if s := w.events.of("run.state", "state"); !slices.Equal(s, []string{"PENDING", "STARTING", "RUNNING", "DRAINING", "SUCCEEDED"}) {
+				t.Errorf("states %v", s)
+			}
+			got := status.GetRun()
+			if got.GetStep() != 5 || got.GetTotalSteps() != 5 || got.GetWeightsDigest() != "digest-5" || got.GetEndTime() == nil || got.GetName() != "test-run" {
+				t.Errorf("record %v", got)
+			}
+			if q := status.GetQueues(); q.GetConsumed() != 15 || q.GetInFlight()+q.GetReady()+q.GetLeased()+q.GetExcluded() != 0 {
+				t.Errorf("queues %v", q)
+			}
+			if c := status.GetCursor(); c.GetPosition() != 15 || c.GetEpoch() != 2 || c.GetIndex() != 1 || c.GetRows() != rows {
+				t.Errorf("cursor %v", c)
+			}
+			w.mesh.read(func() {
+				if w.mesh.streams != "deleted" || w.mesh.open {
+					t.Errorf("streams %q, ledger open %v", w.mesh.streams, w.mesh.open)
+				}
+			})
+			if left := w.launcher.processes(); len(left) != 0 {
+				t.Errorf("%d workers still run", len(left))
+			}
+		})
+	}
+}
+
+// published asserts what travelled: each position once, the row of the seeded order, the seeds, the weights it waits for.
+func (w *world) published(p *planv1.Plan, run *scheduler.Run) {
+	w.t.Helper()
+	order := dataset.Order{Seed: 7, Rows: rows, Shuffle: true}
+	w.mesh.read(func() {
+		for n, g := range w.mesh.published {
+			place := dataset.PlaceOf(uint64(n), rows)
+			row := order.Row(place)
+			min := uint64(0)
+			if p.GetConfig().GetMode() == "sync" && p.GetConfig().GetAlgorithm().GetSft() == nil {
+				min = uint64(n) / 3
+			}
+			async := p.GetConfig().GetMode() == "async"
+			if g.GetPosition() != uint64(n) || g.GetEpoch() != place.Epoch || g.GetIndex() != place.Index || g.GetRow() != row ||
+				string(g.GetRowJson()) != fmt.Sprintf(`{"prompt": "row %d"}`, row) || g.GetGroupSize() != 2 || g.GetAttempt() != 0 ||
+				!slices.Equal(g.GetSeeds(), dataset.Seeds(7, place, 2)) || !async && g.GetMinVersion() != min || g.GetRunId() != run.GetRunId() {
+				w.t.Errorf("message %d: %v", n, g)
+			}
+		}
+		if len(w.mesh.published) != 15 {
+			w.t.Errorf("%d messages", len(w.mesh.published))
+		}
+	})
+}
+
+// dyingBus kills the scheduler at one of its publishes.
+type dyingBus struct {
+	scheduler.Bus
+	left   *int
+	before bool
+	die    func()
+}
+
+func (b dyingBus) Publish(ctx context.Context, messages ...bus.Message) error {
+	*b.left--
+	if *b.left == 0 && b.before {
+		b.die()
+	}
+	err := b.Bus.Publish(ctx, messages...)
+	if *b.left == 0 && !b.before {
+		b.die()
+	}
+	return err
+}
+
+// TestDeathAtEveryPublish kills the scheduler after the cursor moved and before the publish, and after the publish, at each of them;
+// workers lose what they had pulled. The resumed run loses nothing and repeats nothing.
+func TestDeathAtEveryPublish(t *testing.T) {
+	t.Parallel()
+	for mode, publishes := range map[string]int{"sync": 6, "async": 3} {
+		for publish := 1; publish <= publishes; publish++ {
+			for _, before := range []bool{true, false} {
+				t.Run(fmt.Sprintf("%s/%d/before=%v", mode, publish, before), func(t *testing.T) {
+					t.Parallel()
+					staleness := uint32(0)
+					if mode == "async" {
+						staleness = 1
+					}
+					w := setup(t)
+					died := make(chan struct{})
+					left := publish
+					w.wrapBus = func(b scheduler.Bus) scheduler.Bus {
+						return dyingBus{b, &left, before, func() {
+							w.mesh.mu.Lock()
+							g := w.mesh.scheduler
+							w.mesh.held = true
+							w.mesh.mu.Unlock()
+							g.gate.close()
+							close(died)
+						}}
+					}
+					w.start()
+					run := w.create(plan(6, mode, staleness, false)).GetRunId()
+					<-died
+					w.kill()
+					w.wrapBus = nil
+					w.mesh.do(func() { w.mesh.queue = nil }) // with the daemon its queue dies; the ledger stays
+					w.start()
+					w.waitState(run, scheduler.Interrupted)
+					w.mesh.do(func() { w.mesh.held = false })
+					if _, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run}); err != nil {
+						t.Fatal(err)
+					}
+					got := w.waitState(run, scheduler.Succeeded)
+					w.whole(6)
+					if got.GetRun().GetIncarnation() != 2 {
+						t.Errorf("incarnation %d", got.GetRun().GetIncarnation())
+					}
+				})
+			}
+		}
+	}
+}
+
+// TestInterruptAndResume stops the scheduler in good order in mid-run.
+func TestInterruptAndResume(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.outcome = func(g *runv1.PromptGroup) (string, bool) {
+		if g.GetPosition() == 7 {
+			w.mesh.held = true // the workers stop in mid-run
+		}
+		return "", false
+	}
+	w.start()
+	run := w.create(plan(6, "async", 1, false)).GetRunId()
+	w.wait(run, func(s *runv1.RunStatus) bool {
+		return s.GetRun().GetStep() >= 1 && s.GetRun().GetState() == scheduler.Running
+	})
+	w.generation.stop()
+	w.mesh.do(func() { w.mesh.held, w.mesh.outcome = false, nil })
+	w.start()
+	status := w.waitState(run, scheduler.Interrupted)
+	if !strings.Contains(status.GetRun().GetMessage(), "--resume "+run) || status.GetRun().GetEndTime() != nil {
+		t.Errorf("record %v", status.GetRun())
+	}
+	if len(w.launcher.processes()) != 0 {
+		t.Error("workers survived")
+	}
+	if _, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run}); err != nil {
+		t.Fatal(err)
+	}
+	w.waitState(run, scheduler.Succeeded)
+	w.whole(6)
+}
+
+func TestResumeOnStart(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true
+	w.start()
+	run := w.create(plan(2, "sync", 0, false)).GetRunId()
+	w.waitState(run, scheduler.Running)
+	w.kill()
+	w.config.ResumeOnStart = true
+	w.mesh.do(func() { w.mesh.held = false })
+	w.start()
+	w.waitState(run, scheduler.Succeeded)
+	w.whole(2)
+}
+
+// A group that fails twice is left out; one that goes stale three times is not.
+func TestFailedAttempts(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.outcome = func(g *runv1.PromptGroup) (string, bool) {
+		switch {
+		case g.GetPosition() == 4:
+			return "REWARD_TIMEOUT", true
+		case g.GetPosition() == 5 && g.GetAttempt() == 0:
+			return "REWARD_TIMEOUT", true
+		case g.GetPosition() == 6 && g.GetAttempt() < 3:
+			return "STALE", false
+		}
+		return "", false
+	}
+	w.start()
+	run := w.create(plan(4, "sync", 0, false)).GetRunId()
+	status := w.waitState(run, scheduler.Succeeded)
+	w.whole(4)
+	if q := status.GetQueues(); q.GetExcluded() != 1 || q.GetConsumed() != 11 {
+		t.Errorf("queues %v", q)
+	}
+	if got := w.events.of("group.excluded", "group"); !slices.Equal(got, []string{"0/4"}) {
+		t.Errorf("excluded %v", got)
+	}
+	if got := w.events.of("group.excluded", "reason"); !slices.Equal(got, []string{scheduler.AttemptsExhausted}) {
+		t.Errorf("reasons %v", got)
+	}
+	attempts := map[uint64]int{}
+	w.mesh.read(func() {
+		for _, g := range w.mesh.published {
+			attempts[g.GetPosition()]++
+			if first := w.mesh.published[g.GetPosition()]; g.GetPosition() < 3 && !slices.Equal(g.GetSeeds(), first.GetSeeds()) {
+				t.Errorf("an attempt has seeds of its own: %v", g)
+			}
+		}
+	})
+	if attempts[4] != 2 || attempts[5] != 2 || attempts[6] != 4 || attempts[7] != 1 {
+		t.Errorf("attempts %v", attempts)
+	}
+}
+
+func TestCrashLoopFailsTheRun(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true
+	w.start()
+	run := w.create(plan(2, "sync", 0, false)).GetRunId()
+	for restarts := range uint32(3) {
+		w.wait(run, func(s *runv1.RunStatus) bool {
+			for _, worker := range s.GetWorkers() {
+				if worker.GetWorkerId() == "inference-0" && worker.GetHealthy() && worker.GetRestarts() == restarts {
+					return true
+				}
+			}
+			return false
+		})
+		w.launcher.crash("inference-0", launch.Exit{Code: 1, LastLines: []string{"Traceback", "OutOfMemoryError"}})
+	}
+	got := w.waitState(run, scheduler.Failed).GetRun()
+	if got.GetReason() != "WORKER_CRASH_LOOP" || !strings.Contains(got.GetMessage(), "inference-0") || !strings.Contains(got.GetMessage(), "OutOfMemoryError") {
+		t.Errorf("reason %s, message %q", got.GetReason(), got.GetMessage())
+	}
+	if got := w.events.of("worker.exited", "exit_code"); !slices.Equal(got, []string{"1", "1", "1"}) {
+		t.Errorf("exits %v", got)
+	}
+	if len(w.events.of("worker.started", "pid")) != 4 || len(w.launcher.processes()) != 0 {
+		t.Errorf("starts %v, left %d", w.events.of("worker.started", "worker"), len(w.launcher.processes()))
+	}
+	w.mesh.do(func() { w.mesh.held = false })
+	if _, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run}); err != nil {
+		t.Fatal(err)
+	}
+	if again := w.waitState(run, scheduler.Succeeded).GetRun(); again.GetReason() != "" || again.GetIncarnation() != 2 {
+		t.Errorf("after resuming: %v", again)
+	}
+	w.whole(2)
+}
+
+func TestWorkersAreStartedWithWhatTheyNeed(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.outcome = func(g *runv1.PromptGroup) (string, bool) {
+		w.mesh.held = g.GetPosition() == 8
+		return "", false
+	}
+	w.start()
+	p := plan(4, "async", 1, false)
+	workers := uint32(2)
+	p.Config.Engine.Workers = &workers
+	run := w.create(p)
+	w.wait(run.GetRunId(), func(s *runv1.RunStatus) bool {
+		healthy := 0
+		for _, worker := range s.GetWorkers() {
+			if worker.GetHealthy() {
+				healthy++
+			}
+		}
+		return healthy == 3 && s.GetRun().GetStep() >= 2
+	})
+	learner, inference := w.launcher.spec("learner-0", 0), w.launcher.spec("inference-1", 0)
+	if learner.GetThreads() != 4 || inference.GetThreads() != 2 || inference.GetKind() != "inference" || inference.GetToken() != "s3cret" ||
+		inference.GetNatsUrl() != "nats://here" || inference.GetIncarnation() != 1 || inference.GetBaseDir() != w.dir ||
+		inference.GetInitialWeights() != "" || !proto.Equal(inference.GetPlan().GetConfig(), p.GetConfig()) {
+		t.Errorf("spec %v", inference)
+	}
+	path := filepath.Join(run.GetDirectory(), "workers", "inference-1.json")
+	if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("spec file %v, %v", info, err)
+	}
+	command := w.launcher.commands[0]
+	if command.Args[0] != "worker" || !slices.Contains(command.Env, "HOME=/home") || !slices.Contains(command.Env, "OMP_WAIT_POLICY=PASSIVE") ||
+		!strings.HasPrefix(command.Log, filepath.Join(run.GetDirectory(), "workers")) {
+		t.Errorf("command %+v", command)
+	}
+	// One that is started in mid-run begins with the newest weights.
+	newest := filepath.Join(run.GetDirectory(), "weights", "v000002")
+	if err := os.MkdirAll(newest, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	w.launcher.crash("inference-1", launch.Exit{Code: launch.FencedCode})
+	w.wait(run.GetRunId(), func(*runv1.RunStatus) bool { return w.launcher.spec("inference-1", 1) != nil })
+	if s := w.launcher.spec("inference-1", 1); s.GetInitialWeights() != newest || s.GetInitialVersion() != 2 {
+		t.Errorf("a restarted worker begins with %q, version %d", s.GetInitialWeights(), s.GetInitialVersion())
+	}
+}

@@ -1,0 +1,410 @@
+package scheduler_test
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/id"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	"github.com/rollout-rl/rollout/services/scheduler"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
+	"github.com/rollout-rl/rollout/services/scheduler/sqlite"
+)
+
+// world is everything around a scheduler: services that keep their state when the scheduler dies, and workers that sample
+// what is published.
+type world struct {
+	t          *testing.T
+	dir        string
+	store      *sqlite.Store
+	mesh       *mesh
+	planner    *planner
+	snapshots  *snapshots
+	registry   *registry
+	launcher   *launcher
+	events     *events
+	config     scheduler.Config
+	wrapBus    func(scheduler.Bus) scheduler.Bus
+	dial       func(address string) (scheduler.Conn, error)
+	generation *generation
+}
+
+// generation is one process of the scheduler.
+type generation struct {
+	*scheduler.Server
+	internal runv1.SchedulerInternalServiceServer
+	gate     *gate
+	stop     func()
+}
+
+const rows = 7
+
+func setup(t *testing.T) *world {
+	t.Helper()
+	w := &world{t: t, dir: t.TempDir(), planner: &planner{}, snapshots: &snapshots{}, events: &events{}}
+	w.registry = &registry{lists: map[string][]discovery.Instance{}, changed: make(chan struct{})}
+	w.launcher = &launcher{registry: w.registry}
+	w.mesh = newMesh(t)
+	var text bytes.Buffer
+	for row := range rows {
+		fmt.Fprintf(&text, `{"prompt": "row %d"}`+"\n", row)
+	}
+	w.planner.data = text.Bytes()
+	if err := os.WriteFile(filepath.Join(w.dir, "train.jsonl"), text.Bytes(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	store, err := sqlite.Open(t.Context(), filepath.Join(w.dir, "scheduler.sqlite"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Close() })
+	w.store = store
+	w.config = scheduler.Config{StateDir: w.dir, Worker: scheduler.WorkerConfig{
+		Command: []string{"worker"}, Env: []string{"HOME=/home"}, Token: "s3cret", Cores: 8, NATSURL: "nats://here",
+		Limits: launch.Limits{FirstBackoff: time.Millisecond, StopGrace: 5 * time.Second},
+	}}
+	w.dial = func(string) (scheduler.Conn, error) { return nil, io.ErrClosedPipe }
+	return w
+}
+
+// start makes a scheduler on the world's store.
+func (w *world) start() *generation {
+	w.t.Helper()
+	g := &generation{gate: &gate{}}
+	w.mesh.mu.Lock()
+	w.mesh.scheduler = g
+	w.mesh.mu.Unlock()
+	var bus scheduler.Bus = gatedBus{g.gate, w.mesh.bus}
+	if w.wrapBus != nil {
+		bus = w.wrapBus(bus)
+	}
+	log := slog.New(slog.DiscardHandler)
+	if testing.Verbose() {
+		log = slog.New(slog.NewTextHandler(w.t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug}))
+	}
+	var err error
+	g.Server, err = scheduler.New(w.config, scheduler.Deps{
+		Store: gatedStore{w.store, g.gate}, Planner: w.planner, Buffer: gatedBuffer{w.mesh.ledger, g.gate}, Controller: gatedController{w.mesh.controller, g.gate},
+		Snapshots: w.snapshots, Bus: bus, Registry: w.registry, Launcher: w.launcher, Dial: w.dial, Events: w.events, Log: log,
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	g.Register(registrar(func(desc *grpc.ServiceDesc, impl any) {
+		if internal, ok := impl.(runv1.SchedulerInternalServiceServer); ok {
+			g.internal = internal
+		}
+	}))
+	ctx, cancel := context.WithCancel(context.Background())
+	ran := make(chan error, 1)
+	go func() { ran <- g.Run(ctx) }()
+	g.stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-ran; err != nil {
+			w.t.Error(err)
+		}
+	})
+	w.t.Cleanup(g.stop)
+	w.generation = g
+	return g
+}
+
+// kill ends the scheduler as a power cut would: nothing that it does afterwards has an effect.
+func (w *world) kill() {
+	w.generation.gate.close()
+	w.generation.stop()
+	w.launcher.endAll() // workers see the end of their standard input
+}
+
+type registrar func(*grpc.ServiceDesc, any)
+
+func (r registrar) RegisterService(desc *grpc.ServiceDesc, impl any) { r(desc, impl) }
+
+// plan is a run of so many steps of three groups of two samples.
+func plan(steps uint64, mode string, staleness uint32, sft bool) *planv1.Plan {
+	groups, size, attempts, restarts, seed, shuffle, name, seconds, workers := uint32(3), uint32(2), uint32(2), uint32(2), uint64(7), true, "test-run", 60.0, uint32(1)
+	c := &configv1.RunConfig{
+		Name: &name, Seed: &seed, Mode: &mode, Data: &configv1.DataConfig{Shuffle: &shuffle},
+		Sampling: &configv1.SamplingConfig{GroupSize: &size}, Train: &configv1.TrainConfig{Steps: &steps, GroupsPerStep: &groups},
+		Engine: &configv1.EngineConfig{Workers: &workers}, Staleness: &configv1.StalenessConfig{MaxSteps: &staleness},
+		Limits:    &configv1.LimitsConfig{GroupAttempts: &attempts, WorkerRestarts: &restarts, WorkerStartSeconds: &seconds},
+		Algorithm: &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Grpo{Grpo: &configv1.GrpoConfig{}}},
+	}
+	if sft {
+		c.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Sft{Sft: &configv1.SftConfig{}}}
+	}
+	return &planv1.Plan{Format: 1, PlanId: id.Content([]byte("plan")), Config: c}
+}
+
+// create makes a run of a plan.
+func (w *world) create(p *planv1.Plan) *scheduler.Run {
+	w.t.Helper()
+	w.planner.set(p)
+	resp, err := w.generation.CreateRun(w.t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return resp.GetRun()
+}
+
+// wait follows a run until what is true of its status.
+func (w *world) wait(run string, what func(*runv1.RunStatus) bool) *runv1.RunStatus {
+	w.t.Helper()
+	ctx, cancel := context.WithTimeout(w.t.Context(), 30*time.Second)
+	defer cancel()
+	watch := &watcher{ctx: ctx, cancel: cancel, what: what}
+	err := w.generation.WatchRun(&runv1.WatchRunRequest{RunId: run}, watch)
+	for err == nil && watch.found == nil && ctx.Err() == nil { // it was interrupted and is about to be resumed
+		err = w.generation.WatchRun(&runv1.WatchRunRequest{RunId: run}, watch)
+	}
+	if watch.found == nil {
+		w.t.Fatalf("%v; the last status was %v", err, watch.last)
+	}
+	return watch.found
+}
+
+func (w *world) waitState(run string, want scheduler.State) *runv1.RunStatus {
+	w.t.Helper()
+	return w.wait(run, func(s *runv1.RunStatus) bool { return s.GetRun().GetState() == want })
+}
+
+type watcher struct {
+	grpc.ServerStream
+	ctx         context.Context
+	cancel      context.CancelFunc
+	what        func(*runv1.RunStatus) bool
+	last, found *runv1.RunStatus
+}
+
+func (s *watcher) Context() context.Context { return s.ctx }
+
+func (s *watcher) Send(r *runv1.WatchRunResponse) error {
+	s.last = r.GetStatus()
+	if s.found == nil && s.what(s.last) {
+		s.found = s.last
+		s.cancel()
+	}
+	return nil
+}
+
+// ---- services around ---------------------------------------------------------------------------
+
+type planner struct {
+	mu       sync.Mutex
+	data     []byte
+	plan     *planv1.Plan
+	problems []*planv1.Problem
+	asked    int
+}
+
+func (p *planner) set(plan *planv1.Plan) {
+	plan = proto.CloneOf(plan)
+	plan.Inputs = []*planv1.Input{{Role: planv1.InputRole_INPUT_ROLE_TRAIN_DATA, Path: "train.jsonl", Digest: id.Content(p.data), Rows: rows}}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.plan = plan
+}
+
+func (p *planner) VerifyPlan(context.Context, *planv1.VerifyPlanRequest, ...grpc.CallOption) (*planv1.VerifyPlanResponse, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.asked++
+	return &planv1.VerifyPlanResponse{Plan: p.plan, Problems: p.problems}, nil
+}
+
+type snapshots struct{ snap *snapshotv1.Snapshot }
+
+func (s *snapshots) GetSnapshot(context.Context, *snapshotv1.GetSnapshotRequest, ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error) {
+	return &snapshotv1.GetSnapshotResponse{Snapshot: s.snap}, nil
+}
+
+type events struct {
+	mu  sync.Mutex
+	all []*eventv1.Event
+}
+
+func (e *events) Emit(event *eventv1.Event) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.all = append(e.all, event)
+}
+
+// of returns the events of a kind, each as the value of one attribute.
+func (e *events) of(kind, attribute string) (out []string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, event := range e.all {
+		if event.GetKind() == kind {
+			out = append(out, event.GetAttributes()[attribute])
+		}
+	}
+	return out
+}
+
+type registry struct {
+	mu      sync.Mutex
+	lists   map[string][]discovery.Instance
+	changed chan struct{}
+}
+
+func (r *registry) Watch(ctx context.Context, name string) <-chan []discovery.Instance {
+	out := make(chan []discovery.Instance)
+	go func() {
+		defer close(out)
+		for {
+			r.mu.Lock()
+			list, changed := append([]discovery.Instance(nil), r.lists[name]...), r.changed
+			r.mu.Unlock()
+			select {
+			case out <- list:
+			case <-ctx.Done():
+				return
+			}
+			select {
+			case <-changed:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	return out
+}
+
+func (r *registry) change(name string, change func([]discovery.Instance) []discovery.Instance) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.lists[name] = change(r.lists[name])
+	close(r.changed)
+	r.changed = make(chan struct{})
+}
+
+// launcher starts workers that register at once and live until they are stopped or crashed.
+type launcher struct {
+	registry *registry
+	mu       sync.Mutex
+	commands []launch.Command
+	specs    []*runv1.WorkerSpec
+	running  map[int]*process
+}
+
+type process struct {
+	l    *launcher
+	pid  int
+	name string
+	spec *runv1.WorkerSpec
+	done chan struct{}
+	exit launch.Exit
+	once sync.Once
+}
+
+func (l *launcher) Launch(c launch.Command) (launch.Process, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	spec := &runv1.WorkerSpec{}
+	for _, e := range c.Env {
+		if path, ok := strings.CutPrefix(e, "ROLLOUT_WORKER_SPEC="); ok {
+			text, err := os.ReadFile(path)
+			if err != nil {
+				return nil, err
+			}
+			if err := protojson.Unmarshal(text, spec); err != nil {
+				return nil, err
+			}
+		}
+	}
+	l.commands, l.specs = append(l.commands, c), append(l.specs, spec)
+	p := &process{l: l, pid: 1000 + len(l.specs), name: spec.GetKind() + "-worker", spec: spec, done: make(chan struct{})}
+	if l.running == nil {
+		l.running = map[int]*process{}
+	}
+	l.running[p.pid] = p
+	l.registry.change(p.name, func(list []discovery.Instance) []discovery.Instance {
+		return append(list, discovery.Instance{
+			Name: p.name, ID: p.id(), Address: fmt.Sprintf("host:%d", p.pid),
+			Meta: map[string]string{
+				"run": spec.GetRunId(), "worker": spec.GetWorkerId(), "incarnation": fmt.Sprint(spec.GetIncarnation()), "pid": fmt.Sprint(p.pid),
+			},
+		})
+	})
+	return p, nil
+}
+
+func (p *process) id() string { return p.spec.GetRunId() + "/" + p.spec.GetWorkerId() }
+
+func (p *process) end(e launch.Exit) {
+	p.once.Do(func() {
+		p.l.registry.change(p.name, func(list []discovery.Instance) (left []discovery.Instance) {
+			for _, in := range list {
+				if in.Meta["pid"] != fmt.Sprint(p.pid) {
+					left = append(left, in)
+				}
+			}
+			return left
+		})
+		p.l.mu.Lock()
+		delete(p.l.running, p.pid)
+		p.l.mu.Unlock()
+		p.exit = e
+		close(p.done)
+	})
+}
+
+func (p *process) PID() int              { return p.pid }
+func (p *process) Done() <-chan struct{} { return p.done }
+func (p *process) Exit() launch.Exit     { <-p.done; return p.exit }
+func (p *process) Stop(time.Duration)    { p.end(launch.Exit{}) }
+
+func (l *launcher) processes() (out []*process) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, p := range l.running {
+		out = append(out, p)
+	}
+	return out
+}
+
+func (l *launcher) endAll() {
+	for _, p := range l.processes() {
+		p.end(launch.Exit{})
+	}
+}
+
+// crash ends the running process of a worker.
+func (l *launcher) crash(worker string, e launch.Exit) {
+	for _, p := range l.processes() {
+		if p.spec.GetWorkerId() == worker {
+			p.end(e)
+		}
+	}
+}
+
+func (l *launcher) spec(worker string, nth int) *runv1.WorkerSpec {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, s := range l.specs {
+		if s.GetWorkerId() == worker {
+			if nth--; nth < 0 {
+				return s
+			}
+		}
+	}
+	return nil
+}
