@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -48,6 +49,23 @@ func (e *events) TailEvents(_ *storagev1.TailEventsRequest, s grpc.ServerStreami
 
 func ok(context.Context) error { return nil }
 
+// artifacts takes a stream of chunks.
+type artifacts struct {
+	storagev1.UnimplementedArtifactServiceServer
+}
+
+func (artifacts) PutArtifact(s grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]) error {
+	for {
+		_, err := s.Recv()
+		if errors.Is(err, io.EOF) {
+			return s.SendAndClose(&storagev1.PutArtifactResponse{})
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
 // lockedBuffer is a log that handlers and the test use at once.
 type lockedBuffer struct {
 	mu sync.Mutex
@@ -77,6 +95,7 @@ func setup(t *testing.T, e *events, o rpc.ServerOptions) *bundle {
 		t.Fatal(err)
 	}
 	storagev1.RegisterEventServiceServer(b.server, e)
+	storagev1.RegisterArtifactServiceServer(b.server, artifacts{})
 	addr, err := b.server.Listen(t.Context(), "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -168,11 +187,7 @@ func TestValidationGivesEveryViolation(t *testing.T) {
 	t.Parallel()
 	b := setup(t, &events{list: ok}, rpc.ServerOptions{})
 	each(t, b, func(t *testing.T, conn grpc.ClientConnInterface) {
-		_, err := storagev1.NewArtifactServiceClient(conn).StatArtifacts(t.Context(), &storagev1.StatArtifactsRequest{})
-		if rpcerr.Code(err) != codes.Unimplemented {
-			t.Errorf("a service that is not here: %v", err)
-		}
-		_, err = storagev1.NewEventServiceClient(conn).AppendEvents(t.Context(), &storagev1.AppendEventsRequest{
+		_, err := storagev1.NewEventServiceClient(conn).AppendEvents(t.Context(), &storagev1.AppendEventsRequest{
 			Events: []*eventv1.Event{{Time: timestamppb.Now(), Service: "x", Kind: "log"}, {EventId: "1", Service: "x", Kind: "LOG"}},
 		})
 		e, _ := rpcerr.From(err)
@@ -185,6 +200,27 @@ func TestValidationGivesEveryViolation(t *testing.T) {
 		}
 		if !strings.Contains(err.Error(), "events[0].event_id") {
 			t.Errorf("the message names no field: %v", err)
+		}
+	})
+}
+
+func TestEachMessageOfAStreamIsValidated(t *testing.T) {
+	t.Parallel()
+	b := setup(t, &events{}, rpc.ServerOptions{})
+	each(t, b, func(t *testing.T, conn grpc.ClientConnInterface) {
+		for size, code := range map[int]codes.Code{1 << 20: codes.OK, 1<<20 + 1: codes.InvalidArgument} {
+			put, err := storagev1.NewArtifactServiceClient(conn).PutArtifact(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, n := range []int{1, size} {
+				if err := put.Send(&storagev1.PutArtifactRequest{Chunk: make([]byte, n)}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if _, err := put.CloseAndRecv(); rpcerr.Code(err) != code {
+				t.Errorf("a chunk of %d bytes: %v", size, err)
+			}
 		}
 	})
 }

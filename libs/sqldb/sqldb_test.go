@@ -5,10 +5,13 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"sync"
+	"syscall"
 	"testing"
 	"testing/fstest"
+	"time"
 
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
@@ -178,4 +181,28 @@ func filePath(t *testing.T, db *sqldb.SQLite) (path string) {
 		t.Fatal(err)
 	}
 	return path
+}
+
+func TestMigrateWaitsForItsTurn(t *testing.T) {
+	t.Parallel()
+	db := open(t, filepath.Join(t.TempDir(), "x.sqlite"))
+	f, err := os.Create(filePath(t, db) + ".migrate")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX); err != nil { // as another process that migrates
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if err := sqldb.Migrate(ctx, db.DB, migrations, "sqlite"); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("while another migrates: %v", err)
+	}
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_UN); err != nil {
+		t.Fatal(err)
+	}
+	if err := sqldb.Migrate(t.Context(), db.DB, migrations, "sqlite"); err != nil {
+		t.Error(err)
+	}
 }
