@@ -96,17 +96,14 @@ func (c *conductor) watch(ctx context.Context, last *runv1.RunStatus, send func(
 				return last, ctx.Err()
 			}
 		}
-		moved := status.GetRun().GetState() != last.GetRun().GetState()
 		if !proto.Equal(status, last) {
 			if err := send(status); err != nil {
 				return last, err
 			}
 			last = status
 		}
-		if !moved {
-			if err := c.rest(ctx, status.GetRun().GetState()); err != nil {
-				return last, err
-			}
+		if err := c.rest(ctx, status.GetRun().GetState()); err != nil {
+			return last, err
 		}
 		select {
 		case <-ctx.Done():

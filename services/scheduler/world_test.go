@@ -32,19 +32,21 @@ import (
 // world is everything around a scheduler: services that keep their state when the scheduler dies, and workers that sample
 // what is published.
 type world struct {
-	t          *testing.T
-	dir        string
-	store      *sqlite.Store
-	mesh       *mesh
-	planner    *planner
-	snapshots  *snapshots
-	registry   *registry
-	launcher   *launcher
-	events     *events
-	config     scheduler.Config
-	wrapBus    func(scheduler.Bus) scheduler.Bus
-	dial       func(address string) (scheduler.Conn, error)
-	generation *generation
+	t         *testing.T
+	dir       string
+	store     *sqlite.Store
+	mesh      *mesh
+	planner   *planner
+	snapshots *snapshots
+	registry  *registry
+	launcher  *launcher
+	events    *events
+	config    scheduler.Config
+	// realLauncher starts real processes, where it is set.
+	realLauncher launch.Launcher
+	wrapBus      func(scheduler.Bus) scheduler.Bus
+	dial         func(address string) (scheduler.Conn, error)
+	generation   *generation
 }
 
 // generation is one process of the scheduler.
@@ -96,6 +98,10 @@ func (w *world) start() *generation {
 	if w.wrapBus != nil {
 		bus = w.wrapBus(bus)
 	}
+	var launcher launch.Launcher = w.launcher
+	if w.realLauncher != nil {
+		launcher = w.realLauncher
+	}
 	log := slog.New(slog.DiscardHandler)
 	if testing.Verbose() {
 		log = slog.New(slog.NewTextHandler(w.t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug}))
@@ -103,7 +109,7 @@ func (w *world) start() *generation {
 	var err error
 	g.Server, err = scheduler.New(w.config, scheduler.Deps{
 		Store: gatedStore{w.store, g.gate}, Planner: w.planner, Buffer: gatedBuffer{w.mesh.ledger, g.gate}, Controller: gatedController{w.mesh.controller, g.gate},
-		Snapshots: w.snapshots, Bus: bus, Registry: w.registry, Launcher: w.launcher, Dial: w.dial, Events: w.events, Log: log,
+		Snapshots: w.snapshots, Bus: bus, Registry: w.registry, Launcher: launcher, Dial: w.dial, Events: w.events, Log: log,
 	})
 	if err != nil {
 		w.t.Fatal(err)

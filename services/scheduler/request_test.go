@@ -1,0 +1,367 @@
+package scheduler_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+	"github.com/rollout-rl/rollout/services/scheduler"
+	"github.com/rollout-rl/rollout/services/scheduler/launch/local"
+)
+
+// idle gives a world whose run has started and whose workers do nothing.
+func idle(t *testing.T, p *planv1.Plan) (*world, string) {
+	t.Helper()
+	w := setup(t)
+	w.mesh.held = true
+	w.start()
+	run := w.create(p).GetRunId()
+	w.wait(run, func(s *runv1.RunStatus) bool {
+		return s.GetRun().GetState() == scheduler.Running && s.GetQueues().GetInFlight() > 0 && s.GetWaitingFor() == ""
+	})
+	return w, run
+}
+
+func TestCancelAtOnce(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	for range 2 {
+		if _, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got := w.waitState(run, scheduler.Cancelled).GetRun()
+	if got.GetStep() != 0 || got.GetEndTime() == nil || len(w.launcher.processes()) != 0 {
+		t.Errorf("record %v, %d workers", got, len(w.launcher.processes()))
+	}
+	w.mesh.read(func() {
+		if len(w.mesh.queue) != 0 || w.mesh.open || w.mesh.streams != "there" {
+			t.Errorf("%d groups in the work stream, ledger open %v, streams %q", len(w.mesh.queue), w.mesh.open, w.mesh.streams)
+		}
+	})
+	w.mesh.do(func() { w.mesh.held = false })
+	if _, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run}); err != nil {
+		t.Fatal(err)
+	}
+	w.waitState(run, scheduler.Succeeded)
+	w.whole(4)
+}
+
+func TestCancelWithDrain(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	for range 2 {
+		got, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run, Drain: true})
+		if err != nil || got.GetRun().GetState() == scheduler.Running {
+			t.Fatalf("got %v, %v", got, err)
+		}
+	}
+	got := w.waitState(run, scheduler.Cancelled).GetRun()
+	if !strings.Contains(got.GetMessage(), "after step 0") {
+		t.Errorf("message %q", got.GetMessage())
+	}
+	if s := w.events.of("run.state", "state"); !slices.Equal(s[len(s)-2:], []string{"DRAINING", "CANCELLED"}) {
+		t.Errorf("states %v", s)
+	}
+}
+
+func TestPauseHoldsWorkBack(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	for range 2 {
+		got, err := w.generation.PauseRun(t.Context(), &runv1.PauseRunRequest{RunId: run})
+		if err != nil || got.GetRun().GetState() != scheduler.Paused {
+			t.Fatalf("got %v, %v", got, err)
+		}
+	}
+	w.mesh.do(func() { w.mesh.held = false }) // the window that was issued is consumed
+	status := w.wait(run, func(s *runv1.RunStatus) bool { return s.GetRun().GetStep() == 1 })
+	if !strings.Contains(status.GetWaitingFor(), "resume") || status.GetRun().GetState() != scheduler.Paused {
+		t.Errorf("status %v", status)
+	}
+	w.mesh.read(func() {
+		if len(w.mesh.published) != 3 {
+			t.Errorf("%d groups were issued", len(w.mesh.published))
+		}
+	})
+	if len(w.launcher.processes()) != 2 {
+		t.Errorf("%d workers", len(w.launcher.processes()))
+	}
+	if _, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run}); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.waitState(run, scheduler.Succeeded).GetRun(); got.GetIncarnation() != 1 {
+		t.Errorf("incarnation %d", got.GetIncarnation())
+	}
+	w.whole(4)
+	for name, call := range map[string]func() error{
+		"resume": func() error {
+			_, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run})
+			return err
+		},
+		"pause": func() error {
+			_, err := w.generation.PauseRun(t.Context(), &runv1.PauseRunRequest{RunId: run})
+			return err
+		},
+	} {
+		if reason := rpcerr.Reason(call()); reason != map[string]string{"resume": "RUN_NOT_RESUMABLE", "pause": "RUN_NOT_PAUSABLE"}[name] {
+			t.Errorf("%s of a run that succeeded: %q", name, reason)
+		}
+	}
+}
+
+func TestIdempotencyKey(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true
+	w.start()
+	w.planner.set(plan(2, "sync", 0, false))
+	req := &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, IdempotencyKey: "once"}
+	first, err := w.generation.CreateRun(t.Context(), req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, err := w.generation.CreateRun(t.Context(), req)
+	if err != nil || again.GetRun().GetRunId() != first.GetRun().GetRunId() || w.planner.asked != 1 {
+		t.Fatalf("a repeat made %v, %v", again, err)
+	}
+	list, err := w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{})
+	if err != nil || len(list.GetRuns()) != 1 {
+		t.Fatalf("runs %v, %v", list, err)
+	}
+}
+
+func TestChangedInputsAreRefusedOneByOne(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.start()
+	w.planner.set(plan(2, "sync", 0, false))
+	w.planner.problems = []*planv1.Problem{
+		{Reason: "INPUT_CHANGED", File: "train.jsonl", Message: "the training data changed.", Mend: "Restore it."},
+		{Reason: "PACKAGE_CHANGED", Field: "packages.torch", Message: "another torch is installed."},
+	}
+	_, err := w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir})
+	e, _ := rpcerr.From(err)
+	if !errors.Is(err, scheduler.ErrPlanChanged) || len(e.Violations()) != 2 || e.Violations()[0].Path != "train.jsonl" ||
+		e.Violations()[0].Description != "INPUT_CHANGED: the training data changed. Restore it." || e.Violations()[1].Path != "packages.torch" {
+		t.Fatalf("got %v, %v", err, e.Violations())
+	}
+	w.planner.plan = nil
+	if _, err := w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir}); !errors.Is(err, scheduler.ErrPlanUnreadable) {
+		t.Fatalf("got %v", err)
+	}
+	if list, err := w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{}); err != nil || len(list.GetRuns()) != 0 {
+		t.Fatalf("runs %v, %v", list, err)
+	}
+}
+
+func TestDatasetThatChangedFailsTheRun(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.start()
+	if err := os.WriteFile(filepath.Join(w.dir, "train.jsonl"), []byte("{}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	got := w.waitState(w.create(plan(2, "sync", 0, false)).GetRunId(), scheduler.Failed).GetRun()
+	if got.GetReason() != "DATASET_CHANGED" || !strings.Contains(got.GetMessage(), "train.jsonl") {
+		t.Fatalf("record %v", got)
+	}
+}
+
+// A run that starts from a snapshot goes on at its position and step.
+func TestRestoredRun(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.start()
+	w.snapshots.snap = &snapshotv1.Snapshot{
+		SnapshotId: "snap-full", RunId: "run-old", Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: 2,
+		Cursor: &runv1.Cursor{Position: 6, Rows: rows},
+	}
+	w.planner.set(plan(5, "sync", 0, false))
+	made, err := w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
+	if err != nil || made.GetRun().GetFromSnapshot() != "snap-full" || made.GetRun().GetStep() != 2 {
+		t.Fatalf("made %v, %v", made, err)
+	}
+	run := made.GetRun().GetRunId()
+	status := w.waitState(run, scheduler.Succeeded)
+	w.whole(5)
+	if q := status.GetQueues(); q.GetConsumed() != 9 || q.GetInFlight() != 0 {
+		t.Errorf("queues %v", q)
+	}
+	w.mesh.read(func() {
+		if c := w.mesh.config; c.GetFirstPosition() != 6 || c.GetFirstStep() != 2 {
+			t.Errorf("ledger %v", c)
+		}
+		if g := w.mesh.published[0]; g.GetPosition() != 6 || g.GetMinVersion() != 2 || len(w.mesh.published) != 9 {
+			t.Errorf("the first of %d groups: %v", len(w.mesh.published), g)
+		}
+		if w.mesh.request.GetFromSnapshot() != "snap-full" {
+			t.Errorf("controller was asked %v", w.mesh.request)
+		}
+	})
+	w.snapshots.snap.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
+	_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
+	if !errors.Is(err, scheduler.ErrSnapshotKind) {
+		t.Fatalf("got %v", err)
+	}
+}
+
+func TestControllersFailureIsTheRuns(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	for _, end := range []*runv1.CompleteRunRequest{
+		{RunId: run, Incarnation: 0, State: scheduler.Succeeded},
+		{RunId: run, Incarnation: 1, State: scheduler.Failed, Reason: "REPLAY_DIVERGED", Message: "step 3"},
+		{RunId: run, Incarnation: 1, State: scheduler.Succeeded},
+	} {
+		if _, err := w.generation.internal.CompleteRun(t.Context(), end); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := w.waitState(run, scheduler.Failed).GetRun(); got.GetReason() != "REPLAY_DIVERGED" || got.GetMessage() != "step 3" {
+		t.Fatalf("record %v", got)
+	}
+	cursor, err := w.generation.internal.GetCursor(t.Context(), &runv1.GetCursorRequest{RunId: run})
+	if err != nil || !proto.Equal(cursor.GetCursor(), &runv1.Cursor{Position: 3, Index: 3, Rows: rows}) {
+		t.Fatalf("cursor %v, %v", cursor, err)
+	}
+}
+
+// TestCrashLoopOfARealProcess has the local launcher start a script that fails like a worker.
+func TestCrashLoopOfARealProcess(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	script := filepath.Join(w.dir, "worker.sh")
+	text := "#!/bin/sh\n[ \"$1\" = learner ] && exec cat\necho loading \"$1\"\necho 'ValueError: no tokenizer here' >&2\nexit 1\n"
+	if err := os.WriteFile(script, []byte(text), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	w.config.Worker.Command, w.config.Worker.Env = []string{"/bin/sh", script}, os.Environ()
+	w.realLauncher, w.mesh.held = local.Launcher{}, true
+	w.start()
+	run := w.create(plan(2, "sync", 0, false))
+	got := w.waitState(run.GetRunId(), scheduler.Failed).GetRun()
+	if got.GetReason() != "WORKER_CRASH_LOOP" || !strings.Contains(got.GetMessage(), "inference-0 crashed 3 times") ||
+		!strings.Contains(got.GetMessage(), "loading inference\n  ValueError: no tokenizer here") {
+		t.Fatalf("reason %s, message %q", got.GetReason(), got.GetMessage())
+	}
+	if lines := w.events.of("worker.exited", "last_lines"); lines[0] != "loading inference\nValueError: no tokenizer here" {
+		t.Errorf("last lines %q", lines)
+	}
+	log, err := os.ReadFile(filepath.Join(run.GetDirectory(), "workers", "inference-0.log"))
+	if err != nil || strings.Count(string(log), "loading") != 3 {
+		t.Errorf("log %q, %v", log, err)
+	}
+}
+
+// workerConn answers GetInferenceStatus.
+type workerConn struct {
+	grpc.ClientConnInterface
+	asked chan string
+	addr  string
+}
+
+func (c workerConn) Invoke(_ context.Context, method string, _, reply any, _ ...grpc.CallOption) error {
+	c.asked <- c.addr
+	proto.Merge(reply.(proto.Message), &inferencev1.GetInferenceStatusResponse{
+		Receipt: &weightsv1.WeightsReceipt{Version: 3}, SamplesPerSecond: 42, TokensPerSecond: 1000, Activity: "samples 12 sequences",
+	})
+	return nil
+}
+
+func (workerConn) Close() error { return nil }
+
+func TestStatusAsksTheWorkers(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	asked := make(chan string, 1000)
+	w.dial = func(address string) (scheduler.Conn, error) { return workerConn{asked: asked, addr: address}, nil }
+	w.mesh.held = true
+	w.start()
+	run := w.create(plan(2, "sync", 0, false)).GetRunId()
+	status := w.wait(run, func(s *runv1.RunStatus) bool {
+		return len(s.GetWorkers()) == 2 && s.GetWorkers()[0].GetSamplesPerSecond() == 42
+	})
+	if got := status.GetWorkers()[0]; got.GetWeightsVersion() != 3 || got.GetTokensPerSecond() != 1000 || got.GetActivity() != "samples 12 sequences" || !got.GetHealthy() {
+		t.Errorf("worker %v", got)
+	}
+	if address := <-asked; address != status.GetWorkers()[0].GetAddress() {
+		t.Errorf("asked %s", address)
+	}
+	got, err := w.generation.GetRun(t.Context(), &runv1.GetRunRequest{RunId: "test-run"})
+	if err != nil || got.GetStatus().GetRun().GetRunId() != run || len(got.GetStatus().GetWorkers()) != 2 {
+		t.Errorf("got %v, %v", got, err)
+	}
+}
+
+// TestWatchIsBounded lets the view change without a pause: a watcher hears of it at most five times a second, of a change of state at once.
+func TestWatchIsBounded(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	changing := make(chan struct{})
+	go func() {
+		defer close(changing)
+		often := time.NewTicker(2 * time.Millisecond)
+		defer often.Stop()
+		for n := 0; ctx.Err() == nil; n++ {
+			w.mesh.do(func() {
+				w.mesh.progress = proto.CloneOf(w.mesh.progress)
+				w.mesh.progress.WaitingFor = fmt.Sprint("change ", n)
+			})
+			<-often.C
+		}
+	}()
+	times := &timer{ctx: ctx, cancel: cancel}
+	begun := time.Now()
+	if err := w.generation.WatchRun(&runv1.WatchRunRequest{RunId: run}, times); !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	<-changing
+	if most := int(time.Since(begun)/(200*time.Millisecond)) + 1; times.sent > most {
+		t.Errorf("%d messages in %v", times.sent, time.Since(begun))
+	}
+}
+
+type timer struct {
+	grpc.ServerStream
+	ctx    context.Context
+	cancel context.CancelFunc
+	sent   int
+}
+
+func (s *timer) Context() context.Context { return s.ctx }
+
+func (s *timer) Send(*runv1.WatchRunResponse) error {
+	if s.sent++; s.sent == 3 {
+		s.cancel()
+	}
+	return nil
+}
+
+func TestRefusedSurroundings(t *testing.T) {
+	t.Parallel()
+	if _, err := scheduler.New(scheduler.Config{}, scheduler.Deps{}); err == nil {
+		t.Fatal("a scheduler of nothing was made")
+	}
+	if _, err := scheduler.New(scheduler.Config{StateDir: "/state", Worker: scheduler.WorkerConfig{Command: []string{"w"}}}, scheduler.Deps{}); err == nil ||
+		!strings.Contains(err.Error(), "no store") || !strings.Contains(err.Error(), "no bus") {
+		t.Fatalf("got %v", err)
+	}
+}
