@@ -18,6 +18,7 @@ type draw struct {
 	missing map[State]int
 	pending int // open ones that wait for a digest alone
 	known   *Step
+	samples []Sample // of the batch, once it is leased
 }
 
 func (d *draw) full(l *Ledger) bool {
@@ -98,8 +99,12 @@ func (d *draw) waiting(l *Ledger, step uint64) string {
 // lease takes the groups of a step, or dissolves the stale ones. It reports whether the step has a batch now.
 func lease(ctx context.Context, tx Tx, step uint64) (leased bool, d *draw, err error) {
 	l := tx.Ledger()
-	if d, err = look(ctx, tx, step); err != nil || d.known != nil {
-		return err == nil, d, err
+	if d, err = look(ctx, tx, step); err != nil {
+		return false, nil, err
+	}
+	if d.known != nil { // another call was first
+		d.samples, err = tx.BatchSamples(ctx, step)
+		return true, d, err
 	}
 	for _, g := range d.stale {
 		if err := tx.DropSamples(ctx, g.Position); err != nil {
@@ -128,9 +133,11 @@ func lease(ctx context.Context, tx Tx, step uint64) (leased bool, d *draw, err e
 	if err != nil {
 		return false, d, err
 	}
-	return true, d, tx.PutStep(ctx, &Step{
+	d.samples = samples
+	d.known = &Step{
 		Step: step, Batch: batchID(l, samples), Groups: uint32(len(d.take)), Samples: uint32(len(samples)), Excluded: uint32(len(d.skip)),
-	})
+	}
+	return true, d, tx.PutStep(ctx, d.known)
 }
 
 // batchID is blake3 over "rollout.batch.v1" and of each sample epoch, index, attempt, sample, part and CRC-32C as 8-byte

@@ -227,11 +227,7 @@ func (s *Service) tryLease(ctx context.Context, run string, step uint64) (batch 
 			waiting = d.waiting(tx.Ledger(), step)
 			return nil
 		}
-		known, err := tx.Step(ctx, step)
-		if err != nil {
-			return err
-		}
-		batch, err = s.batch(ctx, tx, known)
+		batch, err = s.render(tx.Ledger(), d.known, d.samples)
 		return err
 	})
 	return batch, waiting, err
@@ -243,10 +239,14 @@ func (s *Service) batch(ctx context.Context, r Reader, step *Step) (*bufferv1.Ba
 	if err != nil {
 		return nil, err
 	}
+	return s.render(r.Ledger(), step, samples)
+}
+
+func (s *Service) render(l *Ledger, step *Step, samples []Sample) (*bufferv1.Batch, error) {
 	if uint32(len(samples)) != step.Samples {
 		return nil, fmt.Errorf("batch of step %d: %d samples recorded, %d there", step.Step, step.Samples, len(samples))
 	}
-	out := &bufferv1.Batch{RunId: r.Ledger().Run, Step: step.Step, BatchId: step.Batch, Groups: step.Groups, Excluded: step.Excluded}
-	out.Samples = s.refs(r.Ledger(), samples)
-	return out, nil
+	return &bufferv1.Batch{
+		RunId: l.Run, Step: step.Step, BatchId: step.Batch, Groups: step.Groups, Excluded: step.Excluded, Samples: s.refs(l, samples),
+	}, nil
 }

@@ -37,10 +37,17 @@ func set(numbers []uint64) string {
 	return string(b)
 }
 
+// liveGroups are those that a step may still want; the index serves where its own condition is repeated.
+const liveGroups = `prompt_group INDEXED BY prompt_group_live`
+
 const groupColumns = `position, attempt, state, reason, step, samples, pending, failures, min_version, arrival`
 
-func (r *reader) groups(ctx context.Context, where string, args ...any) (out []*buffer.Group, err error) {
-	query := `SELECT ` + groupColumns + ` FROM prompt_group WHERE ledger = ? AND ` + where
+func (r *reader) groups(ctx context.Context, where string, args ...any) ([]*buffer.Group, error) {
+	return r.groupsFrom(ctx, "prompt_group", where, args...)
+}
+
+func (r *reader) groupsFrom(ctx context.Context, table, where string, args ...any) (out []*buffer.Group, err error) {
+	query := `SELECT ` + groupColumns + ` FROM ` + table + ` WHERE ledger = ? AND ` + where
 	err = list(ctx, r.tx, "groups", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
 		g := &buffer.Group{}
 		out = append(out, g)
@@ -64,14 +71,17 @@ func (r *reader) Groups(ctx context.Context, positions []uint64) (map[uint64]*bu
 
 // ListGroups implements buffer.Reader.
 func (r *reader) ListGroups(ctx context.Context, q buffer.GroupQuery) ([]*buffer.Group, error) {
-	where, args := `position >= ?`, []any{q.From}
+	table, where, args := "prompt_group", `position >= ?`, []any{q.From}
 	if q.To > 0 {
 		where, args = where+` AND position < ?`, append(args, q.To)
 	}
 	switch len(q.States) {
 	case 0:
-	case 1: // a literal lets the partial index of live states serve
+	case 1: // a literal, so that the partial index of live states may serve
 		where += fmt.Sprintf(` AND state = %d`, q.States[0])
+		if s := q.States[0]; s != buffer.Consumed && s != buffer.Excluded {
+			table, where = liveGroups, where+` AND state IN (1, 2, 3, 6)`
+		}
 	default:
 		states := make([]uint64, len(q.States))
 		for i, s := range q.States {
@@ -83,7 +93,7 @@ func (r *reader) ListGroups(ctx context.Context, q buffer.GroupQuery) ([]*buffer
 	if limit == 0 {
 		limit = -1
 	}
-	return r.groups(ctx, where+` ORDER BY position LIMIT ?`, append(args, limit)...)
+	return r.groupsFrom(ctx, table, where+` ORDER BY position LIMIT ?`, append(args, limit)...)
 }
 
 // Arrived implements buffer.Reader.
@@ -93,6 +103,15 @@ func (r *reader) Arrived(ctx context.Context, limit int) ([]*buffer.Group, error
 
 const sampleColumns = `s.position, s.sample, s.part, s.attempt, s.segment, s.byte_offset, s.byte_length, s.crc32c, s.ref, s.reward,
 	s.outcome, s.min_version, s.receipt_version, s.receipt_digest`
+
+// The joins are written in the order they must run in: the planner does not know that a step is small and a ledger large.
+const (
+	batchQuery = `SELECT ` + sampleColumns + ` FROM prompt_group g INDEXED BY prompt_group_step
+		CROSS JOIN sample s ON s.ledger = g.ledger AND s.position = g.position
+		WHERE g.ledger = ? AND g.step = ? AND g.step > 0 ORDER BY s.position, s.sample, s.part`
+	pendingQuery = `SELECT ` + sampleColumns + ` FROM sample s INDEXED BY sample_pending
+		WHERE s.ledger = ? AND s.receipt_version = ? AND s.receipt_digest IS NOT NULL ORDER BY s.position, s.sample, s.part`
+)
 
 // samples reads rows of sample, joined to their groups.
 func (r *reader) samples(ctx context.Context, query string, args ...any) (out []buffer.Sample, err error) {
@@ -116,14 +135,12 @@ func (r *reader) Samples(ctx context.Context, positions []uint64) ([]buffer.Samp
 
 // BatchSamples implements buffer.Reader.
 func (r *reader) BatchSamples(ctx context.Context, step uint64) ([]buffer.Sample, error) {
-	return r.samples(ctx, `SELECT `+sampleColumns+` FROM prompt_group g CROSS JOIN sample s ON s.ledger = g.ledger AND s.position = g.position
-		WHERE g.ledger = ? AND g.step = ? AND g.step > 0 ORDER BY s.position, s.sample, s.part`, step)
+	return r.samples(ctx, batchQuery, step)
 }
 
 // Pending implements buffer.Reader.
 func (r *reader) Pending(ctx context.Context, version uint64) ([]buffer.Sample, error) {
-	return r.samples(ctx, `SELECT `+sampleColumns+` FROM sample s
-		WHERE s.ledger = ? AND s.receipt_version = ? AND s.receipt_digest IS NOT NULL ORDER BY s.position, s.sample, s.part`, version)
+	return r.samples(ctx, pendingQuery, version)
 }
 
 const stepColumns = `step, batch, group_count, sample_count, excluded_count, weights_digest, chain`

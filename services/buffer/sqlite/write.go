@@ -49,6 +49,13 @@ func (w *writer) AddSamples(ctx context.Context, samples []buffer.Sample) error 
 	})
 }
 
+// The planner would read all of a ledger for these, whose rows are few.
+const (
+	verifyStatement = `UPDATE sample INDEXED BY sample_pending SET receipt_digest = NULL
+		WHERE ledger = ? AND receipt_version = ? AND receipt_digest IS NOT NULL`
+	takeStatement = `UPDATE prompt_group INDEXED BY prompt_group_step SET state = ?4 WHERE ledger = ?1 AND step = ?2 AND step > 0 AND state = ?3`
+)
+
 func (w *writer) exec(ctx context.Context, what, statement string, args ...any) (int64, error) {
 	res, err := w.tx.ExecContext(ctx, statement, append([]any{w.id}, args...)...)
 	if err != nil {
@@ -65,8 +72,7 @@ func (w *writer) DropSamples(ctx context.Context, position uint64) error {
 
 // Verify implements buffer.Tx.
 func (w *writer) Verify(ctx context.Context, version uint64) error {
-	_, err := w.exec(ctx, "verify samples",
-		`UPDATE sample SET receipt_digest = NULL WHERE ledger = ? AND receipt_version = ? AND receipt_digest IS NOT NULL`, version)
+	_, err := w.exec(ctx, "verify samples", verifyStatement, version)
 	return err
 }
 
@@ -79,8 +85,7 @@ func (w *writer) PutStep(ctx context.Context, s *buffer.Step) error {
 
 // TakeGroups implements buffer.Tx.
 func (w *writer) TakeGroups(ctx context.Context, step uint64, from, to buffer.State) (uint64, error) {
-	n, err := w.exec(ctx, "take groups", `UPDATE prompt_group SET state = ?4 WHERE ledger = ?1 AND step = ?2 AND step > 0 AND state = ?3`,
-		step, int32(from), int32(to))
+	n, err := w.exec(ctx, "take groups", takeStatement, step, int32(from), int32(to))
 	return uint64(n), err
 }
 
