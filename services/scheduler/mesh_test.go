@@ -48,7 +48,6 @@ type mesh struct {
 	step     uint64
 	held     bool                                                      // workers do nothing
 	outcome  func(g *runv1.PromptGroup) (reason string, failures bool) // "" is a good sample
-	limit    uint64                                                    // steps that the controller makes; 0: those of the plan
 	request  *learnerv1.StartRunRequest
 	stopping bool // by drain
 	progress *learnerv1.Progress

@@ -18,7 +18,6 @@ type fake struct {
 	lives  []life // one a start; the last again and again
 	starts []time.Time
 	stops  []time.Duration
-	begin  time.Time
 	failed error
 }
 
