@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -92,13 +93,12 @@ def cases(vocabulary: int, scale: int) -> list[Case]:
 
 def generate(model: PreTrainedModel, case: Case, batch: int) -> None:
     """All samples by ``model.generate``, ``batch`` rows at a time."""
+    generator: Any = model.generate
     rows = torch.from_numpy(case.prompts).repeat_interleave(case.samples, dim=0)
     for start in range(0, len(rows), batch):
         ids = rows[start : start + batch]
         new = max(case.lengths[start : start + batch])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0
-        )
+        out = generator(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0)
         assert out.shape == (len(ids), ids.shape[1] + new)
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.engines.tiny import outputs, request, running, same_bits
 
 from rollout_workers.engines.base import ModelUnsupported
 from rollout_workers.engines.transformers.lean import LeanForward
 from rollout_workers.engines.transformers.slots import SlotTable
-from tests.engines.tiny import outputs, request, running, same_bits
 
 PROBES = [
     request("plain", length=5, seeds=(11, 12, 13), max_tokens=12),
@@ -19,10 +19,16 @@ PROBES = [
 def neighbours(salt: int):
     """Requests of other shapes and parameters."""
     return [
-        request(f"n{salt}-{i}", length=1 + (7 * i + salt) % 40, seeds=range(i % 4 + 1), max_tokens=1 + (5 * i) % 17,
-                temperature=0.5 + i % 3, top_k=3 * (i % 2))  # fmt: skip
+        request(
+            f"n{salt}-{i}",
+            length=1 + (7 * i + salt) % 40,
+            seeds=range(i % 4 + 1),
+            max_tokens=1 + (5 * i) % 17,
+            temperature=0.5 + i % 3,
+            top_k=3 * (i % 2),
+        )
         for i in range(12)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("threads", "block"), [(1, 7), (2, 7), (2, 4)])

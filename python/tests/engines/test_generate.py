@@ -1,8 +1,11 @@
 """What the engine samples, against the module's own forward and ``model.generate``."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
+from tests.engines.tiny import END, outputs, plain_logits, plain_logprobs, request, running, same_bits, tiny_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -25,7 +28,6 @@ from rollout_workers.engines.base import (
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.generic import GenericForward
 from rollout_workers.engines.transformers.lean import LeanForward
-from tests.engines.tiny import END, outputs, plain_logits, plain_logprobs, request, running, same_bits, tiny_model
 
 SMALL = {
     "vocab_size": 257, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -79,7 +81,7 @@ async def test_logprobs_are_those_of_a_plain_forward(name: str) -> None:
 async def test_greedy_equals_generate() -> None:
     model = tiny_model()
     batch = [request(f"g{i}", length=7, temperature=0, max_tokens=20) for i in range(5)]
-    expected = model.generate(
+    expected = cast(Any, model).generate(
         torch.tensor([r.prompt_ids for r in batch]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     async with running(model) as engine:
@@ -143,7 +145,7 @@ async def test_bad_prompts_fail_alone() -> None:
 
 
 async def test_logits_that_are_not_finite_end_a_sample_and_leave_no_trace() -> None:
-    model, clean = tiny_model(), None
+    model = tiny_model()
     async with running(model, slots=2) as engine:
         clean = (await outputs(engine, request("good")))["good", 0]
         good = {name: t.clone() for name, t in model.state_dict().items() if name != "lm_head.weight"}
@@ -169,11 +171,11 @@ async def test_a_request_id_in_flight_is_refused_and_a_closed_engine_says_so() -
             await outputs(engine, request("late"))
 
 
-async def test_a_module_that_decodes_differently_is_refused() -> None:
+async def test_a_module_that_decodes_differently_is_refused(monkeypatch) -> None:
     model = tiny_model()
     plain = model.forward
     model.forward = lambda *args, **kw: plain(*args, **(kw | {"position_ids": None}))
-    model.config.model_type = "unknown"
+    monkeypatch.setattr(model.config, "model_type", "unknown")
     with pytest.raises(ModelUnsupported, match="plain forward"):
         async with running(model):
             pass

@@ -1,5 +1,8 @@
 """Sampling against Hugging Face's warpers, the distribution itself, and the random numbers' published vectors."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -23,22 +26,26 @@ CASES = [
 ]
 
 
+OWNER: Any = SimpleNamespace(text=None)
+UNUSED: Any = None  # the warpers' input ids
+
+
 def controls_of(params: list[SamplingParams], vocabulary: int) -> Controls:
     table = SlotTable(len(params), len(params), 16, vocabulary)
     for slot, p in enumerate(params):
-        table.occupy(np.array([slot]), [type("Owner", (), {"text": None})()], 1, [0], p, 8, ())
+        table.occupy(np.array([slot]), [OWNER], 1, [0], p, 8, ())
     return table.controls(np.arange(len(params)), torch.device("cpu"))
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Log-probabilities by Hugging Face's warpers."""
-    scores = TemperatureLogitsWarper(params.temperature)(None, logits) if params.temperature != 1 else logits
+    scores = TemperatureLogitsWarper(params.temperature)(UNUSED, logits) if params.temperature != 1 else logits
     if params.top_k:
-        scores = TopKLogitsWarper(min(params.top_k, logits.shape[-1]))(None, scores)
+        scores = TopKLogitsWarper(min(params.top_k, logits.shape[-1]))(UNUSED, scores)
     if params.top_p < 1:
-        scores = TopPLogitsWarper(params.top_p)(None, scores)
+        scores = TopPLogitsWarper(params.top_p)(UNUSED, scores)
     if params.min_p:
-        scores = MinPLogitsWarper(params.min_p)(None, scores)
+        scores = MinPLogitsWarper(params.min_p)(UNUSED, scores)
     return scores.log_softmax(-1)
 
 
@@ -107,6 +114,6 @@ def test_uniforms_depend_on_seed_and_index_alone() -> None:
         {"max_tokens": 0},
     ],
 )
-def test_parameters_out_of_range_name_themselves(wrong: dict) -> None:
+def test_parameters_out_of_range_name_themselves(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        SamplingParams(**({"max_tokens": 4} | wrong))
+        SamplingParams(**{"max_tokens": 4, **wrong})

@@ -1,17 +1,17 @@
 """Stop strings across token borders, and streams that add up."""
 
 import pytest
+from tests.engines.tiny import byte_tokenizer, outputs, request, running
 from tokenizers.pre_tokenizers import ByteLevel
 
-from rollout_workers.engines.base import SampleDelta, TokenizerMissing
+from rollout_workers.engines.base import SampleDelta, SampleOutput, TokenizerMissing
 from rollout_workers.engines.transformers.text import SampleText, advance
-from tests.engines.tiny import byte_tokenizer, outputs, request, running
 
 TOKENIZER = byte_tokenizer()
 
 
 def decode(ids) -> str:
-    return TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return TOKENIZER.batch_decode([ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)[0]
 
 
 def feed(content: str | bytes, stop: tuple[str, ...] = ()) -> tuple[list[str], SampleText]:
@@ -72,13 +72,14 @@ def test_the_earliest_of_several_stop_strings_wins() -> None:
 async def test_engine_stops_at_a_string_across_tokens_and_streams_add_up() -> None:
     async with running(text=True, max_len=128) as engine:
         free = (await outputs(engine, request("a", max_tokens=100, stream=True)))["a", 0]
+        assert free.text is not None
         at = next(i for i in range(20, 90) if free.text[i : i + 3].isascii() and free.text.index(free.text[i : i + 3]) == i)
         stop = free.text[at : at + 3]
         items = [i async for i in engine.generate([request("a", max_tokens=100, stream=True, stop=(stop, "never"))])]
         silent = (await outputs(engine, request("a", max_tokens=100, stop=(stop,))))["a", 0]
-    *deltas, out = items
-    assert all(isinstance(d, SampleDelta) for d in deltas)
-    assert out.finish_reason == "stop" and out.stop_string == stop and out.text == free.text[:at]
+    deltas, out = [d for d in items if isinstance(d, SampleDelta)], items[-1]
+    assert isinstance(out, SampleOutput) and len(deltas) == len(items) - 1
+    assert out.text is not None and out.finish_reason == "stop" and out.stop_string == stop and out.text == free.text[:at]
     assert "".join(d.text for d in deltas) == out.text
     assert [t for d in deltas for t in d.token_ids] == out.token_ids.tolist() == free.token_ids[: len(out.token_ids)].tolist()
     assert [x for d in deltas for x in d.logprobs] == out.logprobs.tolist()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rollout_workers.engines.base import GroupRequest, SampleOutput, SamplingParams
 from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
@@ -50,10 +51,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @asynccontextmanager
 async def running(
-    model: torch.nn.Module | None = None, *, text: bool = False, version: int = 0, **config: object
+    model: PreTrainedModel | None = None, *, text: bool = False, version: int = 0, **config: Any
 ) -> AsyncIterator[TransformersEngine]:
     """An engine that is shut down afterwards."""
-    sizes = {"slots": 8, "max_len": 64, "threads": 1} | config
+    sizes: dict[str, Any] = {"slots": 8, "max_len": 64, "threads": 1} | config
     engine = TransformersEngine(
         model or tiny_model(), EngineConfig(**sizes), tokenizer=byte_tokenizer() if text else None, version=version
     )
@@ -69,11 +70,11 @@ def request(
     seeds: Sequence[int] = (1,),
     prompt: Sequence[int] | None = None,
     stream: bool = False,
-    **params: object,
+    **params: Any,
 ) -> GroupRequest:
     """A request for a random prompt of ``length`` ids, the same for the same name."""
     ids = np.random.default_rng(list(name.encode())).integers(0, 256, length) if prompt is None else prompt
-    chosen = {"max_tokens": 8, "ignore_eos": True} | params
+    chosen: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True} | params
     return GroupRequest(name, tuple(int(i) for i in ids), tuple(seeds), SamplingParams(**chosen), stream)
 
 
@@ -88,13 +89,13 @@ async def outputs(engine: TransformersEngine, *batch: GroupRequest) -> dict[tupl
 
 
 @torch.no_grad()
-def plain_logits(model: torch.nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+def plain_logits(model: torch.nn.Module, prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray) -> torch.Tensor:
     """Logits [T, V] that the module's own forward gives for each of ``tokens``."""
     ids = torch.tensor([[*prompt, *(int(t) for t in tokens)]])
     return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
 
 
-def plain_logprobs(model: torch.nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+def plain_logprobs(model: torch.nn.Module, prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """Raw logprobs f32[T] of ``tokens`` by the module's own forward."""
     table = plain_logits(model, prompt, tokens).log_softmax(-1)
     return table[torch.arange(len(table)), torch.as_tensor(np.asarray(tokens, np.int64))].numpy()

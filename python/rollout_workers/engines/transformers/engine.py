@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -75,7 +75,7 @@ class TransformersEngine:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         return cls(module, config, tokenizer=tokenizer, version=version)
 
-    async def generate(self, batch: Sequence[GroupRequest]) -> AsyncIterator[SampleDelta | SampleOutput]:
+    async def generate(self, batch: Sequence[GroupRequest]) -> AsyncGenerator[SampleDelta | SampleOutput, None]:
         batch = tuple(batch)
         self._check_text(batch)
         stream = Stream(self._outbox, sum(len(request.seeds) for request in batch))

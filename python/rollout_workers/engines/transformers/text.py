@@ -12,7 +12,12 @@ _WINDOW = 64  # past so many undecodable tokens they are taken as they are
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that an engine uses."""
 
-    def batch_decode(self, sequences: list[list[int]], **kwargs: object) -> list[str]: ...
+    def batch_decode(
+        self,
+        sequences: list[list[int]],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> list[str]: ...
 
 
 class SampleText:
