@@ -11,7 +11,7 @@ One request is one prompt sampled ``len(seeds)`` times, so that an engine can ru
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -232,7 +232,7 @@ class WeightsMismatch(EngineError):
 class Engine(Protocol):
     """What a worker needs of an engine. Every call may be repeated; methods may be called while ``generate`` runs."""
 
-    def generate(self, batch: Sequence[GroupRequest]) -> AsyncGenerator[SampleDelta | SampleOutput, None]:
+    def generate(self, batch: Sequence[GroupRequest]) -> AsyncIterator[SampleDelta | SampleOutput]:
         """Sample every request; yield outputs as they finish, in no set order, exactly one per sample.
 
         A bad request yields outputs with an error and leaves the others alone. Closing the iterator aborts what is left.

@@ -5,7 +5,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tests.engines.tiny import END, outputs, plain_logits, plain_logprobs, request, running, same_bits, tiny_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -28,6 +27,7 @@ from rollout_workers.engines.base import (
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.generic import GenericForward
 from rollout_workers.engines.transformers.lean import LeanForward
+from tests.engines.tiny import END, outputs, plain_logits, plain_logprobs, request, running, same_bits, tiny_model
 
 SMALL = {
     "vocab_size": 257, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
