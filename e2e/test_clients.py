@@ -40,7 +40,7 @@ def test_submits_and_follows(client: str, config: Path, tmp_path: Path) -> None:
 
 def test_official_openai_client_while_a_run_trains(config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path) as running:
-        run = running.submit(config, "train.steps=60", "eval.every_steps=0")
+        run = running.submit(config, 'reward.plugin="reward.py:slow_digit_share"', "train.steps=12", "eval.every_steps=0")
         running.until_step(run, 1)
         client = openai.OpenAI(base_url=f"{running.daemon()['gateway']}/v1", api_key="none")
         model = client.models.list().data[0].id

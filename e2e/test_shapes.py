@@ -12,10 +12,13 @@ from rollout.inference.v1 import inference_pb2
 from rollout.learner.v1 import learner_pb2
 
 
+SLOW = 'reward.plugin="reward.py:slow_digit_share"'
+
+
 @pytest.mark.parametrize("shape", ["all", "seven"])
 def test_six_steps_end_to_end(shape: str, config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path, shape) as running:
-        run = running.submit(config)
+        run = running.submit(config, SLOW)
         near_end = running.until_step(run, STEPS - 1)
         workers = {worker.kind: worker for worker in near_end.workers}
         client = openai.OpenAI(base_url=f"{running.daemon('rollout-gateway')['gateway']}/v1", api_key="none")
@@ -38,12 +41,12 @@ def test_six_steps_end_to_end(shape: str, config: Path, tmp_path: Path) -> None:
 
 def test_gateway_answers_with_the_new_version(config: Path, tmp_path: Path) -> None:
     with mesh(tmp_path) as running:
-        run = running.submit(config, "train.steps=40")
+        run = running.submit(config, SLOW, "train.steps=8")
         url = f"{running.daemon('rollout-gateway')['gateway']}/v1/completions"
         seen = []
         for step in (2, 6):
             running.until_step(run, step)
-            body = b'{"prompt": "1+1=", "max_tokens": 2}'
+            body = b'{"model": "digits", "prompt": "1+1=", "max_tokens": 2}'
             request = urllib.request.Request(url, body, {"content-type": "application/json"})
             with urllib.request.urlopen(request, timeout=30) as response:
                 seen.append(int(response.headers["x-rollout-weights-version"]))
