@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
@@ -32,7 +33,8 @@ type app struct {
 	zone           *time.Location                    // of times that people read; nil: local
 	interrupts     func() (<-chan os.Signal, func()) // replaced by tests
 
-	server, stateDir, tokenFile, format string
+	server, consul, stateDir, tokenFile, caFile, format string
+	private                                             bool // whether --server is called in plain text wherever it is
 }
 
 const (
@@ -140,24 +142,35 @@ func (a *app) note(format string, args ...any) {
 	}
 }
 
-// connect dials the server that was named, else the local daemon, which it starts where there is none.
+// connect goes to the control plane that was named, else to the local daemon, which it starts where there is none.
 func (a *app) connect(ctx context.Context) (*client.Client, error) {
 	stateDir, err := daemon.StateDir(a.stateDir, a.env)
 	if err != nil {
 		return nil, exit.New(exit.Usage, "name one with --state-dir", "%w", err)
 	}
-	if a.server != "" {
-		tokenFile := a.tokenFile
-		if tokenFile == "" {
-			tokenFile = stateDir + "/token"
+	if a.server == "" && a.consul == "" {
+		info, err := a.ensure(ctx, stateDir)
+		if err != nil {
+			return nil, err
 		}
-		return client.Dial(ctx, a.server, tokenFile)
+		tls, err := client.TLSFor(info.GRPC, a.caFile, true) // our own: it checked that itself
+		if err != nil {
+			return nil, err
+		}
+		return client.Dial(ctx, client.Options{Address: info.GRPC, Hosted: info.Targets, Consul: info.Consul, TokenFile: info.TokenFile, TLS: tls})
 	}
-	info, err := a.ensure(ctx, stateDir)
-	if err != nil {
+	o := client.Options{Address: a.server, Consul: a.consul, TokenFile: a.tokenFile}
+	if o.TokenFile == "" {
+		o.TokenFile = filepath.Join(stateDir, "token")
+	}
+	place := a.server
+	if place == "" {
+		place = a.consul
+	}
+	if o.TLS, err = client.TLSFor(place, a.caFile, a.private); err != nil {
 		return nil, err
 	}
-	return client.Dial(ctx, info.GRPC, info.TokenFile)
+	return client.Dial(ctx, o)
 }
 
 // ensure returns the local daemon.

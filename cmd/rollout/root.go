@@ -43,8 +43,11 @@ func (a *app) root() *cobra.Command {
 	flags := root.PersistentFlags()
 	flags.StringVar(&a.format, "format", formatText, "how answers are written: `text` or json (one document, or a line each where they stream)")
 	flags.StringVar(&a.server, "server", a.env("ROLLOUT_SERVER"), "`address` (host:port) of a running control plane; empty: a local one")
+	flags.StringVar(&a.consul, "consul", a.env("ROLLOUT_CONSUL"), "`address` (host:port) of a Consul agent that knows the services, where they run apart")
 	flags.StringVar(&a.stateDir, "state-dir", "", "`folder` of the local control plane (default: $ROLLOUT_STATE_DIR, else ~/.local/state/rollout)")
 	flags.StringVar(&a.tokenFile, "token-file", "", "`file` that holds the token of --server (default: token in the state folder)")
+	flags.StringVar(&a.caFile, "ca-file", a.env("ROLLOUT_CA_FILE"), "`file` (PEM) of the authority that the server's certificate is checked against")
+	flags.BoolVar(&a.private, "insecure", false, "call a server beyond this machine in plain text: only on a private network")
 	_ = root.RegisterFlagCompletionFunc("format", cobra.FixedCompletions([]string{formatText, formatJSON}, cobra.ShellCompDirectiveNoFileComp))
 	root.AddGroup(
 		&cobra.Group{ID: "train", Title: "Train:"},

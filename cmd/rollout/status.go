@@ -55,7 +55,7 @@ func (a *app) statusCommand() *cobra.Command {
 func (a *app) status(ctx context.Context, c *client.Client) error {
 	var services []serviceHealth
 	for _, target := range targets {
-		services = append(services, serviceHealth{target.name, healthOf(ctx, c, target.service)})
+		services = append(services, serviceHealth{target.name, healthOf(ctx, c, target.name, target.service)})
 	}
 	runs, err := activeRuns(ctx, c)
 	if err != nil {
@@ -65,7 +65,7 @@ func (a *app) status(ctx context.Context, c *client.Client) error {
 		return a.statusJSON(c, services, runs)
 	}
 	s := a.style()
-	fmt.Fprintf(a.stdout, "%s\n", s.Bold("control plane "+c.Address))
+	fmt.Fprintf(a.stdout, "%s\n", s.Bold("control plane "+c.Name))
 	var table output.Table
 	for _, service := range services {
 		health := service.Health
@@ -93,7 +93,7 @@ func (a *app) status(ctx context.Context, c *client.Client) error {
 
 // statusJSON writes one document; the runs are the contract's own JSON.
 func (a *app) statusJSON(c *client.Client, services []serviceHealth, runs []*runv1.RunStatus) error {
-	document := map[string]any{"address": c.Address, "services": services}
+	document := map[string]any{"control_plane": c.Name, "services": services}
 	list := []any{}
 	for _, run := range runs {
 		value, err := output.Any(run)
@@ -106,10 +106,10 @@ func (a *app) statusJSON(c *client.Client, services []serviceHealth, runs []*run
 	return output.Value(a.stdout, document)
 }
 
-func healthOf(ctx context.Context, c *client.Client, service string) string {
+func healthOf(ctx context.Context, c *client.Client, target, service string) string {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
-	response, err := c.Health.Check(ctx, &healthpb.HealthCheckRequest{Service: service})
+	response, err := c.Health(ctx, target, service)
 	switch {
 	case status.Code(err) == codes.NotFound:
 		return "not hosted here"

@@ -1,15 +1,21 @@
-// Package client is one connection to the control plane with a stub for each public service. It is written on grpc alone: the
-// options of libs/rpc link a compiler of rules, whose start costs a third of what `rollout --help` takes.
+// Package client is the way to the control plane, with a stub for each public service. It is written on grpc alone: the options
+// of libs/rpc link a compiler of rules, whose start costs as much as all of `rollout --help`.
+//
+// One process hosts every service, or each has its own: a service that the process at Address does not host is looked up in
+// Consul when it is first called.
 package client
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
-	"fmt"
+	"slices"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
@@ -28,73 +34,114 @@ const (
 	maxMessage    = 64 << 20
 )
 
-// Client is the connection. Close it.
+// Options say where the control plane is.
+type Options struct {
+	Address   string   // host:port of one process; empty where every service is looked up
+	Hosted    []string // targets of that process; nil: all
+	Consul    string   // host:port of the agent that knows the others; empty: there are none
+	TokenFile string
+	TLS       *tls.Config // nil: plain text
+}
+
+// Client is the connections. Close it.
 type Client struct {
 	Planner   planv1.PlannerServiceClient
 	Scheduler runv1.SchedulerServiceClient
 	Snapshot  snapshotv1.SnapshotServiceClient
 	Events    storagev1.EventServiceClient
 	Gateway   gatewayv1.RolloutGatewayServiceClient
-	Health    healthpb.HealthClient
 
-	Address string
-	conn    io
+	Name string // of the control plane, for people
+
+	main    *grpc.ClientConn // nil where every service is looked up
+	options Options
+	token   string
+	mu      sync.Mutex
+	found   map[string]*grpc.ClientConn // services that were looked up
 }
 
-type io interface{ Close() error }
+// Of makes the stubs on one connection, which Close closes.
+func Of(conn *grpc.ClientConn, name string) *Client {
+	return (&Client{Name: name, main: conn}).stubs()
+}
 
-// Of makes the stubs on a connection, which Close closes.
-func Of(conn *grpc.ClientConn, address string) *Client {
-	return &Client{
-		Planner:   planv1.NewPlannerServiceClient(conn),
-		Scheduler: runv1.NewSchedulerServiceClient(conn),
-		Snapshot:  snapshotv1.NewSnapshotServiceClient(conn),
-		Events:    storagev1.NewEventServiceClient(conn),
-		Gateway:   gatewayv1.NewRolloutGatewayServiceClient(conn),
-		Health:    healthpb.NewHealthClient(conn),
-		Address:   address,
-		conn:      conn,
+func (c *Client) stubs() *Client {
+	c.found = map[string]*grpc.ClientConn{}
+	c.Planner = planv1.NewPlannerServiceClient(c.conn("planner"))
+	c.Scheduler = runv1.NewSchedulerServiceClient(c.conn("scheduler"))
+	c.Snapshot = snapshotv1.NewSnapshotServiceClient(c.conn("snapshot"))
+	c.Events = storagev1.NewEventServiceClient(c.conn("storage"))
+	c.Gateway = gatewayv1.NewRolloutGatewayServiceClient(c.conn("rollout-gateway"))
+	return c
+}
+
+// conn is the way to a service.
+func (c *Client) conn(service string) grpc.ClientConnInterface {
+	hosted := c.options.Hosted == nil || slices.Contains(c.options.Hosted, service)
+	if c.main != nil && (hosted || c.options.Consul == "") {
+		return c.main
 	}
+	return route{c, service}
 }
 
-// Dial connects to host:port with the token of a file, and fails where nobody answers.
-func Dial(ctx context.Context, address, tokenFile string) (*Client, error) {
-	token, err := readToken(tokenFile)
+// Health asks for the health of one gRPC service, where the target is; "" for the process.
+func (c *Client) Health(ctx context.Context, target, service string) (*healthpb.HealthCheckResponse, error) {
+	return healthpb.NewHealthClient(c.conn(target)).Check(ctx, &healthpb.HealthCheckRequest{Service: service})
+}
+
+// Dial connects with the token of a file, and fails where nobody answers.
+func Dial(ctx context.Context, o Options) (*Client, error) {
+	token, err := readToken(o.TokenFile)
 	if err != nil {
 		return nil, err
 	}
-	conn, err := grpc.NewClient("passthrough:///"+address,
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithPerRPCCredentials(bearer(token)),
+	c := &Client{Name: o.Address, options: o, token: token}
+	if o.Address == "" {
+		c.Name = "of Consul " + o.Consul
+		return c.stubs(), nil
+	}
+	if c.main, err = c.dial(o.Address); err != nil {
+		return nil, err
+	}
+	waiting, cancel := context.WithTimeout(ctx, reachable)
+	defer cancel()
+	if _, err := healthpb.NewHealthClient(c.main).Check(waiting, &healthpb.HealthCheckRequest{}); err != nil {
+		_ = c.main.Close()
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+		return nil, exit.New(exit.Unavailable, "is it running there? Without --server a local one is started",
+			"the server %s does not answer: %w", o.Address, exit.From(err))
+	}
+	return c.stubs(), nil
+}
+
+func (c *Client) dial(address string) (*grpc.ClientConn, error) {
+	transport := insecure.NewCredentials()
+	if c.options.TLS != nil {
+		transport = credentials.NewTLS(c.options.TLS)
+	}
+	return grpc.NewClient("passthrough:///"+address,
+		grpc.WithTransportCredentials(transport),
+		grpc.WithPerRPCCredentials(bearer(c.token)),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage), grpc.MaxCallSendMsgSize(maxMessage)),
 		grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff: backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second}, MinConnectTimeout: reachable,
 		}),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: keepaliveTime, Timeout: reachable, PermitWithoutStream: true}),
 		grpc.WithIdleTimeout(0))
-	if err != nil {
-		return nil, fmt.Errorf("dial %s: %w", address, err)
-	}
-	c := Of(conn, address)
-	ctx, cancel := context.WithTimeout(ctx, reachable)
-	defer cancel()
-	if _, err := c.Health.Check(ctx, &healthpb.HealthCheckRequest{}, grpc.WaitForReady(true)); err != nil {
-		_ = conn.Close()
-		if errors.Is(ctx.Err(), context.Canceled) {
-			return nil, ctx.Err()
-		}
-		return nil, exit.New(exit.Unavailable, "is it running there? Without --server a local one is started",
-			"the server %s does not answer: %w", address, cause(err))
-	}
-	return c, nil
 }
 
-func cause(err error) error {
-	if e := exit.From(err); e.Err != nil {
-		return e.Err
+// Close ends the connections.
+func (c *Client) Close() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var errs []error
+	if c.main != nil {
+		errs = append(errs, c.main.Close())
 	}
-	return fmt.Errorf("%w", err)
+	for _, conn := range c.found {
+		errs = append(errs, conn.Close())
+	}
+	return errors.Join(errs...)
 }
-
-// Close ends the connection.
-func (c *Client) Close() error { return c.conn.Close() }

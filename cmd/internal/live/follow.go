@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"google.golang.org/grpc/codes"
-	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/status"
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
@@ -215,7 +214,7 @@ func (f *follower) again(ctx context.Context, stream func(progress func()) error
 func (f *follower) answers(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, tryFor)
 	defer cancel()
-	_, err := f.client.Health.Check(ctx, &healthpb.HealthCheckRequest{})
+	_, err := f.client.Health(ctx, "scheduler", "")
 	<-time.After(retryDelay)
 	return err == nil
 }

@@ -25,8 +25,11 @@ func (r *Run) View(s style.Style, width int, zone *time.Location, hint string) s
 		return "waiting for the run's status\n"
 	}
 	lines := []string{r.title(s)}
-	if waiting := status.GetWaitingFor(); waiting != "" {
+	switch waiting := status.GetWaitingFor(); {
+	case waiting != "":
 		lines = append(lines, label(s, "waits for")+waiting)
+	case !Ended(status.GetRun().GetState()): // the lines below keep their places
+		lines = append(lines, label(s, "waits for")+s.Dim("nothing"))
 	}
 	lines = append(lines, r.progress(s, width))
 	lines = append(lines, r.curves(s, width)...)

@@ -1,0 +1,97 @@
+package client
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// route is a connection to a service of another process, found at the first call.
+type route struct {
+	c       *Client
+	service string
+}
+
+// Invoke makes a call.
+func (r route) Invoke(ctx context.Context, method string, args, reply any, opts ...grpc.CallOption) error {
+	conn, err := r.find(ctx)
+	if err != nil {
+		return err
+	}
+	return conn.Invoke(ctx, method, args, reply, opts...)
+}
+
+// NewStream begins a stream.
+func (r route) NewStream(ctx context.Context, desc *grpc.StreamDesc, method string, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+	conn, err := r.find(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return conn.NewStream(ctx, desc, method, opts...)
+}
+
+func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
+	r.c.mu.Lock()
+	defer r.c.mu.Unlock()
+	if conn := r.c.found[r.service]; conn != nil {
+		return conn, nil
+	}
+	address, err := lookup(ctx, r.c.options.Consul, r.c.token, r.service)
+	if err != nil {
+		return nil, status.Errorf(codes.Unavailable, "look up %s in Consul %s: %v", r.service, r.c.options.Consul, err)
+	}
+	conn, err := r.c.dial(address)
+	if err != nil {
+		return nil, err
+	}
+	r.c.found[r.service] = conn
+	return conn, nil
+}
+
+// lookup asks a Consul agent, or the embedded registry, for a passing instance.
+// API: https://developer.hashicorp.com/consul/api-docs/health#list-service-instances-for-service
+func lookup(ctx context.Context, agent, token, service string) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, reachable)
+	defer cancel()
+	place := url.URL{Scheme: "http", Host: agent, Path: "/v1/health/service/" + service, RawQuery: "passing=1"}
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, place.String(), nil)
+	if err != nil {
+		return "", err
+	}
+	request.Header.Set("X-Consul-Token", token)
+	transport := &http.Transport{DisableKeepAlives: true} // and no proxy: the agent is near
+	response, err := (&http.Client{Transport: transport}).Do(request)
+	if err != nil {
+		return "", err
+	}
+	defer response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		return "", fmt.Errorf("it answers %s", response.Status)
+	}
+	var entries []struct {
+		Node    struct{ Address string }
+		Service struct {
+			Address string
+			Port    int
+		}
+	}
+	if err := json.NewDecoder(response.Body).Decode(&entries); err != nil {
+		return "", fmt.Errorf("read its answer: %w", err)
+	}
+	if len(entries) == 0 {
+		return "", fmt.Errorf("no instance passes its check")
+	}
+	host := entries[0].Service.Address
+	if host == "" {
+		host = entries[0].Node.Address
+	}
+	return net.JoinHostPort(host, strconv.Itoa(entries[0].Service.Port)), nil
+}
