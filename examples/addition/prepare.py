@@ -84,6 +84,7 @@ def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int =
         num_key_value_heads=2,
         head_dim=hidden // 4,
         max_position_embeddings=512,
+        initializer_range=0.04,  # twice the usual: at this width it learns to carry a hundred steps sooner
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -108,7 +108,7 @@ def write_weights(
             if (source / name).is_file():
                 _link_or_copy(source / name, staging / name)
         manifest = _manifest(staging, tensors, digest, version)
-        (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1) + "\n")
+        (staging / MANIFEST_FILE).write_text(_as_json(manifest))
         if fsync:
             for path in (staging / TENSOR_FILE, staging / MANIFEST_FILE, staging):
                 _fsync(path)
@@ -180,6 +180,14 @@ def _manifest(folder: Path, tensors: dict[str, torch.Tensor], digest: WeightsDig
         ),
         files=tuple(FileEntry(path.name, path.stat().st_size) for path in sorted(folder.iterdir())),
     )
+
+
+def _as_json(manifest: WeightsManifest) -> str:
+    # By hand and on one line: asdict and indentation take milliseconds of a step of forty.
+    tensors = [{"name": t.name, "dtype": t.dtype, "shape": t.shape, "digest": t.digest} for t in manifest.tensors]
+    files = [{"path": f.path, "bytes": f.bytes} for f in manifest.files]
+    whole = {"version": manifest.version, "digest": manifest.digest, "tensors": tensors, "files": files}
+    return json.dumps(whole) + "\n"
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
