@@ -79,7 +79,7 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 // introduce asks a new worker for the name of its policy, until it answers.
 func (d *directory) introduce(ctx context.Context, w *worker) {
 	for ctx.Err() == nil {
-		status, err := w.client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
+		status, err := w.status(ctx)
 		if err == nil {
 			d.mu.Lock()
 			w.model = cmp.Or(status.GetModel(), w.run)
@@ -156,6 +156,15 @@ func (d *directory) take(run string, tried map[*worker]bool) (w *worker, release
 	}
 }
 
+// patience is how long a worker may take to say what it serves; a list of models does not wait for one that hangs.
+const patience = 2 * time.Second
+
+func (w *worker) status(ctx context.Context) (*inferencev1.GetInferenceStatusResponse, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	return w.client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
+}
+
 // models asks a worker of each run what it serves. The name goes to the newest run of it; older ones go by their id.
 func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 	d.mu.Lock()
@@ -171,7 +180,7 @@ func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 		if newest[model.GetName()] != run {
 			model.Name = run
 		}
-		if status, err := workers[0].client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{}); err == nil {
+		if status, err := workers[0].status(ctx); err == nil {
 			model.WeightsVersion, model.WeightsDigest = status.GetReceipt().GetVersion(), status.GetReceipt().GetDigest()
 			model.MaxModelLen = status.GetMaxModelLen()
 		}

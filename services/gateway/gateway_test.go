@@ -211,6 +211,35 @@ func TestAPIKey(t *testing.T) {
 	}
 }
 
+func TestLargeBody(t *testing.T) {
+	t.Parallel()
+	s, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny"})
+	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"`+strings.Repeat("a", 16<<20)+`"}`, "")
+	if resp.StatusCode != http.StatusRequestEntityTooLarge || !strings.Contains(body, `"code":"request_too_large"`) {
+		t.Fatalf("%s %s", resp.Status, body)
+	}
+}
+
+func TestWorkerSeesTheCallersTrace(t *testing.T) {
+	t.Parallel()
+	worker := &fakeWorker{model: "tiny"}
+	s, _ := serve(t, gateway.Config{}, worker)
+	const parent = "00-0102030405060708090a0b0c0d0e0f10-0102030405060708-01"
+	req, err := http.NewRequestWithContext(t.Context(), "POST", s.URL()+"/v1/completions", strings.NewReader(`{"model":"tiny","prompt":"a"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("traceparent", parent)
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if got := worker.trace(); got != parent[3:35] {
+		t.Errorf("trace %q", got)
+	}
+}
+
 func TestCallerThatLeavesAbortsTheRequest(t *testing.T) {
 	t.Parallel()
 	worker := &fakeWorker{model: "tiny", endless: true, left: make(chan struct{})}

@@ -47,7 +47,8 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 		}
 		tried[w] = true
 		err := s.generate(ctx, w, call, book, func(piece *inferencev1.GenerateResponse) error {
-			if book.whole() {
+			if book.whole() && !book.kept {
+				book.kept = true
 				if err := s.Store.Append(ctx, session, book.turns()); err != nil {
 					return fmt.Errorf("keep the session: %w", err)
 				}
@@ -99,7 +100,8 @@ func (s *service) Session(ctx context.Context, session string) ([]*Turn, error) 
 type book struct {
 	now   func() time.Time
 	begun bool
-	open  int // completions that have not ended
+	kept  bool // in the ledger
+	open  int  // completions that have not ended
 	list  [][]*Turn
 }
 

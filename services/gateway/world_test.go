@@ -10,6 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
+	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
@@ -32,8 +35,15 @@ type fakeWorker struct {
 	endless bool          // samples until the caller leaves
 	left    chan struct{} // closed when an endless request's caller left
 
-	mu   sync.Mutex
-	last *inferencev1.GenerateRequest
+	mu      sync.Mutex
+	last    *inferencev1.GenerateRequest
+	traceID string
+}
+
+func (f *fakeWorker) trace() string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.traceID
 }
 
 func (f *fakeWorker) GetInferenceStatus(context.Context, *inferencev1.GetInferenceStatusRequest) (*inferencev1.GetInferenceStatusResponse, error) {
@@ -45,6 +55,7 @@ func (f *fakeWorker) GetInferenceStatus(context.Context, *inferencev1.GetInferen
 func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.ServerStreamingServer[inferencev1.GenerateResponse]) error {
 	f.mu.Lock()
 	f.last = req
+	f.traceID = trace.SpanContextFromContext(stream.Context()).TraceID().String()
 	f.mu.Unlock()
 	if f.broken {
 		return status.Error(codes.Unavailable, "the engine is gone")
@@ -120,7 +131,7 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 		if err != nil {
 			t.Fatal(err)
 		}
-		server := grpc.NewServer(grpc.UnaryInterceptor(rpcerr.Unary(nil)), grpc.StreamInterceptor(rpcerr.Stream(nil)))
+		server := grpc.NewServer(grpc.StatsHandler(otelgrpc.NewServerHandler(otelgrpc.WithPropagators(propagation.TraceContext{}))), grpc.UnaryInterceptor(rpcerr.Unary(nil)), grpc.StreamInterceptor(rpcerr.Stream(nil)))
 		inferencev1.RegisterInferenceWorkerServiceServer(server, w)
 		go func() { _ = server.Serve(listener) }()
 		t.Cleanup(server.Stop)
@@ -133,7 +144,7 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 	s, err := gateway.New(cfg, gateway.Deps{
 		Store: store, Registry: reg, Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {
-			return grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+			return grpc.NewClient(address, grpc.WithStatsHandler(otelgrpc.NewClientHandler(otelgrpc.WithPropagators(propagation.TraceContext{}))), grpc.WithTransportCredentials(insecure.NewCredentials()))
 		},
 	})
 	if err != nil {

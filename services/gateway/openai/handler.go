@@ -65,7 +65,7 @@ func Handler(o Options) http.Handler {
 			Message: "unknown request URL: " + r.Method + " " + r.URL.Path + "; there are /v1/models, /v1/chat/completions and /v1/completions",
 		})
 	})
-	return mux
+	return traced(mux)
 }
 
 // guard checks method and key, and turns an error into OpenAI's shape.

@@ -84,7 +84,8 @@ func measure(ctx context.Context, tx *sql.Tx, e *storage.Event) error {
 	for name, value := range e.GetMetrics() {
 		known := sql.NullFloat64{Float64: value, Valid: !math.IsNaN(value)}
 		if _, err := tx.ExecContext(ctx, `INSERT INTO metric (run_id, name, step, value, time_us) VALUES (?, ?, ?, ?, ?)
-			ON CONFLICT (run_id, name, step) DO UPDATE SET value = excluded.value, time_us = excluded.time_us`,
+			ON CONFLICT (run_id, name, step) DO UPDATE SET value = excluded.value, time_us = excluded.time_us
+			WHERE excluded.time_us >= metric.time_us`,
 			e.GetRunId(), name, int64(e.GetStep()), known, e.GetTime().AsTime().UnixMicro()); err != nil {
 			return err
 		}
