@@ -38,6 +38,7 @@ func TestCommands(t *testing.T) {
 		"snapshot-restore":  {args: "snapshot restore snap-01kapq5 --detach", asked: "RestoreSnapshot " + snapshot().GetSnapshotId()},
 		"status":            {args: "status", asked: "ListRuns [RUN_STATE_PENDING RUN_STATE_STARTING RUN_STATE_RUNNING RUN_STATE_PAUSED RUN_STATE_DRAINING] 0"},
 		"logs-ended":        {args: "logs tail addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: story()}},
+		"logs-details":      {args: "logs tail addition-grpo --details -n 4", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: story()}},
 		"logs-newest":       {args: "logs tail addition-grpo --no-follow -n 2 --level warn", fake: &fake{history: story()}},
 		"logs-bad-level":    {args: "logs tail addition-grpo --level loud"},
 		"logs-bad-since":    {args: "logs tail addition-grpo --since yesterday"},

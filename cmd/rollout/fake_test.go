@@ -55,6 +55,7 @@ type fake struct {
 	params  *inferencev1.SamplingParams
 	finish  chan runv1.RunState // ends WatchRun where it is not nil
 	onAsk   func(what string)
+	onWatch func() // after the statuses were sent
 }
 
 func (f *fake) Register(r grpc.ServiceRegistrar) {
@@ -198,6 +199,9 @@ func (f *fake) WatchRun(_ *runv1.WatchRunRequest, stream grpc.ServerStreamingSer
 		if err := stream.Send(&runv1.WatchRunResponse{Status: status}); err != nil {
 			return err
 		}
+	}
+	if f.onWatch != nil {
+		f.onWatch()
 	}
 	if f.finish == nil {
 		return nil

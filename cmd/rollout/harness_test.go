@@ -31,6 +31,7 @@ var update = flag.Bool("update", false, "write the golden files anew")
 type plane struct {
 	listener *bufconn.Listener
 	health   *health.Server
+	stop     func()
 }
 
 // registrar is a service.
@@ -48,6 +49,7 @@ func newPlane(t *testing.T, services ...registrar) *plane {
 	for name := range server.GetServiceInfo() {
 		p.health.SetServingStatus(name, healthpb.HealthCheckResponse_SERVING)
 	}
+	p.stop = server.Stop
 	done := make(chan struct{})
 	go func() { defer close(done); _ = server.Serve(p.listener) }()
 	t.Cleanup(func() { server.Stop(); <-done })

@@ -26,6 +26,7 @@ type logFlags struct {
 	level, since     string
 	lines            uint32
 	follow, noFollow bool
+	details          bool
 }
 
 func (a *app) logsCommand() *cobra.Command { return parent("logs", "Read what happened", a.logsTail()) }
@@ -59,6 +60,7 @@ func (a *app) logsTail() *cobra.Command {
 	f.Uint32VarP(&flags.lines, "lines", "n", 0, "only the newest `events` of those that are there; 0: all")
 	f.BoolVarP(&flags.follow, "follow", "f", true, "go on with new events until the run ends")
 	f.BoolVar(&flags.noFollow, "no-follow", false, "show what is there and leave")
+	f.BoolVar(&flags.details, "details", false, "show every attribute and metric, not the message alone")
 	_ = cmd.RegisterFlagCompletionFunc("level", cobra.FixedCompletions([]string{"debug", "info", "warn", "error"}, cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
@@ -103,18 +105,18 @@ func (a *app) tail(ctx context.Context, c *client.Client, name string, filter *s
 		if err != nil {
 			return err
 		}
-		if err := a.events(response.GetEvents()); err != nil || !follow {
+		if err := a.events(response.GetEvents(), flags.details); err != nil || !follow {
 			return err
 		}
 		if n := len(response.GetEvents()); n > 0 {
 			filter.AfterSequence = response.GetEvents()[n-1].GetSequence()
 		}
 	}
-	return a.follow(ctx, c, filter)
+	return a.follow(ctx, c, filter, flags.details)
 }
 
 // follow prints events until the run ends. An interrupt is the ordinary way to leave.
-func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.EventFilter) error {
+func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.EventFilter, details bool) error {
 	inner, stop := context.WithCancel(ctx)
 	defer stop()
 	ended := make(chan struct{})
@@ -141,7 +143,7 @@ func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.Ev
 		case err != nil:
 			return err
 		}
-		if err := a.events(response.GetEvents()); err != nil {
+		if err := a.events(response.GetEvents(), details); err != nil {
 			return err
 		}
 	}
@@ -167,7 +169,7 @@ func watchEnd(ctx context.Context, c *client.Client, runID string) bool {
 	}
 }
 
-func (a *app) events(events []*eventv1.Event) error {
+func (a *app) events(events []*eventv1.Event, details bool) error {
 	for _, e := range events {
 		if a.format == formatJSON {
 			if err := output.Line(a.stdout, "", e); err != nil {
@@ -175,15 +177,15 @@ func (a *app) events(events []*eventv1.Event) error {
 			}
 			continue
 		}
-		if _, err := fmt.Fprintln(a.stdout, a.eventText(e)); err != nil {
+		if _, err := fmt.Fprintln(a.stdout, a.eventText(e, details)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// eventText is an event with everything it says, in a line.
-func (a *app) eventText(e *eventv1.Event) string {
+// eventText is an event in a line: its message, or everything that it says where it has none or details are wanted.
+func (a *app) eventText(e *eventv1.Event, details bool) string {
 	s := a.style()
 	level := map[eventv1.Level]string{
 		eventv1.Level_LEVEL_DEBUG: s.Dim("DEBUG"), eventv1.Level_LEVEL_WARN: s.Yellow("WARN "), eventv1.Level_LEVEL_ERROR: s.Red("ERROR"),
@@ -200,6 +202,9 @@ func (a *app) eventText(e *eventv1.Event) string {
 	}
 	if e.GetMessage() != "" {
 		parts = append(parts, strings.ReplaceAll(e.GetMessage(), "\n", "\n    "))
+	}
+	if e.GetMessage() != "" && !details {
+		return strings.Join(parts, " ")
 	}
 	for _, key := range slices.Sorted(maps.Keys(e.GetAttributes())) {
 		if key != "samples" { // an evaluation's answers fill pages

@@ -143,6 +143,18 @@ func TestThirdInterruptLeaves(t *testing.T) {
 	}
 }
 
+func TestServerThatGoesAway(t *testing.T) {
+	t.Parallel()
+	f := watched(t)
+	f.events, f.statuses, f.finish = nil, f.statuses[:1], make(chan runv1.RunState)
+	plane := newPlane(t, f)
+	f.onWatch = func() { go plane.stop() }
+	got := command{plane: plane}.run(t, "run", "--resume", runID)
+	if got.code != 69 || !strings.Contains(got.stderr, "the server went away") || !strings.Contains(got.stderr, "rollout run --resume "+runID) {
+		t.Error(got.text())
+	}
+}
+
 func TestReport(t *testing.T) {
 	t.Parallel()
 	f := &fake{directory: t.TempDir(), history: story(), state: runv1.RunState_RUN_STATE_SUCCEEDED}
