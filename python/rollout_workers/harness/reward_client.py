@@ -7,7 +7,9 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -24,30 +26,34 @@ Score = tuple[float, dict[str, float]]
 
 
 class RewardProcess:
-    """A process that has imported one reward. One call at a time."""
+    """A process that has imported one reward, at the other end of a socket. One call at a time."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
         self.broken = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @classmethod
     async def start(cls, plugin: str, base_dir: str) -> RewardProcess:
         """Start and import. Raises ``RewardImportError``, or ``RewardTimeout`` after two minutes."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rollout_workers.harness.reward_process",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 20,
-            start_new_session=True,  # so that what the reward starts ends with it
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        self = cls(process)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rollout_workers.harness.reward_process"],
+                stdin=theirs,
+                start_new_session=True,  # so that what the reward starts ends with it
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        self = cls(process, reader, writer)
         try:
             await self._exchange({"plugin": plugin, "base_dir": base_dir}, _START_SECONDS, "importing the reward")
         except BaseException:
-            await self.kill()
+            self.kill()
             raise
         return self
 
@@ -57,16 +63,13 @@ class RewardProcess:
         samples = sum(len(pairs) for _, pairs in groups)
         return await self._exchange(groups, timeout, f"the reward of {samples} samples")
 
-    async def kill(self) -> None:
+    def kill(self) -> None:
         """End the process and all that it started."""
         self.broken = True
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(Exception):
-            await self._process.wait()
-        transport = getattr(self._process, "_transport", None)
-        if transport is not None:
-            transport.close()
+        self._process.wait()  # a killed process ends at once
+        self._writer.transport.abort()
 
     async def _exchange(self, request: Any, timeout: float, what: str) -> Any:
         self.broken = True  # until the answer is read in full
@@ -86,16 +89,15 @@ class RewardProcess:
         return answer["value"]
 
     async def _send(self, request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
         body = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
-        self._process.stdin.write(_LENGTH.pack(len(body)) + body)
-        await self._process.stdin.drain()
-        (size,) = _LENGTH.unpack(await self._process.stdout.readexactly(_LENGTH.size))
-        return pickle.loads(await self._process.stdout.readexactly(size))
+        self._writer.write(_LENGTH.pack(len(body)) + body)
+        await self._writer.drain()
+        (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+        return pickle.loads(await self._reader.readexactly(size))
 
     async def _ended(self) -> str:
         try:
-            code = await asyncio.wait_for(self._process.wait(), 1)
-        except TimeoutError:
-            return "it closed its pipe"
+            code = await asyncio.to_thread(self._process.wait, 1)
+        except subprocess.TimeoutExpired:
+            return "it closed its end"
         return f"signal {-code}" if code < 0 else f"exit code {code}"

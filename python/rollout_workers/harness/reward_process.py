@@ -1,7 +1,7 @@
 """The process that holds a reward: ``python -m rollout_workers.harness.reward_process``. Imports only what the reward imports.
 
-Requests come on stdin and answers go out on the pipe that was stdout, each as eight bytes of length and a pickle. What the
-reward prints goes to stderr, the worker's log. When stdin ends the process ends, even inside a call.
+Stdin is a socket to the worker: requests come in and answers go out, each as eight bytes of length and a pickle. What the
+reward prints goes to the worker's log. When the socket ends the process ends, even inside a call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _LENGTH = struct.Struct("<Q")
 
 
 def main() -> None:
-    """Answer requests until stdin ends. The first one names the plugin."""
+    """Answer requests until the socket ends. The first one names the plugin."""
     requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
+    answers = os.fdopen(os.dup(0), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests, arrived), daemon=True).start()
     function: RewardFunction | None = None

@@ -78,7 +78,7 @@ class Rewards:
             _settle(waiting, [failed("REWARD_CLOSED")] * len(waiting.group.samples))
         self._waiting.clear()
         for process in self._idle:
-            await process.kill()
+            process.kill()
         self._idle.clear()
 
     async def _call_all(self) -> None:
@@ -133,7 +133,7 @@ class Rewards:
                 scores = iter(await process.call([(g.row_json, g.samples) for g in groups], self._timeout))
             except BaseException:
                 if process.broken:
-                    await asyncio.shield(process.kill())
+                    process.kill()
                 raise
             finally:
                 if not process.broken:

@@ -65,6 +65,7 @@ async def run_inference_worker(
     connecting = asyncio.create_task(_connect(spec, who))
     rewards = _rewards(spec)
     starting = asyncio.create_task(rewards.start()) if rewards else None
+    link: _Link | None = None
     services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token)
     try:
         model = model or await asyncio.to_thread(load, spec)
@@ -151,8 +152,10 @@ async def run_inference_worker(
         await worker.drain()
         await server.stop(_GRACE_SECONDS)
         await model.engine.shutdown()
-        await link.client.drain()
     finally:
+        connecting.cancel()
+        if link is not None:
+            await link.client.close()
         if rewards is not None:
             await rewards.close()
         await services.close()

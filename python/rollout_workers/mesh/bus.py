@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import nats
 from nats.aio.client import Client
 from nats.errors import NoServersError
 
@@ -19,7 +18,11 @@ async def connect(url: str, token: str, *, name: str, reconnected: Callable[[], 
     async def on_error(error: Exception) -> None:
         log.debug("nats (%s): %r", name, error)
 
+    client = Client()
+
     async def on_disconnect() -> None:
+        if client.is_closed or client.is_draining:
+            return
         log.warning("lost the connection to NATS (%s); reconnecting", name)
 
     async def on_reconnect() -> None:
@@ -29,7 +32,7 @@ async def connect(url: str, token: str, *, name: str, reconnected: Callable[[], 
 
     while True:
         try:
-            return await nats.connect(
+            await client.connect(
                 url,
                 token=token or None,
                 name=name,
@@ -43,6 +46,7 @@ async def connect(url: str, token: str, *, name: str, reconnected: Callable[[], 
                 disconnected_cb=on_disconnect,
                 reconnected_cb=on_reconnect,
             )
+            return client
         except (TimeoutError, OSError, NoServersError) as error:
             log.warning("NATS at %s can't be reached (%r); trying on", url, error)
             await asyncio.sleep(0.5)

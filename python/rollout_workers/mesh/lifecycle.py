@@ -46,6 +46,10 @@ class Lifecycle:
         """Whether the worker drains or was fenced."""
         return self._leaving.is_set()
 
+    def drain(self) -> None:
+        """Finish what was begun, then leave."""
+        self._leaving.set()
+
     def fence(self, reason: str) -> None:
         """The worker must not go on: its weights can't be verified, or a newer one has its place. From the event loop."""
         if not self._leaving.is_set():
@@ -72,7 +76,7 @@ class Lifecycle:
         if self._signals > 1:
             leave_now(EXIT_HARD)
         log.info("%s: draining; once more to stop at once", signal.Signals(number).name)
-        self._leaving.set()
+        self.drain()
 
 
 def prepare_process() -> None:

@@ -51,6 +51,7 @@ class Registration:
         self._stop = threading.Event()
         self._settled = threading.Event()
         self._reachable = True
+        self._registered = False
         self._thread = threading.Thread(target=self._keep, name="registration", daemon=True)
 
     @property
@@ -116,10 +117,14 @@ class Registration:
             },
         }
         status, answer = self._put("/v1/agent/service/register?replace-existing-checks=true", body)
-        if status != 200:
+        self._registered = status == 200
+        if not self._registered:
             log.error("the registry refused the worker: HTTP %d %s", status, answer)
 
     def _renew(self) -> None:
+        if not self._registered:
+            self._register()
+            return
         status, answer = self._put(f"/v1/agent/check/pass/{quote(self.check_id, safe='')}")
         if status == 404 or (status >= 500 and "heck" in answer):  # Consul says: Unknown check ID, CheckID does not have ..
             log.warning("the registry has forgotten this worker; registering again")

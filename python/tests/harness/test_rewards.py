@@ -153,7 +153,7 @@ async def test_a_plugin_that_cannot_be_imported_says_so_at_the_start(plugin: Pat
 
 async def test_closing_ends_the_process_and_answers_who_waits(plugin: Path) -> None:
     rewards = await make(plugin, timeout=60)
-    pid = rewards._idle[0]._process.pid
+    pid = rewards._idle[0].pid
     waiting = asyncio.create_task(rewards.score([group("hang")]))
     await until(lambda: not rewards._idle)
     await rewards.close()

@@ -13,11 +13,11 @@ from rollout_workers.mesh.testing.waiting import until
 
 
 def entries(daemon: Daemon, who: Identity) -> list[dict]:
-    return [e for e in passing(daemon.consul, who.service) if e["Meta"]["run"] == who.run]
+    return [e for e in passing(daemon, who.service) if e["Meta"]["run"] == who.run]
 
 
 async def test_registers_with_everything_that_others_look_for(daemon: Daemon, who: Identity) -> None:
-    registration = Registration(who, agent=daemon.consul, address="127.0.0.1:4711")
+    registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
     registration.start()
     [entry] = entries(daemon, who)
     assert entry["ID"] == f"{who.run}/inference-0"
@@ -34,16 +34,16 @@ async def test_registers_with_everything_that_others_look_for(daemon: Daemon, wh
 
 
 async def test_registers_again_when_the_agent_forgot(daemon: Daemon, who: Identity) -> None:
-    registration = Registration(who, agent=daemon.consul, address="127.0.0.1:4711")
+    registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
     registration.start()
-    put(daemon.consul, f"/v1/agent/service/deregister/{who.registration}")
+    put(daemon, f"/v1/agent/service/deregister/{who.registration}")
     assert entries(daemon, who) == []
     await until(lambda: entries(daemon, who), 3 * RENEW_SECONDS)
     registration.stop()
 
 
 def test_stays_passing_while_the_main_thread_computes(daemon: Daemon, who: Identity) -> None:
-    registration = Registration(who, agent=daemon.consul, address="127.0.0.1:4711")
+    registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
     registration.start()
     end = time.monotonic() + TTL_SECONDS + 0.5
     while time.monotonic() < end:
@@ -60,9 +60,13 @@ async def test_an_agent_that_is_away_is_no_error(who: Identity) -> None:
 
 async def test_says_when_a_newer_incarnation_has_workers(daemon: Daemon, who: Identity) -> None:
     told: list[int] = []
-    registration = Registration(who, agent=daemon.consul, address="127.0.0.1:1", superseded=told.append)
+    registration = Registration(
+        who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:1", superseded=told.append
+    )
     registration.start()
-    newer = Registration(Identity(who.run, "inference-1", "inference", 2), agent=daemon.consul, address="127.0.0.1:2")
+    newer = Registration(
+        Identity(who.run, "inference-1", "inference", 2), agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:2"
+    )
     newer.start()
     await until(lambda: told, 10)
     assert told == [2]

@@ -123,6 +123,7 @@ def spec(daemon: Daemon, run_config: RunConfig, *, kind: str = "inference", numb
         nats_url=daemon.nats_url,
         nats_token=daemon.token,
         consul_address=daemon.consul,
+        consul_token=daemon.token,
         token=daemon.token,
         incarnation=incarnation,
         threads=1,

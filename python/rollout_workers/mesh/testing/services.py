@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from blake3 import blake3
@@ -14,6 +14,13 @@ from rollout.buffer.v1 import buffer_pb2 as buffer
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceServicer, add_BufferServiceServicer_to_server
 from rollout.storage.v1 import storage_pb2 as storage
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceServicer, add_ArtifactServiceServicer_to_server
+
+
+class Agent(Protocol):
+    """Where the registry is, and its token."""
+
+    consul: str
+    token: str
 
 
 class BufferDouble(BufferServiceServicer):
@@ -57,8 +64,8 @@ class StorageDouble(ArtifactServiceServicer):
 class Host:
     """Serves doubles on loopback and registers them for good."""
 
-    def __init__(self, consul: str) -> None:
-        self._consul = consul
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._server = grpc.aio.server()
         self._names: list[str] = []
 
@@ -76,21 +83,27 @@ class Host:
         for name in self._names:
             check = {"TTL": "1h", "Status": "passing"}
             body = {"ID": name, "Name": name, "Address": "127.0.0.1", "Port": port, "Check": check}
-            put(self._consul, "/v1/agent/service/register", body)
+            put(self._agent, "/v1/agent/service/register", body)
 
     async def stop(self) -> None:
         for name in self._names:
-            put(self._consul, f"/v1/agent/service/deregister/{name}")
+            put(self._agent, f"/v1/agent/service/deregister/{name}")
         await self._server.stop(None)
 
 
-def put(consul: str, path: str, body: Any = None) -> None:
+def put(agent: Agent, path: str, body: Any = None) -> None:
     """PUT to the agent."""
     data = json.dumps(body).encode() if body is not None else b""
-    urllib.request.urlopen(urllib.request.Request(f"http://{consul}{path}", data, method="PUT"), timeout=5).close()
+    _open(agent, path, data, "PUT")
 
 
-def passing(consul: str, service: str) -> list[dict[str, Any]]:
+def passing(agent: Agent, service: str) -> list[dict[str, Any]]:
     """The healthy instances of a service: ``{"ID", "Address", "Port", "Meta", ..}`` each."""
-    with urllib.request.urlopen(f"http://{consul}/v1/health/service/{service}?passing=true", timeout=5) as answer:
-        return [entry["Service"] for entry in json.loads(answer.read()) or []]
+    answer = _open(agent, f"/v1/health/service/{service}?passing=true", None, "GET")
+    return [entry["Service"] for entry in json.loads(answer) or []]
+
+
+def _open(agent: Agent, path: str, data: bytes | None, method: str) -> bytes:
+    request = urllib.request.Request(f"http://{agent.consul}{path}", data, {"X-Consul-Token": agent.token}, method=method)
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return answer.read()
