@@ -378,7 +378,8 @@ func (c *conductor) follow(ctx context.Context, what string, call func(context.C
 	}
 }
 
-// keepProgress writes the progress into the run's record: at once when the state changes, else once a second.
+// keepProgress writes the progress into the run's record, at once when the state changes, else once a second with the queues: what
+// is seen of the run if this process dies.
 func (c *conductor) keepProgress(ctx context.Context) error {
 	progress, run := c.progress(), c.record()
 	begun := progress.GetPhase() > learnerv1.Phase_PHASE_PREPARING && progress.GetPhase() <= learnerv1.Phase_PHASE_SNAPSHOTTING
@@ -405,7 +406,7 @@ func (c *conductor) keepProgress(ctx context.Context) error {
 		advance(r, progress)
 		return nil
 	})
-	return err
+	return errors.Join(err, c.svc.Store.KeepQueues(ctx, c.id, c.queues()))
 }
 
 // advance takes what the progress says of steps and weights into the record; it never goes back.

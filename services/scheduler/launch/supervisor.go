@@ -31,6 +31,9 @@ func (l Limits) withDefaults() Limits {
 	return l
 }
 
+// startGrace is the grace of a process that has not registered.
+const startGrace = time.Second
+
 // Observer hears what happens to a worker, from the goroutine of its supervisor.
 type Observer interface {
 	Started(worker string, pid int, restarts int)
@@ -118,7 +121,11 @@ func (s *Supervisor) once(ctx context.Context, limits Limits, command Command, r
 	for {
 		select {
 		case <-ctx.Done():
-			process.Stop(limits.StopGrace)
+			grace := limits.StopGrace
+			if registered != nil { // it has nothing to drain yet, and may be deep in an import that hears no signal
+				grace = min(grace, startGrace)
+			}
+			process.Stop(grace)
 			return process.Exit(), ""
 		case <-process.Done():
 			exit = process.Exit()
@@ -130,7 +137,7 @@ func (s *Supervisor) once(ctx context.Context, limits Limits, command Command, r
 				registered = nil
 				continue
 			}
-			process.Stop(min(time.Second, limits.StopGrace))
+			process.Stop(min(startGrace, limits.StopGrace))
 			exit = process.Exit()
 			why = fmt.Sprintf("had not registered after %v (limits.worker_start_seconds)", limits.StartTimeout)
 			s.Observer.Exited(s.Worker, pid, exit, why)

@@ -153,6 +153,21 @@ func TestStopDrainsAndIsNoCrash(t *testing.T) {
 	})
 }
 
+func TestStopOfAWorkerThatHasNotRegisteredIsBrief(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{}}}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		if err := supervisor(f, &observer{}, launch.Limits{}).Run(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Equal(f.stops, []time.Duration{time.Second}) {
+			t.Fatalf("stops %v", f.stops)
+		}
+	})
+}
+
 func TestCommandThatCanNotBeStartedIsACrash(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
