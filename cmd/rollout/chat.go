@@ -21,14 +21,14 @@ import (
 )
 
 type chatFlags struct {
-	model, system      string
-	temperature, topP  float64
-	maxTokens          uint32
-	raw                bool
-	cmd                *cobra.Command
-	history            []*inferencev1.ChatMessage
-	session            string
-	version, lastToken uint64
+	model, system     string
+	temperature, topP float64
+	maxTokens         uint32
+	raw               bool
+	cmd               *cobra.Command
+	history           []*inferencev1.ChatMessage
+	session           string
+	version           uint64
 }
 
 func (a *app) chatCommand() *cobra.Command {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 
@@ -220,7 +219,7 @@ func writeFile(path string, data []byte) error {
 		return fail(err)
 	}
 	defer os.Remove(tmp.Name())
-	_, err = io.WriteString(tmp, string(data))
+	_, err = tmp.Write(data)
 	if err = errors.Join(err, tmp.Chmod(0o644), tmp.Sync(), tmp.Close()); err != nil {
 		return fail(err)
 	}

@@ -89,7 +89,7 @@ func (f *follower) run(ctx context.Context) error {
 	if err != nil {
 		stopEvents()
 		if begun {
-			<-events
+			return errors.Join(err, ended(<-events))
 		}
 		return err
 	}
@@ -102,10 +102,22 @@ func (f *follower) run(ctx context.Context) error {
 		return err
 	}
 	stopEvents()
-	if err := <-events; err != nil && status.Code(err) != codes.Canceled && !errors.Is(err, context.Canceled) {
+	if err := ended(<-events); err != nil {
 		return err
 	}
 	return ctx.Err()
+}
+
+// ended is nil where a stream ended because it was told to, or for the reason that the other stream gave.
+func ended(err error) error {
+	switch status.Code(err) {
+	case codes.Canceled, codes.Unavailable:
+		return nil
+	}
+	if errors.Is(err, context.Canceled) {
+		return nil
+	}
+	return err
 }
 
 func (f *follower) history(ctx context.Context) error {

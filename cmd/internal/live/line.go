@@ -16,7 +16,7 @@ func (r *Run) Line(e *eventv1.Event, s style.Style, zone *time.Location) string 
 	if e.GetLevel() >= eventv1.Level_LEVEL_WARN {
 		return warning(e, s, zone)
 	}
-	text := ""
+	var text string
 	switch e.GetKind() {
 	case "step.committed":
 		text = r.stepLine(e, s)

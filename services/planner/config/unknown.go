@@ -61,7 +61,7 @@ func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDe
 		what = fmt.Sprintf("unknown algorithm `%s`", e.Key)
 		r.broken[at] = true
 	}
-	mend := ""
+	var mend string
 	if near := nearest(e.Key, names); near != "" && at != "algorithm" {
 		mend = fmt.Sprintf("did you mean [%s]?", join(at, near))
 		r.broken[join(at, near)] = true
