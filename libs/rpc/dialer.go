@@ -28,6 +28,10 @@ import (
 const (
 	keepaliveTime    = 10 * time.Second // a peer that vanished without a FIN is found out in keepaliveTime + keepaliveTimeout
 	keepaliveTimeout = 5 * time.Second
+	// workerKeepalive is for peers whose server may not be ours: by default gRPC servers in other languages cut off a client that
+	// pings more often than every five minutes. That a worker died is known earlier: on this host from the kernel, elsewhere from
+	// its registration, which lives for seconds.
+	workerKeepalive = 6 * time.Minute
 	// stallAfter is when a call that waits says in the log what it waits for.
 	stallAfter = 15 * time.Second
 )
@@ -81,17 +85,21 @@ func (d *Dialer) Conn(service string) (grpc.ClientConnInterface, error) {
 func (d *Dialer) dial(service string) (*grpc.ClientConn, error) {
 	if d.o.Local != nil && slices.Contains(d.o.Hosted, service) {
 		memory := d.o.Local.memory
-		return grpc.NewClient("passthrough:///"+service, append(clientOptions(d.o.Token, nil, d.o.Log),
+		return grpc.NewClient("passthrough:///"+service, append(clientOptions(d.o.Token, nil, d.o.Log, true),
 			grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return memory.DialContext(ctx) }))...)
 	}
 	if d.o.Lookup == nil {
 		return nil, ErrNoRoute.With("service", service)
 	}
-	return grpc.NewClient("consul:///"+service, append(clientOptions(d.o.Token, d.o.TLS, d.o.Log), grpc.WithResolvers(d.o.Lookup))...)
+	return grpc.NewClient("consul:///"+service, append(clientOptions(d.o.Token, d.o.TLS, d.o.Log, true),
+		grpc.WithResolvers(d.o.Lookup), grpc.WithKeepaliveParams(keepalive.ClientParameters{
+			Time: keepaliveTime, Timeout: keepaliveTimeout, PermitWithoutStream: true,
+		}))...)
 }
 
-// DialWorker is a connection to one worker's address (host:port) with the mesh token. The caller closes it. Workers on this host
-// are called in plain text, those elsewhere with the TLS of the Dialer.
+// DialWorker is a connection to one worker's address (host:port) with the mesh token. The caller closes it. Calls
+// fail at once with Unavailable where nobody listens. Workers on this host are called in plain text, those elsewhere with the TLS
+// of the Dialer.
 func (d *Dialer) DialWorker(address string) (*grpc.ClientConn, error) {
 	t := d.o.TLS
 	if loopback(address) {
@@ -117,21 +125,25 @@ func (d *Dialer) Close() error {
 	return errors.Join(errs...)
 }
 
-// DialWorker is a plain-text connection to one address (host:port), for who has no Dialer, such as the CLI. Calls wait until
-// the peer is there. The caller closes it.
+// DialWorker is a plain-text connection to one address (host:port), for who has no Dialer, such as the CLI. Calls fail at
+// once with Unavailable where nobody listens. The caller closes it.
 func DialWorker(address, token string) (*grpc.ClientConn, error) {
 	return dialAddress(address, token, nil, slog.New(slog.DiscardHandler))
 }
 
 func dialAddress(address, token string, t *tls.Config, log *slog.Logger) (*grpc.ClientConn, error) {
-	conn, err := grpc.NewClient("passthrough:///"+address, clientOptions(token, t, log)...)
+	options := clientOptions(token, t, log, false)
+	if !loopback(address) {
+		options = append(options, grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: workerKeepalive, Timeout: keepaliveTimeout}))
+	}
+	conn, err := grpc.NewClient("passthrough:///"+address, options...)
 	if err != nil {
 		return nil, fmt.Errorf("dial %s: %w", address, err)
 	}
 	return conn, nil
 }
 
-func clientOptions(token string, t *tls.Config, log *slog.Logger) []grpc.DialOption {
+func clientOptions(token string, t *tls.Config, log *slog.Logger, waitForReady bool) []grpc.DialOption {
 	transport := insecure.NewCredentials()
 	if t != nil {
 		transport = credentials.NewTLS(t)
@@ -140,9 +152,8 @@ func clientOptions(token string, t *tls.Config, log *slog.Logger) []grpc.DialOpt
 		grpc.WithTransportCredentials(transport),
 		grpc.WithPerRPCCredentials(perCall{token}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(MaxMessage)),
-		grpc.WithDefaultServiceConfig(serviceConfig()),
+		grpc.WithDefaultServiceConfig(serviceConfig(waitForReady)),
 		grpc.WithDisableServiceConfig(), // no other comes from a resolver
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: keepaliveTime, Timeout: keepaliveTimeout, PermitWithoutStream: true}),
 		grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 2 * time.Second},
 			MinConnectTimeout: 5 * time.Second,

@@ -36,18 +36,19 @@ type retryPolicy struct {
 	RetryableStatusCodes []string `json:"retryableStatusCodes"`
 }
 
-// serviceConfig is gRPC's service config for every client: round robin, calls wait until a server is ready, idempotent methods are
-// tried up to five times.
-var serviceConfig = sync.OnceValue(func() string {
+// serviceConfig is gRPC's service config of a client: round robin, idempotent methods are tried up to five times. Calls of a service
+// wait until one of its instances is ready; calls of one address fail at once where nobody is there, for who died there does not
+// come back under that address.
+func serviceConfig(waitForReady bool) string {
 	config := struct {
 		LoadBalancing []map[string]struct{} `json:"loadBalancingConfig"`
 		Methods       []methodConfig        `json:"methodConfig"`
 	}{
 		LoadBalancing: []map[string]struct{}{{"round_robin": {}}},
-		Methods:       []methodConfig{{Name: []methodName{{}}, WaitForReady: true}},
+		Methods:       []methodConfig{{Name: []methodName{{}}, WaitForReady: waitForReady}},
 	}
 	if names := idempotentMethods(); len(names) > 0 {
-		config.Methods = append(config.Methods, methodConfig{Name: names, WaitForReady: true, RetryPolicy: &retryPolicy{
+		config.Methods = append(config.Methods, methodConfig{Name: names, WaitForReady: waitForReady, RetryPolicy: &retryPolicy{
 			MaxAttempts: 5, InitialBackoff: "0.1s", MaxBackoff: "2s", BackoffMultiplier: 2, RetryableStatusCodes: []string{"UNAVAILABLE"},
 		}})
 	}
@@ -56,10 +57,10 @@ var serviceConfig = sync.OnceValue(func() string {
 		panic(err) // of a struct of strings: can't be
 	}
 	return string(raw)
-})
+}
 
 // idempotentMethods looks through the contracts that this binary links.
-func idempotentMethods() []methodName {
+var idempotentMethods = sync.OnceValue(func() []methodName {
 	var names []methodName
 	protoregistry.GlobalFiles.RangeFiles(func(f protoreflect.FileDescriptor) bool {
 		if !strings.HasPrefix(string(f.Package()), "rollout.") {
@@ -77,7 +78,7 @@ func idempotentMethods() []methodName {
 	})
 	slices.SortFunc(names, func(a, b methodName) int { return strings.Compare(a.Service+a.Method, b.Service+b.Method) })
 	return names
-}
+})
 
 func idempotent(m protoreflect.MethodDescriptor) bool {
 	if m.IsStreamingClient() || m.IsStreamingServer() {

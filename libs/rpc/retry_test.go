@@ -31,13 +31,15 @@ func TestOnlyIdempotentMethodsAreRetried(t *testing.T) {
 
 func TestServiceConfigParses(t *testing.T) {
 	t.Parallel()
-	if !json.Valid([]byte(serviceConfig())) {
-		t.Fatal("no JSON")
+	for _, wait := range []bool{false, true} {
+		if !json.Valid([]byte(serviceConfig(wait))) {
+			t.Fatal("no JSON")
+		}
+		// grpc refuses a default service config that it can't read.
+		conn, err := grpc.NewClient("passthrough:///x", grpc.WithDefaultServiceConfig(serviceConfig(wait)), grpc.WithTransportCredentials(insecure.NewCredentials()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn.Close()
 	}
-	// grpc refuses a default service config that it can't read.
-	conn, err := grpc.NewClient("passthrough:///x", grpc.WithDefaultServiceConfig(serviceConfig()), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	conn.Close()
 }

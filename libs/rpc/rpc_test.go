@@ -308,6 +308,33 @@ func TestDrainCutsOffWhatDoesNotEnd(t *testing.T) {
 	}
 }
 
+// A worker that died does not come back under its address: a call of it must not wait for that.
+func TestCallOfADeadAddressFailsAtOnce(t *testing.T) {
+	t.Parallel()
+	b := setup(t, &events{list: ok}, rpc.ServerOptions{})
+	d := rpc.NewDialer(rpc.DialerOptions{Token: token})
+	conn, err := d.DialWorker(b.address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	client := storagev1.NewEventServiceClient(conn)
+	if _, err := client.ListEvents(t.Context(), &storagev1.ListEventsRequest{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.stop(); err != nil {
+		t.Fatal(err)
+	}
+	for _, err := range []error{
+		func() error { _, err := client.ListEvents(t.Context(), &storagev1.ListEventsRequest{}); return err }(),
+		func() error { _, err := client.AppendEvents(t.Context(), &storagev1.AppendEventsRequest{}); return err }(),
+	} {
+		if rpcerr.Code(err) != codes.Unavailable {
+			t.Errorf("got %v", err)
+		}
+	}
+}
+
 func TestNoRoute(t *testing.T) {
 	t.Parallel()
 	d := rpc.NewDialer(rpc.DialerOptions{})
