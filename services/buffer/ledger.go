@@ -15,6 +15,18 @@
 // A sample is kept once: the first accepted of (run, epoch, index, attempt, sample, part) wins; a twin, a sample of an older
 // attempt and one of a group that is past READY are dropped and counted. A sample whose receipt names a version that is not
 // recorded yet is kept, but its group is not READY before the version's digest is there and agrees.
+//
+// What a step costs (bench_test.go: 32 groups of 8 samples in 32 messages, 2 cores): 6.5 ms of processor time for ingest, lease and
+// commit together, and four fsyncs of 0.8 ms: segment and ledger rows at ingest, lease, commit. Wall time on a machine that five
+// other processes kept busy: 6 ms for ingest, 5 for the lease, 2 for the commit. What was found on the way there:
+//
+//   - SQLite's planner preferred the primary key, so commits and watchers read the whole ledger, more with every step: such
+//     statements now name their index, and a test asks for each plan.
+//   - Parsing was a third of a transaction of 8 samples: statements are prepared once a connection. A context that can end costs a
+//     goroutine a statement in the driver: only the transaction watches it.
+//   - The segment's fsync runs beside the transaction's statements; its commit waits for both.
+//   - Group commit is worth most: 32 messages taken one by one cost three times the processor time of one batch. Messages that come
+//     during a commit share the next one, so there is no timer that would hold up the last sample of a step.
 package buffer
 
 import (

@@ -41,6 +41,14 @@ func newService(cfg Config, deps Deps) (*Service, error) {
 // run resumes the ingest of every open ledger and stops all ingest when ctx ends.
 func (s *Service) run(ctx context.Context) error {
 	defer s.stop()
+	if err := s.resume(ctx); err != nil && ctx.Err() == nil {
+		return err
+	}
+	<-ctx.Done()
+	return nil
+}
+
+func (s *Service) resume(ctx context.Context) error {
 	runs, err := s.deps.Store.Runs(ctx)
 	if err != nil {
 		return err
@@ -50,7 +58,6 @@ func (s *Service) run(ctx context.Context) error {
 			return err
 		}
 	}
-	<-ctx.Done()
 	return nil
 }
 

@@ -4,15 +4,14 @@ import (
 	"context"
 	"database/sql"
 	"encoding/json"
-	"errors"
 	"fmt"
 
 	"github.com/rollout-rl/rollout/services/buffer"
 )
 
 // list runs a query and scans each row with next.
-func list(ctx context.Context, tx *sql.Tx, what, query string, args []any, next func(scan func(...any) error) error) error {
-	rows, err := tx.QueryContext(ctx, query, args...)
+func (r *reader) list(ctx context.Context, what, query string, args []any, next func(scan func(...any) error) error) error {
+	rows, err := r.sql.query(ctx, r.tx, query, args...)
 	if err != nil {
 		return fmt.Errorf("read %s: %w", what, err)
 	}
@@ -40,15 +39,20 @@ func set(numbers []uint64) string {
 // liveGroups are those that a step may still want; the index serves where its own condition is repeated.
 const liveGroups = `prompt_group INDEXED BY prompt_group_live`
 
+const groupsQuery = `SELECT ` + groupColumns + ` FROM prompt_group WHERE ledger = ? AND position IN (SELECT value FROM json_each(?))`
+
 const groupColumns = `position, attempt, state, reason, step, samples, pending, failures, min_version, arrival`
 
 func (r *reader) groups(ctx context.Context, where string, args ...any) ([]*buffer.Group, error) {
 	return r.groupsFrom(ctx, "prompt_group", where, args...)
 }
 
-func (r *reader) groupsFrom(ctx context.Context, table, where string, args ...any) (out []*buffer.Group, err error) {
-	query := `SELECT ` + groupColumns + ` FROM ` + table + ` WHERE ledger = ? AND ` + where
-	err = list(ctx, r.tx, "groups", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
+func (r *reader) groupsFrom(ctx context.Context, table, where string, args ...any) ([]*buffer.Group, error) {
+	return r.queryGroups(ctx, `SELECT `+groupColumns+` FROM `+table+` WHERE ledger = ? AND `+where, args...)
+}
+
+func (r *reader) queryGroups(ctx context.Context, query string, args ...any) (out []*buffer.Group, err error) {
+	err = r.list(ctx, "groups", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
 		g := &buffer.Group{}
 		out = append(out, g)
 		return scan(&g.Position, &g.Attempt, &g.State, &g.Reason, &g.Step, &g.Samples, &g.Pending, &g.Failures, &g.MinVersion, &g.Arrival)
@@ -58,7 +62,7 @@ func (r *reader) groupsFrom(ctx context.Context, table, where string, args ...an
 
 // Groups implements buffer.Reader.
 func (r *reader) Groups(ctx context.Context, positions []uint64) (map[uint64]*buffer.Group, error) {
-	found, err := r.groups(ctx, `position IN (SELECT value FROM json_each(?))`, set(positions))
+	found, err := r.queryGroups(ctx, groupsQuery, set(positions))
 	if err != nil {
 		return nil, err
 	}
@@ -106,6 +110,8 @@ const sampleColumns = `s.position, s.sample, s.part, s.attempt, s.segment, s.byt
 
 // The joins are written in the order they must run in: the planner does not know that a step is small and a ledger large.
 const (
+	samplesQuery = `SELECT ` + sampleColumns + ` FROM sample s
+		WHERE s.ledger = ? AND s.position IN (SELECT value FROM json_each(?)) ORDER BY s.position, s.sample, s.part`
 	batchQuery = `SELECT ` + sampleColumns + ` FROM prompt_group g INDEXED BY prompt_group_step
 		CROSS JOIN sample s ON s.ledger = g.ledger AND s.position = g.position
 		WHERE g.ledger = ? AND g.step = ? AND g.step > 0 ORDER BY s.position, s.sample, s.part`
@@ -115,7 +121,7 @@ const (
 
 // samples reads rows of sample, joined to their groups.
 func (r *reader) samples(ctx context.Context, query string, args ...any) (out []buffer.Sample, err error) {
-	err = list(ctx, r.tx, "samples", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
+	err = r.list(ctx, "samples", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
 		var s buffer.Sample
 		var digest sql.NullString
 		err := scan(&s.Position, &s.Sample, &s.Part, &s.Attempt, &s.Segment, &s.Offset, &s.Length, &s.CRC, &s.Ref, &s.Reward,
@@ -129,8 +135,10 @@ func (r *reader) samples(ctx context.Context, query string, args ...any) (out []
 
 // Samples implements buffer.Reader.
 func (r *reader) Samples(ctx context.Context, positions []uint64) ([]buffer.Sample, error) {
-	return r.samples(ctx, `SELECT `+sampleColumns+` FROM sample s
-		WHERE s.ledger = ? AND s.position IN (SELECT value FROM json_each(?)) ORDER BY s.position, s.sample, s.part`, set(positions))
+	if len(positions) == 0 {
+		return nil, nil
+	}
+	return r.samples(ctx, samplesQuery, set(positions))
 }
 
 // BatchSamples implements buffer.Reader.
@@ -143,7 +151,11 @@ func (r *reader) Pending(ctx context.Context, version uint64) ([]buffer.Sample, 
 	return r.samples(ctx, pendingQuery, version)
 }
 
-const stepColumns = `step, batch, group_count, sample_count, excluded_count, weights_digest, chain`
+const (
+	stepColumns  = `step, batch, group_count, sample_count, excluded_count, weights_digest, chain`
+	stepQuery    = `SELECT ` + stepColumns + ` FROM step WHERE ledger = ? AND step = ?`
+	weightsQuery = `SELECT version, digest FROM weights WHERE ledger = ? AND version IN (SELECT value FROM json_each(?))`
+)
 
 func scanStep(scan func(...any) error) (*buffer.Step, error) {
 	s := &buffer.Step{}
@@ -152,20 +164,18 @@ func scanStep(scan func(...any) error) (*buffer.Step, error) {
 
 // Step implements buffer.Reader.
 func (r *reader) Step(ctx context.Context, step uint64) (*buffer.Step, error) {
-	s, err := scanStep(r.tx.QueryRowContext(ctx, `SELECT `+stepColumns+` FROM step WHERE ledger = ? AND step = ?`, r.id, step).Scan)
-	if errors.Is(err, sql.ErrNoRows) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read step %d: %w", step, err)
-	}
-	return s, nil
+	var found *buffer.Step
+	err := r.list(ctx, "step", stepQuery, []any{r.id, step}, func(scan func(...any) error) (err error) {
+		found, err = scanStep(scan)
+		return err
+	})
+	return found, err
 }
 
 // Steps implements buffer.Reader.
 func (r *reader) Steps(ctx context.Context, from uint64) (out []*buffer.Step, err error) {
 	query := `SELECT ` + stepColumns + ` FROM step WHERE ledger = ? AND step >= ? AND weights_digest <> '' ORDER BY step`
-	err = list(ctx, r.tx, "steps", query, []any{r.id, from}, func(scan func(...any) error) error {
+	err = r.list(ctx, "steps", query, []any{r.id, from}, func(scan func(...any) error) error {
 		s, err := scanStep(scan)
 		out = append(out, s)
 		return err
@@ -176,8 +186,7 @@ func (r *reader) Steps(ctx context.Context, from uint64) (out []*buffer.Step, er
 // Weights implements buffer.Reader.
 func (r *reader) Weights(ctx context.Context, versions []uint64) (map[uint64]string, error) {
 	out := make(map[uint64]string, len(versions))
-	query := `SELECT version, digest FROM weights WHERE ledger = ? AND version IN (SELECT value FROM json_each(?))`
-	err := list(ctx, r.tx, "weights", query, []any{r.id, set(versions)}, func(scan func(...any) error) error {
+	err := r.list(ctx, "weights", weightsQuery, []any{r.id, set(versions)}, func(scan func(...any) error) error {
 		var version uint64
 		var digest string
 		err := scan(&version, &digest)
@@ -190,7 +199,7 @@ func (r *reader) Weights(ctx context.Context, versions []uint64) (map[uint64]str
 // Segments implements buffer.Reader.
 func (r *reader) Segments(ctx context.Context) (out []buffer.Segment, err error) {
 	query := `SELECT number, bytes, trimmed FROM segment WHERE ledger = ? ORDER BY number`
-	err = list(ctx, r.tx, "segments", query, []any{r.id}, func(scan func(...any) error) error {
+	err = r.list(ctx, "segments", query, []any{r.id}, func(scan func(...any) error) error {
 		var s buffer.Segment
 		err := scan(&s.Number, &s.Bytes, &s.Trimmed)
 		out = append(out, s)
@@ -206,7 +215,7 @@ func (r *reader) Uncovered(ctx context.Context, through uint64) (map[uint32]bool
 			SELECT position FROM prompt_group WHERE ledger = ?1 AND step > 0 AND step > ?2
 			UNION SELECT position FROM prompt_group WHERE ledger = ?1 AND state IN (1, 2, 3, 6)
 		) g CROSS JOIN sample s ON s.ledger = ?1 AND s.position = g.position`
-	err := list(ctx, r.tx, "uncovered segments", query, []any{r.id, through}, func(scan func(...any) error) error {
+	err := r.list(ctx, "uncovered segments", query, []any{r.id, through}, func(scan func(...any) error) error {
 		var number uint32
 		err := scan(&number)
 		out[number] = true

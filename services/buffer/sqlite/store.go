@@ -6,6 +6,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"sync"
 
 	"google.golang.org/protobuf/encoding/protojson"
 
@@ -17,7 +18,12 @@ import (
 )
 
 // Store is a buffer.Store. Transactions of all runs take turns on the one writing connection.
-type Store struct{ db *sqldb.SQLite }
+type Store struct {
+	db      *sqldb.SQLite
+	reads   statements
+	writes  statements
+	configs sync.Map // run -> *bufferv1.LedgerConfig, which never changes
+}
 
 // Open opens or makes the database at path.
 func Open(ctx context.Context, path string) (*Store, error) {
@@ -25,10 +31,23 @@ func Open(ctx context.Context, path string) (*Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := sqldb.Migrate(ctx, db.DB, database.Migrations, "sqlite"); err != nil {
+	s := &Store{db: db}
+	if err := s.ready(ctx); err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
-	return &Store{db: db}, nil
+	return s, nil
+}
+
+func (s *Store) ready(ctx context.Context) (err error) {
+	if err := sqldb.Migrate(ctx, s.db.DB, database.Migrations, "sqlite"); err != nil {
+		return err
+	}
+	reads := []string{ledgerQuery, groupsQuery, samplesQuery, batchQuery, pendingQuery, stepQuery, weightsQuery}
+	if s.reads, err = prepare(ctx, s.db.Read, reads...); err != nil {
+		return err
+	}
+	s.writes, err = prepare(ctx, s.db.DB, append(reads, saveStatement, putGroupStatement, addSampleStatement, putSegmentStatement)...)
+	return err
 }
 
 // Close closes the database.
@@ -69,7 +88,7 @@ func (s *Store) Runs(ctx context.Context) ([]string, error) {
 // View implements buffer.Store.
 func (s *Store) View(ctx context.Context, run string, fn func(buffer.Reader) error) error {
 	return sqldb.Tx(ctx, s.db.Read, func(tx *sql.Tx) error {
-		r, err := begin(ctx, tx, run)
+		r, err := s.begin(ctx, tx, s.reads, run)
 		if err != nil {
 			return err
 		}
@@ -80,7 +99,7 @@ func (s *Store) View(ctx context.Context, run string, fn func(buffer.Reader) err
 // Update implements buffer.Store.
 func (s *Store) Update(ctx context.Context, run string, fn func(buffer.Tx) error) error {
 	return sqldb.Tx(ctx, s.db, func(tx *sql.Tx) error {
-		r, err := begin(ctx, tx, run)
+		r, err := s.begin(ctx, tx, s.writes, run)
 		if err != nil {
 			return err
 		}
@@ -95,19 +114,25 @@ func (s *Store) Update(ctx context.Context, run string, fn func(buffer.Tx) error
 // reader implements buffer.Reader within a transaction.
 type reader struct {
 	tx     *sql.Tx
+	sql    statements
 	id     int64
 	ledger *buffer.Ledger
 }
 
-const ledgerColumns = `id, config, closed, revision, step, chain, arrivals, trimmed, weights_version, weights_digest,
-	open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed`
+const (
+	ledgerQuery = `SELECT id, config, closed, revision, step, chain, arrivals, trimmed, weights_version, weights_digest,
+		open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed FROM ledger WHERE run = ?`
+	saveStatement = `UPDATE ledger SET closed = ?, revision = ?, step = ?, chain = ?, arrivals = ?, trimmed = ?,
+		weights_version = ?, weights_digest = ?, open = ?, ready = ?, leased = ?, consumed = ?, excluded = ?, dissolved = ?,
+		samples = ?, duplicates = ?, refused = ?, infra_failed = ? WHERE id = ?`
+)
 
-func begin(ctx context.Context, tx *sql.Tx, run string) (*reader, error) {
-	l := &buffer.Ledger{Run: run, Config: &bufferv1.LedgerConfig{}}
-	r := &reader{tx: tx, ledger: l}
+func (s *Store) begin(ctx context.Context, tx *sql.Tx, st statements, run string) (*reader, error) {
+	l := &buffer.Ledger{Run: run}
+	r := &reader{tx: tx, sql: st, ledger: l}
 	var raw []byte
 	g := &l.Groups
-	err := tx.QueryRowContext(ctx, `SELECT `+ledgerColumns+` FROM ledger WHERE run = ?`, run).Scan(
+	err := tx.StmtContext(ctx, st[ledgerQuery]).QueryRowContext(ctx, run).Scan(
 		&r.id, &raw, &l.Closed, &l.Revision, &l.Step, &l.Chain, &l.Arrivals, &l.Trimmed, &l.WeightsVersion, &l.WeightsDigest,
 		&g[buffer.Open], &g[buffer.Ready], &g[buffer.Leased], &g[buffer.Consumed], &g[buffer.Excluded], &g[buffer.Dissolved],
 		&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed)
@@ -117,18 +142,27 @@ func begin(ctx context.Context, tx *sql.Tx, run string) (*reader, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read ledger of %s: %w", run, err)
 	}
-	if err := protojson.Unmarshal(raw, l.Config); err != nil {
+	l.Config, err = s.config(run, raw)
+	return r, err
+}
+
+// config parses the config of a run once.
+func (s *Store) config(run string, raw []byte) (*bufferv1.LedgerConfig, error) {
+	if known, ok := s.configs.Load(run); ok {
+		return known.(*bufferv1.LedgerConfig), nil
+	}
+	c := &bufferv1.LedgerConfig{}
+	if err := protojson.Unmarshal(raw, c); err != nil {
 		return nil, fmt.Errorf("read config of %s: %w", run, err)
 	}
-	return r, nil
+	s.configs.Store(run, c)
+	return c, nil
 }
 
 func (r *reader) save(ctx context.Context) error {
 	l := r.ledger
 	g := &l.Groups
-	_, err := r.tx.ExecContext(ctx, `UPDATE ledger SET closed = ?, revision = ?, step = ?, chain = ?, arrivals = ?, trimmed = ?,
-		weights_version = ?, weights_digest = ?, open = ?, ready = ?, leased = ?, consumed = ?, excluded = ?, dissolved = ?,
-		samples = ?, duplicates = ?, refused = ?, infra_failed = ? WHERE id = ?`,
+	_, err := r.sql.exec(ctx, r.tx, saveStatement,
 		l.Closed, l.Revision, l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest,
 		g[buffer.Open], g[buffer.Ready], g[buffer.Leased], g[buffer.Consumed], g[buffer.Excluded], g[buffer.Dissolved],
 		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, r.id)
@@ -138,5 +172,5 @@ func (r *reader) save(ctx context.Context) error {
 	return nil
 }
 
-// Ledger implements buffer.Reader.
+// Ledger implements buffer.Reader. Its Config is shared and must not be changed.
 func (r *reader) Ledger() *buffer.Ledger { return r.ledger }

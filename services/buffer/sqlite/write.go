@@ -11,42 +11,35 @@ import (
 // writer implements buffer.Tx.
 type writer struct{ *reader }
 
-// each prepares a statement and executes it for every row.
-func (w *writer) each(ctx context.Context, what, statement string, n int, row func(i int) []any) error {
-	if n == 0 {
-		return nil
-	}
-	st, err := w.tx.PrepareContext(ctx, statement)
-	if err != nil {
-		return fmt.Errorf("write %s: %w", what, err)
-	}
-	defer st.Close()
-	for i := range n {
-		if _, err := st.ExecContext(ctx, row(i)...); err != nil {
-			return fmt.Errorf("write %s: %w", what, err)
+const (
+	putGroupStatement  = `INSERT OR REPLACE INTO prompt_group (ledger, ` + groupColumns + `) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
+	addSampleStatement = `INSERT INTO sample (ledger, position, sample, part, attempt, segment, byte_offset, byte_length, crc32c, ref,
+		reward, outcome, min_version, receipt_version, receipt_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
+	putSegmentStatement = `INSERT OR REPLACE INTO segment (ledger, number, bytes, trimmed) VALUES (?, ?, ?, ?)`
+)
+
+// PutGroups implements buffer.Tx.
+func (w *writer) PutGroups(ctx context.Context, groups []*buffer.Group) error {
+	for _, g := range groups {
+		if _, err := w.exec(ctx, "write groups", putGroupStatement, g.Position, g.Attempt, int32(g.State), g.Reason, g.Step, g.Samples,
+			g.Pending, g.Failures, g.MinVersion, g.Arrival); err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
-// PutGroups implements buffer.Tx.
-func (w *writer) PutGroups(ctx context.Context, groups []*buffer.Group) error {
-	const statement = `INSERT OR REPLACE INTO prompt_group (ledger, ` + groupColumns + `) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
-	return w.each(ctx, "groups", statement, len(groups), func(i int) []any {
-		g := groups[i]
-		return []any{w.id, g.Position, g.Attempt, int32(g.State), g.Reason, g.Step, g.Samples, g.Pending, g.Failures, g.MinVersion, g.Arrival}
-	})
-}
-
 // AddSamples implements buffer.Tx.
 func (w *writer) AddSamples(ctx context.Context, samples []buffer.Sample) error {
-	const statement = `INSERT INTO sample (ledger, position, sample, part, attempt, segment, byte_offset, byte_length, crc32c, ref,
-		reward, outcome, min_version, receipt_version, receipt_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
-	return w.each(ctx, "samples", statement, len(samples), func(i int) []any {
+	for i := range samples {
 		s := &samples[i]
-		return []any{w.id, s.Position, s.Sample, s.Part, s.Attempt, s.Segment, s.Offset, s.Length, s.CRC, s.Ref,
-			s.Reward, int32(s.Outcome), s.MinVersion, s.ReceiptVersion, sql.NullString{String: s.ReceiptDigest, Valid: s.ReceiptDigest != ""}}
-	})
+		digest := sql.NullString{String: s.ReceiptDigest, Valid: s.ReceiptDigest != ""}
+		if _, err := w.exec(ctx, "write samples", addSampleStatement, s.Position, s.Sample, s.Part, s.Attempt, s.Segment, s.Offset, s.Length,
+			s.CRC, s.Ref, s.Reward, int32(s.Outcome), s.MinVersion, s.ReceiptVersion, digest); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // The planner would read all of a ledger for these, whose rows are few.
@@ -57,7 +50,7 @@ const (
 )
 
 func (w *writer) exec(ctx context.Context, what, statement string, args ...any) (int64, error) {
-	res, err := w.tx.ExecContext(ctx, statement, append([]any{w.id}, args...)...)
+	res, err := w.sql.exec(ctx, w.tx, statement, append([]any{w.id}, args...)...)
 	if err != nil {
 		return 0, fmt.Errorf("%s: %w", what, err)
 	}
@@ -97,7 +90,6 @@ func (w *writer) PutWeights(ctx context.Context, version uint64, digest string) 
 
 // PutSegment implements buffer.Tx.
 func (w *writer) PutSegment(ctx context.Context, s buffer.Segment) error {
-	_, err := w.exec(ctx, "write segment", `INSERT OR REPLACE INTO segment (ledger, number, bytes, trimmed) VALUES (?, ?, ?, ?)`,
-		s.Number, s.Bytes, s.Trimmed)
+	_, err := w.exec(ctx, "write segment", putSegmentStatement, s.Number, s.Bytes, s.Trimmed)
 	return err
 }
