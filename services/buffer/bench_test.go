@@ -135,7 +135,7 @@ func BenchmarkStep(b *testing.B) {
 					if gap == 0 {
 						break
 					}
-					time.Sleep(gap)
+					<-time.After(gap)
 					if err := s.bus.Publish(b.Context(), m); err != nil {
 						b.Fatal(err)
 					}

@@ -225,7 +225,7 @@ func TestWorkerSeesTheCallersTrace(t *testing.T) {
 	worker := &fakeWorker{model: "tiny"}
 	s, _ := serve(t, gateway.Config{}, worker)
 	const parent = "00-0102030405060708090a0b0c0d0e0f10-0102030405060708-01"
-	req, err := http.NewRequestWithContext(t.Context(), "POST", s.URL()+"/v1/completions", strings.NewReader(`{"model":"tiny","prompt":"a"}`))
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL()+"/v1/completions", strings.NewReader(`{"model":"tiny","prompt":"a"}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -245,7 +245,7 @@ func TestCallerThatLeavesAbortsTheRequest(t *testing.T) {
 	worker := &fakeWorker{model: "tiny", endless: true, left: make(chan struct{})}
 	s, _ := serve(t, gateway.Config{}, worker)
 	ctx, leave := context.WithCancel(t.Context())
-	req, _ := http.NewRequestWithContext(ctx, "POST", s.URL()+"/v1/completions", strings.NewReader(`{"model":"tiny","prompt":"a","stream":true}`))
+	req, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.URL()+"/v1/completions", strings.NewReader(`{"model":"tiny","prompt":"a","stream":true}`))
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		t.Fatal(err)

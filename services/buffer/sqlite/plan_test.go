@@ -54,5 +54,8 @@ func explain(t *testing.T, s *Store, statement string) string {
 		}
 		lines = append(lines, detail)
 	}
+	if err := rows.Err(); err != nil {
+		t.Fatal(err)
+	}
 	return strings.Join(lines, "\n")
 }

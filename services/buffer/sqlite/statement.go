@@ -13,7 +13,7 @@ type statements map[string]*sql.Stmt
 func prepare(ctx context.Context, db *sql.DB, texts ...string) (statements, error) {
 	out := make(statements, len(texts))
 	for _, text := range texts {
-		st, err := db.PrepareContext(ctx, text)
+		st, err := db.PrepareContext(ctx, text) //nolint:sqlclosecheck // closed with the database
 		if err != nil {
 			return nil, fmt.Errorf("prepare %q: %w", text, err)
 		}
@@ -25,7 +25,7 @@ func prepare(ctx context.Context, db *sql.DB, texts ...string) (statements, erro
 // query is tx.QueryContext.
 func (s statements) query(ctx context.Context, tx *sql.Tx, text string, args ...any) (*sql.Rows, error) {
 	if st := s[text]; st != nil {
-		return tx.StmtContext(ctx, st).QueryContext(ctx, args...)
+		return tx.StmtContext(ctx, st).QueryContext(ctx, args...) //nolint:sqlclosecheck // closed with the transaction
 	}
 	return tx.QueryContext(ctx, text, args...)
 }
@@ -34,7 +34,7 @@ func (s statements) query(ctx context.Context, tx *sql.Tx, text string, args ...
 func (s statements) exec(ctx context.Context, tx *sql.Tx, text string, args ...any) (sql.Result, error) {
 	ctx = context.WithoutCancel(ctx)
 	if st := s[text]; st != nil {
-		return tx.StmtContext(ctx, st).ExecContext(ctx, args...)
+		return tx.StmtContext(ctx, st).ExecContext(ctx, args...) //nolint:sqlclosecheck // closed with the transaction
 	}
 	return tx.ExecContext(ctx, text, args...)
 }

@@ -132,7 +132,8 @@ func (s *Store) begin(ctx context.Context, tx *sql.Tx, st statements, run string
 	r := &reader{tx: tx, sql: st, ledger: l}
 	var raw []byte
 	g := &l.Groups
-	err := tx.StmtContext(ctx, st[ledgerQuery]).QueryRowContext(ctx, run).Scan(
+	row := tx.StmtContext(ctx, st[ledgerQuery]).QueryRowContext(ctx, run) //nolint:sqlclosecheck // closed with the transaction
+	err := row.Scan(
 		&r.id, &raw, &l.Closed, &l.Revision, &l.Step, &l.Chain, &l.Arrivals, &l.Trimmed, &l.WeightsVersion, &l.WeightsDigest,
 		&g[buffer.Open], &g[buffer.Ready], &g[buffer.Leased], &g[buffer.Consumed], &g[buffer.Excluded], &g[buffer.Dissolved],
 		&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed)

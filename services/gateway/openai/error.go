@@ -57,7 +57,7 @@ func unsupported(param, why string) error {
 	return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: param, Code: "unsupported_parameter", Message: "`" + param + "` is not supported: " + why}
 }
 
-func unknownModel(name string) error {
+func unknownModel(name string) *apiError {
 	return &apiError{
 		Status: http.StatusNotFound, Type: typeInvalid, Param: "model", Code: "model_not_found",
 		Message: fmt.Sprintf("the model %q does not exist; GET /v1/models lists those that are served now", name),
@@ -76,7 +76,7 @@ func errorOf(err error, model, prompt string) *apiError {
 	}
 	switch {
 	case domain.Reason() == "MODEL_NOT_FOUND":
-		return unknownModel(model).(*apiError)
+		return unknownModel(model)
 	case domain.Reason() == "MODEL_NOT_NAMED":
 		return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: "model", Code: "invalid_value", Message: domain.Error()}
 	case domain.Reason() == "CONTEXT_OVERFLOW":
