@@ -90,9 +90,9 @@ func TestResumeShowsWhatWasBefore(t *testing.T) {
 func TestFailedRun(t *testing.T) {
 	t.Parallel()
 	f := watched(t)
-	f.events = f.events[:5]
+	f.events = append(f.events[:5:5], f.events[len(f.events)-1])
 	f.statuses[1] = &runv1.RunStatus{Run: f.run(runv1.RunState_RUN_STATE_FAILED, 1)}
-	f.events[0].Attributes["state"] = "FAILED" // the end of the story
+	f.events[5].Attributes["state"] = "FAILED" // the end of the story
 	got := command{plane: newPlane(t, f)}.run(t, "run", "--resume", runID)
 	golden(t, "testdata/run/failed.text", strings.ReplaceAll(sortStatus(got.text()), f.directory, "$RUN"))
 	if got.code != 70 {
