@@ -25,7 +25,8 @@ from rollout_workers.engines.base import (
 )
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import choose_forward
-from rollout_workers.engines.transformers.kv import KvCache
+from rollout_workers.engines.transformers.kv import KvCache, Segment
+from rollout_workers.engines.transformers.order import is_scattered, moves, segments
 from rollout_workers.engines.transformers.prefill import by_bucket, by_size
 from rollout_workers.engines.transformers.sample import Group, Prefix, Sample, Sink, prompt_error
 from rollout_workers.engines.transformers.sampler import Controls, sample
@@ -120,7 +121,7 @@ class Decoder:
         """Admit what fits, then decode one token for every slot in use."""
         started, before = time.perf_counter(), self.counters.generated_tokens
         self._admit()
-        self._compact()
+        self._arrange()
         self._step()
         self.counters.busy_seconds += time.perf_counter() - started
         self._recent.append((time.monotonic(), self.counters.generated_tokens - before))
@@ -255,16 +256,19 @@ class Decoder:
 
     # Steps
 
-    def _compact(self) -> None:
-        """Bring samples to the lowest slots where that is worth a copy: a step's cost follows its highest slot."""
-        table, block = self.table, self.config.block
-        extent, used = table.extent(), int(table.active.sum())
-        saves = -(-extent // block) > -(-used // block) if self.config.deterministic else 32 * (extent - used) >= extent
-        if extent == used or not saves:
+    def _arrange(self) -> None:
+        """Sort samples by length and bring them to the lowest slots, where that is worth a copy."""
+        table, config = self.table, self.config
+        extent = table.extent()
+        if not extent:
             return
-        source, target = table.holes()
-        self.cache.move(self._tensor(source.copy()), self._tensor(target), int(table.positions[source].max()))
-        table.move(source, target)
+        positions, active = table.positions[:extent], table.active[:extent]
+        used, block = int(active.sum()), config.block
+        empty = -(-extent // block) > -(-used // block) if config.deterministic else 32 * (extent - used) >= extent
+        if (empty and extent > used) or (self.forward.splits and is_scattered(segments(positions, active, config.max_len))):
+            source, target = moves(positions, active, config.max_len)
+            self.cache.move(self._tensor(source), self._tensor(target), int(positions[source].max()))
+            table.move(source, target)
 
     def _step(self) -> None:
         table, config = self.table, self.config
@@ -272,17 +276,25 @@ class Decoder:
         if not extent:
             return
         if config.deterministic:
-            starts = range(0, extent, config.block)
-            logits = torch.cat([self._decode(i, i + config.block, config.max_len) for i in starts])[:extent]
+            logits = torch.cat([self._decode(i, i + config.block) for i in range(0, extent, config.block)])[:extent]
         else:
-            logits = self._decode(0, extent, int(table.positions[:extent].max()) + 1)
+            logits = self._decode(0, extent)
         self.counters.steps += 1
         self._sample(table.rows(extent), logits, table.step_controls(extent, self.device))
 
-    def _decode(self, start: int, stop: int, length: int) -> Tensor:
-        """Logits [stop - start, V] of the next token of the slots [start, stop), over the first ``length`` positions."""
-        tokens, positions = self._tensor(self.table.tokens[start:stop]), self._tensor(self.table.positions[start:stop])
-        return self.forward.decode(tokens, positions, self.cache.block(start, stop), length)
+    def _decode(self, start: int, stop: int) -> Tensor:
+        """Logits [stop - start, V] of the next token of the slots [start, stop)."""
+        table, config = self.table, self.config
+        tokens, positions = table.tokens[start:stop], table.positions[start:stop]
+        if self.forward.splits:
+            reads = segments(positions, table.active[start:stop], config.max_len)
+            if not config.deterministic:
+                reads = [run._replace(length=int(positions[run.start : run.stop].max()) + 1) for run in reads]
+        else:
+            length = config.max_len if config.deterministic else int(positions.max()) + 1
+            reads = [Segment(0, stop - start, length)]
+        cache = self.cache.block(start, stop)
+        return self.forward.decode(self._tensor(tokens), self._tensor(positions), cache, reads)
 
     def _sample(self, slots: Slots, logits: Tensor, controls: Controls) -> None:
         """Draw the next token of these slots from logits [len(slots), V] and settle who has ended."""

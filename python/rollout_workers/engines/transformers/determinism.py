@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollout_workers.engines.base import ModelUnsupported
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import Forward
-from rollout_workers.engines.transformers.kv import KvCache
+from rollout_workers.engines.transformers.kv import KvCache, Segment
+from rollout_workers.engines.transformers.order import segments
 from rollout_workers.engines.transformers.prefill import bucket_shape
 
 
 def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: int) -> None:
     """Run a probe in every row of both passes: beside copies of itself, then beside other rows; compare bits.
 
-    Leaves the cache empty. Raises ``ModelUnsupported`` naming the pass in which a row's place or neighbours matter.
+    Raises ``ModelUnsupported`` naming the pass in which a row's place or neighbours matter.
     """
     probe = _Probe(forward, cache, config, vocabulary)
     rows_of_prefill, _ = bucket_shape(probe.length, config.max_len)
@@ -29,14 +31,14 @@ def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: i
                     f"deterministic mode: a {name} pass of {rows} rows gives a row other bits in other company on this "
                     "machine; try a number of rows that is a multiple of 16, or one thread"
                 )
-    probe.cache.data.zero_()
 
 
 class _Probe:
     """One prompt of half a bucket, and what the passes answer for the rows that hold it."""
 
     def __init__(self, forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: int) -> None:
-        self.forward, self.cache = forward, cache.block(0, config.block)
+        few = min(config.max_len, 32) if forward.splits else config.max_len
+        self.forward, self.cache = forward, KvCache(cache.data[:, : config.block, :few].clone())
         self.config, self.vocabulary = config, vocabulary
         self.random = torch.Generator().manual_seed(0)
         self.length = min(9, config.max_len - 1)
@@ -56,9 +58,12 @@ class _Probe:
         rows, data = len(chosen), self.cache.data
         data.copy_(torch.randn(data.shape, generator=self.random))
         data[:, chosen, : self.length] = self.kv.unsqueeze(1)
-        tokens, positions = self._integers(rows, below=self.vocabulary), self._integers(rows, below=self.config.max_len)
+        tokens, positions = self._integers(rows, below=self.vocabulary), self._integers(rows, below=data.shape[2])
         tokens[chosen], positions[chosen] = self.ids[-1], self.length
-        logits = self.forward.decode(tokens, positions, self.cache, self.config.max_len)
+        reads = [Segment(0, rows, self.config.max_len)]
+        if self.forward.splits:
+            reads = segments(positions.cpu().numpy(), np.ones(rows, bool), self.config.max_len)
+        logits = self.forward.decode(tokens, positions, self.cache, reads)
         return logits, data[:, :, : self.length + 1].transpose(0, 1).clone()
 
     def _integers(self, *shape: int, below: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rollout_workers.engines.base import ModelUnsupported
 from rollout_workers.engines.transformers.generic import GenericForward
-from rollout_workers.engines.transformers.kv import KvCache, KvShape
+from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment
 from rollout_workers.engines.transformers.lean import LeanForward
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ class Forward(Protocol):
     """A model as the decoding loop sees it. Both passes run under inference mode, in one thread."""
 
     shape: KvShape
+    splits: bool
 
     def again(self) -> Forward:
         """The same forward, after the module moved to another device."""
@@ -30,10 +32,10 @@ class Forward(Protocol):
         """ids int64[P, T] padded on the right, lengths int64[P] -> last logits [P, V], KV [layers, P, T, 2, heads, dim]."""
         ...
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, length: int) -> Tensor:
-        """Rows 0..B of the cache take tokens int64[B] at positions int64[B] and attend to the first ``length`` positions.
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, segments: Sequence[Segment]) -> Tensor:
+        """Rows 0..B of the cache take tokens int64[B] at positions int64[B]; segments cover the rows in order.
 
-        Returns logits [B, V].
+        Returns logits [B, V]. A step has one segment unless the forward ``splits``.
         """
         ...
 
@@ -79,7 +81,7 @@ def disagreement(forward: Forward, module: PreTrainedModel) -> float | None:
     worst = (logits.float() - expected[rows, lengths - 1]).abs().max()
     for step in range(3):
         at = lengths + step
-        logits = forward.decode(ids[rows, at], at, cache, 8)
+        logits = forward.decode(ids[rows, at], at, cache, [Segment(0, 3, 8)])
         worst = torch.maximum(worst, (logits.float() - expected[rows, at]).abs().max())
     relative = (worst / expected.abs().max().clamp(min=1e-6)).item()
     return None if relative <= 64 * torch.finfo(forward.shape.dtype).eps ** 0.75 else relative

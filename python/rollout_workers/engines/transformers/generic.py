@@ -10,11 +10,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from rollout_workers.engines.base import ModelUnsupported
-from rollout_workers.engines.transformers.kv import KvCache, KvShape, StepIndex, step_index
+from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, step_index
 
 
 class GenericForward:
-    """Implements ``Forward``."""
+    """Implements ``Forward``; every step is one segment."""
+
+    splits = False
 
     def __init__(self, module: PreTrainedModel, max_len: int) -> None:
         config = module.config.get_text_config()
@@ -38,10 +40,11 @@ class GenericForward:
         kept = torch.stack([layer.kept for layer in layers])
         return logits[torch.arange(rows, device=ids.device), lengths - 1], kept.permute(0, 2, 4, 1, 3, 5)
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, length: int) -> Tensor:
-        index = step_index(positions, length, cache)
-        layers = [_Slots(kv, index) for kv in cache.data]
-        return self._run(tokens.unsqueeze(-1), positions.unsqueeze(-1), index.mask, layers)[:, -1]
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, segments: Sequence[Segment]) -> Tensor:
+        index = step_index(positions, segments, cache)
+        ((segment, mask),) = index.reads
+        layers = [_Slots(kv, index.flat, segment) for kv in cache.data]
+        return self._run(tokens.unsqueeze(-1), positions.unsqueeze(-1), mask, layers)[:, -1]
 
     def _run(self, ids: Tensor, positions: Tensor, mask: Tensor, layers: Sequence[CacheLayerMixin]) -> Tensor:
         return self.module(
@@ -96,24 +99,24 @@ class _Prompt(CacheLayerMixin):
 class _Slots(CacheLayerMixin):
     """A layer of the engine's cache for one decoding step: writes a position per row, answers the first ``length``."""
 
-    def __init__(self, kv: Tensor, index: StepIndex) -> None:
+    def __init__(self, kv: Tensor, flat: Tensor, segment: Segment) -> None:
         super().__init__()
-        self.kv, self.index = kv, index
+        self.kv, self.flat, self.segment = kv, flat, segment
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         new = torch.stack((key_states.squeeze(2), value_states.squeeze(2)), dim=1)
-        self.kv.view(-1, new[0].numel()).index_copy_(0, self.index.flat, new.view(new.shape[0], -1))
-        read = self.kv[: self.index.rows, : self.index.length]
+        self.kv.view(-1, new[0].numel()).index_copy_(0, self.flat, new.view(new.shape[0], -1))
+        read = self.kv[: self.segment.stop, : self.segment.length]
         return read[:, :, 0].transpose(1, 2), read[:, :, 1].transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.index.length, 0
+        return self.segment.length, 0
 
     def get_seq_length(self) -> int:
-        return self.index.length - 1
+        return self.segment.length - 1
 
     def get_max_length(self) -> int:
         return self.kv.shape[1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +33,12 @@ class KvCache:
 
     @classmethod
     def empty(cls, shape: KvShape, slots: int, max_len: int, device: torch.device) -> KvCache:
-        """A cache of zeros."""
+        """A cache of zeros. On the CPU a page of memory is taken when it is first written."""
         size = (shape.layers, slots, max_len, 2, shape.heads, shape.dim)
-        return cls(torch.zeros(size, dtype=shape.dtype, device=device))
+        if device.type != "cpu":
+            return cls(torch.zeros(size, dtype=shape.dtype, device=device))
+        count = int(np.prod(size)) * shape.dtype.itemsize
+        return cls(torch.from_numpy(np.zeros(count, np.uint8)).view(shape.dtype).view(size))
 
     def block(self, start: int, stop: int) -> KvCache:
         """The slots [start, stop) as a cache of their own, on the same memory."""
@@ -44,7 +49,7 @@ class KvCache:
         self.data[:, slots, : prompt.shape[2]] = prompt
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first ``length`` positions of the slots ``source`` int64[n] to ``target`` int64[n], which are others."""
+        """Copy the first ``length`` positions of the slots ``source`` int64[n] to ``target`` int64[n], all at once."""
         self.data[:, target, :length] = self.data[:, source, :length]
 
     def clear(self, slots: Tensor) -> None:
@@ -52,26 +57,31 @@ class KvCache:
         self.data[:, slots] = 0
 
 
-class StepIndex(NamedTuple):
-    """Where a decoding step of B rows writes and reads: shared by all layers.
+class Segment(NamedTuple):
+    """Neighbouring rows [start, stop) of a step that attend to their slots' first ``length`` positions."""
 
-    flat int64[B]: row * max_len + position. mask [B, 1, 1, L] additive, in the model's dtype: 0 up to and including the row's
-    position, the dtype's lowest number after it (its probability underflows to exactly 0).
-    """
-
-    flat: Tensor
-    mask: Tensor
-    rows: int
+    start: int
+    stop: int
     length: int
 
 
-def step_index(positions: Tensor, length: int, cache: KvCache) -> StepIndex:
-    """The index of a step whose row r writes position positions[r] int64[B] and reads the first ``length`` ones."""
-    rows = positions.shape[0]
-    device = positions.device
-    max_len = cache.data.shape[2]
+class StepIndex(NamedTuple):
+    """Where a decoding step of B rows writes and reads: shared by all layers.
+
+    flat int64[B]: row * max_len + position. reads: per segment its additive mask [rows, 1, 1, length] in the model's dtype: 0 up
+    to and including a row's position, after it the dtype's lowest number, whose probability underflows to exactly 0.
+    """
+
+    flat: Tensor
+    reads: list[tuple[Segment, Tensor]]
+
+
+def step_index(positions: Tensor, segments: Sequence[Segment], cache: KvCache) -> StepIndex:
+    """The index of a step whose row r writes position positions[r] int64[B]."""
+    rows, max_len, device = positions.shape[0], cache.data.shape[2], positions.device
     flat = torch.arange(0, rows * max_len, max_len, device=device) + positions
-    ahead = torch.arange(length, device=device) > positions.unsqueeze(-1)
-    mask = torch.zeros((rows, length), dtype=cache.data.dtype, device=device)
+    longest = max(segment.length for segment in segments)
+    ahead = torch.arange(longest, device=device) > positions.unsqueeze(-1)
+    mask = torch.zeros((rows, longest), dtype=cache.data.dtype, device=device)
     mask.masked_fill_(ahead, torch.finfo(mask.dtype).min)
-    return StepIndex(flat, mask[:, None, None, :], rows, length)
+    return StepIndex(flat, [(s, mask[s.start : s.stop, None, None, : s.length]) for s in segments])

@@ -7,6 +7,7 @@ all read the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from rollout_workers.engines.transformers.kv import KvCache, KvShape, StepIndex, step_index
+from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, StepIndex, step_index
 
 _ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 class LeanForward:
-    """Implements ``Forward``. Build it after the module is on its device, and again after it moved."""
+    """Implements ``Forward``, also over several segments. Build it after the module is on its device."""
+
+    splits = True
 
     @staticmethod
     def refusal(module: PreTrainedModel, max_len: int) -> str | None:
@@ -68,10 +71,10 @@ class LeanForward:
         last = torch.arange(0, rows * width, width, device=ids.device) + lengths - 1
         return self._logits(x[last]), kept
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, length: int) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KvCache, segments: Sequence[Segment]) -> Tensor:
         x = F.embedding(tokens, self.embedding)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        index = step_index(positions, length, cache)
+        index = step_index(positions, segments, cache)
         for layer, kv in zip(self.layers, cache.data, strict=True):
             x = layer.decode(x, cos, sin, kv, index, self.eps)
         return self._logits(x)
@@ -115,15 +118,18 @@ class _Layer:
         return self._finish(x, attended.transpose(1, 2).reshape(rows * width, -1), eps)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, index: StepIndex, eps: float) -> Tensor:
-        """Writes one position of each row of kv [slots, max_len, 2, kv_heads, dim], then attends to the first ``length``.
+        """Writes one position of each row of kv [slots, max_len, 2, kv_heads, dim], then attends, a segment at a time.
 
         The queries of a group of heads that share keys stand as the rows of one attention: nothing is repeated.
         """
         new = torch.empty((x.shape[0], 2, self.kv_heads, self.dim), dtype=x.dtype, device=x.device)
         q = self._project(x, cos, sin, new, eps).unflatten(1, (self.kv_heads, -1))
         kv.view(-1, new[0].numel()).index_copy_(0, index.flat, new.view(x.shape[0], -1))
-        k, v = (kv[: index.rows, : index.length, i].transpose(1, 2) for i in (0, 1))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=index.mask, scale=self.scale)
+        parts = []
+        for (start, stop, length), mask in index.reads:
+            k, v = (kv[start:stop, :length, i].transpose(1, 2) for i in (0, 1))
+            parts.append(F.scaled_dot_product_attention(q[start:stop], k, v, attn_mask=mask, scale=self.scale))
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._finish(x, attended.reshape(x.shape[0], -1), eps)
 
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, eps: float) -> Tensor:

@@ -30,7 +30,7 @@ class SlotTable:
         self.slots = slots
         self.vocabulary = vocabulary
         self.owner: list[Sample | None] = [None] * slots
-        self.active = np.zeros(slots, bool)
+        self.active = np.zeros(rows, bool)
         self.watched = np.zeros(slots, bool)
         self.tokens = np.zeros(rows, np.int64)
         self.positions = np.zeros(rows, np.int64)
@@ -51,7 +51,7 @@ class SlotTable:
 
     def free(self) -> Slots:
         """The free slots, lowest first."""
-        return np.flatnonzero(~self.active)
+        return np.flatnonzero(~self.active[: self.slots])
 
     def used(self) -> Slots:
         """The slots that hold a sample, lowest first."""
@@ -102,22 +102,19 @@ class SlotTable:
         self.top_k[slots], self.min_p[slots] = self.vocabulary, 0
         self._controls = None
 
-    def holes(self) -> tuple[Slots, Slots]:
-        """Moves (source, target) that bring the samples to the lowest slots, fewest first."""
-        used = self.used()
-        return used[used >= len(used)][::-1], np.flatnonzero(~self.active[: len(used)])
-
     def move(self, source: Slots, target: Slots) -> None:
-        """Move samples to free slots and free theirs."""
-        for s, t in zip(source.tolist(), target.tolist(), strict=True):
-            self.owner[t] = self.owner[s]
+        """Move samples, all at once; each target is free or a source. Sources that are no target become free."""
+        owners = [self.owner[slot] for slot in source.tolist()]
+        for slot, owner in zip(target.tolist(), owners, strict=True):
+            self.owner[slot] = owner
         for array in (
             *(self.active, self.watched, self.tokens, self.positions, self.generated, self.limit, self.seeds),
             *(self.temperature, self.top_k, self.top_p, self.min_p, self.stop_ids, self.random),
             *(self.out_tokens, self.out_logprobs, self.out_raw_logprobs),
         ):
             array[target] = array[source]
-        self.release(source)
+        self.release(np.setdiff1d(source, target))
+        self._controls = None
 
     def uniform(self, slots: Slots) -> NDArray[np.float64]:
         """The random number of each slot's next token, f64[n]. Drawn ahead in blocks, aligned to the token's index."""

@@ -1,0 +1,53 @@
+"""Which slots stand beside which: samples of similar length in one run, free slots last.
+
+A step's attention costs what its longest row costs, so rows are read in segments of one length class: the next power of two
+from 16 on. A sample's class depends on its own position alone, which deterministic mode needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_workers.engines.transformers.kv import Segment
+
+_SMALLEST_CLASS = 16
+_SPARE_RUNS = 3  # a run more costs a kernel call per layer, a move costs a copy
+
+Ints = NDArray[np.int64]
+
+
+def length_class(positions: Ints, max_len: int) -> Ints:
+    """Positions to read for rows that write ``positions``: the class of position + 1."""
+    exponents = np.ceil(np.log2(np.maximum(positions + 1, _SMALLEST_CLASS))).astype(np.int64)
+    return np.minimum(1 << exponents, max_len)
+
+
+def segments(positions: Ints, active: NDArray[np.bool_], max_len: int) -> list[Segment]:
+    """Runs of one class over all rows; a free row (position 0) joins the active row before it."""
+    classes = length_class(positions, max_len)
+    last = np.maximum.accumulate(np.where(active, np.arange(len(active)), -1))
+    first = int(active.argmax())
+    classes = classes[np.where(last < 0, first, last)]
+    cuts = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
+    return [Segment(start, stop, int(classes[start])) for start, stop in itertools.pairwise(cuts)]
+
+
+def is_scattered(runs: list[Segment]) -> bool:
+    """Whether classes are so mixed that sorting them pays."""
+    return len(runs) > len({run.length for run in runs}) + _SPARE_RUNS
+
+
+def moves(positions: Ints, active: NDArray[np.bool_], max_len: int) -> tuple[Ints, Ints]:
+    """(source, target): the fewest moves, done all at once, that bring active rows to the lowest places, longest class first."""
+    rows = np.flatnonzero(active)
+    classes = np.where(active, length_class(positions, max_len), -1)
+    wanted = np.sort(classes[rows])[::-1]
+    wrong = np.flatnonzero(classes[: len(rows)] != wanted)
+    right = np.zeros(len(active), bool)
+    right[: len(rows)] = classes[: len(rows)] == wanted
+    movers = rows[~right[rows]]
+    source = movers[np.argsort(classes[movers], kind="stable")]
+    return source, wrong[np.argsort(wanted[wrong], kind="stable")]
