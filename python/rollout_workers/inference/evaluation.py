@@ -79,8 +79,7 @@ class Evaluation:
                     if any(span.version != request.version for span in episode.spans()):
                         raise self._wrong_version(request.version)
                     scored[group.task.row] = _sample(group.task.row, episode)
-                while sent in scored and (sent + _CHUNK - 1 in scored or len(scored) == len(tasks) - sent):
-                    chunk = [scored.pop(row) for row in range(sent, min(sent + _CHUNK, len(tasks))) if row in scored]
+                while chunk := take_chunk(scored, sent, len(tasks)):
                     sent += len(chunk)
                     yield pb.EvaluateResponse(samples=chunk)
 
@@ -101,6 +100,12 @@ class Evaluation:
             lines = (await asyncio.to_thread(Path(self._file).read_bytes)).splitlines()
             self._rows = [line for line in lines if line.strip()]
         return self._rows
+
+
+def take_chunk(scored: dict[int, pb.EvalSample], sent: int, total: int) -> list[pb.EvalSample]:
+    """Removes and returns the next rows from ``sent`` on, once every one of them is scored; else nothing."""
+    rows = range(sent, min(sent + _CHUNK, total))
+    return [scored.pop(row) for row in rows] if all(row in scored for row in rows) else []
 
 
 def _sample(row: int, episode: Episode) -> pb.EvalSample:

@@ -1,0 +1,18 @@
+"""Held-out rows leave in order and complete, whatever order they are scored in."""
+
+import random
+
+from rollout.inference.v1 import inference_pb2 as pb
+from rollout_workers.inference.evaluation import take_chunk
+
+
+def test_every_row_leaves_once_and_in_order() -> None:
+    rows = list(range(500))
+    random.Random(3).shuffle(rows)
+    scored: dict[int, pb.EvalSample] = {}
+    sent: list[int] = []
+    for row in rows:
+        scored[row] = pb.EvalSample(row=row)
+        while chunk := take_chunk(scored, len(sent), len(rows)):
+            sent += [sample.row for sample in chunk]
+    assert sent == list(range(500))
