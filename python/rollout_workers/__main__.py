@@ -49,13 +49,11 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
     who = identity(spec)
     configure(spec.otlp_endpoint, who)
-    code = asyncio.run(_run(spec, who))
-    flush()
-    sys.stdout.flush()
-    leave_now(code)  # threads of torch and of plugins need no farewell
+    asyncio.run(_run(spec, who))
 
 
-async def _run(spec: WorkerSpec, who: Identity) -> int:
+async def _run(spec: WorkerSpec, who: Identity) -> None:
+    """Does not return: threads that load a model or compute need no farewell."""
     lifecycle = Lifecycle()
     lifecycle.watch()
     pulse = Pulse(spec.nats_url, spec.nats_token, name=who.registration)
@@ -79,7 +77,9 @@ async def _run(spec: WorkerSpec, who: Identity) -> int:
     log.info("leaving with exit code %d%s", lifecycle.exit_code, f": {lifecycle.reason}" if lifecycle.reason else "")
     await asyncio.to_thread(events.close)
     pulse.stop()
-    return lifecycle.exit_code
+    await asyncio.to_thread(flush)
+    sys.stdout.flush()
+    leave_now(lifecycle.exit_code)
 
 
 if __name__ == "__main__":

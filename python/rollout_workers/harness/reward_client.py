@@ -43,7 +43,7 @@ class RewardProcess:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "rollout_workers.harness.reward_process"],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 start_new_session=True,  # so that what the reward starts ends with it
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )

@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from nats.aio.client import Client
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceWorkerService"].full_name
 _ROWS_IN_HAND = 1024
 _GRACE_SECONDS = 10.0
-_VERIFY_LEAST_SECONDS = 10.0
+VERIFY_LEAST_SECONDS = 10.0
 _VERIFY_SHARE = 0.002  # most of the time that goes into verifying
 
 
@@ -64,15 +65,15 @@ async def run_inference_worker(
     config = spec.plan.config
     connecting = asyncio.create_task(_connect(spec, who))
     rewards = _rewards(spec)
-    starting = asyncio.create_task(rewards.start()) if rewards else None
+    starting = asyncio.create_task(rewards.start() if rewards else asyncio.sleep(0))
     link: _Link | None = None
+    server: Server | None = None
     services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token)
     try:
-        model = model or await asyncio.to_thread(load, spec)
-        if starting is not None:
-            await _unless_leaving(starting, lifecycle)
+        loading = asyncio.create_task(_loaded(spec, model))
+        model, _ = await asyncio.gather(_unless_leaving(loading, lifecycle), _unless_leaving(starting, lifecycle))
         link = await _unless_leaving(connecting, lifecycle)
-        if link is None or lifecycle.leaving:
+        if model is None or link is None or lifecycle.leaving:
             return
         holdings = Holdings(model.engine)
         receipt = await holdings.read_back()
@@ -151,8 +152,11 @@ async def run_inference_worker(
             await worker.stop()
         await worker.drain()
         await server.stop(_GRACE_SECONDS)
-        await model.engine.shutdown()
     finally:
+        if server is not None:
+            await server.stop(0)
+        if model is not None:
+            await model.engine.shutdown()
         connecting.cancel()
         if link is not None:
             await link.client.close()
@@ -161,15 +165,21 @@ async def run_inference_worker(
         await services.close()
 
 
+async def _loaded(spec: WorkerSpec, model: Model | None) -> Model:
+    return model or await asyncio.to_thread(load, spec)
+
+
 def load(spec: WorkerSpec) -> Model:
     """Load engine and tokenizer. Blocks for as long as the model is large."""
+    folder = spec.initial_weights or model_directory(spec)
+    if not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json: it must be a model's folder")
     import torch
 
     from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
 
     config = spec.plan.config
     began = time.monotonic()
-    folder = spec.initial_weights or model_directory(spec)
     engine = TransformersEngine.load(
         folder,
         EngineConfig(
@@ -254,7 +264,7 @@ async def _tell(throughput: Throughput, events: Events, holdings: Holdings) -> N
 
 async def _verify(holdings: Holdings, lifecycle: Lifecycle) -> None:
     """Now and then digest what the engine holds; tensors that have changed by themselves fence the worker."""
-    pause = _VERIFY_LEAST_SECONDS
+    pause = VERIFY_LEAST_SECONDS
     while True:
         await asyncio.sleep(pause)
         began = time.monotonic()
@@ -266,4 +276,4 @@ async def _verify(holdings: Holdings, lifecycle: Lifecycle) -> None:
         except Exception as error:
             log.debug("verify: %r", error)
             return
-        pause = max(_VERIFY_LEAST_SECONDS, (time.monotonic() - began) / _VERIFY_SHARE)
+        pause = max(VERIFY_LEAST_SECONDS, (time.monotonic() - began) / _VERIFY_SHARE)

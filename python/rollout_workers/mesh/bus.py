@@ -37,7 +37,7 @@ async def connect(url: str, token: str, *, name: str, reconnected: Callable[[], 
                 token=token or None,
                 name=name,
                 max_reconnect_attempts=-1,
-                reconnect_time_wait=0.2,
+                reconnect_time_wait=0.2,  # type: ignore[arg-type] (seconds; typed as int)
                 connect_timeout=2,
                 ping_interval=5,
                 max_outstanding_pings=3,

@@ -19,7 +19,7 @@ from rollout_workers.mesh.pulse import Pulse
 from rollout_workers.mesh.testing.daemon import Daemon
 from rollout_workers.mesh.testing.engine import ScriptedEngine
 from rollout_workers.mesh.testing.run import Example, RunStreams, by_key, config, prompt_group, spec, trajectory
-from rollout_workers.mesh.testing.services import BufferDouble, Host, StorageDouble
+from rollout_workers.mesh.testing.services import BufferDouble, Host, StorageDouble, buffer_double, storage_double
 from rollout_workers.mesh.testing.waiting import until
 from rollout_workers.mesh.testing.worker import InProcess
 
@@ -39,7 +39,7 @@ def engine(text: Text) -> ScriptedEngine:
 @pytest.fixture
 async def host(daemon: Daemon) -> AsyncIterator[tuple[BufferDouble, StorageDouble]]:
     """Buffer and storage."""
-    hosted, buffer, storage = Host(daemon), BufferDouble(), StorageDouble()
+    hosted, buffer, storage = Host(daemon), buffer_double(), storage_double()
     hosted.buffer(buffer)
     hosted.storage(storage)
     await hosted.start()

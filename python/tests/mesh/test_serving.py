@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -50,7 +50,7 @@ class Servicer(InferenceWorkerServiceServicer):
 
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[InferenceWorkerServiceStub, grpc.aio.Channel, Servicer]]:
-    server, servicer = Server(TOKEN), Servicer()
+    server, servicer = Server(TOKEN), cast(Any, Servicer)()
     add_InferenceWorkerServiceServicer_to_server(servicer, server.grpc)
     address = await server.start(["rollout.inference.v1.InferenceWorkerService"])
     async with grpc.aio.insecure_channel(address) as channel:
@@ -60,7 +60,8 @@ async def served() -> AsyncIterator[tuple[InferenceWorkerServiceStub, grpc.aio.C
 
 def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
     """The details of an error by their type's name."""
-    packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    trailers: dict[str, Any] = dict(error.trailing_metadata() or ())
+    packed = trailers["grpc-status-details-bin"]
     found: dict[str, Any] = {}
     for detail in status_pb2.Status.FromString(packed).details:
         message = getattr(error_details_pb2, detail.TypeName().rpartition(".")[2])()
@@ -87,7 +88,7 @@ async def test_no_call_without_the_token(served: tuple, metadata: tuple) -> None
 
 
 async def test_health_needs_no_token(served: tuple) -> None:
-    answer = await health_pb2_grpc.HealthStub(served[1]).Check(health_pb2.HealthCheckRequest())
+    answer = await cast(Any, health_pb2_grpc.HealthStub(served[1])).Check(health_pb2.HealthCheckRequest())
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 

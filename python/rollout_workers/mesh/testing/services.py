@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import grpc
 from blake3 import blake3
@@ -19,8 +19,11 @@ from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceServicer, add_Art
 class Agent(Protocol):
     """Where the registry is, and its token."""
 
-    consul: str
-    token: str
+    @property
+    def consul(self) -> str: ...
+
+    @property
+    def token(self) -> str: ...
 
 
 class BufferDouble(BufferServiceServicer):
@@ -59,6 +62,16 @@ class StorageDouble(ArtifactServiceServicer):
         name = f"blake3-{blake3(content).hexdigest()}"
         self.artifacts[name] = content
         return storage.PutArtifactResponse(content_id=name, bytes=len(content))
+
+
+def buffer_double() -> BufferDouble:
+    """A buffer; the methods that workers never call are left out."""
+    return cast(Any, BufferDouble)()
+
+
+def storage_double() -> StorageDouble:
+    """An artifact service; the methods that workers never call are left out."""
+    return cast(Any, StorageDouble)()
 
 
 class Host:

@@ -6,12 +6,10 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
-async def until(what: Callable[[], T | Awaitable[T]], seconds: float = 10.0) -> T:
+async def until(what: Callable[[], Any | Awaitable[Any]], seconds: float = 10.0) -> Any:
     """The first true value of ``what``. Raises ``TimeoutError``."""
     deadline = time.monotonic() + seconds
     while True:

@@ -6,8 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -122,6 +123,7 @@ def registered(spec: WorkerSpec, process: str | None = None) -> dict[str, Any] |
     return None
 
 
-class _Agent(NamedTuple):
+@dataclass(frozen=True)
+class _Agent:
     consul: str
     token: str

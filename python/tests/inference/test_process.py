@@ -1,0 +1,141 @@
+"""The worker as a process: how it starts, how it leaves, and what becomes of its work when it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollout_workers.mesh.testing.daemon import Daemon
+from rollout_workers.mesh.testing.run import Example, RunStreams, by_key, config, prompt_group, spec, write_spec
+from rollout_workers.mesh.testing.waiting import until
+from rollout_workers.mesh.testing.worker import InProcess, Process, registered
+
+ACK_WAIT = 4.0
+HANGS = """
+import time
+
+def score(samples):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+async def processes() -> AsyncIterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for process in started:
+        process.end()
+
+
+async def test_kill_9_in_the_middle_costs_nothing(
+    daemon: Daemon, example: Example, run: str, streams: RunStreams, tmp_path: Path, processes: list[Process]
+) -> None:
+    """The first worker has sampled and waits for its reward; the second one has everything within the ack wait of 4 s."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    hanging = config(example, reward={"plugin": f"{tmp_path / 'hangs.py'}:score", "timeout_seconds": 600.0})
+    first = Process(spec(daemon, hanging, run=run), tmp_path)
+    processes.append(first)
+    await first.registered()
+    rows = example.rows(8)
+    await streams.issue([prompt_group(i, rows[i], run=run) for i in range(8)])
+    await until(lambda: _pending(streams, 8))
+    second = await InProcess(spec(daemon, config(example), run=run, number=1)).start()
+    first.process.send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    envelopes = await streams.collect(32, timeout=10)
+    assert time.monotonic() - began < ACK_WAIT + 2
+    assert set(by_key(envelopes)) == {(0, i, 0, s) for i in range(8) for s in range(4)}
+    assert {envelope.header.worker_id for envelope in envelopes} == {"inference-1"}
+    await second.stop()
+    assert await streams.work_left() == 0
+    assert registered(first.spec) is None or await until(lambda: registered(first.spec) is None, 5)
+
+
+async def test_sigterm_drains_and_deregisters(
+    daemon: Daemon, example: Example, run: str, streams: RunStreams, tmp_path: Path, processes: list[Process]
+) -> None:
+    process = Process(spec(daemon, config(example), run=run), tmp_path)
+    processes.append(process)
+    entry = await process.registered()
+    assert entry["Meta"]["incarnation"] == "1"
+    await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])
+    assert len(await streams.collect(4)) == 4
+    process.process.send_signal(signal.SIGTERM)
+    assert await process.wait() == 0
+    assert registered(process.spec) is None
+    assert "draining" in process.log.read_text()
+
+
+async def test_the_end_of_stdin_ends_it_at_once(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path, processes: list[Process]
+) -> None:
+    process = Process(spec(daemon, config(example), run=run), tmp_path)
+    processes.append(process)
+    await process.registered()
+    assert process.process.stdin is not None
+    process.process.stdin.close()
+    assert await process.wait(10) == 0
+
+
+async def test_a_second_sigterm_stops_hard(
+    daemon: Daemon, example: Example, run: str, streams: RunStreams, tmp_path: Path, processes: list[Process]
+) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    hanging = config(example, reward={"plugin": f"{tmp_path / 'hangs.py'}:score", "timeout_seconds": 600.0})
+    process = Process(spec(daemon, hanging, run=run), tmp_path)
+    processes.append(process)
+    await process.registered()
+    await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])
+    await until(lambda: _pending(streams, 1))
+    process.process.send_signal(signal.SIGTERM)
+    await until(lambda: "draining" in process.log.read_text())
+    assert process.process.poll() is None
+    process.process.send_signal(signal.SIGTERM)
+    assert await process.wait(10) == 130
+
+
+async def test_a_newer_incarnation_fences_the_older(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path, processes: list[Process]
+) -> None:
+    old = Process(spec(daemon, config(example), run=run), tmp_path)
+    processes.append(old)
+    await old.registered()
+    new = await InProcess(spec(daemon, config(example), run=run, number=1, incarnation=2)).start()
+    assert await old.wait() == 3
+    assert "incarnation 2" in old.log.read_text()
+    await new.stop()
+
+
+async def test_what_cannot_start_says_why(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path, processes: list[Process]
+) -> None:
+    missing = config(example, model={"path": "/no/such/model"})
+    broken = config(example, reward={"plugin": f"{tmp_path / 'none.py'}:score"})
+    for number, run_config in enumerate((missing, broken)):
+        processes.append(Process(spec(daemon, run_config, run=run, number=number), tmp_path))
+    codes = await asyncio.gather(*(process.wait(90) for process in processes))
+    assert codes == [1, 1]
+    assert "/no/such/model" in processes[0].log.read_text()
+    assert "can't read" in processes[1].log.read_text()
+
+
+async def test_a_worker_of_another_kind_is_refused(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
+    import sys
+
+    file = write_spec(tmp_path / "spec.json", spec(daemon, config(example), run=run))
+    asked = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rollout_workers", "learner", "--spec", str(file), stderr=asyncio.subprocess.PIPE
+    )
+    _, told = await asked.communicate()
+    assert asked.returncode == 64
+    assert b"of kind `inference`" in told
+
+
+async def _pending(streams: RunStreams, items: int) -> bool:
+    info = await streams.js.consumer_info(f"WORK_{streams.run}", "workers")
+    return info.num_ack_pending == items

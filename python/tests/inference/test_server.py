@@ -1,0 +1,207 @@
+"""What an inference worker answers, with a real engine over a small model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from rollout.inference.v1 import inference_pb2 as pb
+from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceStub
+from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_INFRA_FAILED
+from rollout_workers.harness.prompts import Text
+from rollout_workers.mesh.testing.daemon import Daemon
+from rollout_workers.mesh.testing.run import Example, config, spec
+from rollout_workers.mesh.testing.waiting import until
+from rollout_workers.mesh.testing.worker import InProcess
+
+LIMIT = 32
+
+
+class Caller:
+    """The worker's stub with the token."""
+
+    def __init__(self, made: InProcess) -> None:
+        self.made = made
+        assert made.channel is not None
+        self._stub = InferenceWorkerServiceStub(made.channel)
+
+    async def call(self, method: str, request: Any) -> Any:
+        return await getattr(self._stub, method)(request, metadata=self.made.metadata)
+
+    async def stream(self, method: str, request: Any) -> list[Any]:
+        return [piece async for piece in getattr(self._stub, method)(request, metadata=self.made.metadata)]
+
+    async def generate(self, *prompts: pb.Prompt, n: int = 1, stream: bool = False, name: str = "a", **params: Any) -> list:
+        request = pb.GenerateRequest(request_id=name, prompts=prompts, n=n, stream=stream, params=pb.SamplingParams(**params))
+        return await self.stream("Generate", request)
+
+
+@pytest.fixture
+async def caller(daemon: Daemon, example: Example, run: str) -> AsyncIterator[Caller]:
+    run_config = config(example, engine={"slots": 16, "max_model_len": LIMIT})
+    made = await InProcess(spec(daemon, run_config, run=run)).start()
+    yield Caller(made)
+    await made.stop()
+
+
+def text(words: str) -> pb.Prompt:
+    return pb.Prompt(text=words)
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> tuple[grpc.StatusCode, str]:
+    trailers: dict[str, Any] = dict(error.trailing_metadata() or ())
+    packed = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    info = error_details_pb2.ErrorInfo()
+    packed.details[0].Unpack(info)
+    return error.code(), info.reason
+
+
+async def test_tokenize_takes_text_chat_and_tokens(caller: Caller) -> None:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="1+1")])
+    tokens = pb.TokenIds(ids=[5, 6])
+    request = pb.TokenizeRequest(prompts=[text("1+1="), pb.Prompt(chat=chat), pb.Prompt(tokens=tokens)])
+    answer = await caller.call("Tokenize", request)
+    one, two, three = (list(prompt.ids) for prompt in answer.prompts)
+    assert (len(one), two, three) == (4, one[:3], [5, 6])
+    assert answer.max_model_len == LIMIT
+
+
+async def test_one_message_a_completion(caller: Caller) -> None:
+    pieces = await caller.generate(text("1+1="), text("22+2="), n=3, max_tokens=4, seed=1)
+    assert sorted((piece.prompt, piece.sample) for piece in pieces) == [(p, s) for p in (0, 1) for s in (0, 1, 2)]
+    for piece in pieces:
+        count = len(piece.token_ids)
+        assert 1 <= count <= 4
+        assert count == len(piece.logprobs) == len(piece.raw_logprobs)
+        assert piece.finish_reason == ("length" if count == 4 and piece.token_ids[-1] != 1 else "stop")
+        assert piece.prompt_tokens == len(piece.prompt_token_ids) == (4, 5)[piece.prompt]
+        assert [(s.version, s.start, s.end) for s in piece.version_spans] == [(0, 0, count)]
+
+
+async def test_pieces_of_a_stream_add_up_to_the_whole(caller: Caller) -> None:
+    [whole] = await caller.generate(text("1+1="), max_tokens=12, seed=7)
+    pieces = await caller.generate(text("1+1="), max_tokens=12, seed=7, stream=True)
+    assert len(pieces) > 2
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [i for piece in pieces for i in piece.token_ids] == list(whole.token_ids)
+    assert [lp for piece in pieces for lp in piece.logprobs] == pytest.approx(list(whole.logprobs), abs=1e-4)
+    assert [piece.finish_reason for piece in pieces[:-1]] == [""] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == whole.finish_reason
+
+
+async def test_a_seed_repeats_and_its_absence_does_not(caller: Caller) -> None:
+    async def tokens(**params: Any) -> list[list[int]]:
+        pieces = await caller.generate(text("1+1="), n=4, max_tokens=8, **params)
+        return [list(piece.token_ids) for piece in sorted(pieces, key=lambda piece: piece.sample)]
+
+    first = await tokens(seed=3)
+    assert await tokens(seed=3) == first != await tokens(seed=4)
+    assert len({tuple(sample) for sample in first}) > 1
+    assert await tokens() != await tokens()
+
+
+async def test_stop_text_ends_and_is_left_out(caller: Caller) -> None:
+    [whole] = await caller.generate(text("1+1="), max_tokens=12, seed=7)
+    stop = whole.text[3]
+    [piece] = await caller.generate(text("1+1="), max_tokens=12, seed=7, stop=[stop])
+    assert piece.text == whole.text[: whole.text.index(stop)]
+    assert piece.finish_reason == "stop"
+
+
+async def test_absent_parameters_are_those_of_the_run(caller: Caller) -> None:
+    [piece] = await caller.generate(text("1+1="), seed=5)
+    assert len(piece.token_ids) <= 8  # the run's max_tokens
+    [piece] = await caller.generate(text("1" * 28), seed=5)
+    assert len(piece.token_ids) <= LIMIT - 28
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "reason"),
+    [
+        (text("1" * LIMIT), {}, "CONTEXT_OVERFLOW"),
+        (text("1+1="), {"max_tokens": LIMIT}, "CONTEXT_OVERFLOW"),
+        (text(""), {}, "INVALID_PROMPT"),
+        (pb.Prompt(tokens=pb.TokenIds(ids=[5, 9999])), {}, "INVALID_PROMPT"),
+        (text("a"), {"temperature": -0.5}, "INVALID_REQUEST"),
+    ],
+)
+async def test_a_bad_request_is_told_before_anything_runs(
+    caller: Caller, prompt: pb.Prompt, params: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await caller.generate(prompt, **params)
+    assert reason_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+
+async def test_pause_abort_resume(caller: Caller) -> None:
+    await caller.call("PauseEngine", pb.PauseEngineRequest())
+    await caller.call("PauseEngine", pb.PauseEngineRequest())
+    running = asyncio.create_task(caller.generate(text("1+1="), n=2, name="long", max_tokens=20))
+    status = await until(lambda: _status(caller, lambda s: s.queued + s.active))
+    assert status.activity == "paused (ResumeEngine)"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await caller.generate(text("1+1="), name="long")
+    assert reason_of(caught.value) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
+    await caller.call("AbortRequests", pb.AbortRequestsRequest(request_ids=["long", "unknown"]))
+    await caller.call("ResumeEngine", pb.ResumeEngineRequest())
+    assert {piece.finish_reason for piece in await running} == {"abort"}
+    assert len(await caller.generate(text("1+1="), name="long")) == 1
+
+
+async def test_a_client_that_leaves_frees_its_slots(caller: Caller) -> None:
+    assert caller.made.channel is not None
+    stub = InferenceWorkerServiceStub(caller.made.channel)
+    await caller.call("PauseEngine", pb.PauseEngineRequest())
+    request = pb.GenerateRequest(request_id="x", prompts=[text("1+1=")], n=4)
+    call = stub.Generate(request, metadata=caller.made.metadata)
+    await until(lambda: _status(caller, lambda s: s.queued + s.active))
+    call.cancel()
+    await caller.call("ResumeEngine", pb.ResumeEngineRequest())
+    await until(lambda: _status(caller, lambda s: not s.queued + s.active))
+
+
+async def test_evaluate_scores_rows_in_order(caller: Caller, example: Example, run: str) -> None:
+    request = pb.EvaluateRequest(run_id=run, version=0, max_prompts=150, temperature=0, seed=1)
+    chunks = await caller.stream("Evaluate", request)
+    samples = [sample for chunk in chunks for sample in chunk.samples]
+    assert [sample.row for sample in samples] == list(range(150))
+    rows = [json.loads(line) for line in (example.data / "eval.jsonl").read_text().splitlines()[:150]]
+    for sample, row in zip(samples, rows, strict=True):
+        assert sample.prompt == row["prompt"]
+        assert sample.reward == float(sample.completion == row["answer"])
+        assert sample.outcome != OUTCOME_INFRA_FAILED
+    assert await caller.stream("Evaluate", request) == chunks
+
+
+async def test_evaluate_only_with_the_version_that_is_held(caller: Caller, run: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await caller.stream("Evaluate", pb.EvaluateRequest(run_id=run, version=3))
+    assert reason_of(caught.value) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_VERSION_MISMATCH")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await caller.stream("Evaluate", pb.EvaluateRequest(run_id="another"))
+    assert reason_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "RUN_MISMATCH")
+
+
+async def test_status(caller: Caller) -> None:
+    status = await _status(caller, lambda _: True)
+    assert status.receipt.digest.startswith("blake3-")
+    assert (status.slots, status.max_model_len, status.model) == (16, LIMIT, "addition-test")
+    assert status.activity == "waiting for work (scheduler)"
+    assert status.process_id == caller.made.who.process
+
+
+async def _status(caller: Caller, wanted: Any) -> Any:
+    status = await caller.call("GetInferenceStatus", pb.GetInferenceStatusRequest())
+    return status if wanted(status) else None
+
+
+def test_the_fast_path_decodes_as_the_tokenizer_does(text: Text) -> None:
+    ids = np.arange(len(text.tokenizer), dtype=np.int32)
+    assert text.decode([ids, ids[:0]]) == [text.tokenizer.decode(ids.tolist(), skip_special_tokens=True), ""]

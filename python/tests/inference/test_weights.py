@@ -1,0 +1,150 @@
+"""New weights are taken over whole or not at all, and what the engine holds is what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from rollout.inference.v1 import inference_pb2 as pb
+from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceStub
+from rollout.weights.v1.weights_pb2 import WeightsManifest, WeightsReceipt
+from rollout_workers.engines.transformers import TransformersEngine
+from rollout_workers.inference import server, worker
+from rollout_workers.inference.worker import Model, load
+from rollout_workers.mesh.testing.daemon import Daemon
+from rollout_workers.mesh.testing.run import Example, config, spec
+from rollout_workers.mesh.testing.worker import InProcess
+from rollout_workers.weights import read_weights, weights_digest, write_weights
+
+from .test_server import reason_of
+
+
+def version(example: Example, folder: Path, number: int, run: str) -> WeightsManifest:
+    """The model's weights, each grown by ``number`` / 100, as the learner publishes them."""
+    tensors = {name: tensor + number / 100 for name, tensor in read_weights(example.model).items()}
+    write_weights(folder / f"v{number}", tensors.items(), config_source_dir=example.model, version=number)
+    digest = weights_digest(tensors.items()).root
+    return WeightsManifest(run_id=run, version=number, digest=digest, directory=str(folder / f"v{number}"))
+
+
+class Loader:
+    """A worker and its LoadWeights."""
+
+    def __init__(self, daemon: Daemon, example: Example, run: str) -> None:
+        self._spec = spec(daemon, config(example), run=run)
+        self.model = load(self._spec)
+        self.made = InProcess(self._spec, model=self.model)
+
+    async def start(self) -> Loader:
+        await self.made.start()
+        return self
+
+    async def load(self, manifest: WeightsManifest) -> WeightsReceipt:
+        request = pb.LoadWeightsRequest(weights=manifest)
+        return (await self._stub.LoadWeights(request, metadata=self.made.metadata)).receipt
+
+    async def status(self) -> Any:
+        return await self._stub.GetInferenceStatus(pb.GetInferenceStatusRequest(), metadata=self.made.metadata)
+
+    async def refused(self, manifest: WeightsManifest) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.load(manifest)
+        return reason_of(caught.value)
+
+    @property
+    def _stub(self) -> Any:
+        assert self.made.channel is not None
+        return InferenceWorkerServiceStub(self.made.channel)
+
+
+async def test_takes_over_and_says_what_it_holds(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
+    loader = await Loader(daemon, example, run).start()
+    before = (await loader.status()).receipt
+    assert before.digest == weights_digest(read_weights(example.model).items()).root
+    manifest = version(example, tmp_path, 3, run)
+    receipt = await loader.load(manifest)
+    assert (receipt.version, receipt.digest) == (3, manifest.digest)
+    assert receipt.cache_epoch > before.cache_epoch
+    assert await loader.load(manifest) == receipt  # idempotent
+    assert (await loader.status()).receipt == receipt
+    older = version(example, tmp_path, 1, run)
+    assert (await loader.load(older)).version == 1  # a restored run goes back
+    assert await loader.made.stop() == 0
+
+
+async def test_weights_that_do_not_hash_to_their_digest_leave_the_old_ones(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path
+) -> None:
+    loader = await Loader(daemon, example, run).start()
+    before = (await loader.status()).receipt
+    good = version(example, tmp_path, 1, run)
+    lying = WeightsManifest(run_id=run, version=1, digest="blake3-" + "0" * 64, directory=good.directory)
+    assert await loader.refused(lying) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_DIGEST_MISMATCH")
+    assert (await loader.status()).receipt == before
+    path = tmp_path / "v1" / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert await loader.refused(good) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_DIGEST_MISMATCH")
+    path.write_bytes(whole)
+    assert (await loader.load(good)).version == 1
+    assert await loader.made.stop() == 0
+
+
+async def test_a_missing_folder_is_no_mismatch(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
+    loader = await Loader(daemon, example, run).start()
+    good = version(example, tmp_path, 1, run)
+    gone = WeightsManifest(run_id=run, version=2, digest=good.digest, directory=str(tmp_path / "v2"))
+    assert await loader.refused(gone) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_UNREADABLE")
+    other = WeightsManifest(run_id="another", version=1, digest=good.digest, directory=good.directory)
+    assert await loader.refused(other) == (grpc.StatusCode.INVALID_ARGUMENT, "RUN_MISMATCH")
+    assert await loader.made.stop() == 0
+
+
+async def test_without_good_weights_the_worker_is_fenced(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "DOUBT_SECONDS", 0.05)
+    loader = await Loader(daemon, example, run).start()
+    good = version(example, tmp_path, 1, run)
+    lying = WeightsManifest(run_id=run, version=1, digest="blake3-" + "0" * 64, directory=good.directory)
+    await loader.refused(lying)
+    assert await loader.made.ended() == 3
+
+
+async def test_a_flipped_byte_after_the_swap_fences_the_worker(
+    daemon: Daemon, example: Example, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = await Loader(daemon, example, run).start()
+    swap = TransformersEngine.swap_weights
+
+    async def spoiled(self: TransformersEngine, number: int) -> None:
+        await swap(self, number)
+        flip(loader.model)
+
+    monkeypatch.setattr(TransformersEngine, "swap_weights", spoiled)
+    manifest = version(example, tmp_path, 1, run)
+    assert await loader.refused(manifest) == (grpc.StatusCode.FAILED_PRECONDITION, "WEIGHTS_DIGEST_MISMATCH")
+    assert await loader.made.ended() == 3
+
+
+async def test_a_byte_that_flips_by_itself_is_found(
+    daemon: Daemon, example: Example, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "VERIFY_LEAST_SECONDS", 0.05)
+    loader = await Loader(daemon, example, run).start()
+    flip(loader.model)
+    assert await loader.made.ended() == 3
+    assert "the engine holds" in loader.made.lifecycle.reason
+
+
+def flip(model: Model) -> None:
+    """One bit of one tensor that the engine holds."""
+    engine = model.engine
+    assert isinstance(engine, TransformersEngine)
+    weight = next(iter(engine._held._module.parameters()))
+    with torch.inference_mode():
+        weight.view(torch.int32)[0, 0] ^= 1
