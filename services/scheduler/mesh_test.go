@@ -42,6 +42,7 @@ type mesh struct {
 	ids       map[string]bool // message ids that the stream remembers
 	streams   string          // "", "there", "deleted"
 
+	twins    int // samples of what was sampled already, or of another attempt
 	config   *bufferv1.LedgerConfig
 	open     bool
 	groups   map[uint64]*bufferv1.GroupRecord
@@ -95,7 +96,8 @@ func (m *mesh) sample() bool {
 			m.groups[g.GetPosition()] = r
 		}
 		if r.GetState() != bufferv1.GroupState_GROUP_STATE_OPEN || r.GetKey().GetAttempt() != g.GetAttempt() {
-			return true // a late twin
+			m.twins++
+			return true
 		}
 		r.State, r.Samples = bufferv1.GroupState_GROUP_STATE_READY, 2
 		if m.outcome != nil {

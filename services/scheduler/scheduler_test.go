@@ -210,10 +210,18 @@ func TestResumeOnStart(t *testing.T) {
 	w.waitState(run, scheduler.Running)
 	w.kill()
 	w.config.ResumeOnStart = true
-	w.mesh.do(func() { w.mesh.held = false })
 	w.start()
+	w.wait(run, func(s *runv1.RunStatus) bool {
+		return s.GetRun().GetState() == scheduler.Running && s.GetRun().GetIncarnation() == 2
+	})
+	w.mesh.do(func() { w.mesh.held = false })
 	w.waitState(run, scheduler.Succeeded)
 	w.whole(2)
+	w.mesh.read(func() {
+		if w.mesh.twins != 0 {
+			t.Errorf("%d groups of the dead incarnation were sampled as well", w.mesh.twins)
+		}
+	})
 }
 
 // A group that fails twice is left out; one that goes stale three times is not.

@@ -2,12 +2,9 @@ package local_test
 
 import (
 	"bufio"
-	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
-	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -121,19 +118,25 @@ func TestStopDrains(t *testing.T) {
 // A worker that does not drain is ended hard, and with it all that it started.
 func TestStopEndsTheWholeGroup(t *testing.T) {
 	t.Parallel()
-	p, lines := start(t, `trap '' TERM; sleep 1000 & echo $! >&3; while :; do sleep 0.01; done`)
-	child, err := strconv.Atoi(line(t, lines))
-	if err != nil {
-		t.Fatal(err)
-	}
+	p, lines := start(t, `trap '' TERM; sleep 1000 & echo up >&3; while :; do sleep 0.01; done`)
+	line(t, lines)
 	p.Stop(10 * time.Millisecond)
 	if e := p.Exit(); e.Signal != "killed" || e.Code != -1 {
 		t.Fatalf("exit %+v", e)
 	}
-	for range lines { // until the last writer of the log is gone
+	for range lines { // until nobody holds descriptor 3 any more, and sleep would for long
 	}
-	if state, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", child)); err == nil && !strings.Contains(string(state), ") Z ") {
-		t.Fatalf("what it started still runs: %s", state)
+}
+
+// What a worker started does not outlive it, however it ends.
+func TestExitEndsTheWholeGroup(t *testing.T) {
+	t.Parallel()
+	p, lines := start(t, `sleep 1000 & echo up >&3; exit 5`)
+	if got := line(t, lines); got != "up" || p.Exit().Code != 5 {
+		t.Fatalf("said %q, exit %+v", got, p.Exit())
+	}
+	if got := line(t, lines); got != "" { // the end: nobody holds descriptor 3 any more
+		t.Fatalf("said %q", got)
 	}
 }
 
