@@ -1,0 +1,79 @@
+"""Payloads are read from segments or through the buffer, checked, and kept in the batch's order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_workers.learner import TrainSample
+from rollout_workers.learning.payload import PayloadCorrupt, read_batch
+from rollout_workers.mesh.discovery import Services
+from rollout_workers.mesh.testing.daemon import Daemon
+from rollout_workers.mesh.testing.services import Host, buffer_double
+
+from .batches import batch, trajectories
+
+
+@pytest.fixture
+def nowhere() -> Services:
+    """A mesh without services: whatever is read comes from files."""
+    return Services("127.0.0.1:1", "token")
+
+
+def same(one: TrainSample, other: TrainSample) -> bool:
+    return one.group_key == other.group_key and one.sample == other.sample and np.array_equal(one.token_ids, other.token_ids)
+
+
+async def test_from_segments(nowhere: Services, run: str, tmp_path: Path) -> None:
+    payloads = trajectories(run, 3, version=2)
+    samples = await read_batch(batch(run, 3, payloads, tmp_path), nowhere)
+    assert len(samples) == 32
+    assert [sample.group_key for sample in samples[::4]] == [f"0000000000/{i:020d}" for i in range(16, 24)]
+    first = samples[0]
+    assert first.token_ids.dtype == np.int32 and first.logprobs.dtype == np.float32
+    assert first.loss_mask.tolist() == [0] * first.prompt_length + [1] * (len(first.token_ids) - first.prompt_length)
+    assert (first.reward, first.version) == (1.0, 2)
+    assert sorted(samples, key=lambda s: (s.group_key, s.sample)) == samples
+
+
+async def test_through_the_buffer_where_segments_are_elsewhere(daemon: Daemon, run: str, tmp_path: Path) -> None:
+    payloads = trajectories(run, 1)
+    host, double = Host(daemon), buffer_double()
+    double.payloads = {1: payloads}
+    host.buffer(double)
+    await host.start()
+    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    far = await read_batch(batch(run, 1, payloads, None), services)
+    near = await read_batch(batch(run, 1, payloads, tmp_path), services)
+    assert all(same(one, other) for one, other in zip(far, near, strict=True))
+    referenced = batch(run, 1, payloads, tmp_path)
+    referenced.samples[3].ClearField("segment")
+    referenced.samples[3].payload_ref = "blake3-" + "0" * 64
+    assert len(await read_batch(referenced, services)) == 32
+    double.payloads = {1: payloads[:-1]}
+    with pytest.raises(PayloadCorrupt, match="31 payloads for 32 samples"):
+        await read_batch(batch(run, 1, payloads, None), services)
+    await services.close()
+    await host.stop()
+
+
+async def test_a_damaged_segment_is_read_through_the_buffer(daemon: Daemon, run: str, tmp_path: Path) -> None:
+    payloads = trajectories(run, 1)
+    made = batch(run, 1, payloads, tmp_path)
+    path = Path(made.samples[0].segment)
+    whole = bytearray(path.read_bytes())
+    whole[made.samples[5].offset + 40] ^= 1
+    path.write_bytes(whole)
+    host, double = Host(daemon), buffer_double()
+    double.payloads = {1: payloads}
+    host.buffer(double)
+    await host.start()
+    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    assert len(await read_batch(made, services)) == 32
+    double.payloads = {1: [payloads[1], *payloads[1:]]}
+    with pytest.raises(PayloadCorrupt, match="another checksum"):
+        await read_batch(made, services)
+    await services.close()
+    await host.stop()
