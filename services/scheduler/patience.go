@@ -1,0 +1,73 @@
+package scheduler
+
+import (
+	"context"
+	"sync"
+	"time"
+)
+
+func (c *conductor) insist(ctx context.Context, what string, call func(context.Context) error) error {
+	delay := 50 * time.Millisecond
+	for {
+		patient := c.noticeSlow(what)
+		err := call(ctx)
+		patient()
+		if err == nil || ctx.Err() != nil || !transient(err) {
+			c.waitFor(what, "")
+			return err
+		}
+		c.waitFor(what, err.Error())
+		c.svc.Log.DebugContext(ctx, "waiting", "run", c.id, "for", what, "error", err)
+		if err := pause(ctx, delay); err != nil {
+			return err
+		}
+		delay = min(2*delay, 2*time.Second)
+	}
+}
+
+func (c *conductor) noticeSlow(what string) func() {
+	var mu sync.Mutex
+	returned := false
+	timer := time.AfterFunc(2*time.Second, func() {
+		mu.Lock()
+		defer mu.Unlock()
+		if !returned {
+			c.waitFor(what, "no answer yet")
+		}
+	})
+	return func() {
+		timer.Stop()
+		mu.Lock()
+		defer mu.Unlock()
+		returned = true
+	}
+}
+
+func (c *conductor) follow(ctx context.Context, what string, call func(context.Context) error) error {
+	for {
+		err := endOfStream(call(ctx))
+		if ctx.Err() != nil {
+			return nil
+		}
+		if err != nil {
+			if !transient(err) {
+				return err
+			}
+			c.waitFor(what, err.Error())
+		}
+		if err := pause(ctx, 200*time.Millisecond); err != nil {
+			return nil
+		}
+	}
+}
+
+func pause(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-timer.C:
+		return nil
+	}
+}
