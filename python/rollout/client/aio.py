@@ -1,0 +1,127 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Self, cast
+
+import grpc
+
+from rollout.client.connection import OPTIONS, Server, locate
+from rollout.client.errors import remote_errors
+from rollout.client.planned import ENDED, Planned, create_request, event_filter, plan_request, planned, points
+from rollout.event.v1.event_pb2 import LEVEL_UNSPECIFIED, Event, Level
+from rollout.plan.v1.plan_pb2_grpc import PlannerServiceStub
+from rollout.run.v1 import run_pb2
+from rollout.run.v1.run_pb2_grpc import SchedulerServiceStub
+from rollout.storage.v1 import storage_pb2
+from rollout.storage.v1.storage_pb2_grpc import EventServiceStub
+
+
+def connect_async(
+    server: str | None = None, *, token: str | None = None, state: str | os.PathLike[str] | None = None
+) -> AsyncClient:
+    """A client of ``server`` (host:port), or of the local ``rolloutd`` of the state folder. Use it in ``async with``.
+
+    Nothing is sent before the first call. Raises ``NoDaemon`` where no server is named and none runs here.
+    """
+    return AsyncClient(locate(server, token, state))
+
+
+class AsyncClient:
+    """The calls that scripts need. Every one raises ``RemoteError``."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._channel = grpc.aio.insecure_channel(server.address, options=OPTIONS)
+        self._planner = cast(Any, PlannerServiceStub(self._channel))
+        self._scheduler = cast(Any, SchedulerServiceStub(self._channel))
+        self._events = cast(Any, EventServiceStub(self._channel))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; streams that run end."""
+        await self._channel.close()
+
+    async def plan(self, config: str | os.PathLike[str], *, set: Sequence[str] = ()) -> Planned:
+        """Plan a TOML file. set: overrides, ``dotted.path=TOML value``. Raises ``PlanRefused`` with every problem."""
+        request = plan_request(config, set)
+        with remote_errors():
+            return planned(request, await self._planner.CreatePlan(request, metadata=self.server.metadata))
+
+    async def submit(self, plan: Planned, *, idempotency_key: str = "", from_snapshot: str = "") -> run_pb2.Run:
+        """Start a run of the plan. A second call with the same key returns the first run."""
+        request = create_request(plan, idempotency_key, from_snapshot)
+        with remote_errors():
+            answer = await self._scheduler.CreateRun(request, metadata=self.server.metadata)
+        return answer.run
+
+    async def run(self, run_id: str) -> run_pb2.RunStatus:
+        """A run by id, unique prefix of it, or name."""
+        with remote_errors():
+            request = run_pb2.GetRunRequest(run_id=run_id)
+            return (await self._scheduler.GetRun(request, metadata=self.server.metadata)).status
+
+    async def runs(self, *, limit: int = 100) -> list[run_pb2.Run]:
+        """The newest runs, newest first; at most 1,000."""
+        with remote_errors():
+            request = run_pb2.ListRunsRequest(page_size=limit)
+            return list((await self._scheduler.ListRuns(request, metadata=self.server.metadata)).runs)
+
+    async def cancel(self, run_id: str, *, drain: bool = True) -> run_pb2.Run:
+        """Stop a run; with ``drain`` the step in hand is finished and a snapshot taken."""
+        with remote_errors():
+            request = run_pb2.CancelRunRequest(run_id=run_id, drain=drain)
+            return (await self._scheduler.CancelRun(request, metadata=self.server.metadata)).run
+
+    async def resume(self, run_id: str) -> run_pb2.Run:
+        """Go on with a paused, interrupted, failed or cancelled run."""
+        with remote_errors():
+            request = run_pb2.ResumeRunRequest(run_id=run_id)
+            return (await self._scheduler.ResumeRun(request, metadata=self.server.metadata)).run
+
+    async def follow(self, run_id: str) -> AsyncGenerator[run_pb2.RunStatus, None]:
+        """The status at once and on every change, until the run has ended; the last one is the end."""
+        stream = self._scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run_id), metadata=self.server.metadata)
+        try:
+            with remote_errors():
+                async for update in stream:
+                    yield update.status
+                    if update.status.run.state in ENDED:
+                        return
+        finally:
+            stream.cancel()
+
+    async def tail(
+        self,
+        run_id: str = "",
+        *,
+        kinds: Sequence[str] = (),
+        services: Sequence[str] = (),
+        min_level: Level.ValueType = LEVEL_UNSPECIFIED,
+        since: datetime.datetime | None = None,
+        after_sequence: int = 0,
+    ) -> AsyncGenerator[Event, None]:
+        """Stored events in order, then new ones, until the caller leaves."""
+        wanted = event_filter(run_id, kinds, services, min_level, since, after_sequence)
+        stream = self._events.TailEvents(storage_pb2.TailEventsRequest(filter=wanted), metadata=self.server.metadata)
+        try:
+            with remote_errors():
+                async for answer in stream:
+                    for event in answer.events:
+                        yield event
+        finally:
+            stream.cancel()
+
+    async def metrics(self, run_id: str, names: Sequence[str] = (), *, from_step: int = 0) -> dict[str, list[tuple[int, float]]]:
+        """(step, value) of each metric, by name; without names all of them."""
+        request = storage_pb2.QueryMetricsRequest(run_id=run_id, names=list(names), from_step=from_step)
+        with remote_errors():
+            return points(await self._events.QueryMetrics(request, metadata=self.server.metadata))

@@ -1,0 +1,75 @@
+"""A plan in hand, and the requests that both clients make."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.client.errors import PlanRefused
+from rollout.event.v1.event_pb2 import LEVEL_UNSPECIFIED, Level
+from rollout.plan.v1 import plan_pb2
+from rollout.run.v1 import run_pb2
+from rollout.storage.v1 import storage_pb2
+
+ENDED = frozenset(
+    {
+        run_pb2.RUN_STATE_SUCCEEDED,
+        run_pb2.RUN_STATE_FAILED,
+        run_pb2.RUN_STATE_CANCELLED,
+        run_pb2.RUN_STATE_INTERRUPTED,
+    }
+)
+"""States in which a run does nothing more by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """lock: the bytes of ``plan.lock``. base_dir: absolute folder against which its paths are resolved."""
+
+    plan: plan_pb2.Plan
+    lock: bytes
+    base_dir: str
+
+
+def plan_request(config: str | os.PathLike[str], overrides: Sequence[str]) -> plan_pb2.CreatePlanRequest:
+    """Of a TOML file. Raises ``OSError``."""
+    path = Path(config).resolve()
+    source = plan_pb2.ConfigSource(toml=path.read_bytes(), file=str(config), base_dir=str(path.parent), set=list(overrides))
+    return plan_pb2.CreatePlanRequest(source=source)
+
+
+def planned(request: plan_pb2.CreatePlanRequest, answer: plan_pb2.CreatePlanResponse) -> Planned:
+    """Raises :class:`PlanRefused`."""
+    if answer.problems:
+        raise PlanRefused(answer.problems)
+    return Planned(answer.plan, answer.lock, request.source.base_dir)
+
+
+def create_request(plan: Planned, idempotency_key: str, from_snapshot: str) -> run_pb2.CreateRunRequest:
+    return run_pb2.CreateRunRequest(
+        lock=plan.lock, base_dir=plan.base_dir, idempotency_key=idempotency_key, from_snapshot=from_snapshot
+    )
+
+
+def event_filter(
+    run_id: str,
+    kinds: Sequence[str] = (),
+    services: Sequence[str] = (),
+    min_level: Level.ValueType = LEVEL_UNSPECIFIED,
+    since: datetime.datetime | None = None,
+    after_sequence: int = 0,
+) -> storage_pb2.EventFilter:
+    made = storage_pb2.EventFilter(
+        run_id=run_id, kinds=list(kinds), services=list(services), min_level=min_level, after_sequence=after_sequence
+    )
+    if since is not None:
+        made.since.FromDatetime(since.astimezone(datetime.UTC).replace(tzinfo=None))
+    return made
+
+
+def points(answer: storage_pb2.QueryMetricsResponse) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each metric, by name."""
+    return {series.name: [(point.step, point.value) for point in series.points] for series in answer.series}
