@@ -133,6 +133,7 @@ class EngineStats:
 
     cache_epoch: grows with every weight swap; KV of an older epoch serves only samples that were in flight then.
     busy_seconds: spent admitting and decoding, all told (model, sampling and bookkeeping; not waiting).
+    forward_seconds: the part of it inside the model's passes (on a GPU: until they were queued).
     """
 
     slots: int
@@ -145,6 +146,7 @@ class EngineStats:
     prompt_tokens: int
     steps: int
     busy_seconds: float
+    forward_seconds: float
     tokens_per_second: float
 
 

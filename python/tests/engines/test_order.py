@@ -1,8 +1,10 @@
 """Which slots stand beside which: segments cover the rows, moves sort them."""
 
+import itertools
+
 import numpy as np
 
-from rollout_workers.engines.transformers.order import is_scattered, length_class, moves, segments
+from rollout_workers.engines.transformers.order import is_scattered, length_class, loose_segments, moves, segments
 
 
 def test_a_class_holds_the_position_that_is_written_and_depends_on_nothing_else() -> None:
@@ -39,3 +41,14 @@ def test_moves_sort_by_class_and_fill_holes_with_the_fewest_copies() -> None:
         assert held[: len(wanted)].all() and not held[len(wanted) :].any()
         assert length_class(moved[held], 200).tolist() == wanted.tolist()
         assert not is_scattered(segments(np.where(held, moved, 0), held, 200))
+
+
+def test_loose_segments_cover_every_row_up_to_its_position() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        positions = random.integers(0, 200, random.integers(1, 150))
+        found = loose_segments(positions, 256)
+        assert found[0].start == 0 and found[-1].stop == len(positions)
+        assert all(a.stop == b.start for a, b in itertools.pairwise(found))
+        for start, stop, length in found:
+            assert length == positions[start:stop].max() + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,12 +27,14 @@ from rollout_workers.engines.base import (
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.kv import KvCache, Segment
-from rollout_workers.engines.transformers.order import is_scattered, moves, segments
+from rollout_workers.engines.transformers.order import is_scattered, loose_segments, moves, segments
 from rollout_workers.engines.transformers.prefill import by_bucket, by_size
 from rollout_workers.engines.transformers.sample import Group, Prefix, Sample, Sink, prompt_error
 from rollout_workers.engines.transformers.sampler import Controls, sample
 from rollout_workers.engines.transformers.slots import Slots, SlotTable
 from rollout_workers.engines.transformers.text import SampleText, Tokenizer, advance
+
+_SORT_EVERY = 16  # steps between two sorts of the fast mode, which only saves reads
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class Counters:
     prompt_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
+    forward_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -183,6 +187,7 @@ class Decoder:
             prompt_tokens=counters.prompt_tokens,
             steps=counters.steps,
             busy_seconds=counters.busy_seconds,
+            forward_seconds=counters.forward_seconds,
             tokens_per_second=sum(n for _, n in recent[1:]) / elapsed if elapsed > 0 else 0.0,
         )
 
@@ -218,7 +223,8 @@ class Decoder:
         config = self.config
         batches = by_bucket(sequences, config.max_len) if config.deterministic else by_size(sequences, config.prefill_tokens)
         for members, ids, lengths in batches:
-            logits, kv = self.forward.prefill(self._tensor(ids), self._tensor(lengths))
+            with self._forward_clock():
+                logits, kv = self.forward.prefill(self._tensor(ids), self._tensor(lengths))
             self.counters.prompt_tokens += int(lengths[: len(members)].sum())
             yield members, logits, kv
 
@@ -265,7 +271,8 @@ class Decoder:
         positions, active = table.positions[:extent], table.active[:extent]
         used, block = int(active.sum()), config.block
         empty = -(-extent // block) > -(-used // block) if config.deterministic else 32 * (extent - used) >= extent
-        if (empty and extent > used) or (self.forward.splits and is_scattered(segments(positions, active, config.max_len))):
+        due = self.forward.splits and (config.deterministic or self.counters.steps % _SORT_EVERY == 0)
+        if (empty and extent > used) or (due and is_scattered(segments(positions, active, config.max_len))):
             source, target = moves(positions, active, config.max_len)
             self.cache.move(self._tensor(source), self._tensor(target), int(positions[source].max()))
             table.move(source, target)
@@ -286,15 +293,21 @@ class Decoder:
         """Logits [stop - start, V] of the next token of the slots [start, stop)."""
         table, config = self.table, self.config
         tokens, positions = table.tokens[start:stop], table.positions[start:stop]
-        if self.forward.splits:
+        if not self.forward.splits:
+            reads = [Segment(0, stop - start, config.max_len if config.deterministic else int(positions.max()) + 1)]
+        elif config.deterministic:
             reads = segments(positions, table.active[start:stop], config.max_len)
-            if not config.deterministic:
-                reads = [run._replace(length=int(positions[run.start : run.stop].max()) + 1) for run in reads]
         else:
-            length = config.max_len if config.deterministic else int(positions.max()) + 1
-            reads = [Segment(0, stop - start, length)]
+            reads = loose_segments(positions, config.max_len)
         cache = self.cache.block(start, stop)
-        return self.forward.decode(self._tensor(tokens), self._tensor(positions), cache, reads)
+        with self._forward_clock():
+            return self.forward.decode(self._tensor(tokens), self._tensor(positions), cache, reads)
+
+    @contextmanager
+    def _forward_clock(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.counters.forward_seconds += time.perf_counter() - started
 
     def _sample(self, slots: Slots, logits: Tensor, controls: Controls) -> None:
         """Draw the next token of these slots from logits [len(slots), V] and settle who has ended."""

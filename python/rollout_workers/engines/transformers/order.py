@@ -6,7 +6,7 @@ from 16 on. A sample's class depends on its own position alone, which determinis
 
 from __future__ import annotations
 
-import itertools
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rollout_workers.engines.transformers.kv import Segment
 
 _SMALLEST_CLASS = 16
+_STRETCH = 32
 _SPARE_RUNS = 3  # a run more costs a kernel call per layer, a move costs a copy
 
 Ints = NDArray[np.int64]
@@ -32,7 +33,21 @@ def segments(positions: Ints, active: NDArray[np.bool_], max_len: int) -> list[S
     first = int(active.argmax())
     classes = classes[np.where(last < 0, first, last)]
     cuts = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
-    return [Segment(start, stop, int(classes[start])) for start, stop in itertools.pairwise(cuts)]
+    return [Segment(start, stop, int(classes[start])) for start, stop in pairwise(cuts)]
+
+
+def loose_segments(positions: Ints, max_len: int) -> list[Segment]:
+    """Few segments, each as long as its longest row: stretches of 32 rows, joined where their classes agree.
+
+    For the fast mode, where a row may be read beyond its class: rows out of order cost reads, not more segments.
+    """
+    starts = np.arange(0, len(positions), _STRETCH)
+    lengths = np.maximum.reduceat(positions, starts) + 1
+    classes = length_class(lengths - 1, max_len)
+    first = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist()]
+    longest = np.maximum.reduceat(lengths, first).tolist()
+    cuts = [*starts[first].tolist(), len(positions)]
+    return [Segment(start, stop, length) for (start, stop), length in zip(pairwise(cuts), longest, strict=True)]
 
 
 def is_scattered(runs: list[Segment]) -> bool:
