@@ -7,25 +7,30 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollout_workers.engines.base import EngineStats
+
 _WINDOW_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Totals at a moment, or what was done between two. busy: seconds in which the engine computed."""
+    """Totals at a moment, or what was done between two.
+
+    busy: seconds in which the engine worked. forward: those inside the model.
+    """
 
     time: float
     samples: int
     tokens: int
     busy: float
+    forward: float
 
 
 class Throughput:
     """Counts finished samples and their completion tokens."""
 
-    def __init__(self, busy_seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
-        """busy_seconds: of the engine, since its start."""
-        self._busy, self._clock = busy_seconds, clock
+    def __init__(self, engine: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._clock = engine, clock
         self.samples = 0
         self.tokens = 0
         self._readings: deque[Reading] = deque([self.read()])
@@ -35,7 +40,8 @@ class Throughput:
         self.tokens += tokens
 
     def read(self) -> Reading:
-        return Reading(self._clock(), self.samples, self.tokens, self._busy())
+        stats = self._engine()
+        return Reading(self._clock(), self.samples, self.tokens, stats.busy_seconds, stats.forward_seconds)
 
     def tick(self) -> Reading:
         """Remember a reading; call about once a second. Returns what was done since the last one."""
@@ -43,7 +49,13 @@ class Throughput:
         self._readings.append(now)
         while now.time - self._readings[0].time > _WINDOW_SECONDS and len(self._readings) > 2:
             self._readings.popleft()
-        return Reading(now.time - last.time, now.samples - last.samples, now.tokens - last.tokens, now.busy - last.busy)
+        return Reading(
+            now.time - last.time,
+            now.samples - last.samples,
+            now.tokens - last.tokens,
+            now.busy - last.busy,
+            now.forward - last.forward,
+        )
 
     def rates(self) -> tuple[float, float]:
         """Samples and tokens a second over the last seconds."""

@@ -81,7 +81,7 @@ async def run_inference_worker(
         gc.collect()
         gc.freeze()  # a full collection over the imported libraries would take 100 ms, in the middle of a step
 
-        throughput = Throughput(lambda: model.engine.stats().busy_seconds)
+        throughput = Throughput(model.engine.stats)
         prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
         environment = SingleTurn(prompts, rewards) if rewards else None
         params = of_run(config.sampling)
@@ -258,6 +258,7 @@ async def _tell(throughput: Throughput, events: Events, holdings: Holdings) -> N
                     "samples_per_second": done.samples / done.time,
                     "tokens_per_second": done.tokens / done.time,
                     "time/engine": done.busy,
+                    "time/engine_forward": done.forward,
                 },
             )
 

@@ -88,6 +88,7 @@ class ScriptedEngine:
             steps=0,
             tokens_per_second=0.0,
             busy_seconds=0.0,
+            forward_seconds=0.0,
         )
 
     async def shutdown(self) -> None:

@@ -1,0 +1,140 @@
+"""GRPO through the whole mesh against TRL's GRPOTrainer, and where a step of ours spends its time.
+
+    python bench/grpo.py [--steps 60] [--rounds 2]
+
+Both train the addition example's warmed-up model on the same prompts, 32 groups of 8, at most 4 new tokens, AdamW. Ours runs as a
+user's run does: seven services, embedded NATS, registry, two workers, every sample through the buffer's ledger. A round measures
+TRL (in its fastest settings that run here, see trl_peer.py), ours free, ours deterministic, one after the other; the last line of
+each pair is the ratio. Ours counts wall time between the first and the last measured step, everything included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "e2e"), str(ROOT / "python")]
+
+from mesh import Mesh, mesh  # noqa: E402
+
+from rollout.storage.v1 import storage_pb2  # noqa: E402
+
+CACHE = ROOT / ".cache" / "bench"
+CONFIG = ROOT / "examples" / "addition" / "grpo.toml"
+SKIP = 10
+LEARNER = ("time/forward", "time/backward", "time/optimizer")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure GRPO through the mesh against TRL.")
+    parser.add_argument("--steps", type=int, default=60, help="steps of ours that are measured")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds; medians count")
+    options = parser.parse_args()
+    shutil.rmtree(CACHE / "state", ignore_errors=True)
+    results: dict[str, list[float]] = {"trl": [], "free": [], "deterministic": []}
+    with mesh(CACHE / "state") as running:
+        model = warm_model(running)
+        for number in range(1, options.rounds + 1):
+            peer = trl(model)
+            results["trl"].append(peer["samples_per_second"])
+            print(
+                f"round {number}: TRL {peer['samples_per_second']:,.0f} samples/s ({peer['threads']} threads, "
+                f"{peer['micro_batches']} micro-batches, {peer['completion_tokens_per_sample']} tokens a sample)",
+                flush=True,
+            )
+            for name in ("free", "deterministic"):
+                ours = measure(running, model, options.steps, deterministic=name == "deterministic")
+                results[name].append(ours["samples_per_second"])
+                print(
+                    f"round {number}: ours, {name}: {ours['samples_per_second']:,.0f} samples/s, "
+                    f"{ours['samples_per_second'] / peer['samples_per_second']:.2f} x TRL",
+                    flush=True,
+                )
+                breakdown(ours)
+    middle = {name: statistics.median(values) for name, values in results.items()}
+    for name in ("free", "deterministic"):
+        print(
+            f"GRPO samples/s, ours {name} : TRL = {middle[name]:,.0f} : {middle['trl']:,.0f} = {middle[name] / middle['trl']:.2f}"
+        )
+
+
+def warm_model(running: Mesh) -> Path:
+    """The weights of the example's supervised warm-up, made once."""
+    folder = CACHE / "warm"
+    if not folder.exists():
+        subprocess.run([sys.executable, str(ROOT / "examples" / "addition" / "prepare.py")], check=True)
+        run = running.finish(running.submit(CONFIG.with_name("sft.toml"), "eval.every_steps=0"))
+        shutil.copytree(run.weights_directory, folder)
+    return folder
+
+
+def trl(model: Path) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / "trl_peer.py"),
+        "--model",
+        str(model),
+        "--data",
+        str(ROOT / "models" / "addition-data" / "train.jsonl"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"TRL did not run:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(running: Mesh, model: Path, steps: int, *, deterministic: bool) -> dict[str, Any]:
+    """Seconds of a step and of its parts, each a mean over the measured steps."""
+    run = running.submit(
+        CONFIG,
+        f'model.path="{model}"',
+        f"train.steps={SKIP + steps}",
+        f"deterministic={str(deterministic).lower()}",
+        "eval.every_steps=0",
+        "snapshot.every_steps=0",
+    )
+    running.finish(run)
+    listed = running.events.ListEvents(
+        storage_pb2.ListEventsRequest(
+            filter=storage_pb2.EventFilter(run_id=run, kinds=["step.committed", "sampling"]), limit=10_000
+        )
+    )
+    committed = [event for event in listed.events if event.kind == "step.committed"]
+    first, last = committed[SKIP - 1], committed[-1]
+    seconds = (last.time.ToNanoseconds() - first.time.ToNanoseconds()) / 1e9 / steps
+    parts = {name: statistics.fmean(event.metrics[name] for event in committed[SKIP:]) for name in first.metrics}
+    engine = [event.metrics for event in listed.events if event.kind == "sampling"]
+    totals = {name: sum(metrics[name] for metrics in engine) / len(committed) for name in ("time/engine", "time/engine_forward")}
+    samples = statistics.fmean(event.metrics["samples"] for event in committed[SKIP:])
+    return {"seconds": seconds, "samples_per_second": samples / seconds, **parts, **totals}
+
+
+def breakdown(ours: dict[str, Any]) -> None:
+    """What a step's wall time went into; the mesh's own share is what is left after the model's and the optimizer's."""
+    step = ours["seconds"]
+    model = ours["time/engine_forward"] + sum(ours[name] for name in LEARNER)
+    rows = {
+        "sampling: model forward": ours["time/engine_forward"],
+        "sampling: choose tokens, slots": ours["time/engine"] - ours["time/engine_forward"],
+        "learner: forward": ours["time/forward"],
+        "learner: backward": ours["time/backward"],
+        "learner: optimizer": ours["time/optimizer"],
+        "learner: read, pack, digest, publish": ours["time/train"] - sum(ours[name] for name in LEARNER),
+        "commit": ours["time/commit"],
+        "deliver": ours["time/deliver"],
+    }
+    rows["issue, pull, rewards, publish, ingest, lease"] = step - sum(rows.values())
+    for name, seconds in rows.items():
+        print(f"    {name:<46} {1e3 * seconds:7.1f} ms  {seconds / step:6.1%}")
+    print(f"    {'step':<46} {1e3 * step:7.1f} ms; the mesh's own share {(step - model) / step:.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
