@@ -126,7 +126,10 @@ def breakdown(ours: dict[str, Any]) -> None:
         "learner: forward": ours["time/forward"],
         "learner: backward": ours["time/backward"],
         "learner: optimizer": ours["time/optimizer"],
-        "learner: read, pack, digest, publish": ours["time/train"] - sum(ours[name] for name in LEARNER),
+        "learner: read the payloads": ours["time/read"],
+        "learner: digest and publish the weights": ours["time/publish"],
+        "learner: pack, advantages, metrics": ours["time/train"]
+        - sum(ours[name] for name in (*LEARNER, "time/read", "time/publish")),
         "commit": ours["time/commit"],
         "deliver": ours["time/deliver"],
     }
