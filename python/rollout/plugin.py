@@ -259,7 +259,8 @@ def _import(path: Path, file: str) -> ModuleType:
     sys.modules[name] = module
     try:
         with _neighbours(path.parent):
-            spec.loader.exec_module(module)
+            # Not exec_module: its bytecode cache knows a file by size and second, so it may run what stood there before.
+            exec(compile(source, path, "exec"), module.__dict__)
     except (KeyboardInterrupt, GeneratorExit):
         sys.modules.pop(name, None)
         raise

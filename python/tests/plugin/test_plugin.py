@@ -146,7 +146,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_a_changed_file_is_a_new_module(tmp_path: Path) -> None:
     first = reward(tmp_path, "def reward(s): return [1.0] * len(s)")
-    second = reward(tmp_path, "def reward(s): return [2.0] * len(s)")
+    second = reward(tmp_path, "def reward(s): return [2.0] * len(s)")  # same size, same second
+    assert not (tmp_path / "__pycache__").exists()
     assert call_reward(first, SAMPLES) == [Score(1.0)] * 2
     assert call_reward(second, SAMPLES) == [Score(2.0)] * 2
 
