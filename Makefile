@@ -53,11 +53,11 @@ test: build venv-dev ## Run every Go and Python test (no root, no server, no GPU
 	@scripts/test
 
 .PHONY: lint
-lint: $(GOLANGCI_LINT) $(BUF) venv-dev ## Check format, style, types, the direction of dependencies and the contracts
+lint: $(GOLANGCI_LINT) $(BUF) $(RULES) venv-dev ## Check format, style, types, the direction of dependencies and the contracts
 	@scripts/lint
 
 .PHONY: fmt
-fmt: $(BUF) venv-dev ## Format Go, Python and proto
+fmt: $(BUF) $(RULES) venv-dev ## Format Go, Python and proto
 	@gofmt -w $(MODULES) && .venv/bin/ruff format python scripts bench examples e2e && $(TOOLS)/buf format -w proto
 
 .PHONY: validate-schema
@@ -66,7 +66,7 @@ validate-schema: venv-dev ## Check that every example config fits the JSON Schem
 	@find examples e2e bench -name "*.toml" -print0 | RUST_LOG=error xargs -0 .venv/bin/taplo check --schema file://$(CURDIR)/schemas/run_config.schema.json
 
 .PHONY: breaking
-breaking: $(BUF) ## Check that the contracts break nobody who speaks the last ones
+breaking: $(BUF) $(RULES) ## Check that the contracts break nobody who speaks the last ones
 	@scripts/breaking
 
 .PHONY: drift
@@ -99,7 +99,7 @@ check-e2e: build venv-dev $(GRPCURL) ## Run the end-to-end scenarios: one proces
 # ---- generate ---------------------------------------------------------------------------------
 
 .PHONY: generate
-generate: $(BUF) $(PROTOC_GEN_GO) $(PROTOC_GEN_GO_GRPC) $(PROTOC_GEN_JSONSCHEMA) venv-dev ## Regenerate Go, Python and JSON Schema from proto/
+generate: $(BUF) $(RULES) $(PROTOC_GEN_GO) $(PROTOC_GEN_GO_GRPC) $(PROTOC_GEN_JSONSCHEMA) venv-dev ## Regenerate Go, Python and JSON Schema from proto/
 	@$(PYTHON) scripts/generate.py
 
 .PHONY: schema-gen

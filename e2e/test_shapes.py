@@ -11,7 +11,6 @@ from mesh import assert_consumed_once, mesh
 from rollout.inference.v1 import inference_pb2
 from rollout.learner.v1 import learner_pb2
 
-
 SLOW = 'reward.plugin="reward.py:slow_digit_share"'
 
 

@@ -23,30 +23,15 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / ".tools"
 PROTO = ROOT / "proto"
 RULES = TOOLS / "protovalidate"
-RULES_MODULE = "github.com/bufbuild/protovalidate@v1.2.2"
 CONFIG = PROTO / "rollout" / "config" / "v1"
 
 
 def main() -> None:
-    fetch_rules()
     with tempfile.TemporaryDirectory(dir=TOOLS, prefix="generate-") as name:
         scratch = Path(name)
         generate_go(scratch)
         generate_python(scratch)
         generate_schema(scratch)
-
-
-def fetch_rules() -> None:
-    """Copy validate.proto out of its pinned Go module; a stamp holds the version that is there."""
-    stamp = RULES / "version"
-    if stamp.exists() and stamp.read_text() == RULES_MODULE:
-        return
-    answer = run(["go", "mod", "download", "-json", RULES_MODULE], capture=True)
-    source = Path(json.loads(answer)["Dir"]) / "proto" / "protovalidate" / "buf" / "validate" / "validate.proto"
-    target = RULES / "buf" / "validate" / "validate.proto"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(source.read_bytes())
-    stamp.write_text(RULES_MODULE)
 
 
 def generate_go(scratch: Path) -> None:

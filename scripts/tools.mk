@@ -17,3 +17,12 @@ $(eval $(call go_tool,PROTOC_GEN_GO_GRPC,protoc-gen-go-grpc,google.golang.org/gr
 $(eval $(call go_tool,PROTOC_GEN_JSONSCHEMA,protoc-gen-jsonschema,github.com/bufbuild/protoschema-plugins/cmd/protoc-gen-jsonschema,v0.6.0))
 $(eval $(call go_tool,GOLANGCI_LINT,golangci-lint,github.com/golangci/golangci-lint/v2/cmd/golangci-lint,v2.15.0))
 $(eval $(call go_tool,GRPCURL,grpcurl,github.com/fullstorydev/grpcurl/cmd/grpcurl,v1.9.3))
+
+# validate.proto, the rules that the contracts import: copied out of its Go module, the second module of buf.yaml.
+RULES_VERSION := v1.2.2
+RULES := $(STAMPS)/protovalidate-$(RULES_VERSION)
+$(RULES):
+	@mkdir -p .tools/protovalidate/buf/validate $(STAMPS)
+	@folder=$$(GOWORK=off go mod download -json github.com/bufbuild/protovalidate@$(RULES_VERSION) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'); \
+	  install -m 644 "$$folder/proto/protovalidate/buf/validate/validate.proto" .tools/protovalidate/buf/validate/
+	@rm -f $(STAMPS)/protovalidate-* && touch $@
