@@ -4,12 +4,13 @@
     decoder.py   admit, step, settle         slots.py, sample.py    what is in flight
     prefill.py   which prompts run together  kv.py                  dense KV cache, a row per slot
     forward.py   lean.py (Llama, Mistral, Qwen2, Qwen3) or generic.py (the module's own forward)
+    order.py     which slots stand together
     sampler.py   filters, inverse CDF        philox.py              random number = f(seed, token index)
     text.py      stop strings, streaming     held.py                stage, load, digest
     determinism.py  the check that deterministic mode begins with
 
 A group's prompt runs once; its KV is copied to the slots of its samples. Free slots cost nothing: samples are moved to the
-lowest slots and a step runs those rows, over the positions that the longest sample reached.
+lowest slots, and rows of similar length stand together, so that a step's attention reads each stretch up to its own longest.
 
 Deterministic mode promises that a request and a seed give the same tokens and logprobs, bit for bit, whatever else is in the
 engine, whichever slot it lands in, whatever was there before. What that takes, as measured with torch 2.15 on CPU (MKL 2024.2,
@@ -17,15 +18,17 @@ AVX-512, the 0.8 M parameter model and the shapes of SmolLM2-135M, 4 to 260 rows
 
 - A GEMM's row has the same bits in every row position and beside any neighbours, also at odd row counts. But it has other bits
   at another number of rows: 1 to 4 rows differ from 8 and more, and with a long inner dimension (1536) 8, 16, 32 and 128 all
-  differ, as do one and two threads. So: every step runs all slots, a prefill pass always has ``prefill_rows`` rows of the
-  prompt's own bucket, and the thread count is part of the result.
-- SDPA gives other bits for another KV length, though the rest is masked; a masked NaN leaks (0 * NaN). So: a step always reads
-  ``max_len`` positions, the cache starts at zero, and a slot that saw a number that is not finite is zeroed.
-- softmax, log_softmax, cumsum and sort work row by row. Element-wise exp-like kernels (SiLU) treat the last numel % 32
-  elements differently: harmless where the inner size is a multiple of 32.
+  differ, as do one and two threads. So a step runs whole blocks of ``block_rows`` slots, a prefill pass has the rows and the
+  padded length of the prompt's own bucket, and the thread count is part of the result.
+- SDPA has the same bits for a row whatever rows it is called with, but other bits for another KV length, though the rest is
+  masked. So a row reads its own length class (order.py), which follows from its position alone. A masked NaN leaks (0 * NaN),
+  so the cache starts at zero, and a slot that saw a number that is not finite is zeroed.
+- softmax, log_softmax, cumsum and sort work row by row. A row that no filter and no temperature touches must take its raw
+  logprobs, not a second log_softmax of them. Element-wise exp-like kernels (SiLU) treat the last numel % 32 elements
+  differently: harmless where the inner size is a multiple of 32.
 
-None of this is guaranteed on another machine, so a deterministic engine first runs one probe in every slot, beside copies of
-itself and beside random rows, and refuses to start (``ModelUnsupported``) where a bit differs.
+None of this is guaranteed on another machine, so a deterministic engine first runs one probe in every row of a block, beside
+copies of itself and beside random rows, and refuses to start (``ModelUnsupported``) where a bit differs.
 """
 
 from rollout_workers.engines.transformers.config import EngineConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,12 +34,14 @@ class KvCache:
 
     @classmethod
     def empty(cls, shape: KvShape, slots: int, max_len: int, device: torch.device) -> KvCache:
-        """A cache of zeros. On the CPU a page of memory is taken when it is first written."""
+        """A cache of zeros. On the CPU a page of memory is taken when it is first touched: unused context costs nothing."""
         size = (shape.layers, slots, max_len, 2, shape.heads, shape.dim)
         if device.type != "cpu":
             return cls(torch.zeros(size, dtype=shape.dtype, device=device))
-        count = int(np.prod(size)) * shape.dtype.itemsize
-        return cls(torch.from_numpy(np.zeros(count, np.uint8)).view(shape.dtype).view(size))
+        pages = mmap.mmap(-1, int(np.prod(size)) * shape.dtype.itemsize)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            pages.madvise(mmap.MADV_NOHUGEPAGE)  # else a slot's first token takes, and zeroes, 2 MB a layer
+        return cls(torch.frombuffer(pages, dtype=shape.dtype).view(size))
 
     def block(self, start: int, stop: int) -> KvCache:
         """The slots [start, stop) as a cache of their own, on the same memory."""
