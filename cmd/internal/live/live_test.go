@@ -241,3 +241,16 @@ func TestAnswersBeforeAndAfter(t *testing.T) {
 	}
 	golden(t, "testdata/summary.txt", r.Summary(style.Style{}, Paths{PNG: "/r/reward.png", HTML: "/r/index.html"}))
 }
+
+func TestQuestionOfARenderedChat(t *testing.T) {
+	t.Parallel()
+	for prompt, want := range map[string]string{
+		"17+25=": "17+25=",
+		"system\nBe brief.\nuser\nWhat is 3+7?\nassistant\n": "What is 3+7?",
+		"": "",
+	} {
+		if got := (Answer{Prompt: prompt}).Question(); got != want {
+			t.Errorf("%q: got %q, want %q", prompt, got, want)
+		}
+	}
+}

@@ -44,6 +44,17 @@ type Answer struct {
 	Reward     float64 `json:"reward"`
 }
 
+// Question is the end of the prompt that a person looks for: of a rendered chat the last line that somebody wrote.
+func (a Answer) Question() string {
+	lines := strings.Split(strings.TrimSpace(a.Prompt), "\n")
+	for i := len(lines) - 1; i > 0; i-- {
+		if line := strings.TrimSpace(lines[i]); line != "" && line != "assistant" {
+			return line
+		}
+	}
+	return a.Prompt
+}
+
 // Update takes a status.
 func (r *Run) Update(status *runv1.RunStatus) { r.Status = status }
 

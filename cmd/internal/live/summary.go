@@ -99,7 +99,7 @@ func (r *Run) answers(s style.Style) string {
 	b.WriteString("\n" + s.Bold("answers, before and after") + "\n")
 	var table output.Table
 	for _, pair := range pairs {
-		table.Row("  "+oneLine(pair.After.Prompt), s.Dim(oneLine(pair.Before.Completion)), verdict(pair.Before.Reward, s),
+		table.Row("  "+oneLine(pair.After.Question()), s.Dim(oneLine(pair.Before.Completion)), verdict(pair.Before.Reward, s),
 			"->", s.Bold(oneLine(pair.After.Completion)), verdict(pair.After.Reward, s))
 	}
 	b.WriteString(table.String())

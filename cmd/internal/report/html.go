@@ -165,7 +165,7 @@ func (d *Data) answers() []answer {
 	var out []answer
 	for _, pair := range d.Run.Pairs(answersShown) {
 		out = append(out, answer{
-			Prompt: pair.After.Prompt, Before: pair.Before.Completion, After: pair.After.Completion,
+			Prompt: pair.After.Question(), Before: pair.Before.Completion, After: pair.After.Completion,
 			BeforeReward: output.Number(pair.Before.Reward), AfterReward: output.Number(pair.After.Reward),
 			BeforeGood: pair.Before.Reward > 0.5, AfterGood: pair.After.Reward > 0.5, Comparable: len(d.Run.Evals) > 1,
 		})
