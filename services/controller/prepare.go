@@ -187,6 +187,7 @@ func (d *drive) begin(ctx context.Context, l *learner, step uint64, digest strin
 	if err != nil {
 		return err
 	}
+	d.hold(weights)
 	if _, err := d.deliver(ctx, weights); err != nil {
 		return err
 	}
@@ -205,7 +206,7 @@ func (d *drive) again(ctx context.Context, l *learner, r *bufferv1.StepRecord) (
 	if err != nil {
 		return "", fmt.Errorf("read the recorded batch of step %d: %w", r.GetStep(), err)
 	}
-	result, err := d.train(ctx, l, got.GetBatch(), false)
+	result, err := d.train(ctx, l, got.GetBatch())
 	if err != nil {
 		return "", err
 	}
@@ -237,6 +238,7 @@ func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord
 	if err != nil {
 		return err
 	}
+	d.hold(weights)
 	_, err = d.deliver(ctx, weights)
 	return err
 }
@@ -258,14 +260,12 @@ func missing(w *weightsv1.WeightsManifest) bool {
 
 // publish has the learner write the weights of its current step.
 func (d *drive) publish(ctx context.Context, l *learner) (*weightsv1.WeightsManifest, error) {
-	d.waiting("%s to publish its weights", l.worker)
 	published, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.PublishWeightsResponse, error) {
 		return l.client.PublishWeights(ctx, &learnerv1.PublishWeightsRequest{RunId: d.spec.GetRunId()})
 	})
 	if err != nil {
 		return nil, fmt.Errorf("publish weights: %w", err)
 	}
-	d.hold(published.GetWeights())
 	return published.GetWeights(), nil
 }
 

@@ -11,6 +11,7 @@ import (
 	"go.opentelemetry.io/otel"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/trace"
+	"golang.org/x/sync/errgroup"
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
@@ -35,21 +36,36 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 	lap("lease", began)
 	from := d.deps.Now()
 	d.enter(training, "")
-	result, err := d.train(ctx, l, batch, d.set.delivers(step))
+	result, err := d.train(ctx, l, batch)
 	if err != nil {
 		return err
 	}
 	lap("train", from)
 	from = d.deps.Now()
 	d.enter(committing, "buffer")
-	if err := d.commit(ctx, batch, result); err != nil {
+	// The weights are written while the step is committed: with the commit the next prompts go out, and are ready to be
+	// sampled when the weights arrive.
+	var weights *weightsv1.WeightsManifest
+	var writing errgroup.Group
+	if d.set.delivers(step) {
+		writing.Go(func() (err error) {
+			weights, err = d.write(ctx, l, result)
+			lap("publish", from)
+			return err
+		})
+	}
+	committed := d.commit(ctx, batch, result)
+	spent := d.since(from)
+	if err := errors.Join(committed, writing.Wait()); err != nil {
 		return err
 	}
-	lap("commit", from)
+	times["time/commit"] = spent
 	workers := 0
-	if result.GetWeights() != nil {
+	if weights != nil {
+		d.hold(weights)
+		d.save(ctx, true)
 		from = d.deps.Now()
-		if workers, err = d.deliver(ctx, result.GetWeights()); err != nil {
+		if workers, err = d.deliver(ctx, weights); err != nil {
 			return err
 		}
 		lap("deliver", from)
@@ -102,9 +118,9 @@ func (d *drive) lease(ctx context.Context, step uint64) (*bufferv1.Batch, error)
 }
 
 // train has the learner make a step and follows its progress.
-func (d *drive) train(ctx context.Context, l *learner, batch *bufferv1.Batch, publish bool) (*learnerv1.TrainResult, error) {
+func (d *drive) train(ctx context.Context, l *learner, batch *bufferv1.Batch) (*learnerv1.TrainResult, error) {
 	stream, err := ask(ctx, l, func(ctx context.Context) (learnerv1.LearnerWorkerService_TrainClient, error) {
-		return l.client.Train(ctx, &learnerv1.TrainRequest{RunId: d.spec.GetRunId(), Step: batch.GetStep(), Batch: batch, Publish: publish})
+		return l.client.Train(ctx, &learnerv1.TrainRequest{RunId: d.spec.GetRunId(), Step: batch.GetStep(), Batch: batch})
 	})
 	if err != nil {
 		return nil, fmt.Errorf("train step %d: %w", batch.GetStep(), err)
@@ -134,11 +150,19 @@ func (d *drive) commit(ctx context.Context, batch *bufferv1.Batch, result *learn
 		return fmt.Errorf("commit step %d: %w", batch.GetStep(), err)
 	}
 	d.board.update(func(p *learnerv1.Progress) { p.Step = batch.GetStep() })
-	if result.GetWeights() != nil {
-		d.hold(result.GetWeights())
-		d.save(ctx, true)
-	}
 	return nil
+}
+
+// write has the learner write the weights of the step that it made.
+func (d *drive) write(ctx context.Context, l *learner, result *learnerv1.TrainResult) (*weightsv1.WeightsManifest, error) {
+	weights, err := d.publish(ctx, l)
+	if err != nil {
+		return nil, err
+	}
+	if weights.GetDigest() != result.GetWeightsDigest() {
+		return nil, fmt.Errorf("publish step %d: the learner made %s and wrote %s: %w", result.GetStep(), result.GetWeightsDigest(), weights.GetDigest(), ErrDiverged)
+	}
+	return weights, nil
 }
 
 // deliver moves the inference workers to w and returns how many hold it.
