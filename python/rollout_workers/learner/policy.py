@@ -49,9 +49,7 @@ class Policy:
     def load(cls, directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Policy:
         """Load a folder in the Hugging Face layout onto the GPU where there is one, else the CPU."""
         transformers_logging.disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
         return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"))
 
     def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Logprobs:

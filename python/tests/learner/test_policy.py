@@ -67,6 +67,11 @@ def test_every_kind_of_model_gives_the_logprobs_of_plain_calls(name: str) -> Non
         torch.testing.assert_close(found.tokens[batch.sample == index], wanted, atol=2e-5, rtol=1e-4)
 
 
+def test_a_model_without_attention_loads(tmp_path: Path) -> None:
+    CASES["recurrent"][0]().save_pretrained(tmp_path)
+    assert not Policy.load(tmp_path).share_prefixes
+
+
 def test_neighbours_do_not_change_a_sample(model_dir: Path) -> None:
     """The logprobs of a sample are its own, whoever shares its row."""
     policy = Policy.load(model_dir)
