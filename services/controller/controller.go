@@ -30,13 +30,15 @@ const (
 	ReasonStale    = "STALE_INCARNATION"
 	ReasonUnknown  = "DRIVE_NOT_FOUND"
 	ReasonStep     = "STEP_FAILED"
+	ReasonEmpty    = "EVERY_GROUP_EXCLUDED"
 )
 
 // Errors of the service, compared with errors.Is.
 var (
-	ErrNotFound = rpcerr.New(codes.NotFound, ReasonUnknown, "the controller has never driven this run")
-	ErrStale    = rpcerr.New(codes.FailedPrecondition, ReasonStale, "a newer incarnation of this run is known")
-	ErrDiverged = rpcerr.New(codes.DataLoss, ReasonDiverged, "training on a recorded batch again gave other weights")
+	ErrNotFound    = rpcerr.New(codes.NotFound, ReasonUnknown, "the controller has never driven this run")
+	ErrStale       = rpcerr.New(codes.FailedPrecondition, ReasonStale, "a newer incarnation of this run is known")
+	ErrNothingLeft = rpcerr.New(codes.FailedPrecondition, ReasonEmpty, "every group of the step was excluded, there is nothing to train on")
+	ErrDiverged    = rpcerr.New(codes.DataLoss, ReasonDiverged, "training on a recorded batch again gave other weights")
 )
 
 // Phases, short.

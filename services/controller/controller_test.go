@@ -2,8 +2,10 @@ package controller
 
 import (
 	"context"
+	"log/slog"
 	"maps"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -257,5 +259,21 @@ func TestFailuresOfInfrastructureAreNoReward(t *testing.T) {
 	want := map[string]float64{"eval/reward": 0.75, "eval/accuracy": 1, "eval/samples": 3, "eval/failed": 1}
 	if !maps.Equal(got, want) {
 		t.Fatalf("got %v, want %v", got, want)
+	}
+}
+
+func TestEvaluationTellsWhatWasNotScored(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	d := newDrive(Config{Samples: 16}, Deps{Events: w, Now: time.Now, Log: slog.New(slog.DiscardHandler)}, request(t, steps), nil)
+	failure := &inferencev1.EvalSample{Completion: "7", Outcome: trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, Reason: "REWARD_RAISED"}
+	d.emitEval(3, []*inferencev1.EvalSample{{Completion: "8", Reward: 1}, failure})
+	d.emitEval(4, []*inferencev1.EvalSample{failure})
+	first, second := w.events[0], w.events[1]
+	if !strings.Contains(first.GetMessage(), "reward 1.000 over 1 held-out prompts; 1 failed") || !strings.Contains(second.GetMessage(), "no held-out prompt was scored") {
+		t.Errorf("got %q and %q", first.GetMessage(), second.GetMessage())
+	}
+	if shown := first.GetAttributes()["samples"]; !strings.Contains(shown, `"reward":null,"failed":"REWARD_RAISED"`) {
+		t.Errorf("got %s", shown)
 	}
 }

@@ -33,6 +33,8 @@ type drive struct {
 	board *board
 
 	weights  *weightsv1.WeightsManifest // newest published
+	mark     time.Time                  // when the last step was committed; zero where something else came since
+	delivery float64                    // seconds that the last delivery took
 	learners learners
 	fleet    *fleet
 
@@ -111,6 +113,7 @@ func (d *drive) session(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = l.conn.Close() }()
+	d.mark = time.Time{}
 	step, err := d.prepare(ctx, l)
 	if err != nil {
 		return err

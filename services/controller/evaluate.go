@@ -89,7 +89,7 @@ func score(samples []*inferencev1.EvalSample) map[string]float64 {
 	sums, counts := map[string]float64{}, map[string]float64{}
 	failures := 0.0
 	for _, s := range samples {
-		if o := s.GetOutcome(); o == trajectoryv1.Outcome_OUTCOME_INFRA_FAILED || o == trajectoryv1.Outcome_OUTCOME_ABORTED {
+		if !scored(s) {
 			failures++
 			continue
 		}
@@ -105,4 +105,9 @@ func score(samples []*inferencev1.EvalSample) map[string]float64 {
 		out[name] = sum / counts[name]
 	}
 	return out
+}
+
+// scored reports whether a sample has a reward.
+func scored(s *inferencev1.EvalSample) bool {
+	return s.GetOutcome() != trajectoryv1.Outcome_OUTCOME_INFRA_FAILED && s.GetOutcome() != trajectoryv1.Outcome_OUTCOME_ABORTED
 }

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -39,14 +40,14 @@ func (d *drive) emitPhase() {
 	})
 }
 
-func (d *drive) emitStep(batch *bufferv1.Batch, result *learnerv1.TrainResult, times map[string]float64, workers int) {
+func (d *drive) emitStep(batch *bufferv1.Batch, result *learnerv1.TrainResult, times map[string]float64) {
 	all := metrics(result, times, len(batch.GetSamples()))
 	d.emit(&eventv1.Event{
 		Kind: "step.committed", Step: batch.GetStep(), Metrics: all,
-		Message: fmt.Sprintf("step %d of %d: %d groups, %d samples, loss %.4g", batch.GetStep(), d.set.steps,
-			batch.GetGroups(), len(batch.GetSamples()), all["loss"]),
+		Message: fmt.Sprintf("step %d of %d: %d groups, %d samples, loss %.4g%s", batch.GetStep(), d.set.steps,
+			batch.GetGroups(), len(batch.GetSamples()), all["loss"], without(batch.GetExcluded())),
 		Attributes: map[string]string{
-			"batch": batch.GetBatchId(), "weights_digest": result.GetWeightsDigest(), "workers": strconv.Itoa(workers),
+			"batch": batch.GetBatchId(), "weights_digest": result.GetWeightsDigest(),
 			"excluded": strconv.FormatUint(uint64(batch.GetExcluded()), 10),
 		},
 	})
@@ -69,26 +70,50 @@ func (d *drive) fenced(worker string, err error) {
 	d.log.ErrorContext(context.Background(), "a worker can't verify its weights", "worker", worker, "error", err)
 }
 
-// answer is one held-out sample as tools read it from the event.
+// answer is one held-out sample as tools read it from the event. A sample that was not scored has a reason and no reward.
 type answer struct {
-	Row        uint64  `json:"row"`
-	Prompt     string  `json:"prompt"`
-	Completion string  `json:"completion"`
-	Reward     float64 `json:"reward"`
+	Row        uint64   `json:"row"`
+	Prompt     string   `json:"prompt"`
+	Completion string   `json:"completion"`
+	Reward     *float64 `json:"reward"`
+	Failed     string   `json:"failed,omitempty"`
 }
 
 func (d *drive) emitEval(step uint64, samples []*inferencev1.EvalSample) {
 	shown := []answer{}
 	for _, s := range samples[:min(len(samples), d.cfg.Samples)] {
-		shown = append(shown, answer{Row: s.GetRow(), Prompt: s.GetPrompt(), Completion: s.GetCompletion(), Reward: s.GetReward()})
+		a := answer{Row: s.GetRow(), Prompt: s.GetPrompt(), Completion: s.GetCompletion()}
+		if scored(s) {
+			reward := s.GetReward()
+			a.Reward = &reward
+		} else {
+			a.Failed = cmp.Or(s.GetReason(), "FAILED")
+		}
+		shown = append(shown, a)
 	}
 	text, err := json.Marshal(shown)
 	if err != nil {
 		text = []byte("[]") // a reward that is no JSON number
 	}
 	means := score(samples)
+	message := fmt.Sprintf("evaluation at step %d: no held-out prompt was scored", step)
+	if reward, ok := means["eval/reward"]; ok {
+		message = fmt.Sprintf("evaluation at step %d: reward %.3f over %.0f held-out prompts", step, reward, means["eval/samples"]-means["eval/failed"])
+	}
+	level := eventv1.Level_LEVEL_INFO
+	if means["eval/failed"] > 0 {
+		level = eventv1.Level_LEVEL_WARN
+		message += fmt.Sprintf("; %.0f failed and count for nothing", means["eval/failed"])
+	}
 	d.emit(&eventv1.Event{
-		Kind: "eval.finished", Step: step, Metrics: means, Attributes: map[string]string{"samples": string(text)},
-		Message: fmt.Sprintf("evaluation at step %d: reward %.3f over %d held-out prompts", step, means["eval/reward"], len(samples)),
+		Kind: "eval.finished", Step: step, Level: level, Metrics: means, Message: message, Attributes: map[string]string{"samples": string(text)},
 	})
+}
+
+// without tells of groups that a step had to do without.
+func without(excluded uint32) string {
+	if excluded == 0 {
+		return ""
+	}
+	return fmt.Sprintf("; %d groups were excluded", excluded)
 }

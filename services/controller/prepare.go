@@ -210,7 +210,12 @@ func (d *drive) again(ctx context.Context, l *learner, r *bufferv1.StepRecord) (
 	if err != nil {
 		return "", err
 	}
-	return result.GetWeightsDigest(), d.verify(ctx, r, result.GetWeightsDigest())
+	if err := d.verify(ctx, r, result.GetWeightsDigest()); err != nil {
+		return "", err
+	}
+	// The process that committed the step may have died before it told of it.
+	d.emitStep(got.GetBatch(), result, map[string]float64{})
+	return result.GetWeightsDigest(), nil
 }
 
 // verify compares weights that were made again with the recorded ones. r may be nil: nothing is recorded of a state

@@ -25,13 +25,19 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 	ctx, span := tracer.Start(ctx, "step", trace.WithAttributes(attribute.String("run", d.spec.GetRunId()), attribute.Int64("step", int64(step))))
 	defer span.End()
 	began := d.deps.Now()
-	times := map[string]float64{}
+	times := map[string]float64{"time/deliver": d.delivery}
+	if d.mark.IsZero() {
+		d.mark = began
+	}
 	lap := func(name string, from time.Time) { times["time/"+name] = d.since(from) }
 
 	d.enter(leasing, "")
 	batch, err := d.lease(ctx, step)
 	if err != nil {
 		return err
+	}
+	if len(batch.GetSamples()) == 0 {
+		return fmt.Errorf("step %d: %w; `rollout logs tail %s --kind group.excluded` tells why", step, ErrNothingLeft, d.spec.GetRunId())
 	}
 	lap("lease", began)
 	from := d.deps.Now()
@@ -60,18 +66,17 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 		return err
 	}
 	times["time/commit"] = spent
-	workers := 0
+	lap("step", d.mark)
+	d.mark = d.deps.Now()
+	d.emitStep(batch, result, times)
 	if weights != nil {
 		d.hold(weights)
 		d.save(ctx, true)
-		from = d.deps.Now()
-		if workers, err = d.deliver(ctx, weights); err != nil {
+		if _, err = d.deliver(ctx, weights); err != nil {
 			return err
 		}
-		lap("deliver", from)
+		d.delivery = d.since(d.mark)
 	}
-	lap("step", began)
-	d.emitStep(batch, result, times, workers)
 	return d.settle(ctx, l, step)
 }
 
@@ -83,7 +88,12 @@ func (d *drive) settle(ctx context.Context, l *learner, step uint64) error {
 		}
 	}
 	if d.set.snapshots(step) {
-		return d.snapshot(ctx, l, step)
+		if err := d.snapshot(ctx, l, step); err != nil {
+			return err
+		}
+	}
+	if d.set.evaluates(step) || d.set.snapshots(step) {
+		d.mark = time.Time{} // they are no part of a step's time
 	}
 	return nil
 }

@@ -254,3 +254,13 @@ func TestQuestionOfARenderedChat(t *testing.T) {
 		}
 	}
 }
+
+func TestAnswerThatNobodyScoredHasNoReward(t *testing.T) {
+	t.Parallel()
+	zero := 0.0
+	for want, a := range map[string]Answer{"not scored reward_raised": {Failed: "REWARD_RAISED"}, "0": {Reward: &zero}} {
+		if got := a.Verdict(); got != want || a.Good() {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+}

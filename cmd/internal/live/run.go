@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/rollout-rl/rollout/cmd/internal/output"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -38,11 +39,23 @@ type Eval struct {
 
 // Answer is one sample of an evaluation.
 type Answer struct {
-	Row        uint64  `json:"row"`
-	Prompt     string  `json:"prompt"`
-	Completion string  `json:"completion"`
-	Reward     float64 `json:"reward"`
+	Row        uint64   `json:"row"`
+	Prompt     string   `json:"prompt"`
+	Completion string   `json:"completion"`
+	Reward     *float64 `json:"reward"` // nil: nobody scored it
+	Failed     string   `json:"failed"` // why not, e.g. REWARD_RAISED
 }
+
+// Verdict is the reward as text, or that there is none.
+func (a Answer) Verdict() string {
+	if a.Reward == nil {
+		return strings.ToLower(strings.TrimSpace("not scored " + a.Failed))
+	}
+	return output.Number(*a.Reward)
+}
+
+// Good reports whether it earned more than half a reward.
+func (a Answer) Good() bool { return a.Reward != nil && *a.Reward > 0.5 }
 
 // Question is the end of the prompt that a person looks for: of a rendered chat the last line that somebody wrote.
 func (a Answer) Question() string {

@@ -87,7 +87,12 @@ func (r *Run) comparison(s style.Style) string {
 		}
 		table.Row(strings.TrimPrefix(name, "eval/"), output.Number(before), output.Number(last.Metrics[name]), sign(fmt.Sprintf("%+.3f", change)))
 	}
-	return "\n" + table.String()
+	told := ""
+	if failed := last.Metrics["eval/failed"]; failed > 0 {
+		told = s.Red(fmt.Sprintf("the last one is over %.0f of %.0f answers: %.0f could not be scored and count for nothing\n",
+			last.Metrics["eval/samples"]-failed, last.Metrics["eval/samples"], failed))
+	}
+	return "\n" + table.String() + told
 }
 
 func (r *Run) answers(s style.Style) string {
@@ -99,16 +104,16 @@ func (r *Run) answers(s style.Style) string {
 	b.WriteString("\n" + s.Bold("answers, before and after") + "\n")
 	var table output.Table
 	for _, pair := range pairs {
-		table.Row("  "+oneLine(pair.After.Question()), s.Dim(oneLine(pair.Before.Completion)), verdict(pair.Before.Reward, s),
-			"->", s.Bold(oneLine(pair.After.Completion)), verdict(pair.After.Reward, s))
+		table.Row("  "+oneLine(pair.After.Question()), s.Dim(oneLine(pair.Before.Completion)), verdict(pair.Before, s),
+			"->", s.Bold(oneLine(pair.After.Completion)), verdict(pair.After, s))
 	}
 	b.WriteString(table.String())
 	return b.String()
 }
 
-func verdict(reward float64, s style.Style) string {
-	text := "(" + output.Number(reward) + ")"
-	if reward > 0.5 {
+func verdict(a Answer, s style.Style) string {
+	text := "(" + a.Verdict() + ")"
+	if a.Good() {
 		return s.Green(text)
 	}
 	return s.Red(text)

@@ -166,8 +166,8 @@ func (d *Data) answers() []answer {
 	for _, pair := range d.Run.Pairs(answersShown) {
 		out = append(out, answer{
 			Prompt: pair.After.Question(), Before: pair.Before.Completion, After: pair.After.Completion,
-			BeforeReward: output.Number(pair.Before.Reward), AfterReward: output.Number(pair.After.Reward),
-			BeforeGood: pair.Before.Reward > 0.5, AfterGood: pair.After.Reward > 0.5, Comparable: len(d.Run.Evals) > 1,
+			BeforeReward: pair.Before.Verdict(), AfterReward: pair.After.Verdict(),
+			BeforeGood: pair.Before.Good(), AfterGood: pair.After.Good(), Comparable: len(d.Run.Evals) > 1,
 		})
 	}
 	return out

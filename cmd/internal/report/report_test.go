@@ -62,7 +62,7 @@ func TestPageShowsWhatTheModelSaidAsText(t *testing.T) {
 	d := learned(60, nil)
 	d.Run.Evals = []live.Eval{
 		{Metrics: map[string]float64{"eval/reward": 0.5}, Samples: []live.Answer{{Row: 1, Prompt: "<b>1+1</b>", Completion: "<script>alert(1)</script>"}}},
-		{Step: 60, Metrics: map[string]float64{"eval/reward": 0.9}, Samples: []live.Answer{{Row: 1, Prompt: "<b>1+1</b>", Completion: "2", Reward: 1}}},
+		{Step: 60, Metrics: map[string]float64{"eval/reward": 0.9}, Samples: []live.Answer{{Row: 1, Prompt: "<b>1+1</b>", Completion: "2", Reward: ptr(1.0)}}},
 	}
 	var b bytes.Buffer
 	if err := d.HTML(&b); err != nil {
@@ -130,3 +130,5 @@ func TestSmoothKeepsTheEnds(t *testing.T) {
 		t.Errorf("the end is %v", s[199])
 	}
 }
+
+func ptr[T any](v T) *T { return &v }
