@@ -140,6 +140,9 @@ func (a *app) change(cmd *cobra.Command, said string, call func(ctx context.Cont
 				return err
 			}
 			return a.message(run, func() string {
+				if state := run.GetState(); said == "cancelled" && (state == runv1.RunState_RUN_STATE_SUCCEEDED || state == runv1.RunState_RUN_STATE_FAILED) {
+					return fmt.Sprintf("%s %s had ended before and is %s; there was nothing to cancel\n", run.GetName(), run.GetRunId(), live.State(state))
+				}
 				return fmt.Sprintf("%s %s %s; it is %s\n", said, run.GetName(), run.GetRunId(), live.State(run.GetState()))
 			})
 		})

@@ -12,7 +12,7 @@ type Limits struct {
 	Restarts     int           // restarts within Window that are allowed; one more is a crash loop
 	Window       time.Duration // 0: 10 minutes
 	StartTimeout time.Duration // a process that has not registered by then is ended and counts as crashed
-	StopGrace    time.Duration // between asking to drain and ending hard; 0: 10 s
+	StopGrace    time.Duration // between asking to leave and ending hard; what a worker has in hand is made again. 0: 2 s
 	FirstBackoff time.Duration // before the first restart; doubles up to MaxBackoff, anew after a calm Window; 0: 100 ms
 	MaxBackoff   time.Duration // 0: 15 s
 }
@@ -25,7 +25,7 @@ func (l Limits) withDefaults() Limits {
 	}
 	set(&l.Window, 10*time.Minute)
 	set(&l.StartTimeout, 5*time.Minute)
-	set(&l.StopGrace, 10*time.Second)
+	set(&l.StopGrace, 2*time.Second)
 	set(&l.FirstBackoff, 100*time.Millisecond)
 	set(&l.MaxBackoff, 15*time.Second)
 	return l
