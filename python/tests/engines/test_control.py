@@ -9,7 +9,8 @@ import torch
 from rollout_workers.engines.base import EngineFailed, NothingStaged, SampleDelta, SampleOutput, WeightsMismatch
 from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
 from rollout_workers.weights import named_weights, weights_digest, write_weights
-from tests.engines.tiny import outputs, plain_logprobs, request, running, same_bits, tiny_model
+
+from .tiny import outputs, plain_logprobs, request, running, same_bits, tiny_model
 
 
 class Collector:

@@ -6,7 +6,8 @@ import torch
 from rollout_workers.engines.base import ModelUnsupported
 from rollout_workers.engines.transformers.lean import LeanForward
 from rollout_workers.engines.transformers.slots import SlotTable
-from tests.engines.tiny import outputs, request, running, same_bits
+
+from .tiny import outputs, request, running, same_bits
 
 PROBES = [
     request("plain", length=5, seeds=(11, 12, 13), max_tokens=12),

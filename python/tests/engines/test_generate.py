@@ -27,7 +27,8 @@ from rollout_workers.engines.base import (
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.generic import GenericForward
 from rollout_workers.engines.transformers.lean import LeanForward
-from tests.engines.tiny import END, outputs, plain_logits, plain_logprobs, request, running, same_bits, tiny_model
+
+from .tiny import END, outputs, plain_logits, plain_logprobs, request, running, same_bits, tiny_model
 
 SMALL = {
     "vocab_size": 257, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -146,14 +147,14 @@ async def test_bad_prompts_fail_alone() -> None:
 
 async def test_logits_that_are_not_finite_end_a_sample_and_leave_no_trace() -> None:
     model = tiny_model()
-    async with running(model, slots=2) as engine:
+    async with running(model, slots=2, deterministic=True) as engine:
         clean = (await outputs(engine, request("good")))["good", 0]
         good = {name: t.clone() for name, t in model.state_dict().items() if name != "lm_head.weight"}
         bad = good | {"model.norm.weight": torch.full_like(good["model.norm.weight"], torch.nan)}
         bad["model.layers.0.self_attn.v_proj.weight"] = torch.full_like(bad["model.layers.0.self_attn.v_proj.weight"], torch.nan)
         await engine.stage_weights(bad)
         await engine.swap_weights(1)
-        broken = await outputs(engine, request("bad", seeds=(1, 2)))
+        broken = await outputs(engine, request("bad", length=14, seeds=(1, 2)))
         assert all(isinstance(o.error, NonFiniteLogits) and not len(o.token_ids) for o in broken.values())
         await engine.stage_weights(good)
         await engine.swap_weights(2)

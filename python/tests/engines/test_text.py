@@ -5,7 +5,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from rollout_workers.engines.base import SampleDelta, SampleOutput, TokenizerMissing
 from rollout_workers.engines.transformers.text import SampleText, advance
-from tests.engines.tiny import byte_tokenizer, outputs, request, running
+
+from .tiny import byte_tokenizer, outputs, request, running
 
 TOKENIZER = byte_tokenizer()
 
