@@ -71,19 +71,12 @@ func TestOneProcessAStateFolder(t *testing.T) {
 	}
 }
 
-func TestReadyAndSmall(t *testing.T) {
+func TestSmallAtRest(t *testing.T) {
 	d := start(t, t.TempDir())
-	_, after, ok := strings.Cut(d.log.String(), "ready_after=")
-	if !ok {
-		t.Fatalf("the log does not say when it was ready:\n%s", d.log)
-	}
-	ready, err := time.ParseDuration(strings.Fields(after)[0])
-	if err != nil {
-		t.Fatal(err)
-	}
 	status, err := os.ReadFile("/proc/" + strconv.Itoa(d.cmd.Process.Pid) + "/status")
 	if err != nil {
 		t.Logf("no resident size on this system: %v", err)
+		return
 	}
 	kib := 0
 	for line := range strings.Lines(string(status)) {
@@ -93,9 +86,9 @@ func TestReadyAndSmall(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("ready after %v, %d MiB resident", ready, kib>>10)
-	if ready > time.Second || kib > 150<<10 {
-		t.Errorf("ready after %v, %d KiB resident; the bounds are 1 s and 150 MiB", ready, kib)
+	t.Logf("%d MiB resident", kib>>10)
+	if kib == 0 || kib > 150<<10 {
+		t.Errorf("%d KiB resident; the bound is 150 MiB", kib)
 	}
 }
 
