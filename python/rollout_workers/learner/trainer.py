@@ -81,14 +81,14 @@ class Trainer:
         started = time.perf_counter()
         self._use_threads()
         ordered = _in_order(samples)
-        normalizer = float(sum(int(sample.loss_mask[1:].sum()) for sample in ordered))
+        normalizer = float(sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in ordered))
         if not normalizer:
             raise BadBatch(f"step {step}: no token of the {len(ordered)} samples is trained on; see their loss masks")
         metrics = describe_batch(ordered, step=step, sampled=self.algorithm.needs.sampled)
         advantages, dull = self._advantages(ordered)
         batches = pack(
             ordered,
-            [index for index in range(len(ordered)) if self._counts(advantages, index)],
+            self._with_gradient(advantages, len(ordered)),
             tokens=self.config.tokens_per_microbatch,
             share_prefixes=self.policy.share_prefixes,
         )
@@ -160,9 +160,11 @@ class Trainer:
         active = torch.zeros(len(keys)).index_add_(0, groups, (advantages != 0).float())
         return advantages, {"zero_advantage_groups": float((active == 0).float().mean())}
 
-    def _counts(self, advantages: Tensor | None, index: int) -> bool:
-        """Whether a sample has a gradient; one with advantage 0 has none unless the loss has other terms."""
-        return advantages is None or self.algorithm.needs.every_token or bool(advantages[index] != 0)
+    def _with_gradient(self, advantages: Tensor | None, count: int) -> list[int]:
+        """The samples that must be computed: advantage 0 gives no gradient unless the loss has other terms."""
+        if advantages is None or self.algorithm.needs.every_token:
+            return list(range(count))
+        return advantages.nonzero()[:, 0].tolist()
 
     def _accumulate(
         self, batch: MicroBatch, advantages: Tensor | None, normalizer: float, sums: TokenSums, clock: _Clock
