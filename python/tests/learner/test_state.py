@@ -48,6 +48,7 @@ def trained(model_dir: Path, steps: int) -> Trainer:
     return learner
 
 
+@pytest.mark.timeout(300)  # a cold import of torch, on a machine that may be busy
 def test_a_new_process_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
     learner = trained(model_dir, 3)
     learner.save_state(tmp_path / "state")
