@@ -37,6 +37,9 @@ type mesh struct {
 func serve(drain, hard context.Context, cfg config.Config, targets []target, environ []string, handler slog.Handler) (err error) {
 	began := time.Now()
 	log := slog.New(handler)
+	if url, err := cfg.Database.Postgres(environ); err != nil || url != "" {
+		return errors.Join(err, errors.New("database: this build keeps its state in SQLite alone; leave database.url unset"))
+	}
 	unlock, err := lockState(cfg.StateDir)
 	if err != nil {
 		return err

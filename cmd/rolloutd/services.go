@@ -35,7 +35,7 @@ import (
 // The constructors of the table in targets.go. Each gives its service the few things that it asks for, and nothing else.
 
 func newStorage(ctx context.Context, m *mesh) (hosted, error) {
-	store, err := storagesqlite.Open(ctx, m.cfg.Database("storage"))
+	store, err := storagesqlite.Open(ctx, m.cfg.DatabaseFile("storage"))
 	if err != nil {
 		return hosted{}, err
 	}
@@ -54,7 +54,7 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := buffersqlite.Open(ctx, m.cfg.Database("buffer"))
+	store, err := buffersqlite.Open(ctx, m.cfg.DatabaseFile("buffer"))
 	if err != nil {
 		return hosted{}, err
 	}
@@ -73,7 +73,7 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := snapshotsqlite.Open(ctx, m.cfg.Database("snapshot"))
+	store, err := snapshotsqlite.Open(ctx, m.cfg.DatabaseFile("snapshot"))
 	if err != nil {
 		return hosted{}, err
 	}
@@ -97,7 +97,7 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := gatewaysqlite.Open(ctx, m.cfg.Database(gatewayTarget))
+	store, err := gatewaysqlite.Open(ctx, m.cfg.DatabaseFile(gatewayTarget))
 	if err != nil {
 		return hosted{}, err
 	}
@@ -123,7 +123,7 @@ func newController(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := controllersqlite.Open(ctx, m.cfg.Database("learner-controller"))
+	store, err := controllersqlite.Open(ctx, m.cfg.DatabaseFile("learner-controller"))
 	if err != nil {
 		return hosted{}, err
 	}
@@ -151,7 +151,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := schedulersqlite.Open(ctx, m.cfg.Database("scheduler"))
+	store, err := schedulersqlite.Open(ctx, m.cfg.DatabaseFile("scheduler"))
 	if err != nil {
 		return hosted{}, err
 	}

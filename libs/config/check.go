@@ -14,7 +14,7 @@ import (
 func (c Config) finish() (Config, error) {
 	var errs []error
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	for _, p := range []*string{&c.StateDir, &c.Join, &c.TokenFile, &c.Gateway.APIKeysFile, &c.NATS.TokenFile, &c.Consul.TokenFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
+	for _, p := range []*string{&c.StateDir, &c.Join, &c.TokenFile, &c.Gateway.APIKeysFile, &c.NATS.TokenFile, &c.Consul.TokenFile, &c.Database.URLFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
 		if *p == "" {
 			continue
 		}
@@ -51,6 +51,7 @@ func (c Config) finish() (Config, error) {
 			fail("nats.url: no credentials in an URL; put the token in a file and name it in nats.token_file")
 		}
 	}
+	errs = append(errs, c.Database.check()...)
 	if !slices.Contains([]string{"text", "json"}, c.Log.Format) {
 		fail("log.format: %q is neither text nor json", c.Log.Format)
 	}

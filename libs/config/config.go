@@ -23,6 +23,7 @@ type Config struct {
 	Gateway   Gateway       `toml:"gateway"`
 	NATS      NATS          `toml:"nats"`
 	Consul    Consul        `toml:"consul"`
+	Database  Database      `toml:"database"`
 	TLS       TLS           `toml:"tls"`
 	Log       Log           `toml:"log"`
 	Worker    Worker        `toml:"worker"`
@@ -47,6 +48,17 @@ type Consul struct {
 	Address   string `toml:"address"`
 	TokenFile string `toml:"token_file"`
 	Listen    string `toml:"listen"`
+}
+
+// Database is where the services keep their state: SQLite files below the state folder, or, where one of the three URLs is set, one
+// PostgreSQL database with a schema and a role for each service. A password comes by URLFile or URLEnv alone.
+type Database struct {
+	URL              string `toml:"url"`
+	URLFile          string `toml:"url_file"`
+	URLEnv           string `toml:"url_env"`
+	SchemaPrefix     string `toml:"schema_prefix"`
+	MaxConnections   int    `toml:"max_connections"`
+	StatementTimeout int    `toml:"statement_timeout_s"`
 }
 
 // TLS are PEM files of the gRPC listener and of the authority that peers are checked against.
@@ -80,6 +92,7 @@ func Default(state string) Config {
 		Gateway:  Gateway{Listen: "127.0.0.1:0"},
 		NATS:     NATS{Listen: "127.0.0.1:0"},
 		Consul:   Consul{Listen: "127.0.0.1:0"},
+		Database: Database{SchemaPrefix: "rollout", MaxConnections: 8, StatementTimeout: 30},
 		Log:      Log{Format: "text", Level: "info"},
 	}
 }
@@ -90,7 +103,7 @@ func (c Config) RuntimeFile() string { return RuntimeFile(c.StateDir) }
 // RuntimeFile is the file of the process that owns a state folder.
 func RuntimeFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.json") }
 
-// Database is the database file of a service.
-func (c Config) Database(service string) string {
+// DatabaseFile is the SQLite file of a service.
+func (c Config) DatabaseFile(service string) string {
 	return filepath.Join(c.StateDir, "db", service+".sqlite")
 }

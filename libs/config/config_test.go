@@ -41,7 +41,7 @@ func TestDefaults(t *testing.T) {
 	if got := load(t, []string{"XDG_STATE_HOME=/x"}).StateDir; got != "/x/rollout" {
 		t.Error(got)
 	}
-	if got := load(t, []string{"ROLLOUT_STATE_DIR=/y", "XDG_STATE_HOME=/x"}); got.StateDir != "/y" || got.Database("buffer") != "/y/db/buffer.sqlite" {
+	if got := load(t, []string{"ROLLOUT_STATE_DIR=/y", "XDG_STATE_HOME=/x"}); got.StateDir != "/y" || got.DatabaseFile("buffer") != "/y/db/buffer.sqlite" {
 		t.Error(got.StateDir)
 	}
 	if _, err := Load(nil, nil, &bytes.Buffer{}); err == nil {
@@ -112,10 +112,11 @@ func TestEveryFieldHasAKey(t *testing.T) {
 func TestErrors(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
-		file string
-		env  []string
-		args []string
-		says []string
+		file  string
+		env   []string
+		args  []string
+		says  []string
+		hides string
 	}{
 		"unknown keys, with their lines": {file: "listen = \"127.0.0.1:0\"\nlissten = 1\n[nats]\nurll = 2\n", says: []string{":2:1: unknown key \"lissten\"", ":4:1: unknown key \"nats.urll\""}},
 		"wrong type":                     {file: "listen = 1\n", says: []string{":1:10:"}},
@@ -131,6 +132,12 @@ func TestErrors(t *testing.T) {
 		"joins itself":                   {args: []string{"--state-dir", "/s", "--join", "/s"}, says: []string{"its own"}},
 		"half of TLS":                    {args: []string{"--tls-cert-file", "x"}, says: []string{"go together"}},
 		"secret in an URL":               {args: []string{"--nats-url", "nats://tok@h:1"}, says: []string{"nats.token_file"}},
+		"password in an URL":             {file: "[database]\nurl = \"postgres://u:hunter2@h/db\"\n", says: []string{"database.url_file", "database.url_env"}, hides: "hunter2"},
+		"password in a parameter":        {args: []string{"--database-url", "postgres://u@h/db?password=hunter2"}, says: []string{"database.url_file"}, hides: "hunter2"},
+		"password of words":              {args: []string{"--database-url", "host=h password=hunter2"}, says: []string{"postgres://"}, hides: "hunter2"},
+		"two databases":                  {args: []string{"--database-url", "postgres://u@h/db", "--database-url-env", "X"}, says: []string{"one of"}},
+		"a prefix that must be quoted":   {args: []string{"--database-schema-prefix", "Roll-Out"}, says: []string{"schema_prefix"}},
+		"too few connections":            {args: []string{"--database-max-connections", "1"}, says: []string{"max_connections"}},
 		"all at once":                    {args: []string{"--log-format", "xml", "--log-level", "loud", "--nats-url", "h:1"}, says: []string{"xml", "loud", "h:1"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -147,6 +154,9 @@ func TestErrors(t *testing.T) {
 				if !strings.Contains(err.Error(), s) {
 					t.Errorf("%q is not in %q", s, err)
 				}
+			}
+			if c.hides != "" && strings.Contains(err.Error(), c.hides) {
+				t.Errorf("%q tells a secret", err)
 			}
 		})
 	}
