@@ -15,6 +15,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
@@ -23,6 +24,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
 const runID = "run-01kapq3n8jz3gq5p1cs0e8q0vd"
@@ -37,6 +39,7 @@ func at(seconds float64) *timestamppb.Timestamp {
 type fake struct {
 	planv1.UnimplementedPlannerServiceServer
 	runv1.UnimplementedSchedulerServiceServer
+	bufferv1.UnimplementedBufferServiceServer
 	snapshotv1.UnimplementedSnapshotServiceServer
 	storagev1.UnimplementedEventServiceServer
 	gatewayv1.UnimplementedRolloutGatewayServiceServer
@@ -61,6 +64,7 @@ type fake struct {
 func (f *fake) Register(r grpc.ServiceRegistrar) {
 	planv1.RegisterPlannerServiceServer(r, f)
 	runv1.RegisterSchedulerServiceServer(r, f)
+	bufferv1.RegisterBufferServiceServer(r, f)
 	snapshotv1.RegisterSnapshotServiceServer(r, f)
 	storagev1.RegisterEventServiceServer(r, f)
 	gatewayv1.RegisterRolloutGatewayServiceServer(r, f)
@@ -163,6 +167,24 @@ func (f *fake) CreateRun(_ context.Context, r *runv1.CreateRunRequest) (*runv1.C
 func (f *fake) GetRun(_ context.Context, r *runv1.GetRunRequest) (*runv1.GetRunResponse, error) {
 	status, err := f.lookup(r.GetRunId())
 	return &runv1.GetRunResponse{Status: status}, err
+}
+
+// ExportLedger gives a ledger that a step is missing from, with a damaged sample.
+func (f *fake) ExportLedger(_ *bufferv1.ExportLedgerRequest, stream grpc.ServerStreamingServer[bufferv1.ExportLedgerResponse]) error {
+	digest := func(n int) string { return fmt.Sprintf("blake3-%064x", n) }
+	return stream.Send(&bufferv1.ExportLedgerResponse{
+		Ledger: &bufferv1.LedgerRecord{
+			Config: &bufferv1.LedgerConfig{GroupsPerStep: 1, GroupSize: 1, Rows: 9500, Order: bufferv1.LeaseOrder_LEASE_ORDER_POSITION},
+			State:  &bufferv1.LedgerState{Step: 2, Consumed: 1}, Chain: digest(7),
+		},
+		Segments: []*bufferv1.SegmentRecord{{Number: 1, Bytes: 100, FileBytes: 100, Flaw: "a record has another checksum", FlawOffset: 8}},
+		Steps:    []*bufferv1.StepRecord{{Step: 2, BatchId: digest(3), WeightsDigest: digest(2), Groups: 1, Samples: 1, Chain: digest(7)}},
+		Weights:  []*bufferv1.WeightsRecord{{Version: 2, Digest: digest(2)}},
+		Groups: []*bufferv1.GroupRecord{{Key: &bufferv1.GroupKey{Index: 1}, Position: 1, State: bufferv1.GroupState_GROUP_STATE_CONSUMED,
+			Step: 2, Samples: 1}},
+		Samples: []*bufferv1.SampleRecord{{Segment: 1, Flaw: "segment 1 at byte 16: another checksum", Ref: &bufferv1.SampleRef{
+			Key: &trajectoryv1.TrajectoryKey{RunId: runID, Index: 1}, Offset: 16, Length: 84, Outcome: trajectoryv1.Outcome_OUTCOME_COMPLETED}}},
+	})
 }
 
 func (f *fake) ListRuns(_ context.Context, r *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {

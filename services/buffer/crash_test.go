@@ -20,6 +20,7 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
 func TestOpenLedgersIngestAgainAfterARestart(t *testing.T) {
@@ -293,5 +294,71 @@ func TestSlowWatcherSeesTheNewest(t *testing.T) {
 	}
 	if seen > messages+3 {
 		t.Errorf("%d messages for %d changes", seen, messages)
+	}
+}
+
+// Whatever byte of a segment is flipped, and wherever it is cut off: the export names run, group, sample and offset of each payload
+// that is not what was written, and no such payload is handed to a learner.
+func TestEveryByteOfASegmentIsWatched(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	s.open(ledgerConfig())
+	s.record(0)
+	s.publish(append(groupOf(0, 0, 0), groupOf(1, 0, 0)...)...)
+	b := s.lease(1)
+	path := b.GetSamples()[0].GetSegment()
+	whole, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	try := func(what string, at int, data []byte, cut bool) {
+		t.Helper()
+		if err := os.WriteFile(path, data, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		flawed := 0
+		for _, sample := range s.export().GetSamples() {
+			ref := sample.GetRef()
+			first, end := int(ref.GetOffset())-segment.HeaderBytes, int(ref.GetOffset()+ref.GetLength())
+			bad := at < 8 || at >= first && at < end || cut && at < end
+			if bad != (sample.GetFlaw() != "") {
+				t.Fatalf("%s at byte %d: sample at %d to %d: flaw %q", what, at, first, end, sample.GetFlaw())
+			}
+			if bad {
+				flawed++
+			}
+		}
+		if flawed == 0 {
+			t.Fatalf("%s at byte %d was not found", what, at)
+		}
+		if got, err := s.payloads(1); rpcerr.Reason(err) != "PAYLOAD_LOST" {
+			t.Fatalf("%s at byte %d: %d payloads were given out: %v", what, at, len(got), err)
+		}
+	}
+	for at := 0; at < len(whole); at += 1 + at/64 { // every byte of the first record, then fewer: the records are alike
+		spoiled := append([]byte(nil), whole...)
+		spoiled[at] ^= 0x20
+		try("a flip", at, spoiled, false)
+		try("a cut", at, whole[:at], true)
+	}
+}
+
+// export is the whole ledger with what its files hold.
+func (s *bench) export() *bufferv1.ExportLedgerResponse {
+	s.Helper()
+	stream, err := s.client.ExportLedger(s.Context(), &bufferv1.ExportLedgerRequest{RunId: run})
+	if err != nil {
+		s.Fatal(err)
+	}
+	all := &bufferv1.ExportLedgerResponse{}
+	for {
+		part, err := stream.Recv()
+		if err != nil {
+			if err := ignoreEOF(err); err != nil {
+				s.Fatal(err)
+			}
+			return all
+		}
+		proto.Merge(all, part)
 	}
 }

@@ -149,6 +149,7 @@ func (l *Ledger) key(g *Group) *bufferv1.GroupKey {
 func (l *Ledger) record(g *Group) *bufferv1.GroupRecord {
 	return &bufferv1.GroupRecord{
 		Key: l.key(g), Position: g.Position, State: g.State, Reason: g.Reason, Step: g.Step, Samples: g.Samples, Failures: g.Failures,
+		Pending: g.Pending, MinVersion: g.MinVersion, Arrival: g.Arrival,
 	}
 }
 

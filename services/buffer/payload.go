@@ -20,7 +20,7 @@ const chunkBytes = 1 << 20
 
 // refs says where samples are.
 func (s *Service) refs(l *Ledger, samples []Sample) []*bufferv1.SampleRef {
-	rows, folder := l.Config.GetRows(), s.folder(l.Run)
+	folder := s.folder(l.Run)
 	if abs, err := filepath.Abs(folder); err == nil {
 		folder = abs
 	}
@@ -28,20 +28,25 @@ func (s *Service) refs(l *Ledger, samples []Sample) []*bufferv1.SampleRef {
 	out := make([]*bufferv1.SampleRef, len(samples))
 	for i := range samples {
 		a := &samples[i]
-		ref := &bufferv1.SampleRef{
-			Key: &trajectoryv1.TrajectoryKey{RunId: l.Run, Epoch: uint32(a.Position / rows), Index: a.Position % rows,
-				Attempt: a.Attempt, Sample: a.Sample, Part: a.Part},
-			Offset: a.Offset, Length: a.Length, Crc32C: a.CRC, Reward: a.Reward, Outcome: a.Outcome, PayloadRef: a.Ref,
-		}
+		out[i] = ref(l, a)
 		if a.Segment > 0 {
 			if paths[a.Segment] == "" {
 				paths[a.Segment] = segment.Path(folder, a.Segment)
 			}
-			ref.Segment = paths[a.Segment]
+			out[i].Segment = paths[a.Segment]
 		}
-		out[i] = ref
 	}
 	return out
+}
+
+// ref is a sample without the file that it is in.
+func ref(l *Ledger, a *Sample) *bufferv1.SampleRef {
+	rows := l.Config.GetRows()
+	return &bufferv1.SampleRef{
+		Key: &trajectoryv1.TrajectoryKey{RunId: l.Run, Epoch: uint32(a.Position / rows), Index: a.Position % rows,
+			Attempt: a.Attempt, Sample: a.Sample, Part: a.Part},
+		Offset: a.Offset, Length: a.Length, Crc32C: a.CRC, Reward: a.Reward, Outcome: a.Outcome, PayloadRef: a.Ref,
+	}
 }
 
 // payloads gives the payloads of a step's batch in its order, some at a time. ErrNoBatch, ErrTrimmed, ErrLost.

@@ -182,6 +182,12 @@ func (s *Server) WatchLedger(req *bufferv1.WatchLedgerRequest, stream grpc.Serve
 	}
 }
 
+// ExportLedger implements the contract.
+func (s *Server) ExportLedger(req *bufferv1.ExportLedgerRequest, stream grpc.ServerStreamingServer[bufferv1.ExportLedgerResponse]) error {
+	run := req.GetRunId()
+	return Export(stream.Context(), s.service.deps.Store, s.service.folder(run), run, s.service.fetch, stream.Send)
+}
+
 // TrimPayloads implements the contract.
 func (s *Server) TrimPayloads(ctx context.Context, req *bufferv1.TrimPayloadsRequest) (*bufferv1.TrimPayloadsResponse, error) {
 	freed, err := s.service.trim(ctx, req.GetRunId(), req.GetThroughStep())
@@ -199,5 +205,6 @@ func (s *Server) view(ctx context.Context, run string, fn func(Reader) error) er
 func stepRecord(s *Step) *bufferv1.StepRecord {
 	return &bufferv1.StepRecord{
 		Step: s.Step, BatchId: s.Batch, WeightsDigest: s.WeightsDigest, Groups: s.Groups, Samples: s.Samples, Chain: s.Chain,
+		Excluded: s.Excluded,
 	}
 }

@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc/keepalive"
 
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -47,6 +48,7 @@ type Options struct {
 type Client struct {
 	Planner   planv1.PlannerServiceClient
 	Scheduler runv1.SchedulerServiceClient
+	Buffer    bufferv1.BufferServiceClient
 	Snapshot  snapshotv1.SnapshotServiceClient
 	Events    storagev1.EventServiceClient
 	Gateway   gatewayv1.RolloutGatewayServiceClient
@@ -69,6 +71,7 @@ func (c *Client) stubs() *Client {
 	c.found = map[string]*grpc.ClientConn{}
 	c.Planner = planv1.NewPlannerServiceClient(c.conn("planner"))
 	c.Scheduler = runv1.NewSchedulerServiceClient(c.conn("scheduler"))
+	c.Buffer = bufferv1.NewBufferServiceClient(c.conn("buffer"))
 	c.Snapshot = snapshotv1.NewSnapshotServiceClient(c.conn("snapshot"))
 	c.Events = storagev1.NewEventServiceClient(c.conn("storage"))
 	c.Gateway = gatewayv1.NewRolloutGatewayServiceClient(c.conn("rollout-gateway"))

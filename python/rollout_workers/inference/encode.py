@@ -72,7 +72,9 @@ def _encode_episode(group: PromptGroup, episode: Episode, head: _Head, holdings:
         raw_logprobs=b"".join(raw),
         loss_mask=b"".join(mask),
         prompt_tokens=head.tokens,
-        version_spans=[pb.VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans],
+        version_spans=[
+            pb.VersionSpan(version=s.version, start=s.start, end=s.end, digest=_digest(holdings, s.version)) for s in spans
+        ],
         reward=result.reward,
         metrics=result.metrics,
         outcome=outcome,
@@ -148,6 +150,12 @@ def in_messages(envelopes: Iterable[pb.TrajectoryEnvelope], most_bytes: int) -> 
     if held:
         batches.append(pb.TrajectoryBatch(trajectories=held))
     return batches
+
+
+def _digest(holdings: Holdings, version: int) -> str:
+    """What the engine computed from the weights of a version; empty where that is forgotten."""
+    receipt = holdings.of(version)
+    return receipt.digest if receipt.version == version else ""
 
 
 def _key(group: PromptGroup, sample: int) -> pb.TrajectoryKey:

@@ -181,6 +181,9 @@ class GroupRecord(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    ARRIVAL_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position over all epochs."""
     state: Global___GroupState.ValueType
@@ -193,6 +196,12 @@ class GroupRecord(_message.Message):
     """Samples there."""
     failures: _builtins.int
     """Attempts that failed; those that only went stale are not counted."""
+    pending: _builtins.int
+    """Samples whose weights are not recorded yet."""
+    min_version: _builtins.int
+    """Oldest weights version of its samples."""
+    arrival: _builtins.int
+    """Place in the order of completion and exclusion, from 1; 0 before."""
     @_builtins.property
     def key(self) -> Global___GroupKey:
         """Key with the newest attempt."""
@@ -207,10 +216,13 @@ class GroupRecord(_message.Message):
         step: _builtins.int = ...,
         samples: _builtins.int = ...,
         failures: _builtins.int = ...,
+        pending: _builtins.int = ...,
+        min_version: _builtins.int = ...,
+        arrival: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "key", b"key", "position", b"position", "reason", b"reason", "samples", b"samples", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "failures", b"failures", "key", b"key", "min_version", b"min_version", "pending", b"pending", "position", b"position", "reason", b"reason", "samples", b"samples", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -326,6 +338,7 @@ class StepRecord(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
+    EXCLUDED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step, from 1."""
     batch_id: _builtins.str
@@ -338,6 +351,8 @@ class StepRecord(_message.Message):
     """Samples consumed."""
     chain: _builtins.str
     """Digest of the chain up to here: blake3 over the previous link, step, batch and weights digest."""
+    excluded: _builtins.int
+    """Groups that were excluded and that the step went without."""
     def __init__(
         self,
         *,
@@ -347,10 +362,11 @@ class StepRecord(_message.Message):
         groups: _builtins.int = ...,
         samples: _builtins.int = ...,
         chain: _builtins.str = ...,
+        excluded: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "chain", b"chain", "groups", b"groups", "samples", b"samples", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "chain", b"chain", "excluded", b"excluded", "groups", b"groups", "samples", b"samples", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1155,3 +1171,257 @@ class TrimPayloadsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrimPayloadsResponse: _TypeAlias = TrimPayloadsResponse  # noqa: Y015
+
+@_typing.final
+class ExportLedgerRequest(_message.Message):
+    """ExportLedgerRequest names a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportLedgerRequest: _TypeAlias = ExportLedgerRequest  # noqa: Y015
+
+@_typing.final
+class ExportLedgerResponse(_message.Message):
+    """ExportLedgerResponse is some rows. The first message holds the ledger and its segments."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ledger(self) -> Global___LedgerRecord:
+        """The ledger; in the first message alone."""
+
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentRecord]:
+        """Segments by number."""
+
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightsRecord]:
+        """Weights by version."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
+        """Steps in order; one that is leased and not committed has no digest."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:
+        """Groups by position."""
+
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
+        """Samples by position, sample and part."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Global___LedgerRecord | None = ...,
+        segments: _abc.Iterable[Global___SegmentRecord] | None = ...,
+        weights: _abc.Iterable[Global___WeightsRecord] | None = ...,
+        steps: _abc.Iterable[Global___StepRecord] | None = ...,
+        groups: _abc.Iterable[Global___GroupRecord] | None = ...,
+        samples: _abc.Iterable[Global___SampleRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "ledger", b"ledger", "samples", b"samples", "segments", b"segments", "steps", b"steps", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportLedgerResponse: _TypeAlias = ExportLedgerResponse  # noqa: Y015
+
+@_typing.final
+class LedgerRecord(_message.Message):
+    """LedgerRecord is the ledger without its groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIG_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    TRIMMED_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    chain: _builtins.str
+    """Link of the last committed step."""
+    trimmed: _builtins.int
+    """Payloads of steps through this one may be gone."""
+    closed: _builtins.bool
+    """Whether ingest is stopped."""
+    @_builtins.property
+    def config(self) -> Global___LedgerConfig:
+        """Config."""
+
+    @_builtins.property
+    def state(self) -> Global___LedgerState:
+        """Its numbers."""
+
+    def __init__(
+        self,
+        *,
+        config: Global___LedgerConfig | None = ...,
+        state: Global___LedgerState | None = ...,
+        chain: _builtins.str = ...,
+        trimmed: _builtins.int = ...,
+        closed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "closed", b"closed", "config", b"config", "state", b"state", "trimmed", b"trimmed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedgerRecord: _TypeAlias = LedgerRecord  # noqa: Y015
+
+@_typing.final
+class SegmentRecord(_message.Message):
+    """SegmentRecord is a segment file as the ledger knows it and as it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    TRIMMED_FIELD_NUMBER: _builtins.int
+    FILE_BYTES_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    FLAW_FIELD_NUMBER: _builtins.int
+    FLAW_OFFSET_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number, from 1."""
+    bytes: _builtins.int
+    """Bytes that are durable by the ledger."""
+    trimmed: _builtins.bool
+    """Whether it was dropped because a snapshot covers it."""
+    file_bytes: _builtins.int
+    """Bytes that the file has."""
+    missing: _builtins.bool
+    """Whether there is no such file."""
+    flaw: _builtins.str
+    """What is wrong with the records in it; empty: all are whole."""
+    flaw_offset: _builtins.int
+    """Byte at which that is."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        trimmed: _builtins.bool = ...,
+        file_bytes: _builtins.int = ...,
+        missing: _builtins.bool = ...,
+        flaw: _builtins.str = ...,
+        flaw_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "file_bytes", b"file_bytes", "flaw", b"flaw", "flaw_offset", b"flaw_offset", "missing", b"missing", "number", b"number", "trimmed", b"trimmed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SegmentRecord: _TypeAlias = SegmentRecord  # noqa: Y015
+
+@_typing.final
+class WeightsRecord(_message.Message):
+    """WeightsRecord is a version of the weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version."""
+    digest: _builtins.str
+    """Digest."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsRecord: _TypeAlias = WeightsRecord  # noqa: Y015
+
+@_typing.final
+class SampleRecord(_message.Message):
+    """SampleRecord is a sample and what its payload says of itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    RECEIPT_VERSION_FIELD_NUMBER: _builtins.int
+    RECEIPT_DIGEST_FIELD_NUMBER: _builtins.int
+    TRIMMED_FIELD_NUMBER: _builtins.int
+    FLAW_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    """Number of the segment; 0: the payload is in the storage service."""
+    min_version: _builtins.int
+    """Oldest weights of its tokens, as the ledger has it."""
+    receipt_version: _builtins.int
+    """Weights of its receipt."""
+    receipt_digest: _builtins.str
+    """Digest of its receipt, where that was not yet found to agree with the recorded one."""
+    trimmed: _builtins.bool
+    """Whether the payload is gone because a snapshot covers it."""
+    flaw: _builtins.str
+    """Why the payload can't be read, or is not what was recorded; empty: it is whole."""
+    trained: _builtins.int
+    """Tokens that it trains, from the payload."""
+    @_builtins.property
+    def ref(self) -> Global___SampleRef:
+        """Where it is."""
+
+    @_builtins.property
+    def key(self) -> _trajectory_pb2.TrajectoryKey:
+        """Key that stands in the payload. Absent where it was not read."""
+
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]:
+        """Weights of its tokens, from the payload."""
+
+    def __init__(
+        self,
+        *,
+        ref: Global___SampleRef | None = ...,
+        segment: _builtins.int = ...,
+        min_version: _builtins.int = ...,
+        receipt_version: _builtins.int = ...,
+        receipt_digest: _builtins.str = ...,
+        trimmed: _builtins.bool = ...,
+        flaw: _builtins.str = ...,
+        key: _trajectory_pb2.TrajectoryKey | None = ...,
+        spans: _abc.Iterable[_trajectory_pb2.VersionSpan] | None = ...,
+        trained: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flaw", b"flaw", "key", b"key", "min_version", b"min_version", "receipt_digest", b"receipt_digest", "receipt_version", b"receipt_version", "ref", b"ref", "segment", b"segment", "spans", b"spans", "trained", b"trained", "trimmed", b"trimmed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleRecord: _TypeAlias = SampleRecord  # noqa: Y015

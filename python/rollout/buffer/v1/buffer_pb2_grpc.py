@@ -100,6 +100,11 @@ class BufferServiceStub:
                 request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.WatchLedgerRequest.SerializeToString,
                 response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.WatchLedgerResponse.FromString,
                 _registered_method=True)
+        self.ExportLedger = channel.unary_stream(
+                '/rollout.buffer.v1.BufferService/ExportLedger',
+                request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerRequest.SerializeToString,
+                response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerResponse.FromString,
+                _registered_method=True)
         self.TrimPayloads = channel.unary_unary(
                 '/rollout.buffer.v1.BufferService/TrimPayloads',
                 request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.TrimPayloadsRequest.SerializeToString,
@@ -204,6 +209,13 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportLedger(self, request, context):
+        """ExportLedger streams every row of a ledger as it stands at one moment, with what the payload files really hold, for auditors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TrimPayloads(self, request, context):
         """TrimPayloads says that a snapshot covers the steps up to one; their payloads may go.
         """
@@ -278,6 +290,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.WatchLedger,
                     request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.WatchLedgerRequest.FromString,
                     response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.WatchLedgerResponse.SerializeToString,
+            ),
+            'ExportLedger': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportLedger,
+                    request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerRequest.FromString,
+                    response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerResponse.SerializeToString,
             ),
             'TrimPayloads': grpc.unary_unary_rpc_method_handler(
                     servicer.TrimPayloads,
@@ -637,6 +654,33 @@ class BufferService:
             '/rollout.buffer.v1.BufferService/WatchLedger',
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.WatchLedgerRequest.SerializeToString,
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.WatchLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollout.buffer.v1.BufferService/ExportLedger',
+            rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerRequest.SerializeToString,
+            rollout_dot_buffer_dot_v1_dot_buffer__pb2.ExportLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,8 @@ class BufferServiceStub:
     """ReadPayloads streams serialized trajectories of a batch in the batch's order, for readers on other hosts."""
     WatchLedger: _grpc.UnaryStreamMultiCallable[_buffer_pb2.WatchLedgerRequest, _buffer_pb2.WatchLedgerResponse]
     """WatchLedger streams the state at once and on every change."""
+    ExportLedger: _grpc.UnaryStreamMultiCallable[_buffer_pb2.ExportLedgerRequest, _buffer_pb2.ExportLedgerResponse]
+    """ExportLedger streams every row of a ledger as it stands at one moment, with what the payload files really hold, for auditors."""
     TrimPayloads: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.TrimPayloadsRequest, _buffer_pb2.TrimPayloadsResponse]
     """TrimPayloads says that a snapshot covers the steps up to one; their payloads may go."""
 
@@ -101,6 +103,8 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """ReadPayloads streams serialized trajectories of a batch in the batch's order, for readers on other hosts."""
     WatchLedger: _aio.UnaryStreamMultiCallable[_buffer_pb2.WatchLedgerRequest, _buffer_pb2.WatchLedgerResponse]  # type: ignore[assignment]
     """WatchLedger streams the state at once and on every change."""
+    ExportLedger: _aio.UnaryStreamMultiCallable[_buffer_pb2.ExportLedgerRequest, _buffer_pb2.ExportLedgerResponse]  # type: ignore[assignment]
+    """ExportLedger streams every row of a ledger as it stands at one moment, with what the payload files really hold, for auditors."""
     TrimPayloads: _aio.UnaryUnaryMultiCallable[_buffer_pb2.TrimPayloadsRequest, _buffer_pb2.TrimPayloadsResponse]  # type: ignore[assignment]
     """TrimPayloads says that a snapshot covers the steps up to one; their payloads may go."""
 
@@ -214,6 +218,14 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_buffer_pb2.WatchLedgerResponse], _abc.AsyncIterator[_buffer_pb2.WatchLedgerResponse]]:
         """WatchLedger streams the state at once and on every change."""
+
+    @_abc_1.abstractmethod
+    def ExportLedger(
+        self,
+        request: _buffer_pb2.ExportLedgerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_buffer_pb2.ExportLedgerResponse], _abc.AsyncIterator[_buffer_pb2.ExportLedgerResponse]]:
+        """ExportLedger streams every row of a ledger as it stands at one moment, with what the payload files really hold, for auditors."""
 
     @_abc_1.abstractmethod
     def TrimPayloads(

@@ -103,22 +103,26 @@ class VersionSpan(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Weights version."""
     start: _builtins.int
     """First completion token of the span."""
     end: _builtins.int
     """One past the last completion token of the span."""
+    digest: _builtins.str
+    """Digest that the engine computed from the tensors which sampled the span; empty where it is not known."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "end", b"end", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -345,7 +345,13 @@ type GroupRecord struct {
 	// Samples there.
 	Samples uint32 `protobuf:"varint,6,opt,name=samples,proto3" json:"samples,omitempty"`
 	// Attempts that failed; those that only went stale are not counted.
-	Failures      uint32 `protobuf:"varint,7,opt,name=failures,proto3" json:"failures,omitempty"`
+	Failures uint32 `protobuf:"varint,7,opt,name=failures,proto3" json:"failures,omitempty"`
+	// Samples whose weights are not recorded yet.
+	Pending uint32 `protobuf:"varint,8,opt,name=pending,proto3" json:"pending,omitempty"`
+	// Oldest weights version of its samples.
+	MinVersion uint64 `protobuf:"varint,9,opt,name=min_version,json=minVersion,proto3" json:"min_version,omitempty"`
+	// Place in the order of completion and exclusion, from 1; 0 before.
+	Arrival       uint64 `protobuf:"varint,10,opt,name=arrival,proto3" json:"arrival,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -425,6 +431,27 @@ func (x *GroupRecord) GetSamples() uint32 {
 func (x *GroupRecord) GetFailures() uint32 {
 	if x != nil {
 		return x.Failures
+	}
+	return 0
+}
+
+func (x *GroupRecord) GetPending() uint32 {
+	if x != nil {
+		return x.Pending
+	}
+	return 0
+}
+
+func (x *GroupRecord) GetMinVersion() uint64 {
+	if x != nil {
+		return x.MinVersion
+	}
+	return 0
+}
+
+func (x *GroupRecord) GetArrival() uint64 {
+	if x != nil {
+		return x.Arrival
 	}
 	return 0
 }
@@ -644,7 +671,9 @@ type StepRecord struct {
 	// Samples consumed.
 	Samples uint32 `protobuf:"varint,5,opt,name=samples,proto3" json:"samples,omitempty"`
 	// Digest of the chain up to here: blake3 over the previous link, step, batch and weights digest.
-	Chain         string `protobuf:"bytes,6,opt,name=chain,proto3" json:"chain,omitempty"`
+	Chain string `protobuf:"bytes,6,opt,name=chain,proto3" json:"chain,omitempty"`
+	// Groups that were excluded and that the step went without.
+	Excluded      uint32 `protobuf:"varint,7,opt,name=excluded,proto3" json:"excluded,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -719,6 +748,13 @@ func (x *StepRecord) GetChain() string {
 		return x.Chain
 	}
 	return ""
+}
+
+func (x *StepRecord) GetExcluded() uint32 {
+	if x != nil {
+		return x.Excluded
+	}
+	return 0
 }
 
 // LedgerState is the ledger in numbers.
@@ -2353,6 +2389,507 @@ func (x *TrimPayloadsResponse) GetBytes() uint64 {
 	return 0
 }
 
+// ExportLedgerRequest names a run.
+type ExportLedgerRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExportLedgerRequest) Reset() {
+	*x = ExportLedgerRequest{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportLedgerRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportLedgerRequest) ProtoMessage() {}
+
+func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportLedgerRequest.ProtoReflect.Descriptor instead.
+func (*ExportLedgerRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *ExportLedgerRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// ExportLedgerResponse is some rows. The first message holds the ledger and its segments.
+type ExportLedgerResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The ledger; in the first message alone.
+	Ledger *LedgerRecord `protobuf:"bytes,1,opt,name=ledger,proto3" json:"ledger,omitempty"`
+	// Segments by number.
+	Segments []*SegmentRecord `protobuf:"bytes,2,rep,name=segments,proto3" json:"segments,omitempty"`
+	// Weights by version.
+	Weights []*WeightsRecord `protobuf:"bytes,3,rep,name=weights,proto3" json:"weights,omitempty"`
+	// Steps in order; one that is leased and not committed has no digest.
+	Steps []*StepRecord `protobuf:"bytes,4,rep,name=steps,proto3" json:"steps,omitempty"`
+	// Groups by position.
+	Groups []*GroupRecord `protobuf:"bytes,5,rep,name=groups,proto3" json:"groups,omitempty"`
+	// Samples by position, sample and part.
+	Samples       []*SampleRecord `protobuf:"bytes,6,rep,name=samples,proto3" json:"samples,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExportLedgerResponse) Reset() {
+	*x = ExportLedgerResponse{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportLedgerResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportLedgerResponse) ProtoMessage() {}
+
+func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportLedgerResponse.ProtoReflect.Descriptor instead.
+func (*ExportLedgerResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *ExportLedgerResponse) GetLedger() *LedgerRecord {
+	if x != nil {
+		return x.Ledger
+	}
+	return nil
+}
+
+func (x *ExportLedgerResponse) GetSegments() []*SegmentRecord {
+	if x != nil {
+		return x.Segments
+	}
+	return nil
+}
+
+func (x *ExportLedgerResponse) GetWeights() []*WeightsRecord {
+	if x != nil {
+		return x.Weights
+	}
+	return nil
+}
+
+func (x *ExportLedgerResponse) GetSteps() []*StepRecord {
+	if x != nil {
+		return x.Steps
+	}
+	return nil
+}
+
+func (x *ExportLedgerResponse) GetGroups() []*GroupRecord {
+	if x != nil {
+		return x.Groups
+	}
+	return nil
+}
+
+func (x *ExportLedgerResponse) GetSamples() []*SampleRecord {
+	if x != nil {
+		return x.Samples
+	}
+	return nil
+}
+
+// LedgerRecord is the ledger without its groups.
+type LedgerRecord struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Config.
+	Config *LedgerConfig `protobuf:"bytes,1,opt,name=config,proto3" json:"config,omitempty"`
+	// Its numbers.
+	State *LedgerState `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
+	// Link of the last committed step.
+	Chain string `protobuf:"bytes,3,opt,name=chain,proto3" json:"chain,omitempty"`
+	// Payloads of steps through this one may be gone.
+	Trimmed uint64 `protobuf:"varint,4,opt,name=trimmed,proto3" json:"trimmed,omitempty"`
+	// Whether ingest is stopped.
+	Closed        bool `protobuf:"varint,5,opt,name=closed,proto3" json:"closed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LedgerRecord) Reset() {
+	*x = LedgerRecord{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LedgerRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LedgerRecord) ProtoMessage() {}
+
+func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LedgerRecord.ProtoReflect.Descriptor instead.
+func (*LedgerRecord) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *LedgerRecord) GetConfig() *LedgerConfig {
+	if x != nil {
+		return x.Config
+	}
+	return nil
+}
+
+func (x *LedgerRecord) GetState() *LedgerState {
+	if x != nil {
+		return x.State
+	}
+	return nil
+}
+
+func (x *LedgerRecord) GetChain() string {
+	if x != nil {
+		return x.Chain
+	}
+	return ""
+}
+
+func (x *LedgerRecord) GetTrimmed() uint64 {
+	if x != nil {
+		return x.Trimmed
+	}
+	return 0
+}
+
+func (x *LedgerRecord) GetClosed() bool {
+	if x != nil {
+		return x.Closed
+	}
+	return false
+}
+
+// SegmentRecord is a segment file as the ledger knows it and as it is.
+type SegmentRecord struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Number, from 1.
+	Number uint32 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"`
+	// Bytes that are durable by the ledger.
+	Bytes uint64 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// Whether it was dropped because a snapshot covers it.
+	Trimmed bool `protobuf:"varint,3,opt,name=trimmed,proto3" json:"trimmed,omitempty"`
+	// Bytes that the file has.
+	FileBytes uint64 `protobuf:"varint,4,opt,name=file_bytes,json=fileBytes,proto3" json:"file_bytes,omitempty"`
+	// Whether there is no such file.
+	Missing bool `protobuf:"varint,5,opt,name=missing,proto3" json:"missing,omitempty"`
+	// What is wrong with the records in it; empty: all are whole.
+	Flaw string `protobuf:"bytes,6,opt,name=flaw,proto3" json:"flaw,omitempty"`
+	// Byte at which that is.
+	FlawOffset    uint64 `protobuf:"varint,7,opt,name=flaw_offset,json=flawOffset,proto3" json:"flaw_offset,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SegmentRecord) Reset() {
+	*x = SegmentRecord{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SegmentRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SegmentRecord) ProtoMessage() {}
+
+func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SegmentRecord.ProtoReflect.Descriptor instead.
+func (*SegmentRecord) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *SegmentRecord) GetNumber() uint32 {
+	if x != nil {
+		return x.Number
+	}
+	return 0
+}
+
+func (x *SegmentRecord) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *SegmentRecord) GetTrimmed() bool {
+	if x != nil {
+		return x.Trimmed
+	}
+	return false
+}
+
+func (x *SegmentRecord) GetFileBytes() uint64 {
+	if x != nil {
+		return x.FileBytes
+	}
+	return 0
+}
+
+func (x *SegmentRecord) GetMissing() bool {
+	if x != nil {
+		return x.Missing
+	}
+	return false
+}
+
+func (x *SegmentRecord) GetFlaw() string {
+	if x != nil {
+		return x.Flaw
+	}
+	return ""
+}
+
+func (x *SegmentRecord) GetFlawOffset() uint64 {
+	if x != nil {
+		return x.FlawOffset
+	}
+	return 0
+}
+
+// WeightsRecord is a version of the weights.
+type WeightsRecord struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Version.
+	Version uint64 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
+	// Digest.
+	Digest        string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WeightsRecord) Reset() {
+	*x = WeightsRecord{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WeightsRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WeightsRecord) ProtoMessage() {}
+
+func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WeightsRecord.ProtoReflect.Descriptor instead.
+func (*WeightsRecord) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *WeightsRecord) GetVersion() uint64 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *WeightsRecord) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+// SampleRecord is a sample and what its payload says of itself.
+type SampleRecord struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where it is.
+	Ref *SampleRef `protobuf:"bytes,1,opt,name=ref,proto3" json:"ref,omitempty"`
+	// Number of the segment; 0: the payload is in the storage service.
+	Segment uint32 `protobuf:"varint,2,opt,name=segment,proto3" json:"segment,omitempty"`
+	// Oldest weights of its tokens, as the ledger has it.
+	MinVersion uint64 `protobuf:"varint,3,opt,name=min_version,json=minVersion,proto3" json:"min_version,omitempty"`
+	// Weights of its receipt.
+	ReceiptVersion uint64 `protobuf:"varint,4,opt,name=receipt_version,json=receiptVersion,proto3" json:"receipt_version,omitempty"`
+	// Digest of its receipt, where that was not yet found to agree with the recorded one.
+	ReceiptDigest string `protobuf:"bytes,5,opt,name=receipt_digest,json=receiptDigest,proto3" json:"receipt_digest,omitempty"`
+	// Whether the payload is gone because a snapshot covers it.
+	Trimmed bool `protobuf:"varint,6,opt,name=trimmed,proto3" json:"trimmed,omitempty"`
+	// Why the payload can't be read, or is not what was recorded; empty: it is whole.
+	Flaw string `protobuf:"bytes,7,opt,name=flaw,proto3" json:"flaw,omitempty"`
+	// Key that stands in the payload. Absent where it was not read.
+	Key *v1.TrajectoryKey `protobuf:"bytes,8,opt,name=key,proto3" json:"key,omitempty"`
+	// Weights of its tokens, from the payload.
+	Spans []*v1.VersionSpan `protobuf:"bytes,9,rep,name=spans,proto3" json:"spans,omitempty"`
+	// Tokens that it trains, from the payload.
+	Trained       uint32 `protobuf:"varint,10,opt,name=trained,proto3" json:"trained,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SampleRecord) Reset() {
+	*x = SampleRecord{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SampleRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SampleRecord) ProtoMessage() {}
+
+func (x *SampleRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SampleRecord.ProtoReflect.Descriptor instead.
+func (*SampleRecord) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *SampleRecord) GetRef() *SampleRef {
+	if x != nil {
+		return x.Ref
+	}
+	return nil
+}
+
+func (x *SampleRecord) GetSegment() uint32 {
+	if x != nil {
+		return x.Segment
+	}
+	return 0
+}
+
+func (x *SampleRecord) GetMinVersion() uint64 {
+	if x != nil {
+		return x.MinVersion
+	}
+	return 0
+}
+
+func (x *SampleRecord) GetReceiptVersion() uint64 {
+	if x != nil {
+		return x.ReceiptVersion
+	}
+	return 0
+}
+
+func (x *SampleRecord) GetReceiptDigest() string {
+	if x != nil {
+		return x.ReceiptDigest
+	}
+	return ""
+}
+
+func (x *SampleRecord) GetTrimmed() bool {
+	if x != nil {
+		return x.Trimmed
+	}
+	return false
+}
+
+func (x *SampleRecord) GetFlaw() string {
+	if x != nil {
+		return x.Flaw
+	}
+	return ""
+}
+
+func (x *SampleRecord) GetKey() *v1.TrajectoryKey {
+	if x != nil {
+		return x.Key
+	}
+	return nil
+}
+
+func (x *SampleRecord) GetSpans() []*v1.VersionSpan {
+	if x != nil {
+		return x.Spans
+	}
+	return nil
+}
+
+func (x *SampleRecord) GetTrained() uint32 {
+	if x != nil {
+		return x.Trained
+	}
+	return 0
+}
+
 var File_rollout_buffer_v1_buffer_proto protoreflect.FileDescriptor
 
 const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
@@ -2374,7 +2911,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\bGroupKey\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x04R\x05index\x12\x18\n" +
-	"\aattempt\x18\x03 \x01(\rR\aattempt\"\xef\x01\n" +
+	"\aattempt\x18\x03 \x01(\rR\aattempt\"\xc4\x02\n" +
 	"\vGroupRecord\x12-\n" +
 	"\x03key\x18\x01 \x01(\v2\x1b.rollout.buffer.v1.GroupKeyR\x03key\x12\x1a\n" +
 	"\bposition\x18\x02 \x01(\x04R\bposition\x123\n" +
@@ -2382,7 +2919,12 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x12\n" +
 	"\x04step\x18\x05 \x01(\x04R\x04step\x12\x18\n" +
 	"\asamples\x18\x06 \x01(\rR\asamples\x12\x1a\n" +
-	"\bfailures\x18\a \x01(\rR\bfailures\"\x98\x02\n" +
+	"\bfailures\x18\a \x01(\rR\bfailures\x12\x18\n" +
+	"\apending\x18\b \x01(\rR\apending\x12\x1f\n" +
+	"\vmin_version\x18\t \x01(\x04R\n" +
+	"minVersion\x12\x18\n" +
+	"\aarrival\x18\n" +
+	" \x01(\x04R\aarrival\"\x98\x02\n" +
 	"\tSampleRef\x126\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyR\x03key\x12\x18\n" +
 	"\asegment\x18\x02 \x01(\tR\asegment\x12\x16\n" +
@@ -2399,7 +2941,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\bbatch_id\x18\x03 \x01(\tR\abatchId\x126\n" +
 	"\asamples\x18\x04 \x03(\v2\x1c.rollout.buffer.v1.SampleRefR\asamples\x12\x16\n" +
 	"\x06groups\x18\x05 \x01(\rR\x06groups\x12\x1a\n" +
-	"\bexcluded\x18\x06 \x01(\rR\bexcluded\"\xaa\x01\n" +
+	"\bexcluded\x18\x06 \x01(\rR\bexcluded\"\xc6\x01\n" +
 	"\n" +
 	"StepRecord\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x19\n" +
@@ -2407,7 +2949,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x0eweights_digest\x18\x03 \x01(\tR\rweightsDigest\x12\x16\n" +
 	"\x06groups\x18\x04 \x01(\rR\x06groups\x12\x18\n" +
 	"\asamples\x18\x05 \x01(\rR\asamples\x12\x14\n" +
-	"\x05chain\x18\x06 \x01(\tR\x05chain\"\xa0\x03\n" +
+	"\x05chain\x18\x06 \x01(\tR\x05chain\x12\x1a\n" +
+	"\bexcluded\x18\a \x01(\rR\bexcluded\"\xa0\x03\n" +
 	"\vLedgerState\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x12\n" +
 	"\x04open\x18\x02 \x01(\x04R\x04open\x12\x14\n" +
@@ -2500,7 +3043,48 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12!\n" +
 	"\fthrough_step\x18\x02 \x01(\x04R\vthroughStep\",\n" +
 	"\x14TrimPayloadsResponse\x12\x14\n" +
-	"\x05bytes\x18\x01 \x01(\x04R\x05bytes*_\n" +
+	"\x05bytes\x18\x01 \x01(\x04R\x05bytes\"5\n" +
+	"\x13ExportLedgerRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\xf1\x02\n" +
+	"\x14ExportLedgerResponse\x127\n" +
+	"\x06ledger\x18\x01 \x01(\v2\x1f.rollout.buffer.v1.LedgerRecordR\x06ledger\x12<\n" +
+	"\bsegments\x18\x02 \x03(\v2 .rollout.buffer.v1.SegmentRecordR\bsegments\x12:\n" +
+	"\aweights\x18\x03 \x03(\v2 .rollout.buffer.v1.WeightsRecordR\aweights\x123\n" +
+	"\x05steps\x18\x04 \x03(\v2\x1d.rollout.buffer.v1.StepRecordR\x05steps\x126\n" +
+	"\x06groups\x18\x05 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\x129\n" +
+	"\asamples\x18\x06 \x03(\v2\x1f.rollout.buffer.v1.SampleRecordR\asamples\"\xc5\x01\n" +
+	"\fLedgerRecord\x127\n" +
+	"\x06config\x18\x01 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigR\x06config\x124\n" +
+	"\x05state\x18\x02 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\x12\x14\n" +
+	"\x05chain\x18\x03 \x01(\tR\x05chain\x12\x18\n" +
+	"\atrimmed\x18\x04 \x01(\x04R\atrimmed\x12\x16\n" +
+	"\x06closed\x18\x05 \x01(\bR\x06closed\"\xc5\x01\n" +
+	"\rSegmentRecord\x12\x16\n" +
+	"\x06number\x18\x01 \x01(\rR\x06number\x12\x14\n" +
+	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x18\n" +
+	"\atrimmed\x18\x03 \x01(\bR\atrimmed\x12\x1d\n" +
+	"\n" +
+	"file_bytes\x18\x04 \x01(\x04R\tfileBytes\x12\x18\n" +
+	"\amissing\x18\x05 \x01(\bR\amissing\x12\x12\n" +
+	"\x04flaw\x18\x06 \x01(\tR\x04flaw\x12\x1f\n" +
+	"\vflaw_offset\x18\a \x01(\x04R\n" +
+	"flawOffset\"A\n" +
+	"\rWeightsRecord\x12\x18\n" +
+	"\aversion\x18\x01 \x01(\x04R\aversion\x12\x16\n" +
+	"\x06digest\x18\x02 \x01(\tR\x06digest\"\x83\x03\n" +
+	"\fSampleRecord\x12.\n" +
+	"\x03ref\x18\x01 \x01(\v2\x1c.rollout.buffer.v1.SampleRefR\x03ref\x12\x18\n" +
+	"\asegment\x18\x02 \x01(\rR\asegment\x12\x1f\n" +
+	"\vmin_version\x18\x03 \x01(\x04R\n" +
+	"minVersion\x12'\n" +
+	"\x0freceipt_version\x18\x04 \x01(\x04R\x0ereceiptVersion\x12%\n" +
+	"\x0ereceipt_digest\x18\x05 \x01(\tR\rreceiptDigest\x12\x18\n" +
+	"\atrimmed\x18\x06 \x01(\bR\atrimmed\x12\x12\n" +
+	"\x04flaw\x18\a \x01(\tR\x04flaw\x126\n" +
+	"\x03key\x18\b \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyR\x03key\x128\n" +
+	"\x05spans\x18\t \x03(\v2\".rollout.trajectory.v1.VersionSpanR\x05spans\x12\x18\n" +
+	"\atrained\x18\n" +
+	" \x01(\rR\atrained*_\n" +
 	"\n" +
 	"LeaseOrder\x12\x1b\n" +
 	"\x17LEASE_ORDER_UNSPECIFIED\x10\x00\x12\x18\n" +
@@ -2514,8 +3098,7 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12GROUP_STATE_LEASED\x10\x03\x12\x18\n" +
 	"\x14GROUP_STATE_CONSUMED\x10\x04\x12\x18\n" +
 	"\x14GROUP_STATE_EXCLUDED\x10\x05\x12\x19\n" +
-	"\x15GROUP_STATE_DISSOLVED\x10\x062\xb1\n" +
-	"\n" +
+	"\x15GROUP_STATE_DISSOLVED\x10\x062\x94\v\n" +
 	"\rBufferService\x12Y\n" +
 	"\n" +
 	"OpenLedger\x12$.rollout.buffer.v1.OpenLedgerRequest\x1a%.rollout.buffer.v1.OpenLedgerResponse\x12\\\n" +
@@ -2534,7 +3117,8 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\rExcludeGroups\x12'.rollout.buffer.v1.ExcludeGroupsRequest\x1a(.rollout.buffer.v1.ExcludeGroupsResponse\x12b\n" +
 	"\rReissueGroups\x12'.rollout.buffer.v1.ReissueGroupsRequest\x1a(.rollout.buffer.v1.ReissueGroupsResponse\x12a\n" +
 	"\fReadPayloads\x12&.rollout.buffer.v1.ReadPayloadsRequest\x1a'.rollout.buffer.v1.ReadPayloadsResponse0\x01\x12^\n" +
-	"\vWatchLedger\x12%.rollout.buffer.v1.WatchLedgerRequest\x1a&.rollout.buffer.v1.WatchLedgerResponse0\x01\x12_\n" +
+	"\vWatchLedger\x12%.rollout.buffer.v1.WatchLedgerRequest\x1a&.rollout.buffer.v1.WatchLedgerResponse0\x01\x12a\n" +
+	"\fExportLedger\x12&.rollout.buffer.v1.ExportLedgerRequest\x1a'.rollout.buffer.v1.ExportLedgerResponse0\x01\x12_\n" +
 	"\fTrimPayloads\x12&.rollout.buffer.v1.TrimPayloadsRequest\x1a'.rollout.buffer.v1.TrimPayloadsResponseB\xce\x01\n" +
 	"\x15com.rollout.buffer.v1B\vBufferProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1;bufferv1\xa2\x02\x03RBX\xaa\x02\x11Rollout.Buffer.V1\xca\x02\x11Rollout\\Buffer\\V1\xe2\x02\x1dRollout\\Buffer\\V1\\GPBMetadata\xea\x02\x13Rollout::Buffer::V1b\x06proto3"
 
@@ -2551,7 +3135,7 @@ func file_rollout_buffer_v1_buffer_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_buffer_v1_buffer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(LeaseOrder)(0),               // 0: rollout.buffer.v1.LeaseOrder
 	(GroupState)(0),               // 1: rollout.buffer.v1.GroupState
@@ -2591,15 +3175,22 @@ var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
 	(*WatchLedgerResponse)(nil),   // 35: rollout.buffer.v1.WatchLedgerResponse
 	(*TrimPayloadsRequest)(nil),   // 36: rollout.buffer.v1.TrimPayloadsRequest
 	(*TrimPayloadsResponse)(nil),  // 37: rollout.buffer.v1.TrimPayloadsResponse
-	(*v1.TrajectoryKey)(nil),      // 38: rollout.trajectory.v1.TrajectoryKey
-	(v1.Outcome)(0),               // 39: rollout.trajectory.v1.Outcome
+	(*ExportLedgerRequest)(nil),   // 38: rollout.buffer.v1.ExportLedgerRequest
+	(*ExportLedgerResponse)(nil),  // 39: rollout.buffer.v1.ExportLedgerResponse
+	(*LedgerRecord)(nil),          // 40: rollout.buffer.v1.LedgerRecord
+	(*SegmentRecord)(nil),         // 41: rollout.buffer.v1.SegmentRecord
+	(*WeightsRecord)(nil),         // 42: rollout.buffer.v1.WeightsRecord
+	(*SampleRecord)(nil),          // 43: rollout.buffer.v1.SampleRecord
+	(*v1.TrajectoryKey)(nil),      // 44: rollout.trajectory.v1.TrajectoryKey
+	(v1.Outcome)(0),               // 45: rollout.trajectory.v1.Outcome
+	(*v1.VersionSpan)(nil),        // 46: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
 	3,  // 1: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
 	1,  // 2: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
-	38, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	39, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
+	44, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	45, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
 	5,  // 5: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
 	4,  // 6: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
 	2,  // 7: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
@@ -2615,39 +3206,52 @@ var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	3,  // 17: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
 	3,  // 18: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
 	8,  // 19: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	9,  // 20: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
-	11, // 21: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
-	13, // 22: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
-	15, // 23: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
-	18, // 24: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
-	20, // 25: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
-	22, // 26: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
-	24, // 27: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
-	26, // 28: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
-	28, // 29: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
-	30, // 30: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
-	32, // 31: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
-	34, // 32: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	36, // 33: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	10, // 34: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	12, // 35: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	14, // 36: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	16, // 37: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	19, // 38: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	21, // 39: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	23, // 40: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	25, // 41: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	27, // 42: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	29, // 43: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	31, // 44: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	33, // 45: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	35, // 46: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	37, // 47: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	34, // [34:48] is the sub-list for method output_type
-	20, // [20:34] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	40, // 20: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	41, // 21: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	42, // 22: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	7,  // 23: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	4,  // 24: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	43, // 25: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	2,  // 26: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
+	8,  // 27: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
+	5,  // 28: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
+	44, // 29: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	46, // 30: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	9,  // 31: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
+	11, // 32: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
+	13, // 33: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
+	15, // 34: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
+	18, // 35: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
+	20, // 36: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
+	22, // 37: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
+	24, // 38: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
+	26, // 39: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
+	28, // 40: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
+	30, // 41: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
+	32, // 42: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
+	34, // 43: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
+	38, // 44: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	36, // 45: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
+	10, // 46: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	12, // 47: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	14, // 48: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	16, // 49: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	19, // 50: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	21, // 51: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	23, // 52: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	25, // 53: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	27, // 54: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	29, // 55: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	31, // 56: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	33, // 57: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	35, // 58: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	39, // 59: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	37, // 60: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	46, // [46:61] is the sub-list for method output_type
+	31, // [31:46] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_rollout_buffer_v1_buffer_proto_init() }
@@ -2661,7 +3265,7 @@ func file_rollout_buffer_v1_buffer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_buffer_v1_buffer_proto_rawDesc), len(file_rollout_buffer_v1_buffer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   36,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

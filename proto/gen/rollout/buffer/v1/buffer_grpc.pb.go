@@ -34,6 +34,7 @@ const (
 	BufferService_ReissueGroups_FullMethodName = "/rollout.buffer.v1.BufferService/ReissueGroups"
 	BufferService_ReadPayloads_FullMethodName  = "/rollout.buffer.v1.BufferService/ReadPayloads"
 	BufferService_WatchLedger_FullMethodName   = "/rollout.buffer.v1.BufferService/WatchLedger"
+	BufferService_ExportLedger_FullMethodName  = "/rollout.buffer.v1.BufferService/ExportLedger"
 	BufferService_TrimPayloads_FullMethodName  = "/rollout.buffer.v1.BufferService/TrimPayloads"
 )
 
@@ -71,6 +72,8 @@ type BufferServiceClient interface {
 	ReadPayloads(ctx context.Context, in *ReadPayloadsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ReadPayloadsResponse], error)
 	// WatchLedger streams the state at once and on every change.
 	WatchLedger(ctx context.Context, in *WatchLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchLedgerResponse], error)
+	// ExportLedger streams every row of a ledger as it stands at one moment, with what the payload files really hold, for auditors.
+	ExportLedger(ctx context.Context, in *ExportLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportLedgerResponse], error)
 	// TrimPayloads says that a snapshot covers the steps up to one; their payloads may go.
 	TrimPayloads(ctx context.Context, in *TrimPayloadsRequest, opts ...grpc.CallOption) (*TrimPayloadsResponse, error)
 }
@@ -231,6 +234,25 @@ func (c *bufferServiceClient) WatchLedger(ctx context.Context, in *WatchLedgerRe
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type BufferService_WatchLedgerClient = grpc.ServerStreamingClient[WatchLedgerResponse]
 
+func (c *bufferServiceClient) ExportLedger(ctx context.Context, in *ExportLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportLedgerResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &BufferService_ServiceDesc.Streams[2], BufferService_ExportLedger_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[ExportLedgerRequest, ExportLedgerResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type BufferService_ExportLedgerClient = grpc.ServerStreamingClient[ExportLedgerResponse]
+
 func (c *bufferServiceClient) TrimPayloads(ctx context.Context, in *TrimPayloadsRequest, opts ...grpc.CallOption) (*TrimPayloadsResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(TrimPayloadsResponse)
@@ -275,6 +297,8 @@ type BufferServiceServer interface {
 	ReadPayloads(*ReadPayloadsRequest, grpc.ServerStreamingServer[ReadPayloadsResponse]) error
 	// WatchLedger streams the state at once and on every change.
 	WatchLedger(*WatchLedgerRequest, grpc.ServerStreamingServer[WatchLedgerResponse]) error
+	// ExportLedger streams every row of a ledger as it stands at one moment, with what the payload files really hold, for auditors.
+	ExportLedger(*ExportLedgerRequest, grpc.ServerStreamingServer[ExportLedgerResponse]) error
 	// TrimPayloads says that a snapshot covers the steps up to one; their payloads may go.
 	TrimPayloads(context.Context, *TrimPayloadsRequest) (*TrimPayloadsResponse, error)
 	mustEmbedUnimplementedBufferServiceServer()
@@ -325,6 +349,9 @@ func (UnimplementedBufferServiceServer) ReadPayloads(*ReadPayloadsRequest, grpc.
 }
 func (UnimplementedBufferServiceServer) WatchLedger(*WatchLedgerRequest, grpc.ServerStreamingServer[WatchLedgerResponse]) error {
 	return status.Error(codes.Unimplemented, "method WatchLedger not implemented")
+}
+func (UnimplementedBufferServiceServer) ExportLedger(*ExportLedgerRequest, grpc.ServerStreamingServer[ExportLedgerResponse]) error {
+	return status.Error(codes.Unimplemented, "method ExportLedger not implemented")
 }
 func (UnimplementedBufferServiceServer) TrimPayloads(context.Context, *TrimPayloadsRequest) (*TrimPayloadsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method TrimPayloads not implemented")
@@ -570,6 +597,17 @@ func _BufferService_WatchLedger_Handler(srv interface{}, stream grpc.ServerStrea
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type BufferService_WatchLedgerServer = grpc.ServerStreamingServer[WatchLedgerResponse]
 
+func _BufferService_ExportLedger_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(ExportLedgerRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(BufferServiceServer).ExportLedger(m, &grpc.GenericServerStream[ExportLedgerRequest, ExportLedgerResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type BufferService_ExportLedgerServer = grpc.ServerStreamingServer[ExportLedgerResponse]
+
 func _BufferService_TrimPayloads_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(TrimPayloadsRequest)
 	if err := dec(in); err != nil {
@@ -653,6 +691,11 @@ var BufferService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "WatchLedger",
 			Handler:       _BufferService_WatchLedger_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "ExportLedger",
+			Handler:       _BufferService_ExportLedger_Handler,
 			ServerStreams: true,
 		},
 	},

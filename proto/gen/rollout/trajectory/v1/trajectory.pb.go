@@ -185,7 +185,9 @@ type VersionSpan struct {
 	// First completion token of the span.
 	Start uint32 `protobuf:"varint,2,opt,name=start,proto3" json:"start,omitempty"`
 	// One past the last completion token of the span.
-	End           uint32 `protobuf:"varint,3,opt,name=end,proto3" json:"end,omitempty"`
+	End uint32 `protobuf:"varint,3,opt,name=end,proto3" json:"end,omitempty"`
+	// Digest that the engine computed from the tensors which sampled the span; empty where it is not known.
+	Digest        string `protobuf:"bytes,4,opt,name=digest,proto3" json:"digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -239,6 +241,13 @@ func (x *VersionSpan) GetEnd() uint32 {
 		return x.End
 	}
 	return 0
+}
+
+func (x *VersionSpan) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
 }
 
 // Trajectory is one sample. Token arrays are raw little-endian bytes, so that a reader maps them without parsing.
@@ -670,11 +679,12 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\x05index\x18\x03 \x01(\x04R\x05index\x12\x18\n" +
 	"\aattempt\x18\x04 \x01(\rR\aattempt\x12\x16\n" +
 	"\x06sample\x18\x05 \x01(\rR\x06sample\x12\x12\n" +
-	"\x04part\x18\x06 \x01(\rR\x04part\"O\n" +
+	"\x04part\x18\x06 \x01(\rR\x04part\"g\n" +
 	"\vVersionSpan\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x12\x14\n" +
 	"\x05start\x18\x02 \x01(\rR\x05start\x12\x10\n" +
-	"\x03end\x18\x03 \x01(\rR\x03end\"\xdb\x04\n" +
+	"\x03end\x18\x03 \x01(\rR\x03end\x12\x16\n" +
+	"\x06digest\x18\x04 \x01(\tR\x06digest\"\xdb\x04\n" +
 	"\n" +
 	"Trajectory\x12>\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12\x1b\n" +

@@ -1,0 +1,152 @@
+package audit_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/services/buffer/segment"
+)
+
+func blake(text string) string {
+	h := id.NewHasher()
+	_, _ = h.Write([]byte(text))
+	return h.ID()
+}
+
+func check(t *testing.T, folder string) *audit.Report {
+	t.Helper()
+	evidence, err := audit.Read(t.Context(), folder, "audited")
+	must(t, err)
+	return audit.Check(evidence)
+}
+
+func TestAWholeRunIsProved(t *testing.T) {
+	t.Parallel()
+	r := check(t, state(t))
+	if !r.Whole {
+		t.Fatalf("breaks: %v", r.Breaks)
+	}
+	if r.Steps != 3 || len(r.Epochs) != 2 || r.Excluded["ATTEMPTS_EXHAUSTED"] != 1 {
+		t.Errorf("%+v", r)
+	}
+	if want := (audit.Epoch{Consumed: 4, Excluded: 1}); r.Epochs[0] != want {
+		t.Errorf("first epoch %+v", r.Epochs[0])
+	}
+	if want := (audit.Epoch{Epoch: 1, Consumed: 1, InFlight: 2}); r.Epochs[1] != want {
+		t.Errorf("second epoch %+v", r.Epochs[1])
+	}
+	if want := (audit.Samples{Trained: 15, Verified: 9, Covered: 6, Tokens: 36, Receipts: 9}); r.Samples != want {
+		t.Errorf("samples %+v", r.Samples)
+	}
+	if r.Segments.Whole != 2 || r.Segments.Covered != 1 {
+		t.Errorf("segments %+v", r.Segments)
+	}
+}
+
+// Each corruption must be named: its kind, and where it is.
+func TestCorruptionsAreNamed(t *testing.T) {
+	t.Parallel()
+	whole := state(t)
+	for _, c := range []struct {
+		name  string
+		spoil spoil
+		want  string // kind
+		where audit.Break
+	}{
+		{"lost group", do("buffer", `DELETE FROM prompt_group WHERE position = 1`), "GROUP_MISSING", audit.Break{Group: "0/1"}},
+		{"lost sample", do("buffer", `DELETE FROM sample WHERE position = 4 AND sample = 1`), "SAMPLES_MISSING", audit.Break{Group: "0/4", Step: 3}},
+		{"wrong number of samples", do("buffer", `UPDATE prompt_group SET samples = 9 WHERE position = 2`), "SAMPLE_COUNT", audit.Break{Group: "0/2", Step: 2}},
+		{"doubled consumption", do("buffer", `UPDATE sample SET byte_offset = (SELECT byte_offset FROM sample WHERE position = 4 AND sample = 0),
+			crc32c = (SELECT crc32c FROM sample WHERE position = 4 AND sample = 0) WHERE position = 5 AND sample = 2`), "PAYLOAD_SHARED", audit.Break{Group: "1/0", Step: 3, Segment: 3}},
+		{"foreign payload", do("buffer", `UPDATE sample SET byte_offset = (SELECT byte_offset FROM sample WHERE position = 4 AND sample = 0),
+			byte_length = (SELECT byte_length FROM sample WHERE position = 4 AND sample = 0), crc32c = (SELECT crc32c FROM sample WHERE position = 4 AND sample = 0) WHERE position = 5 AND sample = 2`), "PAYLOAD_FOREIGN", audit.Break{Group: "1/0", Step: 3, Segment: 3}},
+		{"group consumed by another step", do("buffer", `UPDATE prompt_group SET step = 3 WHERE position = 2`), "WRONG_STEP", audit.Break{Group: "0/2", Step: 3}},
+		{"group taken from its step", do("buffer", `UPDATE prompt_group SET step = 3 WHERE position = 2`), "BATCH_CHANGED", audit.Break{Step: 2}},
+		{"group set back", do("buffer", `UPDATE prompt_group SET state = 2, step = 0 WHERE position = 0`), "NOT_CONSUMED", audit.Break{Group: "0/0"}},
+		{"swapped digest", do("buffer", `UPDATE step SET weights_digest = ? WHERE step = 2`, digest(9)), "CHAIN_BROKEN", audit.Break{Step: 2}},
+		{"swapped digest, links made again", func(t *testing.T, folder string) {
+			do("buffer", `UPDATE step SET weights_digest = ? WHERE step = 2`, digest(9))(t, folder)
+			chained(t, folder)
+		}, "WEIGHTS_SWAPPED", audit.Break{Step: 2}},
+		{"swapped digest, links and record made again", func(t *testing.T, folder string) {
+			do("buffer", `UPDATE step SET weights_digest = ? WHERE step = 2`, digest(9))(t, folder)
+			do("buffer", `UPDATE weights SET digest = ? WHERE version = 2`, digest(9))(t, folder)
+			chained(t, folder)
+		}, "RECEIPT_MISMATCH", audit.Break{Step: 3, Group: "0/4", Segment: 3}},
+		{"step gap", do("buffer", `DELETE FROM step WHERE step = 2`), "STEP_GAP", audit.Break{Step: 2}},
+		{"lost last step", do("buffer", `DELETE FROM step WHERE step = 3`), "LEDGER_HEAD", audit.Break{Step: 2}},
+		{"ledger set back", do("buffer", `UPDATE ledger SET step = 2`), "RUN_AHEAD", audit.Break{Step: 2}},
+		{"lost weights", do("buffer", `DELETE FROM weights WHERE version = 1`), "WEIGHTS_MISSING", audit.Break{Step: 1}},
+		{"receipt of unknown weights", do("buffer", `UPDATE sample SET receipt_version = 77 WHERE position = 5 AND sample = 0`), "RECEIPT_UNKNOWN", audit.Break{Group: "1/0", Step: 3, Segment: 3}},
+		{"wrong receipt", do("buffer", `UPDATE sample SET receipt_digest = ? WHERE position = 5 AND sample = 0`, digest(9)), "RECEIPT_MISMATCH", audit.Break{Group: "1/0", Step: 3, Segment: 3}},
+		{"receipt of later weights", do("buffer", `UPDATE sample SET receipt_version = 3 WHERE position = 2`), "RECEIPT_FROM_LATER", audit.Break{Group: "0/2", Step: 2, Segment: 2}},
+		{"stale sample", do("buffer", `UPDATE sample SET min_version = 0 WHERE position = 4`), "STALE", audit.Break{Group: "0/4", Step: 3, Segment: 3}},
+		{"exclusion without reason", do("buffer", `UPDATE prompt_group SET reason = '' WHERE position = 3`), "EXCLUDED_WITHOUT_REASON", audit.Break{Group: "0/3", Step: 2}},
+		{"exclusion not counted", do("buffer", `UPDATE step SET excluded_count = 0 WHERE step = 2`), "STEP_COUNTS", audit.Break{Step: 2}},
+		{"orphan sample", do("buffer", `UPDATE sample SET position = 8 WHERE position = 6`), "SAMPLE_WITHOUT_GROUP", audit.Break{Group: "1/3", Segment: 3}},
+		{"ledger miscounts", do("buffer", `UPDATE ledger SET consumed = 6`), "LEDGER_COUNTS", audit.Break{}},
+		{"aborted sample trained", do("buffer", `UPDATE sample SET outcome = 3 WHERE position = 4 AND sample = 0`), "UNTRAINABLE", audit.Break{Group: "0/4", Step: 3, Segment: 3}},
+		{"missing segment", func(t *testing.T, folder string) {
+			must(t, os.Remove(segment.Path(filepath.Join(folder, "segments", run), 3)))
+		}, "SEGMENT_MISSING", audit.Break{Segment: 3}},
+		{"truncated segment", edit(3, func(b []byte) []byte { return b[:len(b)-5] }), "SEGMENT_SHORT", audit.Break{Segment: 3}},
+		{"bit flip in a payload", edit(3, func(b []byte) []byte { b[40] ^= 1; return b }), "PAYLOAD_DAMAGED", audit.Break{Group: "0/4", Step: 3, Segment: 3}},
+		{"bit flip in a segment", edit(3, func(b []byte) []byte { b[40] ^= 1; return b }), "SEGMENT_DAMAGED", audit.Break{Segment: 3}},
+		{"segment without its head", edit(2, func(b []byte) []byte { b[0] = 'X'; return b }), "SEGMENT_DAMAGED", audit.Break{Segment: 2}},
+		{"cursor beyond", do("scheduler", `UPDATE cursor SET position = 9`), "CURSOR_BEYOND", audit.Break{Group: "1/3"}},
+		{"cursor behind", do("scheduler", `UPDATE cursor SET position = 6`), "CURSOR_BEHIND", audit.Break{Group: "1/1"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			folder := t.TempDir()
+			for _, part := range []string{"db", "segments"} {
+				must(t, os.CopyFS(filepath.Join(folder, part), os.DirFS(filepath.Join(whole, part))))
+			}
+			c.spoil(t, folder)
+			r := check(t, folder)
+			var told []string
+			for _, b := range r.Breaks {
+				told = append(told, b.Kind+" "+b.Message)
+				if b.Kind == c.want && b.Run == run && b.Group == c.where.Group && b.Step == c.where.Step && b.Segment == c.where.Segment {
+					if payload := b.Segment > 0 && b.Group != ""; payload && (b.Offset == nil || b.Sample == nil) {
+						t.Errorf("no offset or sample: %+v", b)
+					}
+					return
+				}
+			}
+			t.Errorf("no %s at %+v; told was\n%s", c.want, c.where, strings.Join(told, "\n"))
+		})
+	}
+}
+
+// A prompt that two rows claim can't be written to either database; an export that holds it is refused all the same.
+func TestAPromptConsumedTwice(t *testing.T) {
+	t.Parallel()
+	evidence, err := audit.Read(t.Context(), state(t), run)
+	must(t, err)
+	evidence.Groups = append(evidence.Groups, evidence.Groups[0])
+	r := audit.Check(evidence)
+	for _, b := range r.Breaks {
+		if b.Kind == "GROUP_TWICE" && b.Group == "0/0" && b.Step == 1 {
+			return
+		}
+	}
+	t.Errorf("%+v", r.Breaks)
+}
+
+func TestNothingToRead(t *testing.T) {
+	t.Parallel()
+	folder := t.TempDir()
+	_, err := audit.Read(t.Context(), folder, "audited")
+	if e := exit.From(err); e.Code != exit.NoInput || e.Mend == "" {
+		t.Errorf("%v", err)
+	}
+	if left, _ := os.ReadDir(folder); len(left) > 0 {
+		t.Errorf("made %v", left)
+	}
+}

@@ -1,0 +1,131 @@
+package audit
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/libs/blob"
+	"github.com/rollout-rl/rollout/libs/blob/files"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	"github.com/rollout-rl/rollout/services/buffer"
+	buffersqlite "github.com/rollout-rl/rollout/services/buffer/sqlite"
+	schedulersqlite "github.com/rollout-rl/rollout/services/scheduler/sqlite"
+	"github.com/rollout-rl/rollout/services/snapshot"
+	snapshotsqlite "github.com/rollout-rl/rollout/services/snapshot/sqlite"
+)
+
+// Ask gathers the rows of a run (id, prefix or name) from running services.
+func Ask(ctx context.Context, c *client.Client, name string) (*Evidence, error) {
+	before, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
+	if err != nil {
+		return nil, err
+	}
+	e := &Evidence{Run: before.GetStatus().GetRun(), CursorBefore: before.GetStatus().GetCursor().GetPosition()}
+	run := e.Run.GetRunId()
+	for page := ""; ; {
+		listed, err := c.Snapshot.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{RunId: run, PageSize: 1000, PageToken: page})
+		if err != nil {
+			return nil, err
+		}
+		e.Snapshots = append(e.Snapshots, listed.GetSnapshots()...)
+		if page = listed.GetNextPageToken(); page == "" {
+			break
+		}
+	}
+	stream, err := c.Buffer.ExportLedger(ctx, &bufferv1.ExportLedgerRequest{RunId: run})
+	if err != nil {
+		return nil, err
+	}
+	for {
+		rows, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return nil, err
+		}
+		e.add(rows)
+	}
+	after, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: run})
+	if err != nil {
+		return nil, err
+	}
+	e.CursorAfter = after.GetStatus().GetCursor().GetPosition()
+	return e, nil
+}
+
+// Read gathers the rows of a run from the state folder of a control plane that does not run.
+func Read(ctx context.Context, state, name string) (_ *Evidence, err error) {
+	database := func(service string) string { return filepath.Join(state, "db", service+".sqlite") }
+	for _, service := range []string{"scheduler", "buffer", "snapshot"} {
+		if _, err := os.Stat(database(service)); err != nil {
+			return nil, exit.New(exit.NoInput, "name the state folder with --state-dir, or a running control plane with --server",
+				"no %s database to read: %w", service, err)
+		}
+	}
+	runs, err := schedulersqlite.Open(ctx, database("scheduler"))
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, runs.Close()) }()
+	e := &Evidence{}
+	if e.Run, err = runs.Resolve(ctx, name); err != nil {
+		return nil, err
+	}
+	run := e.Run.GetRunId()
+	cursor, err := runs.Cursor(ctx, run)
+	if err != nil {
+		return nil, err
+	}
+	e.CursorBefore, e.CursorAfter = cursor.Position, cursor.Position
+	if e.Snapshots, err = readSnapshots(ctx, database("snapshot"), run); err != nil {
+		return nil, err
+	}
+	return e, e.readLedger(ctx, state, database("buffer"), run)
+}
+
+func readSnapshots(ctx context.Context, path, run string) (_ []*snapshotv1.Snapshot, err error) {
+	store, err := snapshotsqlite.Open(ctx, path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, store.Close()) }()
+	return store.List(ctx, snapshot.Filter{Run: run})
+}
+
+func (e *Evidence) readLedger(ctx context.Context, state, path, run string) (err error) {
+	store, err := buffersqlite.Open(ctx, path)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, store.Close()) }()
+	fetch := func(ctx context.Context, ref string) ([]byte, error) {
+		artifacts, err := files.Open(filepath.Join(state, "artifacts"))
+		if err != nil {
+			return nil, err
+		}
+		return blob.NewCAS(artifacts, artifacts.Spool()).Read(ctx, ref)
+	}
+	return buffer.Export(ctx, store, filepath.Join(state, "segments", run), run, fetch, func(rows *bufferv1.ExportLedgerResponse) error {
+		e.add(rows)
+		return nil
+	})
+}
+
+func (e *Evidence) add(rows *bufferv1.ExportLedgerResponse) {
+	if rows.GetLedger() != nil {
+		e.Ledger = rows.GetLedger()
+	}
+	e.Segments = append(e.Segments, rows.GetSegments()...)
+	e.Weights = append(e.Weights, rows.GetWeights()...)
+	e.Steps = append(e.Steps, rows.GetSteps()...)
+	e.Groups = append(e.Groups, rows.GetGroups()...)
+	e.Samples = append(e.Samples, rows.GetSamples()...)
+}

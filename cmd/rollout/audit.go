@@ -1,0 +1,133 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/daemon"
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+)
+
+// auditShown is how many breaks are printed for people.
+const auditShown = 50
+
+func (a *app) auditCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "audit RUN",
+		Short: "Prove from the ledger that a run lost nothing and did nothing twice",
+		Long: `Prove from the ledger that each prompt of each epoch was consumed exactly once or excluded for a reason, that steps, batches
+and weights form one unbroken chain, that every trained token was sampled by the weights that are recorded, and that the payload
+files are whole. What breaks the proof is printed with run, group, step and offset, and the exit code is 65.
+
+Where a control plane runs it is asked; else its state folder is read, and nothing is started. ` + runArgument,
+		Example: `  rollout audit addition-grpo
+  rollout audit addition-grpo --format json
+  rollout audit addition-grpo --state-dir /copy/of/a/state/folder`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			evidence, err := a.evidence(cmd, args[0])
+			if err != nil {
+				return err
+			}
+			report := audit.Check(evidence)
+			if a.format == formatJSON {
+				err = output.Value(a.stdout, report)
+			} else {
+				_, err = fmt.Fprint(a.stdout, a.auditText(report))
+			}
+			if err == nil && !report.Whole {
+				err = exit.Silent(exit.Data)
+			}
+			return err
+		},
+	}
+}
+
+// evidence asks the control plane that was named or that runs here, else reads the state folder.
+func (a *app) evidence(cmd *cobra.Command, run string) (e *audit.Evidence, err error) {
+	if a.server == "" && a.consul == "" {
+		state, err := daemon.StateDir(a.stateDir, a.env)
+		if err != nil {
+			return nil, exit.New(exit.Usage, "name one with --state-dir", "%w", err)
+		}
+		if info, err := daemon.Find(state); err != nil {
+			return nil, err
+		} else if info == nil {
+			a.note("no control plane runs here; reading %s", state)
+			return audit.Read(cmd.Context(), state, run)
+		}
+	}
+	err = a.with(cmd, func(ctx context.Context, c *client.Client) error {
+		e, err = audit.Ask(ctx, c, run)
+		return err
+	})
+	return e, err
+}
+
+func (a *app) auditText(r *audit.Report) string {
+	s := a.style()
+	var table output.Table
+	add := func(name, format string, args ...any) {
+		table.Row(fmt.Sprintf("%-8s", name), fmt.Sprintf(format, args...))
+	}
+	add("run", "%s %s, %s", r.Name, r.RunID, r.State)
+	for _, e := range r.Epochs {
+		add("epoch "+fmt.Sprint(e.Epoch), "%s consumed once, %s excluded, %s in flight, %s not reached",
+			output.Count(e.Consumed), output.Count(e.Excluded), output.Count(e.InFlight), output.Count(e.NotIssued))
+	}
+	for _, reason := range slices.Sorted(maps.Keys(r.Excluded)) {
+		add("excluded", "%s for %s", output.Count(r.Excluded[reason]), reason)
+	}
+	add("samples", "%s trained: %s payloads verified (%s tokens, %s with the digest of their weights), %s dropped because a snapshot covers them",
+		output.Count(r.Samples.Trained), output.Count(r.Samples.Verified), output.Count(r.Samples.Tokens), output.Count(r.Samples.Receipts), output.Count(r.Samples.Covered))
+	add("dropped", "%s twins, %s refused, %s failed for infrastructure",
+		output.Count(r.Counts["twins_dropped"]), output.Count(r.Counts["refused"]), output.Count(r.Counts["infra_failed"]))
+	add("files", "%s segments whole (%s), %s covered by snapshots", output.Count(r.Segments.Whole), output.Bytes(r.Segments.Bytes), output.Count(r.Segments.Covered))
+	add("chain", "%s steps, head %s", output.Count(r.Steps), r.Chain)
+	add("weights", "%s", r.Digest)
+	text := table.String()
+	if r.Whole {
+		return text + s.Green("whole") + ": nothing was lost, nothing was done twice\n"
+	}
+	var b strings.Builder
+	for _, broken := range r.Breaks[:min(len(r.Breaks), auditShown)] {
+		fmt.Fprintf(&b, "%s %s: %s\n", s.Red("break"), breakText(broken), broken.Message)
+	}
+	if more := len(r.Breaks) - auditShown; more > 0 {
+		fmt.Fprintf(&b, "and %d more; --format json has all\n", more)
+	}
+	return text + b.String()
+}
+
+// breakText says what broke and where.
+func breakText(b audit.Break) string {
+	text := b.Kind + " run " + b.Run
+	for _, part := range []struct {
+		name  string
+		value any
+		known bool
+	}{
+		{"step", b.Step, b.Step > 0}, {"group", b.Group, b.Group != ""}, {"attempt", deref(b.Attempt), b.Attempt != nil},
+		{"sample", deref(b.Sample), b.Sample != nil}, {"segment", b.Segment, b.Segment > 0}, {"offset", deref(b.Offset), b.Offset != nil},
+	} {
+		if part.known {
+			text += fmt.Sprintf(" %s %v", part.name, part.value)
+		}
+	}
+	return text
+}
+
+func deref[T any](p *T) (v T) {
+	if p != nil {
+		v = *p
+	}
+	return v
+}
