@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || other) from the log-probabilities of tokens that the policy sampled.
+"""Estimators of KL(policy || other) from the log-probabilities of tokens that the policy sampled, and their weight.
 
 Schulman, "Approximating KL divergence" (2020). With ``d = log p_other - log p_policy`` of a sampled token:
 
@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from rollout_workers.algorithms.importance import LOG_RATIO_LIMIT
+
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
     """float [N], [N] -> float [N]."""
@@ -25,9 +27,20 @@ def k2(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """float [N], [N] -> float [N]."""
+    """float [N], [N] -> float [N]. The exponent is held at ``LOG_RATIO_LIMIT``; beyond it the slope is that of ``-d``."""
     difference = other - logprobs
-    return difference.expm1() - difference
+    return difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def adapted_coefficient(coefficient: float, divergence: float, samples: int, *, target: float, horizon: float) -> float:
+    """The KL coefficient of the next step, moved towards a target divergence.
+
+    Ziegler et al., arXiv 1909.08593, section 2.2: ``coefficient * (1 + clip(divergence / target - 1, -0.2, 0.2) * samples /
+    horizon)``. ``divergence`` and ``target`` in the same unit, nats a token here; ``samples`` of the step; ``horizon`` in
+    samples.
+    """
+    error = min(max(divergence / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * samples / horizon)

@@ -1,8 +1,30 @@
-"""Correction for tokens that were sampled by other weights than those that are trained."""
+"""Correction for tokens that were sampled by another policy than the one that is trained.
+
+Three policies: the *behaviour* policy, whose logprobs the engine reported; the *proximal* one, the learner's before the batch's
+first update; and the one that is trained. The loss bounds the step from proximal to trained; what lies between behaviour and
+proximal, older weights and the engine's other arithmetic, is a weight on each token (the decoupled objective: Hilton et al.,
+arXiv 2110.00641, equation 2; in asynchronous training AReaL, arXiv 2505.24298).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
+
+from rollout_workers.algorithms.reduction import mean_over_sample, sum_over_sample
+
+CORRECTIONS = ("truncate", "mask", "none")
+LEVELS = ("token", "sequence", "geometric")
+
+LOG_RATIO_LIMIT = 20.0
+"""Ratios of probabilities are held between exp(-20) and exp(20): past that float32 overflows, and the data says nothing more."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """``exp`` of a log-ratio held within ``LOG_RATIO_LIMIT``, without gradient beyond it. float [N] -> float [N]."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def truncated_weight(logprobs: Tensor, behaviour: Tensor, cap: float) -> Tensor:
@@ -12,4 +34,59 @@ def truncated_weight(logprobs: Tensor, behaviour: Tensor, cap: float) -> Tensor:
     logprobs that the engine sampled with, so the weight covers both older weights and the engine's other arithmetic.
     The cap bounds the variance and biases towards the behaviour policy. float [N], [N] -> float [N].
     """
-    return (logprobs.detach() - behaviour).exp().clamp(max=cap)
+    return bounded_exp(logprobs.detach() - behaviour).clamp(max=cap)
+
+
+def masked_weight(logprobs: Tensor, behaviour: Tensor, floor: float, cap: float) -> Tensor:
+    """``p / p_behaviour`` where it lies within ``floor`` .. ``cap``, else 0, a constant for the gradient.
+
+    IcePop (Ling Team, "Every Step Evolves", arXiv 2510.18855, with 0.5 and 5): a token on which the two policies disagree teaches
+    nothing, rather than a little. float [N], [N] -> float [N].
+    """
+    return _mask(bounded_exp(logprobs.detach() - behaviour), floor, cap)
+
+
+def importance_weights(
+    proximal: Tensor,
+    behaviour: Tensor,
+    sample: Tensor | None,
+    *,
+    correction: str,
+    level: str,
+    cap: float,
+    floor: float,
+) -> Tensor:
+    """The weight of each token, a constant for the gradient. float [N], [N], int64 [N] -> float [N].
+
+    ``level``: the ratio of the token (``token``), of its whole sample (``sequence``, the product), or the geometric mean over its
+    sample (``geometric``, comparable between lengths: GSPO, arXiv 2507.18071). ``correction``: ``truncate`` at ``cap``, ``mask``
+    outside ``floor`` .. ``cap``, or ``none``: ones. ``sample`` may be absent at level ``token``. Raises ``ValueError``.
+    """
+    if correction == "none":
+        return torch.ones_like(behaviour)
+    log_ratio = proximal.detach() - behaviour
+    if level != "token":
+        if sample is None:
+            raise ValueError(f"importance weights at level {level!r} need the sample of each token")
+        log_ratio = (sum_over_sample if level == "sequence" else mean_over_sample)(log_ratio, sample)
+    ratio = bounded_exp(log_ratio)
+    return ratio.clamp(max=cap) if correction == "truncate" else _mask(ratio, floor, cap)
+
+
+def staleness_histogram(steps_behind: Sequence[int]) -> dict[str, float]:
+    """Shares of samples by the optimizer steps between the weights that sampled them and those that are trained.
+
+    Buckets 0, 1, 2, 3 to 4, 5 to 8, 9 and more, each ``staleness/share_<from>``. Empty for no sample.
+
+    >>> staleness_histogram([0, 0, 1, 12])["staleness/share_0"]
+    0.5
+    """
+    starts = [0, 1, 2, 3, 5, 9]
+    counts: dict[int, int] = dict.fromkeys(starts, 0)
+    for steps in steps_behind:
+        counts[max(start for start in starts if start <= max(0, steps))] += 1
+    return {f"staleness/share_{start}": count / len(steps_behind) for start, count in counts.items()} if steps_behind else {}
+
+
+def _mask(ratio: Tensor, floor: float, cap: float) -> Tensor:
+    return ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)

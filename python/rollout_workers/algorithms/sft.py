@@ -9,7 +9,10 @@ from rollout_workers.algorithms.types import Algorithm, LossTerms, Needs, TokenB
 
 @dataclass(frozen=True, slots=True)
 class SftConfig:
-    """SFT has no settings of its own: which tokens are trained on stands in each sample's loss mask."""
+    """Settings of SFT. Which tokens are trained on stands in each sample's loss mask; the worker that tokenises a row sets it."""
+
+    train_on_prompt: bool = False
+    """Whether the prompt's tokens are trained on too."""
 
 
 def sft(config: SftConfig) -> Algorithm:

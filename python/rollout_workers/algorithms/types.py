@@ -198,10 +198,6 @@ class EstimatorBatch:
     """int64 [T], ascending: the token's sample."""
     token_rewards: Tensor | None = None
     """float64 [T]: process or token rewards, beside ``rewards``."""
-    lengths: Tensor | None = None
-    """int64 [S]: sampled tokens of each, trained or not; absent: those that are trained."""
-    truncated: Tensor | None = None
-    """bool [S]: cut off at the longest completion, so the state after the last token is not an end."""
     logprobs: Tensor | None = None
     """float64 [T]: of the policy before the batch's first update."""
     reference_logprobs: Tensor | None = None
@@ -235,11 +231,12 @@ class Algorithm:
     loss: Callable[[Any], LossTerms]
     """Takes the record of ``family``."""
     advantages: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(rewards float64 [S], group of each sample int64 [S]) -> advantages float64 [S]. Absent where rewards don't count, or
-    where ``estimate`` stands."""
+    """(rewards float64 [S], group of each sample int64 [S]) -> advantages float64 [S]: the short way, where one reward a
+    sample decides. Absent where it doesn't."""
     estimate: Callable[[EstimatorBatch], Estimate] | None = None
-    """Advantages that need more than rewards: process rewards, lengths, values, or logprobs of a forward that comes first.
-    ``needs`` names which fields of the batch must be there. At most one of ``advantages`` and ``estimate`` is given."""
+    """Advantages from all that a batch can hold: process rewards, values, or logprobs of a forward that comes first; ``needs``
+    names which. To be called where ``advantages`` is absent, and where samples carry token rewards. Absent where neither
+    rewards nor a teacher count."""
     value_loss: Callable[[ValueBatch], LossTerms] | None = None
     """Present exactly where ``needs.critic``."""
     family: Family = "tokens"
@@ -247,6 +244,10 @@ class Algorithm:
     shape: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """(rewards float64 [S], sampled tokens int64 [S], truncated bool [S]) -> rewards float64 [S], before any estimate; absent:
     as they are. DAPO's overlong penalty."""
-    kl_coefficient: Callable[[float, float, int], float] | None = None
-    """(coefficient, divergence measured in the step, samples of the step) -> coefficient of the next step: the adaptive KL
-    controller. Its one number is state of the learner."""
+    mask_truncated: bool = False
+    """Whether samples that were cut off at the longest completion are left out of the loss, once advantages are estimated."""
+    initial_kl_coefficient: float = 0.0
+    """Weight of the divergence from the initial model in the first step."""
+    next_kl_coefficient: Callable[[float, float, int], float] | None = None
+    """(coefficient, ``kl/reference`` of the step, samples of the step) -> coefficient of the next step: the adaptive KL
+    controller. Its one number is state of the learner. Absent: the coefficient stays."""

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from rollout_workers.algorithms.grpo import GrpoConfig, clipped_surrogate, grpo
+from rollout_workers.algorithms.grpo import GrpoConfig, grpo
+from rollout_workers.algorithms.surrogate import policy_loss as clipped_surrogate
 from rollout_workers.algorithms.types import TokenBatch
 
 N = 64

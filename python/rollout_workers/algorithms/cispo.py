@@ -1,0 +1,29 @@
+"""CISPO: clipped importance-sampling weights (MiniMax-M1, arXiv 2506.13585, section 3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_workers.algorithms.family import group_algorithm
+from rollout_workers.algorithms.grpo import GrpoConfig, compare
+from rollout_workers.algorithms.types import Algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class CispoConfig(GrpoConfig):
+    """GRPO's settings with the defaults of CISPO.
+
+    The paper sets no lower clip and doesn't name the upper one; 5 in all is what ScaleRL (arXiv 2510.13786) found to do well.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+
+def cispo(config: CispoConfig) -> Algorithm:
+    """CISPO as an algorithm.
+
+    Per token ``-constant(clip(r)) A log(p)`` (equation 4): the clip bounds the weight of a token's gradient and never its
+    presence, so rare tokens that decide a chain of thought keep theirs.
+    """
+    return group_algorithm("cispo", config, compare(config), detach_ratio=True)

@@ -1,0 +1,27 @@
+"""DAPO: Decoupled Clip and Dynamic Sampling Policy Optimization (Yu et al., arXiv 2503.14476)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_workers.algorithms.family import group_algorithm
+from rollout_workers.algorithms.grpo import GrpoConfig, compare
+from rollout_workers.algorithms.types import Algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class DapoConfig(GrpoConfig):
+    """GRPO's settings with the defaults of DAPO; each part can be switched off by its own setting."""
+
+    clip_high: float = 0.28
+    dynamic_sampling: bool = True
+    overlong_share: float = 0.2
+    max_tokens: int = 1
+
+
+def dapo(config: DapoConfig) -> Algorithm:
+    """DAPO as an algorithm: its four parts are ``clip_high`` above ``clip_low``, ``dynamic_sampling`` (the buffer replaces
+    groups of equal rewards), ``reduction = "token"``, and the soft overlong punishment (``overlong_share``,
+    ``overlong_penalty``).
+    """
+    return group_algorithm("dapo", config, compare(config))

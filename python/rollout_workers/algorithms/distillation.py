@@ -1,0 +1,69 @@
+"""On-policy distillation: the student samples, the teacher says how likely each token was.
+
+Agarwal et al., arXiv 2306.13649 (student's own samples); Gu et al., arXiv 2306.08543 (reverse KL by policy gradient); Lu and
+Thinking Machines Lab, "On-Policy Distillation" (2025: on the sampled tokens alone).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from rollout_workers.algorithms.importance import bounded_exp, importance_weights
+from rollout_workers.algorithms.reduction import REDUCTIONS, reduce_tokens
+from rollout_workers.algorithms.surrogate import one_of, present
+from rollout_workers.algorithms.types import Algorithm, LossTerms, Needs, TokenBatch, Updates
+
+
+@dataclass(frozen=True, slots=True)
+class DistillationConfig:
+    """Settings of on-policy distillation, by the names of the run config."""
+
+    reduction: str = "token"
+    """``token``, ``sequence`` or ``constant``; see ``reduction.reduce_tokens``."""
+    epochs: int = 1
+    minibatches: int = 1
+    off_policy: bool = False
+    """Whether samples may come from older weights; off, the engine's logprobs stay out of the loss."""
+    importance_cap: float = 2.0
+    """Cap of the importance weight against the engine's logprobs; used where ``off_policy``."""
+    max_tokens: int = 0
+    """Longest completion that may be sampled; ``constant`` needs it."""
+    teacher: str = ""
+    """Folder of the teacher's model, for the learner."""
+
+    def __post_init__(self) -> None:
+        one_of("reduction", self.reduction, REDUCTIONS)
+        Updates(self.epochs, self.minibatches)
+
+
+def distillation(config: DistillationConfig) -> Algorithm:
+    """On-policy distillation as an algorithm."""
+    updates = Updates(config.epochs, config.minibatches)
+    return Algorithm(
+        name="distillation",
+        needs=Needs(sampled=True, teacher=True, engine_logprobs=config.off_policy, old_logprobs=updates.count > 1),
+        loss=partial(reverse_kl, config=config),
+        updates=updates,
+    )
+
+
+def reverse_kl(tokens: TokenBatch, *, config: DistillationConfig) -> LossTerms:
+    """``-(p / p_old) constant(log p_teacher - log p)`` of each sampled token, reduced over the batch.
+
+    The expectation over the student's own samples of its gradient is that of KL(student || teacher) at each position; what a
+    token does to later ones is left out (a discount of 0). Off policy a truncated importance weight of the learner over the
+    engine is put on each token. float32 [N] each. Sums: ``kl/teacher`` (k1). Raises ``ValueError`` where the batch lacks
+    something.
+    """
+    teacher = present(tokens.teacher_logprobs, "the teacher's logprobs")
+    student = tokens.logprobs.detach()
+    old = student if tokens.old_logprobs is None else tokens.old_logprobs
+    per_token = -bounded_exp(tokens.logprobs - old) * (teacher - student)
+    if config.off_policy:
+        behaviour = present(tokens.engine_logprobs, "the engine's logprobs")
+        per_token = per_token * importance_weights(
+            old, behaviour, tokens.sample, correction="truncate", level="token", cap=config.importance_cap, floor=0.0
+        )
+    loss = reduce_tokens(per_token, tokens, how=config.reduction, length=config.max_tokens)
+    return LossTerms(loss=loss, sums={"kl/teacher": (student - teacher).sum()})

@@ -1,0 +1,60 @@
+"""Direct Preference Optimization (Rafailov et al., arXiv 2305.18290)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rollout_workers.algorithms.types import Algorithm, LossTerms, Needs, PairBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DpoConfig:
+    """Settings of DPO, by the names of the run config."""
+
+    beta: float = 0.1
+    """How strongly the policy is held to the initial model."""
+    label_smoothing: float = 0.0
+    """Share of pairs whose labels are taken to be wrong (conservative DPO), in [0, 0.5)."""
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(f"beta {self.beta} must be above 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing {self.label_smoothing} must be in [0, 0.5)")
+
+
+def dpo(config: DpoConfig) -> Algorithm:
+    """DPO as an algorithm."""
+    return Algorithm(name="dpo", needs=Needs(reference=True), loss=partial(dpo_loss, config=config), family="pairs")
+
+
+def dpo_loss(batch: PairBatch, *, config: DpoConfig) -> LossTerms:
+    """``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``, the mean over pairs (equation 7; with smoothing e: Mitchell
+    2023).
+
+    ``m`` is the margin of the log-ratios to the initial model, chosen less rejected, summed over tokens. float32 [P] each.
+    Sums: see ``margin_sums``.
+    """
+    chosen = batch.chosen - batch.reference_chosen
+    rejected = batch.rejected - batch.reference_rejected
+    logits = config.beta * (chosen - rejected)
+    smoothing = config.label_smoothing
+    per_pair = -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
+    return LossTerms(
+        loss=per_pair.sum() / batch.pairs, sums=margin_sums(config.beta * chosen.detach(), config.beta * rejected.detach())
+    )
+
+
+def margin_sums(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Sums over pairs of the implicit rewards, float32 [P] each: ``rewards/chosen``, ``rewards/rejected``,
+    ``rewards/margin``, and ``rewards/accuracy`` (pairs whose chosen one is above)."""
+    return {
+        "rewards/chosen": chosen.sum(),
+        "rewards/rejected": rejected.sum(),
+        "rewards/margin": (chosen - rejected).sum(),
+        "rewards/accuracy": (chosen > rejected).float().sum(),
+    }
