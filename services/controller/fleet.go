@@ -130,13 +130,18 @@ func (f *fleet) broadcast() {
 	f.changed = make(chan struct{})
 }
 
+// aim makes w the wanted weights and waits for nobody.
+func (f *fleet) aim(w *weightsv1.WeightsManifest) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.want = w
+	f.broadcast()
+}
+
 // deliver makes w the wanted weights and returns how many workers hold them when each that is registered and not fenced
 // does. With no worker there it returns at once: those to come will load w before they are asked for anything.
 func (f *fleet) deliver(ctx context.Context, w *weightsv1.WeightsManifest, waiting func(who string)) (int, error) {
-	f.mu.Lock()
-	f.want = w
-	f.broadcast()
-	f.mu.Unlock()
+	f.aim(w)
 	for {
 		holding, behind, changed := f.count(w)
 		if len(behind) == 0 {

@@ -11,7 +11,6 @@ import (
 	"go.opentelemetry.io/otel"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/trace"
-	"golang.org/x/sync/errgroup"
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
@@ -48,34 +47,29 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 	}
 	lap("train", from)
 	from = d.deps.Now()
-	d.enter(committing, "buffer")
-	// The weights are written while the step is committed: with the commit the next prompts go out, and are ready to be
-	// sampled when the weights arrive.
-	var weights *weightsv1.WeightsManifest
-	var writing errgroup.Group
-	if d.set.delivers(step) {
-		writing.Go(func() (err error) {
-			weights, err = d.write(ctx, l, result)
-			lap("publish", from)
-			return err
-		})
-	}
-	committed := d.commit(ctx, batch, result)
-	spent := d.since(from)
-	if err := errors.Join(committed, writing.Wait()); err != nil {
+	weights, err := d.written(ctx, l, result)
+	if err != nil {
 		return err
 	}
-	times["time/commit"] = spent
+	if weights != nil {
+		// Beside the commit, so that sampling goes on: what these weights sample waits in the ledger until they are recorded.
+		d.fleet.aim(weights)
+	}
+	d.enter(committing, "buffer")
+	if err := d.commit(ctx, batch, result); err != nil {
+		return err
+	}
+	lap("commit", from)
 	lap("step", d.mark)
 	d.mark = d.deps.Now()
 	d.emitStep(batch, result, times)
 	if weights != nil {
 		d.hold(weights)
-		d.save(ctx, true)
-		if _, err = d.deliver(ctx, weights); err != nil {
+		if _, err := d.deliver(ctx, weights); err != nil {
 			return err
 		}
 		d.delivery = d.since(d.mark)
+		d.save(ctx, true)
 	}
 	return d.settle(ctx, l, step)
 }
@@ -130,7 +124,9 @@ func (d *drive) lease(ctx context.Context, step uint64) (*bufferv1.Batch, error)
 // train has the learner make a step and follows its progress.
 func (d *drive) train(ctx context.Context, l *learner, batch *bufferv1.Batch) (*learnerv1.TrainResult, error) {
 	stream, err := ask(ctx, l, func(ctx context.Context) (learnerv1.LearnerWorkerService_TrainClient, error) {
-		return l.client.Train(ctx, &learnerv1.TrainRequest{RunId: d.spec.GetRunId(), Step: batch.GetStep(), Batch: batch})
+		return l.client.Train(ctx, &learnerv1.TrainRequest{
+			RunId: d.spec.GetRunId(), Step: batch.GetStep(), Batch: batch, Publish: d.set.delivers(batch.GetStep()),
+		})
 	})
 	if err != nil {
 		return nil, fmt.Errorf("train step %d: %w", batch.GetStep(), err)
@@ -163,11 +159,17 @@ func (d *drive) commit(ctx context.Context, batch *bufferv1.Batch, result *learn
 	return nil
 }
 
-// write has the learner write the weights of the step that it made.
-func (d *drive) write(ctx context.Context, l *learner, result *learnerv1.TrainResult) (*weightsv1.WeightsManifest, error) {
-	weights, err := d.publish(ctx, l)
-	if err != nil {
-		return nil, err
+// written is the manifest of the weights of the step that the learner made; nil where they are not delivered.
+func (d *drive) written(ctx context.Context, l *learner, result *learnerv1.TrainResult) (*weightsv1.WeightsManifest, error) {
+	if !d.set.delivers(result.GetStep()) {
+		return nil, nil
+	}
+	weights := result.GetWeights()
+	if weights == nil {
+		var err error
+		if weights, err = d.publish(ctx, l); err != nil {
+			return nil, err
+		}
 	}
 	if weights.GetDigest() != result.GetWeightsDigest() {
 		return nil, fmt.Errorf("publish step %d: the learner made %s and wrote %s: %w", result.GetStep(), result.GetWeightsDigest(), weights.GetDigest(), ErrDiverged)

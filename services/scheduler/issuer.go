@@ -190,7 +190,7 @@ func (i *issuer) act(ctx context.Context) error {
 	if err := i.settle(ctx, ledger.GetDissolved()); err != nil {
 		return err
 	}
-	upto := i.c.window.Upto(i.position, ledger.GetStep())
+	upto := i.c.window.Upto(i.position, ledger.GetStep(), ledger.GetLeased() > 0)
 	for i.position < upto {
 		to := min(upto, i.position+chunk)
 		var items []item

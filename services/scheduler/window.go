@@ -9,7 +9,10 @@ import (
 //
 //	issue up to the end of window (steps committed + staleness + 1), a window being the groups of one step
 //
-// So in flight + ready + leased never exceeds (staleness + 1) * groups a step, and a group that is sampled when it is issued and
+// Where the weights that sample a group follow from its position (sync), or none do (data), the next window opens with the lease
+// of a batch already: its prompts lie ready at the workers when their weights come.
+//
+// So in flight + ready never exceeds (staleness + 1) * groups a step, and a group that is sampled as soon as it may be and
 // consumed in its turn is at most staleness steps old. One that others overtake the buffer dissolves before it would be older, and
 // it comes back as a new attempt. An excluded group counts for the step that goes without it.
 type Window struct {
@@ -38,9 +41,14 @@ func windowOf(plan *planv1.Plan, first, firstStep uint64) Window {
 	}
 }
 
-// Upto is the position up to which may be issued now (exclusive), at least next. step is the last committed one.
-func (w Window) Upto(next, step uint64) uint64 {
-	return max(next, w.start(min(max(step, w.FirstStep)+w.Staleness+1, w.Steps)))
+// Upto is the position up to which may be issued now (exclusive), at least next. step is the last committed one; leased tells
+// that the batch of the step after it is with the learner.
+func (w Window) Upto(next, step uint64, leased bool) uint64 {
+	step = max(step, w.FirstStep)
+	if leased && (w.Sync || w.Data) {
+		step++
+	}
+	return max(next, w.start(min(step+w.Staleness+1, w.Steps)))
 }
 
 // start is the first position of the window after so many steps.

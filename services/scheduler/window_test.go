@@ -37,17 +37,20 @@ type model struct {
 	consumed uint64
 	excluded uint64
 	step     uint64
+	leased   []modelGroup // of the batch that is with the learner
 }
 
 type modelGroup struct{ position, issuedAt, min uint64 }
 
-func (m *model) outstanding() uint64 { return m.issued - m.w.First - m.consumed - m.excluded }
+func (m *model) outstanding() uint64 {
+	return m.issued - m.w.First - m.consumed - m.excluded - uint64(len(m.leased))
+}
 
 // turn does one random thing. It returns what is wrong, or "".
 func (m *model) turn() string {
 	switch m.rng.IntN(4) {
 	case 0, 1:
-		upto := m.w.Upto(m.issued, m.step)
+		upto := m.w.Upto(m.issued, m.step, len(m.leased) > 0)
 		for ; m.issued < upto; m.issued++ {
 			m.open = append(m.open, modelGroup{m.issued, m.step, m.w.MinVersion(m.issued, m.step)})
 		}
@@ -70,13 +73,24 @@ func (m *model) turn() string {
 		}
 		m.ready = append(m.ready, g)
 	case 3:
-		return m.commit()
+		if len(m.leased) > 0 {
+			m.commit()
+			return ""
+		}
+		return m.lease()
 	}
 	return ""
 }
 
-// commit makes a step where the groups of its window are complete, or gone.
-func (m *model) commit() string {
+// commit makes the step of the leased batch.
+func (m *model) commit() {
+	m.step++
+	m.consumed += uint64(len(m.leased))
+	m.leased = nil
+}
+
+// lease takes the groups of a step where those of its window are complete, or gone.
+func (m *model) lease() string {
 	from := m.w.First + (m.step-m.w.FirstStep)*m.w.GroupsPerStep
 	to := from + m.w.GroupsPerStep
 	for _, g := range m.open {
@@ -87,18 +101,17 @@ func (m *model) commit() string {
 	if m.step == m.w.Steps || m.issued < to {
 		return ""
 	}
-	m.step++
 	var rest []modelGroup
 	for _, g := range m.ready {
 		if g.position >= to {
 			rest = append(rest, g)
 			continue
 		}
-		m.consumed++
-		if m.w.Sync && !m.w.Data && g.min != m.step-1 {
+		m.leased = append(m.leased, g)
+		if m.w.Sync && !m.w.Data && g.min != m.step {
 			return "a group of a sync run was sampled by other weights than those of its step"
 		}
-		if !m.w.Data && m.step-1 > m.w.Staleness+g.issuedAt {
+		if !m.w.Data && m.step > m.w.Staleness+max(g.issuedAt, g.min) {
 			return "a group that was sampled when it was issued is older than the staleness allows"
 		}
 		if !m.w.Data && g.min > g.issuedAt && !m.w.Sync {
@@ -106,6 +119,9 @@ func (m *model) commit() string {
 		}
 	}
 	m.ready = rest
+	if len(m.leased) == 0 {
+		m.step++ // every group of the window was left out
+	}
 	return ""
 }
 

@@ -265,10 +265,11 @@ class Engine(Protocol):
         """Undo ``offload``, bit for bit."""
         ...
 
-    async def stage_weights(self, source: WeightsSource) -> str:
+    async def stage_weights(self, source: WeightsSource, expected: str | None = None) -> str:
         """Read and verify weights beside the decoding. Returns their digest's root (``blake3-<hex>``).
 
-        source: a weights folder, verified against its manifest, or tensors by Hugging Face name (tied ones once).
+        source: a weights folder, or tensors by Hugging Face name (tied ones once). expected: the root that they should have;
+        where it is another or not given, a folder is compared with its manifest.
         Raises ``WeightsMismatch`` naming the first tensor that differs.
         """
         ...
@@ -281,7 +282,7 @@ class Engine(Protocol):
         ...
 
     async def weights_digest(self) -> str:
-        """The root over the tensors that the model holds now, read back between two tokens."""
+        """The root over the tensors that the model holds now, read back while no weights are swapped."""
         ...
 
     def stats(self) -> EngineStats: ...

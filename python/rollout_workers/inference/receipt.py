@@ -33,17 +33,22 @@ class Holdings:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._receipts: dict[int, WeightsReceipt] = {}
+        self._reading: asyncio.Task[WeightsReceipt] | None = None
         self.current = WeightsReceipt()
+        self.version = 0
+        """Version that the engine samples with; its receipt follows (``settled``)."""
         self.changed = asyncio.Event()
         """Set whenever the engine has taken over a version."""
-
-    @property
-    def version(self) -> int:
-        return self.current.version
 
     def of(self, version: int | None) -> WeightsReceipt:
         """The receipt of the weights that sampled a token; of the current ones where nothing is known."""
         return self.current if version is None else self._receipts.get(version, self.current)
+
+    async def settled(self) -> None:
+        """Return when what the engine samples with has its receipt. Raises :class:`HeldWeightsMismatch` where it holds other
+        tensors than it was sent: nothing that they sampled may leave."""
+        if self._reading is not None:
+            await asyncio.shield(self._reading)
 
     async def read_back(self) -> WeightsReceipt:
         """Digest what the engine holds now and remember it."""
@@ -54,23 +59,35 @@ class Holdings:
         self._receipts[stats.version] = self.current
         while len(self._receipts) > _REMEMBERED:
             del self._receipts[next(iter(self._receipts))]
+        self.version = stats.version
         self.changed.set()
         return self.current
 
     async def take_over(self, version: int, digest: str, directory: str) -> WeightsReceipt:
         """Stage, verify, swap, read back. Raises :class:`WeightsDigestMismatch`, ``EngineError``, ``WeightsUnreadable``.
 
-        Unless the mismatch is ``held`` the old version goes on working.
+        Sampling may begin with the swap, while the tensors are read back. Unless the mismatch is ``held`` the old version
+        goes on working.
         """
         if self.current.version == version and self.current.digest == digest:
             return self.current
+        stats = self._engine.stats()
+        if self.version == version and (stats.active or stats.queued):
+            # A step was made twice, not to the same bits. A sample in flight would mix the two under one receipt.
+            raise HeldWeightsMismatch(version, digest, self.current.digest)
         try:
-            staged = await self._engine.stage_weights(directory)
+            staged = await self._engine.stage_weights(directory, digest)
         except WeightsMismatch as error:
             raise WeightsDigestMismatch(version, f"{digest} ({error.tensor}: {error.expected})", error.got, held=False) from error
         if staged != digest:
             raise WeightsDigestMismatch(version, digest, staged, held=False)
         await self._engine.swap_weights(version)
+        self._reading = asyncio.create_task(self._confirm(version, digest), name="read back")
+        self.version = version
+        self.changed.set()
+        return await self._reading
+
+    async def _confirm(self, version: int, digest: str) -> WeightsReceipt:
         receipt = await self.read_back()
         if receipt.digest != digest:
             raise HeldWeightsMismatch(version, digest, receipt.digest)

@@ -130,6 +130,7 @@ class Sampler:
                 tasks = await self._tasks_of(items, left)
                 async with aclosing(self._runner.run(tasks)) as finished:
                     async for groups in finished:
+                        await self._holdings.settled()
                         self._send([left.pop(group.task.key) for group in groups], groups)
             except Exception:
                 log.exception("%d groups could not be sampled; they go back to the queue", len(left))

@@ -162,21 +162,27 @@ class Learner:
             samples = await read()
             read_seconds = time.perf_counter() - began
             self.activity = f"training step {batch.step} on {len(samples)} samples"
-            made_step = await self._run(lambda: trainer.train_step(samples, batch.step, _throttled(loop, self._tell_progress)))
-            result = pb.TrainResult(step=batch.step, metrics=dict(made_step.metrics))
+            progress = _throttled(loop, self._tell_progress)
+            result = await self._run(lambda: self._step(trainer, samples, batch.step, publish, progress))
             result.metrics["time/read"] = read_seconds
-            began = time.perf_counter()
-            if publish:
-                result.weights.CopyFrom(await self.publish())
-                result.metrics["time/publish"] = time.perf_counter() - began
-            else:
-                self.digest = (await self._run(trainer.weights_digest)).root
-                result.metrics["time/digest"] = time.perf_counter() - began
-            result.weights_digest = self.digest
+            self.digest = result.weights_digest
             self._made = _Made(batch.step, batch.batch_id, result)
             return result
         finally:
             self.activity = "waiting for a batch (learner-controller)"
+
+    def _step(self, trainer: Trainer, samples: list[TrainSample], step: int, publish: bool, progress: Progress) -> pb.TrainResult:
+        """Make a step and digest its weights, or write them; in the trainer's thread."""
+        made = trainer.train_step(samples, step, progress)
+        result = pb.TrainResult(step=step, metrics=dict(made.metrics))
+        began = time.perf_counter()
+        if publish:
+            result.weights.CopyFrom(self._publication.publish(trainer))
+            result.weights_digest = result.weights.digest
+        else:
+            result.weights_digest = trainer.weights_digest().root
+        result.metrics["time/publish"] = time.perf_counter() - began
+        return result
 
     def _tell_progress(self, done: int, total: int) -> None:
         for listener in list(self._listeners):

@@ -1,32 +1,71 @@
-"""Weights on disk, where inference workers of this host read them."""
+"""Weights where the inference workers of this host read them."""
 
 from __future__ import annotations
 
 import re
 import shutil
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.learner import Trainer
+from rollout_workers.learning.shelf import Shelf
+from rollout_workers.weights import WeightsManifest
 
 _FOLDER = re.compile(r"v(\d+)")
 
 
 class Publication:
-    """The folder ``<run>/weights``: one folder a version, of which the last two stay."""
+    """The folder ``<run>/weights``: one folder a version, of which the last two stay.
 
-    def __init__(self, run: str, run_directory: str) -> None:
-        self._run = run
-        self._root = Path(run_directory) / "weights"
+    A version that is only passed on lies in memory, and its folder is a link to there; the version that a run ends with, and
+    those that ``lasting`` names, are written here.
+    """
+
+    def __init__(self, run: str, run_directory: str, *, lasting: Callable[[int], bool], shelf: Shelf) -> None:
+        """lasting: whether the weights of a step must outlive the process."""
+        self._run, self._root = run, Path(run_directory) / "weights"
+        self._lasting, self._shelf = lasting, shelf
+        self._newest: Path | None = None
+        self._bytes = 0
 
     def publish(self, trainer: Trainer) -> pb.WeightsManifest:
         """Write the weights as they stand, complete and renamed into place; blocks.
 
         Not fsynced: after a power cut the digest tells, and a snapshot brings them back.
         """
-        folder = self._root / f"v{trainer.step:06d}"
-        written = trainer.write_weights(folder, fsync=False)
-        self._prune(trainer.step)
+        step = trainer.step
+        folder = self._root / f"v{step:06d}"
+        self._root.mkdir(parents=True, exist_ok=True)
+        if self._lasting(step) or not self._shelf.fits(self._size(trainer)):
+            if folder.is_symlink():
+                folder.unlink()
+            written = trainer.write_weights(folder, fsync=False)
+        else:
+            assert self._shelf.folder is not None
+            held = self._shelf.folder / folder.name
+            written = trainer.write_weights(held, fsync=False)
+            _point(folder, held)
+        self._newest = folder
+        self._prune(step)
+        return self._manifest(folder, written)
+
+    def close(self) -> None:
+        """Bring the newest version out of memory, and give the memory back."""
+        newest = self._newest
+        if newest is not None and newest.is_symlink():
+            held, staging = newest.resolve(), newest.parent / f".{newest.name}.{uuid.uuid4().hex}.tmp"
+            if held.is_dir():
+                shutil.copytree(held, staging)
+                newest.unlink()
+                staging.rename(newest)
+        for path, _ in self._versions():
+            if path.is_symlink():
+                path.unlink()
+        self._shelf.close()
+
+    def _manifest(self, folder: Path, written: WeightsManifest) -> pb.WeightsManifest:
         return pb.WeightsManifest(
             run_id=self._run,
             version=written.version,
@@ -38,12 +77,30 @@ class Publication:
             bytes=sum(file.bytes for file in written.files if file.path.endswith(".safetensors")),
         )
 
+    def _size(self, trainer: Trainer) -> int:
+        self._bytes = self._bytes or sum(tensor.nbytes for _, tensor in trainer.named_weights())
+        return self._bytes
+
     def _prune(self, current: int) -> None:
         """Remove what is older than the version before ``current``. Newer ones stay: the mesh may serve them yet."""
-        older = sorted(
-            (int(match[1]), path)
-            for path in self._root.iterdir()
-            if (match := _FOLDER.fullmatch(path.name)) and int(match[1]) < current
-        )
+        older = sorted((version, path) for path, version in self._versions() if version < current)
         for _, path in older[:-1]:
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_symlink():
+                shutil.rmtree(path.resolve(), ignore_errors=True)
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _versions(self) -> list[tuple[Path, int]]:
+        if not self._root.is_dir():
+            return []
+        return [(path, int(match[1])) for path in self._root.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+
+
+def _point(link: Path, target: Path) -> None:
+    """Make ``link`` lead to ``target``, in place of a link or a folder that was there."""
+    fresh = link.parent / f".{link.name}.{uuid.uuid4().hex}.tmp"
+    fresh.symlink_to(target)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
+    fresh.rename(link)

@@ -35,6 +35,12 @@ def trainer_config(config: RunConfig, threads: int) -> TrainerConfig:
     )
 
 
+def lasting(config: RunConfig, step: int) -> bool:
+    """Whether the weights of a step outlive the learner: those of a snapshot, and those that the run ends with."""
+    every = config.snapshot.every_steps
+    return step >= config.train.steps or bool(every and step % every == 0)
+
+
 def _settings(config: RunConfig, name: str) -> Any:
     if name == "sft":
         return SftConfig()

@@ -14,7 +14,8 @@ from rollout_workers.learner import Trainer
 from rollout_workers.learning.learner import Learner
 from rollout_workers.learning.publication import Publication
 from rollout_workers.learning.server import LearnerServer
-from rollout_workers.learning.settings import trainer_config
+from rollout_workers.learning.settings import lasting, trainer_config
+from rollout_workers.learning.shelf import Shelf
 from rollout_workers.mesh.discovery import Services
 from rollout_workers.mesh.events import Events
 from rollout_workers.mesh.lifecycle import Lifecycle
@@ -31,7 +32,10 @@ _GRACE_SECONDS = 30.0
 
 async def run_learner_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, pulse: Pulse, events: Events) -> None:
     """Load the model, register and serve until ``lifecycle`` says to leave; a step that runs is finished first."""
-    learner = Learner(Publication(spec.run_id, spec.run_directory))
+    publication = Publication(
+        spec.run_id, spec.run_directory, lasting=lambda step: lasting(spec.plan.config, step), shelf=Shelf(spec.run_id)
+    )
+    learner = Learner(publication)
     services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token)
     try:
         began = time.monotonic()
@@ -62,4 +66,5 @@ async def run_learner_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecyc
         await server.stop(_GRACE_SECONDS)
     finally:
         learner.close()
+        await asyncio.to_thread(publication.close)
         await services.close()

@@ -39,12 +39,37 @@ def _message(message: Message, path: str) -> Iterator[Violation]:
 
 
 @cache
+def _ruled(descriptor: Descriptor) -> bool:
+    """Whether a rule stands on a message type or on any that it holds. Those without are not walked: a batch has thousands."""
+    seen: set[str] = set()
+    waiting = [descriptor]
+    while waiting:
+        this = waiting.pop()
+        if this.full_name in seen:
+            continue
+        seen.add(this.full_name)
+        if any(_oneof_required(oneof) for oneof in this.oneofs):
+            return True
+        for field in this.fields:
+            if _field_ruled(field):
+                return True
+            if field.message_type is not None:
+                waiting.append(field.message_type)
+    return False
+
+
+def _field_ruled(field: FieldDescriptor) -> bool:
+    return field.GetOptions().HasExtension(validate_pb2.field)  # type: ignore[arg-type]
+
+
+@cache
 def _rules(descriptor: Descriptor) -> tuple[Callable[[Message, str], Iterator[Violation]], ...]:
     """The visitors of a message type."""
     visits = [_oneof_visit(oneof.name) for oneof in descriptor.oneofs if _oneof_required(oneof)]
     for field in descriptor.fields:
-        rules = field.GetOptions().Extensions[validate_pb2.field]  # type: ignore[index]
-        visits.append(_field_visit(field, rules))
+        if _field_ruled(field) or (field.message_type is not None and _ruled(field.message_type)):
+            rules = field.GetOptions().Extensions[validate_pb2.field]  # type: ignore[index]
+            visits.append(_field_visit(field, rules))
     return tuple(visits)
 
 
@@ -64,7 +89,7 @@ def _oneof_visit(name: str) -> Callable[[Message, str], Iterator[Violation]]:
 def _field_visit(field: FieldDescriptor, rules: Any) -> Callable[[Message, str], Iterator[Violation]]:
     repeated = bool(field.is_repeated)
     is_map = repeated and field.message_type is not None and field.message_type.GetOptions().map_entry
-    nested = field.message_type is not None and not is_map
+    nested = field.message_type is not None and not is_map and _ruled(field.message_type)
     own = [] if repeated else _checks(field, rules)
     items = _checks(field, rules.repeated.items) if repeated and rules.HasField("repeated") else []
 

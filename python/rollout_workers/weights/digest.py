@@ -16,12 +16,15 @@ that every language must reproduce: ``schemas/golden/weights_digest.json``.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import struct
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from blake3 import blake3
@@ -74,21 +77,22 @@ def weights_digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights
 
 def tensor_node(name: str, tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> bytes:
     """The node (32 bytes) of one tensor."""
-    return node_of_leaves(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_leaves(tensor, pool))
+    return _node(_head(name, tensor.dtype, tuple(tensor.shape)), tensor_leaves(tensor, pool))
 
 
 def tensor_leaves(tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> list[bytes]:
     """The leaves (32 bytes each) of one tensor, in row order."""
-    data = _raw_bytes(tensor)
-    size = _block_bytes(tensor)
+    data = raw_bytes(tensor)
+    size = _block_bytes(tuple(tensor.shape), tensor.element_size())
+    if 0 < len(data) <= size:
+        return [_leaf(data)]
     blocks = [data[start : start + size] for start in range(0, len(data), size)] if size else []
     return list(pool.map(_leaf, blocks) if pool else map(_leaf, blocks))
 
 
 def node_of_leaves(name: str, dtype: str, shape: tuple[int, ...], leaves: list[bytes]) -> bytes:
     """The node (32 bytes) of a tensor whose leaves are known, for instance gathered from several ranks."""
-    head = _TENSOR + _string(name) + _string(dtype) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-    return blake3(head + struct.pack("<Q", len(leaves)) + b"".join(leaves)).digest()
+    return _node(_described(name, dtype, shape), leaves)
 
 
 def root_node(nodes: Mapping[str, bytes]) -> bytes:
@@ -98,21 +102,38 @@ def root_node(nodes: Mapping[str, bytes]) -> bytes:
     return blake3(_ROOT + _string(_SCHEME) + struct.pack("<Q", len(ordered)) + body).digest()
 
 
+def _node(head: bytes, leaves: list[bytes]) -> bytes:
+    return blake3(head + struct.pack("<Q", len(leaves)) + b"".join(leaves)).digest()
+
+
+@lru_cache(maxsize=4096)  # a model's tensors are digested again and again
+def _head(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    return _described(name, dtype_name(dtype), shape)
+
+
+def _described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    return _TENSOR + _string(name) + _string(dtype) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+
+
 def _leaf(block: memoryview) -> bytes:
     return blake3(_LEAF).update(block).digest()
 
 
-def _block_bytes(tensor: torch.Tensor) -> int:
-    """Bytes in a full block of this tensor."""
-    if tensor.dim() < 2:
-        return BLOCK_ELEMENTS * tensor.element_size()
-    return BLOCK_ROWS * tensor[:1].numel() * tensor.element_size()
+def _block_bytes(shape: tuple[int, ...], element: int) -> int:
+    """Bytes in a full block of a tensor, whose elements have so many."""
+    if len(shape) < 2:
+        return BLOCK_ELEMENTS * element
+    return BLOCK_ROWS * math.prod(shape[1:]) * element
 
 
-def _raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's little-endian bytes: a view where it is contiguous on the CPU, else of a copy."""
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's row-major little-endian bytes: a view where it is contiguous on the CPU, else of a copy. The view is good
+    for as long as the tensor is."""
     if tensor.numel() == 0:
         return memoryview(b"")
+    if tensor.device.type == "cpu" and sys.byteorder == "little" and tensor.is_contiguous():
+        # Six calls of torch would do it too; for a small model they took as long as the hashing.
+        return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     array = flat.view(torch.uint8).numpy()
     if sys.byteorder == "big" and tensor.element_size() > 1:

@@ -17,16 +17,15 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save, save_file
 from torch import nn
 
 from rollout_workers.weights.digest import WeightsDigest, weights_digest
 from rollout_workers.weights.naming import dtype_name, named_weights
+from rollout_workers.weights.tensor_file import write_tensors
 
 TENSOR_FILE = "model.safetensors"
 SHARD_INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "rollout_weights.json"
-_IN_MEMORY_BYTES = 256 << 20
 
 # What from_pretrained reads beside the tensors. Everything else in a model's folder (its own weights above all) stays.
 _COMPANIONS = (
@@ -104,7 +103,7 @@ def write_weights(
     staging = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
     staging.mkdir(parents=True)
     try:
-        _save(tensors, staging / TENSOR_FILE)
+        write_tensors(staging / TENSOR_FILE, tensors)
         for name in _COMPANIONS:
             if (source / name).is_file():
                 _link_or_copy(source / name, staging / name)
@@ -189,14 +188,6 @@ def _as_json(manifest: WeightsManifest) -> str:
     files = [{"path": f.path, "bytes": f.bytes} for f in manifest.files]
     whole = {"version": manifest.version, "digest": manifest.digest, "tensors": tensors, "files": files}
     return json.dumps(whole) + "\n"
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    # safetensors' own save_file syncs, which costs a small model most of its delivery; a large one is not held in memory twice.
-    if sum(tensor.nbytes for tensor in tensors.values()) > _IN_MEMORY_BYTES:
-        save_file(tensors, path, metadata={"format": "pt"})
-    else:
-        path.write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -25,7 +25,9 @@ def test_settings_are_bound() -> None:
 
 
 def test_an_unknown_name_suggests_and_lists() -> None:
-    with pytest.raises(UnknownAlgorithm, match=r"no algorithm 'grop'; did you mean 'grpo'\? There are: sft, reward_model, ppo, grpo"):
+    with pytest.raises(
+        UnknownAlgorithm, match=r"no algorithm 'grop'; did you mean 'grpo'\? There are: sft, reward_model, ppo, grpo"
+    ):
         build_algorithm("grop")
 
 

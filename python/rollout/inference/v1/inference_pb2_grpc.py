@@ -82,7 +82,7 @@ class InferenceWorkerServiceServicer:
     """
 
     def LoadWeights(self, request, context):
-        """LoadWeights stages a version, verifies its digest on what the engine holds, and swaps between tokens. Idempotent.
+        """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
         FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,7 +34,7 @@ class InferenceWorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceWorkerServiceAsyncStub: ...
     LoadWeights: _grpc.UnaryUnaryMultiCallable[_inference_pb2.LoadWeightsRequest, _inference_pb2.LoadWeightsResponse]
-    """LoadWeights stages a version, verifies its digest on what the engine holds, and swaps between tokens. Idempotent.
+    """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
     FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
@@ -58,7 +58,7 @@ class InferenceWorkerServiceAsyncStub(InferenceWorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     LoadWeights: _aio.UnaryUnaryMultiCallable[_inference_pb2.LoadWeightsRequest, _inference_pb2.LoadWeightsResponse]  # type: ignore[assignment]
-    """LoadWeights stages a version, verifies its digest on what the engine holds, and swaps between tokens. Idempotent.
+    """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
     FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -85,7 +85,7 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.LoadWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.LoadWeightsResponse, _abc.Awaitable[_inference_pb2.LoadWeightsResponse]]:
-        """LoadWeights stages a version, verifies its digest on what the engine holds, and swaps between tokens. Idempotent.
+        """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
         FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
         """
 

@@ -103,14 +103,15 @@ class TransformersEngine:
     async def onload(self) -> None:
         await self._ask(self._decoder.onload)
 
-    async def stage_weights(self, source: WeightsSource) -> str:
-        return await asyncio.to_thread(self._held.stage, source)
+    async def stage_weights(self, source: WeightsSource, expected: str | None = None) -> str:
+        return await asyncio.to_thread(self._held.stage, source, expected)
 
     async def swap_weights(self, version: int) -> None:
         await self._ask(lambda: self._swap(version))
 
     async def weights_digest(self) -> str:
-        return (await self._ask(self._held.digest)).root
+        self._thread.check_open()
+        return (await asyncio.to_thread(self._held.digest)).root
 
     def stats(self) -> EngineStats:
         return self._decoder.stats()

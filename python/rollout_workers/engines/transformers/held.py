@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from rollout_workers.weights.store import MANIFEST_FILE
 
 
 class HeldWeights:
-    """``stage`` may run in any thread; ``load`` and ``digest`` only between forward passes."""
+    """``stage`` and ``digest`` may run in any thread, beside forward passes; ``load`` only between them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._staged: Mapping[str, Tensor] | None = None
+        self._lock = threading.Lock()  # tensors don't change while they are digested
         self._transport = {name: tensor.dtype for name, tensor in named_weights(module)}
 
     @property
@@ -28,12 +30,14 @@ class HeldWeights:
         """Whether weights wait for ``load``."""
         return self._staged is not None
 
-    def stage(self, source: WeightsSource) -> str:
-        """Keep tensors for the next ``load`` and return their root. Raises ``WeightsMismatch``, ``WeightsUnreadable``."""
+    def stage(self, source: WeightsSource, expected: str | None = None) -> str:
+        """Keep tensors for the next ``load`` and return their root. Where that is not ``expected``, the folder's manifest is
+        asked which tensor differs. Raises ``WeightsMismatch``, ``WeightsUnreadable``."""
         tensors = read_weights(source) if isinstance(source, str | os.PathLike) else dict(source)
         self._check_fit(tensors)
         digest = weights_digest(tensors.items())
-        if isinstance(source, str | os.PathLike) and (Path(source) / MANIFEST_FILE).is_file():
+        folder = isinstance(source, str | os.PathLike)
+        if folder and digest.root != expected and (Path(source) / MANIFEST_FILE).is_file():
             _check_manifest(Path(source), digest)
         self._staged = tensors
         return digest.root
@@ -44,13 +48,15 @@ class HeldWeights:
         if self._staged is None:
             raise NothingStaged("swap_weights needs stage_weights first")
         staged, self._staged = self._staged, None
-        for name, tensor in named_weights(self._module):
-            tensor.copy_(staged[name])
-        self._transport = {name: tensor.dtype for name, tensor in staged.items()}
+        with self._lock:
+            for name, tensor in named_weights(self._module):
+                tensor.copy_(staged[name])
+            self._transport = {name: tensor.dtype for name, tensor in staged.items()}
 
     def digest(self) -> WeightsDigest:
         """The digest of what the module holds, in the dtypes in which its weights travelled."""
-        return weights_digest((name, tensor.to(self._transport[name])) for name, tensor in named_weights(self._module))
+        with self._lock:
+            return weights_digest((name, tensor.to(self._transport[name])) for name, tensor in named_weights(self._module))
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
         held = dict(named_weights(self._module))

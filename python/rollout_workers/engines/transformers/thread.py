@@ -36,10 +36,14 @@ class DecodingThread:
         """Run ``function`` in the thread, between two turns. Raises ``EngineClosed``."""
         future: Future[T] = Future()
         with self._gate:
-            if self._closed:
-                raise EngineClosed("the engine was shut down")
+            self.check_open()
             self._calls.put((future, function))
         return future
+
+    def check_open(self) -> None:
+        """Raises ``EngineClosed``."""
+        if self._closed:
+            raise EngineClosed("the engine was shut down")
 
     def close(self) -> None:
         """Run the calls made so far, then end the thread and wait for it. Decoding stops at once."""

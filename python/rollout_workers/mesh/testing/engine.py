@@ -64,7 +64,7 @@ class ScriptedEngine:
     async def onload(self) -> None:
         pass
 
-    async def stage_weights(self, source: WeightsSource) -> str:
+    async def stage_weights(self, source: WeightsSource, expected: str | None = None) -> str:
         self._staged = self.digests[str(source)]
         return self._staged
 

@@ -37,7 +37,7 @@ const (
 //
 // InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream.
 type InferenceWorkerServiceClient interface {
-	// LoadWeights stages a version, verifies its digest on what the engine holds, and swaps between tokens. Idempotent.
+	// LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
 	// FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
 	LoadWeights(ctx context.Context, in *LoadWeightsRequest, opts ...grpc.CallOption) (*LoadWeightsResponse, error)
 	// Generate answers requests with the policy as it is; pieces arrive as they are sampled.
@@ -168,7 +168,7 @@ func (c *inferenceWorkerServiceClient) GetInferenceStatus(ctx context.Context, i
 //
 // InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream.
 type InferenceWorkerServiceServer interface {
-	// LoadWeights stages a version, verifies its digest on what the engine holds, and swaps between tokens. Idempotent.
+	// LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
 	// FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
 	LoadWeights(context.Context, *LoadWeightsRequest) (*LoadWeightsResponse, error)
 	// Generate answers requests with the policy as it is; pieces arrive as they are sampled.
