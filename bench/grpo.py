@@ -129,13 +129,11 @@ def breakdown(ours: dict[str, Any]) -> None:
         "learner: backward": ours["time/backward"],
         "learner: optimizer": ours["time/optimizer"],
         "learner: read the payloads": ours["time/read"],
-        "learner: digest the weights": ours["time/digest"],
+        "learner: digest and write the weights": ours["time/publish"],
         "learner: pack, advantages, metrics, calls": ours["time/train"]
-        - sum(ours[name] for name in (*LEARNER, "time/read", "time/digest")),
-        "commit; beside it write the weights": max(ours["time/commit"], ours["time/publish"]),
-        "deliver": ours["time/deliver"],
+        - sum(ours[name] for name in (*LEARNER, "time/read", "time/publish")),
     }
-    rows["issue, pull, rewards, publish, ingest, lease"] = step - sum(rows.values())
+    rows["deliver, rewards, publish, ingest, lease"] = step - sum(rows.values())
     for name, seconds in rows.items():
         print(f"    {name:<46} {1e3 * seconds:7.1f} ms  {seconds / step:6.1%}")
     print(f"    {'step':<46} {1e3 * step:7.1f} ms; the mesh's own share {(step - model) / step:.1%}", flush=True)
