@@ -126,6 +126,7 @@ func (d *draft) readModel(path string) {
 			"remove `chat_template`, or use an instruction-tuned model")
 	}
 	d.fitContext(model.Context)
+	d.fitTensors(model)
 	if d.Problems.Len() > before {
 		return
 	}
@@ -155,6 +156,30 @@ func (d *draft) fitContext(positions int64) {
 		d.Problems.At(d.Place("sampling.max_tokens"), problem.OutOfRange, "sampling.max_tokens",
 			fmt.Sprintf("`sampling.max_tokens` is %d, but the model has %d positions for prompt and completion together", tokens, positions),
 			fmt.Sprintf("write a number below %d", positions))
+	}
+}
+
+// fitTensors holds the names of tensors and layers in the configuration against the model's files.
+func (d *draft) fitTensors(model *input.Model) {
+	if len(model.Tensors) == 0 {
+		return
+	}
+	for _, pattern := range d.Config.GetTrain().GetFreeze() {
+		ok, err := model.Match(pattern)
+		switch {
+		case err != nil:
+			d.Problems.At(d.Place("train.freeze"), problem.BadValue, "train.freeze", fmt.Sprintf("%q is no pattern: a bracket is not closed", pattern),
+				"write names with `*`, `?` and `[0-3]`")
+		case !ok:
+			d.Problems.At(d.Place("train.freeze"), problem.BadValue, "train.freeze", fmt.Sprintf("%q matches no tensor of the model", pattern),
+				fmt.Sprintf("tensors are named like %q", slices.Min(model.Tensors)))
+		}
+	}
+	for _, target := range d.Config.GetLora().GetTargets() {
+		if !model.HasLayer(target) {
+			d.Problems.At(d.Place("lora.targets"), problem.BadValue, "lora.targets", fmt.Sprintf("the model has no layer %q", target),
+				"it has "+strings.Join(model.Layers(), ", "))
+		}
 	}
 }
 

@@ -1,10 +1,12 @@
 """The learner: packs batches, computes losses, moves the weights, saves and restores its state."""
 
+from rollout_workers.learner.adapter import LoraConfig
 from rollout_workers.learner.optimizer import AdamWConfig
 from rollout_workers.learner.schedule import Schedule
 from rollout_workers.learner.trainer import Trainer, TrainerConfig
 from rollout_workers.learner.types import (
     BadBatch,
+    BadSettings,
     LearnerError,
     NonFiniteGradient,
     StateUnreadable,
@@ -16,7 +18,9 @@ from rollout_workers.learner.types import (
 __all__ = [
     "AdamWConfig",
     "BadBatch",
+    "BadSettings",
     "LearnerError",
+    "LoraConfig",
     "NonFiniteGradient",
     "Schedule",
     "StateUnreadable",

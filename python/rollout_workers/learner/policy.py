@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from rollout_workers.learner.adapter import Adapter, LoraConfig
+from rollout_workers.learner.freezing import checkpoint_gradients, freeze
 from rollout_workers.learner.logprob import token_logprobs
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.types import TrainSample
+from rollout_workers.weights import named_weights
 
 # Largest difference of a logprob by which two ways to compute it may differ and count as the same.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -40,6 +44,7 @@ class Policy:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
+        self.adapter: Adapter | None = None
         self.linear_head = True
         self.share_prefixes = True
         self.linear_head = self._agrees(share_prefixes=False)
@@ -51,6 +56,30 @@ class Policy:
         transformers_logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
         return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+
+    @classmethod
+    def prepare(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        lora: LoraConfig | None = None,
+        frozen: Sequence[str] = (),
+        checkpointing: bool = False,
+        seed: int = 0,
+    ) -> Policy:
+        """Load a model to be trained. Raises ``BadSettings`` where the settings don't fit it."""
+        policy = cls.load(directory, dtype=dtype)
+        if checkpointing:
+            checkpoint_gradients(policy.model)
+        freeze(policy.model, frozen)
+        if lora is not None:
+            policy.adapter = Adapter(policy.model, lora, seed=seed)
+        return policy
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their Hugging Face names, adapters merged in."""
+        return named_weights(self.model) if self.adapter is None else self.adapter.merged()
 
     def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Logprobs:
         """Log-probabilities of a micro-batch's trained tokens, of the policy at ``temperature``."""

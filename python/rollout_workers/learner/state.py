@@ -1,6 +1,7 @@
 """The training state on disk: all that a new process needs to go on bit for bit.
 
-<dir>/weights/...             the weights as a folder that from_pretrained loads
+<dir>/weights/...             the weights as a folder that from_pretrained loads, adapters merged in
+<dir>/adapter/...             the adapters where there are any, as a folder that PEFT loads
 <dir>/optimizer.safetensors   moments by parameter (and master copies), state of torch's random numbers
 <dir>/state.json              step, optimizer steps, digest of the weights; written last: it makes the state valid
 """
@@ -42,6 +43,9 @@ def save_state(directory: Path, trainer: Trainer) -> list[Path]:
         config_source_dir=trainer.model_dir,
         version=trainer.step,
     )
+    adapter = trainer.policy.adapter
+    if adapter is not None:
+        adapter.save(directory / "adapter")
     tensors = {name: tensor.cpu().contiguous() for name, tensor in trainer.optimizer.moments().items()}
     tensors |= _torch_random_state()
     _replace(directory / "optimizer.safetensors", lambda path: save_file(tensors, path))
@@ -51,6 +55,7 @@ def save_state(directory: Path, trainer: Trainer) -> list[Path]:
         "optimizer_steps": trainer.optimizer.steps,
         "algorithm": trainer.algorithm.name,
         "weights_digest": manifest.digest,
+        "adapter_digest": weights_digest(adapter.tensors().items()).root if adapter else "",
         "random": _random_state(),
     }
     _replace(directory / "state.json", lambda path: path.write_text(json.dumps(state) + "\n"))
@@ -65,18 +70,26 @@ def load_state(directory: Path, trainer: Trainer) -> None:
             raise StateUnreadable(f"{directory}/state.json: format {state.get('format')!r}, wanted {FORMAT!r}")
         weights = read_weights(directory / "weights")
         saved = load_file(directory / "optimizer.safetensors")
+        adapters = load_file(directory / "adapter" / "adapter_model.safetensors") if state.get("adapter_digest") else {}
     except StateUnreadable:
         raise
     except Exception as error:
         raise StateUnreadable(f"{directory} holds no readable training state: {error}") from error
     if weights_digest(weights.items()).root != state["weights_digest"]:
         raise StateUnreadable(f"{directory}/weights: the tensors don't hash to {state['weights_digest']}; they were damaged")
-    live = dict(trainer.named_weights())
-    _same_shapes(directory / "weights", live, weights)
+    if (trainer.policy.adapter is not None) != bool(adapters):
+        kind = "with" if adapters else "without"
+        raise StateUnreadable(f"{directory} is a state {kind} adapters, the run's config says otherwise")
+    if adapters and weights_digest(adapters.items()).root != state["adapter_digest"]:
+        raise StateUnreadable(f"{directory}/adapter: the tensors don't hash to {state['adapter_digest']}; they were damaged")
+    live = trainer.policy.adapter.tensors() if trainer.policy.adapter else dict(trainer.named_weights())
+    weights = adapters or weights
+    _same_shapes(directory / ("adapter" if adapters else "weights"), live, weights)
     _same_shapes(directory / "optimizer.safetensors", trainer.optimizer.moments(), saved)
 
-    for name, tensor in live.items():
-        tensor.copy_(weights[name])
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
     trainer.optimizer.load_moments(saved, steps=int(state["optimizer_steps"]))
     trainer.step = int(state["step"])
     _restore_random(state["random"], saved)

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from rollout_workers.algorithms import Algorithm, LossTerms, TokenBatch, build_algorithm
 from rollout_workers.algorithms.divergence import k3
+from rollout_workers.learner.adapter import LoraConfig
 from rollout_workers.learner.metrics import TokenSums, describe_batch
 from rollout_workers.learner.optimizer import AdamWConfig, FlatAdamW
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.policy import Logprobs, Policy
+from rollout_workers.learner.reference import Reference
 from rollout_workers.learner.schedule import Schedule
 from rollout_workers.learner.state import load_state, save_state
 from rollout_workers.learner.types import BadBatch, NonFiniteGradient, StepOutOfTurn, StepResult, TrainSample
-from rollout_workers.weights import WeightsDigest, WeightsManifest, named_weights, weights_digest, write_weights
+from rollout_workers.weights import WeightsDigest, WeightsManifest, weights_digest, write_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ class TrainerConfig:
     """CPU threads while a step runs; 0: all cores. Part of what makes bits repeatable."""
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    lora: LoraConfig | None = None
+    """Adapters, which alone are trained; the reference model is then the model without them."""
+    freeze: tuple[str, ...] = ()
+    """Patterns over names of tensors that stay as they are."""
+    gradient_checkpointing: bool = False
 
 
 class Trainer:
@@ -61,8 +68,15 @@ class Trainer:
         self.step = 0
         self._use_threads()
         torch.manual_seed(config.seed)
-        self.policy = Policy.load(model_dir, dtype=config.dtype)
-        self._reference = Policy.load(model_dir, dtype=config.dtype) if self.algorithm.needs.reference else None
+        self.policy = Policy.prepare(
+            model_dir,
+            dtype=config.dtype,
+            lora=config.lora,
+            frozen=config.freeze,
+            checkpointing=config.gradient_checkpointing,
+            seed=config.seed,
+        )
+        self._reference = Reference(self.policy, model_dir) if self.algorithm.needs.reference else None
         self.optimizer = FlatAdamW(self.policy.model, config.optimizer)
 
     def train_step(
@@ -128,8 +142,8 @@ class Trainer:
         return StepResult(step=step, metrics=metrics)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The live weights under their Hugging Face names; they change with the next step."""
-        return named_weights(self.policy.model)
+        """The live weights under their Hugging Face names; they change with the next step. Adapters are merged in."""
+        return self.policy.named_weights()
 
     def weights_digest(self) -> WeightsDigest:
         """Digest of the weights as they stand."""
@@ -185,8 +199,7 @@ class Trainer:
         needs = self.algorithm.needs
         reference = None
         if self._reference is not None:
-            with torch.no_grad():
-                reference = self._reference.logprobs(batch, temperature=self._temperature).tokens
+            reference = self._reference.logprobs(batch, temperature=self._temperature)
         return self.algorithm.loss(
             TokenBatch(
                 logprobs=policy.tokens,

@@ -67,6 +67,12 @@ class BadBatch(LearnerError):
     reason = "BAD_BATCH"
 
 
+class BadSettings(LearnerError):
+    """Settings that don't fit the model: the run can't begin."""
+
+    reason = "BAD_SETTINGS"
+
+
 class StateUnreadable(LearnerError):
     """A state folder that is missing, damaged, or of another model."""
 

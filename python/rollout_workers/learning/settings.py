@@ -9,7 +9,7 @@ import torch
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout_workers.algorithms.grpo import GrpoConfig
 from rollout_workers.algorithms.sft import SftConfig
-from rollout_workers.learner import AdamWConfig, Schedule, TrainerConfig
+from rollout_workers.learner import AdamWConfig, LoraConfig, Schedule, TrainerConfig
 
 
 def trainer_config(config: RunConfig, threads: int) -> TrainerConfig:
@@ -32,6 +32,9 @@ def trainer_config(config: RunConfig, threads: int) -> TrainerConfig:
         threads=threads,
         dtype=getattr(torch, config.model.dtype),
         seed=config.seed,
+        lora=_lora(config),
+        freeze=tuple(train.freeze),
+        gradient_checkpointing=train.gradient_checkpointing,
     )
 
 
@@ -39,6 +42,13 @@ def lasting(config: RunConfig, step: int) -> bool:
     """Whether the weights of a step outlive the learner: those of a snapshot, and those that the run ends with."""
     every = config.snapshot.every_steps
     return step >= config.train.steps or bool(every and step % every == 0)
+
+
+def _lora(config: RunConfig) -> LoraConfig | None:
+    if not config.HasField("lora"):
+        return None
+    lora = config.lora
+    return LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
 
 
 def _settings(config: RunConfig, name: str) -> Any:

@@ -168,6 +168,7 @@ var mends = map[string]string{
 	"run_config.warmup":              "lower `warmup_steps` or raise `steps`",
 	"run_config.eval_data":           "add `eval = \"data/eval.jsonl\"` to [data] and a [reward] table, or remove `every_steps` from [eval]",
 	"run_config.grpo_deliver":        "remove `deliver_every_steps`: 1 is the default",
+	"run_config.lora_freeze":         "remove `freeze` from [train], or the table [lora]",
 	"run_config.context":             "lower `max_tokens` in [sampling], or raise `max_model_len` in [engine]",
 }
 

@@ -22,6 +22,9 @@ type Model struct {
 	Files        []string // every file that loading it may read, by name, sorted
 	Context      int64    // longest sequence that its positions allow; 0 where it does not say
 	ChatTemplate bool     // whether its tokenizer has one
+	Tensors      []string // names of the tensors in its files
+	Embedded     int64    // tokens that it has an embedding for; 0 where it does not say
+	Vocabulary   int64    // one past the last token that its tokenizer makes; 0 where it does not say
 }
 
 // patterns are the files that AutoModelForCausalLM and AutoTokenizer read.
@@ -33,7 +36,7 @@ var patterns = []string{
 // ReadModel checks a model's folder. path is how messages name it; what is wrong goes to problems.
 func ReadModel(folder, path string, problems *problem.List) *Model {
 	m := &Model{}
-	r := modelReader{folder: folder, path: path, problems: problems}
+	r := modelReader{folder: folder, path: path, problems: problems, model: m}
 	entries, err := os.ReadDir(folder)
 	if err != nil {
 		r.bad("", "can't read the folder: "+cause(err), "check its permissions")
@@ -46,9 +49,11 @@ func ReadModel(folder, path string, problems *problem.List) *Model {
 		}
 	}
 	if config := r.object("config.json", "copy the whole folder of the model, or save it with `save_pretrained`"); config != nil {
-		m.Context = contextOf(config)
+		m.Context = number(config, "max_position_embeddings", "n_positions")
+		m.Embedded = number(config, "vocab_size")
 	}
-	r.object("tokenizer.json", "save it with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`")
+	m.Vocabulary = vocabulary(r.object("tokenizer.json", "save it with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`"))
+	r.embeddings()
 	m.ChatTemplate = slices.Contains(m.Files, "chat_template.jinja")
 	if slices.Contains(m.Files, "tokenizer_config.json") {
 		_, ok := r.object("tokenizer_config.json", "")["chat_template"]
@@ -61,6 +66,7 @@ func ReadModel(folder, path string, problems *problem.List) *Model {
 type modelReader struct {
 	folder, path string
 	problems     *problem.List
+	model        *Model
 }
 
 func (r *modelReader) bad(name, message, mend string) {
@@ -197,6 +203,7 @@ func (r *modelReader) safetensors(name string) {
 	end := int64(0)
 	for name, tensor := range tensors {
 		if name != "__metadata__" {
+			r.model.Tensors = append(r.model.Tensors, name)
 			end = max(end, tensor.Offsets[1])
 		}
 	}
@@ -226,15 +233,15 @@ func (r *modelReader) shards(name string, files []string) {
 	}
 }
 
-// contextOf is max_position_embeddings, of the text part in models that have several.
-func contextOf(config map[string]json.RawMessage) int64 {
+// number is the first of the keys that config.json has, of the text part in models that have several.
+func number(config map[string]json.RawMessage, keys ...string) int64 {
 	for _, object := range []json.RawMessage{nil, config["text_config"]} {
 		fields := config
 		if object != nil {
 			fields = nil
 			_ = json.Unmarshal(object, &fields)
 		}
-		for _, key := range []string{"max_position_embeddings", "n_positions"} {
+		for _, key := range keys {
 			var n int64
 			if json.Unmarshal(fields[key], &n) == nil && n > 0 {
 				return n

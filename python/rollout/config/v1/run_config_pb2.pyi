@@ -39,6 +39,7 @@ class RunConfig(_message.Message):
     EVAL_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name that people recognise the run by: lower-case letters, digits and dashes."""
     seed: _builtins.int
@@ -91,6 +92,10 @@ class RunConfig(_message.Message):
     def limits(self) -> Global___LimitsConfig:
         """Retries and time limits."""
 
+    @_builtins.property
+    def lora(self) -> Global___LoraConfig:
+        """Low-rank adapters: absent, all weights are trained."""
+
     def __init__(
         self,
         *,
@@ -109,10 +114,11 @@ class RunConfig(_message.Message):
         eval: Global___EvalConfig | None = ...,
         snapshot: Global___SnapshotConfig | None = ...,
         limits: Global___LimitsConfig | None = ...,
+        lora: Global___LoraConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
@@ -477,6 +483,8 @@ class TrainConfig(_message.Message):
     TOKENS_PER_MICROBATCH_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     DELIVER_EVERY_STEPS_FIELD_NUMBER: _builtins.int
+    FREEZE_FIELD_NUMBER: _builtins.int
+    GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Optimizer steps of the run."""
     groups_per_step: _builtins.int
@@ -505,6 +513,12 @@ class TrainConfig(_message.Message):
     """Steps between two deliveries of weights to the inference workers. Must be 1 where samples come from the policy; for
     SFT 0 delivers only for evaluations and at the end.
     """
+    gradient_checkpointing: _builtins.bool
+    """Whether the backward pass computes activations again instead of keeping them: less memory, about a third more time."""
+    @_builtins.property
+    def freeze(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Weights that stay as they are: patterns over the names of the model's tensors, such as `model.layers.[0-3].*`."""
+
     def __init__(
         self,
         *,
@@ -521,10 +535,12 @@ class TrainConfig(_message.Message):
         tokens_per_microbatch: _builtins.int | None = ...,
         threads: _builtins.int | None = ...,
         deliver_every_steps: _builtins.int | None = ...,
+        freeze: _abc.Iterable[_builtins.str] | None = ...,
+        gradient_checkpointing: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "freeze", b"freeze", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
@@ -534,6 +550,8 @@ class TrainConfig(_message.Message):
     _WhichOneofArgType__deliver_every_steps: _TypeAlias = _typing.Literal["_deliver_every_steps", b"_deliver_every_steps"]  # noqa: Y015
     _WhichOneofReturnType__epsilon: _TypeAlias = _typing.Literal["epsilon"]  # noqa: Y015
     _WhichOneofArgType__epsilon: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon"]  # noqa: Y015
+    _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
+    _WhichOneofArgType__gradient_checkpointing: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing"]  # noqa: Y015
     _WhichOneofReturnType__groups_per_step: _TypeAlias = _typing.Literal["groups_per_step"]  # noqa: Y015
     _WhichOneofArgType__groups_per_step: _TypeAlias = _typing.Literal["_groups_per_step", b"_groups_per_step"]  # noqa: Y015
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
@@ -561,6 +579,8 @@ class TrainConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon) -> _WhichOneofReturnType__epsilon | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_checkpointing) -> _WhichOneofReturnType__gradient_checkpointing | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__groups_per_step) -> _WhichOneofReturnType__groups_per_step | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
@@ -580,6 +600,55 @@ class TrainConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_decay) -> _WhichOneofReturnType__weight_decay | None: ...
 
 Global___TrainConfig: _TypeAlias = TrainConfig  # noqa: Y015
+
+@_typing.final
+class LoraConfig(_message.Message):
+    """LoraConfig trains low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353). Inference workers get
+    the merged weights; a snapshot holds both, the adapter as PEFT reads it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    DORA_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Rank of each adapter."""
+    alpha: _builtins.float
+    """The product of an adapter is scaled by alpha / rank."""
+    dora: _builtins.bool
+    """Whether the magnitude of each row is trained apart from its direction (DoRA)."""
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the linear layers that get an adapter, such as `q_proj`. Empty: all but the head."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int | None = ...,
+        alpha: _builtins.float | None = ...,
+        targets: _abc.Iterable[_builtins.str] | None = ...,
+        dora: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_dora", b"_dora", "_rank", b"_rank", "alpha", b"alpha", "dora", b"dora", "rank", b"rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "_dora", b"_dora", "_rank", b"_rank", "alpha", b"alpha", "dora", b"dora", "rank", b"rank", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
+    _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
+    _WhichOneofReturnType__dora: _TypeAlias = _typing.Literal["dora"]  # noqa: Y015
+    _WhichOneofArgType__dora: _TypeAlias = _typing.Literal["_dora", b"_dora"]  # noqa: Y015
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__alpha) -> _WhichOneofReturnType__alpha | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dora) -> _WhichOneofReturnType__dora | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+
+Global___LoraConfig: _TypeAlias = LoraConfig  # noqa: Y015
 
 @_typing.final
 class EngineConfig(_message.Message):

@@ -54,7 +54,9 @@ type RunConfig struct {
 	// Snapshots of the whole training state.
 	Snapshot *SnapshotConfig `protobuf:"bytes,14,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
 	// Retries and time limits.
-	Limits        *LimitsConfig `protobuf:"bytes,15,opt,name=limits,proto3" json:"limits,omitempty"`
+	Limits *LimitsConfig `protobuf:"bytes,15,opt,name=limits,proto3" json:"limits,omitempty"`
+	// Low-rank adapters: absent, all weights are trained.
+	Lora          *LoraConfig `protobuf:"bytes,20,opt,name=lora,proto3" json:"lora,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -190,6 +192,13 @@ func (x *RunConfig) GetSnapshot() *SnapshotConfig {
 func (x *RunConfig) GetLimits() *LimitsConfig {
 	if x != nil {
 		return x.Limits
+	}
+	return nil
+}
+
+func (x *RunConfig) GetLora() *LoraConfig {
+	if x != nil {
+		return x.Lora
 	}
 	return nil
 }
@@ -750,8 +759,12 @@ type TrainConfig struct {
 	// Steps between two deliveries of weights to the inference workers. Must be 1 where samples come from the policy; for
 	// SFT 0 delivers only for evaluations and at the end.
 	DeliverEverySteps *uint64 `protobuf:"varint,13,opt,name=deliver_every_steps,json=deliverEverySteps,proto3,oneof" json:"deliver_every_steps,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Weights that stay as they are: patterns over the names of the model's tensors, such as `model.layers.[0-3].*`.
+	Freeze []string `protobuf:"bytes,20,rep,name=freeze,proto3" json:"freeze,omitempty"`
+	// Whether the backward pass computes activations again instead of keeping them: less memory, about a third more time.
+	GradientCheckpointing *bool `protobuf:"varint,21,opt,name=gradient_checkpointing,json=gradientCheckpointing,proto3,oneof" json:"gradient_checkpointing,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
 }
 
 func (x *TrainConfig) Reset() {
@@ -875,6 +888,94 @@ func (x *TrainConfig) GetDeliverEverySteps() uint64 {
 	return 0
 }
 
+func (x *TrainConfig) GetFreeze() []string {
+	if x != nil {
+		return x.Freeze
+	}
+	return nil
+}
+
+func (x *TrainConfig) GetGradientCheckpointing() bool {
+	if x != nil && x.GradientCheckpointing != nil {
+		return *x.GradientCheckpointing
+	}
+	return false
+}
+
+// LoraConfig trains low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353). Inference workers get
+// the merged weights; a snapshot holds both, the adapter as PEFT reads it.
+type LoraConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Rank of each adapter.
+	Rank *uint32 `protobuf:"varint,1,opt,name=rank,proto3,oneof" json:"rank,omitempty"`
+	// The product of an adapter is scaled by alpha / rank.
+	Alpha *float64 `protobuf:"fixed64,2,opt,name=alpha,proto3,oneof" json:"alpha,omitempty"`
+	// Names of the linear layers that get an adapter, such as `q_proj`. Empty: all but the head.
+	Targets []string `protobuf:"bytes,3,rep,name=targets,proto3" json:"targets,omitempty"`
+	// Whether the magnitude of each row is trained apart from its direction (DoRA).
+	Dora          *bool `protobuf:"varint,4,opt,name=dora,proto3,oneof" json:"dora,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoraConfig) Reset() {
+	*x = LoraConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoraConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoraConfig) ProtoMessage() {}
+
+func (x *LoraConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoraConfig.ProtoReflect.Descriptor instead.
+func (*LoraConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *LoraConfig) GetRank() uint32 {
+	if x != nil && x.Rank != nil {
+		return *x.Rank
+	}
+	return 0
+}
+
+func (x *LoraConfig) GetAlpha() float64 {
+	if x != nil && x.Alpha != nil {
+		return *x.Alpha
+	}
+	return 0
+}
+
+func (x *LoraConfig) GetTargets() []string {
+	if x != nil {
+		return x.Targets
+	}
+	return nil
+}
+
+func (x *LoraConfig) GetDora() bool {
+	if x != nil && x.Dora != nil {
+		return *x.Dora
+	}
+	return false
+}
+
 // EngineConfig sets the inference workers.
 type EngineConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -894,7 +995,7 @@ type EngineConfig struct {
 
 func (x *EngineConfig) Reset() {
 	*x = EngineConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -906,7 +1007,7 @@ func (x *EngineConfig) String() string {
 func (*EngineConfig) ProtoMessage() {}
 
 func (x *EngineConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -919,7 +1020,7 @@ func (x *EngineConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineConfig.ProtoReflect.Descriptor instead.
 func (*EngineConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *EngineConfig) GetKind() string {
@@ -969,7 +1070,7 @@ type StalenessConfig struct {
 
 func (x *StalenessConfig) Reset() {
 	*x = StalenessConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -981,7 +1082,7 @@ func (x *StalenessConfig) String() string {
 func (*StalenessConfig) ProtoMessage() {}
 
 func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -994,7 +1095,7 @@ func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StalenessConfig.ProtoReflect.Descriptor instead.
 func (*StalenessConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *StalenessConfig) GetMaxSteps() uint32 {
@@ -1019,7 +1120,7 @@ type EvalConfig struct {
 
 func (x *EvalConfig) Reset() {
 	*x = EvalConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1031,7 +1132,7 @@ func (x *EvalConfig) String() string {
 func (*EvalConfig) ProtoMessage() {}
 
 func (x *EvalConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1044,7 +1145,7 @@ func (x *EvalConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalConfig.ProtoReflect.Descriptor instead.
 func (*EvalConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *EvalConfig) GetEverySteps() uint64 {
@@ -1081,7 +1182,7 @@ type SnapshotConfig struct {
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1093,7 +1194,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1106,7 +1207,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -1138,7 +1239,7 @@ type LimitsConfig struct {
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1150,7 +1251,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1163,7 +1264,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -1191,7 +1292,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1frollout/config/v1/options.proto\"\xd9\x12\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1frollout/config/v1/options.proto\"\xc2\x14\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1210,7 +1311,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\tstaleness\x18\f \x01(\v2\".rollout.config.v1.StalenessConfigR\tstaleness\x121\n" +
 	"\x04eval\x18\r \x01(\v2\x1d.rollout.config.v1.EvalConfigR\x04eval\x12=\n" +
 	"\bsnapshot\x18\x0e \x01(\v2!.rollout.config.v1.SnapshotConfigR\bsnapshot\x127\n" +
-	"\x06limits\x18\x0f \x01(\v2\x1f.rollout.config.v1.LimitsConfigR\x06limits:\x98\v\xbaH\x94\v\x1a\xc7\x01\n" +
+	"\x06limits\x18\x0f \x01(\v2\x1f.rollout.config.v1.LimitsConfigR\x06limits\x121\n" +
+	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora:\xce\f\xbaH\xca\f\x1a\xc7\x01\n" +
 	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1aS!(this.mode == 'sync' && has(this.algorithm.grpo) && this.staleness.max_steps > 0u)\x1at\n" +
 	"\x16run_config.grpo_reward\x12+`[algorithm.grpo]` needs a `[reward]` table\x1a-!has(this.algorithm.grpo) || has(this.reward)\x1a\xc5\x01\n" +
 	"\x1arun_config.grpo_group_size\x12j`sampling.group_size` must be at least 2 for `[algorithm.grpo]`: advantages compare the samples of a group\x1a;!has(this.algorithm.grpo) || this.sampling.group_size >= 2u\x1a\xaf\x01\n" +
@@ -1218,7 +1320,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1at\n" +
 	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\x9e\x01\n" +
 	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1aIthis.eval.every_steps == 0u || (this.data.eval != '' && has(this.reward))\x1a\xb8\x01\n" +
-	"\x17run_config.grpo_deliver\x12Z`train.deliver_every_steps` must be 1 for `[algorithm.grpo]`: samples come from the policy\x1aA!has(this.algorithm.grpo) || this.train.deliver_every_steps == 1u\x1a\x86\x01\n" +
+	"\x17run_config.grpo_deliver\x12Z`train.deliver_every_steps` must be 1 for `[algorithm.grpo]`: samples come from the policy\x1aA!has(this.algorithm.grpo) || this.train.deliver_every_steps == 1u\x1a\xb3\x01\n" +
+	"\x16run_config.lora_freeze\x12f`train.freeze` and `[lora]` exclude each other: with adapters every weight of the model stays as it is\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\x86\x01\n" +
 	"\x12run_config.context\x12:`sampling.max_tokens` must be below `engine.max_model_len`\x1a4this.sampling.max_tokens < this.engine.max_model_lenB\a\n" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
@@ -1312,7 +1415,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"_clip_highB\x11\n" +
 	"\x0f_kl_coefficientB\x10\n" +
 	"\x0e_normalize_stdB\x11\n" +
-	"\x0f_importance_cap\"\xa7\b\n" +
+	"\x0f_importance_cap\"\xb1\t\n" +
 	"\vTrainConfig\x122\n" +
 	"\x05steps\x18\x01 \x01(\x04B\x17\xbaH\f\xc8\x01\x012\a\x18\x80\xc2\xd7/(\x01\xca\xda\x18\x04\x12\x0240H\x00R\x05steps\x88\x01\x01\x12@\n" +
 	"\x0fgroups_per_step\x18\x02 \x01(\rB\x13\xbaH\b*\x06\x18\x80\x80\x04(\x01\xca\xda\x18\x04\n" +
@@ -1341,7 +1444,10 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\athreads\x18\f \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
 	"\x010H\vR\athreads\x88\x01\x01\x12<\n" +
 	"\x13deliver_every_steps\x18\r \x01(\x04B\a\xca\xda\x18\x03\n" +
-	"\x011H\fR\x11deliverEverySteps\x88\x01\x01B\b\n" +
+	"\x011H\fR\x11deliverEverySteps\x88\x01\x01\x12$\n" +
+	"\x06freeze\x18\x14 \x03(\tB\f\xbaH\t\x92\x01\x06\"\x04r\x02\x10\x01R\x06freeze\x12G\n" +
+	"\x16gradient_checkpointing\x18\x15 \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\rR\x15gradientCheckpointing\x88\x01\x01B\b\n" +
 	"\x06_stepsB\x12\n" +
 	"\x10_groups_per_stepB\x10\n" +
 	"\x0e_learning_rateB\v\n" +
@@ -1356,7 +1462,20 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x16_tokens_per_microbatchB\n" +
 	"\n" +
 	"\b_threadsB\x16\n" +
-	"\x14_deliver_every_steps\"\xde\x02\n" +
+	"\x14_deliver_every_stepsB\x19\n" +
+	"\x17_gradient_checkpointing\"\xe6\x01\n" +
+	"\n" +
+	"LoraConfig\x12.\n" +
+	"\x04rank\x18\x01 \x01(\rB\x15\xbaH\n" +
+	"\xc8\x01\x01*\x05\x18\x80 (\x01\xca\xda\x18\x04\x12\x0216H\x00R\x04rank\x88\x01\x01\x12>\n" +
+	"\x05alpha\x18\x02 \x01(\x01B#\xbaH\x16\x12\x14@\x01\x19\x00\x00\x00\x00\x00j\xf8@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
+	"\x0432.0H\x01R\x05alpha\x88\x01\x01\x12&\n" +
+	"\atargets\x18\x03 \x03(\tB\f\xbaH\t\x92\x01\x06\"\x04r\x02\x10\x01R\atargets\x12$\n" +
+	"\x04dora\x18\x04 \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x02R\x04dora\x88\x01\x01B\a\n" +
+	"\x05_rankB\b\n" +
+	"\x06_alphaB\a\n" +
+	"\x05_dora\"\xde\x02\n" +
 	"\fEngineConfig\x12@\n" +
 	"\x04kind\x18\x01 \x01(\tB'\xbaH\x10r\x0eR\ftransformers\xca\xda\x18\x10\n" +
 	"\x0e\"transformers\"H\x00R\x04kind\x88\x01\x01\x120\n" +
@@ -1425,7 +1544,7 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),       // 0: rollout.config.v1.RunConfig
 	(*ModelConfig)(nil),     // 1: rollout.config.v1.ModelConfig
@@ -1436,11 +1555,12 @@ var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*SftConfig)(nil),       // 6: rollout.config.v1.SftConfig
 	(*GrpoConfig)(nil),      // 7: rollout.config.v1.GrpoConfig
 	(*TrainConfig)(nil),     // 8: rollout.config.v1.TrainConfig
-	(*EngineConfig)(nil),    // 9: rollout.config.v1.EngineConfig
-	(*StalenessConfig)(nil), // 10: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),      // 11: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),  // 12: rollout.config.v1.SnapshotConfig
-	(*LimitsConfig)(nil),    // 13: rollout.config.v1.LimitsConfig
+	(*LoraConfig)(nil),      // 9: rollout.config.v1.LoraConfig
+	(*EngineConfig)(nil),    // 10: rollout.config.v1.EngineConfig
+	(*StalenessConfig)(nil), // 11: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),      // 12: rollout.config.v1.EvalConfig
+	(*SnapshotConfig)(nil),  // 13: rollout.config.v1.SnapshotConfig
+	(*LimitsConfig)(nil),    // 14: rollout.config.v1.LimitsConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	1,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
@@ -1449,18 +1569,19 @@ var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	4,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
 	5,  // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
 	8,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
-	9,  // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
-	10, // 7: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
-	11, // 8: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	12, // 9: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	13, // 10: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
-	6,  // 11: rollout.config.v1.AlgorithmConfig.sft:type_name -> rollout.config.v1.SftConfig
-	7,  // 12: rollout.config.v1.AlgorithmConfig.grpo:type_name -> rollout.config.v1.GrpoConfig
-	13, // [13:13] is the sub-list for method output_type
-	13, // [13:13] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	10, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
+	11, // 7: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
+	12, // 8: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
+	13, // 9: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	14, // 10: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	9,  // 11: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
+	6,  // 12: rollout.config.v1.AlgorithmConfig.sft:type_name -> rollout.config.v1.SftConfig
+	7,  // 13: rollout.config.v1.AlgorithmConfig.grpo:type_name -> rollout.config.v1.GrpoConfig
+	14, // [14:14] is the sub-list for method output_type
+	14, // [14:14] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -1486,13 +1607,14 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[11].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[12].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[13].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[14].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   14,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -1,0 +1,121 @@
+"""Low-rank adapters (PEFT): what is trained beside weights that stay as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollout_workers.learner.types import BadSettings
+from rollout_workers.weights import named_weights
+
+NAME = "default"
+_BASE = ".base_layer."
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Settings of the adapters (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353), by the names of the run config.
+
+    The weight of an adapted layer is ``W + (alpha / rank) B A``; with ``dora`` its rows are then scaled to a trained
+    magnitude. ``targets`` are names of linear layers, such as ``q_proj``; empty: all but the head.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ()
+    dora: bool = False
+
+
+class Adapter:
+    """The adapters of one model, which is changed in place. They begin as nothing: the model answers as before."""
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> None:
+        """Freeze the model and put an adapter on each target. Raises ``BadSettings`` where a target names no linear layer.
+
+        The same model, settings and seed give the same adapters, whatever was drawn before.
+        """
+        _check_targets(model, config.targets)
+        settings = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
+            target_modules=list(config.targets) or "all-linear",
+            use_dora=config.dora,
+            task_type="CAUSAL_LM",
+            fan_in_fan_out=model.config.model_type == "gpt2",
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self._peft: Any = peft.get_peft_model(model, settings)
+        self.model = model
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+    def off(self) -> AbstractContextManager[None]:
+        """While it is entered the model answers without adapters, as it did before training."""
+        return self._peft.disable_adapter()
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their Hugging Face names with the adapters merged in, as a model without PEFT holds them.
+
+        Adapted weights are computed anew, one at a time; the others are the live ones.
+        """
+        inside = tuple(f"{name}." for name in self._layers)
+        for name, tensor in named_weights(self.model):
+            layer, base, rest = name.rpartition(_BASE)
+            if base:
+                yield f"{layer}.{rest}", self._merged(layer) if rest == "weight" else tensor
+            elif not name.startswith(inside):
+                yield name, tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live adapters under PEFT's names."""
+        return get_peft_model_state_dict(self._peft, adapter_name=NAME)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write a folder that ``PeftModel.from_pretrained`` loads onto the model that the run began with."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        settings = replace(self._peft.peft_config[NAME], base_model_name_or_path=None, inference_mode=True)
+        settings.save_pretrained(str(directory))
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()}
+        save_file(tensors, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    def _merged(self, name: str) -> Tensor:
+        """Merge one layer as PEFT does, and put its weight back bit for bit."""
+        layer: Any = self._layers[name]
+        base = layer.get_base_layer()
+        kept = base.weight.data
+        base.weight.data = kept.clone()
+        try:
+            with torch.no_grad():
+                layer.merge(adapter_names=[NAME])
+            return base.weight.data
+        finally:
+            base.weight.data = kept
+            layer.merged_adapters.clear()
+
+
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    """Only linear layers have adapters, and never the head: embeddings and head stay as the tokenizer needs them."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    linear: set[str] = set()
+    for name, module in model.named_modules():
+        if module in (head, embedding) or type(module).__name__ not in ("Linear", "Conv1D"):
+            continue
+        linear.add(name.rpartition(".")[2])
+    for target in targets:
+        if target not in linear:
+            raise BadSettings(
+                f"`lora.targets` names {target!r}, but the model has no such linear layer below its head; "
+                f"it has {', '.join(sorted(linear))}"
+            )

@@ -1,0 +1,117 @@
+"""Adapters are the only thing that moves; merged or loaded by PEFT they give the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout_workers.algorithms import GrpoConfig
+from rollout_workers.learner import BadSettings, LoraConfig, Schedule, StateUnreadable, Trainer, TrainerConfig
+from rollout_workers.weights import read_weights
+
+from .addition import sampled_batch
+from .oracle import sample_logprobs
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+CONFIG = TrainerConfig(settings=GrpoConfig(kl_coefficient=0.05), schedule=Schedule(peak=1e-2), threads=1, lora=LORA)
+KINDS = {
+    "lora": CONFIG,
+    "dora": dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, dora=True)),
+    "some layers": dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, targets=("q_proj", "down_proj"))),
+    "bfloat16": dataclasses.replace(CONFIG, dtype=torch.bfloat16),
+}
+
+
+def trained(model_dir: Path, config: TrainerConfig, steps: int = 3) -> Trainer:
+    """A trainer after some steps."""
+    learner = Trainer(model_dir, config)
+    for step in range(1, steps + 1):
+        learner.train_step(sampled_batch(step), step)
+    return learner
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_adapters_move_and_merged_weights_answer_as_the_policy(kind: str, model_dir: Path, tmp_path: Path) -> None:
+    config = KINDS[kind]
+    learner = Trainer(model_dir, config)
+    original = {name: tensor.clone() for name, tensor in AutoModelForCausalLM.from_pretrained(model_dir).state_dict().items()}
+    begin = learner.weights_digest().root
+    assert begin == Trainer(model_dir, dataclasses.replace(config, lora=None)).weights_digest().root
+    trainable = sum(p.numel() for p in learner.optimizer.parameters)
+    assert trainable < 0.6 * sum(t.numel() for t in original.values())
+    for step in (1, 2, 3):
+        learner.train_step(sampled_batch(step), step)
+    assert learner.weights_digest().root != begin
+
+    learner.write_weights(tmp_path / "merged")
+    merged = read_weights(tmp_path / "merged")
+    adapted = ("q_proj", "down_proj") if kind == "some layers" else ("proj",)
+    for name, tensor in merged.items():
+        moved = not torch.equal(tensor.float(), original[name].to(config.dtype).float())
+        assert moved == any(part in name for part in adapted), name
+
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=config.dtype)
+    tolerance = 0.1 if config.dtype is torch.bfloat16 else 1e-5
+    for sample in sampled_batch(9)[:4]:
+        torch.testing.assert_close(
+            sample_logprobs(plain, sample), sample_logprobs(learner.policy.model, sample), atol=tolerance, rtol=tolerance
+        )
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_peft_loads_the_adapter_of_a_state(kind: str, model_dir: Path, tmp_path: Path) -> None:
+    learner = trained(model_dir, KINDS[kind])
+    learner.save_state(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    for sample in sampled_batch(9)[:4]:
+        torch.testing.assert_close(
+            sample_logprobs(loaded, sample), sample_logprobs(learner.policy.model, sample), atol=1e-6, rtol=1e-6
+        )
+
+
+def test_the_reference_is_the_model_without_adapters(model_dir: Path) -> None:
+    full = Trainer(model_dir, dataclasses.replace(CONFIG, lora=None))
+    learner = trained(model_dir, CONFIG)
+    assert learner._reference is not None and full._reference is not None
+    assert learner._reference._policy is learner.policy
+    from rollout_workers.learner.packing import pack
+
+    (batch,) = pack(sampled_batch(5), range(24), tokens=1 << 16)
+    before = learner.policy.logprobs(batch).tokens.detach()
+    torch.testing.assert_close(learner._reference.logprobs(batch), full._reference.logprobs(batch), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(learner.policy.logprobs(batch).tokens.detach(), before, atol=0, rtol=0)
+    assert learner.train_step(sampled_batch(4), 4).metrics["kl/reference"] > 1e-6
+
+
+def test_a_restored_state_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
+    learner = trained(model_dir, CONFIG)
+    learner.save_state(tmp_path)
+    twin = Trainer(model_dir, dataclasses.replace(CONFIG, seed=7))  # other adapters to begin with
+    twin.load_state(tmp_path)
+    assert twin.weights_digest().root == learner.weights_digest().root
+    for step in (4, 5):
+        learner.train_step(sampled_batch(step), step)
+        twin.train_step(sampled_batch(step), step)
+    assert twin.weights_digest().root == learner.weights_digest().root
+
+
+def test_a_state_of_the_other_kind_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    trained(model_dir, CONFIG, 1).save_state(tmp_path / "with")
+    full = trained(model_dir, dataclasses.replace(CONFIG, lora=None), 1)
+    full.save_state(tmp_path / "without")
+    with pytest.raises(StateUnreadable, match="with adapters"):
+        full.load_state(tmp_path / "with")
+    with pytest.raises(StateUnreadable, match="without adapters"):
+        Trainer(model_dir, CONFIG).load_state(tmp_path / "without")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_prj"])
+def test_a_target_that_is_no_linear_layer_is_refused(model_dir: Path, target: str) -> None:
+    with pytest.raises(BadSettings, match=rf"{target}.*it has .*q_proj"):
+        Trainer(model_dir, dataclasses.replace(CONFIG, lora=LoraConfig(targets=(target,))))
