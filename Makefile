@@ -89,8 +89,8 @@ check-compose: venv-dev ## Check docker-compose.yml: that it parses, and what it
 	@$(PYTHON) scripts/check_compose.py
 
 .PHONY: check-servers
-check-servers: ## Run the suites that need a real server (none needs one yet)
-	@echo "no adapter of a real server yet: nothing to run"
+check-servers: ## Run the suites that need a real server: PostgreSQL
+	@scripts/check_servers
 
 .PHONY: check-e2e
 check-e2e: build venv-dev $(GRPCURL) ## Run the end-to-end scenarios: one process, then seven

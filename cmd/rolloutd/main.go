@@ -23,6 +23,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/lifecycle"
 	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/telemetry"
 )
 
@@ -75,7 +76,9 @@ func run(drain, hard context.Context, args, environ []string, out io.Writer) int
 		log.Warn("stopped before everything had ended", "error", err)
 		return exitInterrupted
 	case errors.Is(err, errUnavailable), errors.Is(err, bus.ErrUnavailable), errors.Is(err, discovery.ErrUnavailable),
-		errors.Is(err, bus.ErrToken), errors.Is(err, discovery.ErrDenied), errors.Is(err, rpc.ErrTokenFile):
+		errors.Is(err, bus.ErrToken), errors.Is(err, discovery.ErrDenied), errors.Is(err, rpc.ErrTokenFile),
+		errors.Is(err, sqldb.ErrUnavailable), errors.Is(err, sqldb.ErrDenied), errors.Is(err, sqldb.ErrRole),
+		errors.Is(err, sqldb.ErrVersion), errors.Is(err, sqldb.ErrNewer):
 		log.Error("rolloutd can't start", "error", err)
 		return exitUnavailable
 	}

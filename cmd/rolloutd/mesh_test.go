@@ -18,6 +18,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 )
 
 // asDaemon turns the test binary into rolloutd.
@@ -154,6 +155,18 @@ type shape map[string]*daemon
 func allShape(t *testing.T) shape {
 	t.Helper()
 	d := start(t, t.TempDir())
+	out := shape{}
+	for _, name := range serviceNames(targets) {
+		out[name] = d
+	}
+	return out
+}
+
+// postgresShape is allShape with its state in PostgreSQL.
+func postgresShape(t *testing.T) shape {
+	t.Helper()
+	place := sqldbtest.Place(t)
+	d := start(t, t.TempDir(), "--database-url", place.URL, "--database-schema-prefix", place.Prefix)
 	out := shape{}
 	for _, name := range serviceNames(targets) {
 		out[name] = d

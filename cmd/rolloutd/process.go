@@ -15,6 +15,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/lifecycle"
 	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/telemetry"
 )
 
@@ -30,6 +31,7 @@ type mesh struct {
 	events    *telemetry.Events
 	log       *slog.Logger // makes events of the records of a run
 	tls       *tls.Config
+	place     sqldb.Place // of the services' databases
 }
 
 // serve builds the process from its configuration and runs it until drain ends. Components are added in the order of their need:
@@ -37,8 +39,9 @@ type mesh struct {
 func serve(drain, hard context.Context, cfg config.Config, targets []target, environ []string, handler slog.Handler) (err error) {
 	began := time.Now()
 	log := slog.New(handler)
-	if url, err := cfg.Database.Postgres(environ); err != nil || url != "" {
-		return errors.Join(err, errors.New("database: this build keeps its state in SQLite alone; leave database.url unset"))
+	place, err := databases(cfg, environ)
+	if err != nil {
+		return err
 	}
 	unlock, err := lockState(cfg.StateDir)
 	if err != nil {
@@ -58,7 +61,7 @@ func serve(drain, hard context.Context, cfg config.Config, targets []target, env
 	}()
 
 	group := &lifecycle.Group{Log: log, Grace: cfg.Drain + drainMargin}
-	m := &mesh{cfg: cfg, environ: environ}
+	m := &mesh{cfg: cfg, environ: environ, place: place}
 	if m.tls, err = clientTLS(cfg.TLS); err != nil {
 		return err
 	}

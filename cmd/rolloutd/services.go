@@ -17,25 +17,25 @@ import (
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
-	buffersqlite "github.com/rollout-rl/rollout/services/buffer/sqlite"
+	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	"github.com/rollout-rl/rollout/services/controller"
-	controllersqlite "github.com/rollout-rl/rollout/services/controller/sqlite"
+	controllerstore "github.com/rollout-rl/rollout/services/controller/sqlstore"
 	"github.com/rollout-rl/rollout/services/gateway"
-	gatewaysqlite "github.com/rollout-rl/rollout/services/gateway/sqlite"
+	gatewaystore "github.com/rollout-rl/rollout/services/gateway/sqlstore"
 	"github.com/rollout-rl/rollout/services/planner"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	"github.com/rollout-rl/rollout/services/scheduler/launch/local"
-	schedulersqlite "github.com/rollout-rl/rollout/services/scheduler/sqlite"
+	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 	"github.com/rollout-rl/rollout/services/snapshot"
-	snapshotsqlite "github.com/rollout-rl/rollout/services/snapshot/sqlite"
+	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
 	"github.com/rollout-rl/rollout/services/storage"
-	storagesqlite "github.com/rollout-rl/rollout/services/storage/sqlite"
+	storagestore "github.com/rollout-rl/rollout/services/storage/sqlstore"
 )
 
 // The constructors of the table in targets.go. Each gives its service the few things that it asks for, and nothing else.
 
 func newStorage(ctx context.Context, m *mesh) (hosted, error) {
-	store, err := storagesqlite.Open(ctx, m.cfg.DatabaseFile("storage"))
+	store, err := storagestore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -54,7 +54,7 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := buffersqlite.Open(ctx, m.cfg.DatabaseFile("buffer"))
+	store, err := bufferstore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -73,7 +73,7 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := snapshotsqlite.Open(ctx, m.cfg.DatabaseFile("snapshot"))
+	store, err := snapshotstore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -97,7 +97,7 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := gatewaysqlite.Open(ctx, m.cfg.DatabaseFile(gatewayTarget))
+	store, err := gatewaystore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -123,7 +123,7 @@ func newController(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := controllersqlite.Open(ctx, m.cfg.DatabaseFile("learner-controller"))
+	store, err := controllerstore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -151,7 +151,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := schedulersqlite.Open(ctx, m.cfg.DatabaseFile("scheduler"))
+	store, err := schedulerstore.Open(ctx, m.place)
 	if err != nil {
 		return hosted{}, err
 	}

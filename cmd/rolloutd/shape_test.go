@@ -21,7 +21,7 @@ import (
 // The same scenario in both shapes; calls between services cross processes in one and memory in the other.
 func TestShapes(t *testing.T) {
 	t.Parallel()
-	for name, build := range map[string]func(*testing.T) shape{"all": allShape, "seven": sevenShape} {
+	for name, build := range map[string]func(*testing.T) shape{"all": allShape, "seven": sevenShape, "postgres": postgresShape} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := build(t)

@@ -11,18 +11,21 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// The layout of the state folder, beside databases (config.Database) and rolloutd.json.
+// The layout of the state folder, beside rolloutd.json.
 func tokenFile(state string) string   { return filepath.Join(state, "token") }
 func natsDir(state string) string     { return filepath.Join(state, "nats") }
 func segmentDir(state string) string  { return filepath.Join(state, "segments") }
 func artifactDir(state string) string { return filepath.Join(state, "artifacts") }
+func databaseDir(state string) string { return filepath.Join(state, "db") }
 func portsFile(state string) string   { return filepath.Join(state, "ports.json") }
 
 var errLocked = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_IN_USE", "another rolloutd owns the state folder")
@@ -96,4 +99,19 @@ func hostOf(raw string) string {
 		return ""
 	}
 	return u.Host
+}
+
+// databases is where the services keep their state.
+func databases(cfg config.Config, environ []string) (sqldb.Place, error) {
+	url, err := cfg.Database.Postgres(environ)
+	if err != nil {
+		return nil, err
+	}
+	if url == "" {
+		return sqldb.Files(databaseDir(cfg.StateDir)), nil
+	}
+	return sqldb.Postgres{
+		URL: url, Prefix: cfg.Database.SchemaPrefix, MaxConnections: cfg.Database.MaxConnections,
+		StatementTimeout: time.Duration(cfg.Database.StatementTimeout) * time.Second,
+	}, nil
 }

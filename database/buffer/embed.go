@@ -5,5 +5,5 @@ import "embed"
 
 // Migrations holds the goose migrations, a folder a dialect.
 //
-//go:embed sqlite/*.sql
+//go:embed sqlite/*.sql postgres/*.sql
 var Migrations embed.FS

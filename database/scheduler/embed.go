@@ -5,5 +5,5 @@ import "embed"
 
 // Migrations are goose migrations, one folder a dialect.
 //
-//go:embed sqlite/*.sql
+//go:embed sqlite/*.sql postgres/*.sql
 var Migrations embed.FS

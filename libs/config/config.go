@@ -102,8 +102,3 @@ func (c Config) RuntimeFile() string { return RuntimeFile(c.StateDir) }
 
 // RuntimeFile is the file of the process that owns a state folder.
 func RuntimeFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.json") }
-
-// DatabaseFile is the SQLite file of a service.
-func (c Config) DatabaseFile(service string) string {
-	return filepath.Join(c.StateDir, "db", service+".sqlite")
-}

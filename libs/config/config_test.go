@@ -41,7 +41,7 @@ func TestDefaults(t *testing.T) {
 	if got := load(t, []string{"XDG_STATE_HOME=/x"}).StateDir; got != "/x/rollout" {
 		t.Error(got)
 	}
-	if got := load(t, []string{"ROLLOUT_STATE_DIR=/y", "XDG_STATE_HOME=/x"}); got.StateDir != "/y" || got.DatabaseFile("buffer") != "/y/db/buffer.sqlite" {
+	if got := load(t, []string{"ROLLOUT_STATE_DIR=/y", "XDG_STATE_HOME=/x"}); got.StateDir != "/y" {
 		t.Error(got.StateDir)
 	}
 	if _, err := Load(nil, nil, &bytes.Buffer{}); err == nil {

@@ -6,30 +6,48 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"strconv"
 	"syscall"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/pressly/goose/v3"
 )
 
-// Migrate applies the goose migrations of fsys/dir (NNNNN_name.sql) that a SQLite database lacks, each in its transaction.
-// Processes that start together take turns by a lock file beside the database; ctx bounds the wait.
-func Migrate(ctx context.Context, db *sql.DB, fsys fs.FS, dir string) error {
-	unlock, err := lockFile(ctx, db)
+// Migrate applies the goose migrations (NNNNN_name.sql) that the database lacks, each in its transaction: those of the folder
+// sqlite or postgres of fsys. Processes that start together take turns, by a lock file beside a SQLite file and by an advisory
+// lock of PostgreSQL; ctx bounds the wait. ErrNewer.
+func (db *DB) Migrate(ctx context.Context, fsys fs.FS) error {
+	if db.Postgres() {
+		return db.postgres.locked(ctx, func(*pgx.Conn) error { return db.migrate(ctx, goose.DialectPostgres, fsys, "postgres") })
+	}
+	unlock, err := lockFile(ctx, db.write)
 	if err != nil {
 		return fmt.Errorf("migrate database: %w", err)
 	}
 	defer unlock()
+	return db.migrate(ctx, goose.DialectSQLite3, fsys, "sqlite")
+}
+
+func (db *DB) migrate(ctx context.Context, dialect goose.Dialect, fsys fs.FS, dir string) error {
 	sub, err := fs.Sub(fsys, dir)
 	if err != nil {
 		return fmt.Errorf("migrate database: %w", err)
 	}
-	p, err := goose.NewProvider(goose.DialectSQLite3, db, sub, goose.WithVerbose(false))
+	p, err := goose.NewProvider(dialect, db.write, sub, goose.WithVerbose(false))
 	if err != nil {
 		return fmt.Errorf("migrate database: read migrations of %s: %w", dir, err)
 	}
+	has, err := p.GetDBVersion(ctx)
+	if err != nil {
+		return fmt.Errorf("migrate database: %w", domain(err))
+	}
+	sources := p.ListSources()
+	if newest := sources[len(sources)-1].Version; has > newest {
+		return ErrNewer.With("has", strconv.FormatInt(has, 10)).With("knows", strconv.FormatInt(newest, 10))
+	}
 	if _, err := p.Up(ctx); err != nil {
-		return fmt.Errorf("migrate database: %w", err)
+		return fmt.Errorf("migrate database: %w", domain(err))
 	}
 	return nil
 }

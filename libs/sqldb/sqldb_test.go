@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -14,142 +16,200 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 )
 
-func open(t *testing.T, path string) *sqldb.SQLite {
+func open(t *testing.T, path string) *sqldb.DB {
 	t.Helper()
-	db, err := sqldb.OpenSQLite(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := db.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return db
+	dir, name := filepath.Split(path)
+	return sqldbtest.Open(t, sqldb.Files(dir), strings.TrimSuffix(name, ".sqlite"))
 }
 
-var migrations = fstest.MapFS{
-	"sqlite/00001_init.sql": {Data: []byte(`-- +goose Up
-CREATE TABLE parent (id INTEGER PRIMARY KEY) STRICT;
-CREATE TABLE child (id INTEGER PRIMARY KEY, parent INTEGER NOT NULL REFERENCES parent (id)) STRICT;
+var migrations = fstest.MapFS{}
+
+func init() {
+	for dialect, strict := range map[string]string{"sqlite": " STRICT", "postgres": ""} {
+		migrations[dialect+"/00001_init.sql"] = &fstest.MapFile{Data: []byte(`-- +goose Up
+CREATE TABLE parent (id INTEGER PRIMARY KEY)` + strict + `;
+CREATE TABLE child (id INTEGER PRIMARY KEY, parent INTEGER NOT NULL REFERENCES parent (id))` + strict + `;
 -- +goose Down
 DROP TABLE child;
 DROP TABLE parent;
-`)},
-	"sqlite/00002_seed.sql": {Data: []byte("-- +goose Up\nINSERT INTO parent (id) VALUES (1);\n-- +goose Down\nDELETE FROM parent;\n")},
+`)}
+		migrations[dialect+"/00002_seed.sql"] = &fstest.MapFile{Data: []byte("-- +goose Up\nINSERT INTO parent (id) VALUES (1);\n-- +goose Down\nDELETE FROM parent;\n")}
+	}
 }
 
-func migrated(t *testing.T) *sqldb.SQLite {
+func migrate(t *testing.T, db *sqldb.DB) *sqldb.DB {
 	t.Helper()
-	db := open(t, filepath.Join(t.TempDir(), "new folder?", "x.sqlite"))
-	if err := sqldb.Migrate(t.Context(), db.DB, migrations, "sqlite"); err != nil {
+	if err := db.Migrate(t.Context(), migrations); err != nil {
 		t.Fatal(err)
 	}
 	return db
 }
 
-func count(t *testing.T, db *sql.DB, table string) (n int) {
+func count(t *testing.T, db *sqldb.DB, table string) (n int) {
 	t.Helper()
-	if err := db.QueryRowContext(t.Context(), "SELECT count(*) FROM "+table).Scan(&n); err != nil {
+	if err := db.One(t.Context(), "SELECT count(*) FROM "+table, nil, &n); err != nil {
 		t.Fatal(err)
 	}
 	return n
 }
 
-func TestSettings(t *testing.T) {
-	t.Parallel()
-	db := migrated(t)
-	for pragma, want := range map[string]string{"journal_mode": "wal", "synchronous": "2", "foreign_keys": "1", "busy_timeout": "10000"} {
-		var got string
-		if err := db.QueryRowContext(t.Context(), "PRAGMA "+pragma).Scan(&got); err != nil || got != want {
-			t.Errorf("%s = %s, want %s (%v)", pragma, got, want, err)
-		}
-	}
-	if _, err := db.ExecContext(t.Context(), "INSERT INTO child (parent) VALUES (77)"); err == nil {
-		t.Error("a foreign key was not enforced")
-	}
-	if _, err := db.Read.ExecContext(t.Context(), "INSERT INTO parent (id) VALUES (9)"); err == nil {
-		t.Error("the reading pool wrote")
+func insert(ctx context.Context, id int) func(tx *sql.Tx) error {
+	return func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, "INSERT INTO parent (id) VALUES ($1)", id)
+		return err
 	}
 }
 
-func TestMigrateTwiceAtOnce(t *testing.T) {
+func TestSuite(t *testing.T) {
 	t.Parallel()
-	path := filepath.Join(t.TempDir(), "x.sqlite")
+	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
+		for name, test := range map[string]func(*testing.T, sqldb.Place){
+			"Tx": transaction, "MigrateTwiceAtOnce": migrateTwice, "BrokenMigration": brokenMigration, "NewerDatabase": newer,
+			"ReadersDoNotWait": readersDoNotWait, "UpdatesTakeTurns": updatesTakeTurns, "Fence": fence, "Among": among, "ForeignKeys": foreignKeys,
+		} {
+			t.Run(name, func(t *testing.T) { t.Parallel(); test(t, place(t)) })
+		}
+	})
+}
+
+func transaction(t *testing.T, place sqldb.Place) {
+	db := migrate(t, sqldbtest.Open(t, place, "x"))
+	if err := db.Tx(t.Context(), insert(t.Context(), 2)); err != nil {
+		t.Fatal(err)
+	}
+	boom := errors.New("boom")
+	if err := db.Tx(t.Context(), func(tx *sql.Tx) error { return errors.Join(insert(t.Context(), 3)(tx), boom) }); !errors.Is(err, boom) {
+		t.Errorf("got %v", err)
+	}
+	func() {
+		defer func() { _ = recover() }()
+		_ = db.Tx(t.Context(), func(tx *sql.Tx) error { _ = insert(t.Context(), 4)(tx); panic("x") })
+	}()
+	canceled, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := db.Tx(canceled, insert(canceled, 5)); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v", err)
+	}
+	if n := count(t, db, "parent"); n != 2 {
+		t.Errorf("%d rows, want the seed and one", n)
+	}
+	if n, err := db.Exec(t.Context(), "UPDATE parent SET id = id + 100"); err != nil || n != 2 {
+		t.Errorf("changed %d rows: %v", n, err)
+	}
+	var id int
+	if err := db.One(t.Context(), "SELECT id FROM parent WHERE id = $1", []any{999}, &id); !errors.Is(err, sql.ErrNoRows) {
+		t.Errorf("a row that is not there: %v", err)
+	}
+}
+
+func migrateTwice(t *testing.T, place sqldb.Place) {
 	var wg sync.WaitGroup
 	errs := make([]error, 6)
 	for i := range errs {
-		db := open(t, path) // its own pools, as another process has
-		wg.Go(func() { errs[i] = sqldb.Migrate(t.Context(), db.DB, migrations, "sqlite") })
+		wg.Go(func() { // with pools of its own, as another process has
+			db, err := place.Open(t.Context(), "x", sqldb.Full)
+			if err != nil {
+				errs[i] = err
+				return
+			}
+			errs[i] = errors.Join(db.Migrate(t.Context(), migrations), db.Close())
+		})
 	}
 	wg.Wait()
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
 	}
-	if n := count(t, open(t, path).Read, "parent"); n != 1 {
+	if n := count(t, sqldbtest.Open(t, place, "x"), "parent"); n != 1 {
 		t.Errorf("the seed ran %d times", n)
 	}
 }
 
-func TestMigrateReportsABrokenMigration(t *testing.T) {
-	t.Parallel()
-	db := migrated(t)
-	more := fstest.MapFS{"sqlite/00003_bad.sql": {Data: []byte("-- +goose Up\nINSERT INTO parent (id) VALUES (2);\nCREATE NONSENSE;\n")}}
+func with(name, text string) fstest.MapFS {
+	more := fstest.MapFS{}
 	for k, v := range migrations {
 		more[k] = v
 	}
-	if err := sqldb.Migrate(t.Context(), db.DB, more, "sqlite"); err == nil {
+	for _, dialect := range []string{"sqlite", "postgres"} {
+		more[dialect+"/"+name] = &fstest.MapFile{Data: []byte(text)}
+	}
+	return more
+}
+
+func brokenMigration(t *testing.T, place sqldb.Place) {
+	db := migrate(t, sqldbtest.Open(t, place, "x"))
+	if err := db.Migrate(t.Context(), with("00003_bad.sql", "-- +goose Up\nINSERT INTO parent (id) VALUES (2);\nCREATE NONSENSE;\n")); err == nil {
 		t.Fatal("no error")
 	}
-	if n := count(t, db.DB, "parent"); n != 1 {
+	if n := count(t, db, "parent"); n != 1 {
 		t.Errorf("half of the migration stayed: %d rows", n)
 	}
 }
 
-func TestTx(t *testing.T) {
-	t.Parallel()
-	db := migrated(t)
-	insert := func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(t.Context(), "INSERT INTO parent DEFAULT VALUES")
-		return err
-	}
-	if err := sqldb.Tx(t.Context(), db, insert); err != nil {
+func newer(t *testing.T, place sqldb.Place) {
+	db := migrate(t, sqldbtest.Open(t, place, "x"))
+	if err := db.Migrate(t.Context(), with("00003_more.sql", "-- +goose Up\nINSERT INTO parent (id) VALUES (2);\n")); err != nil {
 		t.Fatal(err)
 	}
-	boom := errors.New("boom")
-	if err := sqldb.Tx(t.Context(), db, func(tx *sql.Tx) error { return errors.Join(insert(tx), boom) }); !errors.Is(err, boom) {
-		t.Errorf("got %v", err)
-	}
-	func() {
-		defer func() { _ = recover() }()
-		_ = sqldb.Tx(t.Context(), db, func(tx *sql.Tx) error { _ = insert(tx); panic("x") })
-	}()
-	canceled, cancel := context.WithCancel(t.Context())
-	cancel()
-	if err := sqldb.Tx(canceled, db, insert); !errors.Is(err, context.Canceled) {
-		t.Errorf("got %v", err)
-	}
-	if n := count(t, db.Read, "parent"); n != 2 {
-		t.Errorf("%d rows, want the seed and one", n)
+	if err := db.Migrate(t.Context(), migrations); !errors.Is(err, sqldb.ErrNewer) {
+		t.Errorf("an older program on it: %v", err)
 	}
 }
 
-func TestWritersTakeTurnsAndReadersDoNotWait(t *testing.T) {
-	t.Parallel()
-	db := migrated(t)
-	other := open(t, filePath(t, db))
+func readersDoNotWait(t *testing.T, place sqldb.Place) {
+	db := migrate(t, sqldbtest.Open(t, place, "x"))
+	err := db.Tx(t.Context(), func(tx *sql.Tx) error {
+		if _, err := tx.ExecContext(t.Context(), "DELETE FROM parent"); err != nil {
+			return err
+		}
+		if n := count(t, db, "parent"); n != 1 { // while the writer holds its lock
+			return fmt.Errorf("a reader sees %d rows, want 1", n)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+	err = db.View(t.Context(), func(tx *sql.Tx) error {
+		var before, after int
+		if err := tx.QueryRowContext(t.Context(), "SELECT count(*) FROM parent").Scan(&before); err != nil {
+			return err
+		}
+		if err := db.Tx(t.Context(), insert(t.Context(), 7)); err != nil {
+			return err
+		}
+		if err := tx.QueryRowContext(t.Context(), "SELECT count(*) FROM parent").Scan(&after); err != nil || before != after {
+			return fmt.Errorf("a view saw %d rows, then %d: %w", before, after, err)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+	err = db.View(t.Context(), func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(t.Context(), "DELETE FROM parent")
+		return err
+	})
+	if err == nil || count(t, db, "parent") != 1 {
+		t.Errorf("a view wrote: %v", err)
+	}
+}
+
+func updatesTakeTurns(t *testing.T, place sqldb.Place) {
+	db := migrate(t, sqldbtest.Open(t, place, "x"))
+	other := sqldbtest.Open(t, place, "x")
 	var wg sync.WaitGroup
-	for _, d := range []*sqldb.SQLite{db, other} {
+	for _, d := range []*sqldb.DB{db, other} {
 		for range 20 {
 			wg.Go(func() {
-				err := sqldb.Tx(t.Context(), d, func(tx *sql.Tx) error {
+				err := d.Tx(t.Context(), func(tx *sql.Tx) error {
 					var n int
-					if err := tx.QueryRowContext(t.Context(), "SELECT max(id) FROM parent").Scan(&n); err != nil {
+					if err := tx.QueryRowContext(t.Context(), "SELECT id FROM parent"+d.ForUpdate()).Scan(&n); err != nil {
 						return err
 					}
-					_, err := tx.ExecContext(t.Context(), "INSERT INTO parent (id) VALUES (?)", n+1)
+					_, err := tx.ExecContext(t.Context(), "UPDATE parent SET id = $1", n+1)
 					return err
 				})
 				if err != nil {
@@ -159,34 +219,70 @@ func TestWritersTakeTurnsAndReadersDoNotWait(t *testing.T) {
 		}
 	}
 	wg.Wait()
-	err := sqldb.Tx(t.Context(), db, func(tx *sql.Tx) error {
-		if _, err := tx.ExecContext(t.Context(), "DELETE FROM parent"); err != nil {
-			return err
+	var n int
+	if err := db.One(t.Context(), "SELECT id FROM parent", nil, &n); err != nil || n != 41 {
+		t.Errorf("counted to %d, want 41: %v", n, err)
+	}
+}
+
+func fence(t *testing.T, place sqldb.Place) {
+	db := migrate(t, sqldbtest.Open(t, place, "x"))
+	old := errors.New("an old leader")
+	fenced := db.Fenced(func(context.Context, *sql.Tx) error { return old })
+	if err := fenced.Tx(t.Context(), insert(t.Context(), 2)); !errors.Is(err, old) {
+		t.Errorf("transaction: %v", err)
+	}
+	if _, err := fenced.Exec(t.Context(), "DELETE FROM parent"); !errors.Is(err, old) {
+		t.Errorf("statement: %v", err)
+	}
+	if n := count(t, fenced, "parent"); n != 1 {
+		t.Errorf("%d rows, want the seed", n)
+	}
+	if err := db.Tx(t.Context(), insert(t.Context(), 2)); err != nil {
+		t.Errorf("the one without a fence: %v", err)
+	}
+}
+
+func among(t *testing.T, place sqldb.Place) {
+	db := migrate(t, sqldbtest.Open(t, place, "x"))
+	for i := 2; i < 6; i++ {
+		if err := db.Tx(t.Context(), insert(t.Context(), i)); err != nil {
+			t.Fatal(err)
 		}
-		if n := count(t, db.Read, "parent"); n != 41 { // while the writer holds its lock
-			return fmt.Errorf("a reader sees %d rows, want 41", n)
-		}
-		return nil
+	}
+	var got []int
+	err := db.Each(t.Context(), "SELECT id FROM parent WHERE id > $1 AND id "+db.Among(2)+" ORDER BY id", []any{1, "[1,3,5,9]"}, func(scan sqldb.Scan) error {
+		got = append(got, 0)
+		return scan(&got[len(got)-1])
 	})
-	if err != nil {
-		t.Error(err)
+	if err != nil || !slices.Equal(got, []int{3, 5}) {
+		t.Errorf("%v %v", got, err)
 	}
 }
 
-func filePath(t *testing.T, db *sqldb.SQLite) (path string) {
-	t.Helper()
-	var seq int
-	var name string
-	if err := db.QueryRowContext(t.Context(), "PRAGMA database_list").Scan(&seq, &name, &path); err != nil {
-		t.Fatal(err)
+func foreignKeys(t *testing.T, place sqldb.Place) {
+	db := migrate(t, sqldbtest.Open(t, place, "x"))
+	if _, err := db.Exec(t.Context(), "INSERT INTO child (id, parent) VALUES (1, 77)"); err == nil {
+		t.Error("a foreign key was not enforced")
 	}
-	return path
 }
 
-func TestMigrateWaitsForItsTurn(t *testing.T) {
+func TestSQLiteSettings(t *testing.T) {
 	t.Parallel()
-	db := open(t, filepath.Join(t.TempDir(), "x.sqlite"))
-	f, err := os.Create(filePath(t, db) + ".migrate")
+	db := open(t, filepath.Join(t.TempDir(), "new folder?", "x.sqlite"))
+	for pragma, want := range map[string]string{"journal_mode": "wal", "synchronous": "2", "foreign_keys": "1", "busy_timeout": "10000"} {
+		var got string
+		if err := db.One(t.Context(), "PRAGMA "+pragma, nil, &got); err != nil || got != want {
+			t.Errorf("%s = %s, want %s (%v)", pragma, got, want, err)
+		}
+	}
+}
+
+func TestSQLiteMigrateWaitsForItsTurn(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "x.sqlite")
+	db := open(t, path)
+	f, err := os.Create(path + ".migrate")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -196,13 +292,11 @@ func TestMigrateWaitsForItsTurn(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	if err := sqldb.Migrate(ctx, db.DB, migrations, "sqlite"); !errors.Is(err, context.DeadlineExceeded) {
+	if err := db.Migrate(ctx, migrations); !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatalf("while another migrates: %v", err)
 	}
 	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_UN); err != nil {
 		t.Fatal(err)
 	}
-	if err := sqldb.Migrate(t.Context(), db.DB, migrations, "sqlite"); err != nil {
-		t.Error(err)
-	}
+	migrate(t, db)
 }

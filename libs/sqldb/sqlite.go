@@ -1,4 +1,3 @@
-// Package sqldb opens SQL databases, brings their schema up to date and runs transactions. It knows no table.
 package sqldb
 
 import (
@@ -14,30 +13,11 @@ import (
 	_ "modernc.org/sqlite" // the "sqlite" driver, pure Go
 )
 
-// Durability says what a commit survives.
-type Durability string
-
-const (
-	// Full: a commit that returned survives a power cut (one fsync each).
-	Full Durability = "FULL"
-	// Normal: a commit survives the death of the process; a power cut may take the last ones, never the consistency.
-	Normal Durability = "NORMAL"
-)
-
-// SQLite is one database file in WAL mode: a single writing connection, and a pool of reading ones that never wait for it.
+// OpenSQLite opens or makes the database file at path, in WAL mode: a single writing connection, and a pool of reading ones that
+// never wait for it. The folder of the file is made too.
 //
-// The embedded *sql.DB is the writer. Inside a transaction on it use only the transaction: a second statement on the writer
-// would wait for the first for ever.
-type SQLite struct {
-	*sql.DB
-	Read *sql.DB // query only
-}
-
-// OpenSQLite opens or makes the database at path, Full durable; its folder is made too.
-func OpenSQLite(path string) (*SQLite, error) { return OpenSQLiteWith(path, Full) }
-
-// OpenSQLiteWith is OpenSQLite with another durability.
-func OpenSQLiteWith(path string, d Durability) (*SQLite, error) {
+// Inside a write transaction use only the transaction: a second one would wait for the first for ever.
+func OpenSQLite(path string, d Durability) (*DB, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return nil, fmt.Errorf("open database: %w", err)
 	}
@@ -53,11 +33,8 @@ func OpenSQLiteWith(path string, d Durability) (*SQLite, error) {
 	if err != nil {
 		return nil, errors.Join(err, write.Close())
 	}
-	return &SQLite{DB: write, Read: read}, nil
+	return &DB{write: write, read: read}, nil
 }
-
-// Close closes both pools.
-func (s *SQLite) Close() error { return errors.Join(s.Read.Close(), s.DB.Close()) }
 
 func openPool(path string, d Durability, conns int, extra ...string) (*sql.DB, error) {
 	abs, err := filepath.Abs(path)

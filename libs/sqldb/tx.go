@@ -5,25 +5,128 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+
+	"github.com/jackc/pgx/v5/stdlib"
 )
 
-// Beginner is a *sql.DB, a *SQLite or a *sql.Conn.
-type Beginner interface {
+// Tx runs fn in a write transaction: committed when fn returns nil, rolled back when it returns an error or panics. The error of fn
+// comes back as it is, or as one of this package where the database failed.
+//
+// On PostgreSQL fn may be called again after a transaction that surely did not happen: the server chose another (serialization,
+// deadlock), or the connection broke before the commit was sent. So fn sets what it hands out anew each time. A commit whose
+// answer was lost is never repeated: the server is asked what became of it. ErrUnavailable, ErrConflict, ErrUnknown, or the fence's
+// refusal.
+func (db *DB) Tx(ctx context.Context, fn func(tx *sql.Tx) error) error {
+	fenced := fn
+	if db.fence != nil {
+		fenced = func(tx *sql.Tx) error {
+			if err := db.fence(ctx, tx); err != nil {
+				return err
+			}
+			return fn(tx)
+		}
+	}
+	if !db.Postgres() {
+		return once(ctx, db.write, nil, fenced)
+	}
+	return db.again(ctx, func() (bool, error) { return db.attempt(ctx, fenced) })
+}
+
+// View runs fn in a read-only transaction that sees one moment. It never waits for a writer. On PostgreSQL fn may be called again.
+func (db *DB) View(ctx context.Context, fn func(tx *sql.Tx) error) error {
+	if !db.Postgres() {
+		return once(ctx, db.read, nil, fn)
+	}
+	return db.again(ctx, func() (bool, error) {
+		return db.connected(ctx, func(conn *sql.Conn) (bool, error) {
+			err := once(ctx, conn, &sql.TxOptions{Isolation: sql.LevelRepeatableRead, ReadOnly: true}, fn)
+			return err != nil && broken(conn), err
+		})
+	})
+}
+
+// Exec runs one statement in a write transaction and gives the number of rows that it changed.
+func (db *DB) Exec(ctx context.Context, statement string, args ...any) (changed int64, err error) {
+	if !db.Postgres() && db.fence == nil { // a transaction of its own
+		res, err := db.write.ExecContext(ctx, statement, args...)
+		if err != nil {
+			return 0, err
+		}
+		return res.RowsAffected()
+	}
+	err = db.Tx(ctx, func(tx *sql.Tx) error {
+		res, err := tx.ExecContext(ctx, statement, args...)
+		if err != nil {
+			return err
+		}
+		changed, err = res.RowsAffected()
+		return err
+	})
+	return changed, err
+}
+
+// Scan reads the columns of a row into pointers.
+type Scan func(dest ...any) error
+
+// Each runs a query and calls row with each row.
+func (db *DB) Each(ctx context.Context, query string, args []any, row func(scan Scan) error) error {
+	called := false
+	each := func(run func(context.Context, string, ...any) (*sql.Rows, error)) error {
+		rows, err := run(ctx, query, args...)
+		if err != nil {
+			return err
+		}
+		defer rows.Close()
+		for rows.Next() {
+			called = true
+			if err := row(rows.Scan); err != nil {
+				return err
+			}
+		}
+		return rows.Err()
+	}
+	if !db.Postgres() {
+		return each(db.read.QueryContext)
+	}
+	return db.again(ctx, func() (bool, error) {
+		return db.connected(ctx, func(conn *sql.Conn) (bool, error) {
+			err := each(conn.QueryContext)
+			return err != nil && !called && broken(conn), err
+		})
+	})
+}
+
+// One reads the first row of a query. sql.ErrNoRows where there is none.
+func (db *DB) One(ctx context.Context, query string, args []any, dest ...any) error {
+	found := false
+	err := db.Each(ctx, query, args, func(scan Scan) error {
+		if found {
+			return nil
+		}
+		found = true
+		return scan(dest...)
+	})
+	if err == nil && !found {
+		return sql.ErrNoRows
+	}
+	return err
+}
+
+// beginner is a *sql.DB or a *sql.Conn.
+type beginner interface {
 	BeginTx(ctx context.Context, opts *sql.TxOptions) (*sql.Tx, error)
 }
 
-// Tx runs fn in a transaction: committed when fn returns nil, rolled back when it returns an error or panics. The error of fn
-// comes back as it is. An error of the commit itself leaves open whether it happened.
-func Tx(ctx context.Context, db Beginner, fn func(tx *sql.Tx) error) (err error) {
-	tx, err := db.BeginTx(ctx, nil)
+func once(ctx context.Context, db beginner, options *sql.TxOptions, fn func(tx *sql.Tx) error) (err error) {
+	tx, err := db.BeginTx(ctx, options)
 	if err != nil {
 		return fmt.Errorf("begin transaction: %w", err)
 	}
 	done := false
 	defer func() {
 		if !done { // fn failed or panicked
-			if e := tx.Rollback(); e != nil && !errors.Is(e, sql.ErrTxDone) {
-				err = errors.Join(err, fmt.Errorf("roll back: %w", e))
+			if e := tx.Rollback(); e != nil && !errors.Is(e, sql.ErrTxDone) && err == nil {
+				err = fmt.Errorf("roll back: %w", e)
 			}
 		}
 	}()
@@ -32,7 +135,84 @@ func Tx(ctx context.Context, db Beginner, fn func(tx *sql.Tx) error) (err error)
 	}
 	done = true
 	if err := tx.Commit(); err != nil {
-		return fmt.Errorf("commit transaction: %w", err)
+		return &commitError{err}
 	}
 	return nil
+}
+
+// commitError is of the commit itself: it leaves open whether the transaction happened.
+type commitError struct{ err error }
+
+func (e *commitError) Error() string { return "commit transaction: " + e.err.Error() }
+func (e *commitError) Unwrap() error { return e.err }
+
+// again repeats try while it says that nothing happened and that it may work the next time.
+func (db *DB) again(ctx context.Context, try func() (again bool, err error)) error {
+	wait := backoff{limit: reconnect}
+	for {
+		again, err := try()
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil || !again || !wait.next(ctx) {
+			return domain(err)
+		}
+	}
+}
+
+// connected gives fn a connection of its own.
+func (db *DB) connected(ctx context.Context, fn func(conn *sql.Conn) (again bool, err error)) (bool, error) {
+	conn, err := db.write.Conn(ctx)
+	if err != nil {
+		return transient(err), fmt.Errorf("connect to the database: %w", err)
+	}
+	defer conn.Close()
+	return fn(conn)
+}
+
+// broken reports whether a connection is of no use any more. What it had not committed the server rolls back.
+func broken(conn *sql.Conn) bool {
+	gone := true
+	_ = conn.Raw(func(driver any) error {
+		gone = driver.(*stdlib.Conn).Conn().IsClosed()
+		return nil
+	})
+	return gone
+}
+
+// attempt is one try of a write transaction.
+func (db *DB) attempt(ctx context.Context, fn func(tx *sql.Tx) error) (again bool, err error) {
+	var xid string
+	again, err = db.connected(ctx, func(conn *sql.Conn) (bool, error) {
+		err := once(ctx, conn, nil, func(tx *sql.Tx) error {
+			if err := tx.QueryRowContext(ctx, "SELECT pg_current_xact_id()::text").Scan(&xid); err != nil {
+				return err
+			}
+			return fn(tx)
+		})
+		if err == nil {
+			return false, nil
+		}
+		var commit *commitError
+		lost := errors.As(err, &commit) && state(err) == "" && broken(conn)
+		if lost {
+			return false, err
+		}
+		xid = ""
+		code := state(err)
+		return code == serializationFailure || code == deadlockDetected || broken(conn), err
+	})
+	if err == nil || again || xid == "" {
+		return again, err
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), resolveWithin)
+	defer cancel()
+	committed, unknown := db.postgres.outcome(ctx, db.write, xid)
+	if unknown != nil {
+		return false, errors.Join(unknown, err)
+	}
+	if committed {
+		return false, nil
+	}
+	return true, err
 }

@@ -1,16 +1,16 @@
 package buffer_test
 
 import (
-	"path/filepath"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
-	"github.com/rollout-rl/rollout/services/buffer/sqlite"
+	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
 // cpu is the processor time of this process: unlike wall time it does not depend on who else runs.
@@ -49,7 +49,7 @@ func benchConfig() *bufferv1.LedgerConfig {
 
 // BenchmarkLedger is a step of 256 samples with its fsyncs and without a stream: one ingest, lease, commit.
 func BenchmarkLedger(b *testing.B) {
-	store, err := sqlite.Open(b.Context(), filepath.Join(b.TempDir(), "x.sqlite"))
+	store, err := sqlstore.Open(b.Context(), sqldb.Files(b.TempDir()))
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -14,13 +14,14 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
-	"github.com/rollout-rl/rollout/services/buffer/sqlite"
+	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
 const (
@@ -90,7 +91,7 @@ func setup(t testing.TB) *bench {
 // start serves the buffer as rolloutd does: rpc.Server with its interceptors, in memory.
 func (s *bench) start() {
 	s.Helper()
-	store, err := sqlite.Open(s.Context(), filepath.Join(s.folder, "db", "buffer.sqlite"))
+	store, err := sqlstore.Open(s.Context(), sqldb.Files(filepath.Join(s.folder, "db")))
 	if err != nil {
 		s.Fatal(err)
 	}

@@ -11,11 +11,12 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
-	"github.com/rollout-rl/rollout/services/buffer/sqlite"
+	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
 // TestEveryPositionIsConsumedOnce drives a ledger through random arrivals, twins, failures, wrong receipts, later attempts and
@@ -60,7 +61,7 @@ type world struct {
 	rand    *rand.Rand
 	folder  string
 	config  *bufferv1.LedgerConfig
-	store   *sqlite.Store
+	store   *sqlstore.Store
 	server  *buffer.Server
 	wire    []*trajectoryv1.TrajectoryEnvelope // published and not acked
 	sent    map[uint64]uint32                  // position -> newest attempt issued
@@ -95,7 +96,7 @@ func (f faulty) Update(ctx context.Context, run string, fn func(buffer.Tx) error
 func (w *world) start() {
 	w.Helper()
 	var err error
-	if w.store, err = sqlite.Open(w.Context(), filepath.Join(w.folder, "x.sqlite")); err != nil {
+	if w.store, err = sqlstore.Open(w.Context(), sqldb.Files(w.folder)); err != nil {
 		w.Fatal(err)
 	}
 	w.Cleanup(func() { _ = w.store.Close() })

@@ -19,6 +19,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -26,7 +27,7 @@ import (
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
-	"github.com/rollout-rl/rollout/services/scheduler/sqlite"
+	"github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 )
 
 // world is everything around a scheduler: services that keep their state when the scheduler dies, and workers that sample
@@ -34,7 +35,7 @@ import (
 type world struct {
 	t         *testing.T
 	dir       string
-	store     *sqlite.Store
+	store     *sqlstore.Store
 	mesh      *mesh
 	planner   *planner
 	snapshots *snapshots
@@ -73,7 +74,7 @@ func setup(t *testing.T) *world {
 	if err := os.WriteFile(filepath.Join(w.dir, "train.jsonl"), text.Bytes(), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	store, err := sqlite.Open(t.Context(), filepath.Join(w.dir, "scheduler.sqlite"))
+	store, err := sqlstore.Open(t.Context(), sqldb.Files(w.dir))
 	if err != nil {
 		t.Fatal(err)
 	}

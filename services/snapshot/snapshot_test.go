@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"maps"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -16,6 +15,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -23,7 +23,7 @@ import (
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/snapshot"
-	"github.com/rollout-rl/rollout/services/snapshot/sqlite"
+	"github.com/rollout-rl/rollout/services/snapshot/sqlstore"
 	"github.com/rollout-rl/rollout/services/snapshot/storetest"
 )
 
@@ -131,7 +131,7 @@ type world struct {
 
 func setup(t *testing.T) *world {
 	t.Helper()
-	store, err := sqlite.Open(t.Context(), filepath.Join(t.TempDir(), "snapshot.sqlite"))
+	store, err := sqlstore.Open(t.Context(), sqldb.Files(t.TempDir()))
 	if err != nil {
 		t.Fatal(err)
 	}

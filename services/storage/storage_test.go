@@ -21,10 +21,11 @@ import (
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/storage"
-	"github.com/rollout-rl/rollout/services/storage/sqlite"
+	"github.com/rollout-rl/rollout/services/storage/sqlstore"
 )
 
 type setup struct {
@@ -48,7 +49,7 @@ func serve(t *testing.T) setup {
 		t.Fatal(err)
 	}
 	t.Cleanup(b.Close)
-	store, err := sqlite.Open(t.Context(), filepath.Join(dir, "storage.sqlite"))
+	store, err := sqlstore.Open(t.Context(), sqldb.Files(dir))
 	if err != nil {
 		t.Fatal(err)
 	}

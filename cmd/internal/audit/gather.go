@@ -11,14 +11,15 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/blob/files"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
-	buffersqlite "github.com/rollout-rl/rollout/services/buffer/sqlite"
-	schedulersqlite "github.com/rollout-rl/rollout/services/scheduler/sqlite"
+	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
+	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 	"github.com/rollout-rl/rollout/services/snapshot"
-	snapshotsqlite "github.com/rollout-rl/rollout/services/snapshot/sqlite"
+	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
 )
 
 // Ask gathers the rows of a run (id, prefix or name) from running services.
@@ -63,14 +64,14 @@ func Ask(ctx context.Context, c *client.Client, name string) (*Evidence, error) 
 
 // Read gathers the rows of a run from the state folder of a control plane that does not run.
 func Read(ctx context.Context, state, name string) (_ *Evidence, err error) {
-	database := func(service string) string { return filepath.Join(state, "db", service+".sqlite") }
+	place := sqldb.Files(filepath.Join(state, "db"))
 	for _, service := range []string{"scheduler", "buffer", "snapshot"} {
-		if _, err := os.Stat(database(service)); err != nil {
+		if _, err := os.Stat(filepath.Join(string(place), service+".sqlite")); err != nil {
 			return nil, exit.New(exit.NoInput, "name the state folder with --state-dir, or a running control plane with --server",
 				"no %s database to read: %w", service, err)
 		}
 	}
-	runs, err := schedulersqlite.Open(ctx, database("scheduler"))
+	runs, err := schedulerstore.Open(ctx, place)
 	if err != nil {
 		return nil, err
 	}
@@ -85,14 +86,14 @@ func Read(ctx context.Context, state, name string) (_ *Evidence, err error) {
 		return nil, err
 	}
 	e.CursorBefore, e.CursorAfter = cursor.Position, cursor.Position
-	if e.Snapshots, err = readSnapshots(ctx, database("snapshot"), run); err != nil {
+	if e.Snapshots, err = readSnapshots(ctx, place, run); err != nil {
 		return nil, err
 	}
-	return e, e.readLedger(ctx, state, database("buffer"), run)
+	return e, e.readLedger(ctx, state, place, run)
 }
 
-func readSnapshots(ctx context.Context, path, run string) (_ []*snapshotv1.Snapshot, err error) {
-	store, err := snapshotsqlite.Open(ctx, path)
+func readSnapshots(ctx context.Context, place sqldb.Place, run string) (_ []*snapshotv1.Snapshot, err error) {
+	store, err := snapshotstore.Open(ctx, place)
 	if err != nil {
 		return nil, err
 	}
@@ -100,8 +101,8 @@ func readSnapshots(ctx context.Context, path, run string) (_ []*snapshotv1.Snaps
 	return store.List(ctx, snapshot.Filter{Run: run})
 }
 
-func (e *Evidence) readLedger(ctx context.Context, state, path, run string) (err error) {
-	store, err := buffersqlite.Open(ctx, path)
+func (e *Evidence) readLedger(ctx context.Context, state string, place sqldb.Place, run string) (err error) {
+	store, err := bufferstore.Open(ctx, place)
 	if err != nil {
 		return err
 	}

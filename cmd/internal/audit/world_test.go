@@ -2,7 +2,6 @@ package audit_test
 
 import (
 	"context"
-	"database/sql"
 	"encoding/binary"
 	"fmt"
 	"os"
@@ -23,10 +22,10 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
-	buffersqlite "github.com/rollout-rl/rollout/services/buffer/sqlite"
+	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	"github.com/rollout-rl/rollout/services/scheduler"
-	schedulersqlite "github.com/rollout-rl/rollout/services/scheduler/sqlite"
-	snapshotsqlite "github.com/rollout-rl/rollout/services/snapshot/sqlite"
+	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
+	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
 )
 
 const (
@@ -68,7 +67,7 @@ func state(t *testing.T) string {
 	must(t, err)
 	defer b.Close()
 	must(t, b.EnsureRun(t.Context(), run))
-	store, err := buffersqlite.Open(t.Context(), filepath.Join(folder, "db", "buffer.sqlite"))
+	store, err := bufferstore.Open(t.Context(), databases(folder))
 	must(t, err)
 	defer store.Close()
 	server, err := buffer.New(buffer.Config{Segments: filepath.Join(folder, "segments"), SegmentBytes: 100}, buffer.Deps{Store: store, Bus: b, Events: quiet{}})
@@ -140,8 +139,10 @@ func group(position, version uint64) (out []*trajectoryv1.TrajectoryEnvelope) {
 	return out
 }
 
+func databases(folder string) sqldb.Place { return sqldb.Files(filepath.Join(folder, "db")) }
+
 func schedule(ctx context.Context, folder string) error {
-	store, err := schedulersqlite.Open(ctx, filepath.Join(folder, "db", "scheduler.sqlite"))
+	store, err := schedulerstore.Open(ctx, databases(folder))
 	if err != nil {
 		return err
 	}
@@ -151,7 +152,7 @@ func schedule(ctx context.Context, folder string) error {
 }
 
 func snapshots(ctx context.Context, folder string) error {
-	store, err := snapshotsqlite.Open(ctx, filepath.Join(folder, "db", "snapshot.sqlite"))
+	store, err := snapshotstore.Open(ctx, databases(folder))
 	if err != nil {
 		return err
 	}
@@ -168,12 +169,12 @@ type spoil func(t *testing.T, folder string)
 func do(service, statement string, args ...any) spoil {
 	return func(t *testing.T, folder string) {
 		t.Helper()
-		db, err := sqldb.OpenSQLite(filepath.Join(folder, "db", service+".sqlite"))
+		db, err := databases(folder).Open(t.Context(), service, sqldb.Full)
 		must(t, err)
 		defer db.Close()
-		result, err := db.ExecContext(t.Context(), statement, args...)
+		n, err := db.Exec(t.Context(), statement, args...)
 		must(t, err)
-		if n, _ := result.RowsAffected(); n == 0 {
+		if n == 0 {
 			t.Fatalf("nothing was spoiled by %s", statement)
 		}
 	}
@@ -193,22 +194,22 @@ func edit(number uint32, change func([]byte) []byte) spoil {
 // chained writes links of their own to the steps, as somebody would who changes a step and hides it.
 func chained(t *testing.T, folder string) {
 	t.Helper()
-	db, err := sqldb.OpenSQLite(filepath.Join(folder, "db", "buffer.sqlite"))
+	db, err := databases(folder).Open(t.Context(), "buffer", sqldb.Full)
 	must(t, err)
 	defer db.Close()
 	link := ""
 	for step := uint64(1); step <= 3; step++ {
 		var batch, weights string
-		must(t, db.QueryRowContext(t.Context(), `SELECT batch, weights_digest FROM step WHERE step = ?`, step).Scan(&batch, &weights))
+		must(t, db.One(t.Context(), `SELECT batch, weights_digest FROM step WHERE step = ?`, []any{step}, &batch, &weights))
 		link = blake("rollout.chain.v1" + link + string(binary.LittleEndian.AppendUint64(nil, step)) + batch + weights)
-		exec(t, db.DB, `UPDATE step SET chain = ? WHERE step = ?`, link, step)
+		exec(t, db, `UPDATE step SET chain = ? WHERE step = ?`, link, step)
 	}
-	exec(t, db.DB, `UPDATE ledger SET chain = ?`, link)
+	exec(t, db, `UPDATE ledger SET chain = ?`, link)
 }
 
-func exec(t *testing.T, db *sql.DB, statement string, args ...any) {
+func exec(t *testing.T, db *sqldb.DB, statement string, args ...any) {
 	t.Helper()
-	_, err := db.ExecContext(t.Context(), statement, args...)
+	_, err := db.Exec(t.Context(), statement, args...)
 	must(t, err)
 }
 

@@ -1,0 +1,129 @@
+// Package sqldb opens the SQL database of a service, brings its schema up to date and runs transactions. It knows no table.
+//
+// A database is a SQLite file or a schema of PostgreSQL. The same statements run on both, with placeholders $1, $2, ... and the few
+// fragments of this package (ForUpdate, Among, ...) where the two differ. A store is written once, over *DB; its suite runs on both.
+package sqldb
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"path/filepath"
+)
+
+// Durability says what a commit survives.
+type Durability string
+
+const (
+	// Full: a commit that returned survives a power cut (one fsync each).
+	Full Durability = "FULL"
+	// Normal: a commit survives the death of the process; a power cut may take the last ones, never the consistency.
+	Normal Durability = "NORMAL"
+)
+
+// Place is where the databases of all services are.
+type Place interface {
+	// Open opens or makes the database of a service ("buffer").
+	Open(ctx context.Context, service string, d Durability) (*DB, error)
+}
+
+// Files is a folder of SQLite files, one a service.
+type Files string
+
+// Open implements Place.
+func (f Files) Open(_ context.Context, service string, d Durability) (*DB, error) {
+	return OpenSQLite(filepath.Join(string(f), service+".sqlite"), d)
+}
+
+// DB is one database. Its methods may be called from many goroutines.
+type DB struct {
+	write    *sql.DB
+	read     *sql.DB // of SQLite query only; of PostgreSQL the same pool
+	postgres *server // nil: SQLite
+	fence    Fence
+}
+
+// Fence is run at the begin of each write transaction and refuses it with an error, see Fenced.
+type Fence func(ctx context.Context, tx *sql.Tx) error
+
+// Fenced is the same database whose write transactions are refused unless fence lets them pass.
+func (db *DB) Fenced(fence Fence) *DB {
+	fenced := *db
+	fenced.fence = fence
+	return &fenced
+}
+
+// Close closes the database, for every copy that Fenced made.
+func (db *DB) Close() error {
+	if db.read == db.write {
+		return db.write.Close()
+	}
+	return errors.Join(db.read.Close(), db.write.Close())
+}
+
+// Postgres reports whether this is PostgreSQL.
+func (db *DB) Postgres() bool { return db.postgres != nil }
+
+// choose is the fragment for the dialect.
+func (db *DB) choose(sqlite, postgres string) string {
+	if db.Postgres() {
+		return postgres
+	}
+	return sqlite
+}
+
+// ForUpdate ends a SELECT whose rows the transaction will change: of two transactions that do so the second waits for the first.
+// In SQLite there is only one write transaction at a time.
+func (db *DB) ForUpdate() string { return db.choose("", " FOR UPDATE") }
+
+// Among is a condition's right side: one of the numbers in parameter n, which is a JSON list such as "[1,2]".
+func (db *DB) Among(n int) string {
+	return db.choose(fmt.Sprintf("IN (SELECT value FROM json_each($%d))", n),
+		fmt.Sprintf("IN (SELECT value::bigint FROM json_array_elements_text($%d::json))", n))
+}
+
+// Indexed follows a table's name and makes SQLite use an index. PostgreSQL knows from its statistics.
+func (db *DB) Indexed(index string) string { return db.choose(" INDEXED BY "+index, "") }
+
+// JoinInOrder is a JOIN that SQLite runs in the order in which it is written.
+func (db *DB) JoinInOrder() string { return db.choose("CROSS JOIN", "JOIN") }
+
+// LockTable makes the write transactions that call it for a table take turns until they end: so rows become visible in the order of
+// their identity. In SQLite all write transactions do.
+func (db *DB) LockTable(ctx context.Context, tx *sql.Tx, table string) error {
+	if !db.Postgres() {
+		return nil
+	}
+	if _, err := tx.ExecContext(ctx, "LOCK TABLE "+table+" IN SHARE ROW EXCLUSIVE MODE"); err != nil {
+		return fmt.Errorf("lock table %s: %w", table, err)
+	}
+	return nil
+}
+
+// Prepared is a statement that may be used in transactions, see Prepare.
+type Prepared struct{ read, write *sql.Stmt }
+
+// Prepare parses a statement once a connection. For PostgreSQL, whose driver remembers statements by itself, it is nil.
+func (db *DB) Prepare(ctx context.Context, text string) (*Prepared, error) {
+	if db.Postgres() {
+		return nil, nil
+	}
+	read, err := db.read.PrepareContext(ctx, text)
+	if err != nil {
+		return nil, fmt.Errorf("prepare %q: %w", text, err)
+	}
+	write, err := db.write.PrepareContext(ctx, text)
+	if err != nil {
+		return nil, fmt.Errorf("prepare %q: %w", text, err)
+	}
+	return &Prepared{read, write}, nil
+}
+
+// In is the statement for a write transaction or for a View.
+func (p *Prepared) In(writes bool) *sql.Stmt {
+	if writes {
+		return p.write
+	}
+	return p.read
+}

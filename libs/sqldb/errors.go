@@ -1,0 +1,118 @@
+package sqldb
+
+import (
+	"context"
+	"database/sql/driver"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// Errors of this package, compared with errors.Is.
+var (
+	ErrURL         = rpcerr.New(codes.InvalidArgument, "DATABASE_URL", "the database's URL can't be read; write postgres://user:password@host:5432/name")
+	ErrUnavailable = rpcerr.New(codes.Unavailable, "DATABASE_UNAVAILABLE", "the database does not answer").RetryAfter(time.Second)
+	ErrDenied      = rpcerr.New(codes.PermissionDenied, "DATABASE_DENIED", "the database refused the user; check the URL's user, password and database")
+	ErrRole        = rpcerr.New(codes.PermissionDenied, "DATABASE_ROLE", "the database lacks a role or a schema")
+	ErrVersion     = rpcerr.New(codes.FailedPrecondition, "DATABASE_VERSION", "PostgreSQL is older than version 14; upgrade the server")
+	ErrNewer       = rpcerr.New(codes.FailedPrecondition, "DATABASE_NEWER", "the database was brought up to date by a newer rolloutd; start that version, or restore a backup from before")
+	ErrConflict    = rpcerr.New(codes.Aborted, "DATABASE_CONFLICT", "other transactions were always first").RetryAfter(100 * time.Millisecond)
+	ErrTimeout     = rpcerr.New(codes.DeadlineExceeded, "DATABASE_TIMEOUT", "the database gave up on a statement that took longer than database.statement_timeout_s")
+	ErrFull        = rpcerr.New(codes.ResourceExhausted, "DATABASE_FULL", "the database has no space left").RetryAfter(time.Second)
+	// ErrUnknown: a commit had no answer and the database can't tell any more whether it happened. Read before you repeat.
+	ErrUnknown = rpcerr.New(codes.Unknown, "DATABASE_COMMIT_UNKNOWN", "the answer to a commit was lost and the database does not know the transaction any more")
+)
+
+// SQLSTATEs that are branched on.
+const (
+	serializationFailure  = "40001"
+	deadlockDetected      = "40P01"
+	idleTimeout           = "25P03"
+	queryCanceled         = "57014"
+	diskFull              = "53100"
+	insufficientPrivilege = "42501"
+)
+
+// state is the SQLSTATE of a PostgreSQL error, "" of another.
+func state(err error) string {
+	var pg *pgconn.PgError
+	if errors.As(err, &pg) {
+		return pg.Code
+	}
+	return ""
+}
+
+// transient reports whether the connection is what failed.
+func transient(err error) bool {
+	var network net.Error
+	var connect *pgconn.ConnectError
+	switch code := state(err); {
+	case strings.HasPrefix(code, "08"), code == "57P01", code == "57P02", code == "57P03", code == "53300", code == idleTimeout:
+		return true
+	case code != "":
+		return false
+	}
+	return errors.As(err, &connect) || errors.As(err, &network) || errors.Is(err, driver.ErrBadConn) || errors.Is(err, io.ErrUnexpectedEOF) ||
+		errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed)
+}
+
+// domain turns a driver's error into one of this package where there is one. Contexts' errors stay.
+func domain(err error) error {
+	if err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) && state(err) == "" && !transient(err) {
+		return err
+	}
+	switch code := state(err); {
+	case strings.HasPrefix(code, "28"), code == "3D000":
+		return ErrDenied.Wrap(err)
+	case code == queryCanceled:
+		return ErrTimeout.Wrap(err)
+	case code == diskFull:
+		return ErrFull.Wrap(err)
+	case code == serializationFailure, code == deadlockDetected:
+		return ErrConflict.Wrap(err)
+	case transient(err):
+		return ErrUnavailable.Wrap(err)
+	}
+	return err
+}
+
+const (
+	firstPause    = 10 * time.Millisecond
+	longestPause  = 500 * time.Millisecond
+	reconnect     = 5 * time.Second  // how long a transaction is tried again while the server is away
+	resolveWithin = 10 * time.Second // how long a lost commit is asked for
+)
+
+// backoff doubles its pauses, with jitter, until limit is used up.
+type backoff struct {
+	limit time.Duration
+	pause time.Duration
+	since time.Time
+}
+
+// next waits; false says that the time is up or ctx has ended.
+func (b *backoff) next(ctx context.Context) bool {
+	if b.since.IsZero() {
+		b.since = time.Now()
+	}
+	b.pause = min(max(2*b.pause, firstPause), longestPause)
+	if time.Since(b.since) >= b.limit {
+		return false
+	}
+	timer := time.NewTimer(b.pause/2 + rand.N(b.pause))
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}

@@ -1,0 +1,76 @@
+// Package sqldbtest runs a store's suite on every database that there is: SQLite files always, PostgreSQL in the `servers` suite
+// (make check-servers), on a real server that the first test of a process starts.
+//
+// The server is the installed PostgreSQL's, on a free port of loopback, in a folder of its own, without fsync; it ends with the process
+// that started it. Each test has its own schemas.
+package sqldbtest
+
+import (
+	"context"
+	"crypto/rand"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/sqldb"
+)
+
+// Switch is the variable that `make check-servers` sets: without it tests on PostgreSQL are skipped, with it they fail where there is none.
+const Switch = "ROLLOUT_TEST_SERVERS"
+
+// Run calls suite once for each kind of database, with a function that gives a new, empty place.
+func Run(t *testing.T, suite func(t *testing.T, place func(t *testing.T) sqldb.Place)) {
+	t.Run("sqlite", func(t *testing.T) {
+		t.Parallel()
+		suite(t, func(t *testing.T) sqldb.Place { return sqldb.Files(t.TempDir()) })
+	})
+	t.Run("postgres", func(t *testing.T) {
+		t.Parallel()
+		Require(t)
+		suite(t, func(t *testing.T) sqldb.Place { return Place(t) })
+	})
+}
+
+// Require skips the test where servers are not asked for.
+func Require(t testing.TB) {
+	t.Helper()
+	if os.Getenv(Switch) == "" { //nolint:forbidigo // as a test would
+		t.Skipf("PostgreSQL: not run, because %s is not set; make check-servers does", Switch)
+	}
+}
+
+// Place is an empty place of the process's server.
+func Place(t testing.TB) sqldb.Postgres {
+	t.Helper()
+	Require(t)
+	return sqldb.Postgres{URL: URL(t), Prefix: prefix(), MaxConnections: 4, StatementTimeout: 30 * time.Second}
+}
+
+// URL is the process's server, which is started where it does not run yet. Its user may do everything.
+func URL(t testing.TB) string {
+	t.Helper()
+	Require(t)
+	s, err := shared()
+	if err != nil {
+		t.Fatalf("PostgreSQL: %v", err)
+	}
+	return s.URL
+}
+
+func prefix() string { return "t_" + strings.ToLower(rand.Text()[:12]) }
+
+// Open opens a service's database and closes it after the test.
+func Open(t testing.TB, place sqldb.Place, service string) *sqldb.DB {
+	t.Helper()
+	db, err := place.Open(context.Background(), service, sqldb.Full)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := db.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return db
+}

@@ -1,0 +1,203 @@
+package sqlstore
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"fmt"
+	"strings"
+
+	"github.com/rollout-rl/rollout/services/buffer"
+)
+
+// list runs a query and scans each row with next.
+func (r *reader) list(ctx context.Context, what, query string, args []any, next func(scan func(...any) error) error) error {
+	rows, err := r.query(ctx, query, args...)
+	if err != nil {
+		return fmt.Errorf("read %s: %w", what, err)
+	}
+	defer rows.Close()
+	for rows.Next() {
+		if err := next(rows.Scan); err != nil {
+			return fmt.Errorf("read %s: %w", what, err)
+		}
+	}
+	if err := rows.Err(); err != nil {
+		return fmt.Errorf("read %s: %w", what, err)
+	}
+	return nil
+}
+
+// set is a list of numbers for json_each.
+func set(numbers []uint64) string {
+	if len(numbers) == 0 {
+		return "[]"
+	}
+	b, _ := json.Marshal(numbers) // numbers always marshal
+	return string(b)
+}
+
+func (r *reader) groups(ctx context.Context, where string, args ...any) ([]*buffer.Group, error) {
+	return r.groupsFrom(ctx, "prompt_group", where, args...)
+}
+
+func (r *reader) groupsFrom(ctx context.Context, table, where string, args ...any) ([]*buffer.Group, error) {
+	return r.queryGroups(ctx, `SELECT `+groupColumns+` FROM `+table+` WHERE ledger = $1 AND `+where, args...)
+}
+
+func (r *reader) queryGroups(ctx context.Context, query string, args ...any) (out []*buffer.Group, err error) {
+	err = r.list(ctx, "groups", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
+		g := &buffer.Group{}
+		out = append(out, g)
+		return scan(&g.Position, &g.Attempt, &g.State, &g.Reason, &g.Step, &g.Samples, &g.Pending, &g.Failures, &g.MinVersion, &g.Arrival)
+	})
+	return out, err
+}
+
+// Groups implements buffer.Reader.
+func (r *reader) Groups(ctx context.Context, positions []uint64) (map[uint64]*buffer.Group, error) {
+	found, err := r.queryGroups(ctx, r.sql.groups, set(positions))
+	if err != nil {
+		return nil, err
+	}
+	out := make(map[uint64]*buffer.Group, len(found))
+	for _, g := range found {
+		out[g.Position] = g
+	}
+	return out, nil
+}
+
+// ListGroups implements buffer.Reader.
+func (r *reader) ListGroups(ctx context.Context, q buffer.GroupQuery) ([]*buffer.Group, error) {
+	table, where, args := "prompt_group", `position >= $2`, []any{q.From}
+	value := func(v any) string {
+		args = append(args, v)
+		return fmt.Sprintf("$%d", len(args)+1) // after the ledger
+	}
+	if q.To > 0 {
+		where += ` AND position < ` + value(q.To)
+	}
+	switch len(q.States) {
+	case 0:
+	case 1: // a literal, so that the partial index of live states may serve
+		where += fmt.Sprintf(` AND state = %d`, q.States[0])
+		if s := q.States[0]; s != buffer.Consumed && s != buffer.Excluded {
+			table, where = r.sql.live, where+` AND state IN (1, 2, 3, 6)`
+		}
+	default:
+		states := make([]string, len(q.States))
+		for i, s := range q.States {
+			states[i] = fmt.Sprint(int(s))
+		}
+		where += ` AND state IN (` + strings.Join(states, ", ") + `)`
+	}
+	where += ` ORDER BY position`
+	if q.Limit > 0 {
+		where += ` LIMIT ` + value(q.Limit)
+	}
+	return r.groupsFrom(ctx, table, where, args...)
+}
+
+// Arrived implements buffer.Reader.
+func (r *reader) Arrived(ctx context.Context, limit int) ([]*buffer.Group, error) {
+	return r.groups(ctx, `arrival > 0 AND step = 0 ORDER BY arrival LIMIT $2`, limit)
+}
+
+// samples reads rows of sample, joined to their groups.
+func (r *reader) samples(ctx context.Context, query string, args ...any) (out []buffer.Sample, err error) {
+	err = r.list(ctx, "samples", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
+		var s buffer.Sample
+		var digest sql.NullString
+		err := scan(&s.Position, &s.Sample, &s.Part, &s.Attempt, &s.Segment, &s.Offset, &s.Length, &s.CRC, &s.Ref, &s.Reward,
+			&s.Outcome, &s.MinVersion, &s.ReceiptVersion, &digest)
+		s.ReceiptDigest = digest.String
+		out = append(out, s)
+		return err
+	})
+	return out, err
+}
+
+// Samples implements buffer.Reader.
+func (r *reader) Samples(ctx context.Context, positions []uint64) ([]buffer.Sample, error) {
+	if len(positions) == 0 {
+		return nil, nil
+	}
+	return r.samples(ctx, r.sql.samples, set(positions))
+}
+
+// BatchSamples implements buffer.Reader.
+func (r *reader) BatchSamples(ctx context.Context, step uint64) ([]buffer.Sample, error) {
+	return r.samples(ctx, r.sql.batch, step)
+}
+
+// Pending implements buffer.Reader.
+func (r *reader) Pending(ctx context.Context, version uint64) ([]buffer.Sample, error) {
+	return r.samples(ctx, r.sql.pending, version)
+}
+
+func scanStep(scan func(...any) error) (*buffer.Step, error) {
+	s := &buffer.Step{}
+	return s, scan(&s.Step, &s.Batch, &s.Groups, &s.Samples, &s.Excluded, &s.WeightsDigest, &s.Chain)
+}
+
+// Step implements buffer.Reader.
+func (r *reader) Step(ctx context.Context, step uint64) (*buffer.Step, error) {
+	var found *buffer.Step
+	err := r.list(ctx, "step", r.sql.step, []any{r.id, step}, func(scan func(...any) error) (err error) {
+		found, err = scanStep(scan)
+		return err
+	})
+	return found, err
+}
+
+// Steps implements buffer.Reader.
+func (r *reader) Steps(ctx context.Context, from uint64) (out []*buffer.Step, err error) {
+	query := `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step >= $2 AND weights_digest <> '' ORDER BY step`
+	err = r.list(ctx, "steps", query, []any{r.id, from}, func(scan func(...any) error) error {
+		s, err := scanStep(scan)
+		out = append(out, s)
+		return err
+	})
+	return out, err
+}
+
+// Weights implements buffer.Reader.
+func (r *reader) Weights(ctx context.Context, versions []uint64) (map[uint64]string, error) {
+	out := make(map[uint64]string, len(versions))
+	err := r.list(ctx, "weights", r.sql.weights, []any{r.id, set(versions)}, func(scan func(...any) error) error {
+		var version uint64
+		var digest string
+		err := scan(&version, &digest)
+		out[version] = digest
+		return err
+	})
+	return out, err
+}
+
+// Segments implements buffer.Reader.
+func (r *reader) Segments(ctx context.Context) (out []buffer.Segment, err error) {
+	query := `SELECT number, bytes, trimmed FROM segment WHERE ledger = $1 ORDER BY number`
+	err = r.list(ctx, "segments", query, []any{r.id}, func(scan func(...any) error) error {
+		var s buffer.Segment
+		err := scan(&s.Number, &s.Bytes, &s.Trimmed)
+		out = append(out, s)
+		return err
+	})
+	return out, err
+}
+
+// Uncovered implements buffer.Reader.
+func (r *reader) Uncovered(ctx context.Context, through uint64) (map[uint32]bool, error) {
+	out := map[uint32]bool{}
+	query := `SELECT DISTINCT s.segment FROM (
+			SELECT position FROM prompt_group WHERE ledger = $1 AND step > 0 AND step > $2
+			UNION SELECT position FROM prompt_group WHERE ledger = $1 AND state IN (1, 2, 3, 6)
+		) g ` + r.sql.join + ` sample s ON s.ledger = $1 AND s.position = g.position`
+	err := r.list(ctx, "uncovered segments", query, []any{r.id, through}, func(scan func(...any) error) error {
+		var number uint32
+		err := scan(&number)
+		out[number] = true
+		return err
+	})
+	return out, err
+}

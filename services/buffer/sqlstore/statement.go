@@ -1,0 +1,136 @@
+package sqlstore
+
+import (
+	"context"
+	"database/sql"
+	"fmt"
+	"strings"
+
+	"github.com/rollout-rl/rollout/libs/sqldb"
+)
+
+// statements are the texts of one dialect. Those of a step are prepared, where the driver does not do that by itself: of a
+// transaction of 8 samples parsing was a third.
+type statements struct {
+	ledger, lock, groups, samples, batch, pending, step, weights string
+	save, verify, take, putSegment                               string
+	join                                                         string // in the order that it is written in
+	live                                                         string // prompt_group, read by the index of those that a step may still want
+
+	putGroups, addSamples map[int]string // by the number of rows
+	prepared              map[string]*sqldb.Prepared
+}
+
+const (
+	groupColumns  = `position, attempt, state, reason, step, samples, pending, failures, min_version, arrival`
+	sampleColumns = `s.position, s.sample, s.part, s.attempt, s.segment, s.byte_offset, s.byte_length, s.crc32c, s.ref, s.reward,
+	s.outcome, s.min_version, s.receipt_version, s.receipt_digest`
+	stepColumns = `step, batch, group_count, sample_count, excluded_count, weights_digest, chain`
+	sampleOrder = ` ORDER BY s.position, s.sample, s.part`
+)
+
+// newStatements writes the texts. The joins are written in the order they must run in, and SQLite is told its index: its planner
+// does not know that a step is small and a ledger large.
+func newStatements(db *sqldb.DB) *statements {
+	ledger := `SELECT id, config, closed, revision, step, chain, arrivals, trimmed, weights_version, weights_digest,
+		open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed FROM ledger WHERE run = $1`
+	st := &statements{
+		putGroups: map[int]string{}, addSamples: map[int]string{},
+		ledger: ledger,
+		lock:   ledger + db.ForUpdate(),
+		groups: `SELECT ` + groupColumns + ` FROM prompt_group WHERE ledger = $1 AND position ` + db.Among(2),
+		samples: `SELECT ` + sampleColumns + ` FROM sample s
+		WHERE s.ledger = $1 AND s.position ` + db.Among(2) + sampleOrder,
+		batch: `SELECT ` + sampleColumns + ` FROM prompt_group g` + db.Indexed("prompt_group_step") + `
+		` + db.JoinInOrder() + ` sample s ON s.ledger = g.ledger AND s.position = g.position
+		WHERE g.ledger = $1 AND g.step = $2 AND g.step > 0` + sampleOrder,
+		pending: `SELECT ` + sampleColumns + ` FROM sample s` + db.Indexed("sample_pending") + `
+		WHERE s.ledger = $1 AND s.receipt_version = $2 AND s.receipt_digest IS NOT NULL` + sampleOrder,
+		step:    `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step = $2`,
+		weights: `SELECT version, digest FROM weights WHERE ledger = $1 AND version ` + db.Among(2),
+		save: `UPDATE ledger SET closed = $1, revision = $2, step = $3, chain = $4, arrivals = $5, trimmed = $6,
+		weights_version = $7, weights_digest = $8, open = $9, ready = $10, leased = $11, consumed = $12, excluded = $13, dissolved = $14,
+		samples = $15, duplicates = $16, refused = $17, infra_failed = $18 WHERE id = $19`,
+		verify: `UPDATE sample` + db.Indexed("sample_pending") + ` SET receipt_digest = NULL
+		WHERE ledger = $1 AND receipt_version = $2 AND receipt_digest IS NOT NULL`,
+		take: `UPDATE prompt_group` + db.Indexed("prompt_group_step") + ` SET state = $4 WHERE ledger = $1 AND step = $2 AND step > 0 AND state = $3`,
+		putSegment: `INSERT INTO segment (ledger, number, bytes, trimmed) VALUES ($1, $2, $3, $4)
+		ON CONFLICT (ledger, number) DO UPDATE SET bytes = excluded.bytes, trimmed = excluded.trimmed`,
+		join: db.JoinInOrder(),
+		live: `prompt_group` + db.Indexed("prompt_group_live"),
+	}
+	for _, n := range chunks {
+		st.putGroups[n], st.addSamples[n] = putGroups(n), addSamples(n)
+	}
+	return st
+}
+
+// prepare parses the statements of a step. They are parsed when the store opens, because inside a transaction the one writing
+// connection is taken. What is not here is parsed as it comes.
+func (st *statements) prepare(ctx context.Context, db *sqldb.DB) error {
+	st.prepared = map[string]*sqldb.Prepared{}
+	texts := []string{st.lock, st.groups, st.samples, st.batch, st.pending, st.step, st.weights, st.save, st.putSegment}
+	for _, n := range chunks {
+		texts = append(texts, st.putGroups[n], st.addSamples[n])
+	}
+	for _, text := range texts {
+		p, err := db.Prepare(ctx, text)
+		if err != nil {
+			return err
+		}
+		if p != nil {
+			st.prepared[text] = p
+		}
+	}
+	return nil
+}
+
+// query is tx.QueryContext.
+func (r *reader) query(ctx context.Context, text string, args ...any) (*sql.Rows, error) {
+	if p := r.sql.prepared[text]; p != nil {
+		return r.tx.StmtContext(ctx, p.In(r.writes)).QueryContext(ctx, args...) //nolint:sqlclosecheck // closed with the transaction
+	}
+	return r.tx.QueryContext(ctx, text, args...)
+}
+
+// exec is tx.ExecContext.
+func (r *reader) exec(ctx context.Context, text string, args ...any) (sql.Result, error) {
+	if p := r.sql.prepared[text]; p != nil {
+		// The transaction itself ends with ctx; SQLite's driver would start a goroutine a statement to watch it too.
+		ctx = context.WithoutCancel(ctx)
+		return r.tx.StmtContext(ctx, p.In(r.writes)).ExecContext(ctx, args...) //nolint:sqlclosecheck // closed with the transaction
+	}
+	return r.tx.ExecContext(ctx, text, args...)
+}
+
+// chunks are how many rows one statement writes: few texts, so that each is prepared once, and few round trips.
+var chunks = []int{64, 8, 1}
+
+func putGroups(n int) string {
+	return `INSERT INTO prompt_group (ledger, ` + groupColumns + `) VALUES ` + rows(n, 10) + `
+		ON CONFLICT (ledger, position) DO UPDATE SET attempt = excluded.attempt, state = excluded.state, reason = excluded.reason,
+			step = excluded.step, samples = excluded.samples, pending = excluded.pending, failures = excluded.failures,
+			min_version = excluded.min_version, arrival = excluded.arrival`
+}
+
+func addSamples(n int) string {
+	return `INSERT INTO sample (ledger, ` + strings.ReplaceAll(sampleColumns, "s.", "") + `) VALUES ` + rows(n, 14)
+}
+
+// rows is n times the ledger, $1, and columns that follow it.
+func rows(n, columns int) string {
+	var b strings.Builder
+	next := 2
+	for i := range n {
+		if i > 0 {
+			b.WriteString(", ")
+		}
+		b.WriteString("($1")
+		for range columns {
+			fmt.Fprintf(&b, ", $%d", next)
+			next++
+		}
+		b.WriteByte(')')
+	}
+	return b.String()
+}

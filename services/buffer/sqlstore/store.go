@@ -1,0 +1,165 @@
+// Package sqlstore keeps ledgers in a SQL database.
+package sqlstore
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"sync"
+
+	"google.golang.org/protobuf/encoding/protojson"
+
+	database "github.com/rollout-rl/rollout/database/buffer"
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	"github.com/rollout-rl/rollout/services/buffer"
+)
+
+// Store is a buffer.Store. In SQLite the transactions of all runs take turns, in PostgreSQL those of one run.
+type Store struct {
+	db      *sqldb.DB
+	sql     *statements
+	configs *sync.Map // run -> *bufferv1.LedgerConfig, which never changes
+}
+
+// Open opens or makes the service's database and brings its schema up to date.
+func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
+	db, err := place.Open(ctx, "buffer", sqldb.Full)
+	if err != nil {
+		return nil, err
+	}
+	s := &Store{db: db, sql: newStatements(db), configs: &sync.Map{}}
+	if err = db.Migrate(ctx, database.Migrations); err == nil {
+		err = s.sql.prepare(ctx, db)
+	}
+	if err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
+	return s, nil
+}
+
+// Close closes the database.
+func (s *Store) Close() error { return s.db.Close() }
+
+// Create implements buffer.Store.
+func (s *Store) Create(ctx context.Context, run string, config *bufferv1.LedgerConfig) error {
+	raw, err := id.CanonicalJSON(config)
+	if err != nil {
+		return fmt.Errorf("create ledger: %w", err)
+	}
+	_, err = s.db.Exec(ctx, `INSERT INTO ledger (run, config, step) VALUES ($1, $2, $3) ON CONFLICT (run) DO NOTHING`,
+		run, raw, config.GetFirstStep())
+	if err != nil {
+		return fmt.Errorf("create ledger of %s: %w", run, err)
+	}
+	return nil
+}
+
+// Runs implements buffer.Store.
+func (s *Store) Runs(ctx context.Context) ([]string, error) {
+	var runs []string
+	err := s.db.Each(ctx, `SELECT run FROM ledger WHERE NOT closed ORDER BY id`, nil, func(scan sqldb.Scan) error {
+		var run string
+		err := scan(&run)
+		runs = append(runs, run)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list ledgers: %w", err)
+	}
+	return runs, nil
+}
+
+// View implements buffer.Store.
+func (s *Store) View(ctx context.Context, run string, fn func(buffer.Reader) error) error {
+	return s.db.View(ctx, func(tx *sql.Tx) error {
+		r, err := s.begin(ctx, tx, false, run)
+		if err != nil {
+			return err
+		}
+		return fn(r)
+	})
+}
+
+// Update implements buffer.Store.
+func (s *Store) Update(ctx context.Context, run string, fn func(buffer.Tx) error) error {
+	return s.db.Tx(ctx, func(tx *sql.Tx) error {
+		r, err := s.begin(ctx, tx, true, run)
+		if err != nil {
+			return err
+		}
+		r.ledger.Revision++
+		if err := fn(&writer{r}); err != nil {
+			return err
+		}
+		return r.save(ctx)
+	})
+}
+
+// reader implements buffer.Reader within a transaction.
+type reader struct {
+	tx     *sql.Tx
+	sql    *statements
+	writes bool
+	id     int64
+	ledger *buffer.Ledger
+}
+
+// begin reads the ledger, and locks it where the transaction writes.
+func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) (*reader, error) {
+	l := &buffer.Ledger{Run: run}
+	r := &reader{tx: tx, sql: s.sql, writes: writes, ledger: l}
+	var raw []byte
+	g := &l.Groups
+	text := s.sql.ledger
+	if writes {
+		text = s.sql.lock
+	}
+	found := false
+	err := r.list(ctx, "ledger", text, []any{run}, func(scan func(...any) error) error {
+		found = true
+		return scan(
+			&r.id, &raw, &l.Closed, &l.Revision, &l.Step, &l.Chain, &l.Arrivals, &l.Trimmed, &l.WeightsVersion, &l.WeightsDigest,
+			&g[buffer.Open], &g[buffer.Ready], &g[buffer.Leased], &g[buffer.Consumed], &g[buffer.Excluded], &g[buffer.Dissolved],
+			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read ledger of %s: %w", run, err)
+	}
+	if !found {
+		return nil, buffer.ErrNoLedger.With("run", run)
+	}
+	l.Config, err = s.config(run, raw)
+	return r, err
+}
+
+// config parses the config of a run once.
+func (s *Store) config(run string, raw []byte) (*bufferv1.LedgerConfig, error) {
+	if known, ok := s.configs.Load(run); ok {
+		return known.(*bufferv1.LedgerConfig), nil
+	}
+	c := &bufferv1.LedgerConfig{}
+	if err := protojson.Unmarshal(raw, c); err != nil {
+		return nil, fmt.Errorf("read config of %s: %w", run, err)
+	}
+	s.configs.Store(run, c)
+	return c, nil
+}
+
+func (r *reader) save(ctx context.Context) error {
+	l := r.ledger
+	g := &l.Groups
+	_, err := r.exec(ctx, r.sql.save,
+		l.Closed, l.Revision, l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest,
+		g[buffer.Open], g[buffer.Ready], g[buffer.Leased], g[buffer.Consumed], g[buffer.Excluded], g[buffer.Dissolved],
+		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, r.id)
+	if err != nil {
+		return fmt.Errorf("save ledger of %s: %w", l.Run, err)
+	}
+	return nil
+}
+
+// Ledger implements buffer.Reader. Its Config is shared and must not be changed.
+func (r *reader) Ledger() *buffer.Ledger { return r.ledger }

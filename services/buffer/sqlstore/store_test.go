@@ -1,0 +1,42 @@
+package sqlstore_test
+
+import (
+	"sync"
+	"testing"
+
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
+	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
+	"github.com/rollout-rl/rollout/services/buffer/storetest"
+)
+
+func open(t *testing.T, place sqldb.Place) *sqlstore.Store {
+	t.Helper()
+	s, err := sqlstore.Open(t.Context(), place)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+func TestSuite(t *testing.T) {
+	t.Parallel()
+	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
+		var mu sync.Mutex
+		places := map[string]sqldb.Place{}
+		storetest.Run(t, func(t *testing.T, folder string) buffer.Store {
+			mu.Lock()
+			defer mu.Unlock()
+			if places[folder] == nil {
+				places[folder] = place(t)
+			}
+			return open(t, places[folder])
+		})
+	})
+}

@@ -1,0 +1,94 @@
+package sqlstore
+
+import (
+	"context"
+	"database/sql"
+	"fmt"
+
+	"github.com/rollout-rl/rollout/services/buffer"
+)
+
+// writer implements buffer.Tx.
+type writer struct{ *reader }
+
+// PutGroups implements buffer.Tx.
+func (w *writer) PutGroups(ctx context.Context, groups []*buffer.Group) error {
+	return w.rows(ctx, "write groups", w.sql.putGroups, len(groups), func(i int) []any {
+		g := groups[i]
+		return []any{g.Position, g.Attempt, int32(g.State), g.Reason, g.Step, g.Samples, g.Pending, g.Failures, g.MinVersion, g.Arrival}
+	})
+}
+
+// AddSamples implements buffer.Tx.
+func (w *writer) AddSamples(ctx context.Context, samples []buffer.Sample) error {
+	return w.rows(ctx, "write samples", w.sql.addSamples, len(samples), func(i int) []any {
+		s := &samples[i]
+		digest := sql.NullString{String: s.ReceiptDigest, Valid: s.ReceiptDigest != ""}
+		return []any{s.Position, s.Sample, s.Part, s.Attempt, s.Segment, s.Offset, s.Length, s.CRC, s.Ref, s.Reward, int32(s.Outcome),
+			s.MinVersion, s.ReceiptVersion, digest}
+	})
+}
+
+// rows writes n rows in chunks.
+func (w *writer) rows(ctx context.Context, what string, insert map[int]string, n int, row func(i int) []any) error {
+	for _, size := range chunks {
+		for ; n >= size; n -= size {
+			args := make([]any, 0, 1+14*size)
+			args = append(args, w.id)
+			for i := n - size; i < n; i++ {
+				args = append(args, row(i)...)
+			}
+			if _, err := w.reader.exec(ctx, insert[size], args...); err != nil {
+				return fmt.Errorf("%s: %w", what, err)
+			}
+		}
+	}
+	return nil
+}
+
+func (w *writer) exec(ctx context.Context, what, statement string, args ...any) (int64, error) {
+	res, err := w.reader.exec(ctx, statement, append([]any{w.id}, args...)...)
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", what, err)
+	}
+	return res.RowsAffected()
+}
+
+// DropSamples implements buffer.Tx.
+func (w *writer) DropSamples(ctx context.Context, position uint64) error {
+	_, err := w.exec(ctx, "drop samples", `DELETE FROM sample WHERE ledger = $1 AND position = $2`, position)
+	return err
+}
+
+// Verify implements buffer.Tx.
+func (w *writer) Verify(ctx context.Context, version uint64) error {
+	_, err := w.exec(ctx, "verify samples", w.sql.verify, version)
+	return err
+}
+
+// PutStep implements buffer.Tx.
+func (w *writer) PutStep(ctx context.Context, s *buffer.Step) error {
+	_, err := w.exec(ctx, "write step", `INSERT INTO step (ledger, `+stepColumns+`) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
+		ON CONFLICT (ledger, step) DO UPDATE SET batch = excluded.batch, group_count = excluded.group_count, sample_count = excluded.sample_count,
+			excluded_count = excluded.excluded_count, weights_digest = excluded.weights_digest, chain = excluded.chain`,
+		s.Step, s.Batch, s.Groups, s.Samples, s.Excluded, s.WeightsDigest, s.Chain)
+	return err
+}
+
+// TakeGroups implements buffer.Tx.
+func (w *writer) TakeGroups(ctx context.Context, step uint64, from, to buffer.State) (uint64, error) {
+	n, err := w.exec(ctx, "take groups", w.sql.take, step, int32(from), int32(to))
+	return uint64(n), err
+}
+
+// PutWeights implements buffer.Tx.
+func (w *writer) PutWeights(ctx context.Context, version uint64, digest string) error {
+	_, err := w.exec(ctx, "record weights", `INSERT INTO weights (ledger, version, digest) VALUES ($1, $2, $3)`, version, digest)
+	return err
+}
+
+// PutSegment implements buffer.Tx.
+func (w *writer) PutSegment(ctx context.Context, s buffer.Segment) error {
+	_, err := w.exec(ctx, "write segment", w.sql.putSegment, s.Number, s.Bytes, s.Trimmed)
+	return err
+}

@@ -1,0 +1,113 @@
+// Package sqlstore keeps drives in a SQL database.
+package sqlstore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"google.golang.org/protobuf/proto"
+
+	schema "github.com/rollout-rl/rollout/database/controller"
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+	"github.com/rollout-rl/rollout/services/controller"
+)
+
+// Store implements controller.Store.
+type Store struct{ db *sqldb.DB }
+
+// Open opens or makes the service's database and brings its schema up to date.
+func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
+	// A drive is a hint for the next process; the ledger is what counts. So a commit need not survive a power cut.
+	db, err := place.Open(ctx, "learner-controller", sqldb.Normal)
+	if err != nil {
+		return nil, err
+	}
+	if err := db.Migrate(ctx, schema.Migrations); err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
+	return &Store{db: db}, nil
+}
+
+// Close closes the database.
+func (s *Store) Close() error { return s.db.Close() }
+
+// Save implements controller.Store.
+func (s *Store) Save(ctx context.Context, d *controller.Drive) error {
+	spec, err := proto.Marshal(d.Spec)
+	if err != nil {
+		return fmt.Errorf("save drive: %w", err)
+	}
+	weights := []byte{}
+	if d.Weights != nil {
+		if weights, err = proto.Marshal(d.Weights); err != nil {
+			return fmt.Errorf("save drive: %w", err)
+		}
+	}
+	_, err = s.db.Exec(ctx, `INSERT INTO drive (run_id, incarnation, phase, step, active, spec, weights) VALUES ($1, $2, $3, $4, $5, $6, $7)
+		ON CONFLICT (run_id) DO UPDATE SET incarnation = excluded.incarnation, phase = excluded.phase, step = excluded.step,
+			active = excluded.active, spec = excluded.spec, weights = excluded.weights`,
+		d.Spec.GetRunId(), d.Spec.GetIncarnation(), int32(d.Phase), int64(d.Step), d.Active, spec, weights)
+	if err != nil {
+		return fmt.Errorf("save drive of %s: %w", d.Spec.GetRunId(), err)
+	}
+	return nil
+}
+
+const columns = `SELECT phase, step, active, spec, weights FROM drive `
+
+// Get implements controller.Store.
+func (s *Store) Get(ctx context.Context, run string) (*controller.Drive, error) {
+	found, err := s.query(ctx, columns+`WHERE run_id = $1`, run)
+	if err != nil {
+		return nil, fmt.Errorf("get drive of %s: %w", run, err)
+	}
+	if len(found) == 0 {
+		return nil, controller.ErrNotFound.With("run", run)
+	}
+	return found[0], nil
+}
+
+// Active implements controller.Store.
+func (s *Store) Active(ctx context.Context) ([]*controller.Drive, error) {
+	all, err := s.query(ctx, columns+`WHERE active ORDER BY run_id`)
+	if err != nil {
+		return nil, fmt.Errorf("list active drives: %w", err)
+	}
+	return all, nil
+}
+
+func (s *Store) query(ctx context.Context, query string, args ...any) (all []*controller.Drive, err error) {
+	err = s.db.Each(ctx, query, args, func(scan sqldb.Scan) error {
+		d, err := read(scan)
+		all = append(all, d)
+		return err
+	})
+	return all, err
+}
+
+func read(scan sqldb.Scan) (*controller.Drive, error) {
+	d := &controller.Drive{Spec: &learnerv1.StartRunRequest{}}
+	var phase int32
+	var step int64
+	var spec, weights []byte
+	if err := scan(&phase, &step, &d.Active, &spec, &weights); err != nil {
+		return nil, fmt.Errorf("read drive: %w", err)
+	}
+	d.Phase, d.Step = learnerv1.Phase(phase), uint64(step)
+	if err := proto.Unmarshal(spec, d.Spec); err != nil {
+		return nil, fmt.Errorf("read drive: %w", err)
+	}
+	if len(weights) == 0 {
+		return d, nil
+	}
+	d.Weights = &weightsv1.WeightsManifest{}
+	if err := proto.Unmarshal(weights, d.Weights); err != nil {
+		return nil, fmt.Errorf("read drive: %w", err)
+	}
+	return d, nil
+}
+
+var _ controller.Store = (*Store)(nil)

@@ -1,0 +1,239 @@
+// Package sqlstore keeps snapshot manifests in a SQL database.
+package sqlstore
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+
+	schema "github.com/rollout-rl/rollout/database/snapshot"
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	"github.com/rollout-rl/rollout/services/snapshot"
+)
+
+// Store implements snapshot.Store.
+type Store struct{ db *sqldb.DB }
+
+// Open opens or makes the service's database and brings its schema up to date.
+func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
+	db, err := place.Open(ctx, "snapshot", sqldb.Full)
+	if err != nil {
+		return nil, err
+	}
+	if err := db.Migrate(ctx, schema.Migrations); err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
+	return &Store{db: db}, nil
+}
+
+// Close closes the database.
+func (s *Store) Close() error { return s.db.Close() }
+
+// Record implements snapshot.Store.
+func (s *Store) Record(ctx context.Context, snap *snapshot.Snapshot) (*snapshot.Snapshot, error) {
+	manifest, err := proto.Marshal(snap)
+	if err != nil {
+		return nil, fmt.Errorf("record snapshot: %w", err)
+	}
+	kept := snap
+	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
+		kept = snap
+		res, err := tx.ExecContext(ctx, `INSERT INTO snapshot (snapshot_id, run_id, kind, step, manifest) VALUES ($1, $2, $3, $4, $5)
+				ON CONFLICT (run_id, kind, step) DO NOTHING`,
+			snap.GetSnapshotId(), snap.GetRunId(), int32(snap.GetKind()), int64(snap.GetStep()), manifest)
+		if err != nil {
+			return err
+		}
+		if n, err := res.RowsAffected(); err != nil || n == 0 {
+			if err == nil {
+				kept, err = one(tx.QueryRowContext(ctx, `SELECT manifest FROM snapshot WHERE run_id = $1 AND kind = $2 AND step = $3`,
+					snap.GetRunId(), int32(snap.GetKind()), int64(snap.GetStep())).Scan)
+			}
+			return err
+		}
+		for _, f := range snap.GetFiles() {
+			if _, err := tx.ExecContext(ctx, `INSERT INTO snapshot_file (snapshot_id, digest) VALUES ($1, $2) ON CONFLICT DO NOTHING`,
+				snap.GetSnapshotId(), f.GetDigest()); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("record snapshot of %s at step %d: %w", snap.GetRunId(), snap.GetStep(), err)
+	}
+	return kept, nil
+}
+
+// Delete implements snapshot.Store.
+func (s *Store) Delete(ctx context.Context, ids ...string) error {
+	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		for _, id := range ids {
+			if _, err := tx.ExecContext(ctx, `INSERT INTO candidate (digest)
+				SELECT digest FROM snapshot_file WHERE snapshot_id = $1 ON CONFLICT DO NOTHING`, id); err != nil {
+				return err
+			}
+			if _, err := tx.ExecContext(ctx, `DELETE FROM snapshot WHERE snapshot_id = $1`, id); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("delete snapshots: %w", err)
+	}
+	return nil
+}
+
+// Pin implements snapshot.Store.
+func (s *Store) Pin(ctx context.Context, id string) error {
+	n, err := s.db.Exec(ctx, `UPDATE snapshot SET pinned = TRUE WHERE snapshot_id = $1`, id)
+	if err != nil {
+		return fmt.Errorf("pin snapshot %s: %w", id, err)
+	}
+	if n == 0 {
+		return snapshot.ErrNotFound.With("snapshot", id)
+	}
+	return nil
+}
+
+// Note implements snapshot.Store.
+func (s *Store) Note(ctx context.Context, digests []string) error {
+	return s.each(ctx, `INSERT INTO candidate (digest) VALUES ($1) ON CONFLICT DO NOTHING`, digests)
+}
+
+// Forget implements snapshot.Store.
+func (s *Store) Forget(ctx context.Context, digests []string) error {
+	return s.each(ctx, `DELETE FROM candidate WHERE digest = $1`, digests)
+}
+
+func (s *Store) each(ctx context.Context, statement string, digests []string) error {
+	err := s.db.Tx(ctx, func(tx *sql.Tx) error {
+		for _, d := range digests {
+			if _, err := tx.ExecContext(ctx, statement, d); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("change the candidates of the sweep: %w", err)
+	}
+	return nil
+}
+
+// Get implements snapshot.Reader.
+func (s *Store) Get(ctx context.Context, prefix string) (*snapshot.Snapshot, error) {
+	found, err := s.query(ctx, `SELECT manifest FROM snapshot WHERE substr(snapshot_id, 1, $1) = $2 ORDER BY snapshot_id LIMIT 2`,
+		len(prefix), prefix)
+	if err != nil {
+		return nil, fmt.Errorf("get snapshot %s: %w", prefix, err)
+	}
+	switch {
+	case len(found) == 0:
+		return nil, snapshot.ErrNotFound.With("snapshot", prefix)
+	case len(found) > 1:
+		return nil, snapshot.ErrAmbiguous.With("snapshot", prefix)
+	}
+	return found[0], nil
+}
+
+// Find implements snapshot.Reader.
+func (s *Store) Find(ctx context.Context, run string, kind snapshotv1.SnapshotKind, step uint64) (*snapshot.Snapshot, error) {
+	found, err := s.query(ctx, `SELECT manifest FROM snapshot WHERE run_id = $1 AND kind = $2 AND step = $3`, run, int32(kind), int64(step))
+	if err == nil && len(found) == 0 {
+		err = snapshot.ErrNotFound
+	}
+	if err != nil {
+		return nil, fmt.Errorf("find snapshot of %s at step %d: %w", run, step, err)
+	}
+	return found[0], nil
+}
+
+// List implements snapshot.Reader.
+func (s *Store) List(ctx context.Context, f snapshot.Filter) ([]*snapshot.Snapshot, error) {
+	var where []string
+	var args []any
+	add := func(condition string, arg any) {
+		args = append(args, arg)
+		where = append(where, fmt.Sprintf("%s $%d", condition, len(args)))
+	}
+	if f.Run != "" {
+		add("run_id =", f.Run)
+	}
+	if f.Kind != 0 {
+		add("kind =", int32(f.Kind))
+	}
+	if f.After != "" {
+		add("snapshot_id <", f.After)
+	}
+	if f.Unpinned {
+		where = append(where, "NOT pinned")
+	}
+	query := "SELECT manifest FROM snapshot"
+	if len(where) > 0 {
+		query += " WHERE " + strings.Join(where, " AND ")
+	}
+	query += " ORDER BY snapshot_id DESC"
+	if f.Limit > 0 {
+		args = append(args, f.Limit)
+		query += fmt.Sprintf(" LIMIT $%d", len(args))
+	}
+	found, err := s.query(ctx, query, args...)
+	if err != nil {
+		return nil, fmt.Errorf("list snapshots: %w", err)
+	}
+	return found, nil
+}
+
+// Garbage implements snapshot.Reader.
+func (s *Store) Garbage(ctx context.Context) (garbage, named []string, err error) {
+	err = s.db.Each(ctx, `SELECT digest, EXISTS (SELECT 1 FROM snapshot_file f WHERE f.digest = candidate.digest)
+		FROM candidate ORDER BY digest`, nil, func(scan sqldb.Scan) error {
+		var digest string
+		var used bool
+		if err := scan(&digest, &used); err != nil {
+			return err
+		}
+		if used {
+			named = append(named, digest)
+		} else {
+			garbage = append(garbage, digest)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, nil, fmt.Errorf("read the candidates of the sweep: %w", err)
+	}
+	return garbage, named, nil
+}
+
+func (s *Store) query(ctx context.Context, query string, args ...any) ([]*snapshot.Snapshot, error) {
+	var out []*snapshot.Snapshot
+	err := s.db.Each(ctx, query, args, func(scan sqldb.Scan) error {
+		snap, err := one(scan)
+		out = append(out, snap)
+		return err
+	})
+	return out, err
+}
+
+func one(scan sqldb.Scan) (*snapshot.Snapshot, error) {
+	var manifest []byte
+	if err := scan(&manifest); err != nil {
+		if errors.Is(err, sql.ErrNoRows) {
+			return nil, snapshot.ErrNotFound
+		}
+		return nil, err
+	}
+	snap := &snapshot.Snapshot{}
+	if err := proto.Unmarshal(manifest, snap); err != nil {
+		return nil, fmt.Errorf("read manifest: %w", err)
+	}
+	return snap, nil
+}

@@ -1,0 +1,49 @@
+package sqlstore_test
+
+import (
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
+	"github.com/rollout-rl/rollout/services/snapshot"
+	"github.com/rollout-rl/rollout/services/snapshot/sqlstore"
+	"github.com/rollout-rl/rollout/services/snapshot/storetest"
+)
+
+func open(t *testing.T, place sqldb.Place) *sqlstore.Store {
+	t.Helper()
+	s, err := sqlstore.Open(t.Context(), place)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+func TestSuite(t *testing.T) {
+	t.Parallel()
+	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
+		storetest.Run(t, func(t *testing.T) snapshot.Store { return open(t, place(t)) })
+	})
+}
+
+func TestAnotherProcessFindsWhatWasWritten(t *testing.T) {
+	t.Parallel()
+	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
+		p := place(t)
+		want := storetest.Snap("snap-1", "run-a", 1, "a")
+		if _, err := open(t, p).Record(t.Context(), want); err != nil {
+			t.Fatal(err)
+		}
+		got, err := open(t, p).Get(t.Context(), "snap-1")
+		if err != nil || !proto.Equal(got, want) {
+			t.Fatalf("got %v, %v", got, err)
+		}
+	})
+}

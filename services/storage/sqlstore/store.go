@@ -1,0 +1,170 @@
+// Package sqlstore keeps events and metrics in a SQL database.
+package sqlstore
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+
+	schema "github.com/rollout-rl/rollout/database/storage"
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/services/storage"
+)
+
+// Store implements storage.Store.
+type Store struct{ db *sqldb.DB }
+
+// Open opens or makes the service's database and brings its schema up to date.
+func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
+	// Events tell of what the ledgers hold; the last ones before a power cut may be lost.
+	db, err := place.Open(ctx, "storage", sqldb.Normal)
+	if err != nil {
+		return nil, err
+	}
+	if err := db.Migrate(ctx, schema.Migrations); err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
+	return &Store{db: db}, nil
+}
+
+// Close closes the database.
+func (s *Store) Close() error { return s.db.Close() }
+
+// Append implements storage.Store.
+func (s *Store) Append(ctx context.Context, events []*storage.Event) (added int, err error) {
+	if len(events) == 0 {
+		return 0, nil
+	}
+	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
+		if err := s.db.LockTable(ctx, tx, "event"); err != nil { // who follows by sequence must not miss an event that is committed later
+			return err
+		}
+		insert, err := tx.PrepareContext(ctx, `INSERT INTO event (event_id, run_id, time_us, service, level, kind, event)
+			VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT (event_id) DO NOTHING`)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = insert.Close() }()
+		added = 0
+		for _, e := range events {
+			raw, err := proto.Marshal(e)
+			if err != nil {
+				return err
+			}
+			done, err := insert.ExecContext(ctx, e.GetEventId(), e.GetRunId(), e.GetTime().AsTime().UnixMicro(), e.GetService(), int32(e.GetLevel()), e.GetKind(), raw)
+			if err != nil {
+				return err
+			}
+			if n, err := done.RowsAffected(); err != nil || n == 0 {
+				if err != nil {
+					return err
+				}
+				continue
+			}
+			added++
+			if err := measure(ctx, tx, e); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, fmt.Errorf("store %d events: %w", len(events), err)
+	}
+	return added, nil
+}
+
+func measure(ctx context.Context, tx *sql.Tx, e *storage.Event) error {
+	if !storage.Measured(e.GetKind()) {
+		return nil
+	}
+	for name, value := range e.GetMetrics() {
+		known := sql.NullFloat64{Float64: value, Valid: !math.IsNaN(value)}
+		if _, err := tx.ExecContext(ctx, `INSERT INTO metric (run_id, name, step, value, time_us) VALUES ($1, $2, $3, $4, $5)
+			ON CONFLICT (run_id, name, step) DO UPDATE SET value = excluded.value, time_us = excluded.time_us
+			WHERE excluded.time_us >= metric.time_us`,
+			e.GetRunId(), name, int64(e.GetStep()), known, e.GetTime().AsTime().UnixMicro()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// List implements storage.Store.
+func (s *Store) List(ctx context.Context, f storage.Filter, limit int, newest bool) ([]*storage.Event, error) {
+	where, args := s.conditions(f)
+	order := "ASC"
+	if newest {
+		order = "DESC"
+	}
+	args = append(args, limit)
+	var events []*storage.Event
+	err := s.db.Each(ctx, fmt.Sprintf(`SELECT sequence, event FROM event WHERE %s ORDER BY sequence %s LIMIT $%d`, where, order, len(args)), args,
+		func(scan sqldb.Scan) error {
+			var sequence int64
+			var raw []byte
+			if err := scan(&sequence, &raw); err != nil {
+				return err
+			}
+			e := &storage.Event{}
+			if err := proto.Unmarshal(raw, e); err != nil {
+				return fmt.Errorf("read event %d: %w", sequence, err)
+			}
+			e.Sequence = uint64(sequence)
+			events = append(events, e)
+			return nil
+		})
+	if err != nil {
+		return nil, fmt.Errorf("list events: %w", err)
+	}
+	if newest {
+		slices.Reverse(events)
+	}
+	return events, nil
+}
+
+// conditions is a WHERE and its arguments.
+func (s *Store) conditions(f storage.Filter) (string, []any) {
+	var parts []string
+	var args []any
+	value := func(v any) string { args = append(args, v); return fmt.Sprintf("$%d", len(args)) }
+	add := func(condition string, v any) { parts = append(parts, condition+" "+value(v)) }
+	add("sequence >", int64(f.After))
+	if f.Run != "" {
+		add("run_id =", f.Run)
+	}
+	if f.MinLevel > 0 {
+		add("level >=", int32(f.MinLevel))
+	}
+	if !f.Since.IsZero() {
+		add("time_us >=", f.Since.UnixMicro())
+	}
+	if len(f.Kinds) > 0 {
+		parts = append(parts, "kind IN ("+each(f.Kinds, value)+")")
+	}
+	var services []string
+	for _, name := range f.Services {
+		services = append(services, "service = "+value(name),
+			fmt.Sprintf("substr(service, 1, %d) = %s", len(name)+1, value(name+"/")))
+	}
+	if len(services) > 0 {
+		parts = append(parts, "("+strings.Join(services, " OR ")+")")
+	}
+	return strings.Join(parts, " AND "), args
+}
+
+func each(list []string, value func(any) string) string {
+	out := make([]string, len(list))
+	for i, v := range list {
+		out[i] = value(v)
+	}
+	return strings.Join(out, ", ")
+}
+
+var _ storage.Store = (*Store)(nil)
