@@ -35,6 +35,7 @@ type app struct {
 
 	server, consul, stateDir, tokenFile, caFile, format string
 	private                                             bool // whether --server is called in plain text wherever it is
+	looks                                               bool // whether the command only looks: it starts no daemon
 }
 
 const (
@@ -142,7 +143,8 @@ func (a *app) note(format string, args ...any) {
 	}
 }
 
-// connect goes to the control plane that was named, else to the local daemon, which it starts where there is none.
+// connect goes to the control plane that was named, else to the local daemon, which it starts where there is none and the
+// command does more than look.
 func (a *app) connect(ctx context.Context) (*client.Client, error) {
 	stateDir, err := daemon.StateDir(a.stateDir, a.env)
 	if err != nil {
@@ -178,6 +180,9 @@ func (a *app) ensure(ctx context.Context, stateDir string) (*daemon.Info, error)
 	if info, err := daemon.Find(stateDir); info != nil || err != nil {
 		return info, err
 	}
+	if a.looks {
+		return a.noDaemon(ctx, stateDir)
+	}
 	binary, err := daemon.FindBinary()
 	if err != nil {
 		return nil, err
@@ -190,6 +195,17 @@ func (a *app) ensure(ctx context.Context, stateDir string) (*daemon.Info, error)
 	return info, err
 }
 
+// noDaemon says that there is nothing to look at, unless somebody is just starting the daemon.
+func (a *app) noDaemon(ctx context.Context, stateDir string) (*daemon.Info, error) {
+	if info, err := daemon.Coming(ctx, stateDir); info != nil || err != nil {
+		return info, err
+	}
+	e := exit.New(exit.Unavailable, "`rollout daemon start` starts one, and so does `rollout run`; where it runs elsewhere, name it with --state-dir or --server",
+		"no daemon runs in %s, so there is nothing to look at", stateDir)
+	e.Reason = "NO_DAEMON"
+	return nil, e
+}
+
 // with dials, calls and hangs up. Ctrl-C ends the call.
 func (a *app) with(cmd *cobra.Command, call func(ctx context.Context, c *client.Client) error) error {
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
@@ -200,6 +216,12 @@ func (a *app) with(cmd *cobra.Command, call func(ctx context.Context, c *client.
 	}
 	defer c.Close()
 	return call(ctx, c)
+}
+
+// look does the same for a command that changes and makes nothing: where no daemon runs, none is started for it.
+func (a *app) look(cmd *cobra.Command, call func(ctx context.Context, c *client.Client) error) error {
+	a.looks = true
+	return a.with(cmd, call)
 }
 
 // timeOf writes a time for people.

@@ -14,12 +14,7 @@ import (
 func TestCommands(t *testing.T) {
 	t.Parallel()
 	served := []*gatewayv1.Model{{Name: "addition-grpo", RunId: runID, WeightsVersion: 12}}
-	for name, c := range map[string]struct {
-		args  string
-		fake  *fake
-		stdin string
-		asked string // what the plane was asked to change
-	}{
+	runCases(t, map[string]commandCase{
 		"runs-list":         {args: "runs list", asked: "ListRuns [] 20"},
 		"runs-list-state":   {args: "runs list --state running,paused -n 3", asked: "ListRuns [RUN_STATE_RUNNING RUN_STATE_PAUSED] 3"},
 		"runs-list-bad":     {args: "runs list --state walking"},
@@ -30,7 +25,7 @@ func TestCommands(t *testing.T) {
 		"runs-cancel-now":   {args: "runs cancel addition-grpo --now", asked: "CancelRun " + runID + " drain false"},
 		"runs-pause":        {args: "runs pause addition-grpo", asked: "PauseRun " + runID},
 		"runs-resume":       {args: "runs resume addition-grpo", asked: "ResumeRun " + runID},
-		"runs-resume-done":  {args: "runs resume addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}, asked: "ResumeRun " + runID},
+		"runs-resume-done":  {args: "runs resume addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}},
 		"runs-typo":         {args: "runs lst"},
 		"snapshot-list":     {args: "snapshot list addition-grpo", asked: `ListSnapshots "` + runID + `"`},
 		"snapshot-show":     {args: "snapshot show snap-01kapq5"},
@@ -59,7 +54,21 @@ func TestCommands(t *testing.T) {
 		"set-without":       {args: "run --plan a --set b=c"},
 		"resume-unknown":    {args: "run --resume nobody"},
 		"bad-format":        {args: "status --format xml"},
-	} {
+	})
+}
+
+// commandCase is a command line and what it is held against.
+type commandCase struct {
+	args  string
+	fake  *fake
+	stdin string
+	asked string // what the plane was asked to change
+}
+
+// runCases runs each as text and as JSON.
+func runCases(t *testing.T, cases map[string]commandCase) {
+	t.Helper()
+	for name, c := range cases {
 		for _, format := range []string{formatText, formatJSON} {
 			if strings.Contains(c.args, "--format") && format == formatJSON {
 				continue
@@ -68,7 +77,7 @@ func TestCommands(t *testing.T) {
 				t.Parallel()
 				f := &fake{directory: "/state/runs/" + runID}
 				if c.fake != nil {
-					f.history, f.models, f.state = c.fake.history, c.fake.models, c.fake.state
+					f.history, f.models, f.state, f.changed = c.fake.history, c.fake.models, c.fake.state, c.fake.changed
 				}
 				args := strings.Fields(c.args)
 				if format == formatJSON {
@@ -116,6 +125,25 @@ func TestLogFilters(t *testing.T) {
 	if s := f.filter.String(); f.filter.GetRunId() != runID || len(f.filter.GetServices()) != 2 || f.filter.GetMinLevel() != 4 ||
 		!f.filter.GetSince().AsTime().Equal(noon) || f.filter.GetKinds()[0] != "log" {
 		t.Errorf("filter %s", s)
+	}
+}
+
+// Commands that only look start no daemon and leave no trace; they say where they looked.
+func TestLooksStartNoDaemon(t *testing.T) {
+	t.Parallel()
+	for _, args := range []string{"status", "runs list", "runs show x", "logs tail x", "snapshot list", "snapshot show snap-0"} {
+		state := filepath.Join(t.TempDir(), "state")
+		got := execute(t, nil, append(strings.Fields(args), "--state-dir", state)...)
+		if got.code != 69 || got.stdout != "" || !strings.Contains(got.stderr, "no daemon runs in "+state) || !strings.Contains(got.stderr, "`rollout daemon start`") {
+			t.Errorf("%s: %s", args, got.text())
+		}
+		if _, err := os.Stat(state); err == nil {
+			t.Errorf("%s made the state folder", args)
+		}
+	}
+	got := execute(t, nil, "status", "--state-dir", t.TempDir(), "--format", "json")
+	if !strings.Contains(got.stderr, `"reason": "NO_DAEMON"`) || got.code != 69 {
+		t.Error(got.text())
 	}
 }
 

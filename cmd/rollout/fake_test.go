@@ -50,6 +50,7 @@ type fake struct {
 	events    []*eventv1.Event   // happen while somebody watches
 	models    []*gatewayv1.Model
 	state     runv1.RunState // of the run, as GetRun says it
+	changed   bool           // the inputs of its plan are others now
 
 	mu      sync.Mutex
 	asked   []string
@@ -136,7 +137,7 @@ func (f *fake) busy() *runv1.RunStatus {
 
 func (f *fake) lookup(name string) (*runv1.RunStatus, error) {
 	if name != runID && name != "addition-grpo" && name != "run-01" {
-		return nil, rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no run %s", name)
+		return nil, rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no run %q", name).Mend("`rollout runs list` shows those there are")
 	}
 	if f.state == 0 || f.state == runv1.RunState_RUN_STATE_RUNNING {
 		return f.busy(), nil
@@ -160,8 +161,16 @@ func (f *fake) VerifyPlan(_ context.Context, r *planv1.VerifyPlanRequest) (*plan
 }
 
 func (f *fake) CreateRun(_ context.Context, r *runv1.CreateRunRequest) (*runv1.CreateRunResponse, error) {
-	f.ask("CreateRun %q key %t", r.GetLock(), r.GetIdempotencyKey() != "")
-	return &runv1.CreateRunResponse{Run: f.run(runv1.RunState_RUN_STATE_PENDING, 0)}, nil
+	origin := ""
+	if r.GetFromSnapshot() != "" {
+		origin = " from " + r.GetFromSnapshot()
+	}
+	f.ask("CreateRun %q key %t%s", r.GetLock(), r.GetIdempotencyKey() != "", origin)
+	run := f.run(runv1.RunState_RUN_STATE_PENDING, 0)
+	if r.GetFromSnapshot() != "" {
+		run.RunId, run.FromSnapshot = "run-01kapqforked0000000000000", r.GetFromSnapshot()
+	}
+	return &runv1.CreateRunResponse{Run: run}, nil
 }
 
 func (f *fake) GetRun(_ context.Context, r *runv1.GetRunRequest) (*runv1.GetRunResponse, error) {
@@ -213,7 +222,25 @@ func (f *fake) ResumeRun(_ context.Context, r *runv1.ResumeRunRequest) (*runv1.R
 	if f.state == runv1.RunState_RUN_STATE_SUCCEEDED && f.statuses == nil {
 		return nil, rpcerr.New(codes.FailedPrecondition, "RUN_NOT_RESUMABLE", "the run %s has made all its steps", r.GetRunId())
 	}
+	if f.changed {
+		return nil, planChanged("rollout run --resume " + r.GetRunId() + " --accept-changes")
+	}
 	return &runv1.ResumeRunResponse{Run: f.run(runv1.RunState_RUN_STATE_STARTING, 1)}, nil
+}
+
+// planChanged is how the control plane refuses inputs that changed.
+func planChanged(way string) error {
+	return rpcerr.New(codes.FailedPrecondition, "PLAN_INPUTS_CHANGED", "2 things that the plan pins have changed since it was made").
+		Mend("restore them, or go on in a new run: `"+way+"`").
+		Field("reward.py", "the source of the reward changed").Field("packages.torch", "the plan was made with torch 2.14.0, but 2.15.0 is installed")
+}
+
+func (f *fake) RenewPlan(_ context.Context, r *planv1.RenewPlanRequest) (*planv1.RenewPlanResponse, error) {
+	f.ask("RenewPlan %s in %s", r.GetPlan().GetConfig().GetName(), r.GetBaseDir())
+	renewed := plan()
+	renewed.Inputs[0].Digest = "blake3-" + strings.Repeat("99", 32)
+	renewed.Inputs = append(renewed.Inputs, &planv1.Input{Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: "grade.py", Digest: "blake3-" + strings.Repeat("77", 32)})
+	return &planv1.RenewPlanResponse{Plan: renewed, Lock: []byte("the new plan\n")}, nil
 }
 
 func (f *fake) WatchRun(_ *runv1.WatchRunRequest, stream grpc.ServerStreamingServer[runv1.WatchRunResponse]) error {
@@ -301,13 +328,16 @@ func (f *fake) ListSnapshots(_ context.Context, r *snapshotv1.ListSnapshotsReque
 
 func (f *fake) GetSnapshot(_ context.Context, r *snapshotv1.GetSnapshotRequest) (*snapshotv1.GetSnapshotResponse, error) {
 	if !strings.HasPrefix(snapshot().GetSnapshotId(), r.GetSnapshotId()) {
-		return nil, rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no snapshot %s", r.GetSnapshotId())
+		return nil, rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no snapshot %q", r.GetSnapshotId()).Mend("`rollout snapshot list` shows those there are")
 	}
 	return &snapshotv1.GetSnapshotResponse{Snapshot: snapshot()}, nil
 }
 
 func (f *fake) RestoreSnapshot(_ context.Context, r *snapshotv1.RestoreSnapshotRequest) (*snapshotv1.RestoreSnapshotResponse, error) {
 	f.ask("RestoreSnapshot %s", r.GetSnapshotId())
+	if f.changed {
+		return nil, planChanged("rollout snapshot restore " + r.GetSnapshotId() + " --accept-changes")
+	}
 	run := f.run(runv1.RunState_RUN_STATE_PENDING, 0)
 	run.RunId, run.FromSnapshot = "run-01kapqrestored00000000000", r.GetSnapshotId()
 	return &snapshotv1.RestoreSnapshotResponse{Run: run}, nil

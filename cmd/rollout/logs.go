@@ -47,7 +47,7 @@ func (a *app) logsTail() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
 				return a.tail(ctx, c, args[0], filter, &flags)
 			})
 		},

@@ -14,7 +14,8 @@ Write a configuration (TOML), check it, pin it, run it:
   rollout plan --config grpo.toml
   rollout run --plan plan.lock
 
-Commands talk to a control plane. Where --server names none, a local daemon (rolloutd) is started and reused.
+Commands talk to a control plane. Where --server names none, a local daemon (rolloutd) is started and reused; commands that only
+look (status, runs list and show, logs, snapshot list and show) start none, and leave with 69 where none runs.
 
 Exit codes: 0 done, 64 the command line is wrong, 65 a configuration, dataset, reward, model or plan is wrong, 66 a file, run or
 snapshot is not there, 69 the server can't be reached, 70 the run failed, 73 a file can't be written, 130 interrupted.`

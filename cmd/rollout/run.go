@@ -26,8 +26,9 @@ import (
 // runFlags are those of `rollout run`.
 type runFlags struct {
 	configFlags
-	plan, baseDir, resume string
-	detach, noReport      bool
+	plan, baseDir, resume, from string
+	acceptChanges               bool
+	detach, noReport            bool
 }
 
 func (a *app) runCommand() *cobra.Command {
@@ -38,17 +39,30 @@ func (a *app) runCommand() *cobra.Command {
 		Long: `Start a run of a configuration or of a plan, or go on with a run that was interrupted, and watch it until it ends. A plan is
 verified first: inputs that changed since it was made are refused, each by name.
 
+--resume goes on with a run that was interrupted, was stopped or has failed; of one that is finished it shows what came of it.
+A run's inputs are fixed. Where some changed (a mended reward, say), --resume names them and refuses; with --accept-changes a
+new run goes on from the newest snapshot of the old one, with the inputs as they are now. --from does the same for another
+configuration or plan: more steps, another learning rate.
+
 The first Ctrl-C finishes the step in hand and stops the run, the second stops it at once. With --detach the run goes on alone;
 rollout logs tail, rollout runs show and rollout status look at it.`,
 		Example: `  rollout run --config grpo.toml
   rollout run --config grpo.toml --set train.steps=100
   rollout run --plan plan.lock
   rollout run --plan plan.lock --detach
-  rollout run --resume run-01kapq3n8jz3gq5p1cs0e8q0vd`,
+  rollout run --resume run-01kapq3n8jz3gq5p1cs0e8q0vd
+  rollout run --resume addition-grpo --accept-changes
+  rollout run --config longer.toml --from addition-grpo`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if len(flags.set) > 0 && flags.file == "" {
 				return usage("--set goes with --config: a plan and a run are fixed")
+			}
+			if flags.acceptChanges && flags.resume == "" {
+				return usage("--accept-changes goes with --resume: a new run takes its inputs as they are")
+			}
+			if flags.from != "" && flags.resume != "" {
+				return usage("--from goes with --config or --plan: --resume goes on where its run stands")
 			}
 			return a.run(cmd, &flags)
 		},
@@ -57,6 +71,8 @@ rollout logs tail, rollout runs show and rollout status look at it.`,
 	cmd.Flags().StringVarP(&flags.plan, "plan", "p", "", "plan `file` that rollout plan wrote")
 	cmd.Flags().StringVar(&flags.baseDir, "base-dir", "", "`folder` that the plan's paths start at (default: the plan's own)")
 	cmd.Flags().StringVarP(&flags.resume, "resume", "r", "", "`run` to go on with: its id, a unique prefix of it, or a name")
+	cmd.Flags().BoolVar(&flags.acceptChanges, "accept-changes", false, "with --resume: where inputs changed, go on in a new run that takes them as they are")
+	cmd.Flags().StringVar(&flags.from, "from", "", "`snapshot` to start from, or a run, whose newest it is")
 	cmd.Flags().BoolVarP(&flags.detach, "detach", "d", false, "print the run's id and leave")
 	cmd.Flags().BoolVar(&flags.noReport, "no-report", false, "write no report at the end")
 	cmd.MarkFlagsMutuallyExclusive("config", "plan", "resume")
@@ -89,12 +105,7 @@ func (a *app) run(cmd *cobra.Command, flags *runFlags) error {
 func (a *app) start(ctx context.Context, c *client.Client, flags *runFlags) (*runv1.Run, error) {
 	switch {
 	case flags.resume != "":
-		got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: flags.resume})
-		if err != nil {
-			return nil, err
-		}
-		response, err := c.Scheduler.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: got.GetStatus().GetRun().GetRunId()})
-		return response.GetRun(), err
+		return a.resume(ctx, c, flags)
 	case flags.plan != "":
 		return a.startPlan(ctx, c, flags)
 	}
@@ -102,11 +113,46 @@ func (a *app) start(ctx context.Context, c *client.Client, flags *runFlags) (*ru
 	if err != nil {
 		return nil, err
 	}
+	from, err := startingPoint(ctx, c, flags.from)
+	if err != nil {
+		return nil, err
+	}
 	planned, err := a.createPlan(ctx, c, source)
 	if err != nil {
 		return nil, err
 	}
-	return create(ctx, c, planned.GetLock(), source.GetBaseDir())
+	return create(ctx, c, planned.GetLock(), source.GetBaseDir(), from)
+}
+
+// resume goes on with a run. One that is finished is returned as it is: to watch it shows what came of it.
+func (a *app) resume(ctx context.Context, c *client.Client, flags *runFlags) (*runv1.Run, error) {
+	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: flags.resume})
+	if err != nil {
+		return nil, err
+	}
+	run := got.GetStatus().GetRun()
+	if run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
+		a.note("%s", finished(run))
+		return run, nil
+	}
+	response, err := c.Scheduler.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: run.GetRunId()})
+	if !flags.acceptChanges || !inputsChanged(err) {
+		return response.GetRun(), err
+	}
+	from, err := newest(ctx, c, run)
+	if err != nil {
+		return nil, err
+	}
+	return a.fork(ctx, c, run, from)
+}
+
+// finished says of a run that has made its steps what is there to be had, and how to train on.
+func finished(run *runv1.Run) string {
+	text := fmt.Sprintf("%s %s is finished: all its %s steps were made", run.GetName(), run.GetRunId(), output.Count(run.GetTotalSteps()))
+	if run.GetWeightsDirectory() != "" {
+		text += "; its weights are in " + run.GetWeightsDirectory()
+	}
+	return text + "\nto train on, raise `train.steps`: rollout run --config FILE --from " + run.GetRunId()
 }
 
 func (a *app) startPlan(ctx context.Context, c *client.Client, flags *runFlags) (*runv1.Run, error) {
@@ -129,11 +175,18 @@ func (a *app) startPlan(ctx context.Context, c *client.Client, flags *runFlags) 
 		err := a.message(response, func() string { return problem.Render(response.GetProblems(), a.style()) })
 		return nil, errors.Join(err, problemExit(response.GetProblems()))
 	}
-	return create(ctx, c, lock, folder)
+	from, err := startingPoint(ctx, c, flags.from)
+	if err != nil {
+		return nil, err
+	}
+	return create(ctx, c, lock, folder, from)
 }
 
-func create(ctx context.Context, c *client.Client, lock []byte, folder string) (*runv1.Run, error) {
-	response, err := c.Scheduler.CreateRun(ctx, &runv1.CreateRunRequest{Lock: lock, BaseDir: folder, IdempotencyKey: ulid.Make().String()})
+// create makes a run; from is the snapshot that it starts from, "" the beginning.
+func create(ctx context.Context, c *client.Client, lock []byte, folder, from string) (*runv1.Run, error) {
+	response, err := c.Scheduler.CreateRun(ctx, &runv1.CreateRunRequest{
+		Lock: lock, BaseDir: folder, IdempotencyKey: ulid.Make().String(), FromSnapshot: from,
+	})
 	return response.GetRun(), err
 }
 

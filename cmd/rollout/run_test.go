@@ -90,7 +90,7 @@ func TestResumeShowsWhatWasBefore(t *testing.T) {
 func TestFailedRun(t *testing.T) {
 	t.Parallel()
 	f := watched(t)
-	f.events = append(f.events[:5:5], f.events[len(f.events)-1])
+	f.events, f.state = append(f.events[:5:5], f.events[len(f.events)-1]), runv1.RunState_RUN_STATE_FAILED
 	f.statuses[1] = &runv1.RunStatus{Run: f.run(runv1.RunState_RUN_STATE_FAILED, 1)}
 	f.events[5].Attributes["state"] = "FAILED" // the end of the story
 	got := command{plane: newPlane(t, f)}.run(t, "run", "--resume", runID)

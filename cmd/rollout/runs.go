@@ -36,7 +36,7 @@ func (a *app) runsList() *cobra.Command {
 				}
 				request.States = append(request.States, runv1.RunState(state))
 			}
-			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
 				response, err := c.Scheduler.ListRuns(ctx, request)
 				if err != nil {
 					return err
@@ -87,7 +87,7 @@ func (a *app) runsShow() *cobra.Command {
 		Example: "  rollout runs show addition-grpo",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
 				response, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
 				if err != nil {
 					return err
@@ -126,7 +126,7 @@ func (a *app) runText(status *runv1.RunStatus) string {
 }
 
 // change makes a command that changes the state of one run.
-func (a *app) change(cmd *cobra.Command, said string, call func(ctx context.Context, c runv1.SchedulerServiceClient, id string) (*runv1.Run, error)) *cobra.Command {
+func (a *app) change(cmd *cobra.Command, said string, call func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error)) *cobra.Command {
 	cmd.Args = cobra.ExactArgs(1)
 	cmd.Long = cmd.Short + ". " + runArgument
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -135,19 +135,29 @@ func (a *app) change(cmd *cobra.Command, said string, call func(ctx context.Cont
 			if err != nil {
 				return err
 			}
-			run, err := call(ctx, c.Scheduler, got.GetStatus().GetRun().GetRunId())
+			before := got.GetStatus().GetRun()
+			run, err := call(ctx, c.Scheduler, before)
 			if err != nil {
 				return err
 			}
-			return a.message(run, func() string {
-				if state := run.GetState(); said == "cancelled" && (state == runv1.RunState_RUN_STATE_SUCCEEDED || state == runv1.RunState_RUN_STATE_FAILED) {
-					return fmt.Sprintf("%s %s had ended before and is %s; there was nothing to cancel\n", run.GetName(), run.GetRunId(), live.State(state))
-				}
-				return fmt.Sprintf("%s %s %s; it is %s\n", said, run.GetName(), run.GetRunId(), live.State(run.GetState()))
-			})
+			return a.message(run, func() string { return changed(said, before.GetState(), run) })
 		})
 	}
 	return cmd
+}
+
+// changed says what came of a change; of one that changed nothing, why.
+func changed(said string, before runv1.RunState, run *runv1.Run) string {
+	name, state := run.GetName()+" "+run.GetRunId(), live.State(run.GetState())
+	switch {
+	case said == "resumed" && before == runv1.RunState_RUN_STATE_SUCCEEDED:
+		return finished(run) + "\n"
+	case said == "resumed" && !live.Ended(before) && before != runv1.RunState_RUN_STATE_PAUSED:
+		return fmt.Sprintf("%s goes on already; it is %s\n", name, state)
+	case said == "cancelled" && live.Ended(before) && before != runv1.RunState_RUN_STATE_INTERRUPTED:
+		return fmt.Sprintf("%s had ended before and is %s; there was nothing to cancel\n", name, state)
+	}
+	return fmt.Sprintf("%s %s; it is %s\n", said, name, state)
 }
 
 func (a *app) runsCancel() *cobra.Command {
@@ -155,8 +165,8 @@ func (a *app) runsCancel() *cobra.Command {
 	cmd := a.change(&cobra.Command{
 		Use: "cancel RUN", Short: "Stop a run after the step in hand, with a snapshot", Aliases: []string{"stop"},
 		Example: "  rollout runs cancel addition-grpo\n  rollout runs cancel addition-grpo --now",
-	}, "cancelled", func(ctx context.Context, c runv1.SchedulerServiceClient, id string) (*runv1.Run, error) {
-		response, err := c.CancelRun(ctx, &runv1.CancelRunRequest{RunId: id, Drain: !now})
+	}, "cancelled", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
+		response, err := c.CancelRun(ctx, &runv1.CancelRunRequest{RunId: before.GetRunId(), Drain: !now})
 		return response.GetRun(), err
 	})
 	cmd.Flags().BoolVar(&now, "now", false, "stop at once: the step in hand is lost")
@@ -165,8 +175,8 @@ func (a *app) runsCancel() *cobra.Command {
 
 func (a *app) runsPause() *cobra.Command {
 	return a.change(&cobra.Command{Use: "pause RUN", Short: "Stop issuing work; the workers stay", Example: "  rollout runs pause addition-grpo"},
-		"paused", func(ctx context.Context, c runv1.SchedulerServiceClient, id string) (*runv1.Run, error) {
-			response, err := c.PauseRun(ctx, &runv1.PauseRunRequest{RunId: id})
+		"paused", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
+			response, err := c.PauseRun(ctx, &runv1.PauseRunRequest{RunId: before.GetRunId()})
 			return response.GetRun(), err
 		})
 }
@@ -175,8 +185,11 @@ func (a *app) runsResume() *cobra.Command {
 	return a.change(&cobra.Command{
 		Use: "resume RUN", Short: "Go on with a paused, interrupted, failed or cancelled run, without watching it",
 		Example: "  rollout runs resume addition-grpo",
-	}, "resumed", func(ctx context.Context, c runv1.SchedulerServiceClient, id string) (*runv1.Run, error) {
-		response, err := c.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: id})
+	}, "resumed", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
+		if before.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
+			return before, nil
+		}
+		response, err := c.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: before.GetRunId()})
 		return response.GetRun(), err
 	})
 }

@@ -27,7 +27,7 @@ func (a *app) snapshotList() *cobra.Command {
 		Example: "  rollout snapshot list\n  rollout snapshot list addition-grpo",
 		Args:    cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
 				request := &snapshotv1.ListSnapshotsRequest{PageSize: limit}
 				if len(args) == 1 {
 					got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
@@ -74,7 +74,7 @@ func (a *app) snapshotShow() *cobra.Command {
 		Example: "  rollout snapshot show snap-01kapq5q5m",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
 				response, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: args[0]})
 				if err != nil {
 					return err
@@ -104,13 +104,15 @@ func (a *app) snapshotText(snapshot *snapshotv1.Snapshot) string {
 }
 
 func (a *app) snapshotRestore() *cobra.Command {
-	var detach bool
+	var detach, acceptChanges bool
 	cmd := &cobra.Command{
 		Use:   "restore SNAPSHOT",
 		Short: "Make a new run that goes on from a snapshot, and watch it",
-		Long:  "Make a new run that goes on from a snapshot, and watch it. The run that the snapshot was taken of stays as it is.",
+		Long: "Make a new run that goes on from a snapshot, and watch it. The run that the snapshot was taken of stays as it is.\n\n" +
+			"The new run has the plan of the old one. Where inputs changed since, they are named and refused; with --accept-changes the plan is made anew over the inputs as they are.",
 		Example: `  rollout snapshot restore snap-01kapq5q5m
-  rollout snapshot restore snap-01kapq5q5m --detach`,
+  rollout snapshot restore snap-01kapq5q5m --detach
+  rollout snapshot restore snap-01kapq5q5m --accept-changes`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			var run *runv1.Run
@@ -120,7 +122,14 @@ func (a *app) snapshotRestore() *cobra.Command {
 					return err
 				}
 				response, err := c.Snapshot.RestoreSnapshot(ctx, &snapshotv1.RestoreSnapshotRequest{SnapshotId: got.GetSnapshot().GetSnapshotId()})
-				run = response.GetRun()
+				if run = response.GetRun(); !acceptChanges || !inputsChanged(err) {
+					return err
+				}
+				origin, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: got.GetSnapshot().GetRunId()})
+				if err != nil {
+					return err
+				}
+				run, err = a.fork(ctx, c, origin.GetStatus().GetRun(), got.GetSnapshot())
 				return err
 			})
 			if err != nil {
@@ -137,6 +146,7 @@ func (a *app) snapshotRestore() *cobra.Command {
 			return a.watch(cmd.Context(), c, run.GetRunId(), true)
 		},
 	}
+	cmd.Flags().BoolVar(&acceptChanges, "accept-changes", false, "where inputs changed, take them as they are")
 	cmd.Flags().BoolVarP(&detach, "detach", "d", false, "print the new run's id and leave")
 	return cmd
 }

@@ -47,7 +47,7 @@ func (a *app) statusCommand() *cobra.Command {
 		Example: "  rollout status\n  rollout status --server 127.0.0.1:7600 --format json",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return a.with(cmd, a.status)
+			return a.look(cmd, a.status)
 		},
 	}
 }

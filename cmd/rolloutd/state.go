@@ -44,8 +44,8 @@ func lockState(dir string) (unlock func(), err error) {
 		n, _ := f.Read(owner)
 		f.Close()
 		if errors.Is(err, syscall.EWOULDBLOCK) {
-			return nil, errLocked.WithMessage(fmt.Sprintf("another rolloutd (pid %s) owns the state folder %s; stop it, or give this one another --state-dir",
-				strings.TrimSpace(string(owner[:n])), dir))
+			return nil, errLocked.WithMessage("another rolloutd (pid %s) owns the state folder %s; stop it, or give this one another --state-dir",
+				strings.TrimSpace(string(owner[:n])), dir)
 		}
 		return nil, fmt.Errorf("lock the state folder: %w", err)
 	}

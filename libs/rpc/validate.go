@@ -50,7 +50,7 @@ func (v validator) check(req any) error {
 		}
 		out = out.Field(path, description)
 		if i == 0 { // a client that shows only the message shows something to act on
-			out = out.WithMessage(fmt.Sprintf("%s: %s: %s", ErrInvalidRequest.Error(), path, description))
+			out = out.WithMessage("%s: %s: %s", ErrInvalidRequest.Error(), path, description)
 		}
 	}
 	return out

@@ -35,7 +35,7 @@ func Edge(ctx context.Context, log *slog.Logger, method string, err error) error
 			return cause.GRPCStatus().Err()
 		}
 	}
-	message := err.Error() // with the operations that were wrapped around the domain error
+	message := Text(err) // with the operations that were wrapped around the domain error
 	if e.reason == ReasonInternal && e.message == internalMessage {
 		log.ErrorContext(ctx, "internal error", "method", method, "error", err)
 		message = internalMessage

@@ -10,13 +10,15 @@
 //	if rpcerr.Reason(err) == "WEIGHTS_STALE" { ... }
 //
 // What is lost at the boundary: the chain of wrapped errors (its text stays, in the message) and the detail of errors that are
-// not domain errors, which reaches the log alone.
+// not domain errors, which reaches the log alone. An error that says how to mend it is a sentence for people and travels as it
+// stands, without the operations that were wrapped around it.
 package rpcerr
 
 import (
 	"errors"
 	"fmt"
 	"maps"
+	"regexp"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -24,6 +26,9 @@ import (
 
 // Domain is the ErrorInfo domain of every reason in this project.
 const Domain = "rollout"
+
+// mendKey is the metadata entry of a mend.
+const mendKey = "mend"
 
 // Reasons that the edge itself gives; services name their own beside their errors.
 const (
@@ -70,6 +75,9 @@ func (e *Error) With(key, value string) *Error {
 	return c
 }
 
+// Mend says what the caller can do about it, in one sentence for people.
+func (e *Error) Mend(sentence string) *Error { return e.With(mendKey, sentence) }
+
 // RetryAfter says that the same call may succeed after d.
 func (e *Error) RetryAfter(d time.Duration) *Error {
 	c := e.clone()
@@ -87,15 +95,15 @@ func (e *Error) Field(path, description string) *Error {
 // Wrap returns a copy that has err as its cause and err's text after its own.
 func (e *Error) Wrap(err error) *Error {
 	c := e.clone()
-	c.message = e.message + ": " + err.Error()
+	c.message = e.message + ": " + Text(err)
 	c.cause = err
 	return c
 }
 
 // WithMessage returns a copy with another text, for an error whose text is made late.
-func (e *Error) WithMessage(message string) *Error {
+func (e *Error) WithMessage(format string, args ...any) *Error {
 	c := e.clone()
-	c.message = message
+	c.message = fmt.Sprintf(format, args...)
 	return c
 }
 
@@ -146,4 +154,23 @@ func Code(err error) codes.Code {
 		return codes.OK
 	}
 	return classify(err).code
+}
+
+// Mend is what the domain error in err says can be done about it, "" where it says nothing.
+func Mend(err error) string {
+	if e, ok := From(err); ok {
+		return e.metadata[mendKey]
+	}
+	return ""
+}
+
+// statusHead is how grpc begins the text of a status: codes are for programs.
+var statusHead = regexp.MustCompile(`rpc error: code = \w+ desc = `)
+
+// Text is err for people: its text without gRPC's own words; of an error that says how to mend it, its sentence alone.
+func Text(err error) string {
+	if e, ok := From(err); ok && e.metadata[mendKey] != "" {
+		return statusHead.ReplaceAllString(e.message, "")
+	}
+	return statusHead.ReplaceAllString(err.Error(), "")
 }

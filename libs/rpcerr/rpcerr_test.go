@@ -54,6 +54,28 @@ func TestDomainErrorSurvivesTheHop(t *testing.T) {
 	}
 }
 
+// What a person reads names no gRPC code, however many hops the error made.
+func TestTextIsForPeople(t *testing.T) {
+	t.Parallel()
+	_, hop := edge(t, fmt.Errorf("commit step 3: %w", errStale))
+	_, second := edge(t, fmt.Errorf("make step 3: %w", hop))
+	if got := status.Convert(second).Message(); got != "make step 3: commit step 3: weights are stale" {
+		t.Errorf("after two hops: %q", got)
+	}
+	mended := errStale.Mend("deliver them again")
+	_, hop = edge(t, fmt.Errorf("commit step 3: %w", mended))
+	_, second = edge(t, fmt.Errorf("make step 3: %w", hop))
+	if got := status.Convert(second).Message(); got != "weights are stale" {
+		t.Errorf("an error with a mend after two hops: %q", got)
+	}
+	if rpcerr.Mend(second) != "deliver them again" || rpcerr.Mend(hop) != "deliver them again" || rpcerr.Mend(errStale) != "" || rpcerr.Mend(nil) != "" {
+		t.Errorf("mend %q", rpcerr.Mend(second))
+	}
+	if got := rpcerr.Text(fmt.Errorf("wait: %w", status.Error(codes.Unavailable, "connection refused"))); got != "wait: connection refused" {
+		t.Errorf("text %q", got)
+	}
+}
+
 func TestSentinelIsNotChanged(t *testing.T) {
 	t.Parallel()
 	a := errStale.With("k", "a")

@@ -162,7 +162,7 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 	case errors.Is(err, errDrained), cancelled:
 		phase, report = stopped, nil
 	default:
-		phase, report.State, report.Message = failed, runv1.RunState_RUN_STATE_FAILED, err.Error()
+		phase, report.State, report.Message = failed, runv1.RunState_RUN_STATE_FAILED, rpcerr.Text(err)
 		if report.Reason = rpcerr.Reason(err); report.Reason == "" {
 			report.Reason = ReasonStep
 		}
@@ -171,7 +171,7 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 	d.board.update(func(p *learnerv1.Progress) {
 		p.Phase, p.WaitingFor = phase, ""
 		if phase == failed {
-			p.Message = err.Error()
+			p.Message = rpcerr.Text(err)
 		}
 	})
 	d.emitPhase()
@@ -218,7 +218,7 @@ func call[T any](ctx context.Context, d *drive, owner string, fn func(ctx contex
 		if err == nil || ctx.Err() != nil || !transient(err) {
 			return out, err
 		}
-		d.waiting("%s to answer: %v", owner, err)
+		d.waiting("%s to answer: %s", owner, rpcerr.Text(err))
 		sleep(ctx, pause)
 		pause = min(2*pause, 20*d.cfg.Retry)
 	}

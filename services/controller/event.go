@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
@@ -65,7 +66,7 @@ func (d *drive) emitDelivered(w *weightsv1.WeightsManifest, workers int, seconds
 func (d *drive) fenced(worker string, err error) {
 	d.emit(&eventv1.Event{
 		Kind: "worker.fenced", Level: eventv1.Level_LEVEL_ERROR, Attributes: map[string]string{"worker": worker},
-		Message: fmt.Sprintf("%s can't verify its weights and gets no more work: %v", worker, err),
+		Message: fmt.Sprintf("%s can't verify its weights and gets no more work: %s", worker, rpcerr.Text(err)),
 	})
 	d.log.ErrorContext(context.Background(), "a worker can't verify its weights", "worker", worker, "error", err)
 }

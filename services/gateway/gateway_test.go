@@ -160,7 +160,13 @@ func TestStreamedCompletion(t *testing.T) {
 	if resp.Header.Get("Content-Type") != "text/event-stream" {
 		t.Fatalf("content type %s", resp.Header.Get("Content-Type"))
 	}
+	if version, session := resp.Header.Get("x-rollout-weights-version"), resp.Header.Get("x-rollout-session"); version != "11" || session == "" {
+		t.Errorf("weights %q of session %q in the headers, want those of the first token", version, session)
+	}
 	events := strings.Split(strings.TrimSuffix(body, "\n\n"), "\n\n")
+	if !strings.Contains(events[0], `"system_fingerprint":"weights-v11"`) || !strings.Contains(events[5], `"system_fingerprint":"weights-v12"`) {
+		t.Errorf("weights in events %q", events)
+	}
 	if len(events) != 8 || events[7] != "data: [DONE]" || !strings.Contains(events[6], `"total_tokens":10`) || !strings.Contains(events[3], `"index":1`) {
 		t.Fatalf("events %q", events)
 	}

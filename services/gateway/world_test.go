@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -68,6 +69,9 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 			for i, word := range []string{"one", " two", " three"} {
 				piece := &inferencev1.GenerateResponse{
 					Prompt: uint32(p), Sample: n, Text: word, TokenIds: []uint32{uint32(10 + i)}, Logprobs: []float32{-0.5}, RawLogprobs: []float32{-0.25},
+				}
+				if i < 2 {
+					piece.WeightsVersion = proto.Uint64(uint64(11 + i))
 				}
 				if i == 2 {
 					piece.FinishReason, piece.PromptTokens, piece.PromptTokenIds = "stop", 2, []uint32{1, 2}

@@ -39,18 +39,34 @@ type draft struct {
 
 func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*planv1.CreatePlanResponse, error) {
 	d := &draft{Reading: s.reader.Read(source), server: s, baseDir: source.GetBaseDir()}
+	plan, data, err := d.plan(ctx)
+	if err != nil || plan == nil {
+		return &planv1.CreatePlanResponse{Problems: d.Sorted()}, err
+	}
+	return &planv1.CreatePlanResponse{Plan: plan, Lock: data}, nil
+}
+
+// renew plans a configuration again that was planned before. Its text is not at hand, so its problems have no place.
+func (s *Server) renew(ctx context.Context, old *planv1.Plan, baseDir string) (*planv1.RenewPlanResponse, error) {
+	d := &draft{Reading: s.reader.Again(old.GetConfig()), server: s, baseDir: baseDir}
+	plan, data, err := d.plan(ctx)
+	if err != nil || plan == nil {
+		return &planv1.RenewPlanResponse{Problems: d.Sorted()}, err
+	}
+	return &planv1.RenewPlanResponse{Plan: plan, Lock: data}, nil
+}
+
+// plan checks everything and pins it. The plan is nil where there are problems.
+func (d *draft) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 	if err := d.read(); err != nil {
-		return nil, ErrInputUnreadable.Wrap(err)
+		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
 	packages, err := d.probe(ctx)
-	if err != nil {
-		return nil, err
-	}
-	if !d.Problems.Empty() {
-		return &planv1.CreatePlanResponse{Problems: d.Sorted()}, nil
+	if err != nil || !d.Problems.Empty() {
+		return nil, nil, err
 	}
 	if err := input.Digest(ctx, d.baseDir, d.inputs); err != nil {
-		return nil, ErrInputUnreadable.Wrap(err)
+		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
 	slices.SortFunc(d.inputs, func(a, b *planv1.Input) int {
 		if a.GetRole() != b.GetRole() {
@@ -60,10 +76,7 @@ func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*plan
 	})
 	plan := &planv1.Plan{Format: lock.Format, Config: d.Config, Inputs: d.inputs, Packages: packages}
 	data, err := lock.Write(plan)
-	if err != nil {
-		return nil, err
-	}
-	return &planv1.CreatePlanResponse{Plan: plan, Lock: data}, nil
+	return plan, data, err
 }
 
 // read reads every file that the configuration names, as far as it could be read itself.

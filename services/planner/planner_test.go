@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -131,6 +132,46 @@ func TestPlanPinsEveryFileThatIsRead(t *testing.T) {
 	}
 	if p := verified.GetProblems(); len(p) != 1 || p[0].GetFile() != "lib.py" || p[0].GetReason() != "INPUT_CHANGED" {
 		t.Errorf("problems: %v", p)
+	}
+}
+
+// A plan is renewed over the inputs as they are: the same configuration, other digests; what is wrong with them is told.
+func TestRenewedPlan(t *testing.T) {
+	t.Parallel()
+	dir := project(t, "def exact(samples): return [1.0 for s in samples]\n")
+	s := server(t)
+	first := create(t, s, dir)
+	renew := func() *planv1.RenewPlanResponse {
+		t.Helper()
+		response, err := s.RenewPlan(t.Context(), &planv1.RenewPlanRequest{Plan: first.GetPlan(), BaseDir: dir})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return response
+	}
+	if same := renew(); string(same.GetLock()) != string(first.GetLock()) {
+		t.Errorf("nothing changed, and the plan is another: %v", same.GetProblems())
+	}
+	if err := os.WriteFile(filepath.Join(dir, "reward.py"), []byte("def exact(samples): return [2.0 for s in samples]\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	renewed := renew()
+	if len(renewed.GetProblems()) > 0 || renewed.GetPlan().GetPlanId() == first.GetPlan().GetPlanId() ||
+		!proto.Equal(renewed.GetPlan().GetConfig(), first.GetPlan().GetConfig()) {
+		t.Fatalf("renewed %v", renewed)
+	}
+	verified, err := s.VerifyPlan(t.Context(), &planv1.VerifyPlanRequest{Lock: renewed.GetLock(), BaseDir: dir})
+	if err != nil || len(verified.GetProblems()) > 0 {
+		t.Errorf("%v %v", verified.GetProblems(), err)
+	}
+	if err := os.Remove(filepath.Join(dir, "train.jsonl")); err != nil {
+		t.Fatal(err)
+	}
+	if p := renew().GetProblems(); len(p) != 1 || p[0].GetReason() != "MISSING_FILE" || p[0].GetField() != "data.train" || p[0].GetFile() != "" {
+		t.Errorf("problems %v", p)
+	}
+	if _, err := s.RenewPlan(t.Context(), &planv1.RenewPlanRequest{Plan: first.GetPlan()}); rpcerr.Reason(err) != "BAD_BASE_DIR" {
+		t.Errorf("got %v", err)
 	}
 }
 

@@ -42,6 +42,14 @@ func (s *Server) CreatePlan(ctx context.Context, request *planv1.CreatePlanReque
 	return s.create(ctx, source)
 }
 
+// RenewPlan plans the same configuration over the inputs as they are now.
+func (s *Server) RenewPlan(ctx context.Context, request *planv1.RenewPlanRequest) (*planv1.RenewPlanResponse, error) {
+	if !filepath.IsAbs(request.GetBaseDir()) {
+		return nil, ErrBaseDir.Field("base_dir", "give the absolute folder of the configuration file")
+	}
+	return s.renew(ctx, request.GetPlan(), request.GetBaseDir())
+}
+
 // VerifyPlan reads the inputs of a plan again and names those that changed.
 func (s *Server) VerifyPlan(ctx context.Context, request *planv1.VerifyPlanRequest) (*planv1.VerifyPlanResponse, error) {
 	if !filepath.IsAbs(request.GetBaseDir()) {

@@ -116,7 +116,7 @@ func failure(err error) *ending {
 	if reason == "" {
 		reason = rpcerr.ReasonInternal
 	}
-	return &ending{state: Failed, reason: reason, message: err.Error()}
+	return &ending{state: Failed, reason: reason, message: rpcerr.Text(err)}
 }
 
 // before readies the others for the end while the workers still run.

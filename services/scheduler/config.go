@@ -70,9 +70,10 @@ type Controller interface {
 	WatchProgress(ctx context.Context, in *learnerv1.WatchProgressRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[learnerv1.WatchProgressResponse], error)
 }
 
-// Snapshots finds the snapshot that a run starts from.
+// Snapshots finds the snapshot that a run starts from, and keeps it.
 type Snapshots interface {
 	GetSnapshot(ctx context.Context, in *snapshotv1.GetSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error)
+	PinSnapshot(ctx context.Context, in *snapshotv1.PinSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.PinSnapshotResponse, error)
 }
 
 // Bus is the streams. *bus.Bus satisfies it.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 )
 
@@ -29,7 +30,7 @@ func (c *conductor) control(ctx context.Context) error {
 			<-ctx.Done()
 			return nil
 		}
-		c.waitFor("the controller to answer again (learner-controller)", err.Error())
+		c.waitFor("the controller to answer again (learner-controller)", rpcerr.Text(err))
 		if err := pause(ctx, 200*time.Millisecond); err != nil {
 			return nil
 		}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"sync"
 	"time"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
 func (c *conductor) insist(ctx context.Context, what string, call func(context.Context) error) error {
@@ -16,7 +18,7 @@ func (c *conductor) insist(ctx context.Context, what string, call func(context.C
 			c.waitFor(what, "")
 			return err
 		}
-		c.waitFor(what, err.Error())
+		c.waitFor(what, rpcerr.Text(err))
 		c.svc.Log.DebugContext(ctx, "waiting", "run", c.id, "for", what, "error", err)
 		if err := pause(ctx, delay); err != nil {
 			return err
@@ -53,7 +55,7 @@ func (c *conductor) follow(ctx context.Context, what string, call func(context.C
 			if !transient(err) {
 				return err
 			}
-			c.waitFor(what, err.Error())
+			c.waitFor(what, rpcerr.Text(err))
 		}
 		if err := pause(ctx, 200*time.Millisecond); err != nil {
 			return nil

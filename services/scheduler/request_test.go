@@ -122,6 +122,9 @@ func TestPauseHoldsWorkBack(t *testing.T) {
 		if reason := rpcerr.Reason(call()); reason != map[string]string{"resume": "RUN_NOT_RESUMABLE", "pause": "RUN_NOT_PAUSABLE"}[name] {
 			t.Errorf("%s of a run that succeeded: %q", name, reason)
 		}
+		if err := call(); !strings.Contains(err.Error(), run) || rpcerr.Mend(err) == "" {
+			t.Errorf("%s of a run that succeeded says %q, mend %q", name, err, rpcerr.Mend(err))
+		}
 	}
 }
 
@@ -158,7 +161,8 @@ func TestChangedInputsAreRefusedOneByOne(t *testing.T) {
 	_, err := w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir})
 	e, _ := rpcerr.From(err)
 	if !errors.Is(err, scheduler.ErrPlanChanged) || len(e.Violations()) != 2 || e.Violations()[0].Path != "train.jsonl" ||
-		e.Violations()[0].Description != "INPUT_CHANGED: the training data changed. Restore it." || e.Violations()[1].Path != "packages.torch" {
+		e.Violations()[0].Description != "the training data changed." ||
+		!strings.HasPrefix(err.Error(), "2 things that the plan pins have changed") || !strings.Contains(rpcerr.Mend(err), "rollout plan") || e.Violations()[1].Path != "packages.torch" {
 		t.Fatalf("got %v, %v", err, e.Violations())
 	}
 	w.planner.plan = nil
@@ -167,6 +171,21 @@ func TestChangedInputsAreRefusedOneByOne(t *testing.T) {
 	}
 	if list, err := w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{}); err != nil || len(list.GetRuns()) != 0 {
 		t.Fatalf("runs %v, %v", list, err)
+	}
+}
+
+// A run whose inputs changed can't be resumed, for its ledger says what it consumed; the error names the way that works.
+func TestResumeWithChangedInputsNamesTheWayOn(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	if _, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run}); err != nil {
+		t.Fatal(err)
+	}
+	w.waitState(run, scheduler.Cancelled)
+	w.planner.problems = []*planv1.Problem{{Reason: "INPUT_CHANGED", File: "reward.py", Message: "the source of the reward changed"}}
+	_, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run})
+	if !errors.Is(err, scheduler.ErrPlanChanged) || !strings.Contains(rpcerr.Mend(err), "`rollout run --resume "+run+" --accept-changes`") {
+		t.Fatalf("got %v; mend %q", err, rpcerr.Mend(err))
 	}
 }
 
@@ -214,6 +233,14 @@ func TestRestoredRun(t *testing.T) {
 			t.Errorf("controller was asked %v", w.mesh.request)
 		}
 	})
+	if got := w.snapshots.pinned; !slices.Equal(got, []string{"snap-full"}) {
+		t.Errorf("kept from retention: %v", got)
+	}
+	w.snapshots.snap.Step = 5
+	_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
+	if !errors.Is(err, scheduler.ErrNothingToDo) || !strings.Contains(rpcerr.Mend(err), "--from snap-full") {
+		t.Fatalf("a run without steps: %v; %s", err, rpcerr.Mend(err))
+	}
 	w.snapshots.snap.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
 	_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
 	if !errors.Is(err, scheduler.ErrSnapshotKind) {

@@ -53,19 +53,23 @@ const (
 	Cancelled   = runv1.RunState_RUN_STATE_CANCELLED
 )
 
-// Errors of this service.
+// Errors of this service. Those with a mend are sentences for people: whoever returns one names the run in its message.
 var (
-	ErrNotFound     = rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "no such run; `rollout runs list` shows those there are")
-	ErrAmbiguous    = rpcerr.New(codes.FailedPrecondition, "RUN_AMBIGUOUS", "several runs begin like that; give more of the id")
+	ErrNotFound  = rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no such run").Mend("`rollout runs list` shows those there are")
+	ErrAmbiguous = rpcerr.New(codes.FailedPrecondition, "RUN_AMBIGUOUS", "several runs begin like that").
+			Mend("give more of the id; `rollout runs list` shows them")
 	ErrNotResumable = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_RESUMABLE", "the run can't go on")
-	ErrNotPausable  = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_PAUSABLE", "only a run that is starting or running can be paused")
-	ErrTransition   = rpcerr.New(codes.FailedPrecondition, "RUN_STATE", "the run's state does not allow that")
-	ErrPlanChanged  = rpcerr.New(codes.FailedPrecondition, "PLAN_INPUTS_CHANGED",
-		"what the plan pins has changed since; restore the inputs or make a new plan (`rollout plan`)")
-	ErrPlanUnreadable = rpcerr.New(codes.InvalidArgument, "PLAN_UNREADABLE", "the plan can't be read; make it anew (`rollout plan`)")
-	ErrSnapshotKind   = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_NOT_RESTORABLE", "only train_state snapshots can be started from")
-	ErrCursor         = rpcerr.New(codes.Aborted, "CURSOR_MOVED", "another process issues for this run")
-	ErrStopping       = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the scheduler is going away").RetryAfter(time.Second)
+	ErrNotPausable  = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_PAUSABLE", "only a run that is starting or running can be paused").
+			Mend("`rollout runs list --state starting,running` shows those")
+	ErrTransition  = rpcerr.New(codes.FailedPrecondition, "RUN_STATE", "the run's state does not allow that")
+	ErrPlanChanged = rpcerr.New(codes.FailedPrecondition, "PLAN_INPUTS_CHANGED", "what the plan pins has changed since").
+			Mend("restore it, or make the plan anew with `rollout plan`")
+	ErrPlanUnreadable = rpcerr.New(codes.InvalidArgument, "PLAN_UNREADABLE", "the plan can't be read").Mend("make it anew with `rollout plan`")
+	ErrSnapshotKind   = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_NOT_RESTORABLE", "only train_state snapshots can be started from").
+				Mend("`rollout snapshot list` shows the kind of each")
+	ErrNothingToDo = rpcerr.New(codes.FailedPrecondition, "NO_STEPS_LEFT", "the snapshot has all the steps that the plan wants")
+	ErrCursor      = rpcerr.New(codes.Aborted, "CURSOR_MOVED", "another process issues for this run")
+	ErrStopping    = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the scheduler is going away").RetryAfter(time.Second)
 )
 
 // transitions is the drawing above as a table.
@@ -89,10 +93,26 @@ func active(s State) bool { return slices.Contains(activeStates, s) }
 // ended reports whether a watcher has seen the last of the run until somebody resumes it.
 func ended(s State) bool { return !active(s) }
 
+// NotFound is ErrNotFound of a run that was asked for.
+func NotFound(ref string) error {
+	return ErrNotFound.With("run", ref).WithMessage("there is no run %q", ref)
+}
+
+// finished is ErrNotResumable of a run that has made its steps, with where they are.
+func finished(run *Run) error {
+	mend := "to train on, raise `train.steps` and start a run from it: `rollout run --config FILE --from " + run.GetRunId() + "`"
+	if weights := run.GetWeightsDirectory(); weights != "" {
+		mend = "its weights are in " + weights + "; " + mend
+	}
+	return ErrNotResumable.With("run", run.GetRunId()).With("state", run.GetState().String()).Mend(mend).
+		WithMessage("run %s is finished: all its %d steps were made", run.GetRunId(), run.GetTotalSteps())
+}
+
 // move changes the state as the table allows. ErrTransition otherwise.
 func move(run *Run, to State) error {
 	if !slices.Contains(transitions[run.GetState()], to) {
-		return ErrTransition.With("run", run.GetRunId()).With("state", run.GetState().String()).With("wanted", to.String())
+		return ErrTransition.With("run", run.GetRunId()).With("state", run.GetState().String()).With("wanted", to.String()).
+			WithMessage("run %s is %s and can't become %s", run.GetRunId(), stateName(run.GetState()), stateName(to))
 	}
 	run.State = to
 	return nil

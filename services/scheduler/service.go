@@ -56,7 +56,7 @@ func (s *service) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run
 	var cursor Cursor
 	from := req.GetFromSnapshot()
 	if from != "" {
-		if from, cursor, err = s.startingPoint(ctx, from); err != nil {
+		if from, cursor, err = s.startingPoint(ctx, plan, from); err != nil {
 			return nil, err
 		}
 	}
@@ -81,36 +81,55 @@ func (s *service) verify(ctx context.Context, lock []byte, baseDir string) (*pla
 	if err != nil {
 		return nil, fmt.Errorf("verify the plan: %w", err)
 	}
-	bad := ErrPlanChanged
-	if resp.GetPlan() == nil {
+	bad, n := ErrPlanChanged, len(resp.GetProblems())
+	switch {
+	case resp.GetPlan() == nil:
 		bad = ErrPlanUnreadable
+	case n == 0:
+		return resp.GetPlan(), nil
+	case n == 1:
+		bad = bad.WithMessage("something that the plan pins has changed since it was made")
+	default:
+		bad = bad.WithMessage("%d things that the plan pins have changed since it was made", n)
 	}
 	for _, p := range resp.GetProblems() {
 		where := p.GetFile()
-		if where == "" {
+		if p.GetField() != "" {
 			where = p.GetField()
 		}
-		text := p.GetReason() + ": " + p.GetMessage()
-		if p.GetMend() != "" {
-			text += " " + p.GetMend()
-		}
-		bad = bad.Field(where, text)
+		bad = bad.Field(where, p.GetMessage())
 	}
-	if resp.GetPlan() == nil || len(resp.GetProblems()) > 0 {
-		return nil, bad
-	}
-	return resp.GetPlan(), nil
+	return nil, bad
 }
 
-// startingPoint is the full id of a snapshot and the cursor of a run that starts from it.
-func (s *service) startingPoint(ctx context.Context, snapshot string) (string, Cursor, error) {
+// resumable says of changed inputs how the run can go on all the same: what it consumed so far stays as it is recorded, so with
+// other inputs it is another run.
+func resumable(run *Run, err error) error {
+	if e, ok := rpcerr.From(err); ok && errors.Is(e, ErrPlanChanged) {
+		return e.Mend("restore it, or go on in a new run, from the newest snapshot of this one and with the inputs as they are now: " +
+			"`rollout run --resume " + run.GetRunId() + " --accept-changes`")
+	}
+	return err
+}
+
+// startingPoint is the full id of a snapshot, which is kept from now on, and the cursor of a run that starts from it.
+func (s *service) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot string) (string, Cursor, error) {
 	resp, err := s.Snapshots.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: snapshot})
 	if err != nil {
 		return "", Cursor{}, fmt.Errorf("start from snapshot: %w", err)
 	}
 	snap := resp.GetSnapshot()
 	if snap.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE {
-		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId())
+		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
+			WithMessage("snapshot %s is no train_state: a run can't start from it", snap.GetSnapshotId())
+	}
+	if steps := plan.GetConfig().GetTrain().GetSteps(); snap.GetStep() >= steps {
+		return "", Cursor{}, ErrNothingToDo.With("snapshot", snap.GetSnapshotId()).
+			WithMessage("snapshot %s is of step %d, and the plan wants %d steps: none is left", snap.GetSnapshotId(), snap.GetStep(), steps).
+			Mend(fmt.Sprintf("raise `train.steps` above %d: `rollout run --config FILE --from %s`", snap.GetStep(), snap.GetSnapshotId()))
+	}
+	if _, err := s.Snapshots.PinSnapshot(ctx, &snapshotv1.PinSnapshotRequest{SnapshotId: snap.GetSnapshotId()}); err != nil {
+		return "", Cursor{}, fmt.Errorf("keep the snapshot that the run starts from: %w", err)
 	}
 	position := snap.GetCursor().GetPosition()
 	return snap.GetSnapshotId(), Cursor{Position: position, First: position, FirstStep: snap.GetStep()}, nil
@@ -120,7 +139,8 @@ func (s *service) startingPoint(ctx context.Context, snapshot string) (string, C
 func (s *service) pause(ctx context.Context, runID string) (*Run, error) {
 	return s.transition(ctx, runID, Paused, func(r *Run) error {
 		if st := r.GetState(); st != Starting && st != Running && st != Paused {
-			return ErrNotPausable.With("run", runID).With("state", st.String())
+			return ErrNotPausable.With("run", runID).With("state", st.String()).
+				WithMessage("run %s is %s: only a run that is starting or running can be paused", runID, stateName(st))
 		}
 		return nil
 	})
@@ -133,8 +153,11 @@ func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
 		return nil, err
 	}
 	switch run.GetState() {
-	case Succeeded, Draining:
-		return nil, ErrNotResumable.With("run", runID).With("state", run.GetState().String())
+	case Succeeded:
+		return nil, finished(run)
+	case Draining:
+		return nil, ErrNotResumable.With("run", runID).With("state", run.GetState().String()).
+			WithMessage("run %s is being stopped", runID).Mend("resume it when it has stopped: `rollout runs show " + runID + "` tells")
 	case Pending, Starting, Running:
 		return run, nil
 	case Paused:
@@ -145,7 +168,7 @@ func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
 		return nil, fmt.Errorf("write the plan of %s: %w", runID, err)
 	}
 	if _, err := s.verify(ctx, lock, run.GetBaseDir()); err != nil {
-		return nil, err
+		return nil, resumable(run, err)
 	}
 	if old := s.conductor(runID); old != nil { // it has reached its end and is about to leave
 		select {

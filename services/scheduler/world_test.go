@@ -237,10 +237,18 @@ func (p *planner) VerifyPlan(context.Context, *planv1.VerifyPlanRequest, ...grpc
 	return &planv1.VerifyPlanResponse{Plan: p.plan, Problems: p.problems}, nil
 }
 
-type snapshots struct{ snap *snapshotv1.Snapshot }
+type snapshots struct {
+	snap   *snapshotv1.Snapshot
+	pinned []string
+}
 
 func (s *snapshots) GetSnapshot(context.Context, *snapshotv1.GetSnapshotRequest, ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error) {
 	return &snapshotv1.GetSnapshotResponse{Snapshot: s.snap}, nil
+}
+
+func (s *snapshots) PinSnapshot(_ context.Context, in *snapshotv1.PinSnapshotRequest, _ ...grpc.CallOption) (*snapshotv1.PinSnapshotResponse, error) {
+	s.pinned = append(s.pinned, in.GetSnapshotId())
+	return &snapshotv1.PinSnapshotResponse{Snapshot: s.snap}, nil
 }
 
 type events struct {

@@ -94,6 +94,15 @@ func (s *Server) MaterializeSnapshot(ctx context.Context, req *snapshotv1.Materi
 	return &snapshotv1.MaterializeSnapshotResponse{Snapshot: snap}, nil
 }
 
+// PinSnapshot implements the contract.
+func (s *Server) PinSnapshot(ctx context.Context, req *snapshotv1.PinSnapshotRequest) (*snapshotv1.PinSnapshotResponse, error) {
+	snap, err := s.svc.pin(ctx, req.GetSnapshotId())
+	if err != nil {
+		return nil, err
+	}
+	return &snapshotv1.PinSnapshotResponse{Snapshot: snap}, nil
+}
+
 // RestoreSnapshot implements the contract.
 func (s *Server) RestoreSnapshot(ctx context.Context, req *snapshotv1.RestoreSnapshotRequest) (*snapshotv1.RestoreSnapshotResponse, error) {
 	run, err := s.svc.restore(ctx, req.GetSnapshotId())

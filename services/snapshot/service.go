@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -141,6 +142,15 @@ func (s *service) materialize(ctx context.Context, idOrPrefix, dir string) (*Sna
 	return snap, nil
 }
 
+// pin keeps a snapshot from retention: the run that starts from it may need it again until it has one of its own.
+func (s *service) pin(ctx context.Context, idOrPrefix string) (*Snapshot, error) {
+	snap, err := s.Store.Get(ctx, idOrPrefix)
+	if err != nil {
+		return nil, err
+	}
+	return snap, s.Store.Pin(ctx, snap.GetSnapshotId())
+}
+
 // restore makes a new run of the same plan that goes on from the snapshot.
 func (s *service) restore(ctx context.Context, idOrPrefix string) (*runv1.Run, error) {
 	snap, err := s.Store.Get(ctx, idOrPrefix)
@@ -148,7 +158,8 @@ func (s *service) restore(ctx context.Context, idOrPrefix string) (*runv1.Run, e
 		return nil, err
 	}
 	if snap.GetKind() != TrainState {
-		return nil, ErrKind.With("snapshot", snap.GetSnapshotId()).With("kind", snap.GetKind().String())
+		return nil, ErrKind.With("snapshot", snap.GetSnapshotId()).With("kind", snap.GetKind().String()).
+			WithMessage("snapshot %s is no train_state: it can't be restored", snap.GetSnapshotId())
 	}
 	origin, err := s.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: snap.GetRunId()})
 	if err != nil {
@@ -159,14 +170,19 @@ func (s *service) restore(ctx context.Context, idOrPrefix string) (*runv1.Run, e
 	if err != nil {
 		return nil, fmt.Errorf("write the plan of %s: %w", run.GetRunId(), err)
 	}
-	if err := s.Store.Pin(ctx, snap.GetSnapshotId()); err != nil { // the new run may need it again until it has one of its own
-		return nil, err
-	}
 	made, err := s.Scheduler.CreateRun(ctx, &runv1.CreateRunRequest{Lock: lock, BaseDir: run.GetBaseDir(), FromSnapshot: snap.GetSnapshotId()})
 	if err != nil {
-		return nil, fmt.Errorf("restore %s: %w", snap.GetSnapshotId(), err)
+		return nil, restorable(snap, err)
 	}
 	return made.GetRun(), nil
+}
+
+// restorable says of changed inputs how the snapshot can be restored all the same.
+func restorable(snap *Snapshot, err error) error {
+	if e, ok := rpcerr.From(err); ok && e.Reason() == "PLAN_INPUTS_CHANGED" {
+		return e.Mend("restore it, or begin the new run with the inputs as they are now: `rollout snapshot restore " + snap.GetSnapshotId() + " --accept-changes`")
+	}
+	return fmt.Errorf("restore %s: %w", snap.GetSnapshotId(), err)
 }
 
 // check names everything that is wrong with a manifest at once.

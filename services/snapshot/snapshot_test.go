@@ -196,6 +196,10 @@ func TestASnapshotThatARunBeganFromStays(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	first := w.take(t, 1, 1, "a")
+	pinned, err := w.PinSnapshot(t.Context(), &snapshotv1.PinSnapshotRequest{SnapshotId: first.GetSnapshotId()[:12]}) // as the scheduler does
+	if err != nil || pinned.GetSnapshot().GetSnapshotId() != first.GetSnapshotId() {
+		t.Fatalf("pinned %v, %v", pinned, err)
+	}
 	resp, err := w.RestoreSnapshot(t.Context(), &snapshotv1.RestoreSnapshotRequest{SnapshotId: first.GetSnapshotId()[:12]})
 	if err != nil || resp.GetRun().GetRunId() != "run-new" {
 		t.Fatalf("restored %v, %v", resp, err)

@@ -72,9 +72,24 @@ func (s Starter) Ensure(ctx context.Context) (info *Info, started bool, err erro
 	return info, err == nil, err
 }
 
+// Coming waits for a daemon that somebody else is just starting; nil where nobody is.
+func Coming(ctx context.Context, stateDir string) (*Info, error) {
+	if _, err := os.Stat(lockFile(stateDir)); err != nil { // nobody ever started one, and who looks makes no folder
+		return nil, nil
+	}
+	unlock, err := Starter{StateDir: stateDir}.lock(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	return Find(stateDir)
+}
+
+func lockFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.start.lock") }
+
 // lock waits for its turn among those who would start a daemon. The kernel lets go of it when a holder dies.
 func (s Starter) lock(ctx context.Context) (func(), error) {
-	f, err := os.OpenFile(filepath.Join(s.StateDir, "rolloutd.start.lock"), os.O_CREATE|os.O_RDWR|syscall.O_CLOEXEC, 0o600)
+	f, err := os.OpenFile(lockFile(s.StateDir), os.O_CREATE|os.O_RDWR|syscall.O_CLOEXEC, 0o600)
 	if err != nil {
 		return nil, exit.New(exit.CannotMake, "choose another folder with --state-dir", "can't make the lock file: %w", err)
 	}

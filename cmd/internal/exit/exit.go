@@ -57,13 +57,11 @@ func From(err error) *Error {
 	if errors.Is(err, context.Canceled) {
 		return &Error{Code: Interrupted, Reason: rpcerr.ReasonCanceled, Err: errors.New("interrupted")}
 	}
-	out := &Error{Code: Software, Reason: rpcerr.Reason(err), Err: err}
+	out := &Error{Code: Software, Reason: rpcerr.Reason(err), Err: errors.New(rpcerr.Text(err))}
 	s, ok := status.FromError(err)
 	if !ok {
+		out.Err = err
 		return out
-	}
-	if s.Message() != "" {
-		out.Err = errors.New(s.Message())
 	}
 	switch s.Code() {
 	case codes.InvalidArgument, codes.FailedPrecondition, codes.OutOfRange, codes.DataLoss:
@@ -78,6 +76,9 @@ func From(err error) *Error {
 		out.Code = CannotMake
 	case codes.Canceled:
 		out.Code = Interrupted
+	}
+	if mend := rpcerr.Mend(err); mend != "" {
+		out.Mend = mend
 	}
 	return out
 }

@@ -54,7 +54,7 @@ func one(b *strings.Builder, p *planv1.Problem, s style.Style) {
 // Place is `file:line:column` as far as it is known.
 func Place(p *planv1.Problem) string {
 	place := p.GetFile()
-	if p.GetLine() > 0 {
+	if p.GetLine() > 0 && place != "" {
 		place += fmt.Sprintf(":%d", p.GetLine())
 		if p.GetColumn() > 0 {
 			place += fmt.Sprintf(":%d", p.GetColumn())

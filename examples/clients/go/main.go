@@ -103,7 +103,7 @@ func follow(ctx context.Context, scheduler runv1.SchedulerServiceClient, id stri
 func dial(ctx context.Context, state string) (*grpc.ClientConn, context.Context, error) {
 	raw, err := os.ReadFile(filepath.Join(state, "rolloutd.json"))
 	if err != nil {
-		return nil, nil, fmt.Errorf("no running rolloutd (try `rollout status`): %w", err)
+		return nil, nil, fmt.Errorf("no running rolloutd (start one with `rollout daemon start`): %w", err)
 	}
 	var daemon struct {
 		GRPC      string `json:"grpc"`

@@ -91,7 +91,7 @@ class SampleDelta:
 
     start: index in the sample of the first of these tokens. text: what became certain; never half a character, and never the
     beginning of what may become a stop string, so it may lag behind the tokens. Texts concatenate to the output's text,
-    ids to its ids.
+    ids to its ids. version: weights that sampled the newest token so far.
     """
 
     request_id: str
@@ -101,6 +101,7 @@ class SampleDelta:
     logprobs: Logprobs
     raw_logprobs: Logprobs
     text: str
+    version: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -128,6 +128,7 @@ def _piece(delta: SampleDelta, prompt: int) -> pb.GenerateResponse:
         token_ids=delta.token_ids.tolist(),
         logprobs=delta.logprobs.tolist(),
         raw_logprobs=delta.raw_logprobs.tolist(),
+        weights_version=delta.version,
     )
 
 

@@ -21,7 +21,7 @@ _FLUSH_SECONDS = 0.2
 _MOST_HELD = 10_000
 _MOST_IN_BATCH = 500
 _MOST_MESSAGE = 8_000  # characters of one line
-_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 _LEVELS = (
     (logging.ERROR, pb.LEVEL_ERROR),
     (logging.WARNING, pb.LEVEL_WARN),
@@ -30,7 +30,7 @@ _LEVELS = (
 
 
 def ulid(milliseconds: int) -> str:
-    """A ULID: 48 bits of time, 80 random ones."""
+    """A ULID, lowercase as all ids are: 48 bits of time, 80 random ones."""
     number = milliseconds << 80 | int.from_bytes(os.urandom(10), "big")
     return "".join(_CROCKFORD[number >> shift & 31] for shift in range(125, -1, -5))
 

@@ -85,6 +85,7 @@ async def test_engine_stops_at_a_string_across_tokens_and_streams_add_up() -> No
     assert [t for d in deltas for t in d.token_ids] == out.token_ids.tolist() == free.token_ids[: len(out.token_ids)].tolist()
     assert [x for d in deltas for x in d.logprobs] == out.logprobs.tolist()
     assert all(d.start == i for i, d in enumerate(deltas) if len(d.token_ids))
+    assert {d.version for d in deltas} == {s.version for s in out.version_spans}
     assert decode(out.token_ids).startswith(out.text + stop)
     assert silent.text == out.text and silent.token_ids.tolist() == out.token_ids.tolist()
 

@@ -94,6 +94,8 @@ async def test_pieces_of_a_stream_add_up_to_the_whole(caller: Caller) -> None:
     assert [lp for piece in pieces for lp in piece.logprobs] == pytest.approx(list(whole.logprobs), abs=1e-4)
     assert [piece.finish_reason for piece in pieces[:-1]] == [""] * (len(pieces) - 1)
     assert pieces[-1].finish_reason == whole.finish_reason
+    assert {piece.weights_version for piece in pieces[:-1]} == {whole.version_spans[-1].version}
+    assert all(piece.HasField("weights_version") for piece in pieces[:-1])
 
 
 async def test_a_seed_repeats_and_its_absence_does_not(caller: Caller) -> None:

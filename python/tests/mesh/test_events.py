@@ -70,4 +70,6 @@ def test_without_nats_nothing_blocks_and_the_oldest_go(who: Identity) -> None:
 
 def test_ulids_sort_by_time() -> None:
     assert ulid(1) < ulid(2) < ulid(1 << 40)
-    assert len(ulid(time.time_ns() // 1_000_000)) == 26
+    drawn = ulid(time.time_ns() // 1_000_000)
+    assert len(drawn) == 26
+    assert drawn == drawn.lower(), "the control plane's ids are lowercase"

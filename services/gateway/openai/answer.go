@@ -104,9 +104,11 @@ func (t *tally) take(req *gatewayv1.CompleteRequest, got *gatewayv1.CompleteResp
 	index := raw.GetPrompt()*req.GetN() + raw.GetSample()
 	t.session = got.GetSessionId()
 	t.used.CompletionTokens += len(raw.GetTokenIds())
-	if raw.GetFinishReason() != "" {
+	if raw.WeightsVersion != nil || len(raw.GetVersionSpans()) > 0 {
 		t.version = version(raw, t.version)
 		t.SystemFingerprint = fmt.Sprintf("weights-v%d", t.version)
+	}
+	if raw.GetFinishReason() != "" {
 		if !t.prompts[raw.GetPrompt()] {
 			t.prompts[raw.GetPrompt()] = true
 			t.used.PromptTokens += int(raw.GetPromptTokens())
@@ -116,8 +118,17 @@ func (t *tally) take(req *gatewayv1.CompleteRequest, got *gatewayv1.CompleteResp
 	return index, piece{text: raw.GetText(), tokens: len(raw.GetTokenIds()), logprobs: raw.GetRawLogprobs(), finish: raw.GetFinishReason()}
 }
 
-// version is the newest weights that sampled a part of the answer.
+// name tells of session and weights. Of a stream, whose headers go first, it is the version that sampled the first token.
+func (t *tally) name(header http.Header) {
+	header.Set("x-rollout-session", t.session)
+	if t.SystemFingerprint != "" {
+		header.Set("x-rollout-weights-version", strconv.FormatUint(t.version, 10))
+	}
+}
+
+// version is the newest weights that sampled a part of the answer so far.
 func version(raw *inferencev1.GenerateResponse, newest uint64) uint64 {
+	newest = max(newest, raw.GetWeightsVersion())
 	for _, span := range raw.GetVersionSpans() {
 		newest = max(newest, span.GetVersion())
 	}
@@ -150,8 +161,7 @@ func (h *handler) plain(w http.ResponseWriter, r *http.Request, req *gatewayv1.C
 		t.Choices = append(t.Choices, f.whole(t.complete[index]))
 	}
 	t.Usage = &t.used
-	w.Header().Set("x-rollout-session", t.session)
-	w.Header().Set("x-rollout-weights-version", strconv.FormatUint(t.version, 10))
+	t.name(w.Header())
 	return writeJSON(w, http.StatusOK, t.envelope)
 }
 
@@ -176,14 +186,14 @@ func (h *handler) stream(w http.ResponseWriter, r *http.Request, req *gatewayv1.
 		return event(e)
 	}
 	err := h.Backend.Complete(r.Context(), req, func(got *gatewayv1.CompleteResponse) error {
+		index, p := t.take(req, got)
 		if !begun {
 			begun = true
 			w.Header().Set("Content-Type", "text/event-stream")
 			w.Header().Set("Cache-Control", "no-cache")
-			w.Header().Set("x-rollout-session", got.GetSessionId())
+			t.name(w.Header())
 			w.WriteHeader(http.StatusOK)
 		}
-		index, p := t.take(req, got)
 		if first := f.open(index); first != nil && !opened[index] {
 			opened[index] = true
 			if err := chunk(first); err != nil {

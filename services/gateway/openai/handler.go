@@ -3,7 +3,8 @@
 //
 // Beyond OpenAI's fields a request may hold top_k and min_p. What would change the answer and is not supported (tools, echo,
 // penalties, ...) is refused; other unknown fields are ignored, as OpenAI's clients expect. Answers carry the weights version in
-// system_fingerprint ("weights-v12") and in the header x-rollout-weights-version, the session in x-rollout-session; a
+// system_fingerprint ("weights-v12") and in the header x-rollout-weights-version (of a stream: those of its first token; each
+// chunk's fingerprint names the newest so far), the session in x-rollout-session; a
 // request that sends x-rollout-session goes on with that session.
 package openai
 

@@ -13,6 +13,7 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"github.com/rollout-rl/rollout/services/planner/problem"
+	"google.golang.org/protobuf/proto"
 )
 
 // Reader reads configurations. It is safe for concurrent use.
@@ -65,6 +66,19 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 	return reading
 }
 
+// Again reads a configuration that was read before, without its text: no problem in it has a place.
+func (r *Reader) Again(config *configv1.RunConfig) *Reading {
+	reading := &Reading{
+		Config: proto.CloneOf(config), source: document.NewSource("", nil, 1), root: &document.Value{}, broken: map[string]bool{},
+	}
+	if reading.Config == nil {
+		reading.Config = &configv1.RunConfig{}
+	}
+	reading.defaults()
+	reading.rules(r.validator)
+	return reading
+}
+
 // Place is where a field stands: its value, or the header of the nearest table that holds it, or the end of the text.
 func (r *Reading) Place(field string) document.Span {
 	if e := r.root.Find(field); e != nil {
@@ -74,6 +88,9 @@ func (r *Reading) Place(field string) document.Span {
 		if e := r.root.Find(table); e != nil {
 			return e.Value.Span
 		}
+	}
+	if r.source.Name == "" {
+		return document.Span{}
 	}
 	return r.source.End()
 }

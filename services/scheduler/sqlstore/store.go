@@ -143,10 +143,10 @@ func (s *Store) Resolve(ctx context.Context, ref string) (*scheduler.Run, error)
 			return found[0], nil
 		}
 		if len(found) > 1 {
-			return nil, scheduler.ErrAmbiguous.With("run", ref)
+			return nil, scheduler.ErrAmbiguous.With("run", ref).WithMessage("several runs begin with %q", ref)
 		}
 	}
-	return nil, scheduler.ErrNotFound.With("run", ref)
+	return nil, scheduler.NotFound(ref)
 }
 
 // ByKey implements scheduler.Reader.
@@ -191,7 +191,7 @@ func (s *Store) Cursor(ctx context.Context, id string) (scheduler.Cursor, error)
 	var position, first, step int64
 	err := s.db.One(ctx, `SELECT position, first, step FROM cursor WHERE run_id = $1`, []any{id}, &position, &first, &step)
 	if errors.Is(err, sql.ErrNoRows) {
-		return scheduler.Cursor{}, scheduler.ErrNotFound.With("run", id)
+		return scheduler.Cursor{}, scheduler.NotFound(id)
 	}
 	if err != nil {
 		return scheduler.Cursor{}, fmt.Errorf("read the cursor of %s: %w", id, err)
@@ -204,7 +204,7 @@ func (s *Store) Queues(ctx context.Context, id string) (*runv1.Queues, error) {
 	var b []byte
 	err := s.db.One(ctx, `SELECT queues FROM run WHERE run_id = $1`, []any{id}, &b)
 	if errors.Is(err, sql.ErrNoRows) {
-		return nil, scheduler.ErrNotFound.With("run", id)
+		return nil, scheduler.NotFound(id)
 	}
 	q := &runv1.Queues{}
 	if err == nil {

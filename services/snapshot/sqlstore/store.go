@@ -97,7 +97,7 @@ func (s *Store) Pin(ctx context.Context, id string) error {
 		return fmt.Errorf("pin snapshot %s: %w", id, err)
 	}
 	if n == 0 {
-		return snapshot.ErrNotFound.With("snapshot", id)
+		return snapshot.ErrNotFound.With("snapshot", id).WithMessage("there is no snapshot %q", id)
 	}
 	return nil
 }
@@ -136,9 +136,9 @@ func (s *Store) Get(ctx context.Context, prefix string) (*snapshot.Snapshot, err
 	}
 	switch {
 	case len(found) == 0:
-		return nil, snapshot.ErrNotFound.With("snapshot", prefix)
+		return nil, snapshot.ErrNotFound.With("snapshot", prefix).WithMessage("there is no snapshot %q", prefix)
 	case len(found) > 1:
-		return nil, snapshot.ErrAmbiguous.With("snapshot", prefix)
+		return nil, snapshot.ErrAmbiguous.With("snapshot", prefix).WithMessage("several snapshots begin with %q", prefix)
 	}
 	return found[0], nil
 }

@@ -307,6 +307,7 @@ class GenerateResponse(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     prompt: _builtins.int
     """Prompt, from 0."""
     sample: _builtins.int
@@ -317,6 +318,8 @@ class GenerateResponse(_message.Message):
     """`stop`, `length` or `abort` with the last piece; else empty."""
     prompt_tokens: _builtins.int
     """Tokens of the prompt, with the last piece."""
+    weights_version: _builtins.int
+    """Weights version that sampled the newest token of this piece; absent where it has none."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids since the last piece."""
@@ -350,12 +353,15 @@ class GenerateResponse(_message.Message):
         version_spans: _abc.Iterable[_trajectory_pb2.VersionSpan] | None = ...,
         prompt_tokens: _builtins.int = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        weights_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "weights_version", b"weights_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "sample", b"sample", "text", b"text", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "sample", b"sample", "text", b"text", "token_ids", b"token_ids", "version_spans", b"version_spans", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weights_version: _TypeAlias = _typing.Literal["weights_version"]  # noqa: Y015
+    _WhichOneofArgType__weights_version: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weights_version) -> _WhichOneofReturnType__weights_version | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
@@ -685,6 +691,7 @@ class GetInferenceStatusResponse(_message.Message):
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    REWARD_RETRIES_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Slots in use."""
     slots: _builtins.int
@@ -707,6 +714,8 @@ class GetInferenceStatusResponse(_message.Message):
     """Name of the policy as the gateway lists it."""
     max_model_len: _builtins.int
     """Longest sequence the engine takes."""
+    reward_retries: _builtins.int
+    """Calls of the reward that failed and were repeated, since the start."""
     @_builtins.property
     def receipt(self) -> _weights_pb2.WeightsReceipt:
         """Weights that the engine holds."""
@@ -726,10 +735,11 @@ class GetInferenceStatusResponse(_message.Message):
         process_id: _builtins.str = ...,
         model: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
+        reward_retries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "activity", b"activity", "max_model_len", b"max_model_len", "model", b"model", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "activity", b"activity", "max_model_len", b"max_model_len", "model", b"model", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -415,3 +415,65 @@ class VerifyPlanResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyPlanResponse: _TypeAlias = VerifyPlanResponse  # noqa: Y015
+
+@_typing.final
+class RenewPlanRequest(_message.Message):
+    """RenewPlanRequest names a plan whose inputs may have changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    BASE_DIR_FIELD_NUMBER: _builtins.int
+    base_dir: _builtins.str
+    """Absolute folder against which paths are resolved."""
+    @_builtins.property
+    def plan(self) -> Global___Plan:
+        """The plan."""
+
+    def __init__(
+        self,
+        *,
+        plan: Global___Plan | None = ...,
+        base_dir: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewPlanRequest: _TypeAlias = RenewPlanRequest  # noqa: Y015
+
+@_typing.final
+class RenewPlanResponse(_message.Message):
+    """RenewPlanResponse holds the new plan, or why there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    LOCK_FIELD_NUMBER: _builtins.int
+    lock: _builtins.bytes
+    """The bytes of its `plan.lock`."""
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedCompositeFieldContainer[Global___Problem]:
+        """Every problem, in the order of the files."""
+
+    @_builtins.property
+    def plan(self) -> Global___Plan:
+        """The plan, where there is no problem."""
+
+    def __init__(
+        self,
+        *,
+        problems: _abc.Iterable[Global___Problem] | None = ...,
+        plan: Global___Plan | None = ...,
+        lock: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock", b"lock", "plan", b"plan", "problems", b"problems"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewPlanResponse: _TypeAlias = RenewPlanResponse  # noqa: Y015

@@ -50,6 +50,11 @@ class PlannerServiceStub:
                 request_serializer=rollout_dot_plan_dot_v1_dot_plan__pb2.VerifyPlanRequest.SerializeToString,
                 response_deserializer=rollout_dot_plan_dot_v1_dot_plan__pb2.VerifyPlanResponse.FromString,
                 _registered_method=True)
+        self.RenewPlan = channel.unary_unary(
+                '/rollout.plan.v1.PlannerService/RenewPlan',
+                request_serializer=rollout_dot_plan_dot_v1_dot_plan__pb2.RenewPlanRequest.SerializeToString,
+                response_deserializer=rollout_dot_plan_dot_v1_dot_plan__pb2.RenewPlanResponse.FromString,
+                _registered_method=True)
 
 
 class PlannerServiceServicer:
@@ -78,6 +83,13 @@ class PlannerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenewPlan(self, request, context):
+        """RenewPlan makes a plan of the same configuration over the inputs as they are now, checked as CreatePlan checks them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PlannerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_PlannerServiceServicer_to_server(servicer, server):
                     servicer.VerifyPlan,
                     request_deserializer=rollout_dot_plan_dot_v1_dot_plan__pb2.VerifyPlanRequest.FromString,
                     response_serializer=rollout_dot_plan_dot_v1_dot_plan__pb2.VerifyPlanResponse.SerializeToString,
+            ),
+            'RenewPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewPlan,
+                    request_deserializer=rollout_dot_plan_dot_v1_dot_plan__pb2.RenewPlanRequest.FromString,
+                    response_serializer=rollout_dot_plan_dot_v1_dot_plan__pb2.RenewPlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class PlannerService:
             '/rollout.plan.v1.PlannerService/VerifyPlan',
             rollout_dot_plan_dot_v1_dot_plan__pb2.VerifyPlanRequest.SerializeToString,
             rollout_dot_plan_dot_v1_dot_plan__pb2.VerifyPlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.plan.v1.PlannerService/RenewPlan',
+            rollout_dot_plan_dot_v1_dot_plan__pb2.RenewPlanRequest.SerializeToString,
+            rollout_dot_plan_dot_v1_dot_plan__pb2.RenewPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class PlannerServiceStub:
     """
     VerifyPlan: _grpc.UnaryUnaryMultiCallable[_plan_pb2.VerifyPlanRequest, _plan_pb2.VerifyPlanResponse]
     """VerifyPlan reads the inputs of a plan again and names those that changed."""
+    RenewPlan: _grpc.UnaryUnaryMultiCallable[_plan_pb2.RenewPlanRequest, _plan_pb2.RenewPlanResponse]
+    """RenewPlan makes a plan of the same configuration over the inputs as they are now, checked as CreatePlan checks them."""
 
 @_typing.type_check_only
 class PlannerServiceAsyncStub(PlannerServiceStub):
@@ -55,6 +57,8 @@ class PlannerServiceAsyncStub(PlannerServiceStub):
     """
     VerifyPlan: _aio.UnaryUnaryMultiCallable[_plan_pb2.VerifyPlanRequest, _plan_pb2.VerifyPlanResponse]  # type: ignore[assignment]
     """VerifyPlan reads the inputs of a plan again and names those that changed."""
+    RenewPlan: _aio.UnaryUnaryMultiCallable[_plan_pb2.RenewPlanRequest, _plan_pb2.RenewPlanResponse]  # type: ignore[assignment]
+    """RenewPlan makes a plan of the same configuration over the inputs as they are now, checked as CreatePlan checks them."""
 
 class PlannerServiceServicer(metaclass=_abc_1.ABCMeta):
     """PlannerService has no state: it reads, checks and pins."""
@@ -84,5 +88,13 @@ class PlannerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_plan_pb2.VerifyPlanResponse, _abc.Awaitable[_plan_pb2.VerifyPlanResponse]]:
         """VerifyPlan reads the inputs of a plan again and names those that changed."""
+
+    @_abc_1.abstractmethod
+    def RenewPlan(
+        self,
+        request: _plan_pb2.RenewPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_plan_pb2.RenewPlanResponse, _abc.Awaitable[_plan_pb2.RenewPlanResponse]]:
+        """RenewPlan makes a plan of the same configuration over the inputs as they are now, checked as CreatePlan checks them."""
 
 def add_PlannerServiceServicer_to_server(servicer: PlannerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

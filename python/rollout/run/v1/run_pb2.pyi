@@ -370,6 +370,7 @@ class RunStatus(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
+    WAITING_SINCE_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """What the learner-controller does: LEASING, TRAINING, COMMITTING, DELIVERING, EVALUATING, SNAPSHOTTING."""
     waiting_for: _builtins.str
@@ -390,6 +391,10 @@ class RunStatus(_message.Message):
     def cursor(self) -> Global___Cursor:
         """The cursor."""
 
+    @_builtins.property
+    def waiting_since(self) -> _timestamp_pb2.Timestamp:
+        """Since when it waits for that, UTC; absent where it waits for nothing."""
+
     def __init__(
         self,
         *,
@@ -399,10 +404,11 @@ class RunStatus(_message.Message):
         phase: _builtins.str = ...,
         waiting_for: _builtins.str = ...,
         cursor: Global___Cursor | None = ...,
+        waiting_since: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "queues", b"queues", "run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "queues", b"queues", "run", b"run", "waiting_since", b"waiting_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "phase", b"phase", "queues", b"queues", "run", b"run", "waiting_for", b"waiting_for", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "phase", b"phase", "queues", b"queues", "run", b"run", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

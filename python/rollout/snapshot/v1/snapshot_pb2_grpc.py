@@ -60,6 +60,11 @@ class SnapshotServiceStub:
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RestoreSnapshotRequest.SerializeToString,
                 response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RestoreSnapshotResponse.FromString,
                 _registered_method=True)
+        self.PinSnapshot = channel.unary_unary(
+                '/rollout.snapshot.v1.SnapshotService/PinSnapshot',
+                request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotRequest.SerializeToString,
+                response_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotResponse.FromString,
+                _registered_method=True)
         self.DeleteSnapshot = channel.unary_unary(
                 '/rollout.snapshot.v1.SnapshotService/DeleteSnapshot',
                 request_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.DeleteSnapshotRequest.SerializeToString,
@@ -106,6 +111,14 @@ class SnapshotServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinSnapshot(self, request, context):
+        """PinSnapshot keeps a snapshot from retention: a run is about to start from it. Idempotent. NOT_FOUND, reason
+        SNAPSHOT_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteSnapshot(self, request, context):
         """DeleteSnapshot removes a manifest; files that no other manifest names go with it. Idempotent.
         """
@@ -140,6 +153,11 @@ def add_SnapshotServiceServicer_to_server(servicer, server):
                     servicer.RestoreSnapshot,
                     request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RestoreSnapshotRequest.FromString,
                     response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RestoreSnapshotResponse.SerializeToString,
+            ),
+            'PinSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinSnapshot,
+                    request_deserializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotRequest.FromString,
+                    response_serializer=rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotResponse.SerializeToString,
             ),
             'DeleteSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteSnapshot,
@@ -283,6 +301,33 @@ class SnapshotService:
             '/rollout.snapshot.v1.SnapshotService/RestoreSnapshot',
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RestoreSnapshotRequest.SerializeToString,
             rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.RestoreSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.snapshot.v1.SnapshotService/PinSnapshot',
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotRequest.SerializeToString,
+            rollout_dot_snapshot_dot_v1_dot_snapshot__pb2.PinSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,10 @@ class SnapshotServiceStub:
     """MaterializeSnapshot writes the files of a snapshot into a folder and verifies each digest. Idempotent."""
     RestoreSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.RestoreSnapshotRequest, _snapshot_pb2.RestoreSnapshotResponse]
     """RestoreSnapshot makes a new run that goes on from the snapshot."""
+    PinSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.PinSnapshotRequest, _snapshot_pb2.PinSnapshotResponse]
+    """PinSnapshot keeps a snapshot from retention: a run is about to start from it. Idempotent. NOT_FOUND, reason
+    SNAPSHOT_NOT_FOUND.
+    """
     DeleteSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteSnapshotRequest, _snapshot_pb2.DeleteSnapshotResponse]
     """DeleteSnapshot removes a manifest; files that no other manifest names go with it. Idempotent."""
 
@@ -61,6 +65,10 @@ class SnapshotServiceAsyncStub(SnapshotServiceStub):
     """MaterializeSnapshot writes the files of a snapshot into a folder and verifies each digest. Idempotent."""
     RestoreSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.RestoreSnapshotRequest, _snapshot_pb2.RestoreSnapshotResponse]  # type: ignore[assignment]
     """RestoreSnapshot makes a new run that goes on from the snapshot."""
+    PinSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.PinSnapshotRequest, _snapshot_pb2.PinSnapshotResponse]  # type: ignore[assignment]
+    """PinSnapshot keeps a snapshot from retention: a run is about to start from it. Idempotent. NOT_FOUND, reason
+    SNAPSHOT_NOT_FOUND.
+    """
     DeleteSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteSnapshotRequest, _snapshot_pb2.DeleteSnapshotResponse]  # type: ignore[assignment]
     """DeleteSnapshot removes a manifest; files that no other manifest names go with it. Idempotent."""
 
@@ -106,6 +114,16 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshot_pb2.RestoreSnapshotResponse, _abc.Awaitable[_snapshot_pb2.RestoreSnapshotResponse]]:
         """RestoreSnapshot makes a new run that goes on from the snapshot."""
+
+    @_abc_1.abstractmethod
+    def PinSnapshot(
+        self,
+        request: _snapshot_pb2.PinSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshot_pb2.PinSnapshotResponse, _abc.Awaitable[_snapshot_pb2.PinSnapshotResponse]]:
+        """PinSnapshot keeps a snapshot from retention: a run is about to start from it. Idempotent. NOT_FOUND, reason
+        SNAPSHOT_NOT_FOUND.
+        """
 
     @_abc_1.abstractmethod
     def DeleteSnapshot(

@@ -358,6 +358,7 @@ class Decoder:
             logprobs=table.out_logprobs[new].copy(),
             raw_logprobs=table.out_raw_logprobs[new].copy(),
             text=text,
+            version=self.version,
         )
 
     def _finish(self, slots: Slots, reason: FinishReason, error: EngineError | None = None) -> None:

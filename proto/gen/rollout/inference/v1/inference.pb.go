@@ -574,6 +574,8 @@ type GenerateResponse struct {
 	PromptTokens uint32 `protobuf:"varint,9,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	// Token ids of the prompt, with the last piece.
 	PromptTokenIds []uint32 `protobuf:"varint,10,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
+	// Weights version that sampled the newest token of this piece; absent where it has none.
+	WeightsVersion *uint64 `protobuf:"varint,11,opt,name=weights_version,json=weightsVersion,proto3,oneof" json:"weights_version,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -676,6 +678,13 @@ func (x *GenerateResponse) GetPromptTokenIds() []uint32 {
 		return x.PromptTokenIds
 	}
 	return nil
+}
+
+func (x *GenerateResponse) GetWeightsVersion() uint64 {
+	if x != nil && x.WeightsVersion != nil {
+		return *x.WeightsVersion
+	}
+	return 0
 }
 
 // EvaluateRequest asks for an evaluation.
@@ -1301,7 +1310,9 @@ type GetInferenceStatusResponse struct {
 	// Name of the policy as the gateway lists it.
 	Model string `protobuf:"bytes,11,opt,name=model,proto3" json:"model,omitempty"`
 	// Longest sequence the engine takes.
-	MaxModelLen   uint32 `protobuf:"varint,12,opt,name=max_model_len,json=maxModelLen,proto3" json:"max_model_len,omitempty"`
+	MaxModelLen uint32 `protobuf:"varint,12,opt,name=max_model_len,json=maxModelLen,proto3" json:"max_model_len,omitempty"`
+	// Calls of the reward that failed and were repeated, since the start.
+	RewardRetries uint64 `protobuf:"varint,13,opt,name=reward_retries,json=rewardRetries,proto3" json:"reward_retries,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1420,6 +1431,13 @@ func (x *GetInferenceStatusResponse) GetMaxModelLen() uint32 {
 	return 0
 }
 
+func (x *GetInferenceStatusResponse) GetRewardRetries() uint64 {
+	if x != nil {
+		return x.RewardRetries
+	}
+	return 0
+}
+
 var File_rollout_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_rollout_inference_v1_inference_proto_rawDesc = "" +
@@ -1463,7 +1481,7 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x06params\x18\x03 \x01(\v2$.rollout.inference.v1.SamplingParamsR\x06params\x12\x18\n" +
 	"\x01n\x18\x04 \x01(\rB\n" +
 	"\xbaH\a*\x05\x18\x80\x01(\x01R\x01n\x12\x16\n" +
-	"\x06stream\x18\x05 \x01(\bR\x06stream\"\xef\x02\n" +
+	"\x06stream\x18\x05 \x01(\bR\x06stream\"\xb1\x03\n" +
 	"\x10GenerateResponse\x12\x16\n" +
 	"\x06prompt\x18\x01 \x01(\rR\x06prompt\x12\x16\n" +
 	"\x06sample\x18\x02 \x01(\rR\x06sample\x12\x12\n" +
@@ -1475,7 +1493,9 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\rversion_spans\x18\b \x03(\v2\".rollout.trajectory.v1.VersionSpanR\fversionSpans\x12#\n" +
 	"\rprompt_tokens\x18\t \x01(\rR\fpromptTokens\x12(\n" +
 	"\x10prompt_token_ids\x18\n" +
-	" \x03(\rR\x0epromptTokenIds\"\xbb\x01\n" +
+	" \x03(\rR\x0epromptTokenIds\x12,\n" +
+	"\x0fweights_version\x18\v \x01(\x04H\x00R\x0eweightsVersion\x88\x01\x01B\x12\n" +
+	"\x10_weights_version\"\xbb\x01\n" +
 	"\x0fEvaluateRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x1f\n" +
@@ -1512,7 +1532,7 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x13PauseEngineResponse\"\x15\n" +
 	"\x13ResumeEngineRequest\"\x16\n" +
 	"\x14ResumeEngineResponse\"\x1b\n" +
-	"\x19GetInferenceStatusRequest\"\xa1\x03\n" +
+	"\x19GetInferenceStatusRequest\"\xc8\x03\n" +
 	"\x1aGetInferenceStatusResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12\x16\n" +
 	"\x06active\x18\x02 \x01(\rR\x06active\x12\x14\n" +
@@ -1527,7 +1547,8 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"process_id\x18\n" +
 	" \x01(\tR\tprocessId\x12\x14\n" +
 	"\x05model\x18\v \x01(\tR\x05model\x12\"\n" +
-	"\rmax_model_len\x18\f \x01(\rR\vmaxModelLen2\xbf\x06\n" +
+	"\rmax_model_len\x18\f \x01(\rR\vmaxModelLen\x12%\n" +
+	"\x0ereward_retries\x18\r \x01(\x04R\rrewardRetries2\xbf\x06\n" +
 	"\x16InferenceWorkerService\x12b\n" +
 	"\vLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12[\n" +
 	"\bGenerate\x12%.rollout.inference.v1.GenerateRequest\x1a&.rollout.inference.v1.GenerateResponse0\x01\x12[\n" +
@@ -1630,6 +1651,7 @@ func file_rollout_inference_v1_inference_proto_init() {
 		(*Prompt_Chat)(nil),
 		(*Prompt_Tokens)(nil),
 	}
+	file_rollout_inference_v1_inference_proto_msgTypes[8].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

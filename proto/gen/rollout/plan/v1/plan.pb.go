@@ -771,6 +771,125 @@ func (x *VerifyPlanResponse) GetPlan() *Plan {
 	return nil
 }
 
+// RenewPlanRequest names a plan whose inputs may have changed.
+type RenewPlanRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The plan.
+	Plan *Plan `protobuf:"bytes,1,opt,name=plan,proto3" json:"plan,omitempty"`
+	// Absolute folder against which paths are resolved.
+	BaseDir       string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewPlanRequest) Reset() {
+	*x = RenewPlanRequest{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewPlanRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewPlanRequest) ProtoMessage() {}
+
+func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewPlanRequest.ProtoReflect.Descriptor instead.
+func (*RenewPlanRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *RenewPlanRequest) GetPlan() *Plan {
+	if x != nil {
+		return x.Plan
+	}
+	return nil
+}
+
+func (x *RenewPlanRequest) GetBaseDir() string {
+	if x != nil {
+		return x.BaseDir
+	}
+	return ""
+}
+
+// RenewPlanResponse holds the new plan, or why there is none.
+type RenewPlanResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Every problem, in the order of the files.
+	Problems []*Problem `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty"`
+	// The plan, where there is no problem.
+	Plan *Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
+	// The bytes of its `plan.lock`.
+	Lock          []byte `protobuf:"bytes,3,opt,name=lock,proto3" json:"lock,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RenewPlanResponse) Reset() {
+	*x = RenewPlanResponse{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RenewPlanResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RenewPlanResponse) ProtoMessage() {}
+
+func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RenewPlanResponse.ProtoReflect.Descriptor instead.
+func (*RenewPlanResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *RenewPlanResponse) GetProblems() []*Problem {
+	if x != nil {
+		return x.Problems
+	}
+	return nil
+}
+
+func (x *RenewPlanResponse) GetPlan() *Plan {
+	if x != nil {
+		return x.Plan
+	}
+	return nil
+}
+
+func (x *RenewPlanResponse) GetLock() []byte {
+	if x != nil {
+		return x.Lock
+	}
+	return nil
+}
+
 var File_rollout_plan_v1_plan_proto protoreflect.FileDescriptor
 
 const file_rollout_plan_v1_plan_proto_rawDesc = "" +
@@ -825,19 +944,27 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\bbase_dir\x18\x03 \x01(\tR\abaseDir\"u\n" +
 	"\x12VerifyPlanResponse\x124\n" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x12)\n" +
-	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan*\x89\x01\n" +
+	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\"`\n" +
+	"\x10RenewPlanRequest\x121\n" +
+	"\x04plan\x18\x01 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12\x19\n" +
+	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\"\x88\x01\n" +
+	"\x11RenewPlanResponse\x124\n" +
+	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x12)\n" +
+	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x12\n" +
+	"\x04lock\x18\x03 \x01(\fR\x04lock*\x89\x01\n" +
 	"\tInputRole\x12\x1a\n" +
 	"\x16INPUT_ROLE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15INPUT_ROLE_TRAIN_DATA\x10\x01\x12\x18\n" +
 	"\x14INPUT_ROLE_EVAL_DATA\x10\x02\x12\x14\n" +
 	"\x10INPUT_ROLE_MODEL\x10\x03\x12\x15\n" +
-	"\x11INPUT_ROLE_REWARD\x10\x042\xa1\x02\n" +
+	"\x11INPUT_ROLE_REWARD\x10\x042\xf5\x02\n" +
 	"\x0ePlannerService\x12a\n" +
 	"\x0eValidateConfig\x12&.rollout.plan.v1.ValidateConfigRequest\x1a'.rollout.plan.v1.ValidateConfigResponse\x12U\n" +
 	"\n" +
 	"CreatePlan\x12\".rollout.plan.v1.CreatePlanRequest\x1a#.rollout.plan.v1.CreatePlanResponse\x12U\n" +
 	"\n" +
-	"VerifyPlan\x12\".rollout.plan.v1.VerifyPlanRequest\x1a#.rollout.plan.v1.VerifyPlanResponseB\xbe\x01\n" +
+	"VerifyPlan\x12\".rollout.plan.v1.VerifyPlanRequest\x1a#.rollout.plan.v1.VerifyPlanResponse\x12R\n" +
+	"\tRenewPlan\x12!.rollout.plan.v1.RenewPlanRequest\x1a\".rollout.plan.v1.RenewPlanResponseB\xbe\x01\n" +
 	"\x13com.rollout.plan.v1B\tPlanProtoP\x01Z>github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1;planv1\xa2\x02\x03RPX\xaa\x02\x0fRollout.Plan.V1\xca\x02\x0fRollout\\Plan\\V1\xe2\x02\x1bRollout\\Plan\\V1\\GPBMetadata\xea\x02\x11Rollout::Plan::V1b\x06proto3"
 
 var (
@@ -853,7 +980,7 @@ func file_rollout_plan_v1_plan_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_plan_v1_plan_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_rollout_plan_v1_plan_proto_goTypes = []any{
 	(InputRole)(0),                 // 0: rollout.plan.v1.InputRole
 	(*Plan)(nil),                   // 1: rollout.plan.v1.Plan
@@ -866,33 +993,40 @@ var file_rollout_plan_v1_plan_proto_goTypes = []any{
 	(*CreatePlanResponse)(nil),     // 8: rollout.plan.v1.CreatePlanResponse
 	(*VerifyPlanRequest)(nil),      // 9: rollout.plan.v1.VerifyPlanRequest
 	(*VerifyPlanResponse)(nil),     // 10: rollout.plan.v1.VerifyPlanResponse
-	nil,                            // 11: rollout.plan.v1.Plan.PackagesEntry
-	(*v1.RunConfig)(nil),           // 12: rollout.config.v1.RunConfig
+	(*RenewPlanRequest)(nil),       // 11: rollout.plan.v1.RenewPlanRequest
+	(*RenewPlanResponse)(nil),      // 12: rollout.plan.v1.RenewPlanResponse
+	nil,                            // 13: rollout.plan.v1.Plan.PackagesEntry
+	(*v1.RunConfig)(nil),           // 14: rollout.config.v1.RunConfig
 }
 var file_rollout_plan_v1_plan_proto_depIdxs = []int32{
-	12, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
+	14, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
 	2,  // 1: rollout.plan.v1.Plan.inputs:type_name -> rollout.plan.v1.Input
-	11, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
+	13, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
 	0,  // 3: rollout.plan.v1.Input.role:type_name -> rollout.plan.v1.InputRole
 	4,  // 4: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
 	3,  // 5: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
-	12, // 6: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
+	14, // 6: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
 	4,  // 7: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
 	3,  // 8: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
 	1,  // 9: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
 	3,  // 10: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
 	1,  // 11: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	5,  // 12: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
-	7,  // 13: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
-	9,  // 14: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
-	6,  // 15: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
-	8,  // 16: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
-	10, // 17: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
-	15, // [15:18] is the sub-list for method output_type
-	12, // [12:15] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	1,  // 12: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
+	3,  // 13: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	1,  // 14: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	5,  // 15: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
+	7,  // 16: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
+	9,  // 17: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
+	11, // 18: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
+	6,  // 19: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
+	8,  // 20: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
+	10, // 21: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
+	12, // 22: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
+	19, // [19:23] is the sub-list for method output_type
+	15, // [15:19] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_rollout_plan_v1_plan_proto_init() }
@@ -906,7 +1040,7 @@ func file_rollout_plan_v1_plan_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_plan_v1_plan_proto_rawDesc), len(file_rollout_plan_v1_plan_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   11,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

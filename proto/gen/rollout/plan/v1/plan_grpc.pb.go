@@ -24,6 +24,7 @@ const (
 	PlannerService_ValidateConfig_FullMethodName = "/rollout.plan.v1.PlannerService/ValidateConfig"
 	PlannerService_CreatePlan_FullMethodName     = "/rollout.plan.v1.PlannerService/CreatePlan"
 	PlannerService_VerifyPlan_FullMethodName     = "/rollout.plan.v1.PlannerService/VerifyPlan"
+	PlannerService_RenewPlan_FullMethodName      = "/rollout.plan.v1.PlannerService/RenewPlan"
 )
 
 // PlannerServiceClient is the client API for PlannerService service.
@@ -39,6 +40,8 @@ type PlannerServiceClient interface {
 	CreatePlan(ctx context.Context, in *CreatePlanRequest, opts ...grpc.CallOption) (*CreatePlanResponse, error)
 	// VerifyPlan reads the inputs of a plan again and names those that changed.
 	VerifyPlan(ctx context.Context, in *VerifyPlanRequest, opts ...grpc.CallOption) (*VerifyPlanResponse, error)
+	// RenewPlan makes a plan of the same configuration over the inputs as they are now, checked as CreatePlan checks them.
+	RenewPlan(ctx context.Context, in *RenewPlanRequest, opts ...grpc.CallOption) (*RenewPlanResponse, error)
 }
 
 type plannerServiceClient struct {
@@ -79,6 +82,16 @@ func (c *plannerServiceClient) VerifyPlan(ctx context.Context, in *VerifyPlanReq
 	return out, nil
 }
 
+func (c *plannerServiceClient) RenewPlan(ctx context.Context, in *RenewPlanRequest, opts ...grpc.CallOption) (*RenewPlanResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RenewPlanResponse)
+	err := c.cc.Invoke(ctx, PlannerService_RenewPlan_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // PlannerServiceServer is the server API for PlannerService service.
 // All implementations must embed UnimplementedPlannerServiceServer
 // for forward compatibility.
@@ -92,6 +105,8 @@ type PlannerServiceServer interface {
 	CreatePlan(context.Context, *CreatePlanRequest) (*CreatePlanResponse, error)
 	// VerifyPlan reads the inputs of a plan again and names those that changed.
 	VerifyPlan(context.Context, *VerifyPlanRequest) (*VerifyPlanResponse, error)
+	// RenewPlan makes a plan of the same configuration over the inputs as they are now, checked as CreatePlan checks them.
+	RenewPlan(context.Context, *RenewPlanRequest) (*RenewPlanResponse, error)
 	mustEmbedUnimplementedPlannerServiceServer()
 }
 
@@ -110,6 +125,9 @@ func (UnimplementedPlannerServiceServer) CreatePlan(context.Context, *CreatePlan
 }
 func (UnimplementedPlannerServiceServer) VerifyPlan(context.Context, *VerifyPlanRequest) (*VerifyPlanResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method VerifyPlan not implemented")
+}
+func (UnimplementedPlannerServiceServer) RenewPlan(context.Context, *RenewPlanRequest) (*RenewPlanResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method RenewPlan not implemented")
 }
 func (UnimplementedPlannerServiceServer) mustEmbedUnimplementedPlannerServiceServer() {}
 func (UnimplementedPlannerServiceServer) testEmbeddedByValue()                        {}
@@ -186,6 +204,24 @@ func _PlannerService_VerifyPlan_Handler(srv interface{}, ctx context.Context, de
 	return interceptor(ctx, in, info, handler)
 }
 
+func _PlannerService_RenewPlan_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RenewPlanRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PlannerServiceServer).RenewPlan(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: PlannerService_RenewPlan_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PlannerServiceServer).RenewPlan(ctx, req.(*RenewPlanRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // PlannerService_ServiceDesc is the grpc.ServiceDesc for PlannerService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -204,6 +240,10 @@ var PlannerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "VerifyPlan",
 			Handler:    _PlannerService_VerifyPlan_Handler,
+		},
+		{
+			MethodName: "RenewPlan",
+			Handler:    _PlannerService_RenewPlan_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},

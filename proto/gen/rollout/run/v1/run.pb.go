@@ -717,7 +717,9 @@ type RunStatus struct {
 	// What the run waits for and who owns that, in words.
 	WaitingFor string `protobuf:"bytes,5,opt,name=waiting_for,json=waitingFor,proto3" json:"waiting_for,omitempty"`
 	// The cursor.
-	Cursor        *Cursor `protobuf:"bytes,6,opt,name=cursor,proto3" json:"cursor,omitempty"`
+	Cursor *Cursor `protobuf:"bytes,6,opt,name=cursor,proto3" json:"cursor,omitempty"`
+	// Since when it waits for that, UTC; absent where it waits for nothing.
+	WaitingSince  *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=waiting_since,json=waitingSince,proto3" json:"waiting_since,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -790,6 +792,13 @@ func (x *RunStatus) GetWaitingFor() string {
 func (x *RunStatus) GetCursor() *Cursor {
 	if x != nil {
 		return x.Cursor
+	}
+	return nil
+}
+
+func (x *RunStatus) GetWaitingSince() *timestamppb.Timestamp {
+	if x != nil {
+		return x.WaitingSince
 	}
 	return nil
 }
@@ -1954,7 +1963,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x05ready\x18\x02 \x01(\x04R\x05ready\x12\x16\n" +
 	"\x06leased\x18\x03 \x01(\x04R\x06leased\x12\x1a\n" +
 	"\bconsumed\x18\x04 \x01(\x04R\bconsumed\x12\x1a\n" +
-	"\bexcluded\x18\x05 \x01(\x04R\bexcluded\"\xfb\x01\n" +
+	"\bexcluded\x18\x05 \x01(\x04R\bexcluded\"\xbc\x02\n" +
 	"\tRunStatus\x12%\n" +
 	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\x12.\n" +
 	"\x06queues\x18\x02 \x01(\v2\x16.rollout.run.v1.QueuesR\x06queues\x120\n" +
@@ -1962,7 +1971,8 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x05phase\x18\x04 \x01(\tR\x05phase\x12\x1f\n" +
 	"\vwaiting_for\x18\x05 \x01(\tR\n" +
 	"waitingFor\x12.\n" +
-	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\"\xc1\x04\n" +
+	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
+	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\"\xc1\x04\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
 	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12-\n" +
@@ -2108,40 +2118,41 @@ var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	5,  // 5: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
 	4,  // 6: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
 	3,  // 7: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	26, // 8: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
-	1,  // 9: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 10: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 11: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
-	1,  // 12: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
-	1,  // 13: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 14: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 15: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 16: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 17: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	3,  // 18: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	8,  // 19: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	10, // 20: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	12, // 21: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	14, // 22: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	16, // 23: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	18, // 24: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	20, // 25: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	22, // 26: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	24, // 27: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	9,  // 28: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	11, // 29: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	13, // 30: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	15, // 31: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	17, // 32: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	19, // 33: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	21, // 34: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	23, // 35: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	25, // 36: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	28, // [28:37] is the sub-list for method output_type
-	19, // [19:28] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	27, // 8: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	26, // 9: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	1,  // 10: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 11: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 12: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
+	1,  // 13: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
+	1,  // 14: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 15: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 16: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 17: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 18: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
+	3,  // 19: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	8,  // 20: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	10, // 21: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	12, // 22: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	14, // 23: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	16, // 24: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	18, // 25: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	20, // 26: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	22, // 27: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	24, // 28: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	9,  // 29: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	11, // 30: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	13, // 31: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	15, // 32: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	17, // 33: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	19, // 34: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	21, // 35: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	23, // 36: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	25, // 37: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	29, // [29:38] is the sub-list for method output_type
+	20, // [20:29] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }

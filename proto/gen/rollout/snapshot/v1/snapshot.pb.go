@@ -810,6 +810,98 @@ func (x *RestoreSnapshotResponse) GetRun() *v1.Run {
 	return nil
 }
 
+// PinSnapshotRequest names a snapshot.
+type PinSnapshotRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Snapshot id, or a unique prefix of it.
+	SnapshotId    string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PinSnapshotRequest) Reset() {
+	*x = PinSnapshotRequest{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PinSnapshotRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PinSnapshotRequest) ProtoMessage() {}
+
+func (x *PinSnapshotRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PinSnapshotRequest.ProtoReflect.Descriptor instead.
+func (*PinSnapshotRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *PinSnapshotRequest) GetSnapshotId() string {
+	if x != nil {
+		return x.SnapshotId
+	}
+	return ""
+}
+
+// PinSnapshotResponse holds the manifest.
+type PinSnapshotResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The manifest.
+	Snapshot      *Snapshot `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PinSnapshotResponse) Reset() {
+	*x = PinSnapshotResponse{}
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PinSnapshotResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PinSnapshotResponse) ProtoMessage() {}
+
+func (x *PinSnapshotResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PinSnapshotResponse.ProtoReflect.Descriptor instead.
+func (*PinSnapshotResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *PinSnapshotResponse) GetSnapshot() *Snapshot {
+	if x != nil {
+		return x.Snapshot
+	}
+	return nil
+}
+
 // DeleteSnapshotRequest names a snapshot.
 type DeleteSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -821,7 +913,7 @@ type DeleteSnapshotRequest struct {
 
 func (x *DeleteSnapshotRequest) Reset() {
 	*x = DeleteSnapshotRequest{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -833,7 +925,7 @@ func (x *DeleteSnapshotRequest) String() string {
 func (*DeleteSnapshotRequest) ProtoMessage() {}
 
 func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[12]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -846,7 +938,7 @@ func (x *DeleteSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{12}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *DeleteSnapshotRequest) GetSnapshotId() string {
@@ -865,7 +957,7 @@ type DeleteSnapshotResponse struct {
 
 func (x *DeleteSnapshotResponse) Reset() {
 	*x = DeleteSnapshotResponse{}
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -877,7 +969,7 @@ func (x *DeleteSnapshotResponse) String() string {
 func (*DeleteSnapshotResponse) ProtoMessage() {}
 
 func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[13]
+	mi := &file_rollout_snapshot_v1_snapshot_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -890,7 +982,7 @@ func (x *DeleteSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*DeleteSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{13}
+	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{15}
 }
 
 var File_rollout_snapshot_v1_snapshot_proto protoreflect.FileDescriptor
@@ -950,7 +1042,12 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\"@\n" +
 	"\x17RestoreSnapshotResponse\x12%\n" +
-	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\"A\n" +
+	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\">\n" +
+	"\x12PinSnapshotRequest\x12(\n" +
+	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
+	"snapshotId\"P\n" +
+	"\x13PinSnapshotResponse\x129\n" +
+	"\bsnapshot\x18\x01 \x01(\v2\x1d.rollout.snapshot.v1.SnapshotR\bsnapshot\"A\n" +
 	"\x15DeleteSnapshotRequest\x12(\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\n" +
 	"snapshotId\"\x18\n" +
@@ -960,13 +1057,14 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\x19SNAPSHOT_KIND_TRAIN_STATE\x10\x01\x12\x18\n" +
 	"\x14SNAPSHOT_KIND_BUFFER\x10\x02\x12\x19\n" +
 	"\x15SNAPSHOT_KIND_PROCESS\x10\x03\x12\x1a\n" +
-	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\x99\x05\n" +
+	"\x16SNAPSHOT_KIND_EPISODIC\x10\x042\xfb\x05\n" +
 	"\x0fSnapshotService\x12i\n" +
 	"\x0eCreateSnapshot\x12*.rollout.snapshot.v1.CreateSnapshotRequest\x1a+.rollout.snapshot.v1.CreateSnapshotResponse\x12`\n" +
 	"\vGetSnapshot\x12'.rollout.snapshot.v1.GetSnapshotRequest\x1a(.rollout.snapshot.v1.GetSnapshotResponse\x12f\n" +
 	"\rListSnapshots\x12).rollout.snapshot.v1.ListSnapshotsRequest\x1a*.rollout.snapshot.v1.ListSnapshotsResponse\x12x\n" +
 	"\x13MaterializeSnapshot\x12/.rollout.snapshot.v1.MaterializeSnapshotRequest\x1a0.rollout.snapshot.v1.MaterializeSnapshotResponse\x12l\n" +
-	"\x0fRestoreSnapshot\x12+.rollout.snapshot.v1.RestoreSnapshotRequest\x1a,.rollout.snapshot.v1.RestoreSnapshotResponse\x12i\n" +
+	"\x0fRestoreSnapshot\x12+.rollout.snapshot.v1.RestoreSnapshotRequest\x1a,.rollout.snapshot.v1.RestoreSnapshotResponse\x12`\n" +
+	"\vPinSnapshot\x12'.rollout.snapshot.v1.PinSnapshotRequest\x1a(.rollout.snapshot.v1.PinSnapshotResponse\x12i\n" +
 	"\x0eDeleteSnapshot\x12*.rollout.snapshot.v1.DeleteSnapshotRequest\x1a+.rollout.snapshot.v1.DeleteSnapshotResponseB\xde\x01\n" +
 	"\x17com.rollout.snapshot.v1B\rSnapshotProtoP\x01ZFgithub.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1;snapshotv1\xa2\x02\x03RSX\xaa\x02\x13Rollout.Snapshot.V1\xca\x02\x13Rollout\\Snapshot\\V1\xe2\x02\x1fRollout\\Snapshot\\V1\\GPBMetadata\xea\x02\x15Rollout::Snapshot::V1b\x06proto3"
 
@@ -983,7 +1081,7 @@ func file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_snapshot_v1_snapshot_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_rollout_snapshot_v1_snapshot_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(SnapshotKind)(0),                   // 0: rollout.snapshot.v1.SnapshotKind
 	(*Snapshot)(nil),                    // 1: rollout.snapshot.v1.Snapshot
@@ -998,43 +1096,48 @@ var file_rollout_snapshot_v1_snapshot_proto_goTypes = []any{
 	(*MaterializeSnapshotResponse)(nil), // 10: rollout.snapshot.v1.MaterializeSnapshotResponse
 	(*RestoreSnapshotRequest)(nil),      // 11: rollout.snapshot.v1.RestoreSnapshotRequest
 	(*RestoreSnapshotResponse)(nil),     // 12: rollout.snapshot.v1.RestoreSnapshotResponse
-	(*DeleteSnapshotRequest)(nil),       // 13: rollout.snapshot.v1.DeleteSnapshotRequest
-	(*DeleteSnapshotResponse)(nil),      // 14: rollout.snapshot.v1.DeleteSnapshotResponse
-	nil,                                 // 15: rollout.snapshot.v1.Snapshot.RngEntry
-	(*v1.Cursor)(nil),                   // 16: rollout.run.v1.Cursor
-	(*timestamppb.Timestamp)(nil),       // 17: google.protobuf.Timestamp
-	(*v1.Run)(nil),                      // 18: rollout.run.v1.Run
+	(*PinSnapshotRequest)(nil),          // 13: rollout.snapshot.v1.PinSnapshotRequest
+	(*PinSnapshotResponse)(nil),         // 14: rollout.snapshot.v1.PinSnapshotResponse
+	(*DeleteSnapshotRequest)(nil),       // 15: rollout.snapshot.v1.DeleteSnapshotRequest
+	(*DeleteSnapshotResponse)(nil),      // 16: rollout.snapshot.v1.DeleteSnapshotResponse
+	nil,                                 // 17: rollout.snapshot.v1.Snapshot.RngEntry
+	(*v1.Cursor)(nil),                   // 18: rollout.run.v1.Cursor
+	(*timestamppb.Timestamp)(nil),       // 19: google.protobuf.Timestamp
+	(*v1.Run)(nil),                      // 20: rollout.run.v1.Run
 }
 var file_rollout_snapshot_v1_snapshot_proto_depIdxs = []int32{
 	0,  // 0: rollout.snapshot.v1.Snapshot.kind:type_name -> rollout.snapshot.v1.SnapshotKind
-	16, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
+	18, // 1: rollout.snapshot.v1.Snapshot.cursor:type_name -> rollout.run.v1.Cursor
 	2,  // 2: rollout.snapshot.v1.Snapshot.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	17, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
-	15, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
+	19, // 3: rollout.snapshot.v1.Snapshot.create_time:type_name -> google.protobuf.Timestamp
+	17, // 4: rollout.snapshot.v1.Snapshot.rng:type_name -> rollout.snapshot.v1.Snapshot.RngEntry
 	1,  // 5: rollout.snapshot.v1.CreateSnapshotRequest.snapshot:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 6: rollout.snapshot.v1.CreateSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 7: rollout.snapshot.v1.GetSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
 	0,  // 8: rollout.snapshot.v1.ListSnapshotsRequest.kind:type_name -> rollout.snapshot.v1.SnapshotKind
 	1,  // 9: rollout.snapshot.v1.ListSnapshotsResponse.snapshots:type_name -> rollout.snapshot.v1.Snapshot
 	1,  // 10: rollout.snapshot.v1.MaterializeSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
-	18, // 11: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
-	3,  // 12: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
-	5,  // 13: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
-	7,  // 14: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
-	9,  // 15: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
-	11, // 16: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
-	13, // 17: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
-	4,  // 18: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
-	6,  // 19: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
-	8,  // 20: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
-	10, // 21: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
-	12, // 22: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
-	14, // 23: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
-	18, // [18:24] is the sub-list for method output_type
-	12, // [12:18] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	20, // 11: rollout.snapshot.v1.RestoreSnapshotResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 12: rollout.snapshot.v1.PinSnapshotResponse.snapshot:type_name -> rollout.snapshot.v1.Snapshot
+	3,  // 13: rollout.snapshot.v1.SnapshotService.CreateSnapshot:input_type -> rollout.snapshot.v1.CreateSnapshotRequest
+	5,  // 14: rollout.snapshot.v1.SnapshotService.GetSnapshot:input_type -> rollout.snapshot.v1.GetSnapshotRequest
+	7,  // 15: rollout.snapshot.v1.SnapshotService.ListSnapshots:input_type -> rollout.snapshot.v1.ListSnapshotsRequest
+	9,  // 16: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:input_type -> rollout.snapshot.v1.MaterializeSnapshotRequest
+	11, // 17: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:input_type -> rollout.snapshot.v1.RestoreSnapshotRequest
+	13, // 18: rollout.snapshot.v1.SnapshotService.PinSnapshot:input_type -> rollout.snapshot.v1.PinSnapshotRequest
+	15, // 19: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:input_type -> rollout.snapshot.v1.DeleteSnapshotRequest
+	4,  // 20: rollout.snapshot.v1.SnapshotService.CreateSnapshot:output_type -> rollout.snapshot.v1.CreateSnapshotResponse
+	6,  // 21: rollout.snapshot.v1.SnapshotService.GetSnapshot:output_type -> rollout.snapshot.v1.GetSnapshotResponse
+	8,  // 22: rollout.snapshot.v1.SnapshotService.ListSnapshots:output_type -> rollout.snapshot.v1.ListSnapshotsResponse
+	10, // 23: rollout.snapshot.v1.SnapshotService.MaterializeSnapshot:output_type -> rollout.snapshot.v1.MaterializeSnapshotResponse
+	12, // 24: rollout.snapshot.v1.SnapshotService.RestoreSnapshot:output_type -> rollout.snapshot.v1.RestoreSnapshotResponse
+	14, // 25: rollout.snapshot.v1.SnapshotService.PinSnapshot:output_type -> rollout.snapshot.v1.PinSnapshotResponse
+	16, // 26: rollout.snapshot.v1.SnapshotService.DeleteSnapshot:output_type -> rollout.snapshot.v1.DeleteSnapshotResponse
+	20, // [20:27] is the sub-list for method output_type
+	13, // [13:20] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_rollout_snapshot_v1_snapshot_proto_init() }
@@ -1048,7 +1151,7 @@ func file_rollout_snapshot_v1_snapshot_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_snapshot_v1_snapshot_proto_rawDesc), len(file_rollout_snapshot_v1_snapshot_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   15,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

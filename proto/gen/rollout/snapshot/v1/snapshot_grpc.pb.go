@@ -26,6 +26,7 @@ const (
 	SnapshotService_ListSnapshots_FullMethodName       = "/rollout.snapshot.v1.SnapshotService/ListSnapshots"
 	SnapshotService_MaterializeSnapshot_FullMethodName = "/rollout.snapshot.v1.SnapshotService/MaterializeSnapshot"
 	SnapshotService_RestoreSnapshot_FullMethodName     = "/rollout.snapshot.v1.SnapshotService/RestoreSnapshot"
+	SnapshotService_PinSnapshot_FullMethodName         = "/rollout.snapshot.v1.SnapshotService/PinSnapshot"
 	SnapshotService_DeleteSnapshot_FullMethodName      = "/rollout.snapshot.v1.SnapshotService/DeleteSnapshot"
 )
 
@@ -45,6 +46,9 @@ type SnapshotServiceClient interface {
 	MaterializeSnapshot(ctx context.Context, in *MaterializeSnapshotRequest, opts ...grpc.CallOption) (*MaterializeSnapshotResponse, error)
 	// RestoreSnapshot makes a new run that goes on from the snapshot.
 	RestoreSnapshot(ctx context.Context, in *RestoreSnapshotRequest, opts ...grpc.CallOption) (*RestoreSnapshotResponse, error)
+	// PinSnapshot keeps a snapshot from retention: a run is about to start from it. Idempotent. NOT_FOUND, reason
+	// SNAPSHOT_NOT_FOUND.
+	PinSnapshot(ctx context.Context, in *PinSnapshotRequest, opts ...grpc.CallOption) (*PinSnapshotResponse, error)
 	// DeleteSnapshot removes a manifest; files that no other manifest names go with it. Idempotent.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
 }
@@ -107,6 +111,16 @@ func (c *snapshotServiceClient) RestoreSnapshot(ctx context.Context, in *Restore
 	return out, nil
 }
 
+func (c *snapshotServiceClient) PinSnapshot(ctx context.Context, in *PinSnapshotRequest, opts ...grpc.CallOption) (*PinSnapshotResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(PinSnapshotResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_PinSnapshot_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *snapshotServiceClient) DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(DeleteSnapshotResponse)
@@ -133,6 +147,9 @@ type SnapshotServiceServer interface {
 	MaterializeSnapshot(context.Context, *MaterializeSnapshotRequest) (*MaterializeSnapshotResponse, error)
 	// RestoreSnapshot makes a new run that goes on from the snapshot.
 	RestoreSnapshot(context.Context, *RestoreSnapshotRequest) (*RestoreSnapshotResponse, error)
+	// PinSnapshot keeps a snapshot from retention: a run is about to start from it. Idempotent. NOT_FOUND, reason
+	// SNAPSHOT_NOT_FOUND.
+	PinSnapshot(context.Context, *PinSnapshotRequest) (*PinSnapshotResponse, error)
 	// DeleteSnapshot removes a manifest; files that no other manifest names go with it. Idempotent.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
 	mustEmbedUnimplementedSnapshotServiceServer()
@@ -159,6 +176,9 @@ func (UnimplementedSnapshotServiceServer) MaterializeSnapshot(context.Context, *
 }
 func (UnimplementedSnapshotServiceServer) RestoreSnapshot(context.Context, *RestoreSnapshotRequest) (*RestoreSnapshotResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method RestoreSnapshot not implemented")
+}
+func (UnimplementedSnapshotServiceServer) PinSnapshot(context.Context, *PinSnapshotRequest) (*PinSnapshotResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method PinSnapshot not implemented")
 }
 func (UnimplementedSnapshotServiceServer) DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method DeleteSnapshot not implemented")
@@ -274,6 +294,24 @@ func _SnapshotService_RestoreSnapshot_Handler(srv interface{}, ctx context.Conte
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SnapshotService_PinSnapshot_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(PinSnapshotRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).PinSnapshot(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_PinSnapshot_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).PinSnapshot(ctx, req.(*PinSnapshotRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SnapshotService_DeleteSnapshot_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(DeleteSnapshotRequest)
 	if err := dec(in); err != nil {
@@ -318,6 +356,10 @@ var SnapshotService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "RestoreSnapshot",
 			Handler:    _SnapshotService_RestoreSnapshot_Handler,
+		},
+		{
+			MethodName: "PinSnapshot",
+			Handler:    _SnapshotService_PinSnapshot_Handler,
 		},
 		{
 			MethodName: "DeleteSnapshot",

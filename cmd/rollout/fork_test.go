@@ -1,0 +1,50 @@
+package main
+
+import (
+	"path/filepath"
+	"strings"
+	"testing"
+
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// TestChangedInputs: a run and a snapshot whose inputs changed name the way on, and that way makes a new run.
+func TestChangedInputs(t *testing.T) {
+	t.Parallel()
+	failed, done := &fake{state: runv1.RunState_RUN_STATE_FAILED}, &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}
+	changed := &fake{state: runv1.RunState_RUN_STATE_FAILED, changed: true}
+	id := snapshot().GetSnapshotId()
+	forked := "RenewPlan addition-grpo in /home/me/addition\nCreateRun \"the new plan\\n\" key true from " + id
+	runCases(t, map[string]commandCase{
+		"run-resume-done":    {args: "run --resume addition-grpo --detach", fake: done},
+		"run-resume-changed": {args: "run --resume addition-grpo", fake: changed, asked: "ResumeRun " + runID},
+		"run-resume-accept": {
+			args: "run --resume addition-grpo --accept-changes --detach", fake: changed,
+			asked: "ResumeRun " + runID + "\nListSnapshots \"" + runID + "\"\n" + forked,
+		},
+		"run-resume-same":    {args: "run --resume addition-grpo --accept-changes --detach", fake: failed, asked: "ResumeRun " + runID},
+		"run-from-without":   {args: "run --resume addition-grpo --from addition-sft"},
+		"run-accept-without": {args: "run --config a.toml --accept-changes"},
+		"restore-changed":    {args: "snapshot restore snap-01kapq5 --detach", fake: changed, asked: "RestoreSnapshot " + id},
+		"restore-accept": {
+			args: "snapshot restore snap-01kapq5 --detach --accept-changes", fake: changed, asked: "RestoreSnapshot " + id + "\n" + forked,
+		},
+	})
+}
+
+func TestRunFromASnapshot(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	write(t, filepath.Join(dir, "longer.toml"), "")
+	for _, from := range []string{"addition-grpo", "snap-01kapq5"} {
+		f := &fake{}
+		got := command{plane: newPlane(t, f)}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", from, "--detach")
+		if got.code != 0 || !strings.HasSuffix(f.calls(), "from "+snapshot().GetSnapshotId()) {
+			t.Errorf("from %s: asked %s; %s", from, f.calls(), got.text())
+		}
+	}
+	got := command{plane: newPlane(t, &fake{})}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", "nobody")
+	if got.code != 66 {
+		t.Error(got.text())
+	}
+}
