@@ -27,6 +27,7 @@ type logFlags struct {
 	lines            uint32
 	follow, noFollow bool
 	details          bool
+	repeats          live.Repeats
 }
 
 func (a *app) logsCommand() *cobra.Command { return parent("logs", "Read what happened", a.logsTail()) }
@@ -36,7 +37,10 @@ func (a *app) logsTail() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "tail RUN",
 		Short: "Show the events of a run, and follow them while it goes on",
-		Long:  "Show the events of a run, and follow them while it goes on. " + runArgument,
+		Long: `Show the events of a run, and follow them while it goes on. ` + runArgument + `
+
+Warnings that say the same, numbers and quoted texts aside, are joined: each is shown at most every ten seconds, with how often it
+came. With --details, --kind or --format json every event is shown.`,
 		Example: `  rollout logs tail addition-grpo
   rollout logs tail addition-grpo --service inference-worker --level warn
   rollout logs tail addition-grpo --since 10m --no-follow
@@ -105,18 +109,18 @@ func (a *app) tail(ctx context.Context, c *client.Client, name string, filter *s
 		if err != nil {
 			return err
 		}
-		if err := a.events(response.GetEvents(), flags.details); err != nil || !follow {
-			return err
+		if err := a.events(response.GetEvents(), flags); err != nil || !follow {
+			return errors.Join(err, a.lastEvents(flags))
 		}
 		if n := len(response.GetEvents()); n > 0 {
 			filter.AfterSequence = response.GetEvents()[n-1].GetSequence()
 		}
 	}
-	return a.follow(ctx, c, filter, flags.details)
+	return errors.Join(a.follow(ctx, c, filter, flags), a.lastEvents(flags))
 }
 
 // follow prints events until the run ends. An interrupt is the ordinary way to leave.
-func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.EventFilter, details bool) error {
+func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.EventFilter, flags *logFlags) error {
 	inner, stop := context.WithCancel(ctx)
 	defer stop()
 	ended := make(chan struct{})
@@ -124,7 +128,7 @@ func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.Ev
 		defer close(ended)
 		if watchEnd(inner, c, filter.GetRunId()) {
 			select {
-			case <-time.After(lastEvents): // they travel another way than the run's state
+			case <-time.After(lateEvents): // they travel another way than the run's state
 			case <-inner.Done():
 			}
 			stop()
@@ -143,14 +147,14 @@ func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.Ev
 		case err != nil:
 			return err
 		}
-		if err := a.events(response.GetEvents(), details); err != nil {
+		if err := a.events(response.GetEvents(), flags); err != nil {
 			return err
 		}
 	}
 }
 
-// lastEvents is how long the events of a run that has ended are waited for.
-const lastEvents = time.Second
+// lateEvents is how long the events of a run that has ended are waited for.
+const lateEvents = time.Second
 
 // watchEnd waits until the run has ended; false where it can't be watched.
 func watchEnd(ctx context.Context, c *client.Client, runID string) bool {
@@ -169,7 +173,7 @@ func watchEnd(ctx context.Context, c *client.Client, runID string) bool {
 	}
 }
 
-func (a *app) events(events []*eventv1.Event, details bool) error {
+func (a *app) events(events []*eventv1.Event, flags *logFlags) error {
 	for _, e := range events {
 		if a.format == formatJSON {
 			if err := output.Line(a.stdout, "", e); err != nil {
@@ -177,7 +181,41 @@ func (a *app) events(events []*eventv1.Event, details bool) error {
 			}
 			continue
 		}
-		if _, err := fmt.Fprintln(a.stdout, a.eventText(e, details)); err != nil {
+		joined := flags.joins() && e.GetLevel() >= eventv1.Level_LEVEL_WARN
+		if joined {
+			flags.repeats.Add(e)
+		}
+		if err := a.warnings(flags.repeats.Due(e.GetTime().AsTime())); err != nil {
+			return err
+		}
+		if joined {
+			continue
+		}
+		if _, err := fmt.Fprintln(a.stdout, a.eventText(e, flags.details)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// joins reports whether warnings that say the same are joined: not for those who ask for details or for a kind of event.
+func (f *logFlags) joins() bool { return !f.details && len(f.kinds) == 0 }
+
+// lastEvents prints what was counted and not printed yet.
+func (a *app) lastEvents(flags *logFlags) error {
+	if a.format == formatJSON {
+		return nil
+	}
+	return a.warnings(flags.repeats.Rest())
+}
+
+func (a *app) warnings(list []*live.Warning, counts []uint64) error {
+	for i, w := range list {
+		text := a.eventText(w.Event, false)
+		if counts[i] > 1 {
+			text += a.style().Bold(fmt.Sprintf(" (%s times)", output.Count(counts[i])))
+		}
+		if _, err := fmt.Fprintln(a.stdout, text); err != nil {
 			return err
 		}
 	}

@@ -6,8 +6,10 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
@@ -26,6 +28,9 @@ type view struct {
 	progress *learnerv1.Progress
 	workers  map[string]workerView
 	waits    map[string]string // what is waited for -> why it takes long
+
+	waiting string    // what waitingFor said last
+	since   time.Time // since when
 }
 
 // workerView is one worker as supervisor, registry and the worker itself describe it.
@@ -63,7 +68,10 @@ func (v *view) queues() *runv1.Queues {
 func (v *view) status() *runv1.RunStatus {
 	run := proto.CloneOf(v.run)
 	advance(run, v.progress)
-	s := &runv1.RunStatus{Run: run, Queues: v.queues(), Workers: v.workerList(), WaitingFor: v.waitingFor()}
+	s := &runv1.RunStatus{Run: run, Queues: v.queues(), Workers: v.workerList(), WaitingFor: v.waiting}
+	if v.waiting != "" {
+		s.WaitingSince = timestamppb.New(v.since)
+	}
 	if v.progress != nil && active(run.GetState()) {
 		s.Phase = v.progress.GetPhase().String()[len("PHASE_"):]
 	}
@@ -123,15 +131,56 @@ func (v *view) waitingFor() string {
 	for _, what := range slices.Sorted(maps.Keys(v.waits)) {
 		waits = append(waits, what+": "+v.waits[what])
 	}
-	for _, id := range slices.Sorted(maps.Keys(v.workers)) {
-		if w := v.workers[id]; !w.healthy() {
-			waits = append(waits, id+" "+w.activity())
-		}
-	}
-	if text := v.progress.GetWaitingFor(); text != "" {
+	waits = append(waits, v.absent()...)
+	if text := v.progress.GetWaitingFor(); text != "" && !v.lacksLearner() {
 		waits = append(waits, text)
 	}
 	return strings.Join(waits, "; ")
+}
+
+// lacksLearner reports whether the controller waits for the learner that is on its way.
+func (v *view) lacksLearner() bool {
+	for _, w := range v.workers {
+		if w.kind == "learner" && !w.healthy() {
+			return true
+		}
+	}
+	return false
+}
+
+// absent is what the workers that do not serve yet are waited for, those with the same reason together.
+func (v *view) absent() []string {
+	by := map[string][]string{}
+	var order []string
+	for _, id := range slices.Sorted(maps.Keys(v.workers)) {
+		w := v.workers[id]
+		if w.healthy() {
+			continue
+		}
+		what := "to load the model (worker process)"
+		if w.pid == 0 {
+			what = "to be started (scheduler)"
+			if w.why != "" {
+				what = "to be started again (scheduler): it " + w.why
+			}
+		}
+		if by[what] == nil {
+			order = append(order, what)
+		}
+		by[what] = append(by[what], id)
+	}
+	var out []string
+	for _, what := range order {
+		out = append(out, strings.Join(by[what], " and ")+" "+what)
+	}
+	return out
+}
+
+// settle takes note of since when the run has waited for what it waits for.
+func (v *view) settle(now time.Time) {
+	if text := v.waitingFor(); text != v.waiting {
+		v.waiting, v.since = text, now
+	}
 }
 
 // ---- what the parts see -----------------------------------------------------------------------
@@ -141,6 +190,7 @@ func (c *conductor) update(change func(*view)) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	change(&c.view)
+	c.view.settle(c.svc.Now().UTC())
 	close(c.changed)
 	c.changed = make(chan struct{})
 }

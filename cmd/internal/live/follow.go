@@ -132,7 +132,7 @@ func (f *follower) history(ctx context.Context) error {
 		f.after = list[n-1].GetSequence()
 	}
 	list = slices.DeleteFunc(list, func(e *eventv1.Event) bool {
-		return !slices.Contains([]string{"step.committed", "eval.finished", "snapshot.created"}, e.GetKind())
+		return !slices.Contains([]string{"step.committed", "eval.finished", "snapshot.created", "run.state"}, e.GetKind())
 	})
 	return f.send(ctx, Update{History: list})
 }

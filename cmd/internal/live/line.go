@@ -11,11 +11,33 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// Line is an event as one line for a log, "" where it is not worth one.
+// Line is an event as lines for a log, "" where it is not worth one. Warnings that come again and again are printed now and then,
+// with a count. The event was added before.
 func (r *Run) Line(e *eventv1.Event, s style.Style, zone *time.Location) string {
-	if e.GetLevel() >= eventv1.Level_LEVEL_WARN {
-		return warning(e, s, zone)
+	lines := warnings(r.repeats.Due(e.GetTime().AsTime()))(s, zone)
+	if e.GetLevel() < eventv1.Level_LEVEL_WARN {
+		if line := r.line(e, s, zone); line != "" {
+			lines = append(lines, line)
+		}
 	}
+	return strings.Join(lines, "\n")
+}
+
+// LastLines are the warnings that were counted and not printed, when no more events will come.
+func (r *Run) LastLines(s style.Style, zone *time.Location) string {
+	return strings.Join(warnings(r.repeats.Rest())(s, zone), "\n")
+}
+
+func warnings(list []*Warning, counts []uint64) func(style.Style, *time.Location) []string {
+	return func(s style.Style, zone *time.Location) (lines []string) {
+		for i, w := range list {
+			lines = append(lines, warning(w.Event, counts[i], s, zone))
+		}
+		return lines
+	}
+}
+
+func (r *Run) line(e *eventv1.Event, s style.Style, zone *time.Location) string {
 	var text string
 	switch e.GetKind() {
 	case "step.committed":

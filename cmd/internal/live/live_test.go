@@ -76,7 +76,7 @@ func busy() *Run {
 	for i := range 5 {
 		r.Add(&eventv1.Event{
 			Kind: "log", Level: eventv1.Level_LEVEL_WARN + eventv1.Level(i%2), Service: "inference-worker/inference-0",
-			Time: timestamppb.New(noon), Message: fmt.Sprintf("warning %d\nwith two lines", i),
+			Time: timestamppb.New(noon), Message: fmt.Sprintf("warning %c\nwith two lines", 'a'+i),
 		})
 	}
 	return r
@@ -95,6 +95,114 @@ func TestView(t *testing.T) {
 	}
 	if got := (&Run{}).View(style.Style{}, 80, nil, ""); got != "waiting for the run's status\n" {
 		t.Errorf("before the first status: %q", got)
+	}
+}
+
+func warned(seconds float64, format string, args ...any) *eventv1.Event {
+	return &eventv1.Event{
+		Kind: "log", Level: eventv1.Level_LEVEL_WARN, Service: "inference-worker/inference-0", Message: fmt.Sprintf(format, args...),
+		Time: timestamppb.New(noon.Add(time.Duration(seconds * float64(time.Second)))),
+	}
+}
+
+// A warning that comes again and again, with other numbers and quotes, is one: with a count on the screen, and every ten seconds
+// and at the end among the lines.
+func TestRepeatedWarningsAreJoined(t *testing.T) {
+	t.Parallel()
+	r := &Run{}
+	r.Update(statusOf(runv1.RunState_RUN_STATE_RUNNING, 2))
+	var printed []string
+	add := func(e *eventv1.Event) {
+		r.Add(e)
+		if line := r.Line(e, style.Style{}, time.UTC); line != "" {
+			printed = append(printed, line)
+		}
+	}
+	for i := range 30 {
+		add(warned(float64(i)/2, "`score` raised ValueError: can't read '%c': line %d", 'a'+i%7, i))
+	}
+	counted := warned(15, "`score` raised ValueError: can't read 'z': line 9")
+	counted.Attributes = map[string]string{"repeated": "12"} // the worker counted them itself
+	add(counted)
+	add(warned(15.5, "the disk is full"))
+	printed = append(printed, r.LastLines(style.Style{}, time.UTC))
+	want := []string{
+		"12:00:00 warning inference-worker/inference-0: `score` raised ValueError: can't read 'a': line 0",
+		"12:00:10 warning inference-worker/inference-0: 20 times: `score` raised ValueError: can't read 'g': line 20",
+		"12:00:15 warning inference-worker/inference-0: the disk is full",
+		"12:00:15 warning inference-worker/inference-0: 21 times: `score` raised ValueError: can't read 'z': line 9",
+	}
+	if diff := cmp.Diff(want, printed); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	view := r.View(style.Style{}, 200, time.UTC, "")
+	if !strings.Contains(view, "42 times: `score` raised") || strings.Count(view, "`score` raised") != 1 || !strings.Contains(view, "the disk is full") {
+		t.Errorf("the view\n%s", view)
+	}
+}
+
+// What is waited for is told with the time that it takes: on the screen always, among the lines when it takes long.
+func TestWaitsTellHowLong(t *testing.T) {
+	t.Parallel()
+	status := statusOf(runv1.RunState_RUN_STATE_STARTING, 0)
+	status.WaitingFor, status.WaitingSince = "learner-0 to load the model (its process)", timestamppb.New(noon)
+	r := &Run{now: func() time.Time { return noon.Add(12 * time.Second) }}
+	r.Update(status)
+	if view := r.View(style.Style{}, 100, time.UTC, ""); !strings.Contains(view, "learner-0 to load the model (its process)  12 s so far") {
+		t.Errorf("the view\n%s", view)
+	}
+	var s stall
+	var told []string
+	for second := range 50 {
+		if line := s.line(status, noon.Add(time.Duration(second)*time.Second), style.Style{}, time.UTC); line != "" {
+			told = append(told, line)
+		}
+	}
+	want := []string{
+		"12:00:10 still waits for learner-0 to load the model (its process)  10 s so far",
+		"12:00:20 still waits for learner-0 to load the model (its process)  20 s so far",
+		"12:00:40 still waits for learner-0 to load the model (its process)  40 s so far",
+	}
+	if diff := cmp.Diff(want, told); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	status.WaitingFor, status.WaitingSince = "", nil
+	if line := s.line(status, noon.Add(time.Hour), style.Style{}, time.UTC); line != "" {
+		t.Errorf("it waits for nothing: %s", line)
+	}
+}
+
+// The renderer leaves the first line behind where a view ends with an empty one.
+func TestScreenEndsWithoutAnEmptyLine(t *testing.T) {
+	t.Parallel()
+	m, _, _ := screen()
+	m.Run.Update(statusOf(runv1.RunState_RUN_STATE_RUNNING, 2))
+	if view := m.View().Content; strings.HasSuffix(view, "\n") {
+		t.Errorf("%q", view)
+	}
+}
+
+func TestTheEndIsKnownOnlyWhileARunGoesOn(t *testing.T) {
+	t.Parallel()
+	for _, state := range []runv1.RunState{runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_PAUSED, runv1.RunState_RUN_STATE_DRAINING, runv1.RunState_RUN_STATE_FAILED} {
+		r := busy()
+		r.Status.Run.State = state
+		if left, ok := r.Remaining(); ok {
+			t.Errorf("%s: %v left", state, left)
+		}
+	}
+	r := busy() // stood still for a day, then was resumed
+	r.Add(&eventv1.Event{Kind: "run.state", Attributes: map[string]string{"state": "STARTING"}})
+	if _, ok := r.Remaining(); ok {
+		t.Error("the pace of before is that of now")
+	}
+	for n := uint64(13); n <= 14; n++ {
+		e := step(n)
+		e.Time = timestamppb.New(e.GetTime().AsTime().Add(24 * time.Hour))
+		r.Add(e)
+	}
+	if left, ok := r.Remaining(); !ok || left != 26*2*time.Second {
+		t.Errorf("%v left", left)
 	}
 }
 
@@ -172,7 +280,7 @@ func TestScreenTakesUpdatesUntilTheEnd(t *testing.T) {
 	updates <- Update{Status: statusOf(runv1.RunState_RUN_STATE_RUNNING, 2)}
 	updates <- Update{Event: step(3)}
 	updates <- Update{Done: true}
-	msg := m.Init()()
+	msg := m.next()()
 	for range 4 {
 		msg = feed(m, msg)
 	}
@@ -218,11 +326,11 @@ func TestScreenErrors(t *testing.T) {
 	}
 	m, updates, _ := screen()
 	updates <- Update{Err: boom}
-	if _, quit := feed(m, m.Init()()).(tea.QuitMsg); !quit || !errors.Is(m.Err, boom) {
+	if _, quit := feed(m, m.next()()).(tea.QuitMsg); !quit || !errors.Is(m.Err, boom) {
 		t.Errorf("got %v", m.Err)
 	}
 	close(updates)
-	if u, ok := m.Init()().(Update); !ok || !u.Done {
+	if u, ok := m.next()().(Update); !ok || !u.Done {
 		t.Errorf("a closed stream gives %v", u)
 	}
 }

@@ -5,6 +5,7 @@ package live
 import (
 	"encoding/json"
 	"math"
+	"slices"
 	"strings"
 	"time"
 
@@ -24,10 +25,12 @@ type Run struct {
 	Reward    []float64 // mean reward, or loss where nothing is rewarded, of each committed step
 	Evals     []Eval
 	Step      map[string]float64 // metrics of the last step
-	Warnings  []*eventv1.Event   // the newest
+	Warnings  []*Warning         // the newest
 	Snapshot  *eventv1.Event     // the newest
-	committed []time.Time        // times of the last steps
+	committed []time.Time        // times of the last steps, without a pause between them
 	lastStep  uint64
+	repeats   Repeats
+	now       func() time.Time // nil: time.Now
 }
 
 // Eval is one evaluation on held-out rows.
@@ -74,10 +77,16 @@ func (r *Run) Update(status *runv1.RunStatus) { r.Status = status }
 // Add takes an event.
 func (r *Run) Add(e *eventv1.Event) {
 	if e.GetLevel() >= eventv1.Level_LEVEL_WARN {
-		r.Warnings = append(r.Warnings, e)
+		w := r.repeats.Add(e)
+		r.Warnings = append(slices.DeleteFunc(r.Warnings, func(other *Warning) bool { return other == w }), w)
 		r.Warnings = r.Warnings[max(0, len(r.Warnings)-warningsKept):]
 	}
 	switch e.GetKind() {
+	case "run.state":
+		switch e.GetAttributes()["state"] {
+		case "STARTING", "PAUSED": // the time until the next step says nothing of the pace
+			r.committed = nil
+		}
 	case "step.committed":
 		if e.GetStep() <= r.lastStep {
 			return // a recovery commits what was committed
@@ -136,8 +145,12 @@ func (r *Run) Accuracy() (values []float64, name string) {
 	return values, name
 }
 
-// Remaining is how long the steps that are left will take at the pace of the last ones; false where that is not known.
+// Remaining is how long the steps that are left will take at the pace of the last ones since the run was started or resumed;
+// false where that is not known or the run does not go on.
 func (r *Run) Remaining() (time.Duration, bool) {
+	if r.Status.GetRun().GetState() != runv1.RunState_RUN_STATE_RUNNING {
+		return 0, false
+	}
 	left := float64(r.Status.GetRun().GetTotalSteps()) - float64(r.CommittedSteps())
 	n := len(r.committed)
 	if left <= 0 || n < 2 {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	tea "charm.land/bubbletea/v2"
@@ -37,8 +38,13 @@ type stopFailed struct{ err error }
 // interrupted is a signal from elsewhere; bubbletea's own InterruptMsg would end the program.
 type interrupted struct{}
 
+// clockTick redraws what says how long something takes.
+type clockTick struct{}
+
+func tick() tea.Cmd { return tea.Tick(time.Second, func(time.Time) tea.Msg { return clockTick{} }) }
+
 // Init asks for the first update.
-func (m *Screen) Init() tea.Cmd { return m.next() }
+func (m *Screen) Init() tea.Cmd { return tea.Batch(m.next(), tick()) }
 
 // next waits for one update.
 func (m *Screen) next() tea.Cmd {
@@ -60,6 +66,8 @@ func (m *Screen) Update(msg tea.Msg) (tea.Model, tea.Cmd) {
 		return m, m.key(msg.String())
 	case interrupted:
 		return m, m.key("ctrl+c")
+	case clockTick:
+		return m, tick()
 	case stopFailed:
 		m.Err = msg.err
 		return m, tea.Quit
@@ -120,7 +128,8 @@ func (m *Screen) View() tea.View {
 	if m.Done || m.Detached || m.Err != nil {
 		hint = ""
 	}
-	view := tea.NewView(m.Run.View(m.style, m.width, m.zone, hint))
+	// Without the last newline: the renderer loses count of the empty line behind it and leaves the first line behind.
+	view := tea.NewView(strings.TrimSuffix(m.Run.View(m.style, m.width, m.zone, hint), "\n"))
 	if run := m.Run.Status.GetRun(); run != nil {
 		view.WindowTitle = fmt.Sprintf("%s %d/%d", run.GetName(), m.Run.CommittedSteps(), run.GetTotalSteps())
 	}

@@ -27,7 +27,7 @@ func (r *Run) View(s style.Style, width int, zone *time.Location, hint string) s
 	lines := []string{r.title(s)}
 	switch waiting := status.GetWaitingFor(); {
 	case waiting != "":
-		lines = append(lines, label(s, "waits for")+waiting)
+		lines = append(lines, label(s, "waits for")+waiting+s.Dim(r.waited()))
 	case !Ended(status.GetRun().GetState()): // the lines below keep their places
 		lines = append(lines, label(s, "waits for")+s.Dim("nothing"))
 	}
@@ -43,8 +43,8 @@ func (r *Run) View(s style.Style, width int, zone *time.Location, hint string) s
 	lines = append(lines, label(s, "groups")+fmt.Sprintf("%s in flight  %s ready  %s leased  %s consumed  %s excluded",
 		output.Count(q.GetInFlight()), output.Count(q.GetReady()), output.Count(q.GetLeased()), output.Count(q.GetConsumed()), output.Count(q.GetExcluded())))
 	lines = append(lines, r.workers(s)...)
-	for _, e := range r.Warnings {
-		lines = append(lines, warning(e, s, zone))
+	for _, w := range r.Warnings {
+		lines = append(lines, warning(w.Event, w.Count, s, zone))
 	}
 	if hint != "" {
 		lines = append(lines, s.Dim(hint))
@@ -53,6 +53,22 @@ func (r *Run) View(s style.Style, width int, zone *time.Location, hint string) s
 		lines[i] = ansi.Truncate(strings.ReplaceAll(line, "\n", " "), max(width, 20), "…")
 	}
 	return strings.Join(lines, "\n") + "\n"
+}
+
+// waited tells for how long the run has waited for what it waits for, once that is worth a word.
+func (r *Run) waited() string {
+	since := r.Status.GetWaitingSince()
+	if since == nil {
+		return ""
+	}
+	now := time.Now
+	if r.now != nil {
+		now = r.now
+	}
+	if spent := now().Sub(since.AsTime()); spent >= 2*time.Second {
+		return fmt.Sprintf("  %s so far", output.Duration(spent.Truncate(time.Second)))
+	}
+	return ""
 }
 
 func label(s style.Style, name string) string { return s.Dim(fmt.Sprintf("%-10s", name)) }
@@ -149,12 +165,17 @@ func (r *Run) workers(s style.Style) []string {
 	return strings.Split(text, "\n")
 }
 
-func warning(e *eventv1.Event, s style.Style, zone *time.Location) string {
+// warning is a line for one that was given count times.
+func warning(e *eventv1.Event, count uint64, s style.Style, zone *time.Location) string {
 	mark := s.Yellow("warning")
 	if e.GetLevel() >= eventv1.Level_LEVEL_ERROR {
 		mark = s.Red("error")
 	}
-	return fmt.Sprintf("%s %s %s: %s", s.Dim(clock(e.GetTime().AsTime(), zone)), mark, e.GetService(), e.GetMessage())
+	often := ""
+	if count > 1 {
+		often = s.Bold(fmt.Sprintf("%s times: ", output.Count(count)))
+	}
+	return fmt.Sprintf("%s %s %s: %s%s", s.Dim(clock(e.GetTime().AsTime(), zone)), mark, e.GetService(), often, e.GetMessage())
 }
 
 func clock(t time.Time, zone *time.Location) string {

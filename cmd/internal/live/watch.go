@@ -53,8 +53,15 @@ func (w *Watcher) Watch(ctx context.Context) (*Outcome, error) {
 func (w *Watcher) lines(ctx context.Context, updates <-chan Update) (*Outcome, error) {
 	outcome := &Outcome{Run: &Run{}}
 	interrupts := 0
+	clock := time.NewTicker(time.Second)
+	defer clock.Stop()
+	var stall stall
 	for {
 		select {
+		case now := <-clock.C:
+			if line := stall.line(outcome.Run.Status, now, w.Style, w.Zone); line != "" && !w.JSON {
+				fmt.Fprintln(w.Out, line)
+			}
 		case <-w.Interrupts:
 			interrupts++
 			if interrupts > 2 {
@@ -73,6 +80,9 @@ func (w *Watcher) lines(ctx context.Context, updates <-chan Update) (*Outcome, e
 			case u.Err != nil:
 				return outcome, u.Err
 			case u.Done:
+				if line := outcome.Run.LastLines(w.Style, w.Zone); line != "" && !w.JSON {
+					fmt.Fprintln(w.Out, line)
+				}
 				return outcome, nil
 			case u.Status != nil:
 				w.printStatus(outcome.Run, u.Status)
@@ -87,6 +97,30 @@ func (w *Watcher) lines(ctx context.Context, updates <-chan Update) (*Outcome, e
 			}
 		}
 	}
+}
+
+// stall tells of a wait that takes long: once after stallFirst, then at twice the time, again and again.
+type stall struct {
+	told time.Time     // since when the wait that was told of lasts
+	next time.Duration // after which it is told of again
+}
+
+const stallFirst = 10 * time.Second
+
+func (t *stall) line(status *runv1.RunStatus, now time.Time, s style.Style, zone *time.Location) string {
+	since := status.GetWaitingSince()
+	if since == nil || status.GetWaitingFor() == "" {
+		return ""
+	}
+	if began := since.AsTime(); !began.Equal(t.told) {
+		t.told, t.next = began, stallFirst
+	}
+	spent := now.Sub(t.told)
+	if spent < t.next {
+		return ""
+	}
+	t.next *= 2
+	return fmt.Sprintf("%s %s waits for %s  %s so far", s.Dim(clock(now, zone)), s.Yellow("still"), status.GetWaitingFor(), output.Duration(spent.Truncate(time.Second)))
 }
 
 // printStatus tells of the first status; later ones tell nothing that an event does not.
