@@ -7,6 +7,7 @@ from rollout_workers.learner.trainer import Trainer, TrainerConfig
 from rollout_workers.learner.types import (
     BadBatch,
     BadSettings,
+    ExplodingGradient,
     LearnerError,
     NonFiniteGradient,
     StateUnreadable,
@@ -19,6 +20,7 @@ __all__ = [
     "AdamWConfig",
     "BadBatch",
     "BadSettings",
+    "ExplodingGradient",
     "LearnerError",
     "LoraConfig",
     "NonFiniteGradient",

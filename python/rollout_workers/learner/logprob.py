@@ -17,8 +17,8 @@ class TokenLogprob(torch.autograd.Function):
 
     hidden: [M, H]. weight: [V, H], same dtype. bias: [V] or None. predictor: int64 [N], row of hidden for each token.
     target: int64 [N], the token. temperature: > 0; what the tokens were sampled with, so that the policy that is trained
-    is the policy that sampled. Returns float32 [N] logprobs and float32 [M] entropies in nats; the entropies are a
-    measurement and have no gradient.
+    is the policy that sampled. Returns float32 [N] logprobs and float32 [M] entropies in nats, of the distribution at that
+    temperature; both have a gradient, and neither costs anything where it is not used.
     """
 
     @staticmethod
@@ -51,24 +51,31 @@ class TokenLogprob(torch.autograd.Function):
         kept = probabilities if step >= hidden.shape[0] else None
         ctx.save_for_backward(hidden, weight, bias, predictor, target, normalizers, kept)
         ctx.temperature, ctx.step = temperature, step
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
-        """d logprob / d logits = onehot - softmax, summed over the tokens of each predictor."""
+    def backward(ctx: Any, grad: Any, grad_entropy: Any) -> tuple[Tensor | None, ...]:
+        """d logprob / d logits = onehot - softmax, summed over the tokens of each predictor; d entropy / d logits = -p (log p
+        + entropy)."""
         hidden, weight, bias, predictor, target, normalizers, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if bias is not None else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        grad = normalizers.new_zeros(target.shape) if grad is None else grad
         weights = normalizers.new_zeros(hidden.shape[0]).index_add_(0, predictor, grad)
         for start in range(0, hidden.shape[0], ctx.step):
             rows = slice(start, start + ctx.step)
-            if kept is not None:
+            if kept is not None and grad_entropy is None:
                 grad_logits = kept * -weights[:, None]
             else:
                 logits = _logits(hidden[rows], weight, bias, ctx.temperature)
-                grad_logits = (logits - normalizers[rows, None]).exp_().mul_(-weights[rows, None])
+                log_probabilities = logits.sub_(normalizers[rows, None])
+                probabilities = log_probabilities.exp()
+                grad_logits = probabilities * -weights[rows, None]
+                if grad_entropy is not None:
+                    entropy = -(probabilities * log_probabilities).sum(-1, keepdim=True)
+                    grad_logits -= grad_entropy[rows, None] * probabilities * (log_probabilities + entropy)
             chosen = _tokens_of(predictor, start, ctx.step, hidden.shape[0])
             grad_logits.index_put_((predictor[chosen] - start, target[chosen]), grad[chosen], accumulate=True)
             grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)

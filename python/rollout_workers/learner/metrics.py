@@ -25,7 +25,7 @@ A mean over no token (every sample was skipped) is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class TokenSums:
         self._sums: dict[str, float] = {}
         self._tokens = 0
 
-    def add(self, tokens: int, sums: dict[str, torch.Tensor]) -> None:
+    def add(self, tokens: int, sums: Mapping[str, torch.Tensor]) -> None:
         """Add a micro-batch's sums over its ``tokens`` tokens."""
         self._tokens += tokens
         for name, value in sums.items():

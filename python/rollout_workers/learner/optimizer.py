@@ -34,9 +34,12 @@ class FlatAdamW:
     no gradient are left alone.
     """
 
-    def __init__(self, model: nn.Module, config: AdamWConfig) -> None:
+    def __init__(self, model: nn.Module, config: AdamWConfig, *, beside: nn.Module | None = None) -> None:
+        """beside: what is trained with the model but is no part of it; its names begin with ``beside.``."""
         self.config = config
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if beside is not None:
+            named += [(f"beside.{name}", p) for name, p in beside.named_parameters()]
         self.parameters = [p for _, p in named]
         kinds = sorted({_kind(p) for p in self.parameters}, key=str)
         self._groups = [
@@ -112,6 +115,19 @@ class FlatAdamW:
             flat.steps.fill_(steps)
         for name, live in self.moments().items():
             live.copy_(tensors[name])
+        for flat in self._groups:
+            flat.publish()
+        self._empty = True
+
+    def remember(self) -> list[Tensor]:
+        """A copy of all that ``step`` changes."""
+        return [t.clone() for flat in self._groups for t in (flat.master, flat.exp_avg, flat.exp_avg_sq, flat.steps)]
+
+    def recall(self, copies: Sequence[Tensor]) -> None:
+        """Stand where ``remember`` stood."""
+        held = [t for flat in self._groups for t in (flat.master, flat.exp_avg, flat.exp_avg_sq, flat.steps)]
+        for tensor, copy in zip(held, copies, strict=True):
+            tensor.copy_(copy)
         for flat in self._groups:
             flat.publish()
         self._empty = True

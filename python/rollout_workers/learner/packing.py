@@ -61,17 +61,52 @@ class MicroBatch:
         return self.token_ids.size
 
 
-def pack(samples: Sequence[TrainSample], chosen: Sequence[int], *, tokens: int, share_prefixes: bool = True) -> list[MicroBatch]:
+def pack(
+    samples: Sequence[TrainSample],
+    chosen: Sequence[int],
+    *,
+    tokens: int,
+    share_prefixes: bool = True,
+    whole: Sequence[int] | None = None,
+) -> list[MicroBatch]:
     """Micro-batches of the samples with the indices ``chosen``, each of at most ``tokens`` positions, padding included.
 
-    A single sequence that is longer gets a micro-batch of its own. Samples without a trained token are left out. Order
-    and content are a function of the arguments alone; the order of ``chosen`` doesn't matter.
+    whole: a number for each sample; those with the same one come into the same micro-batch, however large (a pair, whose loss
+    is one term). A single sequence or such a unit that is longer gets a micro-batch of its own. Samples without a trained token
+    are left out. Order and content are a function of the arguments alone; the order of ``chosen`` doesn't matter.
     """
+    if whole is not None:
+        return [_assemble(part, samples) for part in _units(samples, chosen, whole, tokens, share_prefixes)]
     sequences = [sequence for index in chosen if (sequence := _sequence(samples[index], index)) is not None]
     sequences.sort(key=lambda sequence: (sequence.key, sequence.index))
     rows = _rows(sequences, min(ROW_LIMIT, tokens)) if share_prefixes else [_Row.of(s) for s in sequences]
     rows.sort(key=lambda row: row.size)  # stable: rows of one size keep the order of their tokens
     return [_assemble(part, samples) for part in _cut(rows, tokens)]
+
+
+def _units(
+    samples: Sequence[TrainSample], chosen: Sequence[int], whole: Sequence[int], tokens: int, share_prefixes: bool
+) -> list[list[_Row]]:
+    """Rows by micro-batch, no unit cut in two. Sequences of different units share nothing: it is the unit that has a prompt."""
+    units: dict[int, list[_Sequence]] = {}
+    for index in sorted(chosen):
+        sequence = _sequence(samples[index], index)
+        if sequence is not None:
+            units.setdefault(whole[index], []).append(sequence)
+    bundles: list[list[_Row]] = []
+    for unit in units.values():
+        unit.sort(key=lambda sequence: (sequence.key, sequence.index))
+        bundles.append(_rows(unit, min(ROW_LIMIT, tokens)) if share_prefixes else [_Row.of(s) for s in unit])
+    bundles.sort(key=lambda rows: max(row.size for row in rows))
+    parts: list[list[_Row]] = []
+    for bundle in bundles:
+        width = max(row.size for row in bundle)  # the widest so far
+        fits = parts and (len(parts[-1]) + len(bundle)) * width <= tokens
+        if fits and (width <= ROW_LIMIT or parts[-1][0].size > ROW_LIMIT):
+            parts[-1].extend(bundle)
+        else:
+            parts.append(list(bundle))
+    return parts
 
 
 @dataclass(slots=True)

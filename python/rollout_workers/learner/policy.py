@@ -31,7 +31,9 @@ class Logprobs:
     tokens: Tensor
     """float32 [N], with gradient where gradients are on."""
     entropy: Tensor
-    """float32 [M]: entropy in nats of the distribution at each predicting position, without gradient."""
+    """float32 [M]: entropy in nats of the distribution at each predicting position, with gradient where gradients are on."""
+    hidden: Tensor | None = None
+    """[M, H]: last hidden state at each predicting position, with gradient; where it was asked for."""
 
 
 class Policy:
@@ -48,7 +50,7 @@ class Policy:
         self.linear_head = True
         self.share_prefixes = True
         self.linear_head = self._agrees(share_prefixes=False)
-        self.share_prefixes = _attends_everywhere(model.config) and self._agrees(share_prefixes=True)
+        self.share_prefixes = attends_everywhere(model.config) and self._agrees(share_prefixes=True)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Policy:
@@ -81,37 +83,32 @@ class Policy:
         """The weights under their Hugging Face names, adapters merged in."""
         return named_weights(self.model) if self.adapter is None else self.adapter.merged()
 
-    def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Logprobs:
-        """Log-probabilities of a micro-batch's trained tokens, of the policy at ``temperature``."""
+    def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0, hidden: bool = False) -> Logprobs:
+        """Log-probabilities of a micro-batch's trained tokens, of the policy at ``temperature``. hidden: also what they come
+        from."""
         device = self.model.device
         predictors, predictor, target = (
             torch.from_numpy(array).to(device) for array in (batch.predictors, batch.predictor, batch.target)
         )
         if not self.linear_head:
-            logits = self._call(self.model, batch).logits.flatten(0, 1)[predictors].float() / temperature
+            output = self._call(self.model, batch, output_hidden_states=hidden)
+            logits = output.logits.flatten(0, 1)[predictors].float() / temperature
             every = logits.log_softmax(-1)
-            entropy = -(every.detach().exp() * every.detach()).sum(-1)
-            return Logprobs(every[predictor, target], entropy)
-        hidden = self._call(self.model.base_model, batch).last_hidden_state.flatten(0, 1).index_select(0, predictors)
+            entropy = -(every.exp() * every).sum(-1)
+            states = output.hidden_states[-1].flatten(0, 1).index_select(0, predictors) if hidden else None
+            return Logprobs(every[predictor, target], entropy, states)
+        states = self._call(self.model.base_model, batch).last_hidden_state.flatten(0, 1).index_select(0, predictors)
         head: Any = self.model.get_output_embeddings()
-        return Logprobs(*token_logprobs(hidden, head.weight, head.bias, predictor, target, temperature=temperature))
+        tokens, entropy = token_logprobs(states, head.weight, head.bias, predictor, target, temperature=temperature)
+        return Logprobs(tokens, entropy, states if hidden else None)
 
-    def _call(self, module: torch.nn.Module, batch: MicroBatch) -> Any:
-        device = self.model.device
-        token_ids = torch.from_numpy(batch.token_ids).to(device)
-        if batch.subtree_end is None:
-            return module(input_ids=token_ids, use_cache=False)
-        return module(
-            input_ids=token_ids,
-            position_ids=torch.from_numpy(batch.positions).to(device),
-            attention_mask=tree_mask(torch.from_numpy(batch.subtree_end).to(device), self.model.dtype),
-            use_cache=False,
-        )
+    def _call(self, module: torch.nn.Module, batch: MicroBatch, **options: bool) -> Any:
+        return call_packed(module, batch, device=self.model.device, dtype=self.model.dtype, **options)
 
     @torch.no_grad()
     def _agrees(self, *, share_prefixes: bool) -> bool:
         """Whether the shortcuts now set give the logprobs of a plain call, on four short sequences."""
-        samples = _probe(self.model.config.get_text_config().vocab_size)
+        samples = probe_samples(self.model.config.get_text_config().vocab_size)
         try:
             (batch,) = pack(samples, range(len(samples)), tokens=1 << 20, share_prefixes=share_prefixes)
             found = torch.full((len(samples), len(samples[0].token_ids)), torch.nan)
@@ -122,6 +119,20 @@ class Policy:
         logits = self.model(input_ids=token_ids.to(self.model.device), use_cache=False).logits.float().cpu()
         wanted = logits[:, :-1].log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
         return bool(((found[:, 1:] - wanted).abs().max() < TOLERANCE[self.model.dtype]).item())
+
+
+def call_packed(module: Any, batch: MicroBatch, *, device: torch.device, dtype: torch.dtype, **options: bool) -> Any:
+    """Call a Hugging Face module on a micro-batch's rows, each of one sequence or a prefix tree."""
+    token_ids = torch.from_numpy(batch.token_ids).to(device)
+    if batch.subtree_end is None:
+        return module(input_ids=token_ids, use_cache=False, **options)
+    return module(
+        input_ids=token_ids,
+        position_ids=torch.from_numpy(batch.positions).to(device),
+        attention_mask=tree_mask(torch.from_numpy(batch.subtree_end).to(device), dtype),
+        use_cache=False,
+        **options,
+    )
 
 
 def tree_mask(subtree_end: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,14 +146,14 @@ def tree_mask(subtree_end: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
-def _attends_everywhere(config: PreTrainedConfig) -> bool:
+def attends_everywhere(config: PreTrainedConfig) -> bool:
     """Whether every layer is plain attention over the whole sequence; a window would show on long sequences only."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     return kinds == {"full_attention"} and not getattr(text, "sliding_window", None)
 
 
-def _probe(vocabulary: int) -> list[TrainSample]:
+def probe_samples(vocabulary: int) -> list[TrainSample]:
     """Four sequences of 12 tokens that begin alike and part at different places."""
     generator = np.random.default_rng(0)
     stem = generator.integers(0, vocabulary, 12)

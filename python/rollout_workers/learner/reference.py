@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy
+from rollout_workers.learner.types import TrainSample
+
+if TYPE_CHECKING:
+    from rollout_workers.learner.objective.base import Machine
+
+_KEY_BYTES = 16
 
 
 class Reference:
@@ -25,3 +35,40 @@ class Reference:
         """float32 [N]: logprobs of a micro-batch's trained tokens."""
         with self._adapter.off() if self._adapter is not None else nullcontext():
             return self._policy.logprobs(batch, temperature=temperature).tokens
+
+
+class ReferenceCache:
+    """Sums of the reference's logprobs of data, by content: data comes back each epoch, and the reference never changes.
+
+    Part of the training state: computed again beside other rows a sum may differ in its last bit.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[bytes, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def totals(self, machine: Machine, samples: Sequence[TrainSample]) -> Tensor:
+        """float64 [S]: the sum of each sample's trained logprobs under the reference; only new ones are computed."""
+        keys = [_key(sample) for sample in samples]
+        fresh = {key: sample for key, sample in zip(keys, samples, strict=True) if key not in self._sums}
+        if fresh:
+            self._sums.update(zip(fresh, machine.totals(list(fresh.values()), reference=True).tolist(), strict=True))
+        return torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """``reference/keys`` uint8 [n, 16] and ``reference/sums`` float64 [n]."""
+        keys = np.frombuffer(b"".join(self._sums), np.uint8).reshape(-1, _KEY_BYTES).copy()
+        return {
+            "reference/keys": torch.from_numpy(keys),
+            "reference/sums": torch.tensor(list(self._sums.values()), dtype=torch.float64),
+        }
+
+    def load(self, keys: Tensor, sums: Tensor) -> None:
+        """Hold what ``tensors`` gave, and nothing else."""
+        self._sums = {bytes(key): value for key, value in zip(keys.numpy(), sums.tolist(), strict=True)}
+
+
+def _key(sample: TrainSample) -> bytes:
+    return blake3(sample.token_ids.tobytes() + sample.loss_mask.tobytes()).digest(_KEY_BYTES)

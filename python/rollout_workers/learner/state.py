@@ -3,7 +3,10 @@
 <dir>/weights/...             the weights as a folder that from_pretrained loads, adapters merged in
 <dir>/adapter/...             the adapters where there are any, as a folder that PEFT loads
 <dir>/optimizer.safetensors   moments by parameter (and master copies), state of torch's random numbers
-<dir>/state.json              step, optimizer steps, digest of the weights; written last: it makes the state valid
+<dir>/critic.safetensors      weights and moments of a critic, where there is one
+<dir>/state.json              step, optimizer steps, KL coefficient, digests; written last: it makes the state valid
+
+``optimizer.safetensors`` holds the reference's sums of data as well, which are computed once.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def save_state(directory: Path, trainer: Trainer) -> list[Path]:
     manifest = write_weights(
         directory / "weights",
         trainer.named_weights(),
-        config_source_dir=trainer.model_dir,
+        config_source_dir=trainer.companions,
         version=trainer.step,
     )
     adapter = trainer.policy.adapter
@@ -48,11 +51,18 @@ def save_state(directory: Path, trainer: Trainer) -> list[Path]:
         adapter.save(directory / "adapter")
     tensors = {name: tensor.cpu().contiguous() for name, tensor in trainer.optimizer.moments().items()}
     tensors |= _torch_random_state()
+    if len(trainer.machine.cache):
+        tensors |= trainer.machine.cache.tensors()
     _replace(directory / "optimizer.safetensors", lambda path: save_file(tensors, path))
+    critic = {name: tensor.detach().cpu().contiguous() for name, tensor in _critic_tensors(trainer).items()}
+    if critic:
+        _replace(directory / "critic.safetensors", lambda path: save_file(critic, path))
     state = {
         "format": FORMAT,
         "step": trainer.step,
         "optimizer_steps": trainer.optimizer.steps,
+        "critic_optimizer_steps": trainer.critic_optimizer.steps if trainer.critic_optimizer else 0,
+        "kl_coefficient": trainer.machine.kl_coefficient,
         "algorithm": trainer.algorithm.name,
         "weights_digest": manifest.digest,
         "adapter_digest": weights_digest(adapter.tensors().items()).root if adapter else "",
@@ -70,6 +80,7 @@ def load_state(directory: Path, trainer: Trainer) -> None:
             raise StateUnreadable(f"{directory}/state.json: format {state.get('format')!r}, wanted {FORMAT!r}")
         weights = read_weights(directory / "weights")
         saved = load_file(directory / "optimizer.safetensors")
+        critic = load_file(directory / "critic.safetensors") if trainer.machine.critic is not None else {}
         adapters = load_file(directory / "adapter" / "adapter_model.safetensors") if state.get("adapter_digest") else {}
     except StateUnreadable:
         raise
@@ -86,13 +97,32 @@ def load_state(directory: Path, trainer: Trainer) -> None:
     weights = adapters or weights
     _same_shapes(directory / ("adapter" if adapters else "weights"), live, weights)
     _same_shapes(directory / "optimizer.safetensors", trainer.optimizer.moments(), saved)
+    _same_shapes(directory / "critic.safetensors", _critic_tensors(trainer), critic)
 
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(weights[name])
+        for name, tensor in _critic_tensors(trainer).items():
+            tensor.copy_(critic[name])
+    if trainer.critic_optimizer is not None:
+        moments = {name.removeprefix("optimizer/"): tensor for name, tensor in critic.items()}
+        trainer.critic_optimizer.load_moments(moments, steps=int(state["critic_optimizer_steps"]))
+    trainer.machine.kl_coefficient = float(state.get("kl_coefficient", trainer.machine.kl_coefficient))
+    if "reference/keys" in saved:
+        trainer.machine.cache.load(saved["reference/keys"], saved["reference/sums"])
     trainer.optimizer.load_moments(saved, steps=int(state["optimizer_steps"]))
     trainer.step = int(state["step"])
     _restore_random(state["random"], saved)
+
+
+def _critic_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """The critic's live weights, and its moments where it has an optimizer of its own."""
+    if trainer.machine.critic is None:
+        return {}
+    tensors = {f"critic/{name}": tensor for name, tensor in trainer.machine.critic.state_dict().items()}
+    if trainer.critic_optimizer is not None:
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in trainer.critic_optimizer.moments().items()}
+    return tensors
 
 
 def _same_shapes(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:

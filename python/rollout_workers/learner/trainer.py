@@ -10,21 +10,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_workers.algorithms import Algorithm, LossTerms, TokenBatch, build_algorithm
-from rollout_workers.algorithms.divergence import k3
+from rollout_workers.algorithms import Algorithm, build_algorithm
 from rollout_workers.learner.adapter import LoraConfig
+from rollout_workers.learner.companions import companions_of
+from rollout_workers.learner.critic import Critic
 from rollout_workers.learner.metrics import TokenSums, describe_batch
+from rollout_workers.learner.objective import FAMILIES, Machine, Objective
 from rollout_workers.learner.optimizer import AdamWConfig, FlatAdamW
-from rollout_workers.learner.packing import MicroBatch, pack
-from rollout_workers.learner.policy import Logprobs, Policy
+from rollout_workers.learner.packing import MicroBatch
+from rollout_workers.learner.policy import Policy
 from rollout_workers.learner.reference import Reference
 from rollout_workers.learner.schedule import Schedule
+from rollout_workers.learner.scorer import Scorer
 from rollout_workers.learner.state import load_state, save_state
-from rollout_workers.learner.types import BadBatch, NonFiniteGradient, StepOutOfTurn, StepResult, TrainSample
+from rollout_workers.learner.types import (
+    BadBatch,
+    BadSettings,
+    ExplodingGradient,
+    NonFiniteGradient,
+    StepOutOfTurn,
+    StepResult,
+    TrainSample,
+)
 from rollout_workers.weights import WeightsDigest, WeightsManifest, weights_digest, write_weights
 
 
@@ -50,6 +60,8 @@ class TrainerConfig:
     freeze: tuple[str, ...] = ()
     """Patterns over names of tensors that stay as they are."""
     gradient_checkpointing: bool = False
+    refuse_grad_norm: float = 0.0
+    """A gradient of a larger norm is refused as one that is not finite is; 0: none is too large."""
 
 
 class Trainer:
@@ -68,7 +80,10 @@ class Trainer:
         self.step = 0
         self._use_threads()
         torch.manual_seed(config.seed)
-        self.policy = Policy.prepare(
+        if self.algorithm.needs.score_head and config.lora is not None:
+            raise BadSettings("a reward model's head is new and trained whole: remove the table `[lora]`")
+        kind = Scorer if self.algorithm.needs.score_head else Policy
+        self.policy: Policy = kind.prepare(
             model_dir,
             dtype=config.dtype,
             lora=config.lora,
@@ -76,8 +91,21 @@ class Trainer:
             checkpointing=config.gradient_checkpointing,
             seed=config.seed,
         )
-        self._reference = Reference(self.policy, model_dir) if self.algorithm.needs.reference else None
-        self.optimizer = FlatAdamW(self.policy.model, config.optimizer)
+        self.machine = Machine(
+            self.policy,
+            self.algorithm,
+            temperature=(config.temperature or 1.0) if self.algorithm.needs.sampled else 1.0,
+            tokens=config.tokens_per_microbatch,
+            seed=config.seed,
+            reference=Reference(self.policy, model_dir) if self.algorithm.needs.reference else None,
+            critic=_critic(self.policy, self.algorithm, config, model_dir),
+            kl_coefficient=self.algorithm.initial_kl_coefficient,
+        )
+        critic = self.machine.critic
+        self.optimizer = FlatAdamW(self.policy.model, config.optimizer, beside=critic if critic and critic.on_policy else None)
+        self.critic_optimizer = FlatAdamW(critic, config.optimizer) if critic and not critic.on_policy else None
+        self._parameters = [*self.optimizer.parameters, *(self.critic_optimizer.parameters if self.critic_optimizer else [])]
+        self.companions = companions_of(self.policy, self.model_dir)
 
     def train_step(
         self,
@@ -85,60 +113,56 @@ class Trainer:
         step: int,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> StepResult:
-        """Make step ``step`` (one past ``self.step``) from a batch, in any order.
+        """Make step ``step`` (one past ``self.step``) from a batch, in any order: one update of the weights, or as many as the
+        algorithm makes of a batch.
 
-        ``on_progress`` is called with micro-batches done and in all. Raises ``StepOutOfTurn``, ``BadBatch``, or
-        ``NonFiniteGradient``.
+        ``on_progress`` is called with micro-batches done and in all, of the update in hand. Raises ``StepOutOfTurn``,
+        ``BadBatch``, ``NonFiniteGradient`` or ``ExplodingGradient``.
         """
         if step != self.step + 1:
             raise StepOutOfTurn(f"step {step} was asked for, but the learner stands at step {self.step}")
         started = time.perf_counter()
         self._use_threads()
         ordered = _in_order(samples)
-        normalizer = float(sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in ordered))
-        if not normalizer:
-            raise BadBatch(f"step {step}: no token of the {len(ordered)} samples is trained on; see their loss masks")
         metrics = describe_batch(ordered, step=step, sampled=self.algorithm.needs.sampled)
-        advantages, dull = self._advantages(ordered)
-        batches = pack(
-            ordered,
-            self._with_gradient(advantages, len(ordered)),
-            tokens=self.config.tokens_per_microbatch,
-            share_prefixes=self.policy.share_prefixes,
-        )
-        packed = time.perf_counter()
-        clock, sums, loss = _Clock(), TokenSums(), 0.0
-        try:
-            for done, batch in enumerate(batches):
-                loss += self._accumulate(batch, advantages, normalizer, sums, clock)
-                if on_progress is not None:
-                    on_progress(done + 1, len(batches))
-            norm = self.optimizer.norm()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise NonFiniteGradient(
-                    f"step {step}: loss {loss}, gradient norm {norm}. The step was not made. Look at the batch's logprobs and "
-                    f"rewards, or lower the learning rate ({self.config.schedule.rate(step):g})"
-                )
-        except BaseException:
-            self.optimizer.clear()
-            raise
+        self.machine.algorithm = self.algorithm
+        clock, sums, updates = _Clock(), TokenSums(), _Updates()
+        several = self.algorithm.updates.count > 1
+        before = self._remember() if several else []
         rate = self.config.schedule.rate(step)
-        with clock.measure("optimizer"):
-            self.optimizer.step(rate, norm)
+        try:
+            objective = FAMILIES[self.algorithm.family](self.machine, ordered, step)
+            for batches in objective.updates():
+                if not updates.count:
+                    metrics["time/pack"] = time.perf_counter() - started
+                loss = 0.0
+                for done, batch in enumerate(batches):
+                    loss += self._accumulate(objective, batch, sums, clock)
+                    if on_progress is not None:
+                        on_progress(done + 1, len(batches))
+                norms = [optimizer.norm() for optimizer in self._optimizers]
+                self._check(step, loss, norms, rate)
+                with clock.measure("optimizer"):
+                    self.optimizer.step(rate, norms[0])
+                    if self.critic_optimizer is not None:
+                        self.critic_optimizer.step(self._critic_rate(step), norms[1])
+                updates.add(loss, norms, sum(batch.computed for batch in batches))
+        except BaseException:
+            for optimizer in self._optimizers:
+                optimizer.clear()
+            if several:
+                self._recall(before)
+            raise
         self.step = step
         seconds = time.perf_counter() - started
-        metrics |= sums.means() | dull | clock.seconds()
+        metrics |= objective.metrics | sums.means() | clock.seconds() | updates.metrics()
         metrics |= {
-            "loss": loss,
-            "grad_norm": norm,
             "learning_rate": rate,
-            "tokens/trained": normalizer,
-            "tokens/computed": float(sum(batch.computed for batch in batches)),
             "tokens_per_second": metrics["tokens"] / seconds,
             "samples_per_second": metrics["samples"] / seconds,
-            "time/pack": packed - started,
             "time/step": seconds,
         }
+        self._control_kl(metrics)
         return StepResult(step=step, metrics=metrics)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -151,7 +175,7 @@ class Trainer:
 
     def write_weights(self, directory: str | os.PathLike[str], *, fsync: bool = True) -> WeightsManifest:
         """Write the weights as a folder that ``from_pretrained`` loads; the step is their version."""
-        return write_weights(directory, self.named_weights(), config_source_dir=self.model_dir, version=self.step, fsync=fsync)
+        return write_weights(directory, self.named_weights(), config_source_dir=self.companions, version=self.step, fsync=fsync)
 
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write all that ``load_state`` needs to go on bit for bit. Returns the files, relative to the folder."""
@@ -161,73 +185,77 @@ class Trainer:
         """Stand where ``save_state`` stood. Raises ``StateUnreadable``, and then the trainer is as it was."""
         load_state(Path(directory), self)
 
-    def _advantages(self, samples: Sequence[TrainSample]) -> tuple[Tensor | None, dict[str, float]]:
-        """float64 [S], and the share of groups without any; nothing where the algorithm takes no rewards."""
-        if self.algorithm.advantages is None:
-            return None, {}
-        keys = {key: number for number, key in enumerate(dict.fromkeys(sample.group_key for sample in samples))}
-        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-        if not bool(rewards.isfinite().all()):
-            raise BadBatch("a reward is infinite or not a number; such a sample must be excluded, never trained on")
-        groups = torch.tensor([keys[sample.group_key] for sample in samples])
-        advantages = self.algorithm.advantages(rewards, groups)
-        active = torch.zeros(len(keys)).index_add_(0, groups, (advantages != 0).float())
-        return advantages, {"zero_advantage_groups": float((active == 0).float().mean())}
+    @property
+    def _optimizers(self) -> list[FlatAdamW]:
+        return [self.optimizer] if self.critic_optimizer is None else [self.optimizer, self.critic_optimizer]
 
-    def _with_gradient(self, advantages: Tensor | None, count: int) -> list[int]:
-        """The samples that must be computed: advantage 0 gives no gradient unless the loss has other terms."""
-        if advantages is None or self.algorithm.needs.every_token:
-            return list(range(count))
-        return advantages.nonzero()[:, 0].tolist()
-
-    def _accumulate(
-        self, batch: MicroBatch, advantages: Tensor | None, normalizer: float, sums: TokenSums, clock: _Clock
-    ) -> float:
+    def _accumulate(self, objective: Objective, batch: MicroBatch, sums: TokenSums, clock: _Clock) -> float:
         """Add a micro-batch's gradient; returns its part of the loss."""
         with clock.measure("forward"):
-            policy = self.policy.logprobs(batch, temperature=self._temperature)
-            terms = self._loss(batch, policy, advantages, normalizer)
-            loss = float(terms.loss.detach())
-            sums.add(len(batch.target), self._measure(batch, policy, terms))
+            part = objective.part(batch)
+            loss = float(part.loss.detach())
+            sums.add(part.count, part.sums)
         with clock.measure("backward"):
-            gradients = torch.autograd.grad(terms.loss, self.optimizer.parameters, allow_unused=True)
-            self.optimizer.add(gradients)
+            gradients = torch.autograd.grad(part.loss, self._parameters, allow_unused=True)
+            held = len(self.optimizer.parameters)
+            self.optimizer.add(gradients[:held])
+            if self.critic_optimizer is not None:
+                self.critic_optimizer.add(gradients[held:])
         return loss
 
-    def _loss(self, batch: MicroBatch, policy: Logprobs, advantages: Tensor | None, normalizer: float) -> LossTerms:
-        device = policy.tokens.device
-        needs = self.algorithm.needs
-        reference = None
-        if self._reference is not None:
-            reference = self._reference.logprobs(batch, temperature=self._temperature)
-        return self.algorithm.loss(
-            TokenBatch(
-                logprobs=policy.tokens,
-                normalizer=normalizer,
-                advantages=None if advantages is None else advantages[batch.sample].float().to(device),
-                engine_logprobs=torch.from_numpy(batch.engine_logprobs).to(device) if needs.engine_logprobs else None,
-                reference_logprobs=reference,
-            )
-        )
+    def _check(self, step: int, loss: float, norms: Sequence[float], rate: float) -> None:
+        """Refuse an update that would spoil the weights."""
+        told = f"step {step}: loss {loss}, gradient norm {norms[0]}"
+        mend = f"Look at the batch's logprobs and rewards, or lower the learning rate ({rate:g})"
+        if not (math.isfinite(loss) and all(map(math.isfinite, norms))):
+            raise NonFiniteGradient(f"{told}. The step was not made. {mend}")
+        limit = self.config.refuse_grad_norm
+        if limit and norms[0] > limit:
+            raise ExplodingGradient(f"{told}, beyond `train.refuse_grad_norm` = {limit:g}. The step was not made. {mend}")
 
-    def _measure(self, batch: MicroBatch, policy: Logprobs, terms: LossTerms) -> dict[str, Tensor]:
-        """Sums over the tokens of a micro-batch of what is measured on every algorithm."""
-        sums = dict(terms.sums)
-        repeats = torch.from_numpy(np.bincount(batch.predictor, minlength=len(batch.predictors)))
-        sums["entropy"] = (policy.entropy * repeats.to(policy.entropy.device)).sum()
-        if self.algorithm.needs.sampled:
-            engine = torch.from_numpy(batch.engine_logprobs).to(policy.tokens.device)
-            sums["kl/engine_learner"] = k3(engine, policy.tokens.detach()).sum()
-        return sums
+    def _control_kl(self, metrics: dict[str, float]) -> None:
+        adapt, measured = self.algorithm.next_kl_coefficient, metrics.get("kl/reference")
+        if self.algorithm.needs.reference and self.algorithm.needs.sampled:
+            metrics["kl/coefficient"] = self.machine.kl_coefficient
+        if adapt is not None and measured is not None:
+            self.machine.kl_coefficient = adapt(self.machine.kl_coefficient, measured, int(metrics["samples"]))
 
-    @property
-    def _temperature(self) -> float:
-        return self.config.temperature or 1.0
+    def _critic_rate(self, step: int) -> float:
+        peak = getattr(self.config.settings, "critic_learning_rate", self.config.schedule.peak)
+        return peak * self.config.schedule.rate(step) / self.config.schedule.peak
+
+    def _remember(self) -> list[list[Tensor]]:
+        return [optimizer.remember() for optimizer in self._optimizers]
+
+    def _recall(self, copies: list[list[Tensor]]) -> None:
+        for optimizer, held in zip(self._optimizers, copies, strict=True):
+            optimizer.recall(held)
 
     def _use_threads(self) -> None:
         threads = self.config.threads or os.cpu_count() or 1
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+class _Updates:
+    """What the updates of a step have in common."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._loss = self._norm = self._computed = self._critic = 0.0
+
+    def add(self, loss: float, norms: Sequence[float], computed: int) -> None:
+        """One more. norms: of the policy's gradient, and of the critic's where it has its own."""
+        self.count += 1
+        self._loss, self._norm, self._computed = self._loss + loss, self._norm + norms[0], self._computed + computed
+        self._critic += sum(norms[1:])
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the updates."""
+        told = {"loss": self._loss / self.count, "grad_norm": self._norm / self.count, "tokens/computed": self._computed}
+        if self._critic:
+            told["value/grad_norm"] = self._critic / self.count
+        return told | ({"updates": float(self.count)} if self.count > 1 else {})
 
 
 class _Clock:
@@ -254,6 +282,13 @@ class _Measure:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._seconds[self._phase] += time.perf_counter() - self._started
+
+
+def _critic(policy: Policy, algorithm: Algorithm, config: TrainerConfig, model_dir: str | os.PathLike[str]) -> Critic | None:
+    if not algorithm.needs.critic:
+        return None
+    own = getattr(config.settings, "critic", "head") == "network"
+    return Critic(policy, model_dir if own else None)
 
 
 def _in_order(samples: Sequence[TrainSample]) -> list[TrainSample]:

@@ -32,6 +32,12 @@ class TrainSample:
     reward: float = 0.0
     version: int = 0
     """Oldest weights version that sampled a token of it."""
+    truncated: bool = False
+    """Whether it was cut off at the longest completion."""
+    token_rewards: NDArray[np.float32] | None = None
+    """float32 [T]: process or token rewards, beside ``reward``."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """float32 [T]: logprobs of a teacher, for distillation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,12 @@ class NonFiniteGradient(LearnerError):
     """Loss or gradient was infinite or not a number. The step was refused: weights, optimizer and step are as before."""
 
     reason = "NON_FINITE_GRADIENT"
+
+
+class ExplodingGradient(LearnerError):
+    """The norm of the gradient was beyond ``refuse_grad_norm``. The step was refused, as with ``NonFiniteGradient``."""
+
+    reason = "EXPLODING_GRADIENT"
 
 
 class StepOutOfTurn(LearnerError):

@@ -15,7 +15,7 @@ import numpy as np
 from rollout.buffer.v1.buffer_pb2 import Batch, ReadPayloadsRequest, SampleRef
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.errors import RolloutError
-from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryKey
+from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, TrajectoryKey
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.mesh.discovery import Services
 
@@ -91,6 +91,7 @@ def _sample(ref: SampleRef, payload: bytes) -> TrainSample:
         logprobs=logprobs,
         reward=trajectory.reward,
         version=min((span.version for span in trajectory.version_spans), default=0),
+        truncated=trajectory.outcome == OUTCOME_TRUNCATED,
     )
 
 

@@ -78,13 +78,15 @@ def test_peft_loads_the_adapter_of_a_state(kind: str, model_dir: Path, tmp_path:
 def test_the_reference_is_the_model_without_adapters(model_dir: Path) -> None:
     full = Trainer(model_dir, dataclasses.replace(CONFIG, lora=None))
     learner = trained(model_dir, CONFIG)
-    assert learner._reference is not None and full._reference is not None
-    assert learner._reference._policy is learner.policy
+    assert learner.machine.reference is not None and full.machine.reference is not None
+    assert learner.machine.reference._policy is learner.policy
     from rollout_workers.learner.packing import pack
 
     (batch,) = pack(sampled_batch(5), range(24), tokens=1 << 16)
     before = learner.policy.logprobs(batch).tokens.detach()
-    torch.testing.assert_close(learner._reference.logprobs(batch), full._reference.logprobs(batch), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        learner.machine.reference.logprobs(batch), full.machine.reference.logprobs(batch), atol=1e-6, rtol=1e-6
+    )
     torch.testing.assert_close(learner.policy.logprobs(batch).tokens.detach(), before, atol=0, rtol=0)
     assert learner.train_step(sampled_batch(4), 4).metrics["kl/reference"] > 1e-6
 

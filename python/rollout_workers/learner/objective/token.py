@@ -1,0 +1,251 @@
+"""Losses over tokens: SFT, PPO, the GRPO family, distillation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_workers.algorithms import EstimatorBatch, TokenBatch, ValueBatch
+from rollout_workers.algorithms.divergence import k3
+from rollout_workers.learner.index import TokenIndex
+from rollout_workers.learner.objective.base import Machine, Part
+from rollout_workers.learner.packing import MicroBatch
+from rollout_workers.learner.policy import Logprobs
+from rollout_workers.learner.types import BadBatch, TrainSample
+
+
+class Tokens:
+    """One step over tokens.
+
+    What must be known of the whole batch before its first update (old logprobs, values, a divergence in the reward) is measured
+    in one pass without gradient; with one update, and none of those needed, there is no such pass.
+    """
+
+    def __init__(self, machine: Machine, samples: Sequence[TrainSample], step: int) -> None:
+        self._machine, self._step = machine, step
+        self._algorithm, self._needs = machine.algorithm, machine.algorithm.needs
+        self.metrics: dict[str, float] = {}
+        rewards = self._rewards(samples)
+        keys = {key: number for number, key in enumerate(dict.fromkeys(sample.group_key for sample in samples))}
+        self._groups = torch.tensor([keys[sample.group_key] for sample in samples])
+        self._samples, self._number = samples, len(keys)
+        self._index: TokenIndex | None = None
+        self._known: dict[str, Tensor] = {}
+        self._advantages: Tensor | None = None  # float32 [S] or [T]
+        self._by_token = False
+        self._whole: list[MicroBatch] | None = None
+        self._count = float(len(samples))
+        self._normalizer = _trained(samples)
+        if not self._normalizer:
+            raise BadBatch(f"step {step}: no token of the {len(samples)} samples is trained on; see their loss masks")
+        self.metrics["tokens/trained"] = self._normalizer
+        if self._ahead():
+            self._measure_ahead()
+        self._estimate(rewards)
+        if self._algorithm.mask_truncated:
+            self._samples = [_without_loss(s) if s.truncated else s for s in samples]
+            self._whole = None
+            self._normalizer = max(1.0, _trained(self._samples))
+            self.metrics["tokens/trained"] = _trained(self._samples)
+
+    def updates(self) -> Iterator[list[MicroBatch]]:
+        """One update of the whole batch, or ``epochs`` times ``minibatches`` of whole groups, drawn anew each epoch."""
+        updates, everything = self._algorithm.updates, range(len(self._samples))
+        if updates.count == 1:
+            yield self._begin(everything)
+            return
+        for epoch in range(updates.epochs):
+            order = np.random.default_rng((self._machine.seed, self._step, epoch)).permutation(self._number)
+            rank = np.argsort(order)[self._groups.numpy()]
+            drawn = np.argsort(rank, kind="stable")
+            for part in np.array_split(drawn, min(updates.minibatches, len(drawn))):
+                yield self._begin(sorted(part.tolist()))
+
+    def part(self, batch: MicroBatch) -> Part:
+        """Policy loss and, with a critic, value loss."""
+        machine = self._machine
+        policy = machine.policy.logprobs(
+            batch, temperature=machine.temperature, hidden=machine.critic is not None and machine.critic.on_policy
+        )
+        slots = None if self._index is None else self._index.of(batch)
+        terms = self._algorithm.loss(self._tokens(batch, policy, slots))
+        loss, sums = terms.loss, dict(terms.sums)
+        if machine.critic is not None and self._algorithm.value_loss is not None:
+            assert slots is not None
+            value = self._algorithm.value_loss(
+                ValueBatch(
+                    values=machine.critic.values(batch, policy.hidden),
+                    old_values=self._at("values", slots, policy.tokens),
+                    returns=self._at("returns", slots, policy.tokens),
+                    normalizer=self._normalizer,
+                )
+            )
+            loss = loss + value.loss
+            sums |= value.sums
+        return Part(loss, len(batch.target), sums | self._measured(batch, policy))
+
+    def _begin(self, chosen: Sequence[int]) -> list[MicroBatch]:
+        """The micro-batches of an update over some samples, and its normalisers. A sample whose advantages are all 0 gives no
+        gradient unless the loss has other terms: it counts, and is not computed."""
+        part = [self._samples[index] for index in chosen]
+        whole = len(part) == len(self._samples)
+        if not whole or self._algorithm.updates.count > 1:
+            self._normalizer = max(1.0, _trained(part))
+        self._count = float(len(part))
+        if whole and self._whole is not None and self._needs.every_token:
+            return self._whole
+        return self._machine.pack(self._samples, self._with_gradient(chosen))
+
+    def _with_gradient(self, chosen: Sequence[int]) -> Sequence[int]:
+        if self._advantages is None or self._needs.every_token:
+            return chosen
+        active = (self._advantages != 0).numpy()
+        if self._by_token:
+            assert self._index is not None
+            active = np.bincount(self._index.sample.numpy(), weights=active, minlength=len(self._samples)) > 0
+        return [index for index in chosen if active[index]]
+
+    def _rewards(self, samples: Sequence[TrainSample]) -> Tensor:
+        """float64 [S], shaped. Raises ``BadBatch``."""
+        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        if self._needs.sampled and not bool(rewards.isfinite().all()):
+            raise BadBatch("a reward is infinite or not a number; such a sample must be excluded, never trained on")
+        if self._algorithm.shape is None:
+            return rewards
+        return self._algorithm.shape(rewards, _lengths(samples), _truncated(samples))
+
+    def _ahead(self) -> bool:
+        by_estimate = self._algorithm.advantages is None and self._algorithm.estimate is not None
+        return (
+            self._needs.old_logprobs
+            or self._needs.critic
+            or (self._needs.reference and (by_estimate or self._algorithm.updates.count > 1))
+        )
+
+    @torch.no_grad()
+    def _measure_ahead(self) -> None:
+        """Fill ``_known`` with float32 [T] of the whole batch: ``logprobs``, ``reference``, ``values``."""
+        machine = self._machine
+        index = self._index = TokenIndex(self._samples)
+        self._whole = machine.pack(self._samples, range(len(self._samples)))
+        wanted = {"logprobs": self._needs.old_logprobs, "reference": self._needs.reference, "values": self._needs.critic}
+        self._known = {name: torch.zeros(index.size) for name, needed in wanted.items() if needed}
+        for batch in self._whole:
+            slots = index.of(batch)
+            on_policy = machine.critic is not None and machine.critic.on_policy
+            policy = None
+            if "logprobs" in self._known or on_policy:
+                policy = machine.policy.logprobs(batch, temperature=machine.temperature, hidden=on_policy)
+            if "logprobs" in self._known and policy is not None:
+                self._known["logprobs"][slots] = policy.tokens.cpu()
+            if machine.critic is not None:
+                self._known["values"][slots] = machine.critic.values(batch, policy.hidden if policy else None).cpu()
+            if machine.reference is not None:
+                self._known["reference"][slots] = machine.reference.logprobs(batch, temperature=machine.temperature).cpu()
+
+    def _estimate(self, rewards: Tensor) -> None:
+        """Set the advantages, and what is to be told of them."""
+        algorithm, samples = self._algorithm, self._samples
+        by_token = any(sample.token_rewards is not None for sample in samples)
+        if algorithm.advantages is not None and not by_token:
+            advantages = algorithm.advantages(rewards, self._groups)
+            active = torch.zeros(self._number).index_add_(0, self._groups, (advantages != 0).float())
+            self.metrics["zero_advantage_groups"] = float((active == 0).float().mean())
+            self._advantages = advantages.float()
+        elif algorithm.estimate is not None:
+            found = algorithm.estimate(self._estimator_batch(rewards, by_token))
+            self.metrics |= found.metrics
+            self._advantages, self._by_token = found.advantages.float(), True
+            if found.returns is not None:
+                self._known["returns"] = found.returns.float()
+
+    def _estimator_batch(self, rewards: Tensor, by_token: bool) -> EstimatorBatch:
+        samples = self._samples
+        self._index = index = self._index or TokenIndex(samples)
+        known: Mapping[str, Tensor] = {name: tensor.double() for name, tensor in self._known.items()}
+        return EstimatorBatch(
+            rewards=rewards,
+            groups=self._groups,
+            sample=index.sample,
+            token_rewards=index.gather([_or_zeros(s, s.token_rewards) for s in samples]) if by_token else None,
+            logprobs=known.get("logprobs"),
+            reference_logprobs=known.get("reference"),
+            values=known.get("values"),
+            teacher_logprobs=self._teacher(index) if self._needs.teacher else None,
+            kl_coefficient=self._machine.kl_coefficient,
+        )
+
+    def _teacher(self, index: TokenIndex) -> Tensor:
+        missing = next((s for s in self._samples if s.teacher_logprobs is None), None)
+        if missing is not None:
+            raise BadBatch(f"sample {missing.sample} of group {missing.group_key} has no logprobs of the teacher")
+        return index.gather([_or_zeros(s, s.teacher_logprobs) for s in self._samples])
+
+    def _tokens(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None) -> TokenBatch:
+        machine, needs, tokens = self._machine, self._needs, policy.tokens
+        sample = torch.from_numpy(batch.sample)
+        advantages = self._advantages
+        if advantages is not None:
+            advantages = advantages[slots if self._by_token else sample].to(tokens.device)
+        reference = None
+        if needs.reference and machine.reference is not None:
+            if "reference" in self._known:
+                assert slots is not None
+                reference = self._at("reference", slots, tokens)
+            else:
+                reference = machine.reference.logprobs(batch, temperature=machine.temperature)
+        old = None
+        if "logprobs" in self._known and self._algorithm.updates.count > 1:
+            assert slots is not None
+            old = self._at("logprobs", slots, tokens)
+        entropy = None
+        if needs.entropy:
+            entropy = policy.entropy[torch.from_numpy(batch.predictor).to(tokens.device)]
+        return TokenBatch(
+            logprobs=tokens,
+            normalizer=self._normalizer,
+            samples=self._count,
+            sample=sample.to(tokens.device),
+            advantages=advantages,
+            old_logprobs=old,
+            engine_logprobs=torch.from_numpy(batch.engine_logprobs).to(tokens.device) if needs.engine_logprobs else None,
+            reference_logprobs=reference,
+            entropy=entropy,
+            kl_coefficient=machine.kl_coefficient,
+        )
+
+    def _at(self, name: str, slots: Tensor, like: Tensor) -> Tensor:
+        return self._known[name][slots].to(like.device)
+
+    def _measured(self, batch: MicroBatch, policy: Logprobs) -> dict[str, Tensor]:
+        """What is measured on every algorithm, summed over the micro-batch's tokens."""
+        repeats = torch.from_numpy(np.bincount(batch.predictor, minlength=len(batch.predictors)))
+        sums = {"entropy": (policy.entropy.detach() * repeats.to(policy.entropy.device)).sum()}
+        if self._needs.sampled:
+            engine = torch.from_numpy(batch.engine_logprobs).to(policy.tokens.device)
+            sums["kl/engine_learner"] = k3(engine, policy.tokens.detach()).sum()
+        return sums
+
+
+def _trained(samples: Sequence[TrainSample]) -> float:
+    return float(sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples))
+
+
+def _without_loss(sample: TrainSample) -> TrainSample:
+    return dataclasses.replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+
+
+def _lengths(samples: Sequence[TrainSample]) -> Tensor:
+    return torch.tensor([len(sample.token_ids) - sample.prompt_length for sample in samples])
+
+
+def _truncated(samples: Sequence[TrainSample]) -> Tensor:
+    return torch.tensor([sample.truncated for sample in samples])
+
+
+def _or_zeros(sample: TrainSample, array: np.ndarray | None) -> np.ndarray:
+    return np.zeros(len(sample.token_ids), np.float32) if array is None else array

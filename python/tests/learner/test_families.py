@@ -1,0 +1,237 @@
+"""Each family's gradient is the oracle's, however the batch is cut, and a resumed run has the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rollout_workers.algorithms.kto import mismatch
+from rollout_workers.algorithms.ppo import PpoConfig
+from rollout_workers.learner import BadBatch, LoraConfig, Schedule, Trainer, TrainerConfig, TrainSample
+from rollout_workers.learner.objective.score import ending
+from rollout_workers.learner.objective.unpaired import _crossed
+
+from .addition import answer, sampled_batch
+from .oracle import sample_logprobs
+from .test_trainer import gradient, oracle_gradient
+
+CONFIG = TrainerConfig(algorithm="dpo", schedule=Schedule(peak=1e-3), threads=1)
+PPO = TrainerConfig(algorithm="ppo", settings=PpoConfig(epochs=2, minibatches=2), schedule=Schedule(peak=1e-3), threads=1)
+CRITIC = dataclasses.replace(PPO, settings=PpoConfig(epochs=1, critic="network", critic_learning_rate=1e-2, kl_target=0.01))
+
+
+def pairs(seed: int, count: int = 8, margin: float = 0.0) -> list[TrainSample]:
+    """A right answer and a wrong one for each prompt; two prompts are the same."""
+    draw = random.Random(seed)
+    out = []
+    for group in range(count):
+        a, b = (12, 34) if group < 2 else (draw.randrange(100), draw.randrange(100))
+        out.append(answer(group, 0, f"{a}+{b}=", str(a + b), margin * group, logprob=0.0))
+        out.append(answer(group, 1, f"{a}+{b}=", str(draw.randrange(1000)), 0.0, logprob=0.0))
+    return out
+
+
+def labelled(seed: int) -> list[TrainSample]:
+    """Single completions with a label."""
+    return [dataclasses.replace(s, group_key=f"0/{n:06d}", sample=0, reward=float(n % 3 > 0)) for n, s in enumerate(pairs(seed))]
+
+
+def totals(model: torch.nn.Module, samples: list[TrainSample]) -> torch.Tensor:
+    """Sums of trained logprobs, one plain call a sample."""
+    parts = [sample_logprobs(model, s)[torch.from_numpy(s.loss_mask[1:]).bool()].sum() for s in samples]  # pyright: ignore
+    return torch.stack(parts)
+
+
+def moved(model_dir: Path, config: TrainerConfig, batch: Callable[[int], list[TrainSample]]) -> Trainer:
+    """A trainer whose policy has left its reference."""
+    learner = Trainer(model_dir, config)
+    learner.train_step(batch(1), 1)
+    return learner
+
+
+def test_dpo_agrees_with_the_oracle(model_dir: Path) -> None:
+    learner, samples = moved(model_dir, CONFIG, pairs), pairs(2)
+    sums = totals(learner.policy.model, samples)
+    with torch.no_grad():
+        reference = totals(AutoModelForCausalLM.from_pretrained(model_dir), samples)
+    ratio = sums - reference
+    wanted = oracle_gradient(learner, -logsigmoid(0.1 * (ratio[::2] - ratio[1::2])).mean())
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=1e-6, rtol=1e-4)
+    assert wanted.abs().max() > 1e-3
+
+
+def test_kto_agrees_with_the_oracle(model_dir: Path) -> None:
+    learner, samples = moved(model_dir, dataclasses.replace(CONFIG, algorithm="kto"), labelled), labelled(2)
+    crossed = [_crossed(samples[i], samples[j]) for i, j in enumerate(mismatch(samples))]
+    initial = AutoModelForCausalLM.from_pretrained(model_dir)
+    with torch.no_grad():
+        point = (totals(learner.policy.model, crossed) - totals(initial, crossed)).mean().clamp(min=0)
+        reference = totals(initial, samples)
+    gain = totals(learner.policy.model, samples) - reference - point
+    sign = torch.tensor([1.0 if s.reward > 0 else -1.0 for s in samples])
+    wanted = oracle_gradient(learner, torch.sigmoid(-0.1 * sign * gain).mean())
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.25])
+def test_a_reward_model_agrees_with_the_oracle_and_loads_as_a_classifier(model_dir: Path, tmp_path: Path, margin: float) -> None:
+    learner, samples = Trainer(model_dir, dataclasses.replace(CONFIG, algorithm="reward_model")), pairs(2, margin=margin)
+    model = learner.policy.model
+
+    def score(classifier: torch.nn.Module, sample: TrainSample) -> torch.Tensor:
+        return classifier(input_ids=torch.from_numpy(sample.token_ids).long()[None]).logits[0, 0]
+
+    scores = torch.stack([score(model, sample) for sample in samples])
+    margins = torch.tensor([s.reward for s in samples[::2]])
+    wanted = oracle_gradient(learner, -logsigmoid(scores[::2] - scores[1::2] - margins).mean())
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=1e-6, rtol=1e-4)
+    learner.step = 0
+    for step in range(1, 16):
+        metrics = learner.train_step(pairs(2, margin=margin), step).metrics
+    assert metrics["rewards/accuracy"] >= 0.9
+    learner.write_weights(tmp_path / "model")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert loaded.config.num_labels == 1
+    with torch.no_grad():
+        for sample in samples[:4]:
+            torch.testing.assert_close(score(loaded, sample), score(model, sample), atol=1e-6, rtol=1e-5)
+
+
+CASES = {
+    "dpo": (CONFIG, pairs),
+    "dpo with adapters": (dataclasses.replace(CONFIG, lora=LoraConfig(rank=4)), pairs),
+    "kto": (dataclasses.replace(CONFIG, algorithm="kto"), labelled),
+    "reward model": (dataclasses.replace(CONFIG, algorithm="reward_model"), pairs),
+    "ppo": (PPO, sampled_batch),
+    "ppo, own critic": (CRITIC, sampled_batch),
+    "reinforce++": (dataclasses.replace(CONFIG, algorithm="reinforce_pp"), sampled_batch),
+}
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "reward model", "ppo, own critic"])
+def test_one_two_and_many_micro_batches_give_the_same_gradient(model_dir: Path, name: str) -> None:
+    config, batch = CASES[name]
+    found: dict[int, torch.Tensor] = {}
+    for tokens in (1 << 14, 60, 16):
+        learner = moved(model_dir, config, batch)
+        learner.machine.tokens = tokens
+        progress: list[int] = []
+        part = gradient(learner, batch(3), lambda _done, total, seen=progress: seen.append(total))
+        found[progress[-1]] = part
+    assert len(found) == 3 and min(found) == 1 and max(found) >= 6
+    for part in found.values():
+        torch.testing.assert_close(part, found[1], atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_restored_state_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, name: str) -> None:
+    config, batch = CASES[name]
+    learner = Trainer(model_dir, config)
+    for step in (1, 2):
+        learner.train_step(batch(step), step)
+    learner.save_state(tmp_path)
+    twin = Trainer(model_dir, config)
+    twin.load_state(tmp_path)
+    for step in (3, 4):
+        seed = step - 2 if "ppo" not in name else step  # data comes back
+        learner.train_step(batch(seed), step)
+        twin.train_step(batch(seed), step)
+    assert twin.weights_digest().root == learner.weights_digest().root
+    assert twin.machine.kl_coefficient == learner.machine.kl_coefficient
+    for one, other in zip(learner._parameters, twin._parameters, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_state_that_is_not_restored_is_missed(model_dir: Path, tmp_path: Path) -> None:
+    """The test above would see a KL coefficient, a critic or moments that stay behind."""
+    learner = moved(model_dir, CRITIC, sampled_batch)
+    assert learner.machine.kl_coefficient != CRITIC.settings.kl_coefficient
+    assert learner.machine.critic is not None and learner.critic_optimizer is not None
+    learner.save_state(tmp_path)
+    fresh = Trainer(model_dir, CRITIC)
+    assert fresh.machine.critic is not None
+    assert not torch.equal(fresh.machine.critic.head.weight, learner.machine.critic.head.weight)
+    fresh.load_state(tmp_path)
+    assert torch.equal(fresh.machine.critic.head.weight, learner.machine.critic.head.weight)
+    assert fresh.machine.kl_coefficient == learner.machine.kl_coefficient
+    assert fresh.critic_optimizer is not None and fresh.critic_optimizer.steps == learner.critic_optimizer.steps == 1
+
+
+def test_the_reference_is_asked_once_for_each_row(model_dir: Path) -> None:
+    learner = Trainer(model_dir, CONFIG)
+    assert learner.machine.reference is not None
+    asked = []
+    original = learner.machine.reference.logprobs
+    learner.machine.reference.logprobs = lambda batch, **k: asked.append(batch.sample) or original(batch, **k)  # type: ignore
+    for step in (1, 2, 3):
+        learner.train_step(pairs(step % 2), step)
+    distinct = {s.token_ids.tobytes() for seed in (0, 1) for s in pairs(seed)}
+    assert len(learner.machine.cache) == len(distinct)
+    assert sum(len(set(rows.tolist())) for rows in asked) == len(distinct)
+
+
+def test_a_prompt_is_computed_once_for_both_of_a_pair(model_dir: Path) -> None:
+    prompt = "12+34=" * 8
+    samples = [answer(n // 2, n % 2, prompt, text, 0.0) for n, text in enumerate(["46", "7", "46", "8"])]
+    metrics = Trainer(model_dir, CONFIG).train_step(samples, 1).metrics
+    assert metrics["tokens/computed"] < 0.6 * metrics["tokens"]
+
+
+def test_several_updates_a_batch_use_the_logprobs_from_before_the_first(model_dir: Path) -> None:
+    settings = PpoConfig(epochs=3, minibatches=2, kl_coefficient=0.0)
+    learner = Trainer(model_dir, dataclasses.replace(PPO, settings=settings, schedule=Schedule(peak=1e-2)))
+    metrics = learner.train_step(sampled_batch(0), 1).metrics
+    assert metrics["updates"] == 6 and learner.optimizer.steps == 6
+    assert metrics["clip_fraction"] > 0  # the ratio leaves 1 after the first update
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+
+        def poisoned(loss: float) -> float:
+            calls.append(loss)
+            return loss if len(calls) < 4 else float("nan")
+
+        original = learner._check
+        patch.setattr(learner, "_check", lambda step, loss, norms, rate: original(step, poisoned(loss), norms, rate))
+        digest, moments = learner.weights_digest().root, {n: t.clone() for n, t in learner.optimizer.moments().items()}
+        with pytest.raises(Exception, match="The step was not made"):
+            learner.train_step(sampled_batch(1), 2)
+    assert learner.weights_digest().root == digest and learner.optimizer.steps == 6
+    assert all(torch.equal(tensor, moments[name]) for name, tensor in learner.optimizer.moments().items())
+
+
+def test_a_gradient_beyond_the_limit_is_refused(model_dir: Path) -> None:
+    learner = Trainer(model_dir, dataclasses.replace(CONFIG, refuse_grad_norm=1e-6))
+    with pytest.raises(Exception, match=r"beyond `train.refuse_grad_norm` = 1e-06"):
+        learner.train_step(pairs(0), 1)
+    assert learner.step == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s[:-1], "15 samples make no pairs"),
+        (lambda s: s[1:] + s[:0] + [dataclasses.replace(s[0], group_key="9/0")], "is no pair"),
+        (lambda s: [dataclasses.replace(s[0], loss_mask=np.zeros_like(s[0].loss_mask)), *s[1:]], "has no token to train on"),
+    ],
+    ids=["odd", "strangers", "empty"],
+)
+def test_pairs_that_are_none_are_named(
+    model_dir: Path, change: Callable[[list[TrainSample]], list[TrainSample]], message: str
+) -> None:
+    with pytest.raises(BadBatch, match=message):
+        Trainer(model_dir, CONFIG).train_step(change(pairs(0)), 1)
+
+
+def test_the_end_that_is_scored_is_the_last_token() -> None:
+    sample = pairs(0)[0]
+    longer = ending(sample)
+    assert longer.loss_mask.tolist() == [0] * len(sample.token_ids) + [1]
+    assert longer.token_ids[:-1].tolist() == sample.token_ids.tolist()
