@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--spec", help="the worker's spec (default: $ROLLOUT_WORKER_SPEC)")
     arguments = parser.parse_args()
     prepare_process()
+    sys.setswitchinterval(0.0003)  # seconds: what dispatches tensor operations must not wait 5 ms for the event loop's thread
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

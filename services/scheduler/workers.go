@@ -55,9 +55,8 @@ func (c *conductor) command(id, kind string) (launch.Command, error) {
 	if err := writeSecret(base+".json", text); err != nil {
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
 	}
-	env := append(slices.Clone(w.Env), "ROLLOUT_WORKER_SPEC="+base+".json",
-		// Spinning OpenMP threads of two processes starve each other.
-		"OMP_WAIT_POLICY=PASSIVE", "OMP_NUM_THREADS="+strconv.Itoa(int(spec.GetThreads())))
+	env := append(slices.Clone(w.Env), "ROLLOUT_WORKER_SPEC="+base+".json", "OMP_NUM_THREADS="+strconv.Itoa(int(spec.GetThreads())))
+	env = append(env, waiting(run)...)
 	return launch.Command{Args: append(slices.Clone(w.Command), kind), Env: env, Log: base + ".log"}, nil
 }
 
@@ -89,6 +88,16 @@ func threads(run *Run, kind string, cores int) uint32 {
 		cores /= 2
 	}
 	return uint32(max(1, cores/sharers))
+}
+
+// waiting is how a worker's OpenMP threads wait for their next loop. Where engine and learner work at the same time they must
+// sleep, as threads that spin starve those of the other process. Where the two alternate a short spin is worth it: a small
+// model's loops follow each other faster than a thread falls asleep and wakes (on two cores a step took 0.7 of the time).
+func waiting(run *Run) []string {
+	if run.GetPlan().GetConfig().GetMode() == "async" {
+		return []string{"OMP_WAIT_POLICY=PASSIVE"}
+	}
+	return []string{"OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=50000"} // about 2 ms
 }
 
 var versionFolder = regexp.MustCompile(`^v(\d+)$`)

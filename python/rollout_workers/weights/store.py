@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from rollout_workers.weights.digest import WeightsDigest, weights_digest
 from rollout_workers.weights.naming import dtype_name, named_weights
-from rollout_workers.weights.tensor_file import write_tensors
+from rollout_workers.weights.tensor_file import read_tensors, write_tensors
 
 TENSOR_FILE = "model.safetensors"
 SHARD_INDEX_FILE = "model.safetensors.index.json"
@@ -131,9 +130,8 @@ def read_weights(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in _tensor_files(Path(directory)):
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        except Exception as error:
+            tensors |= read_tensors(path)
+        except (OSError, ValueError) as error:
             raise WeightsUnreadable(f"{path}: {error}") from error
     return tensors
 
@@ -164,6 +162,8 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 def _in_transport(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is None and tensor.device.type == "cpu" and tensor.is_contiguous():
+        return tensor
     tensor = tensor.detach().cpu()
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,6 +21,8 @@ class HeldWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        # The live parameters, found once: a walk over the module takes longer than copying a small model's weights.
+        self._parameters = _parameters(module)
         self._staged: Mapping[str, Tensor] | None = None
         self._lock = threading.Lock()  # tensors don't change while they are digested
         self._transport = {name: tensor.dtype for name, tensor in named_weights(module)}
@@ -49,17 +51,20 @@ class HeldWeights:
             raise NothingStaged("swap_weights needs stage_weights first")
         staged, self._staged = self._staged, None
         with self._lock:
-            for name, tensor in named_weights(self._module):
+            for name, tensor in self._tensors():
                 tensor.copy_(staged[name])
             self._transport = {name: tensor.dtype for name, tensor in staged.items()}
 
     def digest(self) -> WeightsDigest:
         """The digest of what the module holds, in the dtypes in which its weights travelled."""
         with self._lock:
-            return weights_digest((name, tensor.to(self._transport[name])) for name, tensor in named_weights(self._module))
+            return weights_digest((name, tensor.to(self._transport[name])) for name, tensor in self._tensors())
+
+    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return named_weights(self._module) if self._parameters is None else self._parameters
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
-        held = dict(named_weights(self._module))
+        held = dict(self._tensors())
         for name in sorted(held.keys() | tensors.keys()):
             if name not in tensors:
                 raise WeightsMismatch(name, "a tensor", "nothing")
@@ -72,6 +77,14 @@ class HeldWeights:
                 raise WeightsMismatch(
                     name, f"a dtype that {dtype_name(expected.dtype)} holds without loss", dtype_name(got.dtype)
                 )
+
+
+def _parameters(module: nn.Module) -> tuple[tuple[str, Tensor], ...] | None:
+    """The entries of ``named_weights`` as the parameters themselves, which stay when the module moves between devices; None
+    where some are buffers, which do not."""
+    live = module.state_dict(keep_vars=True)
+    found = tuple((name, live[name]) for name, _ in named_weights(module))
+    return found if all(isinstance(tensor, nn.Parameter) for _, tensor in found) else None
 
 
 def _check_manifest(folder: Path, digest: WeightsDigest) -> None:
