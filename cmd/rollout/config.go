@@ -13,6 +13,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
@@ -96,9 +97,12 @@ func validText(file string, config *configv1.RunConfig) string {
 
 // gist is a configuration in one line.
 func gist(config *configv1.RunConfig) string {
-	work := "supervised fine-tuning on reference answers"
-	if config.GetAlgorithm().GetGrpo() != nil {
-		work = fmt.Sprintf("GRPO with %d samples a prompt", config.GetSampling().GetGroupSize())
+	work := algorithm.Title(config)
+	if config.GetAlgorithm().GetSft() != nil {
+		work += " on reference answers"
+	}
+	if !algorithm.FromData(config) {
+		work += fmt.Sprintf(" with %d samples a prompt", config.GetSampling().GetGroupSize())
 	}
 	return fmt.Sprintf("%s, %s steps of %s prompts, %s",
 		work, output.Count(config.GetTrain().GetSteps()), output.Count(config.GetTrain().GetGroupsPerStep()), config.GetMode())

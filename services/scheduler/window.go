@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
@@ -29,7 +30,7 @@ type Window struct {
 // windowOf reads the plan. first and firstStep are those of the snapshot that the run starts from, else 0.
 func windowOf(plan *planv1.Plan, first, firstStep uint64) Window {
 	c := plan.GetConfig()
-	data := c.GetAlgorithm().GetSft() != nil
+	data := algorithm.FromData(c)
 	sync := c.GetMode() != "async"
 	return Window{
 		First: first, FirstStep: firstStep,

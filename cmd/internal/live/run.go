@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -126,7 +127,7 @@ func headline(metrics map[string]float64) (float64, bool) {
 
 // Supervised reports whether nothing is rewarded: the curve is the loss.
 func (r *Run) Supervised() bool {
-	return r.Status.GetRun().GetPlan().GetConfig().GetAlgorithm().GetSft() != nil
+	return algorithm.FromData(r.Status.GetRun().GetPlan().GetConfig())
 }
 
 // Accuracy is the number that evaluations are about, of each of them, and its name.

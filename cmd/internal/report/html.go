@@ -11,6 +11,7 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/algorithm"
 )
 
 //go:embed page.html
@@ -73,14 +74,14 @@ func (d *Data) HTML(w io.Writer) error {
 func (d *Data) facts() []fact {
 	run := d.Run.Status.GetRun()
 	config := run.GetPlan().GetConfig()
-	algorithm := "supervised fine-tuning"
-	if config.GetAlgorithm().GetGrpo() != nil {
-		algorithm = fmt.Sprintf("GRPO, %d samples a prompt", config.GetSampling().GetGroupSize())
+	work := algorithm.Title(config)
+	if !algorithm.FromData(config) {
+		work += fmt.Sprintf(", %d samples a prompt", config.GetSampling().GetGroupSize())
 	}
 	facts := []fact{
 		{"run", run.GetRunId()},
 		{"steps", fmt.Sprintf("%s of %s", output.Count(run.GetStep()), output.Count(run.GetTotalSteps()))},
-		{"algorithm", algorithm},
+		{"algorithm", work},
 		{"model", config.GetModel().GetPath()},
 		{"data", config.GetData().GetTrain()},
 		{"mode", config.GetMode()},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout_workers.algorithms.family import group_algorithm
 from rollout_workers.algorithms.grpo import GrpoConfig, compare
 from rollout_workers.algorithms.types import Algorithm
 
@@ -26,4 +25,4 @@ def cispo(config: CispoConfig) -> Algorithm:
     Per token ``-constant(clip(r)) A log(p)`` (equation 4): the clip bounds the weight of a token's gradient and never its
     presence, so rare tokens that decide a chain of thought keep theirs.
     """
-    return group_algorithm("cispo", config, compare(config), detach_ratio=True)
+    return compare("cispo", config, detach_ratio=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout_workers.algorithms.family import group_algorithm
 from rollout_workers.algorithms.grpo import GrpoConfig, compare
 from rollout_workers.algorithms.types import Algorithm
 
@@ -24,4 +23,4 @@ def dapo(config: DapoConfig) -> Algorithm:
     groups of equal rewards), ``reduction = "token"``, and the soft overlong punishment (``overlong_share``,
     ``overlong_penalty``).
     """
-    return group_algorithm("dapo", config, compare(config))
+    return compare("dapo", config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout_workers.algorithms.family import group_algorithm
 from rollout_workers.algorithms.grpo import GrpoConfig, compare
 from rollout_workers.algorithms.types import Algorithm
 
@@ -25,4 +24,4 @@ def dr_grpo(config: DrGrpoConfig) -> Algorithm:
     loss is summed over tokens and divided by ``samples * max_tokens`` (dividing by a sample's own length favours long wrong
     answers).
     """
-    return group_algorithm("dr_grpo", config, compare(config))
+    return compare("dr_grpo", config)

@@ -21,20 +21,19 @@ def group_algorithm(
     config: PolicyConfig,
     advantages: Advantages,
     *,
+    normalize_std: bool,
     ratio: str = "token",
     detach_ratio: bool = False,
-    updates: Updates | None = None,
 ) -> Algorithm:
     """An algorithm that compares the samples of a group. See ``surrogate.policy_loss`` for ``ratio`` and ``detach_ratio``."""
     return policy_algorithm(
         name,
         config,
-        estimate=partial(estimate_by_group, config=config, advantages=advantages),
+        estimate=partial(estimate_by_group, config=config, advantages=advantages, normalize_std=normalize_std),
         advantages=None if config.kl_in_reward else advantages,
         ratio=ratio,
         detach_ratio=detach_ratio,
         group_rewards=True,
-        updates=updates,
     )
 
 
@@ -48,10 +47,9 @@ def policy_algorithm(
     detach_ratio: bool = False,
     group_rewards: bool = False,
     critic: bool = False,
-    updates: Updates | None = None,
 ) -> Algorithm:
     """An algorithm over ``surrogate.policy_loss``."""
-    updates = updates or Updates(config.epochs, config.minibatches)
+    updates = Updates(config.epochs, config.minibatches)
     uses_engine = config.off_policy and (config.old_policy == "engine" or config.importance_correction != "none")
     return Algorithm(
         name=name,
@@ -80,7 +78,7 @@ def policy_algorithm(
     )
 
 
-def estimate_by_group(batch: EstimatorBatch, *, config: PolicyConfig, advantages: Advantages) -> Estimate:
+def estimate_by_group(batch: EstimatorBatch, *, config: PolicyConfig, advantages: Advantages, normalize_std: bool) -> Estimate:
     """Advantages relative to the group, of every token.
 
     With the divergence in the reward, a sample's reward is first lowered by ``kl_coefficient`` times its sum over the sample.
@@ -97,8 +95,7 @@ def estimate_by_group(batch: EstimatorBatch, *, config: PolicyConfig, advantages
             token_rewards = token_rewards - penalty
     if token_rewards is None:
         return Estimate(advantages=advantages(rewards, batch.groups)[batch.sample], metrics=metrics)
-    normalize = config.normalization != "none"
-    found = process_relative(token_rewards, rewards, batch.sample, batch.groups, normalize_std=normalize)
+    found = process_relative(token_rewards, rewards, batch.sample, batch.groups, normalize_std=normalize_std)
     return Estimate(advantages=found, metrics=metrics)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from rollout_workers.algorithms.advantage import group_relative, leave_one_out
-from rollout_workers.algorithms.family import Advantages, group_algorithm
+from rollout_workers.algorithms.advantage import NORMALIZATIONS, group_relative, leave_one_out
+from rollout_workers.algorithms.family import group_algorithm
 from rollout_workers.algorithms.surrogate import PolicyConfig, one_of
 from rollout_workers.algorithms.types import Algorithm
 
@@ -16,6 +16,7 @@ class GrpoConfig(PolicyConfig):
     """Settings of GRPO, by the names of the run config; the losses that follow from it take them with other defaults."""
 
     normalization: str = "group"
+    """What advantages are divided by the standard deviation of: the rewards of the ``group``, of the ``batch``, or ``none``."""
     baseline: str = "group"
     """What a reward is compared with: the mean of its ``group``, or of the other samples of it (``leave_one_out``)."""
     normalize_std: bool = True
@@ -25,6 +26,7 @@ class GrpoConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)
+        one_of("normalization", self.normalization, NORMALIZATIONS)
         one_of("baseline", self.baseline, ("group", "leave_one_out"))
         if not self.normalize_std:
             object.__setattr__(self, "normalization", "none")
@@ -36,11 +38,17 @@ def grpo(config: GrpoConfig) -> Algorithm:
     The loss is ``surrogate.policy_loss``, by default with token-level normalisation over the global batch (DAPO, arXiv
     2503.14476, equation 8), which doesn't favour short right answers as the paper's own (``reduction = "sequence"``) does.
     """
-    return group_algorithm("grpo", config, compare(config))
+    return compare("grpo", config)
 
 
-def compare(config: GrpoConfig) -> Advantages:
-    """The estimator of the settings: (rewards float64 [S], groups int64 [S]) -> float64 [S]."""
-    if config.baseline == "leave_one_out":
-        return partial(leave_one_out, normalization=config.normalization)
-    return partial(group_relative, normalization=config.normalization)
+def compare(name: str, config: GrpoConfig, *, ratio: str = "token", detach_ratio: bool = False) -> Algorithm:
+    """An algorithm of GRPO's family: its estimator by ``baseline`` and ``normalization``, and ``surrogate.policy_loss``."""
+    estimator = leave_one_out if config.baseline == "leave_one_out" else group_relative
+    return group_algorithm(
+        name,
+        config,
+        partial(estimator, normalization=config.normalization),
+        normalize_std=config.normalization != "none",
+        ratio=ratio,
+        detach_ratio=detach_ratio,
+    )

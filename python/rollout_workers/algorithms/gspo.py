@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout_workers.algorithms.family import group_algorithm
 from rollout_workers.algorithms.grpo import GrpoConfig, compare
 from rollout_workers.algorithms.types import Algorithm
 
@@ -25,4 +24,4 @@ def gspo(config: GspoConfig) -> Algorithm:
     The ratio is that of the sample, by its length: ``s = exp(mean over its tokens of log(p / p_old))`` (equation 7), the same
     for all its tokens, so a sample is clipped as a whole. Its gradient reaches every token of the sample.
     """
-    return group_algorithm("gspo", config, compare(config), ratio="mean")
+    return compare("gspo", config, ratio="mean")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout_workers.algorithms.family import group_algorithm
 from rollout_workers.algorithms.grpo import GrpoConfig, compare
 from rollout_workers.algorithms.types import Algorithm
 
@@ -28,4 +27,4 @@ def rloo(config: RlooConfig) -> Algorithm:
     samples. On policy the gradient is ``A grad(log p(completion))``, REINFORCE with the mean of the other samples as its
     baseline.
     """
-    return group_algorithm("rloo", config, compare(config), ratio="product")
+    return compare("rloo", config, ratio="product")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout_workers.algorithms.advantage import NORMALIZATIONS
 from rollout_workers.algorithms.divergence import ESTIMATORS
 from rollout_workers.algorithms.importance import CORRECTIONS, LEVELS, bounded_exp, importance_weights
 from rollout_workers.algorithms.reduction import REDUCTIONS, mean_over_sample, reduce_tokens, samples_of, sum_over_sample
@@ -38,8 +37,6 @@ class PolicyConfig:
     """Weight of the entropy bonus."""
     reduction: str = "token"
     """``token``, ``sequence`` or ``constant``; see ``reduction.reduce_tokens``."""
-    normalization: str = "none"
-    """What advantages are divided by the standard deviation of: ``group``, ``batch`` or ``none``."""
     epochs: int = 1
     """Passes over a batch."""
     minibatches: int = 1
@@ -70,7 +67,6 @@ class PolicyConfig:
         one_of("kl_estimator", self.kl_estimator, ESTIMATORS)
         one_of("kl_in", self.kl_in, ("loss", "reward"))
         one_of("reduction", self.reduction, REDUCTIONS)
-        one_of("normalization", self.normalization, NORMALIZATIONS)
         one_of("old_policy", self.old_policy, ("proximal", "engine"))
         one_of("importance_correction", self.importance_correction, CORRECTIONS)
         one_of("importance_level", self.importance_level, LEVELS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from rollout.config.v1.run_config_pb2 import RunConfig
-from rollout_workers.algorithms.grpo import GrpoConfig
-from rollout_workers.algorithms.sft import SftConfig
+from rollout_workers.algorithms import config_type
 from rollout_workers.learner import AdamWConfig, LoraConfig, Schedule, TrainerConfig
 
 
@@ -18,7 +18,7 @@ def trainer_config(config: RunConfig, threads: int) -> TrainerConfig:
     name = str(config.algorithm.WhichOneof("kind"))
     return TrainerConfig(
         algorithm=name,
-        settings=_settings(config, name),
+        settings=algorithm_settings(config),
         schedule=Schedule(peak=train.learning_rate, shape=train.schedule, warmup_steps=train.warmup_steps, steps=train.steps),
         optimizer=AdamWConfig(
             weight_decay=train.weight_decay,
@@ -51,15 +51,17 @@ def _lora(config: RunConfig) -> LoraConfig | None:
     return LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
 
 
-def _settings(config: RunConfig, name: str) -> Any:
-    if name == "sft":
-        return SftConfig()
-    grpo = config.algorithm.grpo
-    return GrpoConfig(
-        clip_low=grpo.clip_low,
-        clip_high=grpo.clip_high,
-        kl_coefficient=grpo.kl_coefficient,
-        normalize_std=grpo.normalize_std,
-        off_policy=config.mode == "async",
-        importance_cap=grpo.importance_cap,
-    )
+def algorithm_settings(config: RunConfig) -> Any:
+    """The settings' dataclass of the chosen algorithm, each field that the table sets by its own name.
+
+    A field that neither table nor plan has keeps the dataclass's default. ``off_policy`` and ``max_tokens`` come from the run.
+    """
+    name = str(config.algorithm.WhichOneof("kind"))
+    table, expected = getattr(config.algorithm, name), config_type(name)
+    known = {field.name for field in fields(expected)}
+    given = {field.name: getattr(table, field.name) for field, _ in table.ListFields() if field.name in known}
+    if "off_policy" in known:
+        given["off_policy"] = config.mode == "async"
+    if "max_tokens" in known and config.sampling.HasField("max_tokens"):
+        given["max_tokens"] = config.sampling.max_tokens
+    return expected(**given)

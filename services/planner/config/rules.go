@@ -8,6 +8,7 @@ import (
 
 	"buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	"buf.build/go/protovalidate"
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 	"google.golang.org/protobuf/proto"
@@ -145,6 +146,7 @@ func (r *Reading) crossField(id, message string) {
 			return
 		}
 	}
+	message = strings.ReplaceAll(message, "algorithm.*", "algorithm."+algorithm.Name(r.Config))
 	if r.holes && r.root.Find(namedFields(message)[0]) == nil {
 		return // it may stand on a line that could not be read
 	}
@@ -161,14 +163,21 @@ func (r *Reading) crossField(id, message string) {
 // mends says how each rule between fields is met; a test holds it against the contract.
 var mends = map[string]string{
 	"run_config.sync_staleness":      "remove `staleness.max_steps`, or write `mode = \"async\"`",
-	"run_config.grpo_reward":         "add [reward] with `plugin = \"reward.py:function\"`",
-	"run_config.grpo_group_size":     "write `group_size = 8` in [sampling]",
-	"run_config.sft_group_size":      "remove `group_size` from [sampling]",
+	"run_config.reward":              "add [reward] with `plugin = \"reward.py:function\"`",
+	"run_config.group_size":          "write `group_size = 8` in [sampling]",
+	"run_config.single":              "remove `group_size` from [sampling]",
+	"run_config.temperature":         "remove `temperature` from [sampling]: 1.0 is the default",
+	"run_config.minibatches":         "lower `minibatches`, or raise `groups_per_step` in [train]",
+	"run_config.kl_estimator":        "write `kl_estimator = \"k3\"`, or `kl_in = \"reward\"`",
+	"run_config.kl_target":           "remove `kl_target`, or write `kl_coefficient = 0.05`",
+	"run_config.dual_clip":           "write `dual_clip = 3.0`, or remove it",
+	"run_config.importance_floor":    "lower `importance_floor` or raise `importance_cap`",
+	"run_config.kto_weights":         "remove one of them: 1.0 is the default",
 	"run_config.deterministic_async": "remove `deterministic`, or write `mode = \"sync\"`",
 	"run_config.warmup":              "lower `warmup_steps` or raise `steps`",
 	"run_config.eval_data":           "add `eval = \"data/eval.jsonl\"` to [data] and a [reward] table, or remove `every_steps` from [eval]",
-	"run_config.grpo_deliver":        "remove `deliver_every_steps`: 1 is the default",
 	"run_config.lora_freeze":         "remove `freeze` from [train], or the table [lora]",
+	"run_config.deliver":             "remove `deliver_every_steps`: 1 is the default",
 	"run_config.context":             "lower `max_tokens` in [sampling], or raise `max_model_len` in [engine]",
 }
 

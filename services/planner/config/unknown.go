@@ -5,24 +5,31 @@ import (
 	"slices"
 	"strings"
 
-	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// aliases are names that other trainers use for fields that we have.
+// aliases are names that other trainers use for fields that we have; `algorithm.*` is the algorithm that the text chose.
 var aliases = map[string]string{
-	"advantage_norm":        "algorithm.grpo.normalize_std",
+	"advantage_norm":        "algorithm.*.normalization",
 	"batch_size":            "train.groups_per_step",
-	"beta":                  "algorithm.grpo.kl_coefficient",
+	"beta":                  "algorithm.*.kl_coefficient",
 	"checkpoint_every":      "snapshot.every_steps",
-	"clip_range":            "algorithm.grpo.clip_low",
+	"clip_range":            "algorithm.*.clip_low",
+	"cliprange_value":       "algorithm.*.value_clip",
 	"dataset":               "data.train",
-	"epsilon_high":          "algorithm.grpo.clip_high",
+	"delta":                 "algorithm.*.dual_clip",
+	"ent_coef":              "algorithm.*.entropy_coefficient",
+	"entropy_coeff":         "algorithm.*.entropy_coefficient",
+	"epsilon":               "algorithm.*.clip_low",
+	"epsilon_high":          "algorithm.*.clip_high",
 	"eval_steps":            "eval.every_steps",
 	"gradient_clip":         "train.max_grad_norm",
-	"kl_coef":               "algorithm.grpo.kl_coefficient",
+	"kl_coef":               "algorithm.*.kl_coefficient",
+	"lam":                   "algorithm.*.gae_lambda",
+	"loss_agg_mode":         "algorithm.*.reduction",
+	"loss_type":             "algorithm.*.reduction",
 	"lr":                    "train.learning_rate",
 	"lr_scheduler":          "train.schedule",
 	"max_completion_length": "sampling.max_tokens",
@@ -32,8 +39,13 @@ var aliases = map[string]string{
 	"model_name_or_path":    "model.path",
 	"n":                     "sampling.group_size",
 	"num_generations":       "sampling.group_size",
+	"num_iterations":        "algorithm.*.epochs",
+	"ppo_epochs":            "algorithm.*.epochs",
 	"prompts_per_step":      "train.groups_per_step",
 	"save_steps":            "snapshot.every_steps",
+	"scale_rewards":         "algorithm.*.normalization",
+	"teacher_model":         "algorithm.*.teacher",
+	"vf_coef":               "algorithm.*.value_coefficient",
 	"warmup":                "train.warmup_steps",
 }
 
@@ -47,7 +59,7 @@ func (r *Reading) unknown(e *document.Entry, message protoreflect.MessageDescrip
 	if at != "" {
 		where = "in [" + at + "]"
 	}
-	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), mendUnknown(e.Key, message, at))
+	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), mendUnknown(e.Key, message, at, r.algorithm()))
 	if near := nearest(e.Key, fieldNames(message, false)); near != "" {
 		r.broken[join(at, near)] = true // it was meant: no rule is held against its default
 	}
@@ -62,10 +74,10 @@ func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDe
 		r.broken[at] = true
 	}
 	var mend string
-	if near := nearest(e.Key, names); near != "" && at != "algorithm" {
+	if near := nearest(e.Key, names); near != "" {
 		mend = fmt.Sprintf("did you mean [%s]?", join(at, near))
 		r.broken[join(at, near)] = true
-	} else if full := pathOf(e.Key, true); full != "" {
+	} else if full := pathOf(e.Key, "", true); full != "" {
 		mend = fmt.Sprintf("write [%s]", full)
 	} else if len(names) == 0 {
 		mend = fmt.Sprintf("[%s] has no tables of its own: remove it", at)
@@ -82,25 +94,33 @@ func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDe
 	r.Problems.At(span, problem.UnknownKey, path, what, mend)
 }
 
+// algorithm is the table under [algorithm] that the text chose, "" where there is none.
+func (r *Reading) algorithm() string {
+	if e := r.root.Find("algorithm"); e != nil && e.Value.Kind == document.Table && len(e.Value.Entries) > 0 {
+		return e.Value.Entries[0].Key
+	}
+	return ""
+}
+
 // mendUnknown looks for the key that was meant: in the same table, in another one, by the name that other trainers use.
-func mendUnknown(key string, message protoreflect.MessageDescriptor, at string) string {
+func mendUnknown(key string, message protoreflect.MessageDescriptor, at, algorithm string) string {
 	if near := nearest(key, fieldNames(message, false)); near != "" {
 		return fmt.Sprintf("did you mean `%s`?", near)
 	}
-	if full := pathOf(key, false); full != "" {
+	alias := aliasOf(key, algorithm)
+	if alias != "" && parent(alias) == at {
+		return fmt.Sprintf("it is called `%s` here", leafOf(alias))
+	}
+	if full := pathOf(key, algorithm, false); full != "" {
 		return fmt.Sprintf("`%s` belongs %s", key, home(full))
 	}
-	if full, ok := aliases[strings.ToLower(key)]; ok {
-		leaf := full[strings.LastIndexByte(full, '.')+1:]
-		if parent(full) == at {
-			return fmt.Sprintf("it is called `%s` here", leaf)
-		}
-		return fmt.Sprintf("it is called `%s` here and belongs %s", leaf, home(full))
+	if alias != "" {
+		return fmt.Sprintf("it is called `%s` here and belongs %s", leafOf(alias), home(alias))
 	}
-	all := leaves()
+	all := leaves(algorithm)
 	names := make([]string, 0, len(all))
 	for _, path := range all {
-		names = append(names, path[strings.LastIndexByte(path, '.')+1:])
+		names = append(names, leafOf(path))
 	}
 	if near := nearest(key, names); near != "" {
 		return fmt.Sprintf("did you mean `%s`? It belongs %s", near, home(all[slices.Index(names, near)]))
@@ -129,26 +149,50 @@ func fieldNames(message protoreflect.MessageDescriptor, tables bool) []string {
 	return names
 }
 
-// pathOf is the full path of the only key, or table, that is called name.
-func pathOf(name string, table bool) string {
+// aliasOf is the full path of the field that other trainers call name, "" where there is none.
+func aliasOf(name, algorithm string) string {
+	full, ok := strings.CutPrefix(aliases[strings.ToLower(name)], "algorithm.*.")
+	if !ok {
+		return full
+	}
+	if algorithm == "" {
+		algorithm = "grpo"
+	}
+	if full = "algorithm." + algorithm + "." + full; fieldAt(full) == nil {
+		return ""
+	}
+	return full
+}
+
+// pathOf is the full path of the first key, or table, that is called name; of the algorithms only the chosen one's keys count,
+// any one's where none is.
+func pathOf(name, algorithm string, table bool) string {
 	found := ""
-	walk((&configv1.RunConfig{}).ProtoReflect().Descriptor(), "", func(path string, field protoreflect.FieldDescriptor) {
-		if field.TextName() == name && (field.Message() != nil) == table && found == "" {
+	walk(root(), "", func(path string, field protoreflect.FieldDescriptor) {
+		if field.TextName() == name && (field.Message() != nil) == table && found == "" && inReach(path, algorithm) {
 			found = path
 		}
 	})
 	return found
 }
 
-func leaves() []string {
+// leaves are the paths of all keys, but of algorithms only those of the chosen one.
+func leaves(algorithm string) []string {
 	var out []string
-	walk((&configv1.RunConfig{}).ProtoReflect().Descriptor(), "", func(path string, field protoreflect.FieldDescriptor) {
-		if field.Message() == nil {
+	walk(root(), "", func(path string, field protoreflect.FieldDescriptor) {
+		if field.Message() == nil && inReach(path, algorithm) {
 			out = append(out, path)
 		}
 	})
 	return out
 }
+
+func inReach(path, algorithm string) bool {
+	rest, ok := strings.CutPrefix(path, "algorithm.")
+	return !ok || algorithm == "" || strings.HasPrefix(rest+".", algorithm+".")
+}
+
+func leafOf(path string) string { return path[strings.LastIndexByte(path, '.')+1:] }
 
 // walk visits every field of a configuration, tables before what is in them.
 func walk(message protoreflect.MessageDescriptor, at string, visit func(path string, field protoreflect.FieldDescriptor)) {

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from rollout.config.v1 import algorithm_pb2 as _algorithm_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -66,7 +67,7 @@ class RunConfig(_message.Message):
 
     @_builtins.property
     def algorithm(self) -> Global___AlgorithmConfig:
-        """What the learner optimises: exactly one table, `[algorithm.sft]` or `[algorithm.grpo]`."""
+        """What the learner optimises: exactly one table, such as `[algorithm.sft]` or `[algorithm.grpo]`."""
 
     @_builtins.property
     def train(self) -> Global___TrainConfig:
@@ -251,7 +252,7 @@ class SamplingConfig(_message.Message):
     MIN_P_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
-    """Completions a prompt (`n` in some papers, G in the GRPO paper). 1 for SFT."""
+    """Completions a prompt (`n` in some papers, G in the GRPO paper). 1 where rows are trained on as they are."""
     max_tokens: _builtins.int
     """Most new tokens a completion."""
     temperature: _builtins.float
@@ -359,6 +360,18 @@ class AlgorithmConfig(_message.Message):
 
     SFT_FIELD_NUMBER: _builtins.int
     GRPO_FIELD_NUMBER: _builtins.int
+    REWARD_MODEL_FIELD_NUMBER: _builtins.int
+    PPO_FIELD_NUMBER: _builtins.int
+    DR_GRPO_FIELD_NUMBER: _builtins.int
+    DAPO_FIELD_NUMBER: _builtins.int
+    GSPO_FIELD_NUMBER: _builtins.int
+    CISPO_FIELD_NUMBER: _builtins.int
+    RLOO_FIELD_NUMBER: _builtins.int
+    REINFORCE_PP_FIELD_NUMBER: _builtins.int
+    DPO_FIELD_NUMBER: _builtins.int
+    IPO_FIELD_NUMBER: _builtins.int
+    KTO_FIELD_NUMBER: _builtins.int
+    DISTILLATION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sft(self) -> Global___SftConfig:
         """Supervised fine-tuning on the rows' reference answers."""
@@ -367,17 +380,77 @@ class AlgorithmConfig(_message.Message):
     def grpo(self) -> Global___GrpoConfig:
         """Group Relative Policy Optimization."""
 
+    @_builtins.property
+    def reward_model(self) -> _algorithm_pb2.RewardModelConfig:
+        """A reward model, on preference pairs."""
+
+    @_builtins.property
+    def ppo(self) -> _algorithm_pb2.PpoConfig:
+        """Proximal Policy Optimization, with a critic."""
+
+    @_builtins.property
+    def dr_grpo(self) -> _algorithm_pb2.DrGrpoConfig:
+        """GRPO without its two biases."""
+
+    @_builtins.property
+    def dapo(self) -> _algorithm_pb2.DapoConfig:
+        """GRPO with clip-higher, dynamic sampling and overlong shaping."""
+
+    @_builtins.property
+    def gspo(self) -> _algorithm_pb2.GspoConfig:
+        """Group Sequence Policy Optimization."""
+
+    @_builtins.property
+    def cispo(self) -> _algorithm_pb2.CispoConfig:
+        """Clipped importance-sampling weights."""
+
+    @_builtins.property
+    def rloo(self) -> _algorithm_pb2.RlooConfig:
+        """REINFORCE Leave-One-Out."""
+
+    @_builtins.property
+    def reinforce_pp(self) -> _algorithm_pb2.ReinforcePpConfig:
+        """REINFORCE++."""
+
+    @_builtins.property
+    def dpo(self) -> _algorithm_pb2.DpoConfig:
+        """Direct Preference Optimization, on preference pairs."""
+
+    @_builtins.property
+    def ipo(self) -> _algorithm_pb2.IpoConfig:
+        """Identity Preference Optimization, on preference pairs."""
+
+    @_builtins.property
+    def kto(self) -> _algorithm_pb2.KtoConfig:
+        """Kahneman-Tversky Optimization, on labelled completions."""
+
+    @_builtins.property
+    def distillation(self) -> _algorithm_pb2.DistillationConfig:
+        """On-policy distillation from a teacher."""
+
     def __init__(
         self,
         *,
         sft: Global___SftConfig | None = ...,
         grpo: Global___GrpoConfig | None = ...,
+        reward_model: _algorithm_pb2.RewardModelConfig | None = ...,
+        ppo: _algorithm_pb2.PpoConfig | None = ...,
+        dr_grpo: _algorithm_pb2.DrGrpoConfig | None = ...,
+        dapo: _algorithm_pb2.DapoConfig | None = ...,
+        gspo: _algorithm_pb2.GspoConfig | None = ...,
+        cispo: _algorithm_pb2.CispoConfig | None = ...,
+        rloo: _algorithm_pb2.RlooConfig | None = ...,
+        reinforce_pp: _algorithm_pb2.ReinforcePpConfig | None = ...,
+        dpo: _algorithm_pb2.DpoConfig | None = ...,
+        ipo: _algorithm_pb2.IpoConfig | None = ...,
+        kto: _algorithm_pb2.KtoConfig | None = ...,
+        distillation: _algorithm_pb2.DistillationConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grpo", b"grpo", "kind", b"kind", "sft", b"sft"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cispo", b"cispo", "dapo", b"dapo", "distillation", b"distillation", "dpo", b"dpo", "dr_grpo", b"dr_grpo", "grpo", b"grpo", "gspo", b"gspo", "ipo", b"ipo", "kind", b"kind", "kto", b"kto", "ppo", b"ppo", "reinforce_pp", b"reinforce_pp", "reward_model", b"reward_model", "rloo", b"rloo", "sft", b"sft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpo", b"grpo", "kind", b"kind", "sft", b"sft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cispo", b"cispo", "dapo", b"dapo", "distillation", b"distillation", "dpo", b"dpo", "dr_grpo", b"dr_grpo", "grpo", b"grpo", "gspo", b"gspo", "ipo", b"ipo", "kind", b"kind", "kto", b"kto", "ppo", b"ppo", "reinforce_pp", b"reinforce_pp", "reward_model", b"reward_model", "rloo", b"rloo", "sft", b"sft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "grpo"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "grpo", "reward_model", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "dpo", "ipo", "kto", "distillation"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -418,6 +491,23 @@ class GrpoConfig(_message.Message):
     KL_COEFFICIENT_FIELD_NUMBER: _builtins.int
     NORMALIZE_STD_FIELD_NUMBER: _builtins.int
     IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
+    DUAL_CLIP_FIELD_NUMBER: _builtins.int
+    KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
+    KL_IN_FIELD_NUMBER: _builtins.int
+    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    NORMALIZATION_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
+    REDUCTION_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    MINIBATCHES_FIELD_NUMBER: _builtins.int
+    DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
+    OVERLONG_SHARE_FIELD_NUMBER: _builtins.int
+    OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
+    MASK_TRUNCATED_FIELD_NUMBER: _builtins.int
+    OLD_POLICY_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_CORRECTION_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_LEVEL_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
     clip_low: _builtins.float
     """Lower clip of the probability ratio: 1 - clip_low."""
     clip_high: _builtins.float
@@ -428,6 +518,62 @@ class GrpoConfig(_message.Message):
     """Whether advantages are divided by the standard deviation of the group's rewards (off in Dr.GRPO, arXiv 2503.20783)."""
     importance_cap: _builtins.float
     """Cap of the importance weight against the engine's logprobs in async mode (truncated importance sampling)."""
+    dual_clip: _builtins.float
+    """Bound of a token's loss with a negative advantage, as a multiple of the advantage (arXiv 1912.09729 takes 3.0); above 1,
+    or 0 for no bound.
+    """
+    kl_estimator: _builtins.str
+    """Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
+    only measures there.
+    """
+    kl_in: _builtins.str
+    """Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
+    forward pass of policy and initial model first.
+    """
+    entropy_coefficient: _builtins.float
+    """Weight of the entropy bonus."""
+    normalization: _builtins.str
+    """What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`,
+    which `normalize_std = false` means too.
+    """
+    baseline: _builtins.str
+    """What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
+    bias).
+    """
+    reduction: _builtins.str
+    """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
+    (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
+    """
+    epochs: _builtins.int
+    """Passes over a batch. More than one update a batch costs a forward pass first."""
+    minibatches: _builtins.int
+    """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
+    dynamic_sampling: _builtins.bool
+    """Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
+    arXiv 2503.14476, section 3.2).
+    """
+    overlong_share: _builtins.float
+    """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
+    (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
+    """
+    overlong_penalty: _builtins.float
+    """What is taken from the reward of a completion that is as long as may be, or was cut off."""
+    mask_truncated: _builtins.bool
+    """Whether completions that were cut off are left out of the loss (their rewards still count in the group)."""
+    old_policy: _builtins.str
+    """In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
+    importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
+    """
+    importance_correction: _builtins.str
+    """In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
+    tokens outside floor and cap (IcePop), or `none`.
+    """
+    importance_level: _builtins.str
+    """What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
+    `geometric` mean over its tokens.
+    """
+    importance_floor: _builtins.float
+    """Smallest importance weight that `mask` keeps."""
     def __init__(
         self,
         *,
@@ -436,31 +582,116 @@ class GrpoConfig(_message.Message):
         kl_coefficient: _builtins.float | None = ...,
         normalize_std: _builtins.bool | None = ...,
         importance_cap: _builtins.float | None = ...,
+        dual_clip: _builtins.float | None = ...,
+        kl_estimator: _builtins.str | None = ...,
+        kl_in: _builtins.str | None = ...,
+        entropy_coefficient: _builtins.float | None = ...,
+        normalization: _builtins.str | None = ...,
+        baseline: _builtins.str | None = ...,
+        reduction: _builtins.str | None = ...,
+        epochs: _builtins.int | None = ...,
+        minibatches: _builtins.int | None = ...,
+        dynamic_sampling: _builtins.bool | None = ...,
+        overlong_share: _builtins.float | None = ...,
+        overlong_penalty: _builtins.float | None = ...,
+        mask_truncated: _builtins.bool | None = ...,
+        old_policy: _builtins.str | None = ...,
+        importance_correction: _builtins.str | None = ...,
+        importance_level: _builtins.str | None = ...,
+        importance_floor: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_importance_cap", b"_importance_cap", "_kl_coefficient", b"_kl_coefficient", "_normalize_std", b"_normalize_std", "clip_high", b"clip_high", "clip_low", b"clip_low", "importance_cap", b"importance_cap", "kl_coefficient", b"kl_coefficient", "normalize_std", b"normalize_std"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_normalize_std", b"_normalize_std", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "normalize_std", b"normalize_std", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_importance_cap", b"_importance_cap", "_kl_coefficient", b"_kl_coefficient", "_normalize_std", b"_normalize_std", "clip_high", b"clip_high", "clip_low", b"clip_low", "importance_cap", b"importance_cap", "kl_coefficient", b"kl_coefficient", "normalize_std", b"normalize_std"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_normalize_std", b"_normalize_std", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "normalize_std", b"normalize_std", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
+    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
     _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
     _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
+    _WhichOneofReturnType__dual_clip: _TypeAlias = _typing.Literal["dual_clip"]  # noqa: Y015
+    _WhichOneofArgType__dual_clip: _TypeAlias = _typing.Literal["_dual_clip", b"_dual_clip"]  # noqa: Y015
+    _WhichOneofReturnType__dynamic_sampling: _TypeAlias = _typing.Literal["dynamic_sampling"]  # noqa: Y015
+    _WhichOneofArgType__dynamic_sampling: _TypeAlias = _typing.Literal["_dynamic_sampling", b"_dynamic_sampling"]  # noqa: Y015
+    _WhichOneofReturnType__entropy_coefficient: _TypeAlias = _typing.Literal["entropy_coefficient"]  # noqa: Y015
+    _WhichOneofArgType__entropy_coefficient: _TypeAlias = _typing.Literal["_entropy_coefficient", b"_entropy_coefficient"]  # noqa: Y015
+    _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
+    _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
     _WhichOneofReturnType__importance_cap: _TypeAlias = _typing.Literal["importance_cap"]  # noqa: Y015
     _WhichOneofArgType__importance_cap: _TypeAlias = _typing.Literal["_importance_cap", b"_importance_cap"]  # noqa: Y015
+    _WhichOneofReturnType__importance_correction: _TypeAlias = _typing.Literal["importance_correction"]  # noqa: Y015
+    _WhichOneofArgType__importance_correction: _TypeAlias = _typing.Literal["_importance_correction", b"_importance_correction"]  # noqa: Y015
+    _WhichOneofReturnType__importance_floor: _TypeAlias = _typing.Literal["importance_floor"]  # noqa: Y015
+    _WhichOneofArgType__importance_floor: _TypeAlias = _typing.Literal["_importance_floor", b"_importance_floor"]  # noqa: Y015
+    _WhichOneofReturnType__importance_level: _TypeAlias = _typing.Literal["importance_level"]  # noqa: Y015
+    _WhichOneofArgType__importance_level: _TypeAlias = _typing.Literal["_importance_level", b"_importance_level"]  # noqa: Y015
     _WhichOneofReturnType__kl_coefficient: _TypeAlias = _typing.Literal["kl_coefficient"]  # noqa: Y015
     _WhichOneofArgType__kl_coefficient: _TypeAlias = _typing.Literal["_kl_coefficient", b"_kl_coefficient"]  # noqa: Y015
+    _WhichOneofReturnType__kl_estimator: _TypeAlias = _typing.Literal["kl_estimator"]  # noqa: Y015
+    _WhichOneofArgType__kl_estimator: _TypeAlias = _typing.Literal["_kl_estimator", b"_kl_estimator"]  # noqa: Y015
+    _WhichOneofReturnType__kl_in: _TypeAlias = _typing.Literal["kl_in"]  # noqa: Y015
+    _WhichOneofArgType__kl_in: _TypeAlias = _typing.Literal["_kl_in", b"_kl_in"]  # noqa: Y015
+    _WhichOneofReturnType__mask_truncated: _TypeAlias = _typing.Literal["mask_truncated"]  # noqa: Y015
+    _WhichOneofArgType__mask_truncated: _TypeAlias = _typing.Literal["_mask_truncated", b"_mask_truncated"]  # noqa: Y015
+    _WhichOneofReturnType__minibatches: _TypeAlias = _typing.Literal["minibatches"]  # noqa: Y015
+    _WhichOneofArgType__minibatches: _TypeAlias = _typing.Literal["_minibatches", b"_minibatches"]  # noqa: Y015
+    _WhichOneofReturnType__normalization: _TypeAlias = _typing.Literal["normalization"]  # noqa: Y015
+    _WhichOneofArgType__normalization: _TypeAlias = _typing.Literal["_normalization", b"_normalization"]  # noqa: Y015
     _WhichOneofReturnType__normalize_std: _TypeAlias = _typing.Literal["normalize_std"]  # noqa: Y015
     _WhichOneofArgType__normalize_std: _TypeAlias = _typing.Literal["_normalize_std", b"_normalize_std"]  # noqa: Y015
+    _WhichOneofReturnType__old_policy: _TypeAlias = _typing.Literal["old_policy"]  # noqa: Y015
+    _WhichOneofArgType__old_policy: _TypeAlias = _typing.Literal["_old_policy", b"_old_policy"]  # noqa: Y015
+    _WhichOneofReturnType__overlong_penalty: _TypeAlias = _typing.Literal["overlong_penalty"]  # noqa: Y015
+    _WhichOneofArgType__overlong_penalty: _TypeAlias = _typing.Literal["_overlong_penalty", b"_overlong_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__overlong_share: _TypeAlias = _typing.Literal["overlong_share"]  # noqa: Y015
+    _WhichOneofArgType__overlong_share: _TypeAlias = _typing.Literal["_overlong_share", b"_overlong_share"]  # noqa: Y015
+    _WhichOneofReturnType__reduction: _TypeAlias = _typing.Literal["reduction"]  # noqa: Y015
+    _WhichOneofArgType__reduction: _TypeAlias = _typing.Literal["_reduction", b"_reduction"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dual_clip) -> _WhichOneofReturnType__dual_clip | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynamic_sampling) -> _WhichOneofReturnType__dynamic_sampling | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_coefficient) -> _WhichOneofReturnType__entropy_coefficient | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_cap) -> _WhichOneofReturnType__importance_cap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_correction) -> _WhichOneofReturnType__importance_correction | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_floor) -> _WhichOneofReturnType__importance_floor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_level) -> _WhichOneofReturnType__importance_level | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coefficient) -> _WhichOneofReturnType__kl_coefficient | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_estimator) -> _WhichOneofReturnType__kl_estimator | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_in) -> _WhichOneofReturnType__kl_in | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_truncated) -> _WhichOneofReturnType__mask_truncated | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__minibatches) -> _WhichOneofReturnType__minibatches | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalization) -> _WhichOneofReturnType__normalization | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize_std) -> _WhichOneofReturnType__normalize_std | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_policy) -> _WhichOneofReturnType__old_policy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_penalty) -> _WhichOneofReturnType__overlong_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_share) -> _WhichOneofReturnType__overlong_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reduction) -> _WhichOneofReturnType__reduction | None: ...
 
 Global___GrpoConfig: _TypeAlias = GrpoConfig  # noqa: Y015
 

@@ -41,7 +41,7 @@ type RunConfig struct {
 	Sampling *SamplingConfig `protobuf:"bytes,7,opt,name=sampling,proto3" json:"sampling,omitempty"`
 	// What scores a completion.
 	Reward *RewardConfig `protobuf:"bytes,8,opt,name=reward,proto3" json:"reward,omitempty"`
-	// What the learner optimises: exactly one table, `[algorithm.sft]` or `[algorithm.grpo]`.
+	// What the learner optimises: exactly one table, such as `[algorithm.sft]` or `[algorithm.grpo]`.
 	Algorithm *AlgorithmConfig `protobuf:"bytes,9,opt,name=algorithm,proto3" json:"algorithm,omitempty"`
 	// Steps, optimizer, schedule.
 	Train *TrainConfig `protobuf:"bytes,10,opt,name=train,proto3" json:"train,omitempty"`
@@ -352,7 +352,7 @@ func (x *DataConfig) GetShuffle() bool {
 // SamplingConfig is what each completion of a group is sampled with.
 type SamplingConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Completions a prompt (`n` in some papers, G in the GRPO paper). 1 for SFT.
+	// Completions a prompt (`n` in some papers, G in the GRPO paper). 1 where rows are trained on as they are.
 	GroupSize *uint32 `protobuf:"varint,1,opt,name=group_size,json=groupSize,proto3,oneof" json:"group_size,omitempty"`
 	// Most new tokens a completion.
 	MaxTokens *uint32 `protobuf:"varint,2,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
@@ -523,6 +523,18 @@ type AlgorithmConfig struct {
 	//
 	//	*AlgorithmConfig_Sft
 	//	*AlgorithmConfig_Grpo
+	//	*AlgorithmConfig_RewardModel
+	//	*AlgorithmConfig_Ppo
+	//	*AlgorithmConfig_DrGrpo
+	//	*AlgorithmConfig_Dapo
+	//	*AlgorithmConfig_Gspo
+	//	*AlgorithmConfig_Cispo
+	//	*AlgorithmConfig_Rloo
+	//	*AlgorithmConfig_ReinforcePp
+	//	*AlgorithmConfig_Dpo
+	//	*AlgorithmConfig_Ipo
+	//	*AlgorithmConfig_Kto
+	//	*AlgorithmConfig_Distillation
 	Kind          isAlgorithmConfig_Kind `protobuf_oneof:"kind"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -583,6 +595,114 @@ func (x *AlgorithmConfig) GetGrpo() *GrpoConfig {
 	return nil
 }
 
+func (x *AlgorithmConfig) GetRewardModel() *RewardModelConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_RewardModel); ok {
+			return x.RewardModel
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetPpo() *PpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Ppo); ok {
+			return x.Ppo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetDrGrpo() *DrGrpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_DrGrpo); ok {
+			return x.DrGrpo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetDapo() *DapoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Dapo); ok {
+			return x.Dapo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetGspo() *GspoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Gspo); ok {
+			return x.Gspo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetCispo() *CispoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Cispo); ok {
+			return x.Cispo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetRloo() *RlooConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Rloo); ok {
+			return x.Rloo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetReinforcePp() *ReinforcePpConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_ReinforcePp); ok {
+			return x.ReinforcePp
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetDpo() *DpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Dpo); ok {
+			return x.Dpo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetIpo() *IpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Ipo); ok {
+			return x.Ipo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetKto() *KtoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Kto); ok {
+			return x.Kto
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetDistillation() *DistillationConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Distillation); ok {
+			return x.Distillation
+		}
+	}
+	return nil
+}
+
 type isAlgorithmConfig_Kind interface {
 	isAlgorithmConfig_Kind()
 }
@@ -597,9 +717,93 @@ type AlgorithmConfig_Grpo struct {
 	Grpo *GrpoConfig `protobuf:"bytes,2,opt,name=grpo,proto3,oneof"`
 }
 
+type AlgorithmConfig_RewardModel struct {
+	// A reward model, on preference pairs.
+	RewardModel *RewardModelConfig `protobuf:"bytes,3,opt,name=reward_model,json=rewardModel,proto3,oneof"`
+}
+
+type AlgorithmConfig_Ppo struct {
+	// Proximal Policy Optimization, with a critic.
+	Ppo *PpoConfig `protobuf:"bytes,4,opt,name=ppo,proto3,oneof"`
+}
+
+type AlgorithmConfig_DrGrpo struct {
+	// GRPO without its two biases.
+	DrGrpo *DrGrpoConfig `protobuf:"bytes,5,opt,name=dr_grpo,json=drGrpo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Dapo struct {
+	// GRPO with clip-higher, dynamic sampling and overlong shaping.
+	Dapo *DapoConfig `protobuf:"bytes,6,opt,name=dapo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Gspo struct {
+	// Group Sequence Policy Optimization.
+	Gspo *GspoConfig `protobuf:"bytes,7,opt,name=gspo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Cispo struct {
+	// Clipped importance-sampling weights.
+	Cispo *CispoConfig `protobuf:"bytes,8,opt,name=cispo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Rloo struct {
+	// REINFORCE Leave-One-Out.
+	Rloo *RlooConfig `protobuf:"bytes,9,opt,name=rloo,proto3,oneof"`
+}
+
+type AlgorithmConfig_ReinforcePp struct {
+	// REINFORCE++.
+	ReinforcePp *ReinforcePpConfig `protobuf:"bytes,10,opt,name=reinforce_pp,json=reinforcePp,proto3,oneof"`
+}
+
+type AlgorithmConfig_Dpo struct {
+	// Direct Preference Optimization, on preference pairs.
+	Dpo *DpoConfig `protobuf:"bytes,11,opt,name=dpo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Ipo struct {
+	// Identity Preference Optimization, on preference pairs.
+	Ipo *IpoConfig `protobuf:"bytes,12,opt,name=ipo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Kto struct {
+	// Kahneman-Tversky Optimization, on labelled completions.
+	Kto *KtoConfig `protobuf:"bytes,13,opt,name=kto,proto3,oneof"`
+}
+
+type AlgorithmConfig_Distillation struct {
+	// On-policy distillation from a teacher.
+	Distillation *DistillationConfig `protobuf:"bytes,14,opt,name=distillation,proto3,oneof"`
+}
+
 func (*AlgorithmConfig_Sft) isAlgorithmConfig_Kind() {}
 
 func (*AlgorithmConfig_Grpo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_RewardModel) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Ppo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_DrGrpo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Dapo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Gspo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Cispo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Rloo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_ReinforcePp) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Dpo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Ipo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Kto) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Distillation) isAlgorithmConfig_Kind() {}
 
 // SftConfig sets supervised fine-tuning: mean negative log-likelihood over the trained tokens of the whole batch.
 type SftConfig struct {
@@ -660,8 +864,53 @@ type GrpoConfig struct {
 	NormalizeStd *bool `protobuf:"varint,4,opt,name=normalize_std,json=normalizeStd,proto3,oneof" json:"normalize_std,omitempty"`
 	// Cap of the importance weight against the engine's logprobs in async mode (truncated importance sampling).
 	ImportanceCap *float64 `protobuf:"fixed64,5,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// Bound of a token's loss with a negative advantage, as a multiple of the advantage (arXiv 1912.09729 takes 3.0); above 1,
+	// or 0 for no bound.
+	DualClip *float64 `protobuf:"fixed64,6,opt,name=dual_clip,json=dualClip,proto3,oneof" json:"dual_clip,omitempty"`
+	// Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
+	// only measures there.
+	KlEstimator *string `protobuf:"bytes,7,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
+	// Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
+	// forward pass of policy and initial model first.
+	KlIn *string `protobuf:"bytes,8,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
+	// Weight of the entropy bonus.
+	EntropyCoefficient *float64 `protobuf:"fixed64,9,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
+	// What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`,
+	// which `normalize_std = false` means too.
+	Normalization *string `protobuf:"bytes,10,opt,name=normalization,proto3,oneof" json:"normalization,omitempty"`
+	// What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
+	// bias).
+	Baseline *string `protobuf:"bytes,11,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
+	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
+	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
+	Reduction *string `protobuf:"bytes,12,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
+	// Passes over a batch. More than one update a batch costs a forward pass first.
+	Epochs *uint32 `protobuf:"varint,13,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
+	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
+	Minibatches *uint32 `protobuf:"varint,14,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
+	// Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
+	// arXiv 2503.14476, section 3.2).
+	DynamicSampling *bool `protobuf:"varint,15,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
+	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
+	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
+	OverlongShare *float64 `protobuf:"fixed64,16,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
+	// What is taken from the reward of a completion that is as long as may be, or was cut off.
+	OverlongPenalty *float64 `protobuf:"fixed64,17,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
+	// Whether completions that were cut off are left out of the loss (their rewards still count in the group).
+	MaskTruncated *bool `protobuf:"varint,18,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
+	// In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
+	// importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
+	OldPolicy *string `protobuf:"bytes,19,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
+	// In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
+	// tokens outside floor and cap (IcePop), or `none`.
+	ImportanceCorrection *string `protobuf:"bytes,20,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
+	// What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
+	// `geometric` mean over its tokens.
+	ImportanceLevel *string `protobuf:"bytes,21,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
+	// Smallest importance weight that `mask` keeps.
+	ImportanceFloor *float64 `protobuf:"fixed64,22,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *GrpoConfig) Reset() {
@@ -725,6 +974,125 @@ func (x *GrpoConfig) GetNormalizeStd() bool {
 func (x *GrpoConfig) GetImportanceCap() float64 {
 	if x != nil && x.ImportanceCap != nil {
 		return *x.ImportanceCap
+	}
+	return 0
+}
+
+func (x *GrpoConfig) GetDualClip() float64 {
+	if x != nil && x.DualClip != nil {
+		return *x.DualClip
+	}
+	return 0
+}
+
+func (x *GrpoConfig) GetKlEstimator() string {
+	if x != nil && x.KlEstimator != nil {
+		return *x.KlEstimator
+	}
+	return ""
+}
+
+func (x *GrpoConfig) GetKlIn() string {
+	if x != nil && x.KlIn != nil {
+		return *x.KlIn
+	}
+	return ""
+}
+
+func (x *GrpoConfig) GetEntropyCoefficient() float64 {
+	if x != nil && x.EntropyCoefficient != nil {
+		return *x.EntropyCoefficient
+	}
+	return 0
+}
+
+func (x *GrpoConfig) GetNormalization() string {
+	if x != nil && x.Normalization != nil {
+		return *x.Normalization
+	}
+	return ""
+}
+
+func (x *GrpoConfig) GetBaseline() string {
+	if x != nil && x.Baseline != nil {
+		return *x.Baseline
+	}
+	return ""
+}
+
+func (x *GrpoConfig) GetReduction() string {
+	if x != nil && x.Reduction != nil {
+		return *x.Reduction
+	}
+	return ""
+}
+
+func (x *GrpoConfig) GetEpochs() uint32 {
+	if x != nil && x.Epochs != nil {
+		return *x.Epochs
+	}
+	return 0
+}
+
+func (x *GrpoConfig) GetMinibatches() uint32 {
+	if x != nil && x.Minibatches != nil {
+		return *x.Minibatches
+	}
+	return 0
+}
+
+func (x *GrpoConfig) GetDynamicSampling() bool {
+	if x != nil && x.DynamicSampling != nil {
+		return *x.DynamicSampling
+	}
+	return false
+}
+
+func (x *GrpoConfig) GetOverlongShare() float64 {
+	if x != nil && x.OverlongShare != nil {
+		return *x.OverlongShare
+	}
+	return 0
+}
+
+func (x *GrpoConfig) GetOverlongPenalty() float64 {
+	if x != nil && x.OverlongPenalty != nil {
+		return *x.OverlongPenalty
+	}
+	return 0
+}
+
+func (x *GrpoConfig) GetMaskTruncated() bool {
+	if x != nil && x.MaskTruncated != nil {
+		return *x.MaskTruncated
+	}
+	return false
+}
+
+func (x *GrpoConfig) GetOldPolicy() string {
+	if x != nil && x.OldPolicy != nil {
+		return *x.OldPolicy
+	}
+	return ""
+}
+
+func (x *GrpoConfig) GetImportanceCorrection() string {
+	if x != nil && x.ImportanceCorrection != nil {
+		return *x.ImportanceCorrection
+	}
+	return ""
+}
+
+func (x *GrpoConfig) GetImportanceLevel() string {
+	if x != nil && x.ImportanceLevel != nil {
+		return *x.ImportanceLevel
+	}
+	return ""
+}
+
+func (x *GrpoConfig) GetImportanceFloor() float64 {
+	if x != nil && x.ImportanceFloor != nil {
+		return *x.ImportanceFloor
 	}
 	return 0
 }
@@ -1292,7 +1660,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1frollout/config/v1/options.proto\"\xc2\x14\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xb77\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1312,15 +1680,22 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04eval\x18\r \x01(\v2\x1d.rollout.config.v1.EvalConfigR\x04eval\x12=\n" +
 	"\bsnapshot\x18\x0e \x01(\v2!.rollout.config.v1.SnapshotConfigR\bsnapshot\x127\n" +
 	"\x06limits\x18\x0f \x01(\v2\x1f.rollout.config.v1.LimitsConfigR\x06limits\x121\n" +
-	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora:\xce\f\xbaH\xca\f\x1a\xc7\x01\n" +
-	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1aS!(this.mode == 'sync' && has(this.algorithm.grpo) && this.staleness.max_steps > 0u)\x1at\n" +
-	"\x16run_config.grpo_reward\x12+`[algorithm.grpo]` needs a `[reward]` table\x1a-!has(this.algorithm.grpo) || has(this.reward)\x1a\xc5\x01\n" +
-	"\x1arun_config.grpo_group_size\x12j`sampling.group_size` must be at least 2 for `[algorithm.grpo]`: advantages compare the samples of a group\x1a;!has(this.algorithm.grpo) || this.sampling.group_size >= 2u\x1a\xaf\x01\n" +
-	"\x19run_config.sft_group_size\x12V`sampling.group_size` must be 1 for `[algorithm.sft]`: each row is trained on as it is\x1a:!has(this.algorithm.sft) || this.sampling.group_size == 1u\x1a}\n" +
+	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora:\xc3/\xbaH\xbf/\x1a\xb9\x03\n" +
+	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1a\xc4\x02this.mode != 'sync' || this.staleness.max_steps == 0u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation)].exists(x, x)\x1a\xbd\x02\n" +
+	"\x11run_config.reward\x12(`[algorithm.*]` needs a `[reward]` table\x1a\xfd\x01has(this.reward) || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp)].exists(x, x)\x1a\x84\x03\n" +
+	"\x15run_config.group_size\x12g`sampling.group_size` must be at least 2 for `[algorithm.*]`: advantages compare the samples of a group\x1a\x81\x02this.sampling.group_size >= 2u || (![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo)].exists(x, x) && !this.algorithm.reinforce_pp.group_baseline)\x1a\xa2\x02\n" +
+	"\x11run_config.single\x12T`sampling.group_size` must be 1 for `[algorithm.*]`: each row is trained on as it is\x1a\xb6\x01this.sampling.group_size == 1u || ![has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x)\x1a\xd6\x02\n" +
+	"\x16run_config.temperature\x12h`sampling.temperature` must be above 0 for `[algorithm.*]`: the samples of a group would all be the same\x1a\xd1\x01this.sampling.temperature > 0.0 || ![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo)].exists(x, x)\x1a\xa3\x03\n" +
+	"\x12run_config.deliver\x12W`train.deliver_every_steps` must be 1 for `[algorithm.*]`: samples come from the policy\x1a\xb3\x02this.train.deliver_every_steps == 1u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation)].exists(x, x)\x1a\xdc\a\n" +
+	"\x16run_config.minibatches\x12t`algorithm.*.minibatches` must not exceed the samples of a step, `train.groups_per_step` times `sampling.group_size`\x1a\xcb\x06this.algorithm.ppo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.grpo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.dr_grpo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.dapo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.gspo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.cispo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.rloo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.reinforce_pp.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.distillation.minibatches <= this.train.groups_per_step * this.sampling.group_size\x1a\xab\t\n" +
+	"\x17run_config.kl_estimator\x12``algorithm.*.kl_estimator` must not be \"k1\" with `kl_in = \"loss\"`: its gradient has mean 0 there\x1a\xad\b!(this.algorithm.ppo.kl_coefficient > 0.0 && this.algorithm.ppo.kl_in == 'loss' && this.algorithm.ppo.kl_estimator == 'k1') && !(this.algorithm.grpo.kl_coefficient > 0.0 && this.algorithm.grpo.kl_in == 'loss' && this.algorithm.grpo.kl_estimator == 'k1') && !(this.algorithm.dr_grpo.kl_coefficient > 0.0 && this.algorithm.dr_grpo.kl_in == 'loss' && this.algorithm.dr_grpo.kl_estimator == 'k1') && !(this.algorithm.dapo.kl_coefficient > 0.0 && this.algorithm.dapo.kl_in == 'loss' && this.algorithm.dapo.kl_estimator == 'k1') && !(this.algorithm.gspo.kl_coefficient > 0.0 && this.algorithm.gspo.kl_in == 'loss' && this.algorithm.gspo.kl_estimator == 'k1') && !(this.algorithm.cispo.kl_coefficient > 0.0 && this.algorithm.cispo.kl_in == 'loss' && this.algorithm.cispo.kl_estimator == 'k1') && !(this.algorithm.rloo.kl_coefficient > 0.0 && this.algorithm.rloo.kl_in == 'loss' && this.algorithm.rloo.kl_estimator == 'k1') && !(this.algorithm.reinforce_pp.kl_coefficient > 0.0 && this.algorithm.reinforce_pp.kl_in == 'loss' && this.algorithm.reinforce_pp.kl_estimator == 'k1')\x1a\xc5\x01\n" +
+	"\x14run_config.kl_target\x12]`algorithm.ppo.kl_target` needs `algorithm.ppo.kl_coefficient` above 0: it is what is adapted\x1aNthis.algorithm.ppo.kl_target == 0.0 || this.algorithm.ppo.kl_coefficient > 0.0\x1a\xf1\x01\n" +
+	"\x14run_config.dual_clip\x12:`algorithm.*.dual_clip` must be above 1, or 0 for no bound\x1a\x9c\x01(this.algorithm.ppo.dual_clip == 0.0 || this.algorithm.ppo.dual_clip > 1.0) && (this.algorithm.grpo.dual_clip == 0.0 || this.algorithm.grpo.dual_clip > 1.0)\x1a\x91\x02\n" +
+	"\x1brun_config.importance_floor\x12n`algorithm.grpo.importance_floor` must not exceed `algorithm.grpo.importance_cap`: every token would be masked\x1a\x81\x01this.algorithm.grpo.importance_correction != 'mask' || this.algorithm.grpo.importance_floor <= this.algorithm.grpo.importance_cap\x1a\xe3\x01\n" +
+	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1at\n" +
 	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\x9e\x01\n" +
-	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1aIthis.eval.every_steps == 0u || (this.data.eval != '' && has(this.reward))\x1a\xb8\x01\n" +
-	"\x17run_config.grpo_deliver\x12Z`train.deliver_every_steps` must be 1 for `[algorithm.grpo]`: samples come from the policy\x1aA!has(this.algorithm.grpo) || this.train.deliver_every_steps == 1u\x1a\xb3\x01\n" +
+	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1aIthis.eval.every_steps == 0u || (this.data.eval != '' && has(this.reward))\x1a\xb3\x01\n" +
 	"\x16run_config.lora_freeze\x12f`train.freeze` and `[lora]` exclude each other: with adapters every weight of the model stays as it is\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\x86\x01\n" +
 	"\x12run_config.context\x12:`sampling.max_tokens` must be below `engine.max_model_len`\x1a4this.sampling.max_tokens < this.engine.max_model_lenB\a\n" +
 	"\x05_nameB\a\n" +
@@ -1388,15 +1763,28 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\a_pluginB\x12\n" +
 	"\x10_timeout_secondsB\n" +
 	"\n" +
-	"\b_retries\"\x87\x01\n" +
+	"\b_retries\"\xc5\x06\n" +
 	"\x0fAlgorithmConfig\x120\n" +
 	"\x03sft\x18\x01 \x01(\v2\x1c.rollout.config.v1.SftConfigH\x00R\x03sft\x123\n" +
-	"\x04grpo\x18\x02 \x01(\v2\x1d.rollout.config.v1.GrpoConfigH\x00R\x04grpoB\r\n" +
+	"\x04grpo\x18\x02 \x01(\v2\x1d.rollout.config.v1.GrpoConfigH\x00R\x04grpo\x12I\n" +
+	"\freward_model\x18\x03 \x01(\v2$.rollout.config.v1.RewardModelConfigH\x00R\vrewardModel\x120\n" +
+	"\x03ppo\x18\x04 \x01(\v2\x1c.rollout.config.v1.PpoConfigH\x00R\x03ppo\x12:\n" +
+	"\adr_grpo\x18\x05 \x01(\v2\x1f.rollout.config.v1.DrGrpoConfigH\x00R\x06drGrpo\x123\n" +
+	"\x04dapo\x18\x06 \x01(\v2\x1d.rollout.config.v1.DapoConfigH\x00R\x04dapo\x123\n" +
+	"\x04gspo\x18\a \x01(\v2\x1d.rollout.config.v1.GspoConfigH\x00R\x04gspo\x126\n" +
+	"\x05cispo\x18\b \x01(\v2\x1e.rollout.config.v1.CispoConfigH\x00R\x05cispo\x123\n" +
+	"\x04rloo\x18\t \x01(\v2\x1d.rollout.config.v1.RlooConfigH\x00R\x04rloo\x12I\n" +
+	"\freinforce_pp\x18\n" +
+	" \x01(\v2$.rollout.config.v1.ReinforcePpConfigH\x00R\vreinforcePp\x120\n" +
+	"\x03dpo\x18\v \x01(\v2\x1c.rollout.config.v1.DpoConfigH\x00R\x03dpo\x120\n" +
+	"\x03ipo\x18\f \x01(\v2\x1c.rollout.config.v1.IpoConfigH\x00R\x03ipo\x120\n" +
+	"\x03kto\x18\r \x01(\v2\x1c.rollout.config.v1.KtoConfigH\x00R\x03kto\x12K\n" +
+	"\fdistillation\x18\x0e \x01(\v2%.rollout.config.v1.DistillationConfigH\x00R\fdistillationB\r\n" +
 	"\x04kind\x12\x05\xbaH\x02\b\x01\"Y\n" +
 	"\tSftConfig\x128\n" +
 	"\x0ftrain_on_prompt\x18\x01 \x01(\bB\v\xca\xda\x18\a\n" +
 	"\x05falseH\x00R\rtrainOnPrompt\x88\x01\x01B\x12\n" +
-	"\x10_train_on_prompt\"\xb7\x03\n" +
+	"\x10_train_on_prompt\"\xd4\x0f\n" +
 	"\n" +
 	"GrpoConfig\x12@\n" +
 	"\bclip_low\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x11\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
@@ -1409,13 +1797,71 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\xca\xda\x18\x06\n" +
 	"\x04trueH\x03R\fnormalizeStd\x88\x01\x01\x12L\n" +
 	"\x0eimportance_cap\x18\x05 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x032.0H\x04R\rimportanceCap\x88\x01\x01B\v\n" +
+	"\x032.0H\x04R\rimportanceCap\x88\x01\x01\x12B\n" +
+	"\tdual_clip\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\x05R\bdualClip\x88\x01\x01\x12C\n" +
+	"\fkl_estimator\x18\a \x01(\tB\x1b\xbaH\x0er\fR\x02k1R\x02k2R\x02k3\xca\xda\x18\x06\n" +
+	"\x04\"k3\"H\x06R\vklEstimator\x88\x01\x01\x129\n" +
+	"\x05kl_in\x18\b \x01(\tB\x1f\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\b\n" +
+	"\x06\"loss\"H\aR\x04klIn\x88\x01\x01\x12V\n" +
+	"\x13entropy_coefficient\x18\t \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\bR\x12entropyCoefficient\x88\x01\x01\x12Q\n" +
+	"\rnormalization\x18\n" +
+	" \x01(\tB&\xbaH\x16r\x14R\x05groupR\x05batchR\x04none\xca\xda\x18\t\n" +
+	"\a\"group\"H\tR\rnormalization\x88\x01\x01\x12I\n" +
+	"\bbaseline\x18\v \x01(\tB(\xbaH\x18r\x16R\x05groupR\rleave_one_out\xca\xda\x18\t\n" +
+	"\a\"group\"H\n" +
+	"R\bbaseline\x88\x01\x01\x12P\n" +
+	"\treduction\x18\f \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
+	"\a\"token\"H\vR\treduction\x88\x01\x01\x12-\n" +
+	"\x06epochs\x18\r \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
+	"\x011H\fR\x06epochs\x88\x01\x01\x128\n" +
+	"\vminibatches\x18\x0e \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
+	"\x011H\rR\vminibatches\x88\x01\x01\x12;\n" +
+	"\x10dynamic_sampling\x18\x0f \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x0eR\x0fdynamicSampling\x88\x01\x01\x12L\n" +
+	"\x0eoverlong_share\x18\x10 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\x0fR\roverlongShare\x88\x01\x01\x12P\n" +
+	"\x10overlong_penalty\x18\x11 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x031.0H\x10R\x0foverlongPenalty\x88\x01\x01\x127\n" +
+	"\x0emask_truncated\x18\x12 \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x11R\rmaskTruncated\x88\x01\x01\x12K\n" +
+	"\n" +
+	"old_policy\x18\x13 \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
+	"\n" +
+	"\"proximal\"H\x12R\toldPolicy\x88\x01\x01\x12e\n" +
+	"\x15importance_correction\x18\x14 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
+	"\n" +
+	"\"truncate\"H\x13R\x14importanceCorrection\x88\x01\x01\x12^\n" +
+	"\x10importance_level\x18\x15 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
+	"\a\"token\"H\x14R\x0fimportanceLevel\x88\x01\x01\x12P\n" +
+	"\x10importance_floor\x18\x16 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.5H\x15R\x0fimportanceFloor\x88\x01\x01B\v\n" +
 	"\t_clip_lowB\f\n" +
 	"\n" +
 	"_clip_highB\x11\n" +
 	"\x0f_kl_coefficientB\x10\n" +
 	"\x0e_normalize_stdB\x11\n" +
-	"\x0f_importance_cap\"\xb1\t\n" +
+	"\x0f_importance_capB\f\n" +
+	"\n" +
+	"_dual_clipB\x0f\n" +
+	"\r_kl_estimatorB\b\n" +
+	"\x06_kl_inB\x16\n" +
+	"\x14_entropy_coefficientB\x10\n" +
+	"\x0e_normalizationB\v\n" +
+	"\t_baselineB\f\n" +
+	"\n" +
+	"_reductionB\t\n" +
+	"\a_epochsB\x0e\n" +
+	"\f_minibatchesB\x13\n" +
+	"\x11_dynamic_samplingB\x11\n" +
+	"\x0f_overlong_shareB\x13\n" +
+	"\x11_overlong_penaltyB\x11\n" +
+	"\x0f_mask_truncatedB\r\n" +
+	"\v_old_policyB\x18\n" +
+	"\x16_importance_correctionB\x13\n" +
+	"\x11_importance_levelB\x13\n" +
+	"\x11_importance_floor\"\xb1\t\n" +
 	"\vTrainConfig\x122\n" +
 	"\x05steps\x18\x01 \x01(\x04B\x17\xbaH\f\xc8\x01\x012\a\x18\x80\xc2\xd7/(\x01\xca\xda\x18\x04\x12\x0240H\x00R\x05steps\x88\x01\x01\x12@\n" +
 	"\x0fgroups_per_step\x18\x02 \x01(\rB\x13\xbaH\b*\x06\x18\x80\x80\x04(\x01\xca\xda\x18\x04\n" +
@@ -1546,21 +1992,33 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 
 var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
-	(*RunConfig)(nil),       // 0: rollout.config.v1.RunConfig
-	(*ModelConfig)(nil),     // 1: rollout.config.v1.ModelConfig
-	(*DataConfig)(nil),      // 2: rollout.config.v1.DataConfig
-	(*SamplingConfig)(nil),  // 3: rollout.config.v1.SamplingConfig
-	(*RewardConfig)(nil),    // 4: rollout.config.v1.RewardConfig
-	(*AlgorithmConfig)(nil), // 5: rollout.config.v1.AlgorithmConfig
-	(*SftConfig)(nil),       // 6: rollout.config.v1.SftConfig
-	(*GrpoConfig)(nil),      // 7: rollout.config.v1.GrpoConfig
-	(*TrainConfig)(nil),     // 8: rollout.config.v1.TrainConfig
-	(*LoraConfig)(nil),      // 9: rollout.config.v1.LoraConfig
-	(*EngineConfig)(nil),    // 10: rollout.config.v1.EngineConfig
-	(*StalenessConfig)(nil), // 11: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),      // 12: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),  // 13: rollout.config.v1.SnapshotConfig
-	(*LimitsConfig)(nil),    // 14: rollout.config.v1.LimitsConfig
+	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
+	(*ModelConfig)(nil),        // 1: rollout.config.v1.ModelConfig
+	(*DataConfig)(nil),         // 2: rollout.config.v1.DataConfig
+	(*SamplingConfig)(nil),     // 3: rollout.config.v1.SamplingConfig
+	(*RewardConfig)(nil),       // 4: rollout.config.v1.RewardConfig
+	(*AlgorithmConfig)(nil),    // 5: rollout.config.v1.AlgorithmConfig
+	(*SftConfig)(nil),          // 6: rollout.config.v1.SftConfig
+	(*GrpoConfig)(nil),         // 7: rollout.config.v1.GrpoConfig
+	(*TrainConfig)(nil),        // 8: rollout.config.v1.TrainConfig
+	(*LoraConfig)(nil),         // 9: rollout.config.v1.LoraConfig
+	(*EngineConfig)(nil),       // 10: rollout.config.v1.EngineConfig
+	(*StalenessConfig)(nil),    // 11: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),         // 12: rollout.config.v1.EvalConfig
+	(*SnapshotConfig)(nil),     // 13: rollout.config.v1.SnapshotConfig
+	(*LimitsConfig)(nil),       // 14: rollout.config.v1.LimitsConfig
+	(*RewardModelConfig)(nil),  // 15: rollout.config.v1.RewardModelConfig
+	(*PpoConfig)(nil),          // 16: rollout.config.v1.PpoConfig
+	(*DrGrpoConfig)(nil),       // 17: rollout.config.v1.DrGrpoConfig
+	(*DapoConfig)(nil),         // 18: rollout.config.v1.DapoConfig
+	(*GspoConfig)(nil),         // 19: rollout.config.v1.GspoConfig
+	(*CispoConfig)(nil),        // 20: rollout.config.v1.CispoConfig
+	(*RlooConfig)(nil),         // 21: rollout.config.v1.RlooConfig
+	(*ReinforcePpConfig)(nil),  // 22: rollout.config.v1.ReinforcePpConfig
+	(*DpoConfig)(nil),          // 23: rollout.config.v1.DpoConfig
+	(*IpoConfig)(nil),          // 24: rollout.config.v1.IpoConfig
+	(*KtoConfig)(nil),          // 25: rollout.config.v1.KtoConfig
+	(*DistillationConfig)(nil), // 26: rollout.config.v1.DistillationConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	1,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
@@ -1577,11 +2035,23 @@ var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	9,  // 11: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
 	6,  // 12: rollout.config.v1.AlgorithmConfig.sft:type_name -> rollout.config.v1.SftConfig
 	7,  // 13: rollout.config.v1.AlgorithmConfig.grpo:type_name -> rollout.config.v1.GrpoConfig
-	14, // [14:14] is the sub-list for method output_type
-	14, // [14:14] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	15, // 14: rollout.config.v1.AlgorithmConfig.reward_model:type_name -> rollout.config.v1.RewardModelConfig
+	16, // 15: rollout.config.v1.AlgorithmConfig.ppo:type_name -> rollout.config.v1.PpoConfig
+	17, // 16: rollout.config.v1.AlgorithmConfig.dr_grpo:type_name -> rollout.config.v1.DrGrpoConfig
+	18, // 17: rollout.config.v1.AlgorithmConfig.dapo:type_name -> rollout.config.v1.DapoConfig
+	19, // 18: rollout.config.v1.AlgorithmConfig.gspo:type_name -> rollout.config.v1.GspoConfig
+	20, // 19: rollout.config.v1.AlgorithmConfig.cispo:type_name -> rollout.config.v1.CispoConfig
+	21, // 20: rollout.config.v1.AlgorithmConfig.rloo:type_name -> rollout.config.v1.RlooConfig
+	22, // 21: rollout.config.v1.AlgorithmConfig.reinforce_pp:type_name -> rollout.config.v1.ReinforcePpConfig
+	23, // 22: rollout.config.v1.AlgorithmConfig.dpo:type_name -> rollout.config.v1.DpoConfig
+	24, // 23: rollout.config.v1.AlgorithmConfig.ipo:type_name -> rollout.config.v1.IpoConfig
+	25, // 24: rollout.config.v1.AlgorithmConfig.kto:type_name -> rollout.config.v1.KtoConfig
+	26, // 25: rollout.config.v1.AlgorithmConfig.distillation:type_name -> rollout.config.v1.DistillationConfig
+	26, // [26:26] is the sub-list for method output_type
+	26, // [26:26] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -1589,6 +2059,7 @@ func file_rollout_config_v1_run_config_proto_init() {
 	if File_rollout_config_v1_run_config_proto != nil {
 		return
 	}
+	file_rollout_config_v1_algorithm_proto_init()
 	file_rollout_config_v1_options_proto_init()
 	file_rollout_config_v1_run_config_proto_msgTypes[0].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[1].OneofWrappers = []any{}
@@ -1598,6 +2069,18 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[5].OneofWrappers = []any{
 		(*AlgorithmConfig_Sft)(nil),
 		(*AlgorithmConfig_Grpo)(nil),
+		(*AlgorithmConfig_RewardModel)(nil),
+		(*AlgorithmConfig_Ppo)(nil),
+		(*AlgorithmConfig_DrGrpo)(nil),
+		(*AlgorithmConfig_Dapo)(nil),
+		(*AlgorithmConfig_Gspo)(nil),
+		(*AlgorithmConfig_Cispo)(nil),
+		(*AlgorithmConfig_Rloo)(nil),
+		(*AlgorithmConfig_ReinforcePp)(nil),
+		(*AlgorithmConfig_Dpo)(nil),
+		(*AlgorithmConfig_Ipo)(nil),
+		(*AlgorithmConfig_Kto)(nil),
+		(*AlgorithmConfig_Distillation)(nil),
 	}
 	file_rollout_config_v1_run_config_proto_msgTypes[6].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[7].OneofWrappers = []any{}

@@ -1,0 +1,53 @@
+// Package algorithm answers what a run's algorithm asks of the services: where its tokens come from, and what a group is to it.
+package algorithm
+
+import (
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// Name is the table that the configuration chose, such as "grpo"; "" where it chose none.
+func Name(config *configv1.RunConfig) string {
+	if field := chosen(config); field != nil {
+		return field.TextName()
+	}
+	return ""
+}
+
+// FromData reports whether tokens come from the rows themselves: nothing is sampled, so there is neither staleness nor reward.
+func FromData(config *configv1.RunConfig) bool {
+	switch config.GetAlgorithm().GetKind().(type) {
+	case *configv1.AlgorithmConfig_Sft, *configv1.AlgorithmConfig_RewardModel, *configv1.AlgorithmConfig_Dpo,
+		*configv1.AlgorithmConfig_Ipo, *configv1.AlgorithmConfig_Kto:
+		return true
+	}
+	return false
+}
+
+// DynamicSampling reports whether a group whose rewards are all equal is to be replaced by another.
+func DynamicSampling(config *configv1.RunConfig) bool {
+	message := config.GetAlgorithm().ProtoReflect()
+	field := chosen(config)
+	if field == nil {
+		return false
+	}
+	kind := message.Get(field).Message()
+	key := kind.Descriptor().Fields().ByName("dynamic_sampling")
+	return key != nil && kind.Get(key).Bool()
+}
+
+// Title is the algorithm by the name that papers give it.
+func Title(config *configv1.RunConfig) string {
+	return titles[Name(config)]
+}
+
+var titles = map[string]string{
+	"sft": "supervised fine-tuning", "reward_model": "reward model", "ppo": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "dapo": "DAPO",
+	"gspo": "GSPO", "cispo": "CISPO", "rloo": "RLOO", "reinforce_pp": "REINFORCE++", "dpo": "DPO", "ipo": "IPO", "kto": "KTO",
+	"distillation": "on-policy distillation",
+}
+
+func chosen(config *configv1.RunConfig) protoreflect.FieldDescriptor {
+	message := config.GetAlgorithm().ProtoReflect()
+	return message.WhichOneof(message.Descriptor().Oneofs().ByName("kind"))
+}

@@ -1,0 +1,40 @@
+package algorithm
+
+import (
+	"testing"
+
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	"google.golang.org/protobuf/proto"
+)
+
+func TestEveryAlgorithmOfTheContractHasATitleAndASource(t *testing.T) {
+	t.Parallel()
+	data := map[string]bool{"sft": true, "reward_model": true, "dpo": true, "ipo": true, "kto": true}
+	config := &configv1.RunConfig{Algorithm: &configv1.AlgorithmConfig{}}
+	fields := config.GetAlgorithm().ProtoReflect().Descriptor().Fields()
+	for i := range fields.Len() {
+		field := fields.Get(i)
+		config.Algorithm = &configv1.AlgorithmConfig{}
+		message := config.GetAlgorithm().ProtoReflect()
+		message.Set(field, message.NewField(field))
+		if Name(config) != field.TextName() || Title(config) == "" || FromData(config) != data[field.TextName()] {
+			t.Errorf("%s: named %q, titled %q, from data %v", field.TextName(), Name(config), Title(config), FromData(config))
+		}
+		if DynamicSampling(config) {
+			t.Errorf("%s samples dynamically without being told", field.TextName())
+		}
+	}
+	if empty := (&configv1.RunConfig{}); Name(empty) != "" || FromData(empty) || DynamicSampling(empty) {
+		t.Error("a configuration without an algorithm has one")
+	}
+}
+
+func TestDynamicSampling(t *testing.T) {
+	t.Parallel()
+	dapo := &configv1.RunConfig{Algorithm: &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Dapo{
+		Dapo: &configv1.DapoConfig{DynamicSampling: proto.Bool(true)},
+	}}}
+	if !DynamicSampling(dapo) {
+		t.Error("DAPO was told to sample dynamically")
+	}
+}

@@ -1,0 +1,99 @@
+package config
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/rollout-rl/rollout/libs/algorithm"
+)
+
+// as is the good configuration with another algorithm.
+func as(name string) string {
+	text := strings.Replace(good, "[algorithm.grpo]", "[algorithm."+name+"]", 1)
+	if name == "distillation" {
+		text = strings.Replace(text, "[algorithm.distillation]", "[algorithm.distillation]\nteacher = \"teacher\"", 1)
+	}
+	switch name {
+	case "sft", "reward_model", "dpo", "ipo", "kto":
+		text = strings.Replace(text, "group_size = 8", "", 1)
+	}
+	return text
+}
+
+func TestEveryAlgorithmIsValidWithItsDefaults(t *testing.T) {
+	t.Parallel()
+	for _, table := range oneofTables("algorithm") {
+		name := strings.TrimSuffix(strings.TrimPrefix(table, "[algorithm."), "]")
+		r := read(t, as(name))
+		if !r.Problems.Empty() || algorithm.Name(r.Config) != name {
+			t.Errorf("%s: %s%v", name, problems(r), r.Config.GetAlgorithm())
+		}
+	}
+}
+
+// TestAlgorithmsRefuseBadInput is the golden list of what is told of an algorithm's settings: reason, place, text and mend.
+func TestAlgorithmsRefuseBadInput(t *testing.T) {
+	t.Parallel()
+	const reward = "[reward]\nplugin = \"reward.py:exact\"\n"
+	for _, c := range []struct {
+		name, algorithm, without string
+		set                      []string
+		want                     string
+	}{
+		{"no reward", "ppo", reward, nil,
+			"CONFLICT algorithm.ppo: `[algorithm.ppo]` needs a `[reward]` table: add [reward] with `plugin = \"reward.py:function\"`"},
+		{"one sample a group", "dapo", "group_size = 8", nil,
+			"CONFLICT algorithm.dapo: `sampling.group_size` must be at least 2 for `[algorithm.dapo]`: advantages compare the samples of a group: write `group_size = 8` in [sampling]"},
+		{"one sample with a group baseline", "reinforce_pp", "group_size = 8", []string{"algorithm.reinforce_pp.group_baseline=true"},
+			"CONFLICT algorithm.reinforce_pp: `sampling.group_size` must be at least 2 for `[algorithm.reinforce_pp]`: advantages compare the samples of a group: write `group_size = 8` in [sampling]"},
+		{"groups of pairs", "dpo", "", []string{"sampling.group_size=4"},
+			"CONFLICT sampling.group_size: `sampling.group_size` must be 1 for `[algorithm.dpo]`: each row is trained on as it is: remove `group_size` from [sampling]"},
+		{"greedy groups", "gspo", "", []string{"sampling.temperature=0"},
+			"CONFLICT sampling.temperature: `sampling.temperature` must be above 0 for `[algorithm.gspo]`: the samples of a group would all be the same: remove `temperature` from [sampling]: 1.0 is the default"},
+		{"stale in sync mode", "rloo", "", []string{"staleness.max_steps=2"},
+			"CONFLICT staleness.max_steps: `staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy: remove `staleness.max_steps`, or write `mode = \"async\"`"},
+		{"weights that don't arrive", "distillation", "", []string{"train.deliver_every_steps=4"},
+			"CONFLICT train.deliver_every_steps: `train.deliver_every_steps` must be 1 for `[algorithm.distillation]`: samples come from the policy: remove `deliver_every_steps`: 1 is the default"},
+		{"more updates than samples", "gspo", "", []string{"algorithm.gspo.minibatches=17", "train.groups_per_step=2"},
+			"CONFLICT algorithm.gspo.minibatches: `algorithm.gspo.minibatches` must not exceed the samples of a step, `train.groups_per_step` times `sampling.group_size`: lower `minibatches`, or raise `groups_per_step` in [train]"},
+		{"a divergence that moves nothing", "grpo", "", []string{"algorithm.grpo.kl_coefficient=0.1", "algorithm.grpo.kl_estimator=k1"},
+			"CONFLICT algorithm.grpo.kl_estimator: `algorithm.grpo.kl_estimator` must not be \"k1\" with `kl_in = \"loss\"`: its gradient has mean 0 there: write `kl_estimator = \"k3\"`, or `kl_in = \"reward\"`"},
+		{"a target for nothing", "ppo", "", []string{"algorithm.ppo.kl_coefficient=0", "algorithm.ppo.kl_target=0.1"},
+			"CONFLICT algorithm.ppo.kl_target: `algorithm.ppo.kl_target` needs `algorithm.ppo.kl_coefficient` above 0: it is what is adapted: remove `kl_target`, or write `kl_coefficient = 0.05`"},
+		{"a dual clip inside the clip", "ppo", "", []string{"algorithm.ppo.dual_clip=0.9"},
+			"CONFLICT algorithm.ppo.dual_clip: `algorithm.ppo.dual_clip` must be above 1, or 0 for no bound: write `dual_clip = 3.0`, or remove it"},
+		{"all masked", "grpo", "", []string{"algorithm.grpo.importance_correction=mask", "algorithm.grpo.importance_cap=0.3"},
+			"CONFLICT algorithm.grpo.importance_cap: `algorithm.grpo.importance_floor` must not exceed `algorithm.grpo.importance_cap`: every token would be masked: lower `importance_floor` or raise `importance_cap`"},
+		{"weightless", "kto", "", []string{"algorithm.kto.desirable_weight=0", "algorithm.kto.undesirable_weight=0"},
+			"CONFLICT algorithm.kto.desirable_weight: `algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0: remove one of them: 1.0 is the default"},
+		{"no teacher", "distillation", "teacher = \"teacher\"\n", nil,
+			"MISSING_KEY algorithm.distillation.teacher: `teacher` is missing in [algorithm.distillation]: write `teacher = \"models/teacher\"`"},
+		{"labels that are worse than chance", "dpo", "", []string{"algorithm.dpo.label_smoothing=0.5"},
+			"OUT_OF_RANGE algorithm.dpo.label_smoothing: `algorithm.dpo.label_smoothing` must be at least 0 and below 0.5, got 0.5: write a number at least 0 and below 0.5; the default is 0.0"},
+		{"no pull", "ipo", "", []string{"algorithm.ipo.beta=0"},
+			"OUT_OF_RANGE algorithm.ipo.beta: `algorithm.ipo.beta` must be above 0 and at most 100, got 0: write a number above 0 and at most 100; the default is 0.1"},
+		{"an unknown reduction", "cispo", "", []string{"algorithm.cispo.reduction=sample"},
+			"BAD_VALUE algorithm.cispo.reduction: `algorithm.cispo.reduction` must be \"token\", \"sequence\" or \"constant\", got \"sample\": write \"token\", \"sequence\" or \"constant\""},
+		{"no pass over the batch", "ppo", "", []string{"algorithm.ppo.epochs=0"},
+			"OUT_OF_RANGE algorithm.ppo.epochs: `algorithm.ppo.epochs` must be between 1 and 100, got 0: write a number between 1 and 100; the default is 4"},
+		{"another trainer's name", "ppo", "", []string{"algorithm.ppo.lam=0.9"},
+			"UNKNOWN_KEY algorithm.ppo.lam: unknown key `lam` in [algorithm.ppo]: it is called `gae_lambda` here"},
+		{"a key of another algorithm's name", "dpo", "", []string{"dpo.beta=0.2"}, "UNKNOWN_KEY dpo: unknown table [dpo]: write [algorithm.dpo]"},
+		{"a misspelled algorithm", "dppo", "", nil, "UNKNOWN_KEY algorithm.dppo: unknown algorithm `dppo`: did you mean [algorithm.ppo]?"},
+		{"two algorithms", "dpo", "", []string{"algorithm.ipo.beta=0.1"},
+			"CONFLICT algorithm.ipo: a run has one algorithm: [algorithm.ipo] excludes [algorithm.dpo] on line 15: remove one of the two tables"},
+	} {
+		text := as(c.algorithm)
+		if c.without != "" {
+			text = strings.Replace(text, c.without, "", 1)
+		}
+		var got []string
+		for _, p := range read(t, text, c.set...).Sorted() {
+			got = append(got, fmt.Sprintf("%s %s: %s: %s", p.GetReason(), p.GetField(), p.GetMessage(), p.GetMend()))
+		}
+		if strings.Join(got, "\n") != c.want {
+			t.Errorf("%s:\n got %s\nwant %s", c.name, strings.Join(got, "\n     "), c.want)
+		}
+	}
+}
