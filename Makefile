@@ -88,8 +88,10 @@ check-race: build venv-dev ## Run the Go tests under the race detector (needs a 
 check-compose: venv-dev ## Check docker-compose.yml: that it parses, and what it may publish
 	@$(PYTHON) scripts/check_compose.py
 
+.PHONY: servers
+servers: $(SERVERS) ## Build the real servers that check-servers starts (Consul, NATS, S3, GCS) into .tools, once
 .PHONY: check-servers
-check-servers: ## Run the suites that need a real server: PostgreSQL
+check-servers: $(SERVERS) ## Run the suites that need a real server: PostgreSQL, Consul, NATS, S3, GCS, started by the tests
 	@scripts/check_servers
 
 .PHONY: check-e2e

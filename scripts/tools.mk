@@ -26,3 +26,29 @@ $(RULES):
 	@folder=$$(GOWORK=off go mod download -json github.com/bufbuild/protovalidate@$(RULES_VERSION) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'); \
 	  install -m 644 "$$folder/proto/protovalidate/buf/validate/validate.proto" .tools/protovalidate/buf/validate/
 	@rm -f $(STAMPS)/protovalidate-* && touch $@
+
+# Real servers for the suites that need one (`make servers`, `make check-servers`). versitygw speaks S3, fake-gcs-server GCS.
+$(eval $(call go_tool,VERSITYGW,versitygw,github.com/versity/versitygw/cmd/versitygw,v1.8.0))
+$(eval $(call go_tool,FAKE_GCS,fake-gcs-server,github.com/fsouza/fake-gcs-server,v1.56.1))
+
+# The NATS server at the version that libs links.
+NATS_VERSION := $(shell sed -n 's|^\tgithub.com/nats-io/nats-server/v2 ||p' libs/go.mod)
+NATS_SERVER := $(STAMPS)/nats-server-$(NATS_VERSION)
+$(NATS_SERVER):
+	@echo "installing nats-server $(NATS_VERSION)"
+	@mkdir -p $(TOOLS) $(STAMPS)
+	@GOBIN=$(TOOLS) GOWORK=off GOFLAGS= go install github.com/nats-io/nats-server/v2@$(NATS_VERSION)
+	@rm -f $(STAMPS)/nats-server-* && touch $@
+
+# Consul: its module has local replaces, which `go install` refuses, so a copy of it is built. The last version under the MPL.
+CONSUL_VERSION := v1.16.2
+CONSUL := $(STAMPS)/consul-$(CONSUL_VERSION)
+$(CONSUL):
+	@echo "installing consul $(CONSUL_VERSION) (three minutes, once)"
+	@mkdir -p $(TOOLS) $(STAMPS)
+	@folder=$$(GOWORK=off go mod download -json github.com/hashicorp/consul@$(CONSUL_VERSION) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'); \
+	  copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; cp -r "$$folder/." "$$copy/" && chmod -R u+w "$$copy" && \
+	  cd "$$copy" && GOWORK=off GOFLAGS= go build -o $(TOOLS)/consul .
+	@rm -f $(STAMPS)/consul-* && touch $@
+
+SERVERS := $(CONSUL) $(VERSITYGW) $(FAKE_GCS) $(NATS_SERVER)
