@@ -40,7 +40,7 @@ func everyServiceIsFound(t *testing.T, s shape) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	client, err := discovery.NewClient(r.Consul, token, nil)
+	client, err := discovery.NewClient(discovery.Options{Address: r.Consul, Token: token})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,11 +2,13 @@ package discovery
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -25,22 +27,30 @@ type Client struct {
 	log *slog.Logger
 }
 
-// NewClient makes a client of the agent at address ("host:port" or an URL). No request is sent. token may be empty, log nil.
-func NewClient(address, token string, log *slog.Logger) (*Client, error) {
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
+// Options says where the agent is.
+type Options struct {
+	Address string       // "host:port", or an URL: https:// asks for TLS
+	Token   string       // ACL token; "" sends none
+	TLS     *tls.Config  // of https; nil trusts the system's authorities
+	Log     *slog.Logger // nil discards
+}
+
+// NewClient makes a client. No request is sent.
+func NewClient(o Options) (*Client, error) {
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
 	}
 	config := &consul.Config{ // not DefaultConfig, which reads the environment
-		Address:   address,
+		Address:   o.Address,
 		Scheme:    "http",
-		Token:     token,
-		Transport: &http.Transport{MaxIdleConnsPerHost: 32, IdleConnTimeout: 90 * time.Second, Proxy: nil},
+		Token:     o.Token,
+		Transport: &http.Transport{MaxIdleConnsPerHost: 32, IdleConnTimeout: 90 * time.Second, Proxy: nil, TLSClientConfig: o.TLS},
 	}
 	api, err := consul.NewClient(config)
 	if err != nil {
-		return nil, fmt.Errorf("discovery client for %s: %w", address, err)
+		return nil, fmt.Errorf("discovery client for %s: %w", o.Address, err)
 	}
-	return &Client{api: api, log: log}, nil
+	return &Client{api: api, log: o.Log}, nil
 }
 
 // Ready returns nil when the agent answers and takes the token. ErrUnavailable, ErrDenied.
@@ -54,12 +64,12 @@ func (c *Client) Ready(ctx context.Context) error {
 
 // Lookup returns the passing instances of a service now, sorted by id; none is no error.
 func (c *Client) Lookup(ctx context.Context, name string) ([]Instance, error) {
-	list, _, err := c.query(ctx, name, 0)
+	list, _, err := c.query(ctx, name, 0, 0)
 	return list, err
 }
 
-func (c *Client) query(ctx context.Context, name string, index uint64) ([]Instance, uint64, error) {
-	q := (&consul.QueryOptions{WaitIndex: index, WaitTime: blockingWait}).WithContext(ctx)
+func (c *Client) query(ctx context.Context, name string, index uint64, wait time.Duration) ([]Instance, uint64, error) {
+	q := (&consul.QueryOptions{WaitIndex: index, WaitTime: wait}).WithContext(ctx)
 	entries, meta, err := c.api.Health().Service(name, "", true, q)
 	if err != nil {
 		return nil, 0, fmt.Errorf("look up service %s: %w", name, mapError(err))
@@ -80,7 +90,8 @@ func (c *Client) query(ctx context.Context, name string, index uint64) ([]Instan
 }
 
 // Watch sends the passing instances of a service: at once when they are first known, and on every change. A slow reader gets the
-// newest list alone. While the agent does not answer the last list stands. The channel is closed after ctx ended.
+// newest list alone. While the agent does not answer the last list stands, and a restarted agent, which knows nobody at first, gets a
+// few seconds until those who live have registered again. The channel is closed after ctx ended.
 func (c *Client) Watch(ctx context.Context, name string) <-chan []Instance {
 	out := make(chan []Instance, 1)
 	go func() {
@@ -100,15 +111,17 @@ func (c *Client) Watch(ctx context.Context, name string) <-chan []Instance {
 func (c *Client) watch(ctx context.Context, name string, send func([]Instance)) {
 	var index uint64
 	var last []Instance
+	var kept keep
 	first := true
 	retry := backoff{}
 	for ctx.Err() == nil {
-		list, next, err := c.query(ctx, name, index)
+		list, next, err := c.query(ctx, name, index, kept.wait(time.Now()))
 		if err != nil {
 			if ctx.Err() == nil {
 				c.log.Debug("watch of a service failed, trying again", "service", name, "error", err)
 			}
 			index = 0 // a new agent counts anew
+			kept.lost = true
 			retry.wait(ctx)
 			continue
 		}
@@ -117,11 +130,53 @@ func (c *Client) watch(ctx context.Context, name string, send func([]Instance)) 
 			next = 0
 		}
 		index = next
+		list = kept.merge(list, last, time.Now())
 		if first || !equal(list, last) {
 			first, last = false, list
 			send(list)
 		}
 	}
+}
+
+// resettle is how long instances that an agent has forgotten are kept after it was away: whoever lives registers again within a
+// third of DefaultTTL.
+const resettle = DefaultTTL + time.Second
+
+// keep holds on to the instances that were known before an agent went away. A restarted agent knows nobody for a second, which
+// says nothing of the instances.
+type keep struct {
+	lost  bool // the agent did not answer since the last list
+	until time.Time
+}
+
+// wait is how long the next query may block.
+func (k *keep) wait(now time.Time) time.Duration {
+	if k.until.IsZero() {
+		return blockingWait
+	}
+	return min(blockingWait, max(time.Millisecond, k.until.Sub(now)))
+}
+
+// merge adds to list those of last that it lacks, while they are kept.
+func (k *keep) merge(list, last []Instance, now time.Time) []Instance {
+	if k.lost {
+		k.lost, k.until = false, now.Add(resettle)
+	}
+	if !now.Before(k.until) {
+		k.until = time.Time{}
+		return list
+	}
+	merged := list
+	for _, old := range last {
+		if !slices.ContainsFunc(list, func(i Instance) bool { return i.ID == old.ID }) {
+			merged = append(merged, old)
+		}
+	}
+	if len(merged) == len(list) {
+		k.until = time.Time{} // all are back
+	}
+	sortByID(merged)
+	return merged
 }
 
 // backoff doubles from firstBackoff to maxBackoff.

@@ -33,7 +33,7 @@ func agent(t *testing.T) string {
 
 func client(t *testing.T, address, token string) *discovery.Client {
 	t.Helper()
-	c, err := discovery.NewClient(address, token, nil)
+	c, err := discovery.NewClient(discovery.Options{Address: address, Token: token})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,47 +66,31 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// An agent that is replaced by an empty one (a restart) has the services again, and watchers see them.
-func TestAgentRestart(t *testing.T) {
+func TestEmbeddedRegistryRestart(t *testing.T) {
 	t.Parallel()
 	lis, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	address := lis.Addr().String()
-	serve := func(l net.Listener) (stop func()) {
+	stop := func() {}
+	start := func() {
 		r := registry.New("")
 		s := &http.Server{Handler: r.Handler()}
-		go func() { _ = s.Serve(l) }()
-		return func() { r.Close(); _ = s.Close() }
+		go func(l net.Listener) { _ = s.Serve(l) }(lis)
+		stop = func() { r.Close(); _ = s.Close() }
 	}
-	stop := serve(lis)
-	c := client(t, address, "")
-	s := discovery.Service{Name: "x", ID: "x1", Address: "127.0.0.1", Port: 1, TTL: 300 * time.Millisecond}
-	ctx, cancel := context.WithCancel(t.Context())
-	reg, err := c.Register(ctx, s)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { cancel(); reg.Wait() }()
-	watch := c.Watch(t.Context(), "x")
-	if got := <-watch; len(got) != 1 {
-		t.Fatalf("at first: %v", got)
-	}
-	stop()
-	if lis, err = net.Listen("tcp", address); err != nil {
-		t.Fatal(err)
-	}
-	defer serve(lis)()
-	var list []discovery.Instance
-	for len(list) == 0 { // the watch may show the empty agent first
-		if list, err = c.Lookup(t.Context(), "x"); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if list[0].ID != "x1" {
-		t.Errorf("instance %+v", list[0])
-	}
+	start()
+	defer func() { stop() }()
+	discoverytest.RunRestart(t, discoverytest.Restartable{
+		Agent: discoverytest.Agent{Address: address}, Stop: func() { stop() },
+		Start: func() {
+			if lis, err = net.Listen("tcp", address); err != nil {
+				t.Fatal(err)
+			}
+			start()
+		},
+	})
 }
 
 // A call through consul:/// waits for the first instance, and follows it to another address.

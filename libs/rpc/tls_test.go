@@ -55,7 +55,7 @@ func TestTLS(t *testing.T) {
 	r := registry.New("")
 	agent := httptest.NewServer(r.Handler())
 	t.Cleanup(func() { r.Close(); agent.CloseClientConnections(); agent.Close() })
-	lookup, err := discovery.NewClient(strings.TrimPrefix(agent.URL, "http://"), "", nil)
+	lookup, err := discovery.NewClient(discovery.Options{Address: agent.URL})
 	if err != nil {
 		t.Fatal(err)
 	}

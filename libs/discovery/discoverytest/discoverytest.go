@@ -19,6 +19,8 @@ import (
 type Agent struct {
 	Address string // host:port
 	Token   string // "" where none is asked for
+	// Reap is the shortest DeregisterCriticalServiceAfter that it takes, and how long it may take beyond that; 0 is 300 ms and 5 s.
+	Reap, ReapSlack time.Duration
 }
 
 // Run checks the agent.
@@ -38,6 +40,8 @@ func Run(t *testing.T, a Agent) {
 		"BadRegistrationsFailAtOnce":   badRegistrations,
 		"ManyWatchersOfOneService":     manyWatchers,
 		"CriticalAtFirstWithoutStatus": criticalAtFirst,
+		"WrongTokenIsDenied":           wrongToken,
+		"DeadAreDeregistered":          reaped,
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -48,6 +52,7 @@ func Run(t *testing.T, a Agent) {
 
 // bundle is what each test works with.
 type bundle struct {
+	agent  Agent
 	client *discovery.Client
 	api    *consul.Client
 	name   string // a service name of this test's own
@@ -55,7 +60,7 @@ type bundle struct {
 
 func setup(t *testing.T, a Agent) *bundle {
 	t.Helper()
-	client, err := discovery.NewClient(a.Address, a.Token, nil)
+	client, err := discovery.NewClient(discovery.Options{Address: a.Address, Token: a.Token})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,7 +71,7 @@ func setup(t *testing.T, a Agent) *bundle {
 	if err := client.Ready(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	return &bundle{client, api, "svc-" + id.New(time.Now())}
+	return &bundle{a, client, api, "svc-" + id.New(time.Now())}
 }
 
 func (b *bundle) service(n string, port int) discovery.Service {
@@ -339,4 +344,50 @@ func criticalAtFirst(t *testing.T, b *bundle) {
 		t.Fatal(err)
 	}
 	b.await(t, b.client.Watch(t.Context(), b.name), "a")
+}
+
+func wrongToken(t *testing.T, b *bundle) {
+	if b.agent.Token == "" {
+		return // it asks for none
+	}
+	for _, token := range []string{"", "00000000-0000-0000-0000-00000000dead"} {
+		c, err := discovery.NewClient(discovery.Options{Address: b.agent.Address, Token: token})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Register(t.Context(), b.service("x", 1)); !errors.Is(err, discovery.ErrDenied) {
+			t.Errorf("register with token %q: %v", token, err)
+		}
+	}
+}
+
+// reaped registers a service that dies: it turns critical, then it is gone from the agent.
+func reaped(t *testing.T, b *bundle) {
+	after, slack := b.agent.Reap, b.agent.ReapSlack
+	if after == 0 {
+		after, slack = 300*time.Millisecond, 5*time.Second
+	}
+	service := b.name + "-dead"
+	err := b.api.Agent().ServiceRegister(&consul.AgentServiceRegistration{
+		ID: service, Name: b.name, Address: "127.0.0.1", Port: 1, Check: &consul.AgentServiceCheck{
+			CheckID: "service:" + service, TTL: "300ms", Status: consul.HealthPassing, DeregisterCriticalServiceAfter: after.String(),
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), after+slack)
+	defer cancel()
+	var index uint64
+	for sawCritical := false; ; {
+		checks, meta, err := b.api.Health().Checks(b.name, (&consul.QueryOptions{WaitIndex: index, WaitTime: time.Minute}).WithContext(ctx))
+		if err != nil {
+			t.Fatalf("not gone %v after it died: %v", after+slack, err)
+		}
+		index = meta.LastIndex
+		sawCritical = sawCritical || len(checks) == 1 && checks[0].Status == consul.HealthCritical
+		if sawCritical && len(checks) == 0 {
+			return
+		}
+	}
 }
