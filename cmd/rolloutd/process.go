@@ -99,10 +99,10 @@ func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
 	var err error
-	if m.bus, err = bus.Connect(ctx, m.endpoints.nats, m.endpoints.natsToken, log); err != nil {
+	if m.bus, err = bus.Connect(ctx, bus.Options{URL: m.endpoints.nats, Token: m.endpoints.natsToken, Log: log}); err != nil {
 		return err
 	}
-	m.discovery, err = discovery.NewClient(m.endpoints.consul, m.endpoints.consulToken, log)
+	m.discovery, err = discovery.NewClient(discovery.Options{Address: m.endpoints.consul, Token: m.endpoints.consulToken, Log: log})
 	if err == nil {
 		err = m.discovery.Ready(ctx)
 	}

@@ -16,7 +16,7 @@ func BenchmarkPublish(b *testing.B) {
 				b.Fatal(err)
 			}
 			defer srv.Stop()
-			c, err := bus.Connect(b.Context(), srv.URL(), "", nil)
+			c, err := bus.Connect(b.Context(), bus.Options{URL: srv.URL()})
 			if err != nil {
 				b.Fatal(err)
 			}

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -22,61 +23,57 @@ import (
 var (
 	ErrUnavailable = rpcerr.New(codes.Unavailable, "BUS_UNAVAILABLE", "the NATS server does not answer").RetryAfter(time.Second)
 	ErrNoStream    = rpcerr.New(codes.NotFound, "BUS_STREAM_NOT_FOUND", "no such stream or consumer; EnsureRun makes those of a run")
-	ErrToken       = rpcerr.New(codes.Unauthenticated, "BUS_UNAUTHENTICATED", "the NATS server refused the token")
-	ErrTooLarge    = rpcerr.New(codes.InvalidArgument, "BUS_MESSAGE_TOO_LARGE", "the message is above the bus's limit")
-	ErrBody        = rpcerr.New(codes.InvalidArgument, "BUS_BAD_BODY", "the message's body is not of the expected type")
+	ErrToken       = rpcerr.New(codes.Unauthenticated, "BUS_UNAUTHENTICATED", "the NATS server refused the credentials")
+	ErrTLS         = rpcerr.New(codes.FailedPrecondition, "BUS_TLS",
+		"no TLS with the NATS server: it asks for it or does not speak it, or a certificate is not of the expected authority")
+	ErrReplicas = rpcerr.New(codes.FailedPrecondition, "BUS_REPLICAS",
+		"the NATS servers can't keep that many replicas; add nodes or lower nats.replicas")
+	ErrTooLarge = rpcerr.New(codes.InvalidArgument, "BUS_MESSAGE_TOO_LARGE", "the message is above the bus's limit")
+	ErrBody     = rpcerr.New(codes.InvalidArgument, "BUS_BAD_BODY", "the message's body is not of the expected type")
 )
 
 // maxAsync is how many publishes may wait for their acks; more block the publisher.
 const maxAsync = 1024
 
-// Bus is a connection. Its methods may be called from many goroutines. It reconnects for ever; meanwhile calls wait until
-// their context ends.
+// ackWait is how long the stream may take to say that it has a message. A server that died in between never does.
+const ackWait = 5 * time.Second
+
+// Bus is a connection. Its methods may be called from many goroutines. It reconnects for ever, in a cluster to any node; meanwhile
+// calls wait until their context ends.
 type Bus struct {
-	nc  *nats.Conn
-	js  jetstream.JetStream
-	log *slog.Logger
+	nc       *nats.Conn
+	js       jetstream.JetStream
+	replicas int
+	log      *slog.Logger
 }
 
-// Connect connects to url, trying again until ctx ends while nobody listens there. A refused token fails at once (ErrToken).
-// log may be nil.
-func Connect(ctx context.Context, url, token string, log *slog.Logger) (*Bus, error) {
-	log = orDiscard(log)
-	options := []nats.Option{
-		nats.Name("rollout"),
-		nats.Token(token),
-		nats.MaxReconnects(-1),
-		nats.ReconnectWait(100 * time.Millisecond),
-		nats.ReconnectJitter(50*time.Millisecond, 50*time.Millisecond),
-		nats.PingInterval(5 * time.Second),
-		nats.MaxPingsOutstanding(2),
-		nats.DisconnectErrHandler(func(_ *nats.Conn, err error) {
-			if err != nil {
-				log.Warn("bus disconnected, reconnecting", "url", url, "error", err)
-			}
-		}),
-		nats.ReconnectHandler(func(*nats.Conn) { log.Info("bus reconnected", "url", url) }),
-		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { log.Debug("bus", "error", err) }),
+// Connect connects, trying again until ctx ends while nobody listens. Refused credentials fail at once (ErrToken, ErrTLS).
+func Connect(ctx context.Context, o Options) (*Bus, error) {
+	log := orDiscard(o.Log)
+	options, err := o.options(log)
+	if err != nil {
+		return nil, err
 	}
 	delay := 20 * time.Millisecond
 	for {
-		nc, err := nats.Connect(url, options...)
+		nc, err := nats.Connect(o.URL, options...)
 		if err == nil {
-			js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(maxAsync), jetstream.WithDefaultTimeout(10*time.Second))
+			js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(maxAsync), jetstream.WithPublishAsyncTimeout(ackWait),
+				jetstream.WithDefaultTimeout(10*time.Second))
 			if err != nil {
 				nc.Close()
-				return nil, fmt.Errorf("connect to the bus at %s: %w", url, err)
+				return nil, fmt.Errorf("connect to the bus at %s: %w", o.URL, err)
 			}
-			return &Bus{nc: nc, js: js, log: log}, nil
+			return &Bus{nc: nc, js: js, replicas: o.Replicas, log: log}, nil
 		}
-		if errors.Is(err, nats.ErrAuthorization) {
-			return nil, fmt.Errorf("connect to the bus at %s: %w", url, ErrToken)
+		if refused := refusal(err); refused != nil {
+			return nil, fmt.Errorf("connect to the bus at %s: %w", o.URL, refused)
 		}
 		timer := time.NewTimer(delay)
 		select {
 		case <-ctx.Done():
 			timer.Stop()
-			return nil, fmt.Errorf("connect to the bus at %s: %w", url, ErrUnavailable.Wrap(err))
+			return nil, fmt.Errorf("connect to the bus at %s: %w", o.URL, ErrUnavailable.Wrap(err))
 		case <-timer.C:
 			delay = min(2*delay, time.Second)
 		}
@@ -100,8 +97,15 @@ func (b *Bus) JetStream() jetstream.JetStream { return b.js }
 // Healthy reports whether the connection is up.
 func (b *Bus) Healthy() bool { return b.nc.IsConnected() }
 
+// Codes of the server that the client does not name.
+const (
+	codeNoPeers    = 10005 // insufficient resources: fewer nodes than replicas
+	codeNoReplicas = 10074 // replicas > 1 not supported in non-clustered mode
+)
+
 // mapError turns the client's errors into this package's; context errors stay.
 func mapError(err error) error {
+	var api *jetstream.APIError
 	switch {
 	case err == nil, errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return err
@@ -113,7 +117,12 @@ func mapError(err error) error {
 	case errors.Is(err, nats.ErrNoResponders), errors.Is(err, nats.ErrTimeout), errors.Is(err, nats.ErrConnectionClosed),
 		errors.Is(err, nats.ErrDisconnected), errors.Is(err, jetstream.ErrNoHeartbeat), errors.Is(err, nats.ErrConnectionReconnecting),
 		errors.Is(err, jetstream.ErrServerShutdown), errors.Is(err, jetstream.ErrJetStreamNotEnabled),
-		errors.Is(err, nats.ErrReconnectBufExceeded):
+		errors.Is(err, nats.ErrReconnectBufExceeded), errors.Is(err, jetstream.ErrAsyncPublishTimeout),
+		errors.Is(err, jetstream.ErrConsumerLeadershipChanged):
+		return ErrUnavailable.Wrap(err)
+	case errors.As(err, &api) && (api.ErrorCode == codeNoPeers || api.ErrorCode == codeNoReplicas):
+		return ErrReplicas.Wrap(err)
+	case errors.As(err, &api) && api.Code == http.StatusServiceUnavailable: // between two leaders
 		return ErrUnavailable.Wrap(err)
 	}
 	return err

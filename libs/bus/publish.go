@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
@@ -31,39 +32,92 @@ func (b *Bus) PublishProto(ctx context.Context, subject string, body proto.Messa
 	return b.Publish(ctx, Message{Subject: subject, Body: body})
 }
 
-// Publish publishes messages and returns when the streams have stored all of them. They are sent without waiting in between;
-// after an error some may be stored and some not, so a caller that tries again gives IDs or publishes to what dedups.
+// Publish publishes messages and returns when the streams have stored all of them. They are sent without waiting in between. Those
+// with an ID are sent again until ctx ends while the servers do not answer, as when one dies in the middle: the stream keeps them
+// once. After an error some messages may be stored and some not.
 func (b *Bus) Publish(ctx context.Context, messages ...Message) error {
 	ctx, span := otel.Tracer(scope).Start(ctx, "bus publish", trace.WithSpanKind(trace.SpanKindProducer),
 		trace.WithAttributes(attribute.Int("messaging.batch.message_count", len(messages))))
 	defer span.End()
-	futures := make([]jetstream.PubAckFuture, 0, len(messages))
-	for _, m := range messages {
-		msg, options, err := encode(ctx, m)
-		if err != nil {
+	delay := firstRetry
+	for {
+		left, err := b.publish(ctx, messages)
+		if err == nil {
+			return nil
+		}
+		if len(left) == 0 || errors.Is(err, ErrNoStream) && !b.exists(ctx, left) {
+			span.RecordError(err)
 			return err
 		}
-		f, err := b.js.PublishMsgAsync(msg, options...)
-		if err != nil {
-			return fmt.Errorf("publish to %s: %w", m.Subject, mapError(err))
+		b.log.Debug("publishing again what has no ack", "messages", len(left), "error", err)
+		timer := time.NewTimer(delay)
+		select {
+		case <-timer.C:
+			messages, delay = left, min(2*delay, lastRetry)
+		case <-ctx.Done():
+			timer.Stop()
+			return errors.Join(err, context.Cause(ctx))
 		}
-		futures = append(futures, f)
 	}
+}
+
+const (
+	firstRetry = 50 * time.Millisecond
+	lastRetry  = time.Second
+)
+
+// publish sends once. After an error it gives the messages that have no ack and may be sent again; none: it is of no use.
+func (b *Bus) publish(ctx context.Context, messages []Message) (again []Message, err error) {
+	futures := make([]jetstream.PubAckFuture, len(messages))
 	var errs []error
+	hopeless := false
+	failed := func(m Message, err error) {
+		again = append(again, m)
+		err = mapError(err)
+		hopeless = hopeless || m.ID == "" || !errors.Is(err, ErrUnavailable) && !errors.Is(err, ErrNoStream)
+		errs = append(errs, fmt.Errorf("publish to %s: %w", m.Subject, err))
+	}
+	for i, m := range messages {
+		msg, options, err := encode(ctx, m)
+		if err != nil {
+			return nil, err
+		}
+		if futures[i], err = b.js.PublishMsgAsync(msg, options...); err != nil {
+			failed(m, err)
+		}
+	}
 	for i, f := range futures {
+		if f == nil {
+			continue
+		}
 		select {
 		case <-f.Ok():
 		case err := <-f.Err():
-			errs = append(errs, fmt.Errorf("publish to %s: %w", messages[i].Subject, mapError(err)))
+			failed(messages[i], err)
 		case <-ctx.Done():
-			return errors.Join(append(errs, fmt.Errorf("publish to %s: wait for ack: %w", messages[i].Subject, context.Cause(ctx)))...)
+			return nil, errors.Join(append(errs, fmt.Errorf("publish to %s: wait for ack: %w", messages[i].Subject, context.Cause(ctx)))...)
 		}
 	}
-	if err := errors.Join(errs...); err != nil {
-		span.RecordError(err)
-		return err
+	if hopeless {
+		again = nil
 	}
-	return nil
+	return again, errors.Join(errs...)
+}
+
+// exists reports whether the streams of messages may be there although nobody answered for them: between two leaders of a stream
+// nobody does.
+func (b *Bus) exists(ctx context.Context, messages []Message) bool {
+	seen := map[string]bool{}
+	for _, m := range messages {
+		if seen[m.Subject] {
+			continue
+		}
+		seen[m.Subject] = true
+		if _, err := b.js.StreamNameBySubject(ctx, m.Subject); errors.Is(mapError(err), ErrNoStream) {
+			return false
+		}
+	}
+	return true
 }
 
 func encode(ctx context.Context, m Message) (*nats.Msg, []jetstream.PublishOpt, error) {

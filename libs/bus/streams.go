@@ -38,8 +38,14 @@ const (
 	// maxAckPending bounds the unacked deliveries of a consumer. It is not the flow control (that is the scheduler's staleness
 	// bound), so it is above every fleet's slots.
 	maxAckPending = 1 << 16
-	// There is no fsync a message (EmbeddedOptions.NoSync as rolloutd sets it): what a stream holds is made again from the
-	// scheduler's cursor and the buffer's ledger, and an fsync each would cost 0.7 ms, thirty times the message itself.
+	// There is no fsync a message (EmbeddedOptions.NoSync as rolloutd sets it; the default of a server of one's own is one in two
+	// minutes): what a stream holds is made again from the scheduler's cursor and the buffer's ledger, and an fsync each would cost
+	// 0.7 ms, thirty times the message itself. Who wants an ack to survive the power cut of a single server sets sync_interval:
+	// always there; in a cluster the ack says that a majority of the replicas has the message.
+	//
+	// maxReplicas is what a cluster keeps of each stream and consumer where nothing else is configured: with three one node may
+	// die, with more each message costs more and little is won.
+	maxReplicas = 3
 
 	// dedup is how long the server remembers Nats-Msg-Id: it spares the twin of a publish that was retried over a reconnect.
 	// Exactly-once is the ledger's, which remembers for ever.
@@ -73,7 +79,7 @@ func EventSubject(run string) string {
 }
 
 // work: each group goes to one worker and leaves the stream at its ack. The scheduler bounds what is in it.
-func work(run string) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
+func work(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 	return jetstream.StreamConfig{
 			Name:        WorkStream(run),
 			Description: "prompt groups of " + run,
@@ -83,7 +89,7 @@ func work(run string) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 			Discard:     jetstream.DiscardNew,
 			Duplicates:  dedup,
 			AllowDirect: true,
-			Replicas:    1,
+			Replicas:    replicas,
 		}, jetstream.ConsumerConfig{
 			Durable:       WorkersConsumer,
 			AckPolicy:     jetstream.AckExplicitPolicy,
@@ -95,7 +101,7 @@ func work(run string) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 }
 
 // traj: a batch leaves the stream when the buffer has made it durable in the run's tier.
-func traj(run string) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
+func traj(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 	return jetstream.StreamConfig{
 			Name:        TrajStream(run),
 			Description: "trajectories of " + run,
@@ -105,7 +111,7 @@ func traj(run string) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 			Discard:     jetstream.DiscardNew,
 			Duplicates:  dedup,
 			AllowDirect: true,
-			Replicas:    1,
+			Replicas:    replicas,
 		}, jetstream.ConsumerConfig{
 			Durable:       BufferConsumer,
 			AckPolicy:     jetstream.AckExplicitPolicy,
@@ -116,7 +122,7 @@ func traj(run string) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 }
 
 // events: kept by age and size, so that one slow reader holds nobody up.
-func events() (jetstream.StreamConfig, jetstream.ConsumerConfig) {
+func events(replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 	return jetstream.StreamConfig{
 			Name:        EventStream,
 			Description: "events of all runs",
@@ -128,7 +134,7 @@ func events() (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 			MaxBytes:    eventsMaxBytes,
 			Duplicates:  dedup,
 			AllowDirect: true,
-			Replicas:    1,
+			Replicas:    replicas,
 		}, jetstream.ConsumerConfig{
 			Durable:       StorageConsumer,
 			AckPolicy:     jetstream.AckExplicitPolicy,
@@ -138,23 +144,36 @@ func events() (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 		}
 }
 
+// Replicas is how many copies of each stream there are to be: as configured, else maxReplicas in a cluster and one elsewhere. The
+// consumers follow their streams.
+func (b *Bus) Replicas() int {
+	switch {
+	case b.replicas > 0:
+		return b.replicas
+	case b.nc.ConnectedClusterName() == "":
+		return 1
+	}
+	return min(maxReplicas, max(1, len(b.nc.Servers())))
+}
+
 // EnsureRun makes the WORK and TRAJ streams of a run and their consumers, or brings them to the settings above; what is in them
 // stays. Safe to call again and from several processes.
 func (b *Bus) EnsureRun(ctx context.Context, run string) error {
 	if err := checkRun(run); err != nil {
 		return err
 	}
-	stream, consumer := work(run)
+	replicas := b.Replicas()
+	stream, consumer := work(run, replicas)
 	if err := b.ensure(ctx, stream, consumer); err != nil {
 		return err
 	}
-	stream, consumer = traj(run)
+	stream, consumer = traj(run, replicas)
 	return b.ensure(ctx, stream, consumer)
 }
 
 // EnsureEvents makes the EVENTS stream and its consumer.
 func (b *Bus) EnsureEvents(ctx context.Context) error {
-	stream, consumer := events()
+	stream, consumer := events(b.Replicas())
 	return b.ensure(ctx, stream, consumer)
 }
 

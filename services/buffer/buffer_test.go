@@ -74,7 +74,7 @@ func setup(t testing.TB) *bench {
 		t.Fatal(err)
 	}
 	t.Cleanup(nats.Stop)
-	b, err := bus.Connect(t.Context(), nats.URL(), "", nil)
+	b, err := bus.Connect(t.Context(), bus.Options{URL: nats.URL()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -44,7 +44,7 @@ func serve(t *testing.T) setup {
 		t.Fatal(err)
 	}
 	t.Cleanup(nats.Stop)
-	b, err := bus.Connect(t.Context(), nats.URL(), "", nil)
+	b, err := bus.Connect(t.Context(), bus.Options{URL: nats.URL()})
 	if err != nil {
 		t.Fatal(err)
 	}

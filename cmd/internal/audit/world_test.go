@@ -63,7 +63,7 @@ func state(t *testing.T) string {
 	nats, err := bus.StartEmbedded(filepath.Join(folder, "nats"), bus.EmbeddedOptions{NoSync: true})
 	must(t, err)
 	defer nats.Stop()
-	b, err := bus.Connect(t.Context(), nats.URL(), "", nil)
+	b, err := bus.Connect(t.Context(), bus.Options{URL: nats.URL()})
 	must(t, err)
 	defer b.Close()
 	must(t, b.EnsureRun(t.Context(), run))

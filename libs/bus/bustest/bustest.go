@@ -1,0 +1,323 @@
+// Package bustest is the suite that every kind of server passes which a bus.Bus may connect to: the embedded one, a server of its
+// own, a cluster.
+package bustest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nkeys"
+	"go.opentelemetry.io/otel/trace"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/id"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// Run checks the servers at o. They may serve others too.
+func Run(t *testing.T, o bus.Options) {
+	for name, test := range map[string]func(*testing.T, *bundle){
+		"PublishFetchAck":               publishFetchAck,
+		"FetchDoesNotWaitForAFullBatch": noFullBatch,
+		"FetchWakesForAMessage":         fetchWakes,
+		"NakTermAndAttempts":            nakTerm,
+		"SilentWorkersItemsGoToAnother": redelivery,
+		"BadBodyIsTyped":                badBody,
+		"TraceCrossesTheBus":            traceCrosses,
+		"EnsureAgainKeepsAndDeleteEnds": ensureAgain,
+		"RefusalsAreTyped":              refusals,
+		"EventsOfAllRuns":               events,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t, setup(t, o))
+		})
+	}
+}
+
+// bundle is a connection, the streams of a run of its own, and its work.
+type bundle struct {
+	options bus.Options
+	bus     *bus.Bus
+	run     string
+	work    *bus.Consumer
+}
+
+func connect(t *testing.T, o bus.Options) *bus.Bus {
+	t.Helper()
+	b, err := bus.Connect(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(b.Close)
+	return b
+}
+
+func setup(t *testing.T, o bus.Options) *bundle {
+	t.Helper()
+	b := &bundle{options: o, bus: connect(t, o), run: id.NewRun(time.Now())}
+	if err := b.bus.EnsureRun(t.Context(), b.run); err != nil {
+		t.Fatal(err)
+	}
+	var err error
+	if b.work, err = b.bus.Work(t.Context(), b.run); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func (b *bundle) group(i int) *runv1.PromptGroup {
+	return &runv1.PromptGroup{RunId: b.run, Index: uint64(i)}
+}
+
+func (b *bundle) publish(t *testing.T, n int) {
+	t.Helper()
+	var ms []bus.Message
+	for i := range n {
+		ms = append(ms, bus.Message{Subject: bus.WorkSubject(b.run), Body: b.group(i), ID: fmt.Sprint(b.run, i)})
+	}
+	if err := b.bus.Publish(t.Context(), ms...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// fetch takes exactly n deliveries.
+func (b *bundle) fetch(t *testing.T, n int) []*bus.Delivery { t.Helper(); return fetch(t, b.work, n) }
+
+// fetch takes exactly n deliveries.
+func fetch(t *testing.T, c *bus.Consumer, n int) []*bus.Delivery {
+	t.Helper()
+	var got []*bus.Delivery
+	for len(got) < n {
+		more, err := c.Fetch(t.Context(), n-len(got), 10*time.Second)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(more) == 0 {
+			t.Fatalf("%d of %d came", len(got), n)
+		}
+		got = append(got, more...)
+	}
+	return got
+}
+
+func depth(t *testing.T, c *bus.Consumer) bus.Depth {
+	t.Helper()
+	d, err := c.Depth(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func publishFetchAck(t *testing.T, b *bundle) {
+	b.publish(t, 100)
+	b.publish(t, 100) // the same ids: dropped
+	if d := depth(t, b.work); d.Waiting != 100 {
+		t.Fatalf("%+v, want 100 waiting", d)
+	}
+	for i, d := range b.fetch(t, 100) {
+		var got runv1.PromptGroup
+		if err := d.Decode(&got); err != nil || !proto.Equal(&got, b.group(i)) {
+			t.Fatalf("delivery %d: %v %v", i, &got, err)
+		}
+		if d.Attempt() != 1 || d.Sequence() != uint64(i+1) {
+			t.Fatalf("attempt %d sequence %d", d.Attempt(), d.Sequence())
+		}
+		if err := d.AckConfirmed(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if d := depth(t, b.work); d != (bus.Depth{}) {
+		t.Errorf("left: %+v", d)
+	}
+}
+
+func noFullBatch(t *testing.T, b *bundle) {
+	b.publish(t, 3)
+	began := time.Now()
+	got, err := b.work.Fetch(t.Context(), 100, time.Minute)
+	if err != nil || len(got) != 3 || time.Since(began) > 10*time.Second {
+		t.Fatalf("%d deliveries in %v: %v", len(got), time.Since(began), err)
+	}
+	if got, err := b.work.Fetch(t.Context(), 100, 10*time.Millisecond); err != nil || len(got) != 0 {
+		t.Errorf("an empty queue: %d %v", len(got), err)
+	}
+	canceled, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := b.work.Fetch(canceled, 1, time.Minute); !errors.Is(err, context.Canceled) {
+		t.Errorf("canceled: %v", err)
+	}
+}
+
+func fetchWakes(t *testing.T, b *bundle) {
+	out := make(chan int)
+	go func() {
+		got, _ := b.work.Fetch(t.Context(), 10, time.Minute)
+		out <- len(got)
+	}()
+	b.publish(t, 1)
+	if n := <-out; n != 1 {
+		t.Errorf("%d came", n)
+	}
+}
+
+func nakTerm(t *testing.T, b *bundle) {
+	b.publish(t, 1)
+	if err := b.fetch(t, 1)[0].Nak(0); err != nil {
+		t.Fatal(err)
+	}
+	again := b.fetch(t, 1)[0]
+	if again.Attempt() != 2 {
+		t.Errorf("attempt %d", again.Attempt())
+	}
+	if err := errors.Join(again.Progress(), again.Term("bad")); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := b.work.Fetch(t.Context(), 1, 50*time.Millisecond); err != nil || len(got) != 0 {
+		t.Errorf("a terminated message came again: %d %v", len(got), err)
+	}
+}
+
+func badBody(t *testing.T, b *bundle) {
+	if err := b.bus.Conn().Publish(bus.WorkSubject(b.run), []byte("\xff\xff\xff")); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.fetch(t, 1)[0].Decode(&runv1.PromptGroup{}); !errors.Is(err, bus.ErrBody) {
+		t.Errorf("got %v", err)
+	}
+}
+
+func traceCrosses(t *testing.T, b *bundle) {
+	sc := trace.NewSpanContext(trace.SpanContextConfig{TraceID: trace.TraceID{1}, SpanID: trace.SpanID{2}, TraceFlags: trace.FlagsSampled})
+	if err := b.bus.PublishProto(trace.ContextWithSpanContext(t.Context(), sc), bus.WorkSubject(b.run), b.group(0)); err != nil {
+		t.Fatal(err)
+	}
+	d := b.fetch(t, 1)[0]
+	if got := trace.SpanContextFromContext(d.Context(t.Context())); got.TraceID() != sc.TraceID() {
+		t.Errorf("trace %v", got.TraceID())
+	}
+	if !strings.HasPrefix(d.Header("traceparent"), "00-01") {
+		t.Errorf("traceparent %q", d.Header("traceparent"))
+	}
+}
+
+func ensureAgain(t *testing.T, b *bundle) {
+	b.publish(t, 2)
+	if err := b.bus.EnsureRun(t.Context(), b.run); err != nil {
+		t.Fatal(err)
+	}
+	if d := depth(t, b.work); d.Waiting != 2 {
+		t.Errorf("%+v", d)
+	}
+	if err := b.bus.PurgeWork(t.Context(), b.run); err != nil {
+		t.Fatal(err)
+	}
+	deadline := time.Now().Add(10 * time.Second)
+	for depth(t, b.work).Waiting != 0 { // in a cluster the consumer's leader hears of it a moment later
+		if time.Now().After(deadline) {
+			t.Fatalf("after purge: %+v", depth(t, b.work))
+		}
+	}
+	for range 2 {
+		if err := b.bus.DeleteRun(t.Context(), b.run); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := b.bus.Work(t.Context(), b.run); !errors.Is(err, bus.ErrNoStream) {
+		t.Errorf("consumer of a deleted run: %v", err)
+	}
+	if err := b.bus.PublishProto(t.Context(), bus.WorkSubject(b.run), b.group(0)); err == nil {
+		t.Error("published into a deleted run")
+	}
+}
+
+func redelivery(t *testing.T, b *bundle) {
+	b.publish(t, 1)
+	if first := b.fetch(t, 1)[0]; first.Attempt() != 1 {
+		t.Fatalf("attempt %d", first.Attempt())
+	}
+	other, err := connect(t, b.options).Work(t.Context(), b.run)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again := fetch(t, other, 1)[0] // the first falls silent
+	if again.Attempt() != 2 {
+		t.Errorf("attempt %d", again.Attempt())
+	}
+	if err := again.AckConfirmed(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if d := depth(t, b.work); d != (bus.Depth{}) {
+		t.Errorf("left: %+v", d)
+	}
+}
+
+func refusals(t *testing.T, b *bundle) {
+	for _, name := range []string{"", "a.b", "run-1.>", "*", "a b"} {
+		if err := b.bus.EnsureRun(t.Context(), name); !errors.Is(err, bus.ErrRunName) {
+			t.Errorf("run %q: %v", name, err)
+		}
+	}
+	big := &runv1.PromptGroup{RowJson: make([]byte, bus.MaxPayload+1)}
+	if err := b.bus.PublishProto(t.Context(), bus.WorkSubject(b.run), big); !errors.Is(err, bus.ErrTooLarge) {
+		t.Errorf("too large: %v", err)
+	}
+	gone, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	nobody := b.options
+	nobody.URL, nobody.TLS = "nats://127.0.0.1:1", nil
+	if _, err := bus.Connect(gone, nobody); !errors.Is(err, bus.ErrUnavailable) {
+		t.Errorf("nobody there: %v", err)
+	}
+	if err := b.bus.DeleteRun(t.Context(), b.run); err != nil {
+		t.Fatal(err)
+	}
+	message := bus.Message{Subject: bus.WorkSubject(b.run), Body: b.group(0), ID: b.run}
+	if err := b.bus.Publish(t.Context(), message); !errors.Is(err, bus.ErrNoStream) {
+		t.Errorf("into a deleted run: %v", err)
+	}
+	if b.options.Token+b.options.User+b.options.NKeySeed == "" {
+		return // it takes anybody
+	}
+	other, err := nkeys.CreateUser()
+	if err != nil {
+		t.Fatal(err)
+	}
+	seed, err := other.Seed()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, wrong := range map[string]bus.Options{
+		"nothing": {}, "token": {Token: "wrong"}, "user": {User: "wrong", Password: "wrong"}, "nkey": {NKeySeed: string(seed)},
+	} {
+		wrong.URL, wrong.TLS = b.options.URL, b.options.TLS
+		if _, err := bus.Connect(t.Context(), wrong); !errors.Is(err, bus.ErrToken) {
+			t.Errorf("wrong %s: %v", name, err)
+		}
+	}
+}
+
+func events(t *testing.T, b *bundle) {
+	if err := b.bus.EnsureEvents(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	c, err := b.bus.Events(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range []string{b.run, "", "other"} {
+		if err := b.bus.PublishProto(t.Context(), bus.EventSubject(r), b.group(0)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got := fetch(t, c, 3)
+	if got[1].Subject() != bus.MeshEvents || got[2].Subject() != "rollout.events.other" {
+		t.Errorf("subjects %s %s", got[1].Subject(), got[2].Subject())
+	}
+}

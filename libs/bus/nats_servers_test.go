@@ -1,0 +1,124 @@
+//go:build servers
+
+package bus_test
+
+import (
+	"crypto/tls"
+	"errors"
+	"testing"
+
+	"github.com/nats-io/nats.go/jetstream"
+	"github.com/nats-io/nkeys"
+
+	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/bus/bustest"
+	"github.com/rollout-rl/rollout/libs/servertest"
+)
+
+// Every way to prove who one is, in the clear and over TLS.
+func TestExternalServer(t *testing.T) {
+	t.Parallel()
+	pair, err := nkeys.CreateUser()
+	if err != nil {
+		t.Fatal(err)
+	}
+	seed, _ := pair.Seed()
+	public, _ := pair.PublicKey()
+	ca := servertest.NewCA(t)
+	cert, key := ca.Issue(t, "server")
+	for name, c := range map[string]struct {
+		server servertest.NATSOptions
+		client bus.Options
+	}{
+		"Token": {servertest.NATSOptions{Token: "s3cret"}, bus.Options{Token: "s3cret"}},
+		"User":  {servertest.NATSOptions{User: "u", Password: "p"}, bus.Options{User: "u", Password: "p"}},
+		"NKeyOverMutualTLS": {
+			servertest.NATSOptions{NKey: public, Cert: cert, Key: key, ClientCA: ca.File},
+			bus.Options{NKeySeed: string(seed), TLS: ca.Client(t)},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			c.client.URL = servertest.StartNATS(t, c.server).URL()
+			bustest.Run(t, c.client)
+		})
+	}
+}
+
+func TestTLSIsChecked(t *testing.T) {
+	t.Parallel()
+	ca := servertest.NewCA(t)
+	cert, key := ca.Issue(t, "server")
+	secure := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Cert: cert, Key: key, ClientCA: ca.File})
+	plain := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret"})
+	trusting := ca.Client(t)
+	anonymous := trusting.Clone()
+	anonymous.Certificates = nil
+	for name, o := range map[string]bus.Options{
+		"an unknown authority":   {URL: secure.URL(), TLS: servertest.NewCA(t).Client(t)},
+		"no certificate of ours": {URL: secure.URL(), TLS: anonymous},
+		"the system's":           {URL: secure.URL(), TLS: &tls.Config{MinVersion: tls.VersionTLS12}},
+		"a server without TLS":   {URL: plain.URL(), TLS: trusting},
+	} {
+		o.Token = "s3cret"
+		if _, err := bus.Connect(t.Context(), o); !errors.Is(err, bus.ErrTLS) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestExternalServerIsKilled(t *testing.T) {
+	t.Parallel()
+	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret"})
+	bustest.RunCrash(t, bustest.Crashable{
+		Options: bus.Options{URL: s.URL(), Token: "s3cret"}, Kill: func(string) { s.Nodes[0].Kill() }, Start: s.Nodes[0].Start,
+	})
+}
+
+func TestCluster(t *testing.T) {
+	t.Parallel()
+	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3})
+	o := bus.Options{URL: s.URL(), Token: "s3cret"}
+	t.Run("Suite", func(t *testing.T) { bustest.Run(t, o) })
+	t.Run("LeaderIsKilled", func(t *testing.T) {
+		b, err := bus.Connect(t.Context(), o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer b.Close()
+		var killed *servertest.Process
+		bustest.RunCrash(t, bustest.Crashable{
+			Options: o,
+			Kill: func(stream string) {
+				info := describe(t, b, stream)
+				if info.Config.Replicas != 3 || len(info.Cluster.Replicas) != 2 {
+					t.Errorf("stream %s: %d replicas, %d peers", stream, info.Config.Replicas, len(info.Cluster.Replicas))
+				}
+				killed = s.Node(t, info.Cluster.Leader)
+				killed.Kill()
+			},
+			Start: func() { killed.Start() },
+		})
+	})
+}
+
+func TestTooManyReplicas(t *testing.T) {
+	t.Parallel()
+	b, err := bus.Connect(t.Context(), bus.Options{URL: start(t, t.TempDir(), 0).URL(), Token: token, Replicas: 3})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	if err := b.EnsureRun(t.Context(), run); !errors.Is(err, bus.ErrReplicas) {
+		t.Error(err)
+	}
+}
+
+func describe(t *testing.T, b *bus.Bus, stream string) *jetstream.StreamInfo {
+	t.Helper()
+	s, err := b.JetStream().Stream(t.Context(), stream)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s.CachedInfo()
+}
