@@ -1,7 +1,7 @@
 // Package blob is the port to byte storage: whole, immutable objects under slash-separated keys.
 //
-// Adapters are folders beside this file (files; clouds later) and pass the suite in blobtest. CAS builds content addressing on
-// any of them.
+// Adapters are folders beside this file (files, s3, gcs) and pass the suite in blobtest. CAS builds content addressing on any of
+// them.
 package blob
 
 import (
@@ -23,7 +23,15 @@ var (
 	ErrBadKey   = rpcerr.New(codes.InvalidArgument, "BLOB_BAD_KEY",
 		"blob keys are slash-separated names; no name is empty or begins with a dot")
 	ErrBadRange = rpcerr.New(codes.OutOfRange, "BLOB_BAD_RANGE", "the range is outside the blob")
-	ErrCorrupt  = rpcerr.New(codes.DataLoss, "BLOB_CORRUPT", "the blob's bytes do not have its content id")
+	ErrCorrupt  = rpcerr.New(codes.DataLoss, "BLOB_CORRUPT", "the blob's bytes do not have its content id or checksum")
+	// Those of a store behind a network alone.
+	ErrNoBucket = rpcerr.New(codes.FailedPrecondition, "BLOB_NO_BUCKET",
+		"the bucket is not there; make it first, or mend blob.bucket and blob.region")
+	ErrDenied = rpcerr.New(codes.PermissionDenied, "BLOB_DENIED",
+		"the object store refused the credentials; they need to read, create, list and delete objects of the bucket")
+	ErrTooLarge = rpcerr.New(codes.ResourceExhausted, "BLOB_TOO_LARGE",
+		"the object store takes no blob of that size from a stream; put it from a file")
+	ErrUnavailable = rpcerr.New(codes.Unavailable, "BLOB_UNAVAILABLE", "the object store does not answer").RetryAfter(time.Second)
 )
 
 // Info describes a blob.
@@ -41,7 +49,8 @@ type Range struct {
 
 // Reader reads blobs. Its methods may be called from many goroutines.
 type Reader interface {
-	// Get opens a range of a blob; the caller closes it. ErrNotFound, ErrBadRange.
+	// Get opens a range of a blob; the caller closes it. Where the store keeps a checksum, the Read that meets the end of a whole
+	// blob gives ErrCorrupt instead of io.EOF when the bytes do not have it. ErrNotFound, ErrBadRange.
 	Get(ctx context.Context, key string, r Range) (io.ReadCloser, error)
 	// Stat describes a blob without reading it. ErrNotFound.
 	Stat(ctx context.Context, key string) (Info, error)
@@ -53,7 +62,8 @@ type Reader interface {
 // Writer writes blobs. Its methods may be called from many goroutines.
 type Writer interface {
 	// Put creates a blob from r; when it returns nil the bytes are durable and visible as a whole. A key is written once: where it
-	// is taken, ErrExists, and of writers at the same time exactly one wins. Nothing is visible after an error.
+	// is taken, ErrExists, and of writers at the same time exactly one wins. Nothing is visible after an error; but after
+	// ErrUnavailable, or when ctx ended while a store behind a network answered, the blob may be there, as a whole.
 	Put(ctx context.Context, key string, r io.Reader) (Info, error)
 	// Delete removes a blob. Deleting what is not there is no error.
 	Delete(ctx context.Context, key string) error

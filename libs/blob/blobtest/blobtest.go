@@ -31,6 +31,8 @@ func Run(t *testing.T, open func(t *testing.T) blob.Store) {
 		"BadKeys":                badKeys,
 		"PutFile":                putFile,
 		"ContentAddressing":      contentAddressing,
+		"LargeInParts":           large,
+		"OneLargeWriterWins":     oneLargeWins,
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -1,0 +1,107 @@
+package gcs
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+
+	"cloud.google.com/go/storage"
+
+	"github.com/rollout-rl/rollout/libs/blob"
+	"github.com/rollout-rl/rollout/libs/blob/resume"
+)
+
+// writerMark is the metadata entry that names the call of Put which made an object.
+const writerMark = "rollout-writer"
+
+// Put implements blob.Writer: in one request, or in chunks where r gives more than PartBytes.
+func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, error) {
+	if err := blob.CheckKey(key); err != nil {
+		return blob.Info{}, err
+	}
+	if err := ctx.Err(); err != nil {
+		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, err)
+	}
+	writing, cancel := context.WithCancel(ctx)
+	defer cancel() // of a writer that was not closed: the upload is given up
+	object := s.object(key)
+	w := object.If(storage.Conditions{DoesNotExist: true}).NewWriter(writing)
+	mark := rand.Text()
+	w.Metadata = map[string]string{writerMark: mark}
+	w.ChunkSize, w.ChunkTransferTimeout, w.ChunkRetryDeadline = s.c.PartBytes, chunkTimeout, chunkTries
+	w.ContentType = "application/octet-stream" // the client would guess, from a copy of the first bytes
+
+	// The first chunk is read before anything is sent: where it is all, its checksum travels ahead of it.
+	var first bytes.Buffer
+	_, err := io.CopyN(&first, r, int64(s.c.PartBytes))
+	if err != nil && !errors.Is(err, io.EOF) {
+		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, err)
+	}
+	sum := resume.NewCRC()
+	sum.Write(first.Bytes()) //nolint:errcheck // a hash takes everything
+	if errors.Is(err, io.EOF) {
+		w.CRC32C, w.SendCRC32C = sum.Sum32(), true
+		r = bytes.NewReader(nil)
+	} else if _, err := s.Stat(ctx, key); err == nil { // many bytes would travel for nothing
+		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, blob.ErrExists)
+	}
+	source := &sourceReader{r: io.TeeReader(r, sum)}
+	if _, err = w.Write(first.Bytes()); err == nil {
+		_, err = io.Copy(w, source)
+	}
+	if source.err != nil {
+		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, source.err)
+	}
+	if err == nil {
+		err = w.Close()
+	}
+	attrs := w.Attrs()
+	if err != nil {
+		if attrs, err = s.settle(ctx, key, mark, err); err != nil {
+			return blob.Info{}, err
+		}
+	}
+	if attrs.CRC32C != sum.Sum32() {
+		_ = object.Generation(attrs.Generation).Delete(context.WithoutCancel(ctx)) // what is there is not what was put
+		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, blob.ErrCorrupt.With("key", key).
+			With("crc32c", fmt.Sprintf("%08x", sum.Sum32())).With("stored", fmt.Sprintf("%08x", attrs.CRC32C)))
+	}
+	return info(key, attrs), nil
+}
+
+// settle decides what a failed creation means: a request that was sent twice, because the answer to the first was lost, is refused
+// because of itself, and an upload whose last chunk arrived is no more.
+func (s *Store) settle(ctx context.Context, key, mark string, err error) (*storage.ObjectAttrs, error) {
+	mapped := s.mapError("put", key, err)
+	lost := errors.Is(mapped, blob.ErrNotFound)
+	if !lost && !errors.Is(mapped, blob.ErrExists) {
+		return nil, mapped
+	}
+	attrs, attrsErr := s.object(key).Attrs(ctx)
+	switch {
+	case attrsErr == nil && attrs.Metadata[writerMark] == mark:
+		return attrs, nil
+	case attrsErr == nil:
+		return nil, fmt.Errorf("put blob %s: %w", key, blob.ErrExists)
+	case lost:
+		return nil, fmt.Errorf("put blob %s: %w", key, blob.ErrUnavailable.Wrap(err))
+	}
+	return nil, mapped
+}
+
+// sourceReader tells the errors of what is to be stored from those of the store.
+type sourceReader struct {
+	r   io.Reader
+	err error
+}
+
+func (s *sourceReader) Read(p []byte) (int, error) {
+	n, err := s.r.Read(p)
+	if err != nil && !errors.Is(err, io.EOF) {
+		s.err = err
+	}
+	return n, err
+}

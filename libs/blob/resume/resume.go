@@ -1,0 +1,151 @@
+// Package resume reads an object over a network that fails: a connection that breaks, ends early or falls silent is replaced by
+// another one from the byte where it stopped, and the checksum of a whole object is checked at its end.
+package resume
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash"
+	"hash/crc32"
+	"io"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/blob"
+)
+
+// Tries is how many connections in a row may bring nothing before the reader gives up.
+const Tries = 6
+
+const firstDelay = 50 * time.Millisecond // between two connections that brought nothing; doubles
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// NewCRC is the CRC-32C that object stores keep.
+func NewCRC() hash.Hash32 { return crc32.New(castagnoli) }
+
+// Source is an object, or a range of one.
+type Source struct {
+	Key    string
+	Length int64 // bytes to be read in all
+	// Open connects to the object from a byte of the range on. The context covers the reads of what it returns. Errors that it
+	// returns end the reader, so it has tried again by itself where that may help.
+	Open func(ctx context.Context, from int64) (io.ReadCloser, error)
+	CRC  *uint32       // of the bytes to be read; nil where the store has none
+	Idle time.Duration // a connection that is silent for so long is given up
+}
+
+// Reader is an io.ReadCloser; not for several goroutines.
+type Reader struct {
+	ctx    context.Context
+	s      Source
+	hash   hash.Hash32
+	body   io.ReadCloser
+	cancel context.CancelFunc
+	read   int64
+	failed int   // connections in a row that brought nothing
+	err    error // that ended it
+}
+
+// New makes a reader of s that lives as long as ctx. first is a connection from byte 0, opened with first's own context, whose
+// cancel function the reader takes over.
+func New(ctx context.Context, s Source, first io.ReadCloser, cancel context.CancelFunc) *Reader {
+	return &Reader{ctx: ctx, s: s, hash: NewCRC(), body: first, cancel: cancel}
+}
+
+// Read implements io.Reader. blob.ErrCorrupt at the end, blob.ErrUnavailable when nothing comes any more.
+func (r *Reader) Read(p []byte) (int, error) {
+	for r.err == nil {
+		if r.read == r.s.Length {
+			r.err = r.finish()
+			break
+		}
+		if len(p) == 0 {
+			return 0, nil
+		}
+		n, err := r.attempt(p)
+		if n > 0 {
+			return n, nil
+		}
+		if err != nil {
+			r.retry(err)
+		}
+	}
+	return 0, r.err
+}
+
+// attempt reads once from the connection, opening one where there is none.
+func (r *Reader) attempt(p []byte) (int, error) {
+	if r.body == nil {
+		ctx, cancel := context.WithCancel(r.ctx)
+		body, err := r.s.Open(ctx, r.read)
+		if err != nil {
+			cancel()
+			r.err = err
+			return 0, nil
+		}
+		r.body, r.cancel = body, cancel
+	}
+	idle := time.AfterFunc(r.s.Idle, r.cancel)
+	n, err := r.body.Read(p[:min(int64(len(p)), r.s.Length-r.read)])
+	silent := !idle.Stop()
+	r.hash.Write(p[:n]) //nolint:errcheck // a hash takes everything
+	r.read += int64(n)
+	if n > 0 {
+		r.failed = 0
+	}
+	switch {
+	case err == nil, n > 0:
+		return n, nil // an error comes again at the next read
+	case silent:
+		return 0, fmt.Errorf("no byte came for %v", r.s.Idle)
+	case errors.Is(err, io.EOF):
+		return 0, fmt.Errorf("the connection ended after %d of %d bytes", r.read, r.s.Length)
+	}
+	return 0, err
+}
+
+// retry drops the connection, and gives up where too many in a row brought nothing or the caller's context has ended.
+func (r *Reader) retry(err error) {
+	r.drop()
+	if r.ctx.Err() != nil {
+		r.err = context.Cause(r.ctx)
+		return
+	}
+	if r.failed++; r.failed >= Tries {
+		r.err = fmt.Errorf("read blob %s: %w", r.s.Key, blob.ErrUnavailable.Wrap(err))
+		return
+	}
+	delay := time.NewTimer(firstDelay << (r.failed - 1))
+	defer delay.Stop()
+	select {
+	case <-r.ctx.Done():
+		r.err = context.Cause(r.ctx)
+	case <-delay.C:
+	}
+}
+
+func (r *Reader) finish() error {
+	if r.s.CRC != nil && *r.s.CRC != r.hash.Sum32() {
+		return fmt.Errorf("read blob %s: %w", r.s.Key, blob.ErrCorrupt.With("key", r.s.Key).
+			With("crc32c", fmt.Sprintf("%08x", *r.s.CRC)).With("computed", fmt.Sprintf("%08x", r.hash.Sum32())))
+	}
+	return io.EOF
+}
+
+// Close ends the connection.
+func (r *Reader) Close() error {
+	r.drop()
+	if r.err == nil {
+		r.err = errors.New("read of a closed blob")
+	}
+	return nil
+}
+
+func (r *Reader) drop() {
+	if r.body != nil {
+		r.cancel() // first: closing may otherwise wait for the rest of the body
+		_ = r.body.Close()
+		r.body = nil
+	}
+}
