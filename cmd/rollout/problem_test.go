@@ -115,6 +115,7 @@ func anonymous(text, dir string) string {
 	text = strings.ReplaceAll(text, dir, "$DIR")
 	text = regexp.MustCompile(`blake3-[0-9a-f]+`).ReplaceAllString(text, "blake3-$$HEX")
 	text = regexp.MustCompile(`but \S+ is installed`).ReplaceAllString(text, "but $$VERSION is installed")
+	text = regexp.MustCompile(`workers' Python \(\S+\)`).ReplaceAllString(text, "workers' Python ($$PYTHON)")
 	return text
 }
 

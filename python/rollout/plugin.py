@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import difflib
 import functools
 import hashlib
 import importlib.util
@@ -195,7 +196,8 @@ def _raised(function: RewardFunction) -> Generator[None]:
         what = "called sys.exit" if isinstance(error, SystemExit) else f"raised {_one_line(error)}"
         raise RewardFailed(
             f"`{_name(function)}` {what}",
-            mend="return a number for every sample; catch what may fail in the function",
+            mend="correct the function: it must score any completion, an empty one too"
+            " (while a run trains, a group whose reward raises is tried again, then left out)",
             place=_last_frame(error, _folder(function)) or _definition(function),
         ) from error
 
@@ -226,7 +228,7 @@ def _score(item: Any, index: int, bad: Callable[[str, str], RewardShapeError]) -
 
 
 def _number(value: Any, where: str, bad: Callable[[str, str], RewardShapeError]) -> float:
-    mend = "return a finite number; raise an error where a sample can't be scored"
+    mend = "return one finite number for each sample"
     try:
         number = float(value) if isinstance(value, SupportsFloat) else None
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -274,10 +276,23 @@ def _import(path: Path, file: str) -> ModuleType:
         what = "calls sys.exit" if isinstance(error, SystemExit) else f"raises {_one_line(error)}"
         mend = "run `python " + file + "` to see it alone"
         if isinstance(error, ModuleNotFoundError) and error.name:
-            mend = f"install `{error.name}` into the environment of the workers, or put {error.name}.py beside {file}"
+            mend = _missing(error.name, path, file)
         place = _last_frame(error, path.parent) or Place(str(path))
         raise RewardImportError(f"importing {file} {what}", mend=mend, place=place) from error
     return module
+
+
+def _missing(name: str, path: Path, file: str) -> str:
+    """What to do about a module that is not there: a typo of a file of the user's is likelier than a package to install."""
+    top = name.partition(".")[0]
+    here = sorted({entry.stem for entry in path.parent.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()})
+    near = difflib.get_close_matches(top, [stem for stem in here if stem != path.stem], n=1)
+    if near:
+        return f"did you mean `{near[0]}`, which lies beside {file}?"
+    return (
+        f"correct the name: there is no {top}.py beside {file} and no package `{top}` in the workers' Python ({sys.executable});"
+        " if it is a package, install it there"
+    )
 
 
 @contextmanager

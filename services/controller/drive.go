@@ -35,6 +35,8 @@ type drive struct {
 	weights  *weightsv1.WeightsManifest // newest published
 	mark     time.Time                  // when the last step was committed; zero where something else came since
 	delivery float64                    // seconds that the last delivery took
+	flat     int                        // steps in a row in which the rewards of every group were equal
+	flatTell int                        // at how many of them somebody is told next
 	learners learners
 	fleet    *fleet
 
@@ -166,7 +168,7 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 		if report.Reason = rpcerr.Reason(err); report.Reason == "" {
 			report.Reason = ReasonStep
 		}
-		d.log.ErrorContext(ctx, "the run can't go on", "reason", report.Reason, "error", err)
+		d.log.InfoContext(ctx, "the run can't go on", "reason", report.Reason, "error", err) // the scheduler tells the world
 	}
 	d.board.update(func(p *learnerv1.Progress) {
 		p.Phase, p.WaitingFor = phase, ""

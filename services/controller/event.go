@@ -52,6 +52,37 @@ func (d *drive) emitStep(batch *bufferv1.Batch, result *learnerv1.TrainResult, t
 			"excluded": strconv.FormatUint(uint64(batch.GetExcluded()), 10),
 		},
 	})
+	d.watchGradient(batch.GetStep(), all)
+}
+
+// flatFirst is after how many steps without a gradient somebody is told; then after ten times as many.
+const flatFirst = 3
+
+// watchGradient warns of steps in a row in which the rewards of every group were equal: nothing is learned from them.
+func (d *drive) watchGradient(step uint64, metrics map[string]float64) {
+	share, grouped := metrics["zero_advantage_groups"]
+	if !grouped || share < 1 {
+		d.flat = 0
+		return
+	}
+	if d.flat++; d.flat == 1 {
+		d.flatTell = flatFirst
+	}
+	if d.flat != d.flatTell {
+		return
+	}
+	d.flatTell *= 10
+	rewards := "all rewards were equal"
+	if metrics["reward/std"] == 0 {
+		rewards = fmt.Sprintf("all rewards were equal, in the last step all of them %.4g", metrics["reward/mean"])
+	}
+	d.emit(&eventv1.Event{
+		Kind: "step.flat", Level: eventv1.Level_LEVEL_WARN, Step: step,
+		Message: fmt.Sprintf("the last %d steps taught nothing: in each of their groups %s. Look at answers (`rollout report %s`), then "+
+			"give partial credit in the reward, take prompts that the policy gets right now and then, or raise `temperature` or `group_size` in [sampling]",
+			d.flat, rewards, d.spec.GetRunId()),
+		Metrics: map[string]float64{"steps": float64(d.flat), "reward/mean": metrics["reward/mean"]},
+	})
 }
 
 func (d *drive) emitDelivered(w *weightsv1.WeightsManifest, workers int, seconds float64) {

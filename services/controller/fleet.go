@@ -3,6 +3,8 @@ package controller
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -35,6 +37,8 @@ type member struct {
 	loaded *weightsv1.WeightsReceipt // nil before the first
 	fenced bool
 	cancel context.CancelFunc
+
+	retries uint64 // of the reward that it told of last, since its start
 }
 
 func newFleet(run string, incarnation uint32, dial func(string) (Conn, error), retry time.Duration, fenced func(string, error)) *fleet {
@@ -182,6 +186,33 @@ func (f *fleet) holder(w *weightsv1.WeightsManifest, tried map[*member]bool) (*m
 		}
 	}
 	return nil, f.changed
+}
+
+// statusPatience is how long a worker may take to say how it is.
+const statusPatience = 500 * time.Millisecond
+
+// rewardRetries asks the workers how many calls of the reward they repeated since they were asked last. Who does not answer in a
+// moment counts next time.
+func (f *fleet) rewardRetries(ctx context.Context) (repeated uint64) {
+	ctx, cancel := context.WithTimeout(ctx, statusPatience)
+	defer cancel()
+	f.mu.Lock()
+	members := slices.Collect(maps.Values(f.members))
+	f.mu.Unlock()
+	var wg sync.WaitGroup
+	for _, m := range members {
+		wg.Go(func() {
+			status, err := m.client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			if now := status.GetRewardRetries(); err == nil && now > m.retries {
+				repeated += now - m.retries
+				m.retries = now
+			}
+		})
+	}
+	wg.Wait()
+	return repeated
 }
 
 // ours reports whether a worker belongs to this incarnation of the run.

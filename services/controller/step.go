@@ -41,7 +41,14 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 	lap("lease", began)
 	from := d.deps.Now()
 	d.enter(training, "")
+	retries := make(chan uint64, 1) // of the reward while the batch was sampled; asked while the learner works
+	if d.set.cfg.GetReward() != nil {
+		go func() { retries <- d.fleet.rewardRetries(ctx) }()
+	} else {
+		close(retries)
+	}
 	result, err := d.train(ctx, l, batch)
+	repeated := <-retries
 	if err != nil {
 		return err
 	}
@@ -62,6 +69,9 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 	lap("commit", from)
 	lap("step", d.mark)
 	d.mark = d.deps.Now()
+	if d.set.cfg.GetReward() != nil {
+		times["reward/retries"] = float64(repeated)
+	}
 	d.emitStep(batch, result, times)
 	if weights != nil {
 		d.hold(weights)

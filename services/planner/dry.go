@@ -50,37 +50,53 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 		d.Problems.Add(d.pythonProblem(e, "model.path"))
 		return
 	}
-	cfg := d.Config
 	for i, data := range d.datasets() {
 		lengths := answer.Tokenizer.Files[i]
-		what, room := "the prompt has %d tokens", fmt.Sprintf("%d of max_model_len less %d of max_tokens leave",
-			cfg.GetEngine().GetMaxModelLen(), cfg.GetSampling().GetMaxTokens())
-		if data.AnswerField != "" {
-			what, room = "prompt, answer and end have %d tokens", "max_model_len leaves"
+		if len(lengths.Examples) > 0 {
+			d.tooLong(data, lengths)
 		}
-		limit := d.tokenizerLimit(data)
-		var wanted []uint64
-		for _, example := range lengths.Examples {
-			wanted = append(wanted, example.Row+1)
-		}
-		excerpts := input.Lines(input.Resolve(d.baseDir, data.Path), wanted)
-		for n, example := range lengths.Examples {
-			message := fmt.Sprintf(what+"; %s %d", example.Tokens, room, limit)
-			if more := lengths.Over - int64(len(lengths.Examples)); n == len(lengths.Examples)-1 && more > 0 {
-				message += fmt.Sprintf(" (and %d more rows are too long; the longest has %d tokens)", more, lengths.Longest)
+		if rows := lengths.Empty; len(rows) > 0 {
+			message := "the tokenizer makes no token of the prompt"
+			if len(rows) > 1 {
+				message += fmt.Sprintf(", nor of %d others among the first rows like it", len(rows)-1)
 			}
 			d.Problems.Add(&planv1.Problem{
-				Reason: problem.ContextTooLong, File: data.Path, Line: uint32(example.Row + 1), Column: 1, Field: "engine.max_model_len",
-				Message: message, Mend: d.mendLength(data), Excerpt: excerpts[example.Row+1],
-			})
-		}
-		for _, row := range lengths.Empty {
-			d.Problems.Add(&planv1.Problem{
-				Reason: problem.BadRow, File: data.Path, Line: uint32(row + 1), Column: 1,
-				Message: "the tokenizer makes no token of the prompt", Mend: "remove the row, or write a prompt that its vocabulary has",
+				Reason: problem.BadRow, File: data.Path, Line: uint32(rows[0] + 1), Column: 1,
+				Message: message, Mend: "remove the row, or write a prompt that its vocabulary has",
 			})
 		}
 	}
+}
+
+// longShown is how many rows that are too long are named; the others are counted.
+const longShown = 5
+
+// tooLong is one problem for all rows of a file that leave no room, at the first of them.
+func (d *draft) tooLong(data *input.Dataset, lengths probe.Lengths) {
+	engine, sampling := d.Config.GetEngine(), d.Config.GetSampling()
+	one, many, room := "the prompt has %d tokens", "%d prompts are too long", fmt.Sprintf("%d of max_model_len less %d of max_tokens leave %d",
+		engine.GetMaxModelLen(), sampling.GetMaxTokens(), d.tokenizerLimit(data))
+	if data.AnswerField != "" {
+		one, many = "prompt, answer and end have %d tokens", "%d rows (prompt, answer and end) are too long"
+		room = fmt.Sprintf("max_model_len leaves %d", d.tokenizerLimit(data))
+	}
+	first := lengths.Examples[0]
+	message, mend := fmt.Sprintf(one+"; %s", first.Tokens, room), d.mendLength(data)
+	if lengths.Over > 1 {
+		var named []string
+		for _, example := range lengths.Examples[:min(len(lengths.Examples), longShown)] {
+			named = append(named, fmt.Sprintf("line %d has %d", example.Row+1, example.Tokens))
+		}
+		message = fmt.Sprintf(many+"; %s: %s", lengths.Over, room, strings.Join(named, ", "))
+		if more := lengths.Over - int64(len(named)); more > 0 {
+			message += fmt.Sprintf(", and %d more; the longest has %d", more, lengths.Longest)
+		}
+		mend = strings.Replace(mend, "the row", "the rows", 1)
+	}
+	d.Problems.Add(&planv1.Problem{
+		Reason: problem.ContextTooLong, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Field: "engine.max_model_len",
+		Message: message, Mend: mend, Excerpt: input.Lines(input.Resolve(d.baseDir, data.Path), []uint64{first.Row + 1})[first.Row+1],
+	})
 }
 
 // mendLength says what makes room: the model's positions can't be raised.

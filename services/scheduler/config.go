@@ -57,6 +57,7 @@ type Buffer interface {
 	OpenLedger(ctx context.Context, in *bufferv1.OpenLedgerRequest, opts ...grpc.CallOption) (*bufferv1.OpenLedgerResponse, error)
 	CloseLedger(ctx context.Context, in *bufferv1.CloseLedgerRequest, opts ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error)
 	WatchLedger(ctx context.Context, in *bufferv1.WatchLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[bufferv1.WatchLedgerResponse], error)
+	ListSteps(ctx context.Context, in *bufferv1.ListStepsRequest, opts ...grpc.CallOption) (*bufferv1.ListStepsResponse, error)
 	ListGroups(ctx context.Context, in *bufferv1.ListGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ListGroupsResponse, error)
 	ExcludeGroups(ctx context.Context, in *bufferv1.ExcludeGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ExcludeGroupsResponse, error)
 	ReissueGroups(ctx context.Context, in *bufferv1.ReissueGroupsRequest, opts ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error)

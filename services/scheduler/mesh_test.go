@@ -272,6 +272,16 @@ func (l *ledger) WatchLedger(ctx context.Context, _ *bufferv1.WatchLedgerRequest
 	}}, nil
 }
 
+func (l *ledger) ListSteps(_ context.Context, in *bufferv1.ListStepsRequest, _ ...grpc.CallOption) (*bufferv1.ListStepsResponse, error) {
+	out := &bufferv1.ListStepsResponse{}
+	l.m.read(func() {
+		for step := in.GetFromStep(); step <= l.m.step; step++ {
+			out.Steps = append(out.Steps, &bufferv1.StepRecord{Step: step, WeightsDigest: fmt.Sprint("digest-", step)})
+		}
+	})
+	return out, nil
+}
+
 func (l *ledger) ListGroups(_ context.Context, in *bufferv1.ListGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListGroupsResponse, error) {
 	out := &bufferv1.ListGroupsResponse{}
 	l.m.read(func() {

@@ -201,6 +201,30 @@ func TestInterruptAndResume(t *testing.T) {
 	w.whole(6)
 }
 
+// Steps that were committed while the process was being killed are in the ledger alone; a list after the restart knows them.
+func TestListAfterAKillKnowsTheLedgersSteps(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true
+	w.start()
+	run := w.create(plan(6, "sync", 0, false)).GetRunId()
+	directory := w.waitState(run, scheduler.Running).GetRun().GetDirectory()
+	w.kill()
+	weights := filepath.Join(directory, "weights", "v000004")
+	if err := os.MkdirAll(weights, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	w.mesh.read(func() { w.mesh.step = 4 })
+	w.start()
+	list, err := w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := list.GetRuns()[0]; got.GetState() != scheduler.Interrupted || got.GetStep() != 4 || got.GetWeightsDirectory() != weights || got.GetWeightsDigest() != "digest-4" {
+		t.Errorf("listed as %v", got)
+	}
+}
+
 func TestResumeOnStart(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

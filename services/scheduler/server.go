@@ -13,6 +13,7 @@ type Server struct {
 	runv1.UnimplementedSchedulerServiceServer
 	svc         *service
 	interrupted []string // runs that a dead process left active
+	caughtUp    chan struct{}
 }
 
 // New makes the scheduler and marks the runs that a dead process left active as INTERRUPTED, so that whoever asks later sees
@@ -24,7 +25,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if err := deps.check(); err != nil {
 		return nil, err
 	}
-	s := &Server{svc: newService(cfg, deps)}
+	s := &Server{svc: newService(cfg, deps), caughtUp: make(chan struct{})}
 	var err error
 	s.interrupted, err = s.svc.interruptActive(context.Background())
 	return s, err
@@ -38,6 +39,8 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 
 // Run conducts runs until ctx ends, then interrupts them: their workers are stopped and their records say so when it returns.
 func (s *Server) Run(ctx context.Context) error {
+	s.svc.catchUp(ctx, s.interrupted)
+	close(s.caughtUp)
 	if s.svc.cfg.ResumeOnStart {
 		for _, id := range s.interrupted {
 			if _, err := s.svc.resume(ctx, id); err != nil {
@@ -48,6 +51,19 @@ func (s *Server) Run(ctx context.Context) error {
 	<-ctx.Done()
 	s.svc.shutdown()
 	return nil
+}
+
+// current waits a moment for the records of the runs that a dead process left behind: their ledgers know more than they do.
+func (s *Server) current(ctx context.Context) {
+	if len(s.interrupted) == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, catchUpPatience)
+	defer cancel()
+	select {
+	case <-s.caughtUp:
+	case <-ctx.Done():
+	}
 }
 
 // CreateRun implements the contract.
@@ -61,6 +77,7 @@ func (s *Server) CreateRun(ctx context.Context, req *runv1.CreateRunRequest) (*r
 
 // GetRun implements the contract.
 func (s *Server) GetRun(ctx context.Context, req *runv1.GetRunRequest) (*runv1.GetRunResponse, error) {
+	s.current(ctx)
 	run, err := s.svc.Store.Resolve(ctx, req.GetRunId())
 	if err != nil {
 		return nil, err
@@ -74,6 +91,7 @@ func (s *Server) GetRun(ctx context.Context, req *runv1.GetRunRequest) (*runv1.G
 
 // ListRuns implements the contract. Steps of active runs are those of this moment.
 func (s *Server) ListRuns(ctx context.Context, req *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
+	s.current(ctx)
 	size := int(req.GetPageSize())
 	if size == 0 {
 		size = 100

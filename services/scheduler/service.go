@@ -4,14 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -335,6 +338,54 @@ func (s *service) interruptActive(ctx context.Context) ([]string, error) {
 		ids = append(ids, run.GetRunId())
 	}
 	return ids, nil
+}
+
+// catchUpPatience is how long the ledger of a run that a dead process left behind is waited for.
+const catchUpPatience = 2 * time.Second
+
+// catchUp writes the steps that the ledgers have committed into the records of runs: a process that was killed wrote its last
+// ones there and nowhere else.
+func (s *service) catchUp(ctx context.Context, ids []string) {
+	ctx, cancel := context.WithTimeout(ctx, catchUpPatience)
+	defer cancel()
+	for _, id := range ids {
+		if err := s.catchUpOne(ctx, id); err != nil {
+			s.Log.WarnContext(ctx, "the record of a run may lack its last steps", "run", id, "error", err)
+		}
+	}
+}
+
+func (s *service) catchUpOne(ctx context.Context, id string) error {
+	run, err := s.Store.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	var resp *bufferv1.ListStepsResponse
+	for {
+		resp, err = s.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: id, FromStep: run.GetStep() + 1})
+		if err == nil || !transient(err) || ctx.Err() != nil {
+			break
+		}
+		if err := pause(ctx, 50*time.Millisecond); err != nil {
+			return err
+		}
+	}
+	if rpcerr.Code(err) == codes.NotFound || err == nil && len(resp.GetSteps()) == 0 {
+		return nil // it was killed before its ledger was opened, or between two steps
+	}
+	if err != nil {
+		return err
+	}
+	last := resp.GetSteps()[len(resp.GetSteps())-1]
+	_, err = s.update(ctx, id, func(r *Run) error {
+		r.Step = max(r.GetStep(), last.GetStep())
+		folder := filepath.Join(r.GetDirectory(), "weights", fmt.Sprintf("v%06d", last.GetStep()))
+		if _, err := os.Stat(folder); err == nil {
+			r.WeightsDirectory, r.WeightsDigest = folder, last.GetWeightsDigest()
+		}
+		return nil
+	})
+	return err
 }
 
 // shutdown interrupts every run and waits for the conductors.

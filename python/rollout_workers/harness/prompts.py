@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,14 @@ class Text:
         from transformers import AutoTokenizer
 
         return cls(AutoTokenizer.from_pretrained(directory))
+
+    def warm(self) -> None:
+        """Do once what the first request would wait for: compile the chat template, make the tokenizer's caches. Blocks."""
+        rendered = ""
+        if self.tokenizer.chat_template:
+            with contextlib.suppress(PromptInvalid):  # a template may want more than one message
+                rendered = self.render([{"role": "user", "content": "hello"}])
+        self.decode(self.encode([rendered or "hello"]))
 
     @property
     def eos_id(self) -> int | None:

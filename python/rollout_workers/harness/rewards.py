@@ -54,7 +54,8 @@ class Rewards:
         self._slots = asyncio.Semaphore(_PROCESSES)
         self._caller: asyncio.Task[None] | None = None
         self._isolating: set[asyncio.Task[None]] = set()
-        self.failures = 0
+        self.failures = 0  # samples that no try could score
+        self.retries = 0  # calls that were repeated after a failure
 
     async def start(self) -> None:
         """Start the process and import the plugin. Raises ``RewardImportError`` or ``RewardTimeout``."""
@@ -111,14 +112,17 @@ class Rewards:
             task.add_done_callback(self._isolating.discard)
 
     async def _isolate(self, waiting: _Waiting, error: RewardError, used: int) -> None:
+        first = error
         try:
             for _ in range(used, self._retries + 1):
+                self.retries += 1
                 try:
                     [results] = await self._call([waiting.group])
                 except RewardError as again:
                     error = again
                 else:
                     _settle(waiting, results)
+                    log.warning("a reward failed and was scored by another try: %s", first)
                     return
             self.failures += len(waiting.group.samples)
             log.warning("a reward failed, its samples are INFRA_FAILED: %s", error)

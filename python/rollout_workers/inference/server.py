@@ -12,6 +12,7 @@ import grpc
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceServicer
 from rollout_workers.engines.base import Engine
+from rollout_workers.harness.rewards import Rewards
 from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.puller import Puller
@@ -42,12 +43,13 @@ class InferenceServer(InferenceWorkerServiceServicer):
         throughput: Throughput,
         lifecycle: Lifecycle,
         max_model_len: int,
+        rewards: Rewards | None = None,
     ) -> None:
-        """model: name of the policy for the gateway. evaluation: None where the plan has none."""
+        """model: name of the policy for the gateway. evaluation, rewards: None where the plan has none."""
         self._who, self._model, self._engine, self._holdings = who, model, engine, holdings
         self._generation, self._evaluation = generation, evaluation
         self._puller, self._throughput, self._lifecycle = puller, throughput, lifecycle
-        self._max_model_len = max_model_len
+        self._max_model_len, self._rewards = max_model_len, rewards
         self._loading = asyncio.Lock()
         self._fencing: asyncio.TimerHandle | None = None
 
@@ -119,6 +121,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
             process_id=self._who.process,
             model=self._model,
             max_model_len=self._max_model_len,
+            reward_retries=self._rewards.retries if self._rewards else 0,
         )
 
     def _doubt(self, reason: str) -> None:

@@ -63,7 +63,7 @@ async def run_inference_worker(
 ) -> None:
     """Load, serve and sample until ``lifecycle`` says to leave; then drain. model: given by tests, else loaded."""
     config = spec.plan.config
-    connecting = asyncio.create_task(_connect(spec, who))
+    connecting = asyncio.create_task(_connect(spec, who, lifecycle))
     rewards = _rewards(spec)
     starting = asyncio.create_task(rewards.start() if rewards else asyncio.sleep(0))
     link: _Link | None = None
@@ -125,6 +125,7 @@ async def run_inference_worker(
             throughput,
             lifecycle,
             limit,
+            rewards,
         )
         server = Server(spec.token)
         add_InferenceWorkerServiceServicer_to_server(servicer, server.grpc)
@@ -192,6 +193,7 @@ def load(spec: WorkerSpec) -> Model:
         version=spec.initial_version,
     )
     text = Text.load(model_directory(spec))
+    text.warm()
     log.info("loaded %s in %.1f s", folder, time.monotonic() - began)
     return Model(engine, text)
 
@@ -204,7 +206,7 @@ class _Link:
     queue: WorkQueue | None = None
 
 
-async def _connect(spec: WorkerSpec, who: Identity) -> _Link:
+async def _connect(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle) -> _Link:
     links: list[_Link] = []
 
     async def reconnected() -> None:
@@ -212,7 +214,13 @@ async def _connect(spec: WorkerSpec, who: Identity) -> _Link:
             if link.queue is not None:
                 link.queue.reconnected()
 
-    client = await connect(spec.nats_url, spec.nats_token, name=who.registration, reconnected=reconnected)
+    client = await connect(
+        spec.nats_url,
+        spec.nats_token,
+        name=who.registration,
+        reconnected=reconnected,
+        leaving=lambda: lifecycle.leaving,
+    )
     links.append(_Link(client))
     return links[0]
 

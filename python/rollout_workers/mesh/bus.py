@@ -12,8 +12,19 @@ from nats.errors import NoServersError
 log = logging.getLogger(__name__)
 
 
-async def connect(url: str, token: str, *, name: str, reconnected: Callable[[], Awaitable[None]] | None = None) -> Client:
-    """A connection that reconnects for ever, first tries included. ``name`` is what the server lists it as."""
+async def connect(
+    url: str,
+    token: str,
+    *,
+    name: str,
+    reconnected: Callable[[], Awaitable[None]] | None = None,
+    leaving: Callable[[], bool] = lambda: False,
+) -> Client:
+    """A connection that reconnects for ever, first tries included.
+
+    name: what the server lists it as. leaving: whether the process is about to leave anyway; then a server that goes first is no
+    news.
+    """
 
     async def on_error(error: Exception) -> None:
         log.debug("nats (%s): %r", name, error)
@@ -21,7 +32,8 @@ async def connect(url: str, token: str, *, name: str, reconnected: Callable[[], 
     client = Client()
 
     async def on_disconnect() -> None:
-        if client.is_closed or client.is_draining:
+        if client.is_closed or client.is_draining or leaving():
+            log.debug("the connection to NATS ended (%s)", name)
             return
         log.warning("lost the connection to NATS (%s); reconnecting", name)
 

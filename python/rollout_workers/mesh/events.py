@@ -15,6 +15,7 @@ from nats.errors import Error as NatsError
 
 from rollout.event.v1 import event_pb2 as pb
 from rollout_workers.mesh.pulse import Pulse
+from rollout_workers.mesh.repeat import Repeats
 from rollout_workers.mesh.spec import Identity
 
 _FLUSH_SECONDS = 0.2
@@ -41,8 +42,8 @@ class Events:
     def __init__(self, who: Identity, pulse: Pulse) -> None:
         self._who, self._pulse = who, pulse
         self._held: deque[pb.Event] = deque(maxlen=_MOST_HELD)
-        self._sent = 0
         self._task: Any = None
+        self._repeats: Repeats[pb.Event] = Repeats()
 
     def start(self) -> None:
         self._task = self._pulse.submit(self._keep_sending())
@@ -57,7 +58,11 @@ class Events:
         attributes: Mapping[str, str] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Say what happened. Returns at once."""
+        """Say what happened. Returns at once.
+
+        Of warnings that say the same, numbers and quoted texts aside, one in ten seconds is sent, with ``repeated`` among its
+        attributes: how many it stands for.
+        """
         now = time.time_ns()
         event = pb.Event(
             event_id=ulid(now // 1_000_000),
@@ -71,19 +76,27 @@ class Events:
             metrics=metrics,
         )
         event.time.FromNanoseconds(now)
-        self._held.append(event)
+        if level < pb.LEVEL_WARN or self._repeats.admit(f"{kind}/{level}", message, event):
+            self._held.append(event)
 
     def close(self, seconds: float = 2.0) -> None:
         """Send what is held, for at most ``seconds``."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
+        self._release(all=True)
         with contextlib.suppress(Exception):
             self._pulse.submit(self._send_all()).result(seconds)
+
+    def _release(self, *, all: bool = False) -> None:
+        for event, count in self._repeats.due(all=all):
+            event.attributes["repeated"] = str(count)
+            self._held.append(event)
 
     async def _keep_sending(self) -> None:
         while True:
             await asyncio.sleep(_FLUSH_SECONDS)
+            self._release()
             await self._send_all()
 
     async def _send_all(self) -> None:

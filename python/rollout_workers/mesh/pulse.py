@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,8 +27,9 @@ _PROGRESS = b"+WPI"
 class Pulse:
     """A thread with an event loop and a NATS connection. ``hold`` and ``release`` may be called from any thread."""
 
-    def __init__(self, url: str, token: str, *, name: str) -> None:
-        self._url, self._token, self._name = url, token, name
+    def __init__(self, url: str, token: str, *, name: str, leaving: Callable[[], bool] = lambda: False) -> None:
+        """leaving: whether the worker is about to leave: then a connection that ends is no news."""
+        self._url, self._token, self._name, self._leaving = url, token, name, leaving
         self._held: dict[str, None] = {}  # reply subjects; single operations are atomic
         self._loop = asyncio.new_event_loop()
         self._client: asyncio.Future[Client] | None = None
@@ -70,7 +71,7 @@ class Pulse:
 
     async def _main(self) -> None:
         self._stopping = asyncio.Event()
-        connecting = asyncio.create_task(connect(self._url, self._token, name=f"{self._name} pulse"))
+        connecting = asyncio.create_task(connect(self._url, self._token, name=f"{self._name} pulse", leaving=self._leaving))
         self._client = asyncio.ensure_future(connecting)
         self._ready.set()
         beating = asyncio.create_task(self._beat())

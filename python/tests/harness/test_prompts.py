@@ -27,6 +27,22 @@ def test_a_string_is_tokenised_as_it_is(text: Text) -> None:
     assert text.decode([prompt.token_ids]) == ["17+25="] == [prompt.text]
 
 
+def test_a_warm_text_has_rendered_a_chat_before_the_first_one_comes(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[object] = []
+    monkeypatch.setattr(text.tokenizer, "apply_chat_template", lambda messages, **_: rendered.append(messages) or "hello")
+    text.tokenizer.chat_template = "{{ messages }}"
+    text.warm()
+    assert len(rendered) == 1
+    text.tokenizer.chat_template = None
+    text.warm()  # plain text alone
+    assert len(rendered) == 1
+
+
+def test_a_template_that_refuses_the_warm_up_refuses_nothing_else(text: Text) -> None:
+    text.tokenizer.chat_template = "{{ raise_exception('two messages or none') }}"
+    text.warm()
+
+
 def test_messages_and_chats_go_through_the_template(text: Text) -> None:
     text.tokenizer.chat_template = "{% for m in messages %}<eos>{{ m['role'][0] }}:{{ m['content'] }}{% endfor %}"
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]

@@ -114,10 +114,13 @@ async def test_a_hanging_reward_blocks_no_loop(plugin: Path) -> None:
     await rewards.close()
 
 
-async def test_a_failure_that_passes_is_retried(plugin: Path, tmp_path: Path) -> None:
+async def test_a_failure_that_passes_is_retried_and_told(plugin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rewards = await make(plugin, retries=1)
     [[one, _]] = await rewards.score([group("once", file=str(tmp_path / "seen"))])
     assert one.outcome == "completed"
+    assert (rewards.retries, rewards.failures) == (1, 0)
+    [told] = [record.getMessage() for record in caplog.records]
+    assert told.startswith("a reward failed and was scored by another try") and "the first time" in told
     await rewards.close()
 
 

@@ -45,6 +45,21 @@ async def test_events_and_logs_arrive_in_order(streams: RunStreams, pulse: Pulse
     events.close()
 
 
+async def test_a_flood_of_warnings_is_one_and_a_count(streams: RunStreams, pulse: Pulse, who: Identity) -> None:
+    events = Events(who, pulse)
+    logger = logging.Logger("harness")
+    logger.addHandler(EventHandler(events))
+    for number in range(50):
+        logger.warning("the reward of %d samples took longer than 5 s", number)
+        logger.info("step %d", number)
+    events.close()
+    told = await received(streams, who, 52)
+    first, last = [event for event in told if event.level == pb.LEVEL_WARN]
+    assert "repeated" not in first.attributes
+    assert (last.attributes["repeated"], last.message) == ("49", "the reward of 49 samples took longer than 5 s")
+    assert sum(event.level == pb.LEVEL_INFO for event in told) == 50
+
+
 async def test_close_sends_what_is_held(streams: RunStreams, pulse: Pulse, who: Identity) -> None:
     events = Events(who, pulse)
     events.emit("worker.note", "the last words")

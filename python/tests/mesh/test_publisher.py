@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from nats.js.api import RetentionPolicy, StreamConfig
 
 from rollout_workers.mesh.bus import connect
@@ -12,6 +13,7 @@ from rollout_workers.mesh.spec import Identity
 from rollout_workers.mesh.testing.daemon import Daemon
 from rollout_workers.mesh.testing.proxy import Proxy
 from rollout_workers.mesh.testing.run import RunStreams
+from rollout_workers.mesh.testing.waiting import until
 
 
 async def test_stores_with_headers(daemon: Daemon, who: Identity, streams: RunStreams) -> None:
@@ -52,4 +54,19 @@ async def test_a_cut_connection_stores_once(daemon: Daemon, who: Identity, strea
     await asyncio.gather(*publishing)
     assert (await streams.js.stream_info(f"TRAJ_{who.run}")).state.messages == 20
     await client.close()
+    await proxy.stop()
+
+
+async def test_a_server_that_goes_first_is_news_only_for_who_stays(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    proxy = await Proxy(daemon.nats_url).start()
+    stays = await connect(proxy.url, daemon.token, name="stays")
+    leaves = await connect(proxy.url, daemon.token, name="leaves", leaving=lambda: True)
+    proxy.cut()
+    await until(lambda: not stays.is_connected and not leaves.is_connected)
+    await until(lambda: any("lost the connection" in record.getMessage() for record in caplog.records))
+    assert [r.getMessage() for r in caplog.records if "lost" in r.getMessage()] == [
+        "lost the connection to NATS (stays); reconnecting"
+    ]
+    await stays.close()
+    await leaves.close()
     await proxy.stop()

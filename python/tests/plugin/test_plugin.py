@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout.plugin import (
+    RewardError,
     RewardFailed,
     RewardFunction,
     RewardImportError,
@@ -135,6 +136,27 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, body: str, message: str,
         reward(tmp_path, body)
     assert caught.value.place is not None
     assert caught.value.place.line == line
+
+
+def test_a_missing_module_may_be_a_typo(tmp_path: Path) -> None:
+    (tmp_path / "grading.py").write_text("")
+    with pytest.raises(RewardImportError) as caught:
+        reward(tmp_path, "import gradng\ndef reward(s): return []\n")
+    assert caught.value.mend == "did you mean `grading`, which lies beside reward.py?"
+    with pytest.raises(RewardImportError) as caught:
+        reward(tmp_path, "import unobtainium.core\ndef reward(s): return []\n")
+    assert "no unobtainium.py beside reward.py and no package `unobtainium`" in caught.value.mend
+    assert "install" in caught.value.mend
+
+
+def test_mends_do_not_contradict_each_other(tmp_path: Path) -> None:
+    mends: list[str] = []
+    for body in ("raise ValueError('no')", "return [float('nan')]"):
+        with pytest.raises(RewardError) as caught:
+            call_reward(reward(tmp_path, f"def reward(s): {body}\n"), [Sample("", "")])
+        mends.append(caught.value.mend)
+    assert "tried again, then left out" in mends[0] and "catch" not in mends[0]
+    assert "raise" not in mends[1]
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+package controller
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+)
+
+type told []*eventv1.Event
+
+func (t *told) Emit(e *eventv1.Event) { *t = append(*t, e) }
+
+// Steps in a row from which nothing is learned are told of once, then at ten times as many; a step with a gradient ends the row.
+func TestStepsWithoutAGradientAreToldOf(t *testing.T) {
+	t.Parallel()
+	var events told
+	d := &drive{deps: Deps{Events: &events, Now: time.Now}, spec: &learnerv1.StartRunRequest{RunId: run}}
+	step := uint64(0)
+	make := func(n int, share float64) {
+		for range n {
+			step++
+			d.watchGradient(step, map[string]float64{"zero_advantage_groups": share, "reward/mean": 0, "reward/std": 0})
+		}
+	}
+	make(2, 1)
+	make(1, 0.97)
+	make(2, 1)
+	if len(events) != 0 {
+		t.Fatalf("told too early: %v", events)
+	}
+	make(1, 1)
+	if len(events) != 1 || events[0].GetLevel() != eventv1.Level_LEVEL_WARN || events[0].GetStep() != 6 ||
+		!strings.Contains(events[0].GetMessage(), "the last 3 steps taught nothing") || !strings.Contains(events[0].GetMessage(), "all of them 0") ||
+		!strings.Contains(events[0].GetMessage(), "partial credit") {
+		t.Fatalf("told %v", events)
+	}
+	make(26, 1)
+	if len(events) != 1 {
+		t.Fatalf("told again and again: %d times", len(events))
+	}
+	make(1, 1)
+	if len(events) != 2 || !strings.Contains(events[1].GetMessage(), "the last 30 steps") {
+		t.Fatalf("told %v", events)
+	}
+	d.watchGradient(step, map[string]float64{"loss": 1}) // supervised: there are no groups
+	if d.flat != 0 || len(events) != 2 {
+		t.Error("a loss is a reward")
+	}
+}
+
+type counting struct {
+	inferencev1.InferenceWorkerServiceClient
+	retries uint64
+}
+
+func (c *counting) GetInferenceStatus(context.Context, *inferencev1.GetInferenceStatusRequest, ...grpc.CallOption) (*inferencev1.GetInferenceStatusResponse, error) {
+	return &inferencev1.GetInferenceStatusResponse{RewardRetries: c.retries}, nil
+}
+
+// Repeated calls of the reward are counted once, over all workers; a worker that was started again counts from 0.
+func TestRewardRetriesAreCountedOnce(t *testing.T) {
+	t.Parallel()
+	one, two := &counting{retries: 2}, &counting{}
+	f := newFleet(run, 1, nil, time.Second, nil)
+	f.members["one"], f.members["two"] = &member{client: one}, &member{client: two}
+	for i, want := range []uint64{2, 0, 4} {
+		if i == 2 {
+			one.retries, two.retries = 5, 1
+		}
+		if got := f.rewardRetries(t.Context()); got != want {
+			t.Errorf("the %d. time %d were repeated, want %d", i+1, got, want)
+		}
+	}
+	f.members["one"] = &member{client: &counting{retries: 1}} // a new process
+	if got := f.rewardRetries(t.Context()); got != 1 {
+		t.Errorf("of the new process %d were repeated", got)
+	}
+}
