@@ -65,6 +65,8 @@ came. With --details, --kind or --format json every event is shown.`,
 	f.BoolVarP(&flags.follow, "follow", "f", true, "go on with new events until the run ends")
 	f.BoolVar(&flags.noFollow, "no-follow", false, "show what is there and leave")
 	f.BoolVar(&flags.details, "details", false, "show every attribute and metric, not the message alone")
+	_ = cmd.RegisterFlagCompletionFunc("service", cobra.FixedCompletions(eventServices(), cobra.ShellCompDirectiveNoFileComp))
+	_ = cmd.RegisterFlagCompletionFunc("kind", cobra.FixedCompletions(eventKinds, cobra.ShellCompDirectiveNoFileComp))
 	_ = cmd.RegisterFlagCompletionFunc("level", cobra.FixedCompletions([]string{"debug", "info", "warn", "error"}, cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
@@ -73,6 +75,12 @@ func (f *logFlags) filter(now time.Time) (*storagev1.EventFilter, error) {
 	level, ok := eventv1.Level_value["LEVEL_"+strings.ToUpper(f.level)]
 	if !ok || level == 0 {
 		return nil, usage("invalid argument %q for --level: it is debug, info, warn or error", f.level)
+	}
+	if err := known("service", f.services, eventServices()); err != nil {
+		return nil, err
+	}
+	if err := known("kind", f.kinds, eventKinds); err != nil {
+		return nil, err
 	}
 	filter := &storagev1.EventFilter{Services: f.services, Kinds: f.kinds, MinLevel: eventv1.Level(level)}
 	if f.since == "" {

@@ -211,7 +211,7 @@ func (a *app) watch(ctx context.Context, c *client.Client, runID string, withRep
 		return nil
 	}
 	var paths live.Paths
-	if withReport && run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
+	if withReport && run.GetState() != runv1.RunState_RUN_STATE_INTERRUPTED { // then its server is about to go
 		paths = a.endReport(ctx, c, run)
 	}
 	if err := a.summary(outcome.Run, paths); err != nil {
@@ -220,7 +220,7 @@ func (a *app) watch(ctx context.Context, c *client.Client, runID string, withRep
 	return stateExit(run.GetState(), outcome.Stopped)
 }
 
-// endReport writes the report beside the run; a failure is a note, for the run itself went well.
+// endReport writes the report beside the run, however it ended; a failure to write it is a note.
 func (a *app) endReport(ctx context.Context, c *client.Client, run *runv1.Run) live.Paths {
 	folder := filepath.Join(run.GetDirectory(), "report")
 	if info, err := os.Stat(run.GetDirectory()); run.GetDirectory() == "" || err != nil || !info.IsDir() {

@@ -98,8 +98,9 @@ func TestFailedRun(t *testing.T) {
 	if got.code != 70 {
 		t.Errorf("exit %d", got.code)
 	}
-	if _, err := os.Stat(filepath.Join(f.directory, "report")); err == nil {
-		t.Error("a failed run got a report")
+	page := read(t, filepath.Join(f.directory, "report/index.html"))
+	if !strings.Contains(page, "The run failed: WORKER_CRASH_LOOP: inference-0 left 6 times") {
+		t.Errorf("the report does not say why the run failed:\n%s", page)
 	}
 }
 

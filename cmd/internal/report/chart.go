@@ -39,9 +39,7 @@ func chart(lines ...line) template.HTML {
 	if first > last {
 		return ""
 	}
-	if high == low {
-		high, low = high+0.5, low-0.5
-	}
+	low, high = span(low, high)
 	if last == first {
 		last = first + 1
 	}
@@ -77,6 +75,34 @@ func chart(lines ...line) template.HTML {
 	}
 	b.WriteString(`</svg>`)
 	return template.HTML(b.String()) //nolint:gosec // numbers and our own class names
+}
+
+// span is the axis of values between low and high. One value alone gets an axis that begins at 0, so that a flat line shows how
+// large it is; differences that only rounding makes are none.
+func span(low, high float64) (float64, float64) {
+	if high-low > 1e-9*max(math.Abs(high), math.Abs(low)) {
+		return low, high
+	}
+	switch value := (low + high) / 2; {
+	case value > 0:
+		return 0, value * 1.25
+	case value < 0:
+		return value * 1.25, 0
+	}
+	return 0, 1
+}
+
+// constant is the value that a series has at each of its points; false where it changes.
+func (s Series) constant() (float64, bool) {
+	finite := s.thin()
+	if len(finite) < 2 {
+		return 0, false
+	}
+	low, high := math.Inf(1), math.Inf(-1)
+	for _, p := range finite {
+		low, high = min(low, p.Value), max(high, p.Value)
+	}
+	return finite[0].Value, high-low <= 1e-9*max(math.Abs(high), math.Abs(low))
 }
 
 // thin leaves out what can't be drawn and joins neighbours where there are too many.

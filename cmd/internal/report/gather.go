@@ -7,6 +7,7 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
@@ -26,6 +27,9 @@ type Point struct{ Step, Value float64 }
 // evalsMax is the most evaluations read; their samples make them large.
 const evalsMax = 10000
 
+// warningsMax is the most warnings read; those that say the same are joined.
+const warningsMax = 1000
+
 // Gather reads a run's status, metrics and evaluations.
 func Gather(ctx context.Context, c *client.Client, runID string) (*Data, error) {
 	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: runID})
@@ -43,10 +47,21 @@ func Gather(ctx context.Context, c *client.Client, runID string) (*Data, error) 
 	if err != nil {
 		return nil, err
 	}
+	warnings, err := c.Events.ListEvents(ctx, &storagev1.ListEventsRequest{
+		Filter: &storagev1.EventFilter{RunId: runID, MinLevel: eventv1.Level_LEVEL_WARN}, Limit: warningsMax, Newest: true,
+	})
+	if err != nil {
+		return nil, err
+	}
 	data := &Data{Run: &live.Run{}, Series: map[string]Series{}}
 	data.Run.Update(got.GetStatus())
 	for _, e := range events.GetEvents() {
 		data.Run.Add(e)
+	}
+	for _, e := range warnings.GetEvents() {
+		if e.GetKind() == "log" || e.GetKind() == "group.excluded" || e.GetKind() == "step.flat" { // what the end says is said by the state
+			data.Run.Add(e)
+		}
 	}
 	for _, series := range metrics.GetSeries() {
 		var points Series

@@ -12,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 //go:embed page.html
@@ -63,12 +64,43 @@ func (d *Data) HTML(w io.Writer) error {
 	run := d.Run.Status.GetRun()
 	err := page.Execute(w, map[string]any{
 		"Name": run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "",
-		"Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(),
+		"Told": d.told(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(),
 	})
 	if err != nil {
 		return fmt.Errorf("write the page: %w", err)
 	}
 	return nil
+}
+
+// told says what became of a run that did not make all its steps: how it ended, why, and what was warned of.
+func (d *Data) told() []string {
+	run := d.Run.Status.GetRun()
+	var lines []string
+	switch run.GetState() {
+	case runv1.RunState_RUN_STATE_FAILED:
+		lines = append(lines, "The run failed: "+strings.TrimLeft(run.GetReason()+": "+run.GetMessage(), ": "))
+	case runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_INTERRUPTED:
+		text := "The run was " + strings.ToLower(live.State(run.GetState()))
+		if run.GetMessage() != "" {
+			text += ": " + run.GetMessage()
+		}
+		lines = append(lines, text)
+	}
+	if len(d.Series["loss"])+len(d.Series["reward/mean"]) == 0 {
+		text := "No step was committed, so there is nothing to draw."
+		if waiting := d.Run.Status.GetWaitingFor(); waiting != "" {
+			text += " It waits for " + waiting + "."
+		}
+		lines = append(lines, text)
+	}
+	for _, w := range d.Run.Warnings {
+		text := w.GetService() + ": " + w.GetMessage()
+		if w.Count > 1 {
+			text = fmt.Sprintf("%s times: %s", output.Count(w.Count), text)
+		}
+		lines = append(lines, text)
+	}
+	return lines
 }
 
 func (d *Data) facts() []fact {
@@ -126,6 +158,10 @@ func (d *Data) panels() []panel {
 		note := p.note
 		if len(names) > 1 {
 			note = strings.Join(names, ", ")
+		} else if len(lines) == 1 {
+			if value, flat := lines[0].points.constant(); flat {
+				note = strings.TrimPrefix(note+"; constant at "+output.Number(value), "; ")
+			}
 		}
 		if svg := chart(lines...); svg != "" {
 			out = append(out, panel{p.title, note, svg})

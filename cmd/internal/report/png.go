@@ -13,6 +13,8 @@ import (
 	"gonum.org/v1/plot/vg"
 	"gonum.org/v1/plot/vg/draw"
 	"gonum.org/v1/plot/vg/vgimg"
+
+	"github.com/rollout-rl/rollout/cmd/internal/live"
 )
 
 var (
@@ -57,6 +59,14 @@ func (d *Data) PNG(w io.Writer) error {
 		dots.GlyphStyle = draw.GlyphStyle{Color: orange, Radius: vg.Points(3), Shape: draw.CircleGlyph{}}
 		p.Add(dots)
 	}
+	if len(xys(points)) == 0 {
+		if err := addText(p, "no step was committed: the run is "+live.State(run.GetState())); err != nil {
+			return err
+		}
+	}
+	if finite := points.thin(); len(finite) > 0 && p.Y.Max-p.Y.Min <= 1e-9*max(math.Abs(p.Y.Max), math.Abs(p.Y.Min)) {
+		p.Y.Min, p.Y.Max = span(finite[0].Value, finite[0].Value)
+	}
 	p.Legend.Top = name == "loss" // where the curve is not
 	if name != "loss" && p.Y.Min >= 0 && p.Y.Max <= 1.0001 {
 		p.Y.Min, p.Y.Max = 0, 1.02
@@ -67,6 +77,19 @@ func (d *Data) PNG(w io.Writer) error {
 	if _, err := canvas.WriteTo(w); err != nil {
 		return fmt.Errorf("write the curve: %w", err)
 	}
+	return nil
+}
+
+// addText writes a sentence where a curve would be.
+func addText(p *plot.Plot, text string) error {
+	p.X.Min, p.X.Max, p.Y.Min, p.Y.Max = 0, 1, 0, 1
+	labels, err := plotter.NewLabels(plotter.XYLabels{XYs: plotter.XYs{{X: 0.5, Y: 0.5}}, Labels: []string{text}})
+	if err != nil {
+		return fmt.Errorf("draw a sentence: %w", err)
+	}
+	style := &labels.TextStyle[0]
+	style.Font.Variant, style.Font.Size, style.Color, style.XAlign = "Sans", vg.Points(14), ink, -0.5
+	p.Add(labels)
 	return nil
 }
 

@@ -2,6 +2,7 @@ package report
 
 import (
 	"bytes"
+	"errors"
 	"image/png"
 	"math"
 	"math/rand/v2"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -99,6 +101,56 @@ func TestChart(t *testing.T) {
 	flat := string(chart(line{class: "a", points: Series{{3, 0.2}}}))
 	if strings.Contains(flat, "NaN") || !strings.Contains(flat, "M") {
 		t.Error(flat)
+	}
+}
+
+// A line that does not change is drawn on an axis that begins at 0, not in the middle of half a unit to each side.
+func TestFlatLinesHaveAnHonestAxis(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct{ low, high, wantLow, wantHigh float64 }{
+		{0, 0, 0, 1}, {4e-4, 4e-4, 0, 5e-4}, {-2, -2, -2.5, 0}, {0.1, 0.1 + 1e-17, 0, 0.125}, {0.2, 0.3, 0.2, 0.3},
+	} {
+		if low, high := span(c.low, c.high); math.Abs(low-c.wantLow) > 1e-9 || math.Abs(high-c.wantHigh) > 1e-9 {
+			t.Errorf("span(%g, %g) = %g, %g", c.low, c.high, low, high)
+		}
+	}
+	zero := string(chart(line{class: "a", points: Series{{1, 0}, {2, 0}}}))
+	if strings.Contains(zero, ">-0") {
+		t.Errorf("the axis of zeros has negative numbers: %s", zero)
+	}
+	d := learned(3, nil)
+	for i := range d.Series["time/step"] {
+		d.Series["learning_rate"] = append(d.Series["learning_rate"], Point{float64(i + 1), 1e-4})
+	}
+	var b bytes.Buffer
+	if err := d.HTML(&b); err != nil || !strings.Contains(b.String(), "constant at 1.00e-04") {
+		t.Errorf("%v: the page does not say that the learning rate is constant", err)
+	}
+}
+
+// The report of a run without a step says what happened instead.
+func TestReportOfARunThatMadeNoStep(t *testing.T) {
+	t.Parallel()
+	d := learned(0, nil)
+	run := d.Run.Status.Run
+	run.State, run.Reason, run.Message = runv1.RunState_RUN_STATE_FAILED, "EVERY_GROUP_EXCLUDED", "step 1: there is nothing to train on"
+	for range 3 {
+		d.Run.Add(&eventv1.Event{Kind: "log", Level: eventv1.Level_LEVEL_WARN, Service: "inference-worker/inference-0", Message: "a reward failed"})
+	}
+	var page, image bytes.Buffer
+	if err := errors.Join(d.HTML(&page), d.PNG(&image)); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"The run failed: EVERY_GROUP_EXCLUDED: step 1", "No step was committed", "3 times: inference-worker/inference-0: a reward failed"} {
+		if !strings.Contains(page.String(), want) {
+			t.Errorf("the page lacks %q:\n%s", want, page.String())
+		}
+	}
+	blank := learned(0, nil)
+	blank.Run.Status.Run.State = runv1.RunState_RUN_STATE_CANCELLED
+	var other bytes.Buffer
+	if err := blank.PNG(&other); err != nil || bytes.Equal(other.Bytes(), image.Bytes()) {
+		t.Errorf("%v: the picture does not say how the run ended", err)
 	}
 }
 
