@@ -2,16 +2,12 @@ package main
 
 import (
 	"context"
-	"fmt"
-	"net"
 	"os"
-	"strconv"
 	"sync"
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery"
-	"github.com/rollout-rl/rollout/libs/id"
 )
 
 // announcement tells the world that this process serves: discovery first, then health, then rolloutd.json. It is the last
@@ -20,35 +16,25 @@ type announcement struct {
 	m        *mesh
 	services []discovery.Service
 	runtime  config.Runtime
-	began    time.Time
 }
 
-func (m *mesh) announcement(targets []target, gateway string, began time.Time) (*announcement, error) {
-	host, port, err := net.SplitHostPort(m.endpoints.grpc)
-	if err != nil {
-		return nil, fmt.Errorf("announce: %w", err)
-	}
-	n, err := strconv.Atoi(port)
-	if err != nil {
-		return nil, fmt.Errorf("announce: %w", err)
-	}
-	a := &announcement{m: m, began: began, runtime: config.Runtime{
+func (m *mesh) announcement(targets []target, gateway string) *announcement {
+	a := &announcement{m: m, runtime: config.Runtime{
 		PID: os.Getpid(), GRPC: m.endpoints.grpc, Gateway: gateway, NATS: m.endpoints.nats, Consul: m.endpoints.consul,
 		TokenFile: m.endpoints.tokenFile, Version: version,
 	}}
-	process := id.New(began)
 	for _, t := range targets {
 		a.runtime.Targets = append(a.runtime.Targets, t.name)
-		if t.make == nil {
+		if t.make == nil || m.elected(t.name) { // a leader registers itself, see lead
 			continue
 		}
-		meta := map[string]string{"process": process, "pid": strconv.Itoa(os.Getpid()), "version": version}
+		s := m.instance(t.name)
 		if t.name == gatewayTarget {
-			meta["url"] = gateway
+			s.Meta["url"] = gateway
 		}
-		a.services = append(a.services, discovery.Service{Name: t.name, ID: t.name + "-" + process, Address: host, Port: n, Meta: meta})
+		a.services = append(a.services, s)
 	}
-	return a, nil
+	return a
 }
 
 func (a *announcement) run(ctx context.Context) error {
@@ -84,7 +70,7 @@ func (a *announcement) run(ctx context.Context) error {
 	}
 	defer os.Remove(file)
 	a.m.log.Info("serving", "targets", a.runtime.Targets, "grpc", a.runtime.GRPC, "gateway", a.runtime.Gateway,
-		"nats", a.runtime.NATS, "consul", a.runtime.Consul, "ready_after", time.Since(a.began).Round(time.Millisecond))
+		"nats", a.runtime.NATS, "consul", a.runtime.Consul, "ready_after", time.Since(a.m.began).Round(time.Millisecond))
 	<-ctx.Done()
 	return nil
 }

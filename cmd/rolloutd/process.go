@@ -8,6 +8,8 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"slices"
+	"strconv"
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/bus"
@@ -32,6 +34,9 @@ type mesh struct {
 	log       *slog.Logger // makes events of the records of a run
 	tls       *tls.Config
 	place     sqldb.Place // of the services' databases
+	began     time.Time
+	process   string            // unique, new for each start
+	meta      map[string]string // of this process, in discovery
 }
 
 // serve builds the process from its configuration and runs it until drain ends. Components are added in the order of their need:
@@ -61,7 +66,8 @@ func serve(drain, hard context.Context, cfg config.Config, targets []target, env
 	}()
 
 	group := &lifecycle.Group{Log: log, Grace: cfg.Drain + drainMargin}
-	m := &mesh{cfg: cfg, environ: environ, place: place}
+	m := &mesh{cfg: cfg, environ: environ, place: place, began: began}
+	m.identify(strconv.Itoa(os.Getpid()))
 	if m.tls, err = clientTLS(cfg.TLS); err != nil {
 		return err
 	}
@@ -83,11 +89,7 @@ func serve(drain, hard context.Context, cfg config.Config, targets []target, env
 	if err != nil {
 		return err
 	}
-	a, err := m.announcement(targets, gateway, began)
-	if err != nil {
-		return err
-	}
-	group.Add("announcement", a.run)
+	group.Add("announcement", m.announcement(targets, gateway).run)
 	return group.Run(drain, hard)
 }
 
@@ -133,10 +135,15 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	}
 	m.endpoints.grpc = advertised(m.cfg.Host, addr)
 	m.dialer = rpc.NewDialer(rpc.DialerOptions{
-		Local: m.server, Hosted: serviceNames(targets), Lookup: m.discovery.Resolver(), Token: m.endpoints.token, TLS: m.tls, Log: plain,
+		Local: m.server, Hosted: m.actingAlone(targets), Lookup: m.discovery.Resolver(), Token: m.endpoints.token, TLS: m.tls, Log: plain,
 	})
 	group.Add("rpc", m.server.Run)
 	return nil
+}
+
+// actingAlone is the hosted services that this process itself answers for: of the others it may not be the leader.
+func (m *mesh) actingAlone(targets []target) []string {
+	return slices.DeleteFunc(serviceNames(targets), m.elected)
 }
 
 // addServices constructs the hosted services, in the order of the table, and gives the URL of the gateway where it is one of them.

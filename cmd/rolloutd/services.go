@@ -39,7 +39,7 @@ func newStorage(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	artifacts, err := files.Open(artifactDir(m.cfg.StateDir))
+	artifacts, err := files.Open(artifactDir(m.cfg.SharedDir))
 	if err != nil {
 		return hosted{close: store.Close}, err
 	}
@@ -58,10 +58,12 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	s, err := buffer.New(buffer.Config{Segments: segmentDir(m.cfg.StateDir)}, buffer.Deps{
-		Store: store, Bus: m.bus, Artifacts: artifacts, Events: m.events, Log: m.logger("buffer"),
+	shape := func(r grpc.ServiceRegistrar) { bufferv1.RegisterBufferServiceServer(r, nil) }
+	return elect(m, "buffer", store, shape, func(store *bufferstore.Store) (*buffer.Server, error) {
+		return buffer.New(buffer.Config{Segments: segmentDir(m.cfg.SharedDir), Replicated: m.replicated()}, buffer.Deps{
+			Store: store, Bus: m.bus, Artifacts: artifacts, Events: m.events, Log: m.logger("buffer"),
+		})
 	})
-	return hosted{service: s, close: store.Close}, err
 }
 
 func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
@@ -77,10 +79,12 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	s, err := snapshot.New(snapshot.Config{}, snapshot.Deps{
-		Store: store, Artifacts: artifacts, Scheduler: runs, Events: m.events, Log: m.logger("snapshot"),
+	shape := func(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, nil) }
+	return elect(m, "snapshot", store, shape, func(store *snapshotstore.Store) (*snapshot.Server, error) {
+		return snapshot.New(snapshot.Config{}, snapshot.Deps{
+			Store: store, Artifacts: artifacts, Scheduler: runs, Events: m.events, Log: m.logger("snapshot"),
+		})
 	})
-	return hosted{service: s, close: store.Close}, err
 }
 
 func newPlanner(_ context.Context, m *mesh) (hosted, error) {
@@ -127,11 +131,13 @@ func newController(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	s, err := controller.New(controller.Config{}, controller.Deps{
-		Store: store, Buffer: ledger, Snapshots: snapshots, Scheduler: runs, Registry: m.discovery, Dial: dialer[controller.Conn](m),
-		Events: m.events, Log: m.logger("learner-controller"),
+	shape := func(r grpc.ServiceRegistrar) { learnerv1.RegisterLearnerControllerServiceServer(r, nil) }
+	return elect(m, "learner-controller", store, shape, func(store *controllerstore.Store) (*controller.Server, error) {
+		return controller.New(controller.Config{}, controller.Deps{
+			Store: store, Buffer: ledger, Snapshots: snapshots, Scheduler: runs, Registry: m.discovery, Dial: dialer[controller.Conn](m),
+			Events: m.events, Log: m.logger("learner-controller"),
+		})
 	})
-	return hosted{service: s, close: store.Close}, err
 }
 
 func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
@@ -155,19 +161,26 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	s, err := scheduler.New(scheduler.Config{
-		StateDir: m.cfg.StateDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart,
+	cfg := scheduler.Config{
+		// A replica that takes over goes on with what the dead leader did; that is what it stands by for.
+		StateDir: m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(),
 		Worker: scheduler.WorkerConfig{
 			Command: workerCommand(m.cfg.Worker), Env: childEnv(m.environ), Cores: m.cfg.Worker.Cores,
 			NATSURL: m.endpoints.nats, NATSToken: m.endpoints.natsToken,
 			ConsulAddress: m.endpoints.consul, ConsulToken: m.endpoints.consulToken,
 			Token: m.endpoints.token, OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
 		},
-	}, scheduler.Deps{
-		Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Bus: m.bus, Registry: m.discovery,
-		Launcher: local.Launcher{}, Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger("scheduler"),
+	}
+	shape := func(r grpc.ServiceRegistrar) {
+		runv1.RegisterSchedulerServiceServer(r, nil)
+		runv1.RegisterSchedulerInternalServiceServer(r, nil)
+	}
+	return elect(m, "scheduler", store, shape, func(store *schedulerstore.Store) (*scheduler.Server, error) {
+		return scheduler.New(cfg, scheduler.Deps{
+			Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Bus: m.bus, Registry: m.discovery,
+			Launcher: local.Launcher{}, Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger("scheduler"),
+		})
 	})
-	return hosted{service: s, close: store.Close}, err
 }
 
 // client is a typed client of a service, wherever it is hosted.

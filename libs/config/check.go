@@ -14,7 +14,7 @@ import (
 func (c Config) finish() (Config, error) {
 	var errs []error
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	for _, p := range []*string{&c.StateDir, &c.Join, &c.TokenFile, &c.Gateway.APIKeysFile, &c.NATS.TokenFile, &c.Consul.TokenFile, &c.Database.URLFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
+	for _, p := range []*string{&c.StateDir, &c.SharedDir, &c.Join, &c.TokenFile, &c.Gateway.APIKeysFile, &c.NATS.TokenFile, &c.Consul.TokenFile, &c.Database.URLFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
 		if *p == "" {
 			continue
 		}
@@ -23,6 +23,9 @@ func (c Config) finish() (Config, error) {
 			fail("path %q: %w", *p, err)
 		}
 		*p = abs
+	}
+	if c.SharedDir == "" {
+		c.SharedDir = c.StateDir
 	}
 	for name, address := range map[string]string{"listen": c.Listen, "gateway.listen": c.Gateway.Listen, "nats.listen": c.NATS.Listen, "consul.listen": c.Consul.Listen} {
 		if _, _, err := net.SplitHostPort(address); err != nil {

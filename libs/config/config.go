@@ -13,6 +13,7 @@ import (
 // Config is the configuration with every default filled in and every path absolute.
 type Config struct {
 	StateDir  string        `toml:"state_dir"`
+	SharedDir string        `toml:"shared_dir"`
 	Target    []string      `toml:"target"`
 	Join      string        `toml:"join"`
 	TokenFile string        `toml:"token_file"`

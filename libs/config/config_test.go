@@ -33,9 +33,11 @@ func write(t *testing.T, text string) string {
 	return path
 }
 
+func withShared(c Config) Config { c.SharedDir = c.StateDir; return c }
+
 func TestDefaults(t *testing.T) {
 	t.Parallel()
-	if got, want := load(t, nil), Default("/home/u/.local/state/rollout"); !reflect.DeepEqual(got, want) {
+	if got, want := load(t, nil), withShared(Default("/home/u/.local/state/rollout")); !reflect.DeepEqual(got, want) {
 		t.Errorf("got %+v", got)
 	}
 	if got := load(t, []string{"XDG_STATE_HOME=/x"}).StateDir; got != "/x/rollout" {
@@ -63,7 +65,7 @@ format = "json"
 `)
 	env := []string{"ROLLOUTD_NATS_URL=nats://env:4222", "ROLLOUTD_LOG_LEVEL=warn", "ROLLOUTD_WORKER_COMMAND=python -m rollout_workers"}
 	c := load(t, env, "--config", path, "--log-level", "error", "--listen=127.0.0.1:7000")
-	want := Default("/home/u/.local/state/rollout")
+	want := withShared(Default("/home/u/.local/state/rollout"))
 	want.Target = []string{"buffer", "snapshot"}
 	want.Drain = 7 * time.Second
 	want.NATS.URL, want.NATS.Sync = "nats://env:4222", true

@@ -31,7 +31,7 @@ func TestExampleFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := Default("/home/u/.local/state/rollout")
+	want := withShared(Default("/home/u/.local/state/rollout"))
 	want.Worker.Command = []string{}
 	if !reflect.DeepEqual(c, want) {
 		t.Errorf("got  %+v\nwant %+v", c, want)

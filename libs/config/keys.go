@@ -17,6 +17,7 @@ type key struct {
 // keys is every setting; a test holds it against the struct's TOML names.
 var keys = []key{
 	{"state_dir", "folder of databases, streams, artifacts and runs", func(c *Config) any { return &c.StateDir }},
+	{"shared_dir", "folder of artifacts, segments and runs, the same for all replicas of a service; default: the state folder", func(c *Config) any { return &c.SharedDir }},
 	{"target", "what this process hosts: all, or a comma list of the targets below", func(c *Config) any { return &c.Target }},
 	{"join", "state folder of another rolloutd whose NATS, registry and token this one uses", func(c *Config) any { return &c.Join }},
 	{"token_file", "file of the mesh token (0600); empty: token in the state folder, made where it is missing, or that of the joined process", func(c *Config) any { return &c.TokenFile }},

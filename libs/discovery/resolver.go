@@ -31,7 +31,7 @@ func (b *builder) Build(target resolver.Target, cc resolver.ClientConn, _ resolv
 	w.wg.Go(func() {
 		b.client.watch(ctx, name, func(list []Instance) {
 			state := resolver.State{}
-			for _, i := range list {
+			for _, i := range leading(list) {
 				// With TLS it is the host of the instance that its certificate names, not the service.
 				host, _, err := net.SplitHostPort(i.Address)
 				if err != nil {

@@ -91,8 +91,10 @@ func (d *Dialer) dial(service string) (*grpc.ClientConn, error) {
 	if d.o.Lookup == nil {
 		return nil, ErrNoRoute.With("service", service)
 	}
+	f := newFollower()
 	return grpc.NewClient("consul:///"+service, append(clientOptions(d.o.Token, d.o.TLS, d.o.Log, true),
-		grpc.WithResolvers(d.o.Lookup), grpc.WithKeepaliveParams(keepalive.ClientParameters{
+		grpc.WithResolvers(watched{d.o.Lookup, f}), grpc.WithChainUnaryInterceptor(f.unary), grpc.WithChainStreamInterceptor(f.stream),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{
 			Time: keepaliveTime, Timeout: keepaliveTimeout, PermitWithoutStream: true,
 		}))...)
 }

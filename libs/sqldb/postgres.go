@@ -136,8 +136,8 @@ func (s *server) prepare(ctx context.Context) error {
 		for i, statement := range missing {
 			if _, err := conn.Exec(ctx, statement); err != nil {
 				if state(err) == insufficientPrivilege {
-					return ErrRole.WithMessage(fmt.Sprintf("%s may not prepare database %s; somebody who may has to run: %s;",
-						user, database, strings.Join(missing[i:], "; ")))
+					return ErrRole.WithMessage("%s may not prepare database %s; somebody who may has to run: %s;",
+						user, database, strings.Join(missing[i:], "; "))
 				}
 				return domain(err)
 			}

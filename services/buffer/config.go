@@ -16,7 +16,10 @@ import (
 type Config struct {
 	Segments     string // folder of the segments, one folder a run below it
 	SegmentBytes uint64 // a segment this long is followed by the next; 0: 64 MiB, small against a disk and large against an fsync
-	FetchBytes   uint64 // about how much of the stream is held in memory at a time, a run; 0: 64 MiB
+	// Replicated says that other processes stand by, or led before and may only stand still: files that they may have open are not
+	// written to.
+	Replicated bool
+	FetchBytes uint64 // about how much of the stream is held in memory at a time, a run; 0: 64 MiB
 }
 
 // Deps is what the service needs of others.

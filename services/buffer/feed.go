@@ -80,7 +80,7 @@ func (f *feed) open(ctx context.Context) error {
 		}
 	}
 	var repair segment.Repair
-	if f.writer, repair, err = segment.Open(s.folder(f.run), tail, s.cfg.SegmentBytes); err != nil {
+	if f.writer, repair, err = segment.Open(s.folder(f.run), tail, s.cfg.SegmentBytes, s.cfg.Replicated); err != nil {
 		return err
 	}
 	f.noted = tail

@@ -50,7 +50,10 @@ type Repair struct {
 }
 
 // Open readies the files of a run for writing after the tail; dir is made where it is missing. A torn tail is cut off.
-func Open(dir string, tail Tail, rollBytes uint64) (*Writer, Repair, error) {
+//
+// With shared another process may still have the files open, one that led before and only stands still: then what is there is
+// left as it is, and writing begins a file of its own.
+func Open(dir string, tail Tail, rollBytes uint64, shared bool) (*Writer, Repair, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, Repair{}, fmt.Errorf("open segments: %w", err)
 	}
@@ -74,6 +77,9 @@ func Open(dir string, tail Tail, rollBytes uint64) (*Writer, Repair, error) {
 	size := uint64(info.Size())
 	if size < tail.Bytes { // never written to again: what is lost stays visible
 		repair.Missing = tail.Bytes - size
+		return w, repair, f.Close()
+	}
+	if shared {
 		return w, repair, f.Close()
 	}
 	if size > tail.Bytes {

@@ -14,7 +14,7 @@ const roll = 200
 
 func open(t *testing.T, dir string, tail segment.Tail) (*segment.Writer, segment.Repair) {
 	t.Helper()
-	w, repair, err := segment.Open(dir, tail, roll)
+	w, repair, err := segment.Open(dir, tail, roll, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -188,5 +188,50 @@ func truncate(t *testing.T, path string, size int64) {
 	t.Helper()
 	if err := os.Truncate(path, size); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// A process that stands still and goes on never writes into the files of the one that took over.
+func TestTwoWritersShareNoFile(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	begin := func(tail segment.Tail) *segment.Writer {
+		w, _, err := segment.Open(dir, tail, 1<<20, true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { w.Close() })
+		return w
+	}
+	write := func(w *segment.Writer, text string) segment.Place {
+		places, err := w.Append([]segment.Record{{Payload: []byte(text), CRC: segment.CRC([]byte(text))}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return places[0]
+	}
+	old := begin(segment.Tail{})
+	first := write(old, "first")
+	durable := old.Tail()
+	write(old, "torn") // when it stops
+	next := begin(durable)
+	second := write(next, "second")
+	write(old, "woken")
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
+	}
+	write(old, "a file of its own")
+	third := write(next, "third")
+	if second.Segment == first.Segment || third.Segment != second.Segment {
+		t.Fatalf("places %+v, %+v, %+v", first, second, third)
+	}
+	for place, want := range map[segment.Place]string{first: "first", second: "second", third: "third"} {
+		data, err := os.ReadFile(segment.Path(dir, place.Segment))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := string(data[place.Offset : place.Offset+place.Length]); got != want {
+			t.Errorf("%+v holds %q, want %q", place, got, want)
+		}
 	}
 }

@@ -77,8 +77,12 @@ func (w *Writer) ready() error {
 	if err := w.Close(); err != nil {
 		return fmt.Errorf("close segment %d: %w", w.number, err)
 	}
-	path := Path(w.dir, w.number+1)
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
+	number := w.number + 1
+	f, err := os.OpenFile(Path(w.dir, number), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	for errors.Is(err, os.ErrExist) { // begun before, by us in vain or by a process that led before: two never write to one file
+		number++
+		f, err = os.OpenFile(Path(w.dir, number), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	}
 	if err != nil {
 		return fmt.Errorf("begin segment: %w", err)
 	}
@@ -88,7 +92,7 @@ func (w *Writer) ready() error {
 	if err := syncDir(w.dir); err != nil {
 		return errors.Join(fmt.Errorf("begin segment: %w", err), f.Close())
 	}
-	w.number, w.file, w.end = w.number+1, f, uint64(len(magic))
+	w.number, w.file, w.end = number, f, uint64(len(magic))
 	return nil
 }
 

@@ -12,6 +12,7 @@ import (
 
 	database "github.com/rollout-rl/rollout/database/buffer"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
@@ -42,6 +43,16 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
+
+// Lease is the row by which one of several replicas leads.
+func (s *Store) Lease() *lease.Table { return lease.NewTable(s.db, "buffer") }
+
+// Fenced is the same store, whose writes the fence must let pass.
+func (s *Store) Fenced(fence sqldb.Fence) *Store {
+	fenced := *s
+	fenced.db = s.db.Fenced(fence)
+	return &fenced
+}
 
 // Create implements buffer.Store.
 func (s *Store) Create(ctx context.Context, run string, config *bufferv1.LedgerConfig) error {

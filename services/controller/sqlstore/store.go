@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	schema "github.com/rollout-rl/rollout/database/controller"
+	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
@@ -33,6 +34,16 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
+
+// Lease is the row by which one of several replicas leads.
+func (s *Store) Lease() *lease.Table { return lease.NewTable(s.db, "learner-controller") }
+
+// Fenced is the same store, whose writes the fence must let pass.
+func (s *Store) Fenced(fence sqldb.Fence) *Store {
+	fenced := *s
+	fenced.db = s.db.Fenced(fence)
+	return &fenced
+}
 
 // Save implements controller.Store.
 func (s *Store) Save(ctx context.Context, d *controller.Drive) error {

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	schema "github.com/rollout-rl/rollout/database/scheduler"
+	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
@@ -34,6 +35,16 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
+
+// Lease is the row by which one of several replicas leads.
+func (s *Store) Lease() *lease.Table { return lease.NewTable(s.db, "scheduler") }
+
+// Fenced is the same store, whose writes the fence must let pass.
+func (s *Store) Fenced(fence sqldb.Fence) *Store {
+	fenced := *s
+	fenced.db = s.db.Fenced(fence)
+	return &fenced
+}
 
 // Create implements scheduler.Store.
 func (s *Store) Create(ctx context.Context, run *scheduler.Run, key string, c scheduler.Cursor) (*scheduler.Run, error) {

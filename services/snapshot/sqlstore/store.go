@@ -11,6 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	schema "github.com/rollout-rl/rollout/database/snapshot"
+	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/snapshot"
@@ -33,6 +34,16 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
+
+// Lease is the row by which one of several replicas leads.
+func (s *Store) Lease() *lease.Table { return lease.NewTable(s.db, "snapshot") }
+
+// Fenced is the same store, whose writes the fence must let pass.
+func (s *Store) Fenced(fence sqldb.Fence) *Store {
+	fenced := *s
+	fenced.db = s.db.Fenced(fence)
+	return &fenced
+}
 
 // Record implements snapshot.Store.
 func (s *Store) Record(ctx context.Context, snap *snapshot.Snapshot) (*snapshot.Snapshot, error) {

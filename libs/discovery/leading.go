@@ -1,0 +1,28 @@
+package discovery
+
+import "strconv"
+
+// MetaEpoch is the key under which the leader of a service tells the epoch of its term. Of a service that has leaders only the one
+// of the highest epoch is called: an older one may have died, or stand still, and not have been found out yet.
+const MetaEpoch = "epoch"
+
+// leading leaves out instances of older epochs than the newest.
+func leading(list []Instance) []Instance {
+	newest := uint64(0)
+	for _, i := range list {
+		newest = max(newest, epoch(i))
+	}
+	var out []Instance
+	for _, i := range list {
+		if epoch(i) == newest {
+			out = append(out, i)
+		}
+	}
+	return out
+}
+
+// epoch is 0 for an instance without one.
+func epoch(i Instance) uint64 {
+	n, _ := strconv.ParseUint(i.Meta[MetaEpoch], 10, 64)
+	return n
+}

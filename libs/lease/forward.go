@@ -1,0 +1,96 @@
+package lease
+
+import (
+	"context"
+	"errors"
+	"io"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
+)
+
+// pass calls the leader in place of this process. refused is answered where nobody can be called.
+func (g *gate) pass(ctx context.Context, service, method string, req any, refused error) (any, error) {
+	conn, out, err := g.toLeader(ctx, service, method, refused)
+	if err != nil {
+		return nil, err
+	}
+	resp := out.New().Interface()
+	if err := conn.Invoke(mark(ctx), "/"+service+"/"+method, req, resp); err != nil {
+		return nil, err
+	}
+	return resp, nil
+}
+
+// passStream is pass for calls whose answer is a stream; the project has no others.
+func (g *gate) passStream(ss grpc.ServerStream, service string, s grpc.StreamDesc, refused error) error {
+	ctx, cancel := context.WithCancel(ss.Context())
+	defer cancel()
+	if s.ClientStreams {
+		return refused
+	}
+	conn, out, err := g.toLeader(ctx, service, s.StreamName, refused)
+	if err != nil {
+		return err
+	}
+	in, err := messageOf(service, s.StreamName, false)
+	if err != nil {
+		return err
+	}
+	req := in.New().Interface()
+	if err := ss.RecvMsg(req); err != nil {
+		return err
+	}
+	up, err := conn.NewStream(mark(ctx), &grpc.StreamDesc{StreamName: s.StreamName, ServerStreams: true}, "/"+service+"/"+s.StreamName)
+	if err == nil {
+		err = up.SendMsg(req)
+	}
+	if err == nil {
+		err = up.CloseSend()
+	}
+	for err == nil {
+		resp := out.New().Interface()
+		if err = up.RecvMsg(resp); err == nil {
+			err = ss.SendMsg(resp)
+		}
+	}
+	if errors.Is(err, io.EOF) {
+		return nil
+	}
+	return err
+}
+
+// toLeader is a connection to the leader and the type of a method's answer.
+func (g *gate) toLeader(ctx context.Context, service, method string, refused error) (grpc.ClientConnInterface, protoreflect.MessageType, error) {
+	if g.forward == nil || forwarded(ctx) {
+		return nil, nil, refused
+	}
+	out, err := messageOf(service, method, true)
+	if err != nil {
+		return nil, nil, err
+	}
+	conn, err := g.forward()
+	return conn, out, err
+}
+
+func mark(ctx context.Context) context.Context {
+	return metadata.AppendToOutgoingContext(ctx, forwardedKey, "1")
+}
+
+// messageOf is the type of a method's request or answer.
+func messageOf(service, method string, answer bool) (protoreflect.MessageType, error) {
+	d, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service + "." + method))
+	if err != nil {
+		return nil, err
+	}
+	m, ok := d.(protoreflect.MethodDescriptor)
+	if !ok {
+		return nil, errors.New(service + "." + method + " is no method")
+	}
+	if answer {
+		return protoregistry.GlobalTypes.FindMessageByName(m.Output().FullName())
+	}
+	return protoregistry.GlobalTypes.FindMessageByName(m.Input().FullName())
+}
