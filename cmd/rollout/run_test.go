@@ -151,7 +151,7 @@ func TestServerThatGoesAway(t *testing.T) {
 	plane := newPlane(t, f)
 	f.onWatch = func() { go plane.stop() }
 	got := command{plane: plane}.run(t, "run", "--resume", runID)
-	if got.code != 69 || !strings.Contains(got.stderr, "the server went away") || !strings.Contains(got.stderr, "rollout run --resume "+runID) {
+	if got.code != 69 || !strings.Contains(got.stderr, "the control plane went away") || !strings.Contains(got.stderr, "rollout run --resume "+runID) {
 		t.Error(got.text())
 	}
 }

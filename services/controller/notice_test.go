@@ -8,9 +8,11 @@ import (
 
 	"google.golang.org/grpc"
 
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
 type told []*eventv1.Event
@@ -81,5 +83,41 @@ func TestRewardRetriesAreCountedOnce(t *testing.T) {
 	f.members["one"] = &member{client: &counting{retries: 1}} // a new process
 	if got := f.rewardRetries(t.Context()); got != 1 {
 		t.Errorf("of the new process %d were repeated", got)
+	}
+}
+
+type publishing struct {
+	learnerv1.LearnerWorkerServiceClient
+	weights *weightsv1.WeightsManifest
+	asked   int
+}
+
+func (p *publishing) PublishWeights(context.Context, *learnerv1.PublishWeightsRequest, ...grpc.CallOption) (*learnerv1.PublishWeightsResponse, error) {
+	p.asked++
+	return &learnerv1.PublishWeightsResponse{Weights: p.weights}, nil
+}
+
+// A step without a gradient leaves the digest as it was. Killed between its commit and its delivery, the run goes on with its
+// version, for which the next prompts wait, and not with that of the step before.
+func TestRecoveryDeliversTheVersionNotTheDigest(t *testing.T) {
+	t.Parallel()
+	var events told
+	folder, digest := t.TempDir(), digestOf("same")
+	l := &publishing{weights: &weightsv1.WeightsManifest{Version: 30, Digest: digest, Directory: folder}}
+	d := &drive{
+		deps: Deps{Events: &events, Now: time.Now}, spec: &learnerv1.StartRunRequest{RunId: run}, board: newBoard(&learnerv1.Progress{}),
+		fleet: newFleet(run, 1, nil, time.Second, nil), weights: &weightsv1.WeightsManifest{Version: 29, Digest: digest, Directory: folder},
+	}
+	last := &bufferv1.StepRecord{Step: 30, WeightsDigest: digest}
+	for range 2 { // the second time they were published already
+		if err := d.rearm(t.Context(), &learner{client: l, worker: "learner-0"}, last, digest); err != nil {
+			t.Fatal(err)
+		}
+		if d.weights.GetVersion() != 30 || d.fleet.want.GetVersion() != 30 {
+			t.Fatalf("the run goes on with version %d, and its workers are to load %d", d.weights.GetVersion(), d.fleet.want.GetVersion())
+		}
+	}
+	if l.asked != 1 {
+		t.Errorf("they were published %d times", l.asked)
 	}
 }

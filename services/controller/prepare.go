@@ -234,9 +234,11 @@ func (d *drive) verify(ctx context.Context, r *bufferv1.StepRecord, digest strin
 }
 
 // rearm delivers the weights of the last committed step. The learner publishes them again where it holds exactly them;
-// else the folder that was delivered first serves.
+// else the folder that was delivered first serves. A step without a gradient has the digest of the one before it, and is
+// another version all the same: the next prompts wait for it.
 func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord, digest string) error {
-	if digest != last.GetWeightsDigest() || d.weights.GetDigest() == digest && !missing(d.weights) {
+	published := d.weights.GetVersion() == last.GetStep() && d.weights.GetDigest() == digest && !missing(d.weights)
+	if digest != last.GetWeightsDigest() || published {
 		return d.serve(ctx)
 	}
 	weights, err := d.publish(ctx, l)

@@ -211,8 +211,8 @@ func (f *follower) again(ctx context.Context, stream func(progress func()) error
 		}
 		for ; ; left-- {
 			if left == 0 {
-				return exit.New(exit.Unavailable, "see `rollout daemon status`, then go on with `rollout run --resume "+f.runID+"`",
-					"the server went away: %s", status.Convert(err).Message())
+				return exit.New(exit.Unavailable, "see `rollout daemon status` and the daemon's log, then go on with `rollout run --resume "+f.runID+"`",
+					"the control plane went away while the run went on: it was stopped, or it died")
 			}
 			if f.answers(ctx) {
 				left--
