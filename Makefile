@@ -84,6 +84,11 @@ check-full: check check-race bench ## CI, the race detector over all Go tests, a
 check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
 	@scripts/test --race
 
+.PHONY: check-oracles
+check-oracles: venv-dev ## Ask TRL and verl again what our losses are compared with, in an environment of their own
+	@scripts/oracles --check
+	@cd python && $(PYTHON) -m pytest tests/algorithms/test_oracles.py tests/algorithms/test_document.py
+
 .PHONY: check-compose
 check-compose: venv-dev ## Check docker-compose.yml: that it parses, and what it may publish
 	@$(PYTHON) scripts/check_compose.py
@@ -110,6 +115,11 @@ schema-gen: generate ## Regenerate schemas/ (the same as generate)
 .PHONY: docs
 docs: build ## Regenerate docs/reference/ from the schema and the CLI
 	@$(PYTHON) scripts/reference.py
+
+.PHONY: oracles
+oracles: venv-dev ## Write the oracles' answers and docs/algorithms.md anew
+	@scripts/oracles
+	@cd python/tests/algorithms && PYTHONPATH=$(CURDIR)/python $(PYTHON) -m oracle.document
 
 .PHONY: lock
 lock: venv ## Resolve python/pyproject.toml into the hashed locks anew
