@@ -172,13 +172,17 @@ func TestWaitsTellHowLong(t *testing.T) {
 	}
 }
 
-// The renderer leaves the first line behind where a view ends with an empty one.
-func TestScreenEndsWithoutAnEmptyLine(t *testing.T) {
+// The renderer leaves lines behind where a view shrinks, as it does when a run ends.
+func TestScreenNeverShrinks(t *testing.T) {
 	t.Parallel()
 	m, _, _ := screen()
 	m.Run.Update(statusOf(runv1.RunState_RUN_STATE_RUNNING, 2))
-	if view := m.View().Content; strings.HasSuffix(view, "\n") {
-		t.Errorf("%q", view)
+	before := strings.Count(m.View().Content, "\n")
+	m.Run.Update(&runv1.RunStatus{Run: &runv1.Run{State: runv1.RunState_RUN_STATE_SUCCEEDED}})
+	m.Done = true
+	view := m.View().Content
+	if after := strings.Count(view, "\n"); after != before || m.blank != 4 { // the wait, two workers, the hint
+		t.Errorf("%d lines became %d, of them %d empty:\n%s", before, after, m.blank, view)
 	}
 }
 

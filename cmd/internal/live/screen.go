@@ -28,6 +28,8 @@ type Screen struct {
 	style   style.Style
 	zone    *time.Location
 	width   int
+	tallest int // lines of the tallest view so far
+	blank   int // empty lines at the end of the last one
 	updates <-chan Update
 	stop    func(drain bool) error
 }
@@ -128,12 +130,20 @@ func (m *Screen) View() tea.View {
 	if m.Done || m.Detached || m.Err != nil {
 		hint = ""
 	}
-	// Without the last newline: the renderer loses count of the empty line behind it and leaves the first line behind.
-	view := tea.NewView(strings.TrimSuffix(m.Run.View(m.style, m.width, m.zone, hint), "\n"))
+	view := tea.NewView(m.steady(strings.TrimSuffix(m.Run.View(m.style, m.width, m.zone, hint), "\n")))
 	if run := m.Run.Status.GetRun(); run != nil {
 		view.WindowTitle = fmt.Sprintf("%s %d/%d", run.GetName(), m.Run.CommittedSteps(), run.GetTotalSteps())
 	}
 	return view
+}
+
+// steady fills the view up to the tallest one so far: the renderer takes the cursor for higher than it is where a view shrinks,
+// and leaves its first lines behind.
+func (m *Screen) steady(text string) string {
+	lines := strings.Count(text, "\n") + 1
+	m.tallest = max(m.tallest, lines)
+	m.blank = m.tallest - lines
+	return text + strings.Repeat("\n", m.blank)
 }
 
 // screen redraws the view until the run has ended or the user leaves.
@@ -160,6 +170,9 @@ func (w *Watcher) screen(ctx context.Context, updates <-chan Update) (*Outcome, 
 	_, err := program.Run()
 	close(ended)
 	<-forwarded
+	if model.blank > 1 { // what follows begins where the view ends
+		fmt.Fprintf(w.Out, "\x1b[%dA", model.blank-1)
+	}
 	outcome := &Outcome{Run: model.Run, Detached: model.Detached, Stopped: model.Interrupts > 0}
 	if err != nil && !errors.Is(err, tea.ErrProgramKilled) {
 		return outcome, err
