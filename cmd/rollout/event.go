@@ -10,7 +10,7 @@ import (
 // eventKinds are the kinds of events that the services and workers give; a test holds the list against their sources.
 var eventKinds = []string{
 	"run.state", "phase", "step.committed", "step.flat", "eval.finished", "weights.delivered", "snapshot.created",
-	"worker.started", "worker.exited", "worker.fenced", "group.excluded", "sampling", "log",
+	"worker.started", "worker.exited", "worker.fenced", "group.excluded", "step.refused", "sampling", "log",
 }
 
 // eventServices are those who give events: the services, the process that hosts them, and the workers.

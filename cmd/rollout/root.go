@@ -61,7 +61,7 @@ func (a *app) root() *cobra.Command {
 			root.AddCommand(command)
 		}
 	}
-	add("train", a.validateCommand(), a.planCommand(), a.runCommand())
+	add("train", a.validateCommand(), a.planCommand(), a.runCommand(), a.trainCommand())
 	add("watch", a.runsCommand(), a.logsCommand(), a.statusCommand(), a.chatCommand(), a.reportCommand(), a.auditCommand())
 	add("house", a.snapshotCommand(), a.daemonCommand(), a.versionCommand())
 	root.AddCommand(a.docsCommand())

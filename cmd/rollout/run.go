@@ -29,6 +29,7 @@ type runFlags struct {
 	plan, baseDir, resume, from string
 	acceptChanges               bool
 	detach, noReport            bool
+	dataOnly                    bool // refuse what samples
 }
 
 func (a *app) runCommand() *cobra.Command {
@@ -67,6 +68,12 @@ rollout logs tail, rollout runs show and rollout status look at it.`,
 			return a.run(cmd, &flags)
 		},
 	}
+	flags.addTo(cmd)
+	return cmd
+}
+
+// addTo gives a command that starts runs its flags.
+func (flags *runFlags) addTo(cmd *cobra.Command) {
 	flags.add(cmd)
 	cmd.Flags().StringVarP(&flags.plan, "plan", "p", "", "plan `file` that rollout plan wrote")
 	cmd.Flags().StringVar(&flags.baseDir, "base-dir", "", "`folder` that the plan's paths start at (default: the plan's own)")
@@ -79,10 +86,12 @@ rollout logs tail, rollout runs show and rollout status look at it.`,
 	cmd.MarkFlagsOneRequired("config", "plan", "resume")
 	_ = cmd.MarkFlagFilename("plan", "lock")
 	_ = cmd.MarkFlagDirname("base-dir")
-	return cmd
 }
 
 func (a *app) run(cmd *cobra.Command, flags *runFlags) error {
+	if len(flags.set) > 0 && flags.file == "" {
+		return usage("--set goes with --config: a plan and a run are fixed")
+	}
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	c, err := a.dial(ctx)
 	if err != nil {
@@ -119,6 +128,9 @@ func (a *app) start(ctx context.Context, c *client.Client, flags *runFlags) (*ru
 	}
 	planned, err := a.createPlan(ctx, c, source)
 	if err != nil {
+		return nil, err
+	}
+	if err := flags.fits(planned.GetPlan()); err != nil {
 		return nil, err
 	}
 	return create(ctx, c, planned.GetLock(), source.GetBaseDir(), from)

@@ -4,7 +4,9 @@
 
 Writes the model's folder (what ``AutoModelForCausalLM`` and ``AutoTokenizer`` load) and ``train.jsonl`` and ``eval.jsonl`` with
 rows such as ``{"prompt": "17+25=", "answer": "42"}``: all 10,000 sums of two numbers from 0 to 99, of which 500 are held
-out. Everything follows from a fixed seed: a second call finds what is there and changes nothing.
+out. ``preferences.jsonl`` and ``labels.jsonl`` hold the training sums with a right and a wrong answer each, as pairs
+(``chosen``, ``rejected``) and one by one (``completion``, ``label``). Everything follows from a fixed seed: a second call
+finds what is there and changes nothing.
 """
 
 from __future__ import annotations
@@ -52,18 +54,42 @@ def main() -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Write ``train.jsonl`` (9,500 rows) and ``eval.jsonl`` (500 rows, none of them in train) into ``folder``."""
+    """Write ``train.jsonl`` (9,500 rows) and ``eval.jsonl`` (500 rows, none of them in train) into ``folder``, and the training
+    rows as preferences."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(100)]
     random.Random(SEED).shuffle(rows)
+    train = rows[HELD_OUT:]
+    pairs = preferences(train)
+    single = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in pairs
+        for side in ("chosen", "rejected")
+    ]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in (
-        ("eval.jsonl", rows[:HELD_OUT]),
-        ("train.jsonl", rows[HELD_OUT:]),
-    ):
-        if not (folder / name).exists():
-            staged = folder / f".{name}.{uuid.uuid4().hex}"
-            staged.write_text("".join(json.dumps(row) + "\n" for row in part))
-            staged.rename(folder / name)
+    write_rows(folder / "eval.jsonl", rows[:HELD_OUT])
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "preferences.jsonl", pairs)
+    write_rows(folder / "labels.jsonl", single)
+
+
+def preferences(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Each row with its answer as the chosen one, and a number at most 20 away as the rejected one."""
+    draw = random.Random(SEED + 1)
+    pairs: list[dict[str, str]] = []
+    for row in rows:
+        right = int(row["answer"])
+        wrong = draw.choice([number for number in range(max(0, right - 20), right + 21) if number != right])
+        pairs.append({"prompt": row["prompt"], "chosen": row["answer"], "rejected": str(wrong)})
+    return pairs
+
+
+def write_rows(path: Path, rows: list[Any]) -> None:
+    """Write rows as ``path``, whole or not at all; what is there stays."""
+    if path.exists():
+        return
+    staged = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    staged.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    staged.rename(path)
 
 
 def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int = SEED) -> None:

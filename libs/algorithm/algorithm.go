@@ -24,6 +24,28 @@ func FromData(config *configv1.RunConfig) bool {
 	return false
 }
 
+// Pairs reports whether a row holds a chosen and a rejected completion.
+func Pairs(config *configv1.RunConfig) bool {
+	switch config.GetAlgorithm().GetKind().(type) {
+	case *configv1.AlgorithmConfig_RewardModel, *configv1.AlgorithmConfig_Dpo, *configv1.AlgorithmConfig_Ipo:
+		return true
+	}
+	return false
+}
+
+// GroupSize is how many trajectories make a group complete: the two of a pair, else what is sampled of a prompt.
+func GroupSize(config *configv1.RunConfig) uint32 {
+	if Pairs(config) {
+		return 2
+	}
+	return config.GetSampling().GetGroupSize()
+}
+
+// Generates reports whether the weights that a run makes can answer prompts: those of a reward model can't.
+func Generates(config *configv1.RunConfig) bool {
+	return config.GetAlgorithm().GetRewardModel() == nil
+}
+
 // DynamicSampling reports whether a group whose rewards are all equal is to be replaced by another.
 func DynamicSampling(config *configv1.RunConfig) bool {
 	message := config.GetAlgorithm().ProtoReflect()

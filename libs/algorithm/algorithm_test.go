@@ -20,6 +20,12 @@ func TestEveryAlgorithmOfTheContractHasATitleAndASource(t *testing.T) {
 		if Name(config) != field.TextName() || Title(config) == "" || FromData(config) != data[field.TextName()] {
 			t.Errorf("%s: named %q, titled %q, from data %v", field.TextName(), Name(config), Title(config), FromData(config))
 		}
+		pairs := map[string]bool{"reward_model": true, "dpo": true, "ipo": true}[field.TextName()]
+		config.Sampling = &configv1.SamplingConfig{GroupSize: proto.Uint32(5)}
+		if Pairs(config) != pairs || (GroupSize(config) == 2) != pairs || Generates(config) == (field.TextName() == "reward_model") {
+			t.Errorf("%s: pairs %v, groups of %d, generates %v", field.TextName(), Pairs(config), GroupSize(config), Generates(config))
+		}
+		config.Sampling = nil
 		if DynamicSampling(config) {
 			t.Errorf("%s samples dynamically without being told", field.TextName())
 		}

@@ -11,7 +11,7 @@ Request (every part may be absent)::
      "reward": {"plugin": "reward.py:exact", "base_dir": "/...", "timeout_seconds": 30.0,
                 "samples": [{"prompt": "...", "completion": "...", "row": {...}}]},
      "tokenizer": {"model": "/...", "chat_template": false,
-                   "files": [{"path": "/...", "prompt_field": "prompt", "answer_field": "", "limit": 1920}]}}
+                   "files": [{"path": "/...", "prompt_field": "prompt", "answer_fields": [], "limit": 1920}]}}
 
 Answer::
 
@@ -204,17 +204,19 @@ class BadModel(RolloutError):
 
 
 def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt], str] | None) -> Json:
-    """Count the tokens of each row: of its prompt, and of its answer and the end where ``answer_field`` is set."""
+    """Count the tokens of each row: of its prompt, and of its longest completion and the end where ``answer_fields`` name any."""
     over: list[Json] = []
     empty: list[int] = []
     counted, longest, too_long = 0, 0, 0
-    answer_field: str = file.get("answer_field") or ""
+    answer_fields: list[str] = file.get("answer_fields") or []
     for chunk in chunks(rows(file["path"]), CHUNK):
         texts = [text_of(row[file["prompt_field"]], render) for row in chunk]
         lengths = [len(e) for e in tokenizer.encode_batch(texts, add_special_tokens=render is None)]
-        if answer_field:
-            answers = tokenizer.encode_batch([row[answer_field] for row in chunk], add_special_tokens=False)
-            lengths = [length + len(answer) + 1 for length, answer in zip(lengths, answers, strict=True)]
+        longest_of = [0] * len(chunk)
+        for field in answer_fields:
+            answers = tokenizer.encode_batch([row[field] for row in chunk], add_special_tokens=False)
+            longest_of = [max(before, len(answer) + 1) for before, answer in zip(longest_of, answers, strict=True)]
+        lengths = [prompt + answer for prompt, answer in zip(lengths, longest_of, strict=True)]
         for row, length in enumerate(lengths, counted):
             longest = max(longest, length)
             if length == 0:

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -24,6 +25,9 @@ func settingsOf(spec *learnerv1.StartRunRequest) settings {
 	}
 	return s
 }
+
+// generates reports whether the weights can answer prompts, so that inference workers get them.
+func (s settings) generates() bool { return algorithm.Generates(s.cfg) }
 
 func (s settings) last(step uint64) bool { return step >= s.steps }
 

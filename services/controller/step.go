@@ -58,7 +58,7 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 	if err != nil {
 		return err
 	}
-	if weights != nil {
+	if weights != nil && d.set.generates() {
 		// Beside the commit, so that sampling goes on: what these weights sample waits in the ledger until they are recorded.
 		d.fleet.aim(weights)
 	}
@@ -189,6 +189,9 @@ func (d *drive) written(ctx context.Context, l *learner, result *learnerv1.Train
 
 // deliver moves the inference workers to w and returns how many hold it.
 func (d *drive) deliver(ctx context.Context, w *weightsv1.WeightsManifest) (int, error) {
+	if !d.set.generates() {
+		return 0, nil
+	}
 	from := d.deps.Now()
 	d.enter(delivering, "")
 	workers, err := d.fleet.deliver(ctx, w, func(who string) {

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/config"
@@ -33,7 +34,7 @@ type draft struct {
 	inputs  []*planv1.Input
 
 	train, eval *input.Dataset // nil where something is wrong with them
-	first       *input.Dataset // the training rows, for the reward's dry call, whatever is wrong with some of them
+	first       *input.Dataset // the rows that the reward scores, for its dry call, whatever is wrong with some of them
 	model       *input.Model
 }
 
@@ -111,10 +112,13 @@ func (d *draft) dataset(field, path, answer string, role planv1.InputRole) (*inp
 		Path: path, PromptField: d.Config.GetData().GetPromptField(), AnswerField: answer,
 		ReferenceField: d.Config.GetData().GetAnswerField(), ChatTemplate: d.Config.GetModel().GetChatTemplate(),
 	}
+	if role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA {
+		data.Preference = d.preference()
+	}
 	if err := data.Read(input.Resolve(d.baseDir, path), &d.Problems); err != nil {
 		return nil, err
 	}
-	if role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA {
+	if role == d.scored() {
 		d.first = data
 	}
 	if d.Problems.Len() > before {
@@ -124,6 +128,29 @@ func (d *draft) dataset(field, path, answer string, role planv1.InputRole) (*inp
 		Role: role, Path: filepath.ToSlash(filepath.Clean(path)), Digest: data.Digest, Bytes: data.Bytes, Rows: data.Rows,
 	})
 	return data, nil
+}
+
+// scored says which rows the reward sees: those that are sampled for, which where rows are trained on are the held-out ones.
+func (d *draft) scored() planv1.InputRole {
+	if algorithm.FromData(d.Config) && d.Config.GetData().GetEval() != "" {
+		return planv1.InputRole_INPUT_ROLE_EVAL_DATA
+	}
+	return planv1.InputRole_INPUT_ROLE_TRAIN_DATA
+}
+
+// preference is what the algorithm needs of the training rows beside their prompts.
+func (d *draft) preference() input.Preference {
+	data, p := d.Config.GetData(), input.Preference{Algorithm: algorithm.Name(d.Config)}
+	if algorithm.Pairs(d.Config) {
+		p.Chosen, p.Rejected = data.GetChosenField(), data.GetRejectedField()
+	}
+	if d.Config.GetAlgorithm().GetRewardModel() != nil {
+		p.Margin = data.GetMarginField()
+	}
+	if d.Config.GetAlgorithm().GetKto() != nil {
+		p.Completion, p.Label = data.GetCompletionField(), data.GetLabelField()
+	}
+	return p
 }
 
 func (d *draft) readModel(path string) {

@@ -21,12 +21,9 @@ func (d *draft) tokenizerRequest() *probe.Tokenizer {
 	cfg := d.Config
 	request := &probe.Tokenizer{Model: input.Resolve(d.baseDir, cfg.GetModel().GetPath()), ChatTemplate: cfg.GetModel().GetChatTemplate()}
 	for _, data := range d.datasets() {
-		limit := int64(cfg.GetEngine().GetMaxModelLen())
-		if data.AnswerField == "" {
-			limit -= int64(cfg.GetSampling().GetMaxTokens())
-		}
 		request.Files = append(request.Files, probe.File{
-			Path: input.Resolve(d.baseDir, data.Path), PromptField: data.PromptField, AnswerField: data.AnswerField, Limit: limit,
+			Path: input.Resolve(d.baseDir, data.Path), PromptField: data.PromptField, AnswerFields: data.Completions(),
+			Limit: d.tokenizerLimit(data),
 		})
 	}
 	return request
@@ -76,7 +73,7 @@ func (d *draft) tooLong(data *input.Dataset, lengths probe.Lengths) {
 	engine, sampling := d.Config.GetEngine(), d.Config.GetSampling()
 	one, many, room := "the prompt has %d tokens", "%d prompts are too long", fmt.Sprintf("%d of max_model_len less %d of max_tokens leave %d",
 		engine.GetMaxModelLen(), sampling.GetMaxTokens(), d.tokenizerLimit(data))
-	if data.AnswerField != "" {
+	if len(data.Completions()) > 0 {
 		one, many = "prompt, answer and end have %d tokens", "%d rows (prompt, answer and end) are too long"
 		room = fmt.Sprintf("max_model_len leaves %d", d.tokenizerLimit(data))
 	}
@@ -102,7 +99,7 @@ func (d *draft) tooLong(data *input.Dataset, lengths probe.Lengths) {
 // mendLength says what makes room: the model's positions can't be raised.
 func (d *draft) mendLength(data *input.Dataset) string {
 	mend := "shorten or remove the row"
-	if data.AnswerField == "" {
+	if len(data.Completions()) == 0 {
 		mend += ", lower `max_tokens` in [sampling]"
 	}
 	if d.model.Context == 0 || int64(d.Config.GetEngine().GetMaxModelLen()) < d.model.Context {
@@ -116,7 +113,7 @@ func (d *draft) mendLength(data *input.Dataset) string {
 
 func (d *draft) tokenizerLimit(data *input.Dataset) int64 {
 	limit := int64(d.Config.GetEngine().GetMaxModelLen())
-	if data.AnswerField == "" {
+	if len(data.Completions()) == 0 {
 		limit -= int64(d.Config.GetSampling().GetMaxTokens())
 	}
 	return limit

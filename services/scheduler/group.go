@@ -3,6 +3,7 @@ package scheduler
 import (
 	"fmt"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/bus"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/dataset"
@@ -18,7 +19,7 @@ func (i *issuer) message(it item) (bus.Message, error) {
 	}
 	config := i.record.GetPlan().GetConfig()
 	newest := max(i.c.ledger().GetStep(), i.c.window.FirstStep)
-	size := config.GetSampling().GetGroupSize()
+	size := algorithm.GroupSize(config)
 	group := &runv1.PromptGroup{
 		RunId: i.c.id, Epoch: place.Epoch, Index: place.Index, Attempt: it.attempt, Position: it.position,
 		Row: row, RowJson: text, GroupSize: size,

@@ -82,7 +82,7 @@ func (w Window) ledgerConfig(plan *planv1.Plan, rows uint64) *bufferv1.LedgerCon
 	}
 	return &bufferv1.LedgerConfig{
 		GroupsPerStep: c.GetTrain().GetGroupsPerStep(),
-		GroupSize:     c.GetSampling().GetGroupSize(),
+		GroupSize:     algorithm.GroupSize(c),
 		Order:         order,
 		MaxStaleness:  c.GetStaleness().GetMaxSteps(),
 		Rows:          rows,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_workers.harness.environment import Refusal
-from rollout_workers.harness.prompts import Ids, PromptInvalid, PromptReader, Text, parse_row
+from rollout_workers.harness.prompts import Ids, Prompt, PromptInvalid, PromptReader, Text, parse_row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +24,8 @@ class Example:
     prompt_tokens: int
     prompt: str
     answer: str
+    reward: float = 0.0
+    """A label or margin of the data."""
 
 
 class Supervised:
@@ -34,40 +36,50 @@ class Supervised:
 
         Raises :class:`PromptInvalid` where the tokenizer has no end-of-sequence token.
         """
-        if text.eos_id is None:
-            raise PromptInvalid("the model's tokenizer has no end-of-sequence token", mend="set `eos_token` in it")
         self._text, self._prompts, self._field = text, prompts, answer_field
         self._train_on_prompt, self._max_tokens = train_on_prompt, max_tokens
-        self._eos = np.array([text.eos_id], np.int32)
+        self._end = end_of(text)
 
     def examples(self, rows: Sequence[bytes]) -> list[Example | Refusal]:
         """One a row (JSON), in order."""
         prompts = self._prompts.read(rows)
-        answers = [self._answer(row) for row in rows]
+        answers = [text_field(row, self._field, "data.answer_field") for row in rows]
         encoded = self._text.encode([a if isinstance(a, str) else "" for a in answers], special=False)
         out: list[Example | Refusal] = []
         for prompt, answer, ids in zip(prompts, answers, encoded, strict=True):
-            problem = next((p for p in (prompt, answer) if isinstance(p, PromptInvalid)), None)
-            if problem is not None or isinstance(prompt, PromptInvalid) or isinstance(answer, PromptInvalid):
-                assert problem is not None
-                out.append(Refusal(problem.reason, str(problem)))
-                continue
-            tokens = np.concatenate((prompt.token_ids, ids, self._eos))
-            if len(tokens) > self._max_tokens:
-                told = f"a row of {len(tokens)} tokens exceeds `engine.max_model_len` = {self._max_tokens}"
-                out.append(Refusal("CONTEXT_OVERFLOW", told))
-                continue
-            mask = np.ones(len(tokens), np.uint8)
-            if not self._train_on_prompt:
-                mask[: len(prompt.token_ids)] = 0
-            out.append(Example(tokens, mask, len(prompt.token_ids), prompt.text, answer))
+            if isinstance(prompt, PromptInvalid):
+                out.append(Refusal(prompt.reason, str(prompt)))
+            elif isinstance(answer, PromptInvalid):
+                out.append(Refusal(answer.reason, str(answer)))
+            else:
+                out.append(example_of(prompt, answer, ids, self._end, self._max_tokens, train_on_prompt=self._train_on_prompt))
         return out
 
-    def _answer(self, row_json: bytes) -> str | PromptInvalid:
-        try:
-            value = parse_row(row_json).get(self._field)
-        except PromptInvalid as error:
-            return error
-        if isinstance(value, str):
-            return value
-        return PromptInvalid(f"field `{self._field}` is no text", mend="see `data.answer_field`")
+
+def end_of(text: Text) -> Ids:
+    """int32[1]: the end of a sequence. Raises :class:`PromptInvalid` where the tokenizer has none."""
+    if text.eos_id is None:
+        raise PromptInvalid("the model's tokenizer has no end-of-sequence token", mend="set `eos_token` in it")
+    return np.array([text.eos_id], np.int32)
+
+
+def text_field(row_json: bytes, field: str, key: str) -> str | PromptInvalid:
+    """A field of a row that must be a text. key: where the configuration names it."""
+    try:
+        value = parse_row(row_json).get(field)
+    except PromptInvalid as error:
+        return error
+    if isinstance(value, str):
+        return value
+    return PromptInvalid(f"field `{field}` is no text", mend=f"see `{key}`")
+
+
+def example_of(prompt: Prompt, text: str, ids: Ids, end: Ids, limit: int, *, train_on_prompt: bool = False) -> Example | Refusal:
+    """A prompt with a completion of tokens ``ids`` int32[N]; refused where prompt, completion and end exceed ``limit`` tokens."""
+    tokens = np.concatenate((prompt.token_ids, ids, end))
+    if len(tokens) > limit:
+        return Refusal("CONTEXT_OVERFLOW", f"a row of {len(tokens)} tokens exceeds `engine.max_model_len` = {limit}")
+    mask = np.ones(len(tokens), np.uint8)
+    if not train_on_prompt:
+        mask[: len(prompt.token_ids)] = 0
+    return Example(tokens, mask, len(prompt.token_ids), prompt.text, text)

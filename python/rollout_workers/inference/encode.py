@@ -101,9 +101,17 @@ def _encode_episode(group: PromptGroup, episode: Episode, head: _Head, holdings:
     return pb.TrajectoryEnvelope(header=header, payload=payload, crc32c=google_crc32c.value(payload))
 
 
-def encode_example(group: PromptGroup, example: Example | Refusal, worker: str) -> pb.TrajectoryEnvelope:
-    """A row of data: no logprobs, no versions, no receipt. A row that was refused is INFRA_FAILED with its reason."""
-    key = _key(group, 0)
+def encode_row(group: PromptGroup, made: Sequence[Example] | Example | Refusal, worker: str) -> list[pb.TrajectoryEnvelope]:
+    """A row of data, one envelope an example; a row that was refused is so in all that its group wants."""
+    if isinstance(made, Refusal):
+        return [encode_example(group, made, worker, sample) for sample in range(group.group_size)]
+    examples = [made] if isinstance(made, Example) else made
+    return [encode_example(group, example, worker, sample) for sample, example in enumerate(examples)]
+
+
+def encode_example(group: PromptGroup, example: Example | Refusal, worker: str, sample: int = 0) -> pb.TrajectoryEnvelope:
+    """An example: no logprobs, no versions, no receipt. A refusal is INFRA_FAILED with its reason."""
+    key = _key(group, sample)
     if isinstance(example, Refusal):
         trajectory = pb.Trajectory(key=key, outcome=pb.OUTCOME_INFRA_FAILED, reason=example.reason)
         tokens = answer = 0
@@ -117,6 +125,7 @@ def encode_example(group: PromptGroup, example: Example | Refusal, worker: str) 
             raw_logprobs=bytes(4 * tokens),
             loss_mask=example.loss_mask.tobytes(),
             prompt_tokens=example.prompt_tokens,
+            reward=example.reward,
             outcome=pb.OUTCOME_COMPLETED,
             prompt=example.prompt,
             completion=example.answer,
@@ -127,6 +136,7 @@ def encode_example(group: PromptGroup, example: Example | Refusal, worker: str) 
         group_size=group.group_size,
         outcome=trajectory.outcome,
         reason=trajectory.reason,
+        reward=trajectory.reward,
         tokens=tokens,
         completion_tokens=answer,
         worker_id=worker,

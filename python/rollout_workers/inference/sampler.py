@@ -14,9 +14,10 @@ from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
 from rollout_workers.harness.environment import Task
 from rollout_workers.harness.episode import EpisodeRunner, FinishedGroup
+from rollout_workers.harness.preference import Labelled, Pairs
 from rollout_workers.harness.supervised import Supervised
 from rollout_workers.inference.artifact import move_out
-from rollout_workers.inference.encode import encode_example, encode_group, in_messages, large
+from rollout_workers.inference.encode import encode_group, encode_row, in_messages, large
 from rollout_workers.inference.puller import Puller
 from rollout_workers.inference.receipt import Holdings
 from rollout_workers.inference.throughput import Throughput
@@ -186,16 +187,17 @@ class Sampler:
 
 
 class RowSender:
-    """The same for supervised fine-tuning: rows become examples, nothing is sampled."""
+    """The same where rows themselves are trained on: they become examples, nothing is sampled."""
 
-    def __init__(self, who: Identity, supervised: Supervised, outlet: Outlet) -> None:
-        self._who, self._supervised, self._outlet = who, supervised, outlet
+    def __init__(self, who: Identity, rows: Supervised | Pairs | Labelled, outlet: Outlet) -> None:
+        self._who, self._rows, self._outlet = who, rows, outlet
 
     def begin(self, items: list[WorkItem]) -> None:
         """Send these."""
         with span("send rows", (incoming(item.headers) for item in items), groups=len(items)):
-            examples = self._supervised.examples([item.group.row_json for item in items])
-            self._outlet.send(items, [encode_example(i.group, e, self._who.worker) for i, e in zip(items, examples, strict=True)])
+            made = self._rows.examples([item.group.row_json for item in items])
+            envelopes = [encode_row(item.group, row, self._who.worker) for item, row in zip(items, made, strict=True)]
+            self._outlet.send(items, [envelope for row in envelopes for envelope in row])
 
     async def drain(self) -> None:
         """Return when everything that was begun is on the stream."""

@@ -12,11 +12,13 @@ from typing import TypeVar
 
 from nats.aio.client import Client
 
+from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.inference.v1 import inference_pb2
 from rollout.inference.v1.inference_pb2_grpc import add_InferenceWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.engines.base import Engine
 from rollout_workers.harness.episode import EpisodeRunner
+from rollout_workers.harness.preference import Labelled, Pairs
 from rollout_workers.harness.prompts import PromptReader, Text
 from rollout_workers.harness.rewards import Rewards
 from rollout_workers.harness.single_turn import SingleTurn
@@ -87,15 +89,9 @@ async def run_inference_worker(
         params = of_run(config.sampling)
         outlet = Outlet(Publisher(link.client, who.trajectory_subject, who.process), services, throughput)
         worker: Sampler | RowSender
-        if config.algorithm.HasField("sft"):
-            supervised = Supervised(
-                model.text,
-                prompts,
-                answer_field=config.data.answer_field,
-                train_on_prompt=config.algorithm.sft.train_on_prompt,
-                max_tokens=config.engine.max_model_len,
-            )
-            worker = RowSender(who, supervised, outlet)
+        rows = rows_of(config, model.text, prompts)
+        if rows is not None:
+            worker = RowSender(who, rows, outlet)
             puller = Puller(pulse, None, capacity=_ROWS_IN_HAND, prepare=_nothing, begin=worker.begin)
         else:
             assert environment is not None
@@ -111,8 +107,8 @@ async def run_inference_worker(
         outlet.puller = puller
         evaluation = None
         if environment is not None and config.data.eval:
-            rows = resolve(spec, config.data.eval)
-            evaluation = Evaluation(model.engine, environment, model.text, params, holdings, rows)
+            held_out = resolve(spec, config.data.eval)
+            evaluation = Evaluation(model.engine, environment, model.text, params, holdings, held_out)
         limit = config.engine.max_model_len
         servicer = InferenceServer(
             who,
@@ -164,6 +160,26 @@ async def run_inference_worker(
         if rewards is not None:
             await rewards.close()
         await services.close()
+
+
+def rows_of(config: RunConfig, text: Text, prompts: PromptReader) -> Supervised | Pairs | Labelled | None:
+    """What makes examples of rows, where the run trains on rows; None where it samples."""
+    data, longest, kind = config.data, config.engine.max_model_len, config.algorithm.WhichOneof("kind")
+    if kind == "sft":
+        train_on_prompt = config.algorithm.sft.train_on_prompt
+        return Supervised(text, prompts, answer_field=data.answer_field, train_on_prompt=train_on_prompt, max_tokens=longest)
+    if kind in ("dpo", "ipo", "reward_model"):
+        return Pairs(
+            text,
+            prompts,
+            chosen_field=data.chosen_field,
+            rejected_field=data.rejected_field,
+            margin_field=data.margin_field if kind == "reward_model" else "",
+            max_tokens=longest,
+        )
+    if kind == "kto":
+        return Labelled(text, prompts, completion_field=data.completion_field, label_field=data.label_field, max_tokens=longest)
+    return None
 
 
 async def _loaded(spec: WorkerSpec, model: Model | None) -> Model:

@@ -23,6 +23,7 @@ from rollout_workers.learner.optimizer import AdamWConfig, FlatAdamW
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy
 from rollout_workers.learner.reference import Reference
+from rollout_workers.learner.refusal import Refusals
 from rollout_workers.learner.schedule import Schedule
 from rollout_workers.learner.scorer import Scorer
 from rollout_workers.learner.state import load_state, save_state
@@ -62,6 +63,8 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     refuse_grad_norm: float = 0.0
     """A gradient of a larger norm is refused as one that is not finite is; 0: none is too large."""
+    refusals: Refusals = field(default_factory=Refusals)
+    """What is done then."""
 
 
 class Trainer:
@@ -106,6 +109,8 @@ class Trainer:
         self.critic_optimizer = FlatAdamW(critic, config.optimizer) if critic and not critic.on_policy else None
         self._parameters = [*self.optimizer.parameters, *(self.critic_optimizer.parameters if self.critic_optimizer else [])]
         self.companions = companions_of(self.policy, self.model_dir)
+        self._point: tuple[list[list[Tensor]], float] | None = None
+        self._mark()
 
     def train_step(
         self,
@@ -117,8 +122,22 @@ class Trainer:
         algorithm makes of a batch.
 
         ``on_progress`` is called with micro-batches done and in all, of the update in hand. Raises ``StepOutOfTurn``,
-        ``BadBatch``, ``NonFiniteGradient`` or ``ExplodingGradient``.
+        ``BadBatch``, and unless ``config.refusals`` goes on without them ``NonFiniteGradient`` or ``ExplodingGradient``.
         """
+        try:
+            return self._make_step(samples, step, on_progress)
+        except (NonFiniteGradient, ExplodingGradient) as error:
+            self.config.refusals.meet(step, samples, error)
+            if self.config.refusals.action == "stop":
+                raise
+            if self._point is not None:
+                self._recall(self._point[0])
+                self.machine.kl_coefficient = self._point[1]
+            self.step = step
+            metrics = describe_batch(samples, step=step, sampled=self.algorithm.needs.sampled)
+            return StepResult(step, metrics | {"refused": 1.0, "learning_rate": self.config.schedule.rate(step)})
+
+    def _make_step(self, samples: Sequence[TrainSample], step: int, on_progress: Callable[[int, int], None] | None) -> StepResult:
         if step != self.step + 1:
             raise StepOutOfTurn(f"step {step} was asked for, but the learner stands at step {self.step}")
         started = time.perf_counter()
@@ -179,11 +198,14 @@ class Trainer:
 
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write all that ``load_state`` needs to go on bit for bit. Returns the files, relative to the folder."""
-        return save_state(Path(directory), self)
+        files = save_state(Path(directory), self)
+        self._mark()
+        return files
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """Stand where ``save_state`` stood. Raises ``StateUnreadable``, and then the trainer is as it was."""
         load_state(Path(directory), self)
+        self._mark()
 
     @property
     def _optimizers(self) -> list[FlatAdamW]:
@@ -223,6 +245,11 @@ class Trainer:
     def _critic_rate(self, step: int) -> float:
         peak = getattr(self.config.settings, "critic_learning_rate", self.config.schedule.peak)
         return peak * self.config.schedule.rate(step) / self.config.schedule.peak
+
+    def _mark(self) -> None:
+        """What a refusal goes back to, where it does."""
+        if self.config.refusals.action == "restore":
+            self._point = (self._remember(), self.machine.kl_coefficient)
 
     def _remember(self) -> list[list[Tensor]]:
         return [optimizer.remember() for optimizer in self._optimizers]

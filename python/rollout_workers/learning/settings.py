@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.event.v1.event_pb2 import LEVEL_ERROR, LEVEL_WARN
 from rollout_workers.algorithms import config_type
 from rollout_workers.learner import AdamWConfig, LoraConfig, Schedule, TrainerConfig
+from rollout_workers.learner.refusal import Refusals, Refused
+from rollout_workers.mesh.events import Events
+
+ACTIONS = {
+    "stop": "the run stops",
+    "skip": "the step counts, with the weights as they were",
+    "restore": "the step counts, with the weights of the last snapshot",
+}
 
 
 def trainer_config(config: RunConfig, threads: int) -> TrainerConfig:
@@ -35,7 +45,23 @@ def trainer_config(config: RunConfig, threads: int) -> TrainerConfig:
         lora=_lora(config),
         freeze=tuple(train.freeze),
         gradient_checkpointing=train.gradient_checkpointing,
+        refuse_grad_norm=train.refuse_grad_norm,
     )
+
+
+def refusals(config: RunConfig, run_directory: str, events: Events) -> Refusals:
+    """What is done with a gradient that is refused; the event ``step.refused`` tells of it."""
+
+    def tell(refused: Refused) -> None:
+        events.emit(
+            "step.refused",
+            f"{refused.message}; {ACTIONS[refused.action]}; the batch is kept in {refused.batch}",
+            level=LEVEL_ERROR if refused.action == "stop" else LEVEL_WARN,
+            step=refused.step,
+            attributes={"reason": refused.reason, "action": refused.action, "batch": refused.batch},
+        )
+
+    return Refusals(config.train.on_refused_gradient or "stop", Path(run_directory) / "refused", tell)
 
 
 def lasting(config: RunConfig, step: int) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import time
+from dataclasses import replace
 
 from rollout.learner.v1 import learner_pb2
 from rollout.learner.v1.learner_pb2_grpc import add_LearnerWorkerServiceServicer_to_server
@@ -14,7 +15,7 @@ from rollout_workers.learner import Trainer
 from rollout_workers.learning.learner import Learner
 from rollout_workers.learning.publication import Publication
 from rollout_workers.learning.server import LearnerServer
-from rollout_workers.learning.settings import lasting, trainer_config
+from rollout_workers.learning.settings import lasting, refusals, trainer_config
 from rollout_workers.learning.shelf import Shelf
 from rollout_workers.mesh.discovery import Services
 from rollout_workers.mesh.events import Events
@@ -39,9 +40,10 @@ async def run_learner_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecyc
     services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token)
     try:
         began = time.monotonic()
-        loading = asyncio.create_task(
-            learner.load(lambda: Trainer(model_directory(spec), trainer_config(spec.plan.config, spec.threads)))
+        settings = replace(
+            trainer_config(spec.plan.config, spec.threads), refusals=refusals(spec.plan.config, spec.run_directory, events)
         )
+        loading = asyncio.create_task(learner.load(lambda: Trainer(model_directory(spec), settings)))
         leaving = asyncio.create_task(lifecycle.wait())
         await asyncio.wait({loading, leaving}, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()

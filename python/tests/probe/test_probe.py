@@ -114,7 +114,7 @@ def measure(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str
     file = model / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     entry = {"path": str(file), "prompt_field": "prompt", "limit": 10**9} | {
-        k: v for k, v in options.items() if k in ("limit", "answer_field")
+        k: v for k, v in options.items() if k in ("limit", "answer_fields")
     }
     request = {"model": str(model), "chat_template": options.get("chat_template", False), "files": [entry]}
     return probe({"tokenizer": request})["tokenizer"]
@@ -134,7 +134,7 @@ def test_many_rows_are_counted_and_twenty_named(model: Path) -> None:
 
 
 def test_answers_count_where_they_are_trained_on(model: Path) -> None:
-    (lengths,) = measure(model, [{"prompt": "1+1=", "answer": "22"}], answer_field="answer")["files"]
+    (lengths,) = measure(model, [{"prompt": "1+1=", "answer": "22"}], answer_fields=["answer"])["files"]
     assert lengths["longest"] == 4 + 2 + 1
 
 

@@ -176,6 +176,8 @@ var mends = map[string]string{
 	"run_config.deterministic_async": "remove `deterministic`, or write `mode = \"sync\"`",
 	"run_config.warmup":              "lower `warmup_steps` or raise `steps`",
 	"run_config.eval_data":           "add `eval = \"data/eval.jsonl\"` to [data] and a [reward] table, or remove `every_steps` from [eval]",
+	"run_config.reward_model_lora":   "remove the table [lora]",
+	"run_config.reward_model_eval":   "remove `every_steps` from [eval]; `rewards/accuracy` of each step tells how it learns",
 	"run_config.lora_freeze":         "remove `freeze` from [train], or the table [lora]",
 	"run_config.deliver":             "remove `deliver_every_steps`: 1 is the default",
 	"run_config.context":             "lower `max_tokens` in [sampling], or raise `max_model_len` in [engine]",

@@ -22,6 +22,7 @@ type Dataset struct {
 	Path        string // as messages name it
 	PromptField string
 	AnswerField string // "" where no answer is needed
+	Preference  Preference
 	// ReferenceField holds the reference answer where the row has one; nothing is asked of it.
 	ReferenceField string
 	ChatTemplate   bool // whether a prompt may be a list of messages
@@ -133,6 +134,7 @@ func (d *Dataset) row(line []byte) {
 	}
 	prompt, ok := d.prompt(line, fields)
 	answer, answerOK := d.answer(line, fields)
+	d.preference(line, fields)
 	if ok && answerOK && len(d.First) < firstRows {
 		d.First = append(d.First, Row{Prompt: prompt, Answer: answer, JSON: slices.Clone(line)})
 	}
@@ -206,6 +208,14 @@ func (d *Dataset) messages(line []byte, messages []map[string]json.RawMessage) (
 		}
 	}
 	return last, true
+}
+
+// Completions are the fields that are trained on after the prompt, by name.
+func (d *Dataset) Completions() []string {
+	if d.AnswerField != "" {
+		return []string{d.AnswerField}
+	}
+	return d.Preference.completions()
 }
 
 func (d *Dataset) answer(line []byte, fields map[string]json.RawMessage) (string, bool) {

@@ -13,11 +13,16 @@ import (
 
 func dataset(t *testing.T, text string) (*Dataset, string) {
 	t.Helper()
+	return preferences(t, text, Preference{})
+}
+
+func preferences(t *testing.T, text string, p Preference) (*Dataset, string) {
+	t.Helper()
 	file := filepath.Join(t.TempDir(), "rows.jsonl")
 	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	d := &Dataset{Path: "rows.jsonl", PromptField: "prompt", ReferenceField: "answer"}
+	d := &Dataset{Path: "rows.jsonl", PromptField: "prompt", ReferenceField: "answer", Preference: p}
 	var problems problem.List
 	if err := d.Read(file, &problems); err != nil {
 		t.Fatal(err)
@@ -97,6 +102,32 @@ func TestRelative(t *testing.T) {
 		}
 		if got := Resolve(c[0], c[2]); got != c[1] {
 			t.Errorf("Resolve(%q, %q) = %q", c[0], c[2], got)
+		}
+	}
+}
+
+func TestPreferencesThatCannotBeLearnedFrom(t *testing.T) {
+	t.Parallel()
+	pair := Preference{Chosen: "good", Rejected: "bad", Algorithm: "dpo"}
+	margin := Preference{Chosen: "good", Rejected: "bad", Margin: "by", Algorithm: "reward_model"}
+	label := Preference{Completion: "text", Label: "ok", Algorithm: "kto"}
+	for _, c := range []struct {
+		p         Preference
+		row, want string
+	}{
+		{pair, `{"prompt": "1", "good": "2", "bad": "3"}`, ""},
+		{pair, `{"prompt": "1", "good": "2"}`, "1:1 the row has no `bad`\n"},
+		{pair, `{"prompt": "1", "good": "2", "bad": "2"}`, "1:30 `good` and `bad` are the same: there is nothing to learn\n"},
+		{pair, `{"prompt": "1", "good": "", "bad": "2"}`, "1:17 `good` is empty; [algorithm.dpo] trains on it\n"},
+		{pair, `{"prompt": "1", "good": ["x"], "bad": "2"}`, "1:17 `good` is a list, not a text; [algorithm.dpo] trains on it\n"},
+		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": 0.5}`, ""},
+		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": "much"}`, "1:42 `by` is a text, not a number\n"},
+		{label, `{"prompt": "1", "text": "2", "ok": false}`, ""},
+		{label, `{"prompt": "1", "text": "2", "ok": 1}`, "1:30 `ok` is 1, neither true nor false\n"},
+		{label, `{"prompt": "1", "text": "2"}`, "1:1 the row has no `ok`\n"},
+	} {
+		if _, problems := preferences(t, c.row+"\n", c.p); problems != c.want {
+			t.Errorf("%s\n got %swant %s", c.row, problems, c.want)
 		}
 	}
 }

@@ -53,12 +53,12 @@ type Tokenizer struct {
 	Files        []File `json:"files"`
 }
 
-// File is one dataset. Limit is the most tokens a row may have; AnswerField adds the answer and the end of the sequence.
+// File is one dataset. Limit is the most tokens a row may have; AnswerFields add the longest of these completions and the end of the sequence.
 type File struct {
-	Path        string `json:"path"`
-	PromptField string `json:"prompt_field"`
-	AnswerField string `json:"answer_field,omitempty"`
-	Limit       int64  `json:"limit"`
+	Path         string   `json:"path"`
+	PromptField  string   `json:"prompt_field"`
+	AnswerFields []string `json:"answer_fields,omitempty"`
+	Limit        int64    `json:"limit"`
 }
 
 // Answer is what the process says.

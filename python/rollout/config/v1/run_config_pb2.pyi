@@ -192,6 +192,11 @@ class DataConfig(_message.Message):
     PROMPT_FIELD_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_FIELD_NUMBER: _builtins.int
     SHUFFLE_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_FIELD_NUMBER: _builtins.int
+    MARGIN_FIELD_FIELD_NUMBER: _builtins.int
+    COMPLETION_FIELD_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_FIELD_NUMBER: _builtins.int
     train: _builtins.str
     """Training rows: a JSON Lines file, one object a line."""
     eval: _builtins.str
@@ -202,6 +207,16 @@ class DataConfig(_message.Message):
     """Field of a row that holds the reference answer; `[algorithm.sft]` trains on it."""
     shuffle: _builtins.bool
     """Whether each epoch visits the rows in a new seeded order."""
+    chosen_field: _builtins.str
+    """Field of a row that holds the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]` and `[algorithm.reward_model]`."""
+    rejected_field: _builtins.str
+    """Field of a row that holds the completion it is preferred to."""
+    margin_field: _builtins.str
+    """Field of a row that says by how much, as a number, for `[algorithm.reward_model]`. Empty: pairs count alike."""
+    completion_field: _builtins.str
+    """Field of a row that holds a completion with a label, for `[algorithm.kto]`."""
+    label_field: _builtins.str
+    """Field of a row that holds its label: true for a desirable completion, false for another."""
     def __init__(
         self,
         *,
@@ -210,17 +225,32 @@ class DataConfig(_message.Message):
         prompt_field: _builtins.str | None = ...,
         answer_field: _builtins.str | None = ...,
         shuffle: _builtins.bool | None = ...,
+        chosen_field: _builtins.str | None = ...,
+        rejected_field: _builtins.str | None = ...,
+        margin_field: _builtins.str | None = ...,
+        completion_field: _builtins.str | None = ...,
+        label_field: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_eval", b"_eval", "_prompt_field", b"_prompt_field", "_shuffle", b"_shuffle", "_train", b"_train", "answer_field", b"answer_field", "eval", b"eval", "prompt_field", b"prompt_field", "shuffle", b"shuffle", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_chosen_field", b"_chosen_field", "_completion_field", b"_completion_field", "_eval", b"_eval", "_label_field", b"_label_field", "_margin_field", b"_margin_field", "_prompt_field", b"_prompt_field", "_rejected_field", b"_rejected_field", "_shuffle", b"_shuffle", "_train", b"_train", "answer_field", b"answer_field", "chosen_field", b"chosen_field", "completion_field", b"completion_field", "eval", b"eval", "label_field", b"label_field", "margin_field", b"margin_field", "prompt_field", b"prompt_field", "rejected_field", b"rejected_field", "shuffle", b"shuffle", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_eval", b"_eval", "_prompt_field", b"_prompt_field", "_shuffle", b"_shuffle", "_train", b"_train", "answer_field", b"answer_field", "eval", b"eval", "prompt_field", b"prompt_field", "shuffle", b"shuffle", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field", "_chosen_field", b"_chosen_field", "_completion_field", b"_completion_field", "_eval", b"_eval", "_label_field", b"_label_field", "_margin_field", b"_margin_field", "_prompt_field", b"_prompt_field", "_rejected_field", b"_rejected_field", "_shuffle", b"_shuffle", "_train", b"_train", "answer_field", b"answer_field", "chosen_field", b"chosen_field", "completion_field", b"completion_field", "eval", b"eval", "label_field", b"label_field", "margin_field", b"margin_field", "prompt_field", b"prompt_field", "rejected_field", b"rejected_field", "shuffle", b"shuffle", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer_field: _TypeAlias = _typing.Literal["answer_field"]  # noqa: Y015
     _WhichOneofArgType__answer_field: _TypeAlias = _typing.Literal["_answer_field", b"_answer_field"]  # noqa: Y015
+    _WhichOneofReturnType__chosen_field: _TypeAlias = _typing.Literal["chosen_field"]  # noqa: Y015
+    _WhichOneofArgType__chosen_field: _TypeAlias = _typing.Literal["_chosen_field", b"_chosen_field"]  # noqa: Y015
+    _WhichOneofReturnType__completion_field: _TypeAlias = _typing.Literal["completion_field"]  # noqa: Y015
+    _WhichOneofArgType__completion_field: _TypeAlias = _typing.Literal["_completion_field", b"_completion_field"]  # noqa: Y015
     _WhichOneofReturnType__eval: _TypeAlias = _typing.Literal["eval"]  # noqa: Y015
     _WhichOneofArgType__eval: _TypeAlias = _typing.Literal["_eval", b"_eval"]  # noqa: Y015
+    _WhichOneofReturnType__label_field: _TypeAlias = _typing.Literal["label_field"]  # noqa: Y015
+    _WhichOneofArgType__label_field: _TypeAlias = _typing.Literal["_label_field", b"_label_field"]  # noqa: Y015
+    _WhichOneofReturnType__margin_field: _TypeAlias = _typing.Literal["margin_field"]  # noqa: Y015
+    _WhichOneofArgType__margin_field: _TypeAlias = _typing.Literal["_margin_field", b"_margin_field"]  # noqa: Y015
     _WhichOneofReturnType__prompt_field: _TypeAlias = _typing.Literal["prompt_field"]  # noqa: Y015
     _WhichOneofArgType__prompt_field: _TypeAlias = _typing.Literal["_prompt_field", b"_prompt_field"]  # noqa: Y015
+    _WhichOneofReturnType__rejected_field: _TypeAlias = _typing.Literal["rejected_field"]  # noqa: Y015
+    _WhichOneofArgType__rejected_field: _TypeAlias = _typing.Literal["_rejected_field", b"_rejected_field"]  # noqa: Y015
     _WhichOneofReturnType__shuffle: _TypeAlias = _typing.Literal["shuffle"]  # noqa: Y015
     _WhichOneofArgType__shuffle: _TypeAlias = _typing.Literal["_shuffle", b"_shuffle"]  # noqa: Y015
     _WhichOneofReturnType__train: _TypeAlias = _typing.Literal["train"]  # noqa: Y015
@@ -228,9 +258,19 @@ class DataConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_field) -> _WhichOneofReturnType__answer_field | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chosen_field) -> _WhichOneofReturnType__chosen_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__completion_field) -> _WhichOneofReturnType__completion_field | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eval) -> _WhichOneofReturnType__eval | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__label_field) -> _WhichOneofReturnType__label_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_field) -> _WhichOneofReturnType__margin_field | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_field) -> _WhichOneofReturnType__prompt_field | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rejected_field) -> _WhichOneofReturnType__rejected_field | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shuffle) -> _WhichOneofReturnType__shuffle | None: ...
     @_typing.overload
@@ -716,6 +756,8 @@ class TrainConfig(_message.Message):
     DELIVER_EVERY_STEPS_FIELD_NUMBER: _builtins.int
     FREEZE_FIELD_NUMBER: _builtins.int
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
+    REFUSE_GRAD_NORM_FIELD_NUMBER: _builtins.int
+    ON_REFUSED_GRADIENT_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Optimizer steps of the run."""
     groups_per_step: _builtins.int
@@ -746,6 +788,12 @@ class TrainConfig(_message.Message):
     """
     gradient_checkpointing: _builtins.bool
     """Whether the backward pass computes activations again instead of keeping them: less memory, about a third more time."""
+    refuse_grad_norm: _builtins.float
+    """A gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large."""
+    on_refused_gradient: _builtins.str
+    """What a refused gradient does: `stop` ends the run, `skip` goes on with the weights as they were, `restore` goes on with those
+    of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.
+    """
     @_builtins.property
     def freeze(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Weights that stay as they are: patterns over the names of the model's tensors, such as `model.layers.[0-3].*`."""
@@ -768,10 +816,12 @@ class TrainConfig(_message.Message):
         deliver_every_steps: _builtins.int | None = ...,
         freeze: _abc.Iterable[_builtins.str] | None = ...,
         gradient_checkpointing: _builtins.bool | None = ...,
+        refuse_grad_norm: _builtins.float | None = ...,
+        on_refused_gradient: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "freeze", b"freeze", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "freeze", b"freeze", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
@@ -789,6 +839,10 @@ class TrainConfig(_message.Message):
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
     _WhichOneofReturnType__max_grad_norm: _TypeAlias = _typing.Literal["max_grad_norm"]  # noqa: Y015
     _WhichOneofArgType__max_grad_norm: _TypeAlias = _typing.Literal["_max_grad_norm", b"_max_grad_norm"]  # noqa: Y015
+    _WhichOneofReturnType__on_refused_gradient: _TypeAlias = _typing.Literal["on_refused_gradient"]  # noqa: Y015
+    _WhichOneofArgType__on_refused_gradient: _TypeAlias = _typing.Literal["_on_refused_gradient", b"_on_refused_gradient"]  # noqa: Y015
+    _WhichOneofReturnType__refuse_grad_norm: _TypeAlias = _typing.Literal["refuse_grad_norm"]  # noqa: Y015
+    _WhichOneofArgType__refuse_grad_norm: _TypeAlias = _typing.Literal["_refuse_grad_norm", b"_refuse_grad_norm"]  # noqa: Y015
     _WhichOneofReturnType__schedule: _TypeAlias = _typing.Literal["schedule"]  # noqa: Y015
     _WhichOneofArgType__schedule: _TypeAlias = _typing.Literal["_schedule", b"_schedule"]  # noqa: Y015
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
@@ -817,6 +871,10 @@ class TrainConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_grad_norm) -> _WhichOneofReturnType__max_grad_norm | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__on_refused_gradient) -> _WhichOneofReturnType__on_refused_gradient | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refuse_grad_norm) -> _WhichOneofReturnType__refuse_grad_norm | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__schedule) -> _WhichOneofReturnType__schedule | None: ...
     @_typing.overload

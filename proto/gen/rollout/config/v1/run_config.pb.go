@@ -279,7 +279,17 @@ type DataConfig struct {
 	// Field of a row that holds the reference answer; `[algorithm.sft]` trains on it.
 	AnswerField *string `protobuf:"bytes,4,opt,name=answer_field,json=answerField,proto3,oneof" json:"answer_field,omitempty"`
 	// Whether each epoch visits the rows in a new seeded order.
-	Shuffle       *bool `protobuf:"varint,5,opt,name=shuffle,proto3,oneof" json:"shuffle,omitempty"`
+	Shuffle *bool `protobuf:"varint,5,opt,name=shuffle,proto3,oneof" json:"shuffle,omitempty"`
+	// Field of a row that holds the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]` and `[algorithm.reward_model]`.
+	ChosenField *string `protobuf:"bytes,20,opt,name=chosen_field,json=chosenField,proto3,oneof" json:"chosen_field,omitempty"`
+	// Field of a row that holds the completion it is preferred to.
+	RejectedField *string `protobuf:"bytes,21,opt,name=rejected_field,json=rejectedField,proto3,oneof" json:"rejected_field,omitempty"`
+	// Field of a row that says by how much, as a number, for `[algorithm.reward_model]`. Empty: pairs count alike.
+	MarginField *string `protobuf:"bytes,22,opt,name=margin_field,json=marginField,proto3,oneof" json:"margin_field,omitempty"`
+	// Field of a row that holds a completion with a label, for `[algorithm.kto]`.
+	CompletionField *string `protobuf:"bytes,23,opt,name=completion_field,json=completionField,proto3,oneof" json:"completion_field,omitempty"`
+	// Field of a row that holds its label: true for a desirable completion, false for another.
+	LabelField    *string `protobuf:"bytes,24,opt,name=label_field,json=labelField,proto3,oneof" json:"label_field,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -347,6 +357,41 @@ func (x *DataConfig) GetShuffle() bool {
 		return *x.Shuffle
 	}
 	return false
+}
+
+func (x *DataConfig) GetChosenField() string {
+	if x != nil && x.ChosenField != nil {
+		return *x.ChosenField
+	}
+	return ""
+}
+
+func (x *DataConfig) GetRejectedField() string {
+	if x != nil && x.RejectedField != nil {
+		return *x.RejectedField
+	}
+	return ""
+}
+
+func (x *DataConfig) GetMarginField() string {
+	if x != nil && x.MarginField != nil {
+		return *x.MarginField
+	}
+	return ""
+}
+
+func (x *DataConfig) GetCompletionField() string {
+	if x != nil && x.CompletionField != nil {
+		return *x.CompletionField
+	}
+	return ""
+}
+
+func (x *DataConfig) GetLabelField() string {
+	if x != nil && x.LabelField != nil {
+		return *x.LabelField
+	}
+	return ""
 }
 
 // SamplingConfig is what each completion of a group is sampled with.
@@ -1131,8 +1176,13 @@ type TrainConfig struct {
 	Freeze []string `protobuf:"bytes,20,rep,name=freeze,proto3" json:"freeze,omitempty"`
 	// Whether the backward pass computes activations again instead of keeping them: less memory, about a third more time.
 	GradientCheckpointing *bool `protobuf:"varint,21,opt,name=gradient_checkpointing,json=gradientCheckpointing,proto3,oneof" json:"gradient_checkpointing,omitempty"`
-	unknownFields         protoimpl.UnknownFields
-	sizeCache             protoimpl.SizeCache
+	// A gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large.
+	RefuseGradNorm *float64 `protobuf:"fixed64,22,opt,name=refuse_grad_norm,json=refuseGradNorm,proto3,oneof" json:"refuse_grad_norm,omitempty"`
+	// What a refused gradient does: `stop` ends the run, `skip` goes on with the weights as they were, `restore` goes on with those
+	// of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.
+	OnRefusedGradient *string `protobuf:"bytes,23,opt,name=on_refused_gradient,json=onRefusedGradient,proto3,oneof" json:"on_refused_gradient,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *TrainConfig) Reset() {
@@ -1268,6 +1318,20 @@ func (x *TrainConfig) GetGradientCheckpointing() bool {
 		return *x.GradientCheckpointing
 	}
 	return false
+}
+
+func (x *TrainConfig) GetRefuseGradNorm() float64 {
+	if x != nil && x.RefuseGradNorm != nil {
+		return *x.RefuseGradNorm
+	}
+	return 0
+}
+
+func (x *TrainConfig) GetOnRefusedGradient() string {
+	if x != nil && x.OnRefusedGradient != nil {
+		return *x.OnRefusedGradient
+	}
+	return ""
 }
 
 // LoraConfig trains low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353). Inference workers get
@@ -1660,7 +1724,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xb77\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\x96:\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1680,7 +1744,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04eval\x18\r \x01(\v2\x1d.rollout.config.v1.EvalConfigR\x04eval\x12=\n" +
 	"\bsnapshot\x18\x0e \x01(\v2!.rollout.config.v1.SnapshotConfigR\bsnapshot\x127\n" +
 	"\x06limits\x18\x0f \x01(\v2\x1f.rollout.config.v1.LimitsConfigR\x06limits\x121\n" +
-	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora:\xc3/\xbaH\xbf/\x1a\xb9\x03\n" +
+	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora:\xa22\xbaH\x9e2\x1a\xb9\x03\n" +
 	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1a\xc4\x02this.mode != 'sync' || this.staleness.max_steps == 0u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation)].exists(x, x)\x1a\xbd\x02\n" +
 	"\x11run_config.reward\x12(`[algorithm.*]` needs a `[reward]` table\x1a\xfd\x01has(this.reward) || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp)].exists(x, x)\x1a\x84\x03\n" +
 	"\x15run_config.group_size\x12g`sampling.group_size` must be at least 2 for `[algorithm.*]`: advantages compare the samples of a group\x1a\x81\x02this.sampling.group_size >= 2u || (![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo)].exists(x, x) && !this.algorithm.reinforce_pp.group_baseline)\x1a\xa2\x02\n" +
@@ -1695,7 +1759,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1at\n" +
 	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\x9e\x01\n" +
-	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1aIthis.eval.every_steps == 0u || (this.data.eval != '' && has(this.reward))\x1a\xb3\x01\n" +
+	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1aIthis.eval.every_steps == 0u || (this.data.eval != '' && has(this.reward))\x1a\xa8\x01\n" +
+	"\x1crun_config.reward_model_lora\x12Q`[lora]` is not for `[algorithm.reward_model]`: its head is new and trained whole\x1a5!(has(this.lora) && has(this.algorithm.reward_model))\x1a\xb1\x01\n" +
+	"\x1crun_config.reward_model_eval\x12N`eval.every_steps` is not for `[algorithm.reward_model]`: it answers no prompt\x1aA!(this.eval.every_steps > 0u && has(this.algorithm.reward_model))\x1a\xb3\x01\n" +
 	"\x16run_config.lora_freeze\x12f`train.freeze` and `[lora]` exclude each other: with adapters every weight of the model stays as it is\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\x86\x01\n" +
 	"\x12run_config.context\x12:`sampling.max_tokens` must be below `engine.max_model_len`\x1a4this.sampling.max_tokens < this.engine.max_model_lenB\a\n" +
 	"\x05_nameB\a\n" +
@@ -1710,7 +1776,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05falseH\x02R\fchatTemplate\x88\x01\x01B\a\n" +
 	"\x05_pathB\b\n" +
 	"\x06_dtypeB\x10\n" +
-	"\x0e_chat_template\"\xdc\x02\n" +
+	"\x0e_chat_template\"\xf3\x05\n" +
 	"\n" +
 	"DataConfig\x12?\n" +
 	"\x05train\x18\x01 \x01(\tB$\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x16\x12\x12\"data/train.jsonl\"\x18\x01H\x00R\x05train\x88\x01\x01\x12#\n" +
@@ -1725,13 +1791,31 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\b\"answer\"H\x03R\vanswerField\x88\x01\x01\x12)\n" +
 	"\ashuffle\x18\x05 \x01(\bB\n" +
 	"\xca\xda\x18\x06\n" +
-	"\x04trueH\x04R\ashuffle\x88\x01\x01B\b\n" +
+	"\x04trueH\x04R\ashuffle\x88\x01\x01\x12=\n" +
+	"\fchosen_field\x18\x14 \x01(\tB\x15\xbaH\x04r\x02\x10\x01\xca\xda\x18\n" +
+	"\n" +
+	"\b\"chosen\"H\x05R\vchosenField\x88\x01\x01\x12C\n" +
+	"\x0erejected_field\x18\x15 \x01(\tB\x17\xbaH\x04r\x02\x10\x01\xca\xda\x18\f\n" +
+	"\n" +
+	"\"rejected\"H\x06R\rrejectedField\x88\x01\x01\x120\n" +
+	"\fmargin_field\x18\x16 \x01(\tB\b\xca\xda\x18\x04\n" +
+	"\x02\"\"H\aR\vmarginField\x88\x01\x01\x12I\n" +
+	"\x10completion_field\x18\x17 \x01(\tB\x19\xbaH\x04r\x02\x10\x01\xca\xda\x18\x0e\n" +
+	"\f\"completion\"H\bR\x0fcompletionField\x88\x01\x01\x12:\n" +
+	"\vlabel_field\x18\x18 \x01(\tB\x14\xbaH\x04r\x02\x10\x01\xca\xda\x18\t\n" +
+	"\a\"label\"H\tR\n" +
+	"labelField\x88\x01\x01B\b\n" +
 	"\x06_trainB\a\n" +
 	"\x05_evalB\x0f\n" +
 	"\r_prompt_fieldB\x0f\n" +
 	"\r_answer_fieldB\n" +
 	"\n" +
-	"\b_shuffle\"\xd7\x03\n" +
+	"\b_shuffleB\x0f\n" +
+	"\r_chosen_fieldB\x11\n" +
+	"\x0f_rejected_fieldB\x0f\n" +
+	"\r_margin_fieldB\x13\n" +
+	"\x11_completion_fieldB\x0e\n" +
+	"\f_label_field\"\xd7\x03\n" +
 	"\x0eSamplingConfig\x125\n" +
 	"\n" +
 	"group_size\x18\x01 \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
@@ -1861,7 +1945,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\v_old_policyB\x18\n" +
 	"\x16_importance_correctionB\x13\n" +
 	"\x11_importance_levelB\x13\n" +
-	"\x11_importance_floor\"\xb1\t\n" +
+	"\x11_importance_floor\"\x83\v\n" +
 	"\vTrainConfig\x122\n" +
 	"\x05steps\x18\x01 \x01(\x04B\x17\xbaH\f\xc8\x01\x012\a\x18\x80\xc2\xd7/(\x01\xca\xda\x18\x04\x12\x0240H\x00R\x05steps\x88\x01\x01\x12@\n" +
 	"\x0fgroups_per_step\x18\x02 \x01(\rB\x13\xbaH\b*\x06\x18\x80\x80\x04(\x01\xca\xda\x18\x04\n" +
@@ -1893,7 +1977,11 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x011H\fR\x11deliverEverySteps\x88\x01\x01\x12$\n" +
 	"\x06freeze\x18\x14 \x03(\tB\f\xbaH\t\x92\x01\x06\"\x04r\x02\x10\x01R\x06freeze\x12G\n" +
 	"\x16gradient_checkpointing\x18\x15 \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\rR\x15gradientCheckpointing\x88\x01\x01B\b\n" +
+	"\x05falseH\rR\x15gradientCheckpointing\x88\x01\x01\x12F\n" +
+	"\x10refuse_grad_norm\x18\x16 \x01(\x01B\x17\xbaH\v\x12\t)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\x0eR\x0erefuseGradNorm\x88\x01\x01\x12[\n" +
+	"\x13on_refused_gradient\x18\x17 \x01(\tB&\xbaH\x17r\x15R\x04stopR\x04skipR\arestore\xca\xda\x18\b\n" +
+	"\x06\"stop\"H\x0fR\x11onRefusedGradient\x88\x01\x01B\b\n" +
 	"\x06_stepsB\x12\n" +
 	"\x10_groups_per_stepB\x10\n" +
 	"\x0e_learning_rateB\v\n" +
@@ -1909,7 +1997,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
 	"\b_threadsB\x16\n" +
 	"\x14_deliver_every_stepsB\x19\n" +
-	"\x17_gradient_checkpointing\"\xe6\x01\n" +
+	"\x17_gradient_checkpointingB\x13\n" +
+	"\x11_refuse_grad_normB\x16\n" +
+	"\x14_on_refused_gradient\"\xe6\x01\n" +
 	"\n" +
 	"LoraConfig\x12.\n" +
 	"\x04rank\x18\x01 \x01(\rB\x15\xbaH\n" +

@@ -1,0 +1,79 @@
+"""What a learner does with a batch whose gradient it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rollout_workers.learner.types import LearnerError, TrainSample
+
+POLICIES = ("stop", "skip", "restore")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A step whose gradient was refused."""
+
+    step: int
+    reason: str
+    """``NON_FINITE_GRADIENT`` or ``EXPLODING_GRADIENT``."""
+    message: str
+    action: str
+    """``stop``, ``skip`` or ``restore``."""
+    batch: str
+    """File that holds the batch; empty where none was wanted."""
+
+
+@dataclass(slots=True)
+class Refusals:
+    """How refusals are met.
+
+    ``stop``: the error is raised, the learner stands where it stood. ``skip``: the step counts, with the weights as they were.
+    ``restore``: the step counts, with weights, moments and KL coefficient of the last state that was saved or loaded, else of the
+    beginning. Either way the same batches give the same bits again.
+    """
+
+    action: str = "stop"
+    folder: Path | None = None
+    """Where batches are kept for inspection; None keeps none."""
+    tell: Callable[[Refused], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.action not in POLICIES:
+            raise ValueError(f"on_refused_gradient {self.action!r} is unknown; take one of {', '.join(POLICIES)}")
+
+    def meet(self, step: int, samples: Sequence[TrainSample], error: LearnerError) -> Refused:
+        """Keep the batch, and tell."""
+        batch = ""
+        if self.folder is not None:
+            batch = str(keep(self.folder / f"step-{step:06d}.npz", samples, error))
+        refused = Refused(step, error.reason, str(error), self.action, batch)
+        if self.tell is not None:
+            self.tell(refused)
+        return refused
+
+
+def keep(path: Path, samples: Sequence[TrainSample], error: LearnerError) -> Path:
+    """Write a batch for inspection.
+
+    ``numpy.load`` gives, for S samples of L tokens in all: ``token_ids`` int32 [L], ``loss_mask`` uint8 [L], ``logprobs`` float32
+    [L], ``lengths``, ``prompt_lengths``, ``versions`` int64 [S], ``rewards`` float64 [S], ``groups`` text [S], ``error`` JSON.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(
+        path,
+        token_ids=np.concatenate([sample.token_ids for sample in samples]),
+        loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
+        logprobs=np.concatenate([sample.logprobs for sample in samples]),
+        lengths=np.array([len(sample.token_ids) for sample in samples]),
+        prompt_lengths=np.array([sample.prompt_length for sample in samples]),
+        versions=np.array([sample.version for sample in samples]),
+        rewards=np.array([sample.reward for sample in samples]),
+        groups=np.array([sample.group_key for sample in samples]),
+        error=np.array(json.dumps({"reason": error.reason, "message": str(error)})),
+    )
+    return path

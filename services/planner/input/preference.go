@@ -1,0 +1,87 @@
+package input
+
+import (
+	"encoding/json"
+	"fmt"
+)
+
+// Preference is what the rows of a preference dataset hold beside the prompt: a pair, or one completion with a label. The zero
+// value is that of a dataset without any.
+type Preference struct {
+	Chosen, Rejected  string // fields of a pair
+	Margin            string // field of the number by how much; "" where pairs count alike
+	Completion, Label string // fields of a labelled completion
+	Algorithm         string // whose table asks for them
+}
+
+func (p Preference) completions() []string {
+	switch {
+	case p.Chosen != "":
+		return []string{p.Chosen, p.Rejected}
+	case p.Completion != "":
+		return []string{p.Completion}
+	}
+	return nil
+}
+
+// preference checks what the row prefers.
+func (d *Dataset) preference(line []byte, fields map[string]json.RawMessage) {
+	p := d.Preference
+	switch {
+	case p.Chosen != "":
+		chosen, ok := d.completion(line, fields, p.Chosen, "chosen_field")
+		rejected, also := d.completion(line, fields, p.Rejected, "rejected_field")
+		if ok && also && chosen == rejected {
+			d.badField("same", line, p.Rejected, fmt.Sprintf("`%s` and `%s` are the same: there is nothing to learn", p.Chosen, p.Rejected), "remove the row")
+		}
+		if p.Margin != "" {
+			d.margin(line, fields)
+		}
+	case p.Completion != "":
+		d.completion(line, fields, p.Completion, "completion_field")
+		d.label(line, fields)
+	}
+}
+
+func (d *Dataset) completion(line []byte, fields map[string]json.RawMessage, field, key string) (string, bool) {
+	raw, ok := fields[field]
+	if !ok {
+		d.lacks(line, fields, field, "data."+key, key)
+		return "", false
+	}
+	var text string
+	if json.Unmarshal(raw, &text) != nil || raw[0] != '"' || text == "" {
+		what := jsonKind(raw) + ", not a text"
+		if text == "" && raw[0] == '"' {
+			what = "empty"
+		}
+		d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.%s] trains on it", field, what, d.Preference.Algorithm), "write the completion as a text in quotes")
+		return "", false
+	}
+	return text, true
+}
+
+func (d *Dataset) margin(line []byte, fields map[string]json.RawMessage) {
+	field := d.Preference.Margin
+	raw, ok := fields[field]
+	if !ok {
+		d.lacks(line, fields, field, "data.margin_field", "margin_field")
+		return
+	}
+	var number float64
+	if raw[0] == 'n' || json.Unmarshal(raw, &number) != nil {
+		d.badField("margin type", line, field, fmt.Sprintf("`%s` is %s, not a number", field, jsonKind(raw)), "write by how much the chosen one is better, such as 0.5")
+	}
+}
+
+func (d *Dataset) label(line []byte, fields map[string]json.RawMessage) {
+	field := d.Preference.Label
+	raw, ok := fields[field]
+	if !ok {
+		d.lacks(line, fields, field, "data.label_field", "label_field")
+		return
+	}
+	if text := string(raw); text != "true" && text != "false" {
+		d.badField("label type", line, field, fmt.Sprintf("`%s` is %.20s, neither true nor false", field, text), "write true for a desirable completion, false for another")
+	}
+}
