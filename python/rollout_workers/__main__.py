@@ -17,7 +17,7 @@ import sys
 
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.mesh.events import EventHandler, Events
-from rollout_workers.mesh.lifecycle import EXIT_CRASH, Lifecycle, leave_now, prepare_process
+from rollout_workers.mesh.lifecycle import EXIT_CRASH, LEAVE_SECONDS, Lifecycle, leave_now, prepare_process
 from rollout_workers.mesh.pulse import Pulse
 from rollout_workers.mesh.spec import Identity, SpecError, identity, load_spec
 from rollout_workers.mesh.telemetry import configure, flush
@@ -55,7 +55,7 @@ def main() -> None:
 
 async def _run(spec: WorkerSpec, who: Identity) -> None:
     """Does not return: threads that load a model or compute need no farewell."""
-    lifecycle = Lifecycle()
+    lifecycle = Lifecycle(patience=LEAVE_SECONDS)
     lifecycle.watch()
     pulse = Pulse(spec.nats_url, spec.nats_token, name=who.registration, leaving=lambda: lifecycle.leaving)
     pulse.start()

@@ -40,6 +40,7 @@ type workerView struct {
 	restarts int
 	why      string // of the last exit
 	address  string // "" until registered
+	served   bool   // this process was registered once
 	dataPID  string // process that the registration speaks of
 	status   *inferencev1.GetInferenceStatusResponse
 }
@@ -158,6 +159,9 @@ func (v *view) absent() []string {
 			continue
 		}
 		what := "to load the model (worker process)"
+		if w.served {
+			what = "to come back or end: it left the registry (worker process)"
+		}
 		if w.pid == 0 {
 			what = "to be started (scheduler)"
 			if w.why != "" {

@@ -32,8 +32,13 @@ func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
 		c.update(func(v *view) { v.workers[id] = workerView{kind: kind} })
 		out = append(out, &launch.Supervisor{
 			Worker: id, Launcher: c.svc.Launcher, Limits: limits, Observer: c,
-			Prepare:    func(context.Context) (launch.Command, error) { return c.command(id, kind) },
-			Registered: func(ctx context.Context, pid int) error { return c.registered(ctx, id, pid) },
+			Prepare: func(context.Context) (launch.Command, error) { return c.command(id, kind) },
+			Registered: func(ctx context.Context, pid int) error {
+				return c.until(ctx, func(v *view) bool { w := v.workers[id]; return w.pid == pid && w.healthy() })
+			},
+			Absent: func(ctx context.Context, pid int, patience time.Duration) error {
+				return c.absent(ctx, id, pid, patience)
+			},
 		})
 	}
 	add("learner", 0)
@@ -138,6 +143,7 @@ func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
 				w, mine := v.workers[instance.Meta["worker"]]
 				if mine && instance.Meta["run"] == c.id && instance.Meta["incarnation"] == incarnation {
 					w.address, w.dataPID = instance.Address, instance.Meta["pid"]
+					w.served = w.served || w.healthy()
 					v.workers[instance.Meta["worker"]] = w
 				}
 			}
@@ -146,14 +152,33 @@ func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
 	return nil
 }
 
-// registered waits until the process of a worker serves.
-func (c *conductor) registered(ctx context.Context, id string, pid int) error {
+// absent waits until the process of a worker has been out of the registry for as long as patience.
+func (c *conductor) absent(ctx context.Context, id string, pid int, patience time.Duration) error {
+	serves := func(v *view) bool { w := v.workers[id]; return w.pid == pid && w.healthy() }
+	for {
+		if err := c.until(ctx, func(v *view) bool { return !serves(v) }); err != nil {
+			return err
+		}
+		waiting, cancel := context.WithTimeout(ctx, patience)
+		err := c.until(waiting, serves)
+		cancel()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if err != nil {
+			return nil
+		}
+	}
+}
+
+// until waits until the view is as wanted.
+func (c *conductor) until(ctx context.Context, wanted func(v *view) bool) error {
 	for {
 		changed := c.changes()
 		c.mu.Lock()
-		w := c.view.workers[id]
+		reached := wanted(&c.view)
 		c.mu.Unlock()
-		if w.pid == pid && w.healthy() {
+		if reached {
 			return nil
 		}
 		select {
@@ -166,7 +191,7 @@ func (c *conductor) registered(ctx context.Context, id string, pid int) error {
 
 // Started implements launch.Observer.
 func (c *conductor) Started(id string, pid, restarts int) {
-	c.change(id, func(w *workerView) { w.pid, w.restarts, w.why, w.status = pid, restarts, "", nil })
+	c.change(id, func(w *workerView) { w.pid, w.restarts, w.why, w.status, w.served = pid, restarts, "", nil, false })
 	c.svc.emit(c.record(), &eventv1.Event{
 		Kind: "worker.started", Level: eventv1.Level_LEVEL_INFO, Step: c.progress().GetStep(),
 		Message:    fmt.Sprintf("%s started with pid %d", id, pid),

@@ -34,6 +34,7 @@ class Holdings:
         self._engine = engine
         self._receipts: dict[int, WeightsReceipt] = {}
         self._reading: asyncio.Task[WeightsReceipt] | None = None
+        self._turn = asyncio.Lock()  # swap and read back, or verify
         self.current = WeightsReceipt()
         self.version = 0
         """Version that the engine samples with; its receipt follows (``settled``)."""
@@ -81,23 +82,25 @@ class Holdings:
             raise WeightsDigestMismatch(version, f"{digest} ({error.tensor}: {error.expected})", error.got, held=False) from error
         if staged != digest:
             raise WeightsDigestMismatch(version, digest, staged, held=False)
-        await self._engine.swap_weights(version)
-        self._reading = asyncio.create_task(self._confirm(version, digest), name="read back")
-        self.version = version
-        self.changed.set()
-        return await self._reading
+        self._reading = asyncio.create_task(self._swap(version, digest), name="swap")
+        return await asyncio.shield(self._reading)  # it goes on where the caller has gone
 
-    async def _confirm(self, version: int, digest: str) -> WeightsReceipt:
-        receipt = await self.read_back()
+    async def _swap(self, version: int, digest: str) -> WeightsReceipt:
+        async with self._turn:
+            await self._engine.swap_weights(version)
+            self.version = version
+            self.changed.set()
+            receipt = await self.read_back()
         if receipt.digest != digest:
             raise HeldWeightsMismatch(version, digest, receipt.digest)
         return receipt
 
     async def verify(self) -> None:
         """Digest what the engine holds and compare it with the receipt. Raises :class:`HeldWeightsMismatch`."""
-        expected = self.current
-        got = await self._engine.weights_digest()
-        if expected is self.current and self._engine.stats().version == expected.version and got != expected.digest:
+        async with self._turn:
+            expected = self.current
+            got = await self._engine.weights_digest()
+        if got != expected.digest:
             raise HeldWeightsMismatch(expected.version, expected.digest, got)
 
 

@@ -23,12 +23,16 @@ EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_FENCED = 3
 EXIT_HARD = 130
+LEAVE_SECONDS = 10.0
+"""How long a worker that was fenced, or crashed, may take to leave in good order."""
 
 
 class Lifecycle:
     """Says when to drain. Make it on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float | None = None) -> None:
+        """patience: seconds after which a worker that was fenced or crashed, and is still there, is ended hard."""
+        self._patience = patience
         self._loop = asyncio.get_running_loop()
         self._leaving = asyncio.Event()
         self._signals = 0
@@ -56,6 +60,7 @@ class Lifecycle:
             log.error("fenced: %s", reason)
             self.exit_code, self.reason = EXIT_FENCED, reason
             self._leaving.set()
+            self._leave_soon()
 
     def superseded(self, incarnation: int) -> None:
         """A newer incarnation of the run has its workers. From any thread."""
@@ -65,7 +70,15 @@ class Lifecycle:
         """A part of the worker failed for good. From the event loop."""
         if not self._leaving.is_set():
             self.exit_code, self.reason = EXIT_CRASH, reason
+            self._leave_soon()
         self._leaving.set()
+
+    def _leave_soon(self) -> None:
+        """Whatever hangs on the way out: it is told, and the process ends."""
+        if self._patience is not None:
+            timer = threading.Timer(self._patience, _leave_late, [self._patience, self.exit_code])
+            timer.daemon = True
+            timer.start()
 
     async def wait(self) -> None:
         """Return when the worker should leave."""
@@ -101,6 +114,12 @@ def _wait_for_end(descriptor: int) -> None:
         while os.read(descriptor, 4096):
             pass
     leave_now(EXIT_DONE)
+
+
+def _leave_late(seconds: float, code: int) -> None:
+    log.error("still here %g s after it should have left; the stacks of all threads follow", seconds)
+    faulthandler.dump_traceback(all_threads=True)
+    leave_now(code)
 
 
 def leave_now(code: int) -> None:

@@ -1,6 +1,7 @@
 """Abort, pause, offload, and new weights while samples are in flight."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -71,6 +72,26 @@ async def test_closing_the_iterator_aborts_its_requests() -> None:
         await stream.aclose()
         await engine.resume()  # a round trip through the decoding thread, behind the abort
         assert engine.stats().active == 0
+
+
+async def test_a_caller_that_has_gone_leaves_the_engine_working() -> None:
+    async with running(deterministic=True, **LONG) as engine:
+        hold, held = threading.Event(), threading.Event()
+
+        def block() -> None:
+            held.set()
+            hold.wait()
+
+        blocking = asyncio.create_task(engine._ask(block))
+        await asyncio.to_thread(held.wait)
+        gone = [asyncio.create_task(engine.pause()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in (blocking, *gone):
+            task.cancel()
+        await asyncio.gather(blocking, *gone, return_exceptions=True)
+        hold.set()
+        await engine.resume()
+        assert await outputs(engine, request("a"))
 
 
 async def test_pause_stops_decoding_and_resume_goes_on_with_the_same_bits() -> None:

@@ -12,6 +12,7 @@ type Limits struct {
 	Restarts     int           // restarts within Window that are allowed; one more is a crash loop
 	Window       time.Duration // 0: 10 minutes
 	StartTimeout time.Duration // a process that has not registered by then is ended and counts as crashed
+	AbsentFor    time.Duration // a process that served and is in the registry no more for so long is ended and counts as crashed. 0: 30 s
 	StopGrace    time.Duration // between asking to leave and ending hard; what a worker has in hand is made again. 0: 2 s
 	FirstBackoff time.Duration // before the first restart; doubles up to MaxBackoff, anew after a calm Window; 0: 100 ms
 	MaxBackoff   time.Duration // 0: 15 s
@@ -25,6 +26,7 @@ func (l Limits) withDefaults() Limits {
 	}
 	set(&l.Window, 10*time.Minute)
 	set(&l.StartTimeout, 5*time.Minute)
+	set(&l.AbsentFor, 30*time.Second)
 	set(&l.StopGrace, 2*time.Second)
 	set(&l.FirstBackoff, 100*time.Millisecond)
 	set(&l.MaxBackoff, 15*time.Second)
@@ -44,7 +46,7 @@ type Observer interface {
 // Supervisor keeps one worker running.
 //
 //	starting --registered--> serving --exit--> waiting --backoff--> starting
-//	    |  exit, or StartTimeout                  ^ |
+//	    |  exit, or StartTimeout     ^ or AbsentFor ^ |
 //	    +-----------------------------------------+ +--too many restarts--> CrashLoop
 type Supervisor struct {
 	Worker   string
@@ -55,6 +57,8 @@ type Supervisor struct {
 	Prepare func(ctx context.Context) (Command, error)
 	// Registered returns nil when the process with that id serves; it blocks until then or until ctx ends.
 	Registered func(ctx context.Context, pid int) error
+	// Absent returns nil when that process has been out of the registry for so long; it blocks until then or until ctx ends.
+	Absent func(ctx context.Context, pid int, patience time.Duration) error
 }
 
 // CrashLoop says that a worker was restarted too often.
@@ -118,6 +122,15 @@ func (s *Supervisor) once(ctx context.Context, limits Limits, command Command, r
 	defer stopWaiting()
 	registered := make(chan error, 1)
 	go func() { registered <- s.Registered(waiting, pid) }()
+	living, stopLiving := context.WithCancel(ctx)
+	defer stopLiving()
+	absent := make(chan error, 1)
+	end := func(reason string) (Exit, string) {
+		process.Stop(min(startGrace, limits.StopGrace))
+		exit := process.Exit()
+		s.Observer.Exited(s.Worker, pid, exit, reason)
+		return exit, reason
+	}
 	for {
 		select {
 		case <-ctx.Done():
@@ -133,15 +146,16 @@ func (s *Supervisor) once(ctx context.Context, limits Limits, command Command, r
 			s.Observer.Exited(s.Worker, pid, exit, why)
 			return exit, why
 		case err := <-registered:
-			if err == nil || ctx.Err() != nil {
-				registered = nil
-				continue
+			if err != nil && ctx.Err() == nil {
+				return end(fmt.Sprintf("had not registered after %v (limits.worker_start_seconds)", limits.StartTimeout))
 			}
-			process.Stop(min(startGrace, limits.StopGrace))
-			exit = process.Exit()
-			why = fmt.Sprintf("had not registered after %v (limits.worker_start_seconds)", limits.StartTimeout)
-			s.Observer.Exited(s.Worker, pid, exit, why)
-			return exit, why
+			registered = nil
+			go func() { absent <- s.Absent(living, pid, limits.AbsentFor) }()
+		case err := <-absent:
+			if err == nil {
+				return end(fmt.Sprintf("left the registry and had not ended %v later", limits.AbsentFor))
+			}
+			absent = nil
 		}
 	}
 }

@@ -24,6 +24,7 @@ type fake struct {
 type life struct {
 	lasts     time.Duration // 0: for ever
 	registers bool
+	vanishes  time.Duration // from the registry, that long after its start; 0: never
 	exit      launch.Exit
 }
 
@@ -77,7 +78,38 @@ func supervisor(f *fake, o *observer, l launch.Limits) *launch.Supervisor {
 			<-ctx.Done()
 			return ctx.Err()
 		},
+		Absent: func(ctx context.Context, pid int, patience time.Duration) error {
+			gone := f.life(pid - 1).vanishes
+			if gone == 0 {
+				<-ctx.Done()
+				return ctx.Err()
+			}
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-time.After(gone + patience):
+				return nil
+			}
+		},
 	}
+}
+
+// A process that hangs on its way out is ended, so that another can take its place.
+func TestWorkerThatLeftTheRegistryAndStaysIsEnded(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{registers: true, vanishes: time.Minute}, {registers: true}}}
+		o := &observer{}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		if err := supervisor(f, o, launch.Limits{Restarts: 3}).Run(ctx); err != nil {
+			t.Fatal(err)
+		}
+		want := []string{"start 1 after 0", "left the registry and had not ended 30s later", "start 2 after 1"}
+		if !slices.Equal(o.seen, want) || f.stops[0] != time.Second || f.starts[1].Sub(f.starts[0]) != 90*time.Second+100*time.Millisecond {
+			t.Fatalf("seen %q, stops %v, starts %v", o.seen, f.stops, f.starts)
+		}
+	})
 }
 
 func TestCrashLoopEndsAfterTheLastAllowedRestart(t *testing.T) {

@@ -77,6 +77,9 @@ class DecodingThread:
         try:
             while (call := self._calls.get(block=wait)) is not None:
                 future, function = call
+                wait = False
+                if not future.set_running_or_notify_cancel():  # who asked has gone
+                    continue
                 try:
                     result = function()
                 except BaseException as error:
@@ -85,7 +88,6 @@ class DecodingThread:
                 else:
                     self._flush()
                     future.set_result(result)
-                wait = False
             return False
         except Empty:
             return True
