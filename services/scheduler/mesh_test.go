@@ -1,6 +1,7 @@
 package scheduler_test
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -50,7 +51,8 @@ type mesh struct {
 	held     bool                                                      // workers do nothing
 	outcome  func(g *runv1.PromptGroup) (reason string, failures bool) // "" is a good sample
 	request  *learnerv1.StartRunRequest
-	stopping bool // by drain
+	stopping bool            // by drain
+	begins   learnerv1.Phase // of a controller that was just started; 0: LEASING
 	progress *learnerv1.Progress
 }
 
@@ -330,7 +332,7 @@ func (c *controller) StartRun(_ context.Context, in *learnerv1.StartRunRequest, 
 			return
 		}
 		c.m.request, c.m.stopping = in, false
-		c.m.report(learnerv1.Phase_PHASE_LEASING, nil)
+		c.m.report(cmp.Or(c.m.begins, learnerv1.Phase_PHASE_LEASING), nil)
 	})
 	return &learnerv1.StartRunResponse{}, nil
 }

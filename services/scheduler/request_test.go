@@ -16,6 +16,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -77,6 +78,23 @@ func TestCancelWithDrain(t *testing.T) {
 	}
 	if s := w.events.of("run.state", "state"); !slices.Equal(s[len(s)-2:], []string{"DRAINING", "CANCELLED"}) {
 		t.Errorf("states %v", s)
+	}
+}
+
+// While workers load the model there is no step in hand: who asks to stop then waits for nothing.
+func TestCancelWhileItStarts(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held, w.mesh.begins = true, learnerv1.Phase_PHASE_PREPARING
+	w.start()
+	run := w.create(plan(4, "sync", 0, false)).GetRunId()
+	w.waitState(run, scheduler.Starting)
+	if _, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run, Drain: true}); err != nil {
+		t.Fatal(err)
+	}
+	got := w.waitState(run, scheduler.Cancelled).GetRun()
+	if states := w.events.of("run.state", "state"); slices.Contains(states, "DRAINING") || got.GetStep() != 0 || !strings.Contains(got.GetMessage(), "while it started") {
+		t.Errorf("states %v, record %v", states, got)
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -206,6 +207,10 @@ func (s *service) cancel(ctx context.Context, runID string, drain bool) (*Run, e
 			r.EndTime = timestamppb.New(s.Now().UTC())
 			return nil
 		})
+	}
+	if drain && run.GetState() == Starting && c.progress().GetPhase() <= learnerv1.Phase_PHASE_PREPARING { // no step is in hand
+		c.end(&ending{state: Cancelled, message: "cancelled by request while it started"})
+		return run, nil
 	}
 	if !drain || run.GetState() == Pending {
 		c.end(&ending{state: Cancelled, message: "cancelled by request"})
