@@ -204,6 +204,7 @@ def load(spec: WorkerSpec) -> Model:
             max_len=config.engine.max_model_len,
             deterministic=is_deterministic(config),
             threads=spec.threads or None,
+            device="cuda" if torch.cuda.is_available() else None,
         ),
         dtype=getattr(torch, config.model.dtype),
         version=spec.initial_version,
