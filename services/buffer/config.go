@@ -27,6 +27,7 @@ type Deps struct {
 	Store     Store
 	Bus       Bus       // nil: nothing is ingested
 	Artifacts Artifacts // nil: payloads by reference can't be streamed
+	Blobs     Blobs     // where payloads are durable before they are acked; nil: the local disk, with an fsync
 	Events    Events    // nil discards
 	Log       *slog.Logger
 }

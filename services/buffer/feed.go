@@ -80,10 +80,18 @@ func (f *feed) open(ctx context.Context) error {
 		}
 	}
 	var repair segment.Repair
-	if f.writer, repair, err = segment.Open(s.folder(f.run), tail, s.cfg.SegmentBytes, s.cfg.Replicated); err != nil {
+	if v := s.vault(f.run); v != nil {
+		var newest uint32
+		if newest, err = v.newest(ctx); err == nil {
+			f.writer, repair, err = segment.OpenAfter(v.dir, tail.Segment, newest, s.cfg.SegmentBytes)
+		}
+	} else {
+		f.writer, repair, err = segment.Open(s.folder(f.run), tail, s.cfg.SegmentBytes, s.cfg.Replicated)
+	}
+	if err != nil {
 		return err
 	}
-	f.noted = tail
+	f.noted = f.writer.Tail()
 	if repair.Cut > 0 {
 		f.log.InfoContext(ctx, "cut a torn tail off the segments; the stream delivers it again", "bytes", repair.Cut)
 	}
@@ -183,8 +191,9 @@ func (f *feed) accept(ctx context.Context, envelopes []*trajectoryv1.TrajectoryE
 	if err != nil {
 		return tally, err
 	}
+	tail := f.writer.Tail()
 	synced := make(chan error, 1)
-	go func() { synced <- f.writer.Sync() }() // beside the transaction's statements; its commit waits for both
+	go func() { synced <- f.endure(ctx, tail) }() // beside the transaction's statements; its commit waits for both
 	waited := false
 	sync := func() error {
 		if waited {
@@ -193,7 +202,6 @@ func (f *feed) accept(ctx context.Context, envelopes []*trajectoryv1.TrajectoryE
 		waited = true
 		return <-synced
 	}
-	tail := f.writer.Tail()
 	err = f.service.update(ctx, f.run, func(tx Tx) (err error) {
 		tx.Ledger().Refused += uint64(malformed)
 		if tally, err = admit(ctx, tx, arrivals); err != nil {
@@ -210,6 +218,21 @@ func (f *feed) accept(ctx context.Context, envelopes []*trajectoryv1.TrajectoryE
 		f.noted = tail
 	}
 	return tally, err
+}
+
+// endure makes what was appended durable: on the disk, or as a sealed segment in the blob store.
+func (f *feed) endure(ctx context.Context, tail segment.Tail) error {
+	v := f.service.vault(f.run)
+	switch {
+	case v == nil:
+		return f.writer.Sync()
+	case tail == f.noted: // nothing was appended
+		return nil
+	}
+	if err := f.writer.Close(); err != nil {
+		return err
+	}
+	return v.seal(ctx, tail.Segment)
 }
 
 // append writes the inline payloads that are whole and says where each is.

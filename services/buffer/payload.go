@@ -8,6 +8,8 @@ import (
 	"os"
 	"path/filepath"
 
+	"google.golang.org/grpc/codes"
+
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
@@ -108,7 +110,18 @@ func (s *Service) payload(ctx context.Context, files *segment.Reader, l *Ledger,
 		}
 		return payload, nil
 	}
-	payload, err := files.Read(segment.Place{Segment: a.Segment, Offset: a.Offset, Length: a.Length}, a.CRC)
+	place := segment.Place{Segment: a.Segment, Offset: a.Offset, Length: a.Length}
+	payload, err := files.Read(place, a.CRC)
+	if v := s.vault(l.Run); err != nil && v != nil { // the local file is a cache: missing on another host, or damaged
+		if fetchErr := v.fetch(ctx, a.Segment); fetchErr == nil {
+			files.Forget(a.Segment)
+			payload, err = files.Read(place, a.CRC)
+		} else if rpcerr.Code(fetchErr) == codes.Unavailable {
+			return nil, fetchErr
+		} else {
+			err = errors.Join(err, fetchErr)
+		}
+	}
 	if err == nil {
 		return payload, nil
 	}
@@ -143,6 +156,7 @@ func (s *Service) fetch(ctx context.Context, ref string) ([]byte, error) {
 // trim drops the segments that only steps through one need. Ledger first: a crash in between leaves a file that open removes.
 func (s *Service) trim(ctx context.Context, run string, through uint64) (freed uint64, err error) {
 	var drop []uint32
+	var known []Segment
 	err = s.update(ctx, run, func(tx Tx) error {
 		l := tx.Ledger()
 		through = min(through, l.Step)
@@ -168,10 +182,16 @@ func (s *Service) trim(ctx context.Context, run string, through uint64) (freed u
 			}
 			drop = append(drop, g.Number)
 		}
-		return nil
+		known, err = tx.Segments(ctx)
+		return err
 	})
 	if err != nil {
 		return 0, err
+	}
+	if v := s.vault(run); v != nil {
+		if err := v.drop(ctx, known); err != nil {
+			return 0, err
+		}
 	}
 	for _, number := range drop {
 		n, err := segment.Remove(s.folder(run), number)

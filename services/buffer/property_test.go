@@ -80,26 +80,16 @@ type faulty struct {
 }
 
 func (f faulty) Update(ctx context.Context, run string, fn func(buffer.Tx) error) error {
-	return f.fail(ctx, run, fn, f.Store.Update)
-}
-
-func (f faulty) Relaxed(ctx context.Context, run string, fn func(buffer.Tx) error) error {
-	return f.fail(ctx, run, fn, f.Store.Relaxed)
-}
-
-func (f faulty) fail(
-	ctx context.Context, run string, fn func(buffer.Tx) error, update func(context.Context, string, func(buffer.Tx) error) error,
-) error {
 	if f.w.fault == nil {
-		return update(ctx, run, fn)
+		return f.Store.Update(ctx, run, fn)
 	}
 	fault := f.w.fault
 	f.w.fault = nil
 	switch err := fault(); {
 	case errors.Is(err, context.Canceled): // within
-		return update(ctx, run, func(tx buffer.Tx) error { return errors.Join(fn(tx), errInjected) })
+		return f.Store.Update(ctx, run, func(tx buffer.Tx) error { return errors.Join(fn(tx), errInjected) })
 	default: // after: it is durable, and nobody knows
-		return errors.Join(update(ctx, run, fn), errInjected)
+		return errors.Join(f.Store.Update(ctx, run, fn), errInjected)
 	}
 }
 

@@ -75,6 +75,14 @@ func (s *Service) stop() {
 // folder of a run's segments.
 func (s *Service) folder(run string) string { return filepath.Join(s.cfg.Segments, run) }
 
+// vault is the sealed segments of a run; nil where segments are local.
+func (s *Service) vault(run string) *vault {
+	if s.deps.Blobs == nil {
+		return nil
+	}
+	return &vault{blobs: s.deps.Blobs, run: run, dir: s.folder(run)}
+}
+
 func (s *Service) hub(run string) *hub {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -86,16 +94,9 @@ func (s *Service) hub(run string) *hub {
 
 // update runs fn in a transaction and shows the new state to those who wait for it.
 func (s *Service) update(ctx context.Context, run string, fn func(Tx) error) error {
-	return s.change(ctx, run, fn, s.deps.Store.Update)
-}
-
-// change is update by one of the store's kinds of transaction.
-func (s *Service) change(
-	ctx context.Context, run string, fn func(Tx) error, transaction func(ctx context.Context, run string, fn func(Tx) error) error,
-) error {
 	var state *bufferv1.LedgerState
 	var revision uint64
-	err := transaction(ctx, run, func(tx Tx) (err error) {
+	err := s.deps.Store.Update(ctx, run, func(tx Tx) (err error) {
 		if err = fn(tx); err != nil {
 			return err
 		}
@@ -232,8 +233,7 @@ func (s *Service) tryLease(ctx context.Context, run string, step uint64) (batch 
 	if err != nil || !due {
 		return batch, waiting, err
 	}
-	// A lease that is lost is made again, from the same groups; what hangs on it waits for the commit of the step.
-	err = s.change(ctx, run, func(tx Tx) error {
+	err = s.update(ctx, run, func(tx Tx) error {
 		leased, d, err := lease(ctx, tx, step)
 		if err != nil {
 			return err
@@ -244,7 +244,7 @@ func (s *Service) tryLease(ctx context.Context, run string, step uint64) (batch 
 		}
 		batch, err = s.render(tx.Ledger(), d.known, d.samples)
 		return err
-	}, s.deps.Store.Relaxed)
+	})
 	return batch, waiting, err
 }
 

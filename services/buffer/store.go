@@ -18,8 +18,6 @@ type Store interface {
 	// changes and the Ledger (which fn may change in place) are durable, with Revision one higher. An error of fn undoes all and
 	// comes back as it is. ErrNoLedger.
 	Update(ctx context.Context, run string, fn func(Tx) error) error
-	// Relaxed is Update without waiting for the disk: a power cut may take the change, and the next Update makes it durable.
-	Relaxed(ctx context.Context, run string, fn func(Tx) error) error
 }
 
 // Reader reads one ledger at one moment. It is valid during the call that it was given to.

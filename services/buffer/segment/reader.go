@@ -42,6 +42,14 @@ func (r *Reader) Read(p Place, crc uint32) ([]byte, error) {
 	return payload, nil
 }
 
+// Forget closes a file, which has been replaced.
+func (r *Reader) Forget(number uint32) {
+	if f := r.files[number]; f != nil {
+		_ = f.Close() // it was read alone
+		delete(r.files, number)
+	}
+}
+
 // Close closes the files.
 func (r *Reader) Close() error {
 	var errs []error

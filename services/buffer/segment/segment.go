@@ -92,6 +92,16 @@ func Open(dir string, tail Tail, rollBytes uint64, shared bool) (*Writer, Repair
 	return w, repair, nil
 }
 
+// OpenAfter readies a folder that is a cache for writing: the next file gets a number above newest, and no file is written to again.
+// known is the highest number that a ledger row names; files above it are removed.
+func OpenAfter(dir string, known, newest uint32, rollBytes uint64) (*Writer, Repair, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, Repair{}, fmt.Errorf("open segments: %w", err)
+	}
+	repair, err := dropNewer(dir, known)
+	return &Writer{dir: dir, number: max(known, newest), roll: rollBytes}, repair, err
+}
+
 // dropNewer removes files that were begun and that no ledger row knows.
 func dropNewer(dir string, number uint32) (Repair, error) {
 	entries, err := os.ReadDir(dir)

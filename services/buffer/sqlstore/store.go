@@ -96,16 +96,7 @@ func (s *Store) View(ctx context.Context, run string, fn func(buffer.Reader) err
 
 // Update implements buffer.Store.
 func (s *Store) Update(ctx context.Context, run string, fn func(buffer.Tx) error) error {
-	return s.db.Tx(ctx, s.change(ctx, run, fn))
-}
-
-// Relaxed implements buffer.Store.
-func (s *Store) Relaxed(ctx context.Context, run string, fn func(buffer.Tx) error) error {
-	return s.db.Relaxed(ctx, s.change(ctx, run, fn))
-}
-
-func (s *Store) change(ctx context.Context, run string, fn func(buffer.Tx) error) func(tx *sql.Tx) error {
-	return func(tx *sql.Tx) error {
+	return s.db.Tx(ctx, func(tx *sql.Tx) error {
 		r, err := s.begin(ctx, tx, true, run)
 		if err != nil {
 			return err
@@ -115,7 +106,7 @@ func (s *Store) change(ctx context.Context, run string, fn func(buffer.Tx) error
 			return err
 		}
 		return r.save(ctx)
-	}
+	})
 }
 
 // reader implements buffer.Reader within a transaction.

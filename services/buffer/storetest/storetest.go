@@ -29,7 +29,6 @@ func Run(t *testing.T, open func(t *testing.T, folder string) buffer.Store) {
 		"UnknownRun":            unknownRun,
 		"UpdateIsAllOrNothing":  allOrNothing,
 		"UpdatesTakeTurns":      takeTurns,
-		"RelaxedIsAnUpdate":     relaxed,
 		"ViewSeesOneMoment":     oneMoment,
 		"Groups":                groups,
 		"Samples":               samples,
@@ -135,29 +134,6 @@ func allOrNothing(t *testing.T, b *bundle) {
 			t.Errorf("left: %v %v %+v", g, w, r.Ledger())
 		}
 		return errors.Join(err, err2)
-	})
-}
-
-func relaxed(t *testing.T, b *bundle) {
-	add := func(tx buffer.Tx) error { tx.Ledger().Samples++; return nil }
-	boom := errors.New("boom")
-	for range 2 {
-		if err := b.store.Relaxed(t.Context(), run, add); err != nil {
-			t.Fatal(err)
-		}
-		b.update(add)
-	}
-	if err := b.store.Relaxed(t.Context(), run, func(tx buffer.Tx) error { return errors.Join(add(tx), boom) }); !errors.Is(err, boom) {
-		t.Errorf("got %v", err)
-	}
-	if err := b.store.Relaxed(t.Context(), "run-x", add); !errors.Is(err, buffer.ErrNoLedger) {
-		t.Errorf("got %v", err)
-	}
-	b.view(func(r buffer.Reader) error {
-		if l := r.Ledger(); l.Samples != 4 || l.Revision != 4 {
-			t.Errorf("%d samples, revision %d, want 4 and 4", l.Samples, l.Revision)
-		}
-		return nil
 	})
 }
 
