@@ -69,26 +69,6 @@ def tiny_model() -> PreTrainedModel:
     return Qwen3ForCausalLM(config).eval()
 
 
-def half_billion() -> PreTrainedModel:
-    """The shape of Qwen2.5-0.5B with Qwen3's layers, random weights, in bfloat16."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return Qwen3ForCausalLM(config).eval().bfloat16()
-
-
 def lognormal_lengths(count: int, mean: float = 32, sigma: float = 1, longest: int = 128) -> list[int]:
     """Answer lengths with this mean before the cut (mu = ln mean - sigma^2 / 2)."""
     drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
@@ -114,7 +94,7 @@ def cases(vocabulary: int, scale: int) -> list[Case]:
 def generate(model: PreTrainedModel, case: Case, batch: int) -> None:
     """All samples by ``model.generate``, ``batch`` rows at a time."""
     generator: Any = model.generate
-    rows = torch.from_numpy(case.prompts).repeat_interleave(case.samples, dim=0).to(model.device)
+    rows = torch.from_numpy(case.prompts).repeat_interleave(case.samples, dim=0)
     for start in range(0, len(rows), batch):
         ids = rows[start : start + batch]
         new = max(case.lengths[start : start + batch])
@@ -191,7 +171,6 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--model", help="a model's folder instead of the tiny model; an eighth of the prompts")
-    parser.add_argument("--shape", choices=("tiny", "0.5b"), default="tiny", help="0.5b: in bfloat16, on a GPU where there is one")
     parser.add_argument("--case", action="append", choices=("equal", "mixed", "group"))
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, for a busy machine (with --threads 1)")
     parser.add_argument("--check", action="store_true")
@@ -200,8 +179,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
-    made = half_billion if args.shape == "0.5b" else tiny_model
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval() if args.model else made()
+    model = AutoModelForCausalLM.from_pretrained(args.model).eval() if args.model else tiny_model()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     loop = asyncio.new_event_loop()
     missed = []

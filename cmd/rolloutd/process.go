@@ -101,10 +101,17 @@ func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
 	var err error
-	if m.bus, err = bus.Connect(ctx, bus.Options{URL: m.endpoints.nats, Token: m.endpoints.natsToken, Log: log}); err != nil {
+	o := m.endpoints.natsAccess
+	o.URL, o.Log = m.endpoints.nats, log
+	if m.bus, err = bus.Connect(ctx, o); err != nil {
 		return err
 	}
-	m.discovery, err = discovery.NewClient(discovery.Options{Address: m.endpoints.consul, Token: m.endpoints.consulToken, Log: log})
+	agentTLS, err := peerTLS("consul", m.cfg.Consul.CAFile, "", "")
+	if err == nil {
+		m.discovery, err = discovery.NewClient(discovery.Options{
+			Address: m.endpoints.consul, Token: m.endpoints.consulToken, TLS: agentTLS, Log: log,
+		})
+	}
 	if err == nil {
 		err = m.discovery.Ready(ctx)
 	}

@@ -34,10 +34,10 @@ var errUnavailable = rpcerr.New(codes.Unavailable, "ROLLOUTD_NO_SERVERS", "NATS 
 type endpoints struct {
 	token       string // of the mesh
 	tokenFile   string
-	grpc        string // host:port of this process
-	nats        string // URL
-	natsToken   string
-	consul      string // host:port
+	grpc        string      // host:port of this process
+	nats        string      // URL
+	natsAccess  bus.Options // credentials and TLS of it
+	consul      string      // host:port
 	consulToken string
 }
 
@@ -51,11 +51,11 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 		}
 	}
 	e := &m.endpoints
-	if err := e.find(ctx, m.cfg, targets); err != nil {
+	if err := e.find(ctx, m.cfg, targets, m.environ); err != nil {
 		return stop, err
 	}
 	if hosts(targets, natsTarget) {
-		srv, err := startNATS(ctx, m.cfg, e.natsToken, log)
+		srv, err := startNATS(ctx, m.cfg, e.natsAccess.Token, log)
 		if err != nil {
 			return stop, err
 		}
@@ -86,7 +86,7 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 }
 
 // find fills in what is known before anything is started: tokens, and servers of others.
-func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []target) error {
+func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []target, environ []string) error {
 	ownNATS, ownRegistry := hosts(targets, natsTarget), hosts(targets, registryTarget)
 	e.nats, e.consul, e.tokenFile = cfg.NATS.URL, cfg.Consul.Address, cfg.TokenFile
 	if cfg.Join != "" {
@@ -107,21 +107,34 @@ func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []targe
 	if err != nil {
 		return err
 	}
-	e.natsToken = e.token
-	if cfg.NATS.TokenFile != "" {
-		if e.natsToken, err = rpc.ReadToken(cfg.NATS.TokenFile); err != nil {
-			return err
-		}
+	if e.natsAccess, err = natsAccess(cfg.NATS, e.token, environ); err != nil {
+		return err
 	}
 	if cfg.Consul.Address == "" { // an embedded registry, ours or the joined one
 		e.consulToken = e.token
 	}
-	if cfg.Consul.TokenFile != "" {
-		if e.consulToken, err = rpc.ReadToken(cfg.Consul.TokenFile); err != nil {
-			return err
-		}
+	token, err := config.Secret("consul.token", cfg.Consul.TokenFile, cfg.Consul.TokenEnv, environ)
+	e.consulToken = first(token, e.consulToken)
+	return err
+}
+
+// natsAccess reads the credentials that the configuration names. Without any the mesh token is one.
+func natsAccess(c config.NATS, meshToken string, environ []string) (o bus.Options, err error) {
+	o.User, o.Replicas = c.User, c.Replicas
+	if o.Token, err = config.Secret("nats.token", c.TokenFile, c.TokenEnv, environ); err != nil {
+		return o, err
 	}
-	return nil
+	if o.Password, err = config.Secret("nats.password", c.PasswordFile, c.PasswordEnv, environ); err != nil {
+		return o, err
+	}
+	if o.NKeySeed, err = config.Secret("nats.nkey", c.NKeyFile, "", environ); err != nil {
+		return o, err
+	}
+	if o.Token+o.User+o.NKeySeed == "" {
+		o.Token = meshToken
+	}
+	o.TLS, err = peerTLS("nats", c.CAFile, c.CertFile, c.KeyFile)
+	return o, err
 }
 
 func first(a, b string) string {
@@ -155,28 +168,35 @@ func awaitJoined(ctx context.Context, dir string, nats, consul bool) (config.Run
 	}
 }
 
-// answers reports whether somebody listens where r says.
+// answers reports whether somebody listens where r says: at one node at least of a cluster.
 func answers(ctx context.Context, r config.Runtime, nats, consul bool) error {
-	var addresses []string
 	if nats {
 		if r.NATS == "" {
 			return errors.New("the joined process knows no NATS server")
 		}
-		_, address, _ := strings.Cut(r.NATS, "://")
-		addresses = append(addresses, address)
-	}
-	if consul {
-		addresses = append(addresses, r.Consul)
-	}
-	for _, address := range addresses {
-		d := net.Dialer{Timeout: time.Second}
-		conn, err := d.DialContext(ctx, "tcp", address)
-		if err != nil {
+		if err := anyListens(ctx, strings.Split(r.NATS, ",")); err != nil {
 			return err
 		}
-		conn.Close()
+	}
+	if consul {
+		return anyListens(ctx, []string{r.Consul})
 	}
 	return nil
+}
+
+func anyListens(ctx context.Context, urls []string) (err error) {
+	for _, address := range urls {
+		if _, rest, found := strings.Cut(address, "://"); found {
+			address = rest
+		}
+		d := net.Dialer{Timeout: time.Second}
+		conn, dialErr := d.DialContext(ctx, "tcp", strings.TrimSpace(address))
+		if dialErr == nil {
+			return conn.Close()
+		}
+		err = errors.Join(err, dialErr)
+	}
+	return err
 }
 
 func startNATS(ctx context.Context, cfg config.Config, token string, log *slog.Logger) (*bus.Embedded, error) {

@@ -8,8 +8,6 @@ import (
 
 	"google.golang.org/grpc"
 
-	"github.com/rollout-rl/rollout/libs/blob"
-	"github.com/rollout-rl/rollout/libs/blob/files"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -39,12 +37,12 @@ func newStorage(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	artifacts, err := files.Open(artifactDir(m.cfg.SharedDir))
+	artifacts, err := openArtifacts(ctx, m)
 	if err != nil {
 		return hosted{close: store.Close}, err
 	}
 	s, err := storage.New(storage.Config{}, storage.Deps{
-		Store: store, Artifacts: blob.NewCAS(artifacts, artifacts.Spool()), Stream: m.bus, Log: m.logger("storage"),
+		Store: store, Artifacts: artifacts, Stream: m.bus, Log: m.logger("storage"),
 	})
 	return hosted{service: s, close: store.Close}, err
 }
@@ -58,10 +56,18 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
+	payloads, err := openBucket(ctx, m.cfg.Blob, m.environ)
+	if err != nil {
+		return hosted{close: store.Close}, err
+	}
+	cfg := buffer.Config{Segments: segmentDir(m.cfg.SharedDir), Replicated: m.replicated()}
+	if payloads != nil {
+		cfg.Segments = segmentDir(m.cfg.StateDir) // a cache, of this process alone
+	}
 	shape := func(r grpc.ServiceRegistrar) { bufferv1.RegisterBufferServiceServer(r, nil) }
 	return elect(m, "buffer", store, shape, func(store *bufferstore.Store) (*buffer.Server, error) {
-		return buffer.New(buffer.Config{Segments: segmentDir(m.cfg.SharedDir), Replicated: m.replicated()}, buffer.Deps{
-			Store: store, Bus: m.bus, Artifacts: artifacts, Events: m.events, Log: m.logger("buffer"),
+		return buffer.New(cfg, buffer.Deps{
+			Store: store, Bus: m.bus, Blobs: payloads, Artifacts: artifacts, Events: m.events, Log: m.logger("buffer"),
 		})
 	})
 }
@@ -166,8 +172,8 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 		StateDir: m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(),
 		Worker: scheduler.WorkerConfig{
 			Command: workerCommand(m.cfg.Worker), Env: childEnv(m.environ), Cores: m.cfg.Worker.Cores,
-			NATSURL: m.endpoints.nats, NATSToken: m.endpoints.natsToken,
-			ConsulAddress: m.endpoints.consul, ConsulToken: m.endpoints.consulToken,
+			NATSURL: m.endpoints.nats, NATSToken: m.endpoints.natsAccess.Token, NATS: workerAccess(m.cfg.NATS, m.endpoints.natsAccess),
+			ConsulAddress: m.endpoints.consul, ConsulToken: m.endpoints.consulToken, ConsulCAFile: m.cfg.Consul.CAFile,
 			Token: m.endpoints.token, OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
 		},
 	}

@@ -9,7 +9,9 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/config"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 const workerProgram = "rollout-worker"
@@ -71,4 +73,11 @@ func preferRemembered(ctx context.Context, address string, remembered int) (stri
 	}
 	defer lis.Close()
 	return lis.Addr().(*net.TCPAddr).String(), nil
+}
+
+// workerAccess is what workers need to reach NATS as this process does.
+func workerAccess(c config.NATS, o bus.Options) *runv1.NatsAccess {
+	return &runv1.NatsAccess{
+		User: o.User, Password: o.Password, NkeySeed: o.NKeySeed, CaFile: c.CAFile, CertFile: c.CertFile, KeyFile: c.KeyFile,
+	}
 }

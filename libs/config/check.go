@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"net/url"
 	"path/filepath"
 	"slices"
 )
@@ -14,7 +13,9 @@ import (
 func (c Config) finish() (Config, error) {
 	var errs []error
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	for _, p := range []*string{&c.StateDir, &c.SharedDir, &c.Join, &c.TokenFile, &c.Gateway.APIKeysFile, &c.NATS.TokenFile, &c.Consul.TokenFile, &c.Database.URLFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
+	for _, p := range []*string{&c.StateDir, &c.SharedDir, &c.Join, &c.TokenFile, &c.Gateway.APIKeysFile, &c.NATS.TokenFile, &c.NATS.PasswordFile, &c.NATS.NKeyFile,
+		&c.NATS.CAFile, &c.NATS.CertFile, &c.NATS.KeyFile, &c.Consul.TokenFile, &c.Consul.CAFile, &c.Blob.SecretKeyFile, &c.Blob.CredentialsFile,
+		&c.Database.URLFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
 		if *p == "" {
 			continue
 		}
@@ -47,13 +48,9 @@ func (c Config) finish() (Config, error) {
 	if (c.TLS.CertFile == "") != (c.TLS.KeyFile == "") {
 		fail("tls: cert_file and key_file go together")
 	}
-	if c.NATS.URL != "" {
-		if u, err := url.Parse(c.NATS.URL); err != nil || u.Host == "" || !slices.Contains([]string{"nats", "tls", "ws", "wss"}, u.Scheme) {
-			fail("nats.url: %q is no NATS URL; write nats://host:4222", c.NATS.URL)
-		} else if u.User != nil {
-			fail("nats.url: no credentials in an URL; put the token in a file and name it in nats.token_file")
-		}
-	}
+	errs = append(errs, c.NATS.check()...)
+	errs = append(errs, c.Consul.check()...)
+	errs = append(errs, c.Blob.check()...)
 	errs = append(errs, c.Database.check()...)
 	if !slices.Contains([]string{"text", "json"}, c.Log.Format) {
 		fail("log.format: %q is neither text nor json", c.Log.Format)

@@ -24,6 +24,7 @@ type Config struct {
 	Gateway   Gateway       `toml:"gateway"`
 	NATS      NATS          `toml:"nats"`
 	Consul    Consul        `toml:"consul"`
+	Blob      Blob          `toml:"blob"`
 	Database  Database      `toml:"database"`
 	TLS       TLS           `toml:"tls"`
 	Log       Log           `toml:"log"`
@@ -36,19 +37,42 @@ type Gateway struct {
 	APIKeysFile string `toml:"api_keys_file"`
 }
 
-// NATS is the bus: the server at URL, that of the joined process, or the target "nats" of this one.
+// NATS is the bus: the servers at URL, that of the joined process, or the target "nats" of this one. A token, a user with a password
+// and an NKEY are alternatives; each comes by file or variable.
 type NATS struct {
-	URL       string `toml:"url"`
-	TokenFile string `toml:"token_file"`
-	Listen    string `toml:"listen"`
-	Sync      bool   `toml:"sync"`
+	URL          string `toml:"url"`
+	TokenFile    string `toml:"token_file"`
+	TokenEnv     string `toml:"token_env"`
+	User         string `toml:"user"`
+	PasswordFile string `toml:"password_file"`
+	PasswordEnv  string `toml:"password_env"`
+	NKeyFile     string `toml:"nkey_file"`
+	CAFile       string `toml:"ca_file"`
+	CertFile     string `toml:"cert_file"`
+	KeyFile      string `toml:"key_file"`
+	Replicas     int    `toml:"replicas"`
+	Listen       string `toml:"listen"`
+	Sync         bool   `toml:"sync"`
 }
 
 // Consul is discovery: the agent at Address, that of the joined process, or the target "registry" of this one.
 type Consul struct {
 	Address   string `toml:"address"`
 	TokenFile string `toml:"token_file"`
+	TokenEnv  string `toml:"token_env"`
+	CAFile    string `toml:"ca_file"`
 	Listen    string `toml:"listen"`
+}
+
+// Blob is where artifacts and payloads are kept: files below the state folder, or a bucket at URL. Secrets come by file or variable.
+type Blob struct {
+	URL             string `toml:"url"`
+	Endpoint        string `toml:"endpoint"`
+	Region          string `toml:"region"`
+	AccessKey       string `toml:"access_key"`
+	SecretKeyFile   string `toml:"secret_key_file"`
+	SecretKeyEnv    string `toml:"secret_key_env"`
+	CredentialsFile string `toml:"credentials_file"`
 }
 
 // Database is where the services keep their state: SQLite files below the state folder, or, where one of the three URLs is set, one

@@ -133,6 +133,11 @@ func fileError(path string, err error) error {
 		for _, e := range unknown.Errors {
 			row, column := e.Position()
 			name := strings.Join(e.Key(), ".")
+			if by := byReference(name); by != "" {
+				errs = append(errs, fmt.Errorf("%s:%d:%d: no secret stands in this file; put it in a file (0600) or a variable and name that in %s",
+					path, row, column, by))
+				continue
+			}
 			errs = append(errs, fmt.Errorf("%s:%d:%d: unknown key %q; keys are %s", path, row, column, name, names()))
 		}
 		return errors.Join(errs...)
@@ -141,6 +146,17 @@ func fileError(path string, err error) error {
 		return fmt.Errorf("%s:%d:%d: %w", path, row, column, err)
 	}
 	return fmt.Errorf("%s: %w", path, err)
+}
+
+// byReference is the keys that name a secret which somebody has put in the place of its name; "" where name is no such thing.
+func byReference(name string) string {
+	var found []string
+	for _, k := range keys {
+		if k.name == name+"_file" || k.name == name+"_env" {
+			found = append(found, k.name)
+		}
+	}
+	return strings.Join(found, " or ")
 }
 
 func fromEnvironment(c *Config, env map[string]string) error {

@@ -63,7 +63,7 @@ func (p *Process) Launch() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	cmd := exec.Command(Binary(p.t, p.name), p.args...)
-	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "HOME=" + os.TempDir()}, p.env...)
+	cmd.Env = append([]string{"HOME=" + os.TempDir()}, p.env...)
 	cmd.Stdout, cmd.Stderr = p.log, p.log
 	cmd.SysProcAttr = dieWithParent()
 	if err := cmd.Start(); err != nil {
@@ -172,7 +172,7 @@ type output struct {
 	b  bytes.Buffer
 }
 
-const keptOutput = 16 << 10
+const keptOutput = 4 << 10
 
 func (o *output) Write(p []byte) (int, error) {
 	o.mu.Lock()

@@ -42,8 +42,6 @@ type DB struct {
 	read     *sql.DB // of SQLite query only; of PostgreSQL the same pool
 	postgres *server // nil: SQLite
 	fence    Fence
-
-	durability Durability
 }
 
 // Fence is run at the begin of each write transaction and refuses it with an error, see Fenced.

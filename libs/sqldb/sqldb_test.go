@@ -278,31 +278,6 @@ func TestSQLiteSettings(t *testing.T) {
 	}
 }
 
-// What is relaxed is one transaction, not the connection that all write with.
-func TestSQLiteRelaxed(t *testing.T) {
-	t.Parallel()
-	db := migrate(t, open(t, filepath.Join(t.TempDir(), "x.sqlite")))
-	level := func(tx *sql.Tx) (level string) {
-		if err := tx.QueryRowContext(t.Context(), "PRAGMA synchronous").Scan(&level); err != nil {
-			t.Error(err)
-		}
-		return level
-	}
-	failure := errors.New("no")
-	for _, outcome := range []error{nil, failure} {
-		var within, after string
-		if err := db.Relaxed(t.Context(), func(tx *sql.Tx) error { within = level(tx); return outcome }); !errors.Is(err, outcome) {
-			t.Fatal(err)
-		}
-		if err := db.Tx(t.Context(), func(tx *sql.Tx) error { after = level(tx); return nil }); err != nil {
-			t.Fatal(err)
-		}
-		if within != "1" || after != "2" {
-			t.Errorf("synchronous %s within and %s after, want 1 and 2", within, after)
-		}
-	}
-}
-
 func TestSQLiteMigrateWaitsForItsTurn(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "x.sqlite")

@@ -33,7 +33,7 @@ func OpenSQLite(path string, d Durability) (*DB, error) {
 	if err != nil {
 		return nil, errors.Join(err, write.Close())
 	}
-	return &DB{write: write, read: read, durability: d}, nil
+	return &DB{write: write, read: read}, nil
 }
 
 func openPool(path string, d Durability, conns int, extra ...string) (*sql.DB, error) {

@@ -17,54 +17,19 @@ import (
 // answer was lost is never repeated: the server is asked what became of it. ErrUnavailable, ErrConflict, ErrUnknown, or the fence's
 // refusal.
 func (db *DB) Tx(ctx context.Context, fn func(tx *sql.Tx) error) error {
-	fenced := db.fenced(ctx, fn)
+	fenced := fn
+	if db.fence != nil {
+		fenced = func(tx *sql.Tx) error {
+			if err := db.fence(ctx, tx); err != nil {
+				return err
+			}
+			return fn(tx)
+		}
+	}
 	if !db.Postgres() {
 		return once(ctx, db.write, nil, fenced)
 	}
 	return db.again(ctx, func() (bool, error) { return db.attempt(ctx, fenced) })
-}
-
-// Relaxed is Tx without waiting for the disk: a power cut may take the change, never the consistency, and the next Tx makes it
-// durable. For what is found again where it is lost.
-func (db *DB) Relaxed(ctx context.Context, fn func(tx *sql.Tx) error) error {
-	fenced := db.fenced(ctx, fn)
-	if db.Postgres() {
-		return db.again(ctx, func() (bool, error) {
-			return db.attempt(ctx, func(tx *sql.Tx) error {
-				if _, err := tx.ExecContext(ctx, "SET LOCAL synchronous_commit = off"); err != nil {
-					return err
-				}
-				return fenced(tx)
-			})
-		})
-	}
-	conn, err := db.write.Conn(ctx)
-	if err != nil {
-		return fmt.Errorf("begin transaction: %w", err)
-	}
-	defer conn.Close()
-	if _, err := conn.ExecContext(ctx, "PRAGMA synchronous(NORMAL)"); err != nil {
-		return fmt.Errorf("begin transaction: %w", err)
-	}
-	err = once(ctx, conn, nil, fenced)
-	// Whatever became of ctx: the connection is the one that everybody writes with.
-	if _, e := conn.ExecContext(context.WithoutCancel(ctx), "PRAGMA synchronous("+string(db.durability)+")"); e != nil {
-		return errors.Join(err, fmt.Errorf("end transaction: %w", e))
-	}
-	return err
-}
-
-// fenced is fn behind the fence.
-func (db *DB) fenced(ctx context.Context, fn func(tx *sql.Tx) error) func(tx *sql.Tx) error {
-	if db.fence == nil {
-		return fn
-	}
-	return func(tx *sql.Tx) error {
-		if err := db.fence(ctx, tx); err != nil {
-			return err
-		}
-		return fn(tx)
-	}
 }
 
 // View runs fn in a read-only transaction that sees one moment. It never waits for a writer. On PostgreSQL fn may be called again.

@@ -57,7 +57,7 @@ async def _run(spec: WorkerSpec, who: Identity) -> None:
     """Does not return: threads that load a model or compute need no farewell."""
     lifecycle = Lifecycle(patience=LEAVE_SECONDS)
     lifecycle.watch()
-    pulse = Pulse(spec.nats_url, spec.nats_token, name=who.registration, leaving=lambda: lifecycle.leaving)
+    pulse = Pulse(spec.nats_url, spec.nats_token, name=who.registration, access=spec.nats, leaving=lambda: lifecycle.leaving)
     pulse.start()
     events = Events(who, pulse)
     events.start()

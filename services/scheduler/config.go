@@ -16,6 +16,7 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
@@ -37,8 +38,10 @@ type WorkerConfig struct {
 	Env           []string // environment, KEY=value
 	NATSURL       string
 	NATSToken     string
-	ConsulAddress string // host:port
+	NATS          *runv1.NatsAccess // other credentials, and TLS; nil for none
+	ConsulAddress string            // host:port
 	ConsulToken   string
+	ConsulCAFile  string // PEM; of an agent at https://
 	Token         string // mesh token
 	OTLPEndpoint  string
 	Cores         int // cores that runs may use; 0: all of this host

@@ -69,7 +69,7 @@ func (c *conductor) spec(run *Run, id, kind string) *runv1.WorkerSpec {
 	w := c.svc.cfg.Worker
 	spec := &runv1.WorkerSpec{
 		WorkerId: id, Kind: kind, RunId: run.GetRunId(), Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), RunDirectory: run.GetDirectory(),
-		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken, Token: w.Token,
+		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulCaFile: w.ConsulCAFile, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken, Token: w.Token,
 		Incarnation: run.GetIncarnation(), Threads: threads(run, kind, w.Cores), OtlpEndpoint: w.OTLPEndpoint,
 	}
 	if kind == "inference" {

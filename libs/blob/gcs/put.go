@@ -41,7 +41,7 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, err)
 	}
 	sum := resume.NewCRC()
-	sum.Write(first.Bytes()) //nolint:errcheck // a hash takes everything
+	sum.Write(first.Bytes())
 	if errors.Is(err, io.EOF) {
 		w.CRC32C, w.SendCRC32C = sum.Sum32(), true
 		r = bytes.NewReader(nil)

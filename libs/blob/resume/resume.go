@@ -89,7 +89,7 @@ func (r *Reader) attempt(p []byte) (int, error) {
 	idle := time.AfterFunc(r.s.Idle, r.cancel)
 	n, err := r.body.Read(p[:min(int64(len(p)), r.s.Length-r.read)])
 	silent := !idle.Stop()
-	r.hash.Write(p[:n]) //nolint:errcheck // a hash takes everything
+	r.hash.Write(p[:n])
 	r.read += int64(n)
 	if n > 0 {
 		r.failed = 0

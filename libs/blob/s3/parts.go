@@ -69,7 +69,7 @@ func (u *upload) send(ctx context.Context, id *string, data []byte, rest io.Read
 	slots := make(chan struct{}, parallel)
 	sum := resume.NewCRC()
 	for more := true; len(data) > 0 && ctx.Err() == nil; {
-		sum.Write(data) //nolint:errcheck // a hash takes everything
+		sum.Write(data)
 		u.size += int64(len(data))
 		if len(parts) == maxParts {
 			cancel(blob.ErrTooLarge.With("key", u.key).With("bytes", fmt.Sprint(maxParts*u.part)))

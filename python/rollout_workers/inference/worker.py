@@ -70,7 +70,7 @@ async def run_inference_worker(
     starting = asyncio.create_task(rewards.start() if rewards else asyncio.sleep(0))
     link: _Link | None = None
     server: Server | None = None
-    services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token)
+    services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token, ca_file=spec.consul_ca_file)
     try:
         loading = asyncio.create_task(_loaded(spec, model))
         model, _ = await asyncio.gather(_unless_leaving(loading, lifecycle), _unless_leaving(starting, lifecycle))
@@ -127,7 +127,12 @@ async def run_inference_worker(
         add_InferenceWorkerServiceServicer_to_server(servicer, server.grpc)
         address = await server.start([SERVICE])
         registration = Registration(
-            who, agent=spec.consul_address, address=address, consul_token=spec.consul_token, superseded=lifecycle.superseded
+            who,
+            agent=spec.consul_address,
+            address=address,
+            consul_token=spec.consul_token,
+            ca_file=spec.consul_ca_file,
+            superseded=lifecycle.superseded,
         )
         await asyncio.to_thread(registration.start)
         queue = WorkQueue(link.client, pulse, who.work_stream, puller.deliver)
@@ -204,7 +209,6 @@ def load(spec: WorkerSpec) -> Model:
             max_len=config.engine.max_model_len,
             deterministic=is_deterministic(config),
             threads=spec.threads or None,
-            device="cuda" if torch.cuda.is_available() else None,
         ),
         dtype=getattr(torch, config.model.dtype),
         version=spec.initial_version,
@@ -235,6 +239,7 @@ async def _connect(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle) -> _Li
         spec.nats_url,
         spec.nats_token,
         name=who.registration,
+        access=spec.nats,
         reconnected=reconnected,
         leaving=lambda: lifecycle.leaving,
     )

@@ -37,7 +37,7 @@ async def run_learner_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecyc
         spec.run_id, spec.run_directory, lasting=lambda step: lasting(spec.plan.config, step), shelf=Shelf(spec.run_id)
     )
     learner = Learner(publication)
-    services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token)
+    services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token, ca_file=spec.consul_ca_file)
     try:
         began = time.monotonic()
         settings = replace(
@@ -57,7 +57,12 @@ async def run_learner_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecyc
         add_LearnerWorkerServiceServicer_to_server(LearnerServer(who, learner, services, lifecycle), server.grpc)
         address = await server.start([SERVICE])
         registration = Registration(
-            who, agent=spec.consul_address, address=address, consul_token=spec.consul_token, superseded=lifecycle.superseded
+            who,
+            agent=spec.consul_address,
+            address=address,
+            consul_token=spec.consul_token,
+            ca_file=spec.consul_ca_file,
+            superseded=lifecycle.superseded,
         )
         await asyncio.to_thread(registration.start)
         log.info("serving on %s", address)

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from nats.aio.client import Client
 from nats.errors import NoServersError
 
+from rollout.run.v1.run_pb2 import NatsAccess
+
 log = logging.getLogger(__name__)
+
+
+def tls_of(access: NatsAccess, url: str) -> ssl.SSLContext | None:
+    """The TLS that a connection needs; None: plain text. Raises OSError where a file can't be read."""
+    if not (access.ca_file or access.cert_file or url.startswith(("tls://", "wss://"))):
+        return None
+    context = ssl.create_default_context(cafile=access.ca_file or None)
+    if access.cert_file:
+        context.load_cert_chain(access.cert_file, access.key_file)
+    return context
+
+
+def credentials(access: NatsAccess, token: str) -> dict[str, Any]:
+    """Arguments of nats-py's ``connect`` that say who we are: an NKEY, a user, else the token."""
+    if access.nkey_seed:
+        return {"nkeys_seed_str": access.nkey_seed}
+    if access.user:
+        return {"user": access.user, "password": access.password}
+    return {"token": token or None}
 
 
 async def connect(
@@ -17,14 +40,17 @@ async def connect(
     token: str,
     *,
     name: str,
+    access: NatsAccess | None = None,
     reconnected: Callable[[], Awaitable[None]] | None = None,
     leaving: Callable[[], bool] = lambda: False,
 ) -> Client:
-    """A connection that reconnects for ever, first tries included.
+    """A connection that reconnects for ever, first tries included, to any of the comma-separated servers of ``url``.
 
-    name: what the server lists it as. leaving: whether the process is about to leave anyway; then a server that goes first is no
-    news.
+    name: what the server lists it as. access: credentials other than the token, and TLS. leaving: whether the process is about
+    to leave anyway; then a server that goes first is no news.
     """
+    access = access or NatsAccess()
+    context = tls_of(access, url)
 
     async def on_error(error: Exception) -> None:
         log.debug("nats (%s): %r", name, error)
@@ -45,8 +71,9 @@ async def connect(
     while True:
         try:
             await client.connect(
-                url,
-                token=token or None,
+                [server.strip() for server in url.split(",")],
+                **credentials(access, token),
+                tls=context,
                 name=name,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.2,  # type: ignore[arg-type] (seconds; typed as int)

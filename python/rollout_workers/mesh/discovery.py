@@ -13,6 +13,7 @@ from urllib.parse import quote
 import grpc
 
 from rollout.errors import RolloutError
+from rollout_workers.mesh.agent import agent
 from rollout_workers.mesh.telemetry import outgoing
 
 log = logging.getLogger(__name__)
@@ -35,9 +36,9 @@ class ServiceUnavailable(RolloutError):
 class Services:
     """Stubs of the mesh's services by their name in the registry (``buffer``, ``storage``)."""
 
-    def __init__(self, agent: str, token: str, *, consul_token: str = "") -> None:
-        """agent: host:port of the Consul agent. token: bearer token of the mesh."""
-        self._agent = agent
+    def __init__(self, agent: str, token: str, *, consul_token: str = "", ca_file: str = "") -> None:
+        """agent: host:port of the Consul agent, or its URL; ca_file: of an agent at https. token: bearer token of the mesh."""
+        self._agent, self._ca_file = agent, ca_file
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._headers = {"X-Consul-Token": consul_token} if consul_token else {}
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -65,7 +66,7 @@ class Services:
             await self.forget(service)
 
     def _look_up(self, service: str) -> str:
-        connection = http.client.HTTPConnection(self._agent, timeout=5)
+        connection = agent(self._agent, timeout=5, ca_file=self._ca_file)
         try:
             connection.request("GET", f"/v1/health/service/{quote(service)}?passing=true", headers=self._headers)
             response = connection.getresponse()

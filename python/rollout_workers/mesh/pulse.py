@@ -16,6 +16,7 @@ from typing import Any
 
 from nats.aio.client import Client
 
+from rollout.run.v1.run_pb2 import NatsAccess
 from rollout_workers.mesh.bus import connect
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,18 @@ _PROGRESS = b"+WPI"
 class Pulse:
     """A thread with an event loop and a NATS connection. ``hold`` and ``release`` may be called from any thread."""
 
-    def __init__(self, url: str, token: str, *, name: str, leaving: Callable[[], bool] = lambda: False) -> None:
-        """leaving: whether the worker is about to leave: then a connection that ends is no news."""
-        self._url, self._token, self._name, self._leaving = url, token, name, leaving
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        name: str,
+        access: NatsAccess | None = None,
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """access: credentials other than the token, and TLS. leaving: whether the worker is about to leave: then a connection
+        that ends is no news."""
+        self._url, self._token, self._name, self._access, self._leaving = url, token, name, access, leaving
         self._held: dict[str, None] = {}  # reply subjects; single operations are atomic
         self._loop = asyncio.new_event_loop()
         self._client: asyncio.Future[Client] | None = None
@@ -71,7 +81,9 @@ class Pulse:
 
     async def _main(self) -> None:
         self._stopping = asyncio.Event()
-        connecting = asyncio.create_task(connect(self._url, self._token, name=f"{self._name} pulse", leaving=self._leaving))
+        connecting = asyncio.create_task(
+            connect(self._url, self._token, name=f"{self._name} pulse", access=self._access, leaving=self._leaving)
+        )
         self._client = asyncio.ensure_future(connecting)
         self._ready.set()
         beating = asyncio.create_task(self._beat())

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from urllib.parse import quote
 
+from rollout_workers.mesh.agent import agent as connection_to
 from rollout_workers.mesh.spec import Identity
 
 log = logging.getLogger(__name__)
@@ -35,14 +36,17 @@ class Registration:
         agent: str,
         address: str,
         consul_token: str = "",
+        ca_file: str = "",
         superseded: Callable[[int], None] | None = None,
     ) -> None:
-        """agent: host:port of the agent. address: host:port where the worker's gRPC server answers.
+        """agent: host:port of the agent, or its URL. ca_file: the authority of one at https.
+
+        address: host:port where the worker's gRPC server answers.
 
         superseded: called once, in this thread, with the newer incarnation of the run that other workers register for.
         """
         self._identity = identity
-        self._agent = agent
+        self._agent, self._ca_file = agent, ca_file
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._headers = {"Content-Type": "application/json"} | ({"X-Consul-Token": consul_token} if consul_token else {})
@@ -148,7 +152,7 @@ class Registration:
 
     def _send(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         if self._connection is None:
-            self._connection = http.client.HTTPConnection(self._agent, timeout=_HTTP_TIMEOUT)
+            self._connection = connection_to(self._agent, timeout=_HTTP_TIMEOUT, ca_file=self._ca_file)
         payload = json.dumps(body).encode() if body is not None else b""
         self._connection.request(method, path, payload, self._headers)
         response = self._connection.getresponse()

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from rollout.plan.v1 import plan_pb2 as rollout_dot_plan_dot_v1_dot_plan__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\"\x98\x03\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12#\n\x04plan\x18\x03 \x01(\x0b\x32\x15.rollout.plan.v1.Plan\x12\x10\n\x08\x62\x61se_dir\x18\x04 \x01(\t\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.rollout.run.v1.RunState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07message\x18\x07 \x01(\t\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rfrom_snapshot\x18\n \x01(\t\x12\x0c\n\x04step\x18\x0b \x01(\x04\x12\x13\n\x0btotal_steps\x18\x0c \x01(\x04\x12\x11\n\tdirectory\x18\r \x01(\t\x12\x19\n\x11weights_directory\x18\x0e \x01(\t\x12\x16\n\x0eweights_digest\x18\x0f \x01(\t\x12\x13\n\x0bincarnation\x18\x10 \x01(\r\"\xc7\x01\n\x0bPromptGroup\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0b\n\x03row\x18\x05 \x01(\x04\x12\x10\n\x08row_json\x18\x06 \x01(\x0c\x12\x1b\n\ngroup_size\x18\x07 \x01(\rB\x07\xbaH\x04*\x02(\x01\x12\r\n\x05seeds\x18\x08 \x03(\x04\x12\x13\n\x0bmin_version\x18\t \x01(\x04\x12\x10\n\x08position\x18\n \x01(\x04\"F\n\x06\x43ursor\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\x04\"\xcc\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x17\n\x0fweights_version\x18\x06 \x01(\x04\x12\x10\n\x08restarts\x18\x07 \x01(\r\x12\x10\n\x08\x61\x63tivity\x18\x08 \x01(\t\x12\x1a\n\x12samples_per_second\x18\t \x01(\x01\x12\x19\n\x11tokens_per_second\x18\n \x01(\x01\"^\n\x06Queues\x12\x11\n\tin_flight\x18\x01 \x01(\x04\x12\r\n\x05ready\x18\x02 \x01(\x04\x12\x0e\n\x06leased\x18\x03 \x01(\x04\x12\x10\n\x08\x63onsumed\x18\x04 \x01(\x04\x12\x10\n\x08\x65xcluded\x18\x05 \x01(\x04\"\xfd\x01\n\tRunStatus\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\x12&\n\x06queues\x18\x02 \x01(\x0b\x32\x16.rollout.run.v1.Queues\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.rollout.run.v1.Worker\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12&\n\x06\x63ursor\x18\x06 \x01(\x0b\x32\x16.rollout.run.v1.Cursor\x12\x31\n\rwaiting_since\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x92\x03\n\nWorkerSpec\x12\x1a\n\tworker_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\'\n\x04kind\x18\x02 \x01(\tB\x19\xbaH\x16r\x14R\tinferenceR\x07learner\x12\x17\n\x06run_id\x18\x03 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12+\n\x04plan\x18\x04 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x10\n\x08\x62\x61se_dir\x18\x05 \x01(\t\x12\x15\n\rrun_directory\x18\x06 \x01(\t\x12\x10\n\x08nats_url\x18\x07 \x01(\t\x12\x12\n\nnats_token\x18\x08 \x01(\t\x12\x16\n\x0e\x63onsul_address\x18\t \x01(\t\x12\r\n\x05token\x18\n \x01(\t\x12\x13\n\x0bincarnation\x18\x0b \x01(\r\x12\x0f\n\x07threads\x18\x0c \x01(\r\x12\x15\n\rotlp_endpoint\x18\r \x01(\t\x12\x17\n\x0finitial_weights\x18\x0e \x01(\t\x12\x17\n\x0finitial_version\x18\x0f \x01(\x04\x12\x14\n\x0c\x63onsul_token\x18\x10 \x01(\t\"\x83\x01\n\x10\x43reateRunRequest\x12\x1a\n\x04lock\x18\x01 \x01(\x0c\x42\x0c\xbaH\tz\x07\x10\x01\x18\x80\x80\x80\x08\x12\x19\n\x08\x62\x61se_dir\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12!\n\x0fidempotency_key\x18\x03 \x01(\tB\x08\xbaH\x05r\x03\x18\x80\x01\x12\x15\n\rfrom_snapshot\x18\x04 \x01(\t\"5\n\x11\x43reateRunResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"(\n\rGetRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\";\n\x0eGetRunResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.rollout.run.v1.RunStatus\"{\n\x0fListRunsRequest\x12\x37\n\x06states\x18\x01 \x03(\x0e\x32\x18.rollout.run.v1.RunStateB\r\xbaH\n\x92\x01\x07\"\x05\x82\x01\x02\x10\x01\x12\x1b\n\tpage_size\x18\x02 \x01(\rB\x08\xbaH\x05*\x03\x18\xe8\x07\x12\x12\n\npage_token\x18\x03 \x01(\t\"N\n\x10ListRunsResponse\x12!\n\x04runs\x18\x01 \x03(\x0b\x32\x13.rollout.run.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\":\n\x10\x43\x61ncelRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\"5\n\x11\x43\x61ncelRunResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"*\n\x0fPauseRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"4\n\x10PauseRunResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"+\n\x10ResumeRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"5\n\x11ResumeRunResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"*\n\x0fWatchRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"=\n\x10WatchRunResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.rollout.run.v1.RunStatus\"\x9a\x01\n\x12\x43ompleteRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x35\n\x05state\x18\x02 \x01(\x0e\x32\x18.rollout.run.v1.RunStateB\x0c\xbaH\t\x82\x01\x06\x18\x07\x18\x08\x18\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\r\"\x15\n\x13\x43ompleteRunResponse\"+\n\x10GetCursorRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\";\n\x11GetCursorResponse\x12&\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x16.rollout.run.v1.Cursor*\xfc\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_PENDING\x10\x01\x12\x16\n\x12RUN_STATE_STARTING\x10\x02\x12\x15\n\x11RUN_STATE_RUNNING\x10\x03\x12\x14\n\x10RUN_STATE_PAUSED\x10\x04\x12\x16\n\x12RUN_STATE_DRAINING\x10\x05\x12\x19\n\x15RUN_STATE_INTERRUPTED\x10\x06\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x07\x12\x14\n\x10RUN_STATE_FAILED\x10\x08\x12\x17\n\x13RUN_STATE_CANCELLED\x10\t2\xc0\x04\n\x10SchedulerService\x12P\n\tCreateRun\x12 .rollout.run.v1.CreateRunRequest\x1a!.rollout.run.v1.CreateRunResponse\x12G\n\x06GetRun\x12\x1d.rollout.run.v1.GetRunRequest\x1a\x1e.rollout.run.v1.GetRunResponse\x12M\n\x08ListRuns\x12\x1f.rollout.run.v1.ListRunsRequest\x1a .rollout.run.v1.ListRunsResponse\x12P\n\tCancelRun\x12 .rollout.run.v1.CancelRunRequest\x1a!.rollout.run.v1.CancelRunResponse\x12M\n\x08PauseRun\x12\x1f.rollout.run.v1.PauseRunRequest\x1a .rollout.run.v1.PauseRunResponse\x12P\n\tResumeRun\x12 .rollout.run.v1.ResumeRunRequest\x1a!.rollout.run.v1.ResumeRunResponse\x12O\n\x08WatchRun\x12\x1f.rollout.run.v1.WatchRunRequest\x1a .rollout.run.v1.WatchRunResponse0\x01\x32\xc4\x01\n\x18SchedulerInternalService\x12V\n\x0b\x43ompleteRun\x12\".rollout.run.v1.CompleteRunRequest\x1a#.rollout.run.v1.CompleteRunResponse\x12P\n\tGetCursor\x12 .rollout.run.v1.GetCursorRequest\x1a!.rollout.run.v1.GetCursorResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\"\x98\x03\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12#\n\x04plan\x18\x03 \x01(\x0b\x32\x15.rollout.plan.v1.Plan\x12\x10\n\x08\x62\x61se_dir\x18\x04 \x01(\t\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.rollout.run.v1.RunState\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07message\x18\x07 \x01(\t\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rfrom_snapshot\x18\n \x01(\t\x12\x0c\n\x04step\x18\x0b \x01(\x04\x12\x13\n\x0btotal_steps\x18\x0c \x01(\x04\x12\x11\n\tdirectory\x18\r \x01(\t\x12\x19\n\x11weights_directory\x18\x0e \x01(\t\x12\x16\n\x0eweights_digest\x18\x0f \x01(\t\x12\x13\n\x0bincarnation\x18\x10 \x01(\r\"\xc7\x01\n\x0bPromptGroup\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0b\n\x03row\x18\x05 \x01(\x04\x12\x10\n\x08row_json\x18\x06 \x01(\x0c\x12\x1b\n\ngroup_size\x18\x07 \x01(\rB\x07\xbaH\x04*\x02(\x01\x12\r\n\x05seeds\x18\x08 \x03(\x04\x12\x13\n\x0bmin_version\x18\t \x01(\x04\x12\x10\n\x08position\x18\n \x01(\x04\"F\n\x06\x43ursor\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\x04\"\xcc\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07healthy\x18\x04 \x01(\x08\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x17\n\x0fweights_version\x18\x06 \x01(\x04\x12\x10\n\x08restarts\x18\x07 \x01(\r\x12\x10\n\x08\x61\x63tivity\x18\x08 \x01(\t\x12\x1a\n\x12samples_per_second\x18\t \x01(\x01\x12\x19\n\x11tokens_per_second\x18\n \x01(\x01\"^\n\x06Queues\x12\x11\n\tin_flight\x18\x01 \x01(\x04\x12\r\n\x05ready\x18\x02 \x01(\x04\x12\x0e\n\x06leased\x18\x03 \x01(\x04\x12\x10\n\x08\x63onsumed\x18\x04 \x01(\x04\x12\x10\n\x08\x65xcluded\x18\x05 \x01(\x04\"\xfd\x01\n\tRunStatus\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\x12&\n\x06queues\x18\x02 \x01(\x0b\x32\x16.rollout.run.v1.Queues\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.rollout.run.v1.Worker\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x13\n\x0bwaiting_for\x18\x05 \x01(\t\x12&\n\x06\x63ursor\x18\x06 \x01(\x0b\x32\x16.rollout.run.v1.Cursor\x12\x31\n\rwaiting_since\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd4\x03\n\nWorkerSpec\x12\x1a\n\tworker_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\'\n\x04kind\x18\x02 \x01(\tB\x19\xbaH\x16r\x14R\tinferenceR\x07learner\x12\x17\n\x06run_id\x18\x03 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12+\n\x04plan\x18\x04 \x01(\x0b\x32\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01\x12\x10\n\x08\x62\x61se_dir\x18\x05 \x01(\t\x12\x15\n\rrun_directory\x18\x06 \x01(\t\x12\x10\n\x08nats_url\x18\x07 \x01(\t\x12\x12\n\nnats_token\x18\x08 \x01(\t\x12\x16\n\x0e\x63onsul_address\x18\t \x01(\t\x12\r\n\x05token\x18\n \x01(\t\x12\x13\n\x0bincarnation\x18\x0b \x01(\r\x12\x0f\n\x07threads\x18\x0c \x01(\r\x12\x15\n\rotlp_endpoint\x18\r \x01(\t\x12\x17\n\x0finitial_weights\x18\x0e \x01(\t\x12\x17\n\x0finitial_version\x18\x0f \x01(\x04\x12\x14\n\x0c\x63onsul_token\x18\x10 \x01(\t\x12(\n\x04nats\x18\x11 \x01(\x0b\x32\x1a.rollout.run.v1.NatsAccess\x12\x16\n\x0e\x63onsul_ca_file\x18\x12 \x01(\t\"u\n\nNatsAccess\x12\x0c\n\x04user\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\x12\x11\n\tnkey_seed\x18\x03 \x01(\t\x12\x0f\n\x07\x63\x61_file\x18\x04 \x01(\t\x12\x11\n\tcert_file\x18\x05 \x01(\t\x12\x10\n\x08key_file\x18\x06 \x01(\t\"\x83\x01\n\x10\x43reateRunRequest\x12\x1a\n\x04lock\x18\x01 \x01(\x0c\x42\x0c\xbaH\tz\x07\x10\x01\x18\x80\x80\x80\x08\x12\x19\n\x08\x62\x61se_dir\x18\x02 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12!\n\x0fidempotency_key\x18\x03 \x01(\tB\x08\xbaH\x05r\x03\x18\x80\x01\x12\x15\n\rfrom_snapshot\x18\x04 \x01(\t\"5\n\x11\x43reateRunResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"(\n\rGetRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\";\n\x0eGetRunResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.rollout.run.v1.RunStatus\"{\n\x0fListRunsRequest\x12\x37\n\x06states\x18\x01 \x03(\x0e\x32\x18.rollout.run.v1.RunStateB\r\xbaH\n\x92\x01\x07\"\x05\x82\x01\x02\x10\x01\x12\x1b\n\tpage_size\x18\x02 \x01(\rB\x08\xbaH\x05*\x03\x18\xe8\x07\x12\x12\n\npage_token\x18\x03 \x01(\t\"N\n\x10ListRunsResponse\x12!\n\x04runs\x18\x01 \x03(\x0b\x32\x13.rollout.run.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\":\n\x10\x43\x61ncelRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\"5\n\x11\x43\x61ncelRunResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"*\n\x0fPauseRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"4\n\x10PauseRunResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"+\n\x10ResumeRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"5\n\x11ResumeRunResponse\x12 \n\x03run\x18\x01 \x01(\x0b\x32\x13.rollout.run.v1.Run\"*\n\x0fWatchRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\"=\n\x10WatchRunResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.rollout.run.v1.RunStatus\"\x9a\x01\n\x12\x43ompleteRunRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x35\n\x05state\x18\x02 \x01(\x0e\x32\x18.rollout.run.v1.RunStateB\x0c\xbaH\t\x82\x01\x06\x18\x07\x18\x08\x18\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\r\"\x15\n\x13\x43ompleteRunResponse\"+\n\x10GetCursorRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\";\n\x11GetCursorResponse\x12&\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x16.rollout.run.v1.Cursor*\xfc\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_PENDING\x10\x01\x12\x16\n\x12RUN_STATE_STARTING\x10\x02\x12\x15\n\x11RUN_STATE_RUNNING\x10\x03\x12\x14\n\x10RUN_STATE_PAUSED\x10\x04\x12\x16\n\x12RUN_STATE_DRAINING\x10\x05\x12\x19\n\x15RUN_STATE_INTERRUPTED\x10\x06\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x07\x12\x14\n\x10RUN_STATE_FAILED\x10\x08\x12\x17\n\x13RUN_STATE_CANCELLED\x10\t2\xc0\x04\n\x10SchedulerService\x12P\n\tCreateRun\x12 .rollout.run.v1.CreateRunRequest\x1a!.rollout.run.v1.CreateRunResponse\x12G\n\x06GetRun\x12\x1d.rollout.run.v1.GetRunRequest\x1a\x1e.rollout.run.v1.GetRunResponse\x12M\n\x08ListRuns\x12\x1f.rollout.run.v1.ListRunsRequest\x1a .rollout.run.v1.ListRunsResponse\x12P\n\tCancelRun\x12 .rollout.run.v1.CancelRunRequest\x1a!.rollout.run.v1.CancelRunResponse\x12M\n\x08PauseRun\x12\x1f.rollout.run.v1.PauseRunRequest\x1a .rollout.run.v1.PauseRunResponse\x12P\n\tResumeRun\x12 .rollout.run.v1.ResumeRunRequest\x1a!.rollout.run.v1.ResumeRunResponse\x12O\n\x08WatchRun\x12\x1f.rollout.run.v1.WatchRunRequest\x1a .rollout.run.v1.WatchRunResponse0\x01\x32\xc4\x01\n\x18SchedulerInternalService\x12V\n\x0b\x43ompleteRun\x12\".rollout.run.v1.CompleteRunRequest\x1a#.rollout.run.v1.CompleteRunResponse\x12P\n\tGetCursor\x12 .rollout.run.v1.GetCursorRequest\x1a!.rollout.run.v1.GetCursorResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -72,8 +72,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPLETERUNREQUEST'].fields_by_name['state']._serialized_options = b'\272H\t\202\001\006\030\007\030\010\030\t'
   _globals['_GETCURSORREQUEST'].fields_by_name['run_id']._loaded_options = None
   _globals['_GETCURSORREQUEST'].fields_by_name['run_id']._serialized_options = b'\272H\004r\002\020\001'
-  _globals['_RUNSTATE']._serialized_start=2987
-  _globals['_RUNSTATE']._serialized_end=3239
+  _globals['_RUNSTATE']._serialized_start=3172
+  _globals['_RUNSTATE']._serialized_end=3424
   _globals['_RUN']._serialized_start=135
   _globals['_RUN']._serialized_end=543
   _globals['_PROMPTGROUP']._serialized_start=546
@@ -87,45 +87,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNSTATUS']._serialized_start=1123
   _globals['_RUNSTATUS']._serialized_end=1376
   _globals['_WORKERSPEC']._serialized_start=1379
-  _globals['_WORKERSPEC']._serialized_end=1781
-  _globals['_CREATERUNREQUEST']._serialized_start=1784
-  _globals['_CREATERUNREQUEST']._serialized_end=1915
-  _globals['_CREATERUNRESPONSE']._serialized_start=1917
-  _globals['_CREATERUNRESPONSE']._serialized_end=1970
-  _globals['_GETRUNREQUEST']._serialized_start=1972
-  _globals['_GETRUNREQUEST']._serialized_end=2012
-  _globals['_GETRUNRESPONSE']._serialized_start=2014
-  _globals['_GETRUNRESPONSE']._serialized_end=2073
-  _globals['_LISTRUNSREQUEST']._serialized_start=2075
-  _globals['_LISTRUNSREQUEST']._serialized_end=2198
-  _globals['_LISTRUNSRESPONSE']._serialized_start=2200
-  _globals['_LISTRUNSRESPONSE']._serialized_end=2278
-  _globals['_CANCELRUNREQUEST']._serialized_start=2280
-  _globals['_CANCELRUNREQUEST']._serialized_end=2338
-  _globals['_CANCELRUNRESPONSE']._serialized_start=2340
-  _globals['_CANCELRUNRESPONSE']._serialized_end=2393
-  _globals['_PAUSERUNREQUEST']._serialized_start=2395
-  _globals['_PAUSERUNREQUEST']._serialized_end=2437
-  _globals['_PAUSERUNRESPONSE']._serialized_start=2439
-  _globals['_PAUSERUNRESPONSE']._serialized_end=2491
-  _globals['_RESUMERUNREQUEST']._serialized_start=2493
-  _globals['_RESUMERUNREQUEST']._serialized_end=2536
-  _globals['_RESUMERUNRESPONSE']._serialized_start=2538
-  _globals['_RESUMERUNRESPONSE']._serialized_end=2591
-  _globals['_WATCHRUNREQUEST']._serialized_start=2593
-  _globals['_WATCHRUNREQUEST']._serialized_end=2635
-  _globals['_WATCHRUNRESPONSE']._serialized_start=2637
-  _globals['_WATCHRUNRESPONSE']._serialized_end=2698
-  _globals['_COMPLETERUNREQUEST']._serialized_start=2701
-  _globals['_COMPLETERUNREQUEST']._serialized_end=2855
-  _globals['_COMPLETERUNRESPONSE']._serialized_start=2857
-  _globals['_COMPLETERUNRESPONSE']._serialized_end=2878
-  _globals['_GETCURSORREQUEST']._serialized_start=2880
-  _globals['_GETCURSORREQUEST']._serialized_end=2923
-  _globals['_GETCURSORRESPONSE']._serialized_start=2925
-  _globals['_GETCURSORRESPONSE']._serialized_end=2984
-  _globals['_SCHEDULERSERVICE']._serialized_start=3242
-  _globals['_SCHEDULERSERVICE']._serialized_end=3818
-  _globals['_SCHEDULERINTERNALSERVICE']._serialized_start=3821
-  _globals['_SCHEDULERINTERNALSERVICE']._serialized_end=4017
+  _globals['_WORKERSPEC']._serialized_end=1847
+  _globals['_NATSACCESS']._serialized_start=1849
+  _globals['_NATSACCESS']._serialized_end=1966
+  _globals['_CREATERUNREQUEST']._serialized_start=1969
+  _globals['_CREATERUNREQUEST']._serialized_end=2100
+  _globals['_CREATERUNRESPONSE']._serialized_start=2102
+  _globals['_CREATERUNRESPONSE']._serialized_end=2155
+  _globals['_GETRUNREQUEST']._serialized_start=2157
+  _globals['_GETRUNREQUEST']._serialized_end=2197
+  _globals['_GETRUNRESPONSE']._serialized_start=2199
+  _globals['_GETRUNRESPONSE']._serialized_end=2258
+  _globals['_LISTRUNSREQUEST']._serialized_start=2260
+  _globals['_LISTRUNSREQUEST']._serialized_end=2383
+  _globals['_LISTRUNSRESPONSE']._serialized_start=2385
+  _globals['_LISTRUNSRESPONSE']._serialized_end=2463
+  _globals['_CANCELRUNREQUEST']._serialized_start=2465
+  _globals['_CANCELRUNREQUEST']._serialized_end=2523
+  _globals['_CANCELRUNRESPONSE']._serialized_start=2525
+  _globals['_CANCELRUNRESPONSE']._serialized_end=2578
+  _globals['_PAUSERUNREQUEST']._serialized_start=2580
+  _globals['_PAUSERUNREQUEST']._serialized_end=2622
+  _globals['_PAUSERUNRESPONSE']._serialized_start=2624
+  _globals['_PAUSERUNRESPONSE']._serialized_end=2676
+  _globals['_RESUMERUNREQUEST']._serialized_start=2678
+  _globals['_RESUMERUNREQUEST']._serialized_end=2721
+  _globals['_RESUMERUNRESPONSE']._serialized_start=2723
+  _globals['_RESUMERUNRESPONSE']._serialized_end=2776
+  _globals['_WATCHRUNREQUEST']._serialized_start=2778
+  _globals['_WATCHRUNREQUEST']._serialized_end=2820
+  _globals['_WATCHRUNRESPONSE']._serialized_start=2822
+  _globals['_WATCHRUNRESPONSE']._serialized_end=2883
+  _globals['_COMPLETERUNREQUEST']._serialized_start=2886
+  _globals['_COMPLETERUNREQUEST']._serialized_end=3040
+  _globals['_COMPLETERUNRESPONSE']._serialized_start=3042
+  _globals['_COMPLETERUNRESPONSE']._serialized_end=3063
+  _globals['_GETCURSORREQUEST']._serialized_start=3065
+  _globals['_GETCURSORREQUEST']._serialized_end=3108
+  _globals['_GETCURSORRESPONSE']._serialized_start=3110
+  _globals['_GETCURSORRESPONSE']._serialized_end=3169
+  _globals['_SCHEDULERSERVICE']._serialized_start=3427
+  _globals['_SCHEDULERSERVICE']._serialized_end=4003
+  _globals['_SCHEDULERINTERNALSERVICE']._serialized_start=4006
+  _globals['_SCHEDULERINTERNALSERVICE']._serialized_end=4202
 # @@protoc_insertion_point(module_scope)

@@ -436,6 +436,8 @@ class WorkerSpec(_message.Message):
     INITIAL_WEIGHTS_FIELD_NUMBER: _builtins.int
     INITIAL_VERSION_FIELD_NUMBER: _builtins.int
     CONSUL_TOKEN_FIELD_NUMBER: _builtins.int
+    NATS_FIELD_NUMBER: _builtins.int
+    CONSUL_CA_FILE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, unique in the run."""
     kind: _builtins.str
@@ -466,9 +468,15 @@ class WorkerSpec(_message.Message):
     """Version of `initial_weights`."""
     consul_token: _builtins.str
     """Consul ACL token; empty where none is asked for."""
+    consul_ca_file: _builtins.str
+    """PEM file of the authority of an agent at `https://`; empty: the system's."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Plan of the run."""
+
+    @_builtins.property
+    def nats(self) -> Global___NatsAccess:
+        """How to reach NATS beyond `nats_url` and `nats_token`."""
 
     def __init__(
         self,
@@ -489,14 +497,58 @@ class WorkerSpec(_message.Message):
         initial_weights: _builtins.str = ...,
         initial_version: _builtins.int = ...,
         consul_token: _builtins.str = ...,
+        nats: Global___NatsAccess | None = ...,
+        consul_ca_file: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["nats", b"nats", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_token", b"consul_token", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats_token", b"nats_token", "nats_url", b"nats_url", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_token", b"consul_token", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerSpec: _TypeAlias = WorkerSpec  # noqa: Y015
+
+@_typing.final
+class NatsAccess(_message.Message):
+    """NatsAccess is credentials and TLS of a connection to NATS. Token, user and NKEY are alternatives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USER_FIELD_NUMBER: _builtins.int
+    PASSWORD_FIELD_NUMBER: _builtins.int
+    NKEY_SEED_FIELD_NUMBER: _builtins.int
+    CA_FILE_FIELD_NUMBER: _builtins.int
+    CERT_FILE_FIELD_NUMBER: _builtins.int
+    KEY_FILE_FIELD_NUMBER: _builtins.int
+    user: _builtins.str
+    """User; empty where a token or an NKEY is used."""
+    password: _builtins.str
+    """Password of the user."""
+    nkey_seed: _builtins.str
+    """Seed of an NKEY (`SU..`)."""
+    ca_file: _builtins.str
+    """PEM file of the authority of the servers; empty: the system's."""
+    cert_file: _builtins.str
+    """PEM file of the certificate to show; empty for none."""
+    key_file: _builtins.str
+    """PEM file of its key."""
+    def __init__(
+        self,
+        *,
+        user: _builtins.str = ...,
+        password: _builtins.str = ...,
+        nkey_seed: _builtins.str = ...,
+        ca_file: _builtins.str = ...,
+        cert_file: _builtins.str = ...,
+        key_file: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ca_file", b"ca_file", "cert_file", b"cert_file", "key_file", b"key_file", "nkey_seed", b"nkey_seed", "password", b"password", "user", b"user"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NatsAccess: _TypeAlias = NatsAccess  # noqa: Y015
 
 @_typing.final
 class CreateRunRequest(_message.Message):

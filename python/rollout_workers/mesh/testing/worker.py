@@ -30,7 +30,7 @@ class InProcess:
         self.spec, self._given = spec, given
         self.who = identity(spec)
         self.lifecycle = Lifecycle()
-        self._pulse = Pulse(spec.nats_url, spec.nats_token, name=self.who.registration)
+        self._pulse = Pulse(spec.nats_url, spec.nats_token, name=self.who.registration, access=spec.nats)
         self.events = Events(self.who, self._pulse)
         self.task: asyncio.Task[None] | None = None
         self.channel: grpc.aio.Channel | None = None
