@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -99,6 +100,9 @@ func (d *drive) phase() learnerv1.Phase {
 // drive holds one session with a learner after the other.
 func (d *drive) drive(ctx context.Context) error {
 	for {
+		if d.save(ctx, true) { // before a learner is touched
+			return errTaken
+		}
 		err := d.session(ctx)
 		if !errors.Is(err, errLost) || ctx.Err() != nil {
 			return err
@@ -156,6 +160,10 @@ func (d *drive) draining() bool {
 
 // end records how the drive ended and tells the scheduler.
 func (d *drive) end(ctx context.Context, err error, cancelled bool) {
+	if errors.Is(err, errTaken) || err != nil && d.save(ctx, true) {
+		d.log.WarnContext(ctx, "the run is left to the controller that leads", "error", err)
+		return
+	}
 	phase, report := finished, &runv1.CompleteRunRequest{
 		RunId: d.spec.GetRunId(), Incarnation: d.spec.GetIncarnation(), State: runv1.RunState_RUN_STATE_SUCCEEDED,
 	}
@@ -177,8 +185,7 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 		}
 	})
 	d.emitPhase()
-	d.save(ctx, report != nil) // a report that is not delivered is delivered after a restart
-	if report == nil {
+	if taken := d.save(ctx, report != nil); taken || report == nil { // a report that is not delivered is delivered after a restart
 		return
 	}
 	if _, err := call(ctx, d, "scheduler", func(ctx context.Context) (*runv1.CompleteRunResponse, error) {
@@ -190,14 +197,19 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 	d.save(ctx, false)
 }
 
-// save writes the drive; it is a hint for the next process, so a failure is logged and no more.
-func (d *drive) save(ctx context.Context, active bool) {
+// save writes the drive; it is a hint for the next process, so a failure is logged and no more. taken says that another controller
+// leads: the run is its own, and whatever this one learns of it must be told to nobody.
+func (d *drive) save(ctx context.Context, active bool) (taken bool) {
 	p, _ := d.board.read()
 	err := d.deps.Store.Save(ctx, &Drive{Spec: d.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: d.weights})
 	if err != nil {
 		d.log.WarnContext(ctx, "the drive's state was not saved", "error", err)
 	}
+	return errors.Is(err, lease.ErrFenced)
 }
+
+// errTaken ends a drive that another controller has taken over.
+var errTaken = errors.New("another controller leads and drives the run")
 
 // enter moves to a phase and says what it waits for.
 func (d *drive) enter(phase learnerv1.Phase, waiting string) {

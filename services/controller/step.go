@@ -79,7 +79,9 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 			return err
 		}
 		d.delivery = d.since(d.mark)
-		d.save(ctx, true)
+		if d.save(ctx, true) {
+			return errTaken
+		}
 	}
 	return d.settle(ctx, l, step)
 }

@@ -12,7 +12,9 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -96,10 +98,30 @@ func (c *conductor) run(ctx context.Context) {
 		e = &ending{state: Interrupted, message: "the control plane stopped; `rollout run --resume " + c.id + "` goes on"}
 	}
 	closing := context.WithoutCancel(ctx)
+	if c.taken(closing) {
+		cancel()
+		<-finished
+		return
+	}
 	c.before(closing, e)
 	cancel()
 	<-finished
-	c.after(closing, e)
+	if !c.taken(closing) {
+		c.after(closing, e)
+	}
+}
+
+// taken reports whether another scheduler leads, or may: then the run is its own, and what the run uses must not be closed under it.
+// This process's workers end all the same.
+func (c *conductor) taken(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	_, err := c.svc.update(ctx, c.id, func(*Run) error { return nil })
+	if errors.Is(err, lease.ErrFenced) || errors.Is(err, sqldb.ErrUnavailable) {
+		c.svc.Log.WarnContext(ctx, "the run is left to the scheduler that leads", "run", c.id, "error", err)
+		return true
+	}
+	return false
 }
 
 // failure turns what stopped a part into the run's ending.

@@ -327,14 +327,19 @@ func (l *ledger) ReissueGroups(_ context.Context, in *bufferv1.ReissueGroupsRequ
 // ---- the controller -----------------------------------------------------------------------------
 
 func (c *controller) StartRun(_ context.Context, in *learnerv1.StartRunRequest, _ ...grpc.CallOption) (*learnerv1.StartRunResponse, error) {
+	var err error
 	c.m.do(func() {
-		if c.m.request.GetIncarnation() == in.GetIncarnation() {
+		switch known := c.m.request.GetIncarnation(); {
+		case known == in.GetIncarnation():
+			return
+		case known > in.GetIncarnation():
+			err = status.Error(codes.FailedPrecondition, "a newer incarnation of this run is known")
 			return
 		}
 		c.m.request, c.m.stopping = in, false
 		c.m.report(cmp.Or(c.m.begins, learnerv1.Phase_PHASE_LEASING), nil)
 	})
-	return &learnerv1.StartRunResponse{}, nil
+	return &learnerv1.StartRunResponse{}, err
 }
 
 func (c *controller) StopRun(_ context.Context, in *learnerv1.StopRunRequest, _ ...grpc.CallOption) (*learnerv1.StopRunResponse, error) {

@@ -62,6 +62,11 @@ const rows = 7
 
 func setup(t *testing.T) *world {
 	t.Helper()
+	return setupAt(t, sqldb.Files(t.TempDir()))
+}
+
+func setupAt(t *testing.T, place sqldb.Place) *world {
+	t.Helper()
 	w := &world{t: t, dir: t.TempDir(), planner: &planner{}, snapshots: &snapshots{}, events: &events{}}
 	w.registry = &registry{lists: map[string][]discovery.Instance{}, changed: make(chan struct{})}
 	w.launcher = &launcher{registry: w.registry}
@@ -74,7 +79,7 @@ func setup(t *testing.T) *world {
 	if err := os.WriteFile(filepath.Join(w.dir, "train.jsonl"), text.Bytes(), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	store, err := sqlstore.Open(t.Context(), sqldb.Files(w.dir))
+	store, err := sqlstore.Open(t.Context(), place)
 	if err != nil {
 		t.Fatal(err)
 	}

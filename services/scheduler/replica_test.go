@@ -1,0 +1,64 @@
+package scheduler_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/rollout-rl/rollout/libs/lease"
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/scheduler"
+	"github.com/rollout-rl/rollout/services/scheduler/sqlstore"
+)
+
+// lead begins a scheduler's term, whatever the one before does.
+func (w *world) lead(store *sqlstore.Store) (*generation, *sqlstore.Store) {
+	w.t.Helper()
+	table := store.Lease()
+	for {
+		seen, err := table.Read(w.t.Context())
+		if err != nil {
+			w.t.Fatal(err)
+		}
+		if mine, err := table.Take(w.t.Context(), seen, "x", ""); err == nil {
+			w.store = store.Fenced(table.Fence(mine.Epoch))
+			return w.start(), w.store
+		}
+	}
+}
+
+// Two schedulers have one run: the first stood still and lost its lease, and does not know. It issues nothing, records nothing, and
+// leaves the run's ledger, streams and controller alone when it finds out; the second brings the run to its end.
+func TestTwoSchedulers(t *testing.T) {
+	t.Parallel()
+	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
+		w := setupAt(t, place(t))
+		store := w.store
+		w.config.ResumeOnStart = true
+		w.mesh.held = true
+		old, oldStore := w.lead(store)
+		run := w.create(plan(3, "sync", 0, false)).GetRunId()
+		w.waitState(run, scheduler.Running)
+
+		_, _ = w.lead(store)
+		w.wait(run, func(s *runv1.RunStatus) bool {
+			return s.GetRun().GetState() == scheduler.Running && s.GetRun().GetIncarnation() == 2
+		})
+		if err := oldStore.Advance(t.Context(), run, 0, 1); !errors.Is(err, lease.ErrFenced) {
+			t.Errorf("the old one moves the cursor: %v", err)
+		}
+		if _, err := old.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run}); err != nil {
+			t.Log("the old one refuses a request:", err)
+		}
+		old.stop() // as when it finds out that it does not lead
+		w.mesh.do(func() { w.mesh.held = false })
+		w.waitState(run, scheduler.Succeeded)
+		w.whole(3)
+		cursor, err := store.Cursor(context.Background(), run)
+		if err != nil || cursor.Position != 9 {
+			t.Errorf("cursor %+v, %v", cursor, err)
+		}
+	})
+}
