@@ -167,10 +167,17 @@ func Mend(err error) string {
 // statusHead is how grpc begins the text of a status: codes are for programs.
 var statusHead = regexp.MustCompile(`rpc error: code = \w+ desc = `)
 
+// dialing is how grpc wraps what the network said.
+var dialing = regexp.MustCompile(`connection error: desc = "transport: (?:E|e)rror while dialing: ([^"]*)"`)
+
+func plain(text string) string {
+	return dialing.ReplaceAllString(statusHead.ReplaceAllString(text, ""), "$1")
+}
+
 // Text is err for people: its text without gRPC's own words; of an error that says how to mend it, its sentence alone.
 func Text(err error) string {
 	if e, ok := From(err); ok && e.metadata[mendKey] != "" {
-		return statusHead.ReplaceAllString(e.message, "")
+		return plain(e.message)
 	}
-	return statusHead.ReplaceAllString(err.Error(), "")
+	return plain(err.Error())
 }

@@ -74,6 +74,10 @@ func TestTextIsForPeople(t *testing.T) {
 	if got := rpcerr.Text(fmt.Errorf("wait: %w", status.Error(codes.Unavailable, "connection refused"))); got != "wait: connection refused" {
 		t.Errorf("text %q", got)
 	}
+	refused := status.Error(codes.Unavailable, `connection error: desc = "transport: Error while dialing: dial tcp 127.0.0.1:1: connect: connection refused"`)
+	if got := rpcerr.Text(refused); got != "dial tcp 127.0.0.1:1: connect: connection refused" {
+		t.Errorf("text %q", got)
+	}
 }
 
 func TestSentinelIsNotChanged(t *testing.T) {
