@@ -2,6 +2,9 @@ package controller
 
 import (
 	"context"
+	"errors"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -95,6 +98,34 @@ type publishing struct {
 func (p *publishing) PublishWeights(context.Context, *learnerv1.PublishWeightsRequest, ...grpc.CallOption) (*learnerv1.PublishWeightsResponse, error) {
 	p.asked++
 	return &learnerv1.PublishWeightsResponse{Weights: p.weights}, nil
+}
+
+// Where training again gave other weights, the ones that were delivered first go on serving; without them the run says so at once
+// and waits for nothing.
+func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
+	t.Parallel()
+	folder := t.TempDir()
+	l := &publishing{}
+	d := &drive{
+		deps: Deps{Events: &told{}, Now: time.Now}, board: newBoard(&learnerv1.Progress{}), fleet: newFleet(run, 1, nil, time.Second, nil),
+		spec:    &learnerv1.StartRunRequest{RunId: run, RunDirectory: folder},
+		weights: &weightsv1.WeightsManifest{Version: 29, Digest: digestOf("older"), Directory: folder},
+	}
+	last := &bufferv1.StepRecord{Step: 30, WeightsDigest: digestOf("first")}
+	err := d.rearm(t.Context(), &learner{client: l, worker: "learner-0"}, last, digestOf("again"))
+	if !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), "rollout run --from "+run) {
+		t.Fatalf("got %v", err)
+	}
+	first := filepath.Join(folder, "weights", "v000030")
+	if err := os.MkdirAll(first, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.rearm(t.Context(), &learner{client: l, worker: "learner-0"}, last, digestOf("again")); err != nil {
+		t.Fatal(err)
+	}
+	if w := d.fleet.want; w.GetVersion() != 30 || w.GetDigest() != last.GetWeightsDigest() || w.GetDirectory() != first || l.asked != 0 {
+		t.Fatalf("the workers are to load %v; %d publications", w, l.asked)
+	}
 }
 
 // A step without a gradient leaves the digest as it was. Killed between its commit and its delivery, the run goes on with its

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -234,11 +235,24 @@ func (d *drive) verify(ctx context.Context, r *bufferv1.StepRecord, digest strin
 }
 
 // rearm delivers the weights of the last committed step. The learner publishes them again where it holds exactly them;
-// else the folder that was delivered first serves. A step without a gradient has the digest of the one before it, and is
+// else the folder that was delivered first serves, and where that is gone too the run can't go on: the ledger would refuse what other
+// weights sample. A step without a gradient has the digest of the one before it, and is
 // another version all the same: the next prompts wait for it.
 func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord, digest string) error {
 	published := d.weights.GetVersion() == last.GetStep() && d.weights.GetDigest() == digest && !missing(d.weights)
-	if digest != last.GetWeightsDigest() || published {
+	if published {
+		return d.serve(ctx)
+	}
+	if digest != last.GetWeightsDigest() {
+		first := d.delivered(last)
+		if missing(first) && algorithm.FromData(d.set.cfg) {
+			return nil // nobody samples with them
+		}
+		if missing(first) {
+			return fmt.Errorf("step %d: its weights %s are gone and were not made again; `rollout run --from %s` goes on in a new run, from the newest snapshot: %w",
+				last.GetStep(), last.GetWeightsDigest(), d.spec.GetRunId(), ErrDiverged)
+		}
+		d.hold(first)
 		return d.serve(ctx)
 	}
 	weights, err := d.publish(ctx, l)
@@ -248,6 +262,17 @@ func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord
 	d.hold(weights)
 	_, err = d.deliver(ctx, weights)
 	return err
+}
+
+// delivered names the folder in which the weights of a committed step were published.
+func (d *drive) delivered(r *bufferv1.StepRecord) *weightsv1.WeightsManifest {
+	if d.weights.GetVersion() == r.GetStep() && d.weights.GetDigest() == r.GetWeightsDigest() {
+		return d.weights
+	}
+	return &weightsv1.WeightsManifest{
+		RunId: d.spec.GetRunId(), Version: r.GetStep(), Digest: r.GetWeightsDigest(),
+		Directory: filepath.Join(d.spec.GetRunDirectory(), "weights", fmt.Sprintf("v%06d", r.GetStep())),
+	}
 }
 
 // serve lets workers go on with the weights that were published last. Where their folder is gone, those that come up wait
