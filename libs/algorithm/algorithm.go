@@ -1,4 +1,4 @@
-// Package algorithm answers what a run's algorithm asks of the services: where its tokens come from, and what a group is to it.
+// Package algorithm answers what a run's algorithm asks of the services: what it is called, and where its tokens come from.
 package algorithm
 
 import (
@@ -44,18 +44,6 @@ func GroupSize(config *configv1.RunConfig) uint32 {
 // Generates reports whether the weights that a run makes can answer prompts: those of a reward model can't.
 func Generates(config *configv1.RunConfig) bool {
 	return config.GetAlgorithm().GetRewardModel() == nil
-}
-
-// DynamicSampling reports whether a group whose rewards are all equal is to be replaced by another.
-func DynamicSampling(config *configv1.RunConfig) bool {
-	message := config.GetAlgorithm().ProtoReflect()
-	field := chosen(config)
-	if field == nil {
-		return false
-	}
-	kind := message.Get(field).Message()
-	key := kind.Descriptor().Fields().ByName("dynamic_sampling")
-	return key != nil && kind.Get(key).Bool()
 }
 
 // Title is the algorithm by the name that papers give it.

@@ -26,21 +26,8 @@ func TestEveryAlgorithmOfTheContractHasATitleAndASource(t *testing.T) {
 			t.Errorf("%s: pairs %v, groups of %d, generates %v", field.TextName(), Pairs(config), GroupSize(config), Generates(config))
 		}
 		config.Sampling = nil
-		if DynamicSampling(config) {
-			t.Errorf("%s samples dynamically without being told", field.TextName())
-		}
 	}
-	if empty := (&configv1.RunConfig{}); Name(empty) != "" || FromData(empty) || DynamicSampling(empty) {
+	if empty := (&configv1.RunConfig{}); Name(empty) != "" || FromData(empty) {
 		t.Error("a configuration without an algorithm has one")
-	}
-}
-
-func TestDynamicSampling(t *testing.T) {
-	t.Parallel()
-	dapo := &configv1.RunConfig{Algorithm: &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Dapo{
-		Dapo: &configv1.DapoConfig{DynamicSampling: proto.Bool(true)},
-	}}}
-	if !DynamicSampling(dapo) {
-		t.Error("DAPO was told to sample dynamically")
 	}
 }

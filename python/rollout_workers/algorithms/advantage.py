@@ -111,6 +111,12 @@ def sum_from_here(per_token: Tensor, sample: Tensor, *, gamma: float = 1.0) -> T
     return out
 
 
+def equal_groups(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Whether each sample's group has one and the same reward throughout; a group of one has. float64 [S], int64 [S] -> bool
+    [S]."""
+    return _all_equal(rewards, groups, int(groups.max()) + 1 if groups.numel() else 0)[groups]
+
+
 def _all_equal(rewards: Tensor, groups: Tensor, count: int) -> Tensor:
     """bool [G]: whether a group's rewards are the same number. Compared, since a rounded mean leaves a residue."""
     highest = rewards.new_full((count,), -torch.inf).scatter_reduce_(0, groups, rewards, "amax")

@@ -19,8 +19,10 @@ class DapoConfig(GrpoConfig):
 
 
 def dapo(config: DapoConfig) -> Algorithm:
-    """DAPO as an algorithm: its four parts are ``clip_high`` above ``clip_low``, ``dynamic_sampling`` (the buffer replaces
-    groups of equal rewards), ``reduction = "token"``, and the soft overlong punishment (``overlong_share``,
-    ``overlong_penalty``).
+    """DAPO as an algorithm.
+
+    Its four parts: ``clip_high`` above ``clip_low``; ``dynamic_sampling``, by which groups of equal rewards are left out of
+    the batch and of its mean (the paper samples others in their place; here the step is smaller); ``reduction = "token"``;
+    and the soft overlong punishment (``overlong_share``, ``overlong_penalty``).
     """
     return compare("dapo", config)

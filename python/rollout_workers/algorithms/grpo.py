@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rollout_workers.algorithms.advantage import NORMALIZATIONS, group_relative, leave_one_out
@@ -22,7 +22,7 @@ class GrpoConfig(PolicyConfig):
     normalize_std: bool = True
     """Off: ``normalization`` is ``none``."""
     dynamic_sampling: bool = False
-    """Whether groups of equal rewards are replaced by others before the batch is formed (by the buffer)."""
+    """Whether groups of equal rewards are left out of the batch, so that they don't dilute its mean."""
 
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)
@@ -44,7 +44,7 @@ def grpo(config: GrpoConfig) -> Algorithm:
 def compare(name: str, config: GrpoConfig, *, ratio: str = "token", detach_ratio: bool = False) -> Algorithm:
     """An algorithm of GRPO's family: its estimator by ``baseline`` and ``normalization``, and ``surrogate.policy_loss``."""
     estimator = leave_one_out if config.baseline == "leave_one_out" else group_relative
-    return group_algorithm(
+    algorithm = group_algorithm(
         name,
         config,
         partial(estimator, normalization=config.normalization),
@@ -52,3 +52,4 @@ def compare(name: str, config: GrpoConfig, *, ratio: str = "token", detach_ratio
         ratio=ratio,
         detach_ratio=detach_ratio,
     )
+    return replace(algorithm, drop_equal_groups=config.dynamic_sampling)

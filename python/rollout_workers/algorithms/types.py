@@ -244,6 +244,8 @@ class Algorithm:
     shape: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     """(rewards float64 [S], sampled tokens int64 [S], truncated bool [S]) -> rewards float64 [S], before any estimate; absent:
     as they are. DAPO's overlong penalty."""
+    drop_equal_groups: bool = False
+    """Whether groups whose rewards are all equal are left out of the loss and of its normalisers (DAPO's dynamic sampling)."""
     mask_truncated: bool = False
     """Whether samples that were cut off at the longest completion are left out of the loss, once advantages are estimated."""
     initial_kl_coefficient: float = 0.0

@@ -17,6 +17,8 @@
 | ``tokens/computed`` | positions that the forward pass worked on, after skipping and sharing, padding included |
 | ``length/mean``, ``length/min``, ``length/max`` | of the completions, in tokens |
 | ``staleness/max`` | steps between a sample's oldest weights and this step's |
+| ``staleness/share_N`` | share of samples that are N steps behind, or up to the next N (0, 1, 2, 3, 5, 9); where any is |
+| ``groups/equal_rewards`` | groups left out since their rewards are all equal, where the algorithm does so |
 | ``tokens_per_second``, ``samples_per_second`` | of the batch, over ``time/step`` |
 | ``time/pack``, ``time/forward``, ``time/backward``, ``time/optimizer``, ``time/step`` | seconds |
 
@@ -30,6 +32,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from rollout_workers.algorithms.importance import staleness_histogram
 from rollout_workers.learner.types import TrainSample
 
 
@@ -48,7 +51,10 @@ def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) 
         rewards = np.array([sample.reward for sample in samples])
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
-        metrics["staleness/max"] = float(max(step - 1 - sample.version for sample in samples))
+        behind = [step - 1 - sample.version for sample in samples]
+        metrics["staleness/max"] = float(max(behind))
+        if metrics["staleness/max"] > 0:
+            metrics |= staleness_histogram(behind)
     return metrics
 
 

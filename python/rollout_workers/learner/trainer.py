@@ -27,6 +27,7 @@ from rollout_workers.learner.refusal import Refusals
 from rollout_workers.learner.schedule import Schedule
 from rollout_workers.learner.scorer import Scorer
 from rollout_workers.learner.state import load_state, save_state
+from rollout_workers.learner.teacher import Teacher
 from rollout_workers.learner.types import (
     BadBatch,
     BadSettings,
@@ -102,6 +103,7 @@ class Trainer:
             seed=config.seed,
             reference=Reference(self.policy, model_dir) if self.algorithm.needs.reference else None,
             critic=_critic(self.policy, self.algorithm, config, model_dir),
+            teacher=_teacher(self.policy, self.algorithm, config),
             kl_coefficient=self.algorithm.initial_kl_coefficient,
         )
         critic = self.machine.critic
@@ -309,6 +311,11 @@ class _Measure:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._seconds[self._phase] += time.perf_counter() - self._started
+
+
+def _teacher(policy: Policy, algorithm: Algorithm, config: TrainerConfig) -> Teacher | None:
+    directory = getattr(config.settings, "teacher", "")
+    return Teacher(directory, policy) if algorithm.needs.teacher and directory else None
 
 
 def _critic(policy: Policy, algorithm: Algorithm, config: TrainerConfig, model_dir: str | os.PathLike[str]) -> Critic | None:

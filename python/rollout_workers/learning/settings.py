@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ ACTIONS = {
 }
 
 
-def trainer_config(config: RunConfig, threads: int) -> TrainerConfig:
-    """Every field of ``train`` and ``algorithm``. threads: of the worker's spec; 0: all cores."""
+def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> TrainerConfig:
+    """Every field of ``train`` and ``algorithm``. threads: of the worker's spec; 0: all cores. base_dir: of the plan's paths."""
     train = config.train
     name = str(config.algorithm.WhichOneof("kind"))
     return TrainerConfig(
         algorithm=name,
-        settings=algorithm_settings(config),
+        settings=algorithm_settings(config, base_dir),
         schedule=Schedule(peak=train.learning_rate, shape=train.schedule, warmup_steps=train.warmup_steps, steps=train.steps),
         optimizer=AdamWConfig(
             weight_decay=train.weight_decay,
@@ -77,7 +78,7 @@ def _lora(config: RunConfig) -> LoraConfig | None:
     return LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
 
 
-def algorithm_settings(config: RunConfig) -> Any:
+def algorithm_settings(config: RunConfig, base_dir: str = "") -> Any:
     """The settings' dataclass of the chosen algorithm, each field that the table sets by its own name.
 
     A field that neither table nor plan has keeps the dataclass's default. ``off_policy`` and ``max_tokens`` come from the run.
@@ -85,9 +86,11 @@ def algorithm_settings(config: RunConfig) -> Any:
     name = str(config.algorithm.WhichOneof("kind"))
     table, expected = getattr(config.algorithm, name), config_type(name)
     known = {field.name for field in fields(expected)}
-    given = {field.name: getattr(table, field.name) for field, _ in table.ListFields() if field.name in known}
+    given: dict[str, Any] = {field.name: getattr(table, field.name) for field, _ in table.ListFields() if field.name in known}
     if "off_policy" in known:
         given["off_policy"] = config.mode == "async"
     if "max_tokens" in known and config.sampling.HasField("max_tokens"):
         given["max_tokens"] = config.sampling.max_tokens
+    if "teacher" in given:
+        given["teacher"] = os.path.join(base_dir, str(given["teacher"]))
     return expected(**given)

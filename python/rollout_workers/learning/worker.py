@@ -41,7 +41,8 @@ async def run_learner_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecyc
     try:
         began = time.monotonic()
         settings = replace(
-            trainer_config(spec.plan.config, spec.threads), refusals=refusals(spec.plan.config, spec.run_directory, events)
+            trainer_config(spec.plan.config, spec.threads, spec.base_dir),
+            refusals=refusals(spec.plan.config, spec.run_directory, events),
         )
         loading = asyncio.create_task(learner.load(lambda: Trainer(model_directory(spec), settings)))
         leaving = asyncio.create_task(lifecycle.wait())

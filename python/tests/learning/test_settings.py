@@ -58,6 +58,12 @@ def test_what_the_plan_sets_reaches_the_algorithm(name: str) -> None:
     assert build_algorithm(name, settings).name == name
 
 
+def test_the_teacher_is_looked_for_beside_the_config() -> None:
+    given = {"mode": "sync", "algorithm": {"distillation": {"teacher": "models/big"}}}
+    config = json_format.ParseDict(given, RunConfig())
+    assert algorithm_settings(config, "/runs").teacher == "/runs/models/big"
+
+
 def test_a_plan_from_before_a_key_existed_keeps_its_meaning() -> None:
     config = json_format.ParseDict(
         {"mode": "sync", "algorithm": {"grpo": {"clip_low": 0.1, "normalize_std": False}}}, RunConfig()

@@ -350,8 +350,8 @@ class DrGrpoConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-    arXiv 2503.14476, section 3.2).
+    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+    3.2; others are not sampled in their place: the step is smaller).
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -547,8 +547,8 @@ class DapoConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-    arXiv 2503.14476, section 3.2).
+    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+    3.2; others are not sampled in their place: the step is smaller).
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -744,8 +744,8 @@ class GspoConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-    arXiv 2503.14476, section 3.2).
+    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+    3.2; others are not sampled in their place: the step is smaller).
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -941,8 +941,8 @@ class CispoConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-    arXiv 2503.14476, section 3.2).
+    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+    3.2; others are not sampled in their place: the step is smaller).
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -1138,8 +1138,8 @@ class RlooConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-    arXiv 2503.14476, section 3.2).
+    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+    3.2; others are not sampled in their place: the step is smaller).
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end

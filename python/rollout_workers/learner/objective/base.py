@@ -15,6 +15,7 @@ from rollout_workers.learner.critic import Critic
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.policy import Policy
 from rollout_workers.learner.reference import Reference, ReferenceCache
+from rollout_workers.learner.teacher import Teacher
 from rollout_workers.learner.types import TrainSample
 
 
@@ -31,6 +32,8 @@ class Machine:
     seed: int
     reference: Reference | None = None
     critic: Critic | None = None
+    teacher: Teacher | None = None
+    """Absent where samples carry the teacher's logprobs themselves."""
     kl_coefficient: float = 0.0
     cache: ReferenceCache = field(default_factory=ReferenceCache)
 

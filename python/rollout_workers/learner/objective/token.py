@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout_workers.algorithms import EstimatorBatch, TokenBatch, ValueBatch
+from rollout_workers.algorithms.advantage import equal_groups
 from rollout_workers.algorithms.divergence import k3
 from rollout_workers.learner.index import TokenIndex
 from rollout_workers.learner.objective.base import Machine, Part
@@ -46,8 +47,10 @@ class Tokens:
         if self._ahead():
             self._measure_ahead()
         self._estimate(rewards)
-        if self._algorithm.mask_truncated:
-            self._samples = [_without_loss(s) if s.truncated else s for s in samples]
+        left_out = self._left_out(rewards)
+        self._kept = (~left_out).numpy()
+        if bool(left_out.any()):
+            self._samples = [_without_loss(s) if out else s for s, out in zip(samples, left_out.tolist(), strict=True)]
             self._whole = None
             self._normalizer = max(1.0, _trained(self._samples))
             self.metrics["tokens/trained"] = _trained(self._samples)
@@ -95,7 +98,7 @@ class Tokens:
         whole = len(part) == len(self._samples)
         if not whole or self._algorithm.updates.count > 1:
             self._normalizer = max(1.0, _trained(part))
-        self._count = float(len(part))
+        self._count = max(1.0, float(self._kept[list(chosen)].sum()))
         if whole and self._whole is not None and self._needs.every_token:
             return self._whole
         return self._machine.pack(self._samples, self._with_gradient(chosen))
@@ -117,6 +120,15 @@ class Tokens:
         if self._algorithm.shape is None:
             return rewards
         return self._algorithm.shape(rewards, _lengths(samples), _truncated(samples))
+
+    def _left_out(self, rewards: Tensor) -> Tensor:
+        """bool [S]: samples that count in no loss, now that advantages are known."""
+        left_out = _truncated(self._samples) & self._algorithm.mask_truncated
+        if self._algorithm.drop_equal_groups:
+            equal = equal_groups(rewards, self._groups)
+            self.metrics["groups/equal_rewards"] = float(len(set(self._groups[equal].tolist())))
+            left_out = left_out | equal
+        return left_out
 
     def _ahead(self) -> bool:
         by_estimate = self._algorithm.advantages is None and self._algorithm.estimate is not None
@@ -175,15 +187,21 @@ class Tokens:
             logprobs=known.get("logprobs"),
             reference_logprobs=known.get("reference"),
             values=known.get("values"),
-            teacher_logprobs=self._teacher(index) if self._needs.teacher else None,
             kl_coefficient=self._machine.kl_coefficient,
         )
 
-    def _teacher(self, index: TokenIndex) -> Tensor:
-        missing = next((s for s in self._samples if s.teacher_logprobs is None), None)
-        if missing is not None:
-            raise BadBatch(f"sample {missing.sample} of group {missing.group_key} has no logprobs of the teacher")
-        return index.gather([_or_zeros(s, s.teacher_logprobs) for s in self._samples])
+    def _taught(self, batch: MicroBatch, like: Tensor) -> Tensor:
+        """float32 [N]: the teacher's logprobs, from the samples where they carry them. Raises ``BadBatch``."""
+        machine = self._machine
+        if machine.teacher is not None:
+            return machine.teacher.logprobs(batch, temperature=machine.temperature)
+        found = np.empty(len(batch.sample), np.float32)
+        for number in np.unique(batch.sample):
+            sample, here = self._samples[number], batch.sample == number
+            if sample.teacher_logprobs is None:
+                raise BadBatch(f"sample {sample.sample} of group {sample.group_key} has no logprobs of the teacher")
+            found[here] = sample.teacher_logprobs[batch.place[here]]
+        return torch.from_numpy(found).to(like.device)
 
     def _tokens(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None) -> TokenBatch:
         machine, needs, tokens = self._machine, self._needs, policy.tokens
@@ -198,6 +216,9 @@ class Tokens:
                 reference = self._at("reference", slots, tokens)
             else:
                 reference = machine.reference.logprobs(batch, temperature=machine.temperature)
+        teacher = None
+        if needs.teacher:
+            teacher = self._taught(batch, tokens)
         old = None
         if "logprobs" in self._known and self._algorithm.updates.count > 1:
             assert slots is not None
@@ -214,6 +235,7 @@ class Tokens:
             old_logprobs=old,
             engine_logprobs=torch.from_numpy(batch.engine_logprobs).to(tokens.device) if needs.engine_logprobs else None,
             reference_logprobs=reference,
+            teacher_logprobs=teacher,
             entropy=entropy,
             kl_coefficient=machine.kl_coefficient,
         )

@@ -72,8 +72,10 @@ FORMULAS = {
     "distillation": "-Σ r constant(log p_teacher - log p) / N",
 }
 OF_NO_ORACLE = [
-    "The overlong penalty, process rewards and dynamic sampling have no counterpart that can be called alone; they are tested "
-    "against numbers worked out by hand.",
+    "The overlong penalty and process rewards have no counterpart that can be called alone; they are tested against numbers "
+    "worked out by hand.",
+    "DAPO's dynamic sampling samples other groups in the place of those whose rewards are all equal; here they are left out of "
+    "the batch and of its mean, and the step is smaller.",
     "Advantages are float64 from float64 rewards; a group whose rewards are all equal gets exactly 0, where the oracles leave a "
     "rounding residue over their epsilon.",
     "The ratio of a token is held within exp(±20), as verl's is; TRL's is not. verl also holds k3 at 10, where its gradient then "

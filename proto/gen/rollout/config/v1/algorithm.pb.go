@@ -387,8 +387,8 @@ type DrGrpoConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-	// arXiv 2503.14476, section 3.2).
+	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+	// 3.2; others are not sampled in their place: the step is smaller).
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -614,8 +614,8 @@ type DapoConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-	// arXiv 2503.14476, section 3.2).
+	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+	// 3.2; others are not sampled in their place: the step is smaller).
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -841,8 +841,8 @@ type GspoConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-	// arXiv 2503.14476, section 3.2).
+	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+	// 3.2; others are not sampled in their place: the step is smaller).
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -1068,8 +1068,8 @@ type CispoConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-	// arXiv 2503.14476, section 3.2).
+	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+	// 3.2; others are not sampled in their place: the step is smaller).
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -1295,8 +1295,8 @@ type RlooConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-	// arXiv 2503.14476, section 3.2).
+	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+	// 3.2; others are not sampled in their place: the step is smaller).
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.

@@ -933,8 +933,8 @@ type GrpoConfig struct {
 	Epochs *uint32 `protobuf:"varint,13,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,14,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are excluded as EQUAL_REWARDS and others are sampled in their place (DAPO,
-	// arXiv 2503.14476, section 3.2).
+	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
+	// 3.2; others are not sampled in their place: the step is smaller).
 	DynamicSampling *bool `protobuf:"varint,15,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -1724,7 +1724,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\x96:\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xb8:\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1744,9 +1744,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04eval\x18\r \x01(\v2\x1d.rollout.config.v1.EvalConfigR\x04eval\x12=\n" +
 	"\bsnapshot\x18\x0e \x01(\v2!.rollout.config.v1.SnapshotConfigR\bsnapshot\x127\n" +
 	"\x06limits\x18\x0f \x01(\v2\x1f.rollout.config.v1.LimitsConfigR\x06limits\x121\n" +
-	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora:\xa22\xbaH\x9e2\x1a\xb9\x03\n" +
-	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1a\xc4\x02this.mode != 'sync' || this.staleness.max_steps == 0u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation)].exists(x, x)\x1a\xbd\x02\n" +
-	"\x11run_config.reward\x12(`[algorithm.*]` needs a `[reward]` table\x1a\xfd\x01has(this.reward) || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp)].exists(x, x)\x1a\x84\x03\n" +
+	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora:\xc42\xbaH\xc02\x1a\xb9\x03\n" +
+	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1a\xc4\x02this.mode != 'sync' || this.staleness.max_steps == 0u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation)].exists(x, x)\x1a\xdf\x02\n" +
+	"\x11run_config.reward\x12(`[algorithm.*]` needs a `[reward]` table\x1a\x9f\x02has(this.reward) || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation)].exists(x, x)\x1a\x84\x03\n" +
 	"\x15run_config.group_size\x12g`sampling.group_size` must be at least 2 for `[algorithm.*]`: advantages compare the samples of a group\x1a\x81\x02this.sampling.group_size >= 2u || (![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo)].exists(x, x) && !this.algorithm.reinforce_pp.group_baseline)\x1a\xa2\x02\n" +
 	"\x11run_config.single\x12T`sampling.group_size` must be 1 for `[algorithm.*]`: each row is trained on as it is\x1a\xb6\x01this.sampling.group_size == 1u || ![has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x)\x1a\xd6\x02\n" +
 	"\x16run_config.temperature\x12h`sampling.temperature` must be above 0 for `[algorithm.*]`: the samples of a group would all be the same\x1a\xd1\x01this.sampling.temperature > 0.0 || ![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo)].exists(x, x)\x1a\xa3\x03\n" +
