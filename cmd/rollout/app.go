@@ -28,7 +28,8 @@ type app struct {
 	stdin          io.Reader
 	stdout, stderr io.Writer
 	env            func(string) string
-	terminal       bool // whether stdout is one
+	environ        []string // all of it, for configurations that name variables
+	terminal       bool     // whether stdout is one
 	dial           func(ctx context.Context) (*client.Client, error)
 	zone           *time.Location                    // of times that people read; nil: local
 	interrupts     func() (<-chan os.Signal, func()) // replaced by tests

@@ -86,6 +86,9 @@ func (c command) run(t *testing.T, args ...string) result {
 		stdin: c.stdin, stdout: &stdout, stderr: &stderr, zone: time.UTC,
 		env: func(name string) string { return c.env[name] },
 	}
+	for name, value := range c.env {
+		a.environ = append(a.environ, name+"="+value)
+	}
 	if a.stdin == nil {
 		a.stdin = strings.NewReader("")
 	}

@@ -14,7 +14,7 @@ var version = "unknown"
 
 func main() {
 	a := &app{
-		stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, env: os.Getenv,
+		stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, env: os.Getenv, environ: os.Environ(),
 		terminal: term.IsTerminal(int(os.Stdout.Fd())),
 	}
 	a.dial = a.connect

@@ -6,16 +6,14 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/blob/files"
-	"github.com/rollout-rl/rollout/libs/blob/gcs"
-	"github.com/rollout-rl/rollout/libs/blob/s3"
-	"github.com/rollout-rl/rollout/libs/config"
 )
 
 // openArtifacts is the store of the storage service.
 func openArtifacts(ctx context.Context, m *mesh) (*blob.CAS, error) {
-	store, err := openBucket(ctx, m.cfg.Blob, m.environ)
+	store, err := backend.Bucket(ctx, m.cfg.Blob, m.environ)
 	if err != nil {
 		return nil, err
 	}
@@ -34,38 +32,4 @@ func openArtifacts(ctx context.Context, m *mesh) (*blob.CAS, error) {
 		return nil, fmt.Errorf("make the spool folder: %w", err)
 	}
 	return blob.NewCAS(store, spool), nil
-}
-
-// openBucket is the configured bucket; nil where blobs are files. It is asked for a blob that is not there, so that a bucket that
-// is missing or refuses us is known now.
-func openBucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, error) {
-	bucket := c.Bucket()
-	var store blob.Store
-	var err error
-	switch bucket.Kind {
-	case "s3":
-		var secret string
-		if secret, err = config.Secret("blob.secret_key", c.SecretKeyFile, c.SecretKeyEnv, environ); err != nil {
-			return nil, err
-		}
-		store, err = s3.Open(ctx, s3.Config{
-			Bucket: bucket.Name, Prefix: bucket.Prefix, Region: c.Region, Endpoint: c.Endpoint, AccessKey: c.AccessKey, SecretKey: secret,
-		})
-	case "gs":
-		store, err = gcs.Open(ctx, gcs.Config{
-			Bucket: bucket.Name, Prefix: bucket.Prefix, Endpoint: c.Endpoint, CredentialsFile: c.CredentialsFile,
-		})
-	default:
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	for _, err := range store.List(ctx, "none/") {
-		if err != nil {
-			return nil, fmt.Errorf("%s://%s: %w", bucket.Kind, bucket.Name, err)
-		}
-		break
-	}
-	return store, nil
 }

@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery"
@@ -106,7 +107,7 @@ func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
 	if m.bus, err = bus.Connect(ctx, o); err != nil {
 		return err
 	}
-	agentTLS, err := peerTLS("consul", m.cfg.Consul.CAFile, "", "")
+	agentTLS, err := backend.TLS("consul", m.cfg.Consul.CAFile, "", "")
 	if err == nil {
 		m.discovery, err = discovery.NewClient(discovery.Options{
 			Address: m.endpoints.consul, Token: m.endpoints.consulToken, TLS: agentTLS, Log: log,

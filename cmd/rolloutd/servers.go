@@ -12,6 +12,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery/registry"
@@ -107,7 +108,7 @@ func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []targe
 	if err != nil {
 		return err
 	}
-	if e.natsAccess, err = natsAccess(cfg.NATS, e.token, environ); err != nil {
+	if e.natsAccess, err = backend.NATS(cfg.NATS, e.token, environ); err != nil {
 		return err
 	}
 	if cfg.Consul.Address == "" { // an embedded registry, ours or the joined one
@@ -116,25 +117,6 @@ func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []targe
 	token, err := config.Secret("consul.token", cfg.Consul.TokenFile, cfg.Consul.TokenEnv, environ)
 	e.consulToken = first(token, e.consulToken)
 	return err
-}
-
-// natsAccess reads the credentials that the configuration names. Without any the mesh token is one.
-func natsAccess(c config.NATS, meshToken string, environ []string) (o bus.Options, err error) {
-	o.User, o.Replicas = c.User, c.Replicas
-	if o.Token, err = config.Secret("nats.token", c.TokenFile, c.TokenEnv, environ); err != nil {
-		return o, err
-	}
-	if o.Password, err = config.Secret("nats.password", c.PasswordFile, c.PasswordEnv, environ); err != nil {
-		return o, err
-	}
-	if o.NKeySeed, err = config.Secret("nats.nkey", c.NKeyFile, "", environ); err != nil {
-		return o, err
-	}
-	if o.Token+o.User+o.NKeySeed == "" {
-		o.Token = meshToken
-	}
-	o.TLS, err = peerTLS("nats", c.CAFile, c.CertFile, c.KeyFile)
-	return o, err
 }
 
 func first(a, b string) string {

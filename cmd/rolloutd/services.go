@@ -8,6 +8,7 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -56,7 +57,7 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	payloads, err := openBucket(ctx, m.cfg.Blob, m.environ)
+	payloads, err := backend.Bucket(ctx, m.cfg.Blob, m.environ)
 	if err != nil {
 		return hosted{close: store.Close}, err
 	}

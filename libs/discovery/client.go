@@ -62,6 +62,20 @@ func (c *Client) Ready(ctx context.Context) error {
 	return nil
 }
 
+// Describe gives the agent's version and the address of the leader of its cluster. ErrUnavailable, ErrDenied.
+func (c *Client) Describe(ctx context.Context) (version, leader string, err error) {
+	q := (&consul.QueryOptions{}).WithContext(ctx)
+	if leader, err = c.api.Status().LeaderWithQueryOptions(q); err != nil {
+		return "", "", fmt.Errorf("ask for the leader: %w", mapError(err))
+	}
+	var self map[string]map[string]any
+	if _, err := c.api.Raw().Query("/v1/agent/self", &self, q); err != nil {
+		return "", leader, fmt.Errorf("ask the agent who it is: %w", mapError(err))
+	}
+	version, _ = self["Config"]["Version"].(string)
+	return version, leader, nil
+}
+
 // Lookup returns the passing instances of a service now, sorted by id; none is no error.
 func (c *Client) Lookup(ctx context.Context, name string) ([]Instance, error) {
 	list, _, err := c.query(ctx, name, 0, 0)

@@ -1,0 +1,97 @@
+//go:build servers
+
+package doctor_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/rollout-rl/rollout/cmd/internal/doctor"
+	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/servertest"
+	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
+)
+
+const management = "6f3c1d6e-0f53-4a86-9c0f-6d1f6a0c7a13"
+
+// healthy is a configuration with a server of its own for everything.
+func healthy(t *testing.T) doctor.Patient {
+	t.Helper()
+	dir := t.TempDir()
+	secret := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	s3 := servertest.StartS3(t)
+	if err := os.Mkdir(filepath.Join(s3.Dir, "rollout"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	c := config.Default(dir)
+	c.NATS.URL = servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret"}).URL()
+	c.NATS.TokenFile = secret("nats", "s3cret")
+	c.Consul.Address = servertest.StartConsul(t, servertest.ConsulOptions{Token: management}).Address
+	c.Consul.TokenFile = secret("consul", management)
+	c.Blob = config.Blob{URL: "s3://rollout/mesh", Endpoint: s3.Endpoint, AccessKey: s3.AccessKey, SecretKeyFile: secret("s3", s3.SecretKey)}
+	place := sqldbtest.Place(t)
+	c.Database.URL = place.URL
+	return doctor.Patient{Config: c, Now: time.Now}
+}
+
+func find(findings []doctor.Finding, server, check string) doctor.Finding {
+	for _, f := range findings {
+		if f.Server == server && f.Check == check {
+			return f
+		}
+	}
+	return doctor.Finding{}
+}
+
+func TestEverythingIsFound(t *testing.T) {
+	t.Parallel()
+	p := healthy(t)
+	findings := doctor.Look(t.Context(), p)
+	for _, f := range findings {
+		if f.Status != doctor.OK && f.Server != "tls" {
+			t.Errorf("of healthy servers: %+v", f)
+		}
+	}
+	for _, want := range [][2]string{
+		{"database", "permissions"}, {"database", "clock"}, {"nats", "max_payload"}, {"nats", "streams"}, {"consul", "permissions"},
+		{"blob", "create once"}, {"blob", "delete"}, {"blob", "clock"}, {"state", "disk"},
+	} {
+		if find(findings, want[0], want[1]).Status != doctor.OK {
+			t.Errorf("%s %s was not looked at: %+v", want[0], want[1], findings)
+		}
+	}
+
+	wrong := p
+	bad := filepath.Join(t.TempDir(), "bad")
+	if err := os.WriteFile(bad, []byte("wrong-secret"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	wrong.Config.NATS.TokenFile, wrong.Config.Consul.TokenFile, wrong.Config.Blob.URL = bad, bad, "s3://missing"
+	wrong.Now = func() time.Time { return time.Now().Add(time.Hour) }
+	findings = doctor.Look(t.Context(), wrong)
+	for _, want := range []struct {
+		server, check, mend string
+		status              doctor.Status
+	}{
+		{"nats", "reach", "nats.token_file", doctor.Failed}, {"consul", "reach", "consul.token_file", doctor.Failed},
+		{"blob", "reach", "blob.url", doctor.Failed}, {"database", "clock", "NTP", doctor.Warning},
+	} {
+		if f := find(findings, want.server, want.check); f.Status != want.status || !strings.Contains(f.Mend, want.mend) {
+			t.Errorf("%+v, found %+v", want, f)
+		}
+		for _, f := range findings {
+			if strings.Contains(f.Detail+f.Mend, "wrong-secret") {
+				t.Errorf("%+v tells a secret", f)
+			}
+		}
+	}
+}
