@@ -270,7 +270,7 @@ func blobs(ctx context.Context, p Patient, r *report) {
 	between := p.Now().Sub(began)
 	r.ok("write", "")
 	if _, err := store.Put(ctx, key, bytes.NewReader(data)); !errors.Is(err, blob.ErrExists) {
-		r.fail("create once", fmt.Errorf("a second write of a key was not refused (%v)", err), "the object store must honour If-None-Match: *; use another or a newer one")
+		r.fail("create once", errors.Join(errors.New("a second write of a key was not refused"), err), "the object store must honour If-None-Match: *; use another or a newer one")
 	} else {
 		r.ok("create once", "a second write is refused")
 	}
