@@ -95,6 +95,7 @@ func (d *draft) read() error {
 		return err
 	}
 	d.readModel(cfg.GetModel().GetPath())
+	d.readTeacher(cfg.GetAlgorithm().GetDistillation().GetTeacher())
 	if plugin := cfg.GetReward().GetPlugin(); plugin != "" && d.Readable("reward.plugin") {
 		file, _, _ := strings.Cut(plugin, ".py:")
 		d.exists("reward.plugin", file+".py", false)
