@@ -1,0 +1,32 @@
+"""What a worker does first, with the spec that ROLLOUT_WORKER_SPEC names: reach NATS with its credentials and register in Consul.
+
+Prints ``reached`` and stays registered until its standard input ends.
+"""
+
+import asyncio
+import sys
+
+from rollout_workers.mesh.bus import connect
+from rollout_workers.mesh.registration import Registration
+from rollout_workers.mesh.spec import identity, load_spec
+
+
+async def main() -> None:
+    spec = load_spec()
+    client = await connect(spec.nats_url, spec.nats_token, name="reach", access=spec.nats)
+    await client.jetstream().account_info()
+    registration = Registration(
+        identity(spec),
+        agent=spec.consul_address,
+        address="127.0.0.1:4711",
+        consul_token=spec.consul_token,
+        ca_file=spec.consul_ca_file,
+    )
+    registration.start()
+    print("reached", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    registration.stop()
+    await client.close()
+
+
+asyncio.run(main())
