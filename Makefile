@@ -46,6 +46,10 @@ demo: build ## Train a model through the whole mesh (MODEL=smollm2 for a real pr
 bench: build venv-bench ## Measure throughput as ratios against TRL and plain generate
 	@scripts/bench
 
+.PHONY: bench-train
+bench-train: build venv-bench ## Measure the learner on data (SFT, DPO, reward model) as ratios against TRL
+	@$(PYTHON) bench/train.py
+
 # ---- check ------------------------------------------------------------------------------------
 
 .PHONY: test
@@ -88,6 +92,12 @@ check-race: build venv-dev ## Run the Go tests under the race detector (needs a 
 check-oracles: venv-dev ## Ask TRL and verl again what our losses are compared with, in an environment of their own
 	@scripts/oracles --check
 	@cd python && $(PYTHON) -m pytest tests/algorithms/test_oracles.py tests/algorithms/test_document.py
+
+FAMILIES ?= sft,grpo,dpo,ppo,kto,reward_model
+SEEDS ?= 0,1,2
+.PHONY: learn-check
+learn-check: build ## Train every family of algorithms past its threshold (FAMILIES=dpo,ppo SEEDS=0 for some of it)
+	@$(PYTHON) bench/learn.py --families $(FAMILIES) --seeds $(SEEDS)
 
 .PHONY: check-compose
 check-compose: venv-dev ## Check docker-compose.yml: that it parses, and what it may publish
