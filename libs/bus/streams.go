@@ -33,8 +33,11 @@ const (
 	// workAckWait is how long a worker may be silent (it acks progress every second) before its items go to another one. Three
 	// missed beats and a margin: below that a busy kernel redelivers for nothing, above it a dead worker idles the learner.
 	workAckWait = 4 * time.Second
-	// trajAckWait covers a segment fsync and a ledger transaction on a slow disk. A redelivery is harmless, the ledger dedups.
-	trajAckWait = 30 * time.Second
+	// trajAckWait is how long samples lie idle that a buffer had fetched when it was killed: the step that wants them waits as long.
+	// A segment fsync and a ledger transaction take milliseconds; on a disk that is slower than this the twin is dropped.
+	trajAckWait = 4 * time.Second
+	// eventAckWait: nobody waits for events.
+	eventAckWait = 30 * time.Second
 	// maxAckPending bounds the unacked deliveries of a consumer. It is not the flow control (that is the scheduler's staleness
 	// bound), so it is above every fleet's slots.
 	maxAckPending = 1 << 16
@@ -138,7 +141,7 @@ func events(replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 		}, jetstream.ConsumerConfig{
 			Durable:       StorageConsumer,
 			AckPolicy:     jetstream.AckExplicitPolicy,
-			AckWait:       trajAckWait,
+			AckWait:       eventAckWait,
 			MaxDeliver:    -1,
 			MaxAckPending: maxAckPending,
 		}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path/filepath"
 
 	"google.golang.org/protobuf/proto"
 
@@ -66,8 +67,11 @@ func (e *export) head(ctx context.Context, r Reader) (*bufferv1.ExportLedgerResp
 		return nil, err
 	}
 	out := &bufferv1.ExportLedgerResponse{Ledger: &bufferv1.LedgerRecord{
-		Config: l.Config, State: state, Chain: l.Chain, Trimmed: l.Trimmed, Closed: l.Closed,
+		Config: l.Config, State: state, Chain: l.Chain, Trimmed: l.Trimmed, Closed: l.Closed, Folder: e.folder,
 	}}
+	if abs, err := filepath.Abs(e.folder); err == nil {
+		out.Ledger.Folder = abs
+	}
 	steps, err := r.Steps(ctx, 0)
 	if err != nil {
 		return nil, err

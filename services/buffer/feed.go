@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
@@ -173,12 +174,14 @@ func (f *feed) take(ctx context.Context, deliveries []*bus.Delivery) {
 		pause(ctx, retryIngest)
 		return
 	}
+	crashpoint.Here("buffer/ingested") // rows are committed, messages not acknowledged
 	for _, d := range bad {
 		_ = d.Term("not a TrajectoryBatch")
 	}
 	for _, d := range good {
 		_ = d.Ack() // a lost ack brings twins, which are dropped
 	}
+	crashpoint.Here("buffer/acknowledged")
 	f.service.report(f.run, tally.Refused)
 	if len(bad) > 0 {
 		f.event(eventv1.Level_LEVEL_WARN, "BAD_BODY", fmt.Sprintf("refused %d messages that are no TrajectoryBatch", len(bad)))
@@ -192,6 +195,7 @@ func (f *feed) accept(ctx context.Context, envelopes []*trajectoryv1.TrajectoryE
 		return tally, err
 	}
 	tail := f.writer.Tail()
+	crashpoint.Here("buffer/appended") // payloads are written, not durable, and no row names them
 	synced := make(chan error, 1)
 	go func() { synced <- f.endure(ctx, tail) }() // beside the transaction's statements; its commit waits for both
 	waited := false
@@ -212,7 +216,11 @@ func (f *feed) accept(ctx context.Context, envelopes []*trajectoryv1.TrajectoryE
 				return err
 			}
 		}
-		return sync()
+		if err := sync(); err != nil {
+			return err
+		}
+		crashpoint.Here("buffer/synced") // payloads are durable, the rows are not committed
+		return nil
 	})
 	if err = errors.Join(err, sync()); err == nil {
 		f.noted = tail

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
@@ -194,6 +195,7 @@ func (s *Service) trim(ctx context.Context, run string, through uint64) (freed u
 		}
 	}
 	for _, number := range drop {
+		crashpoint.Here("buffer/trimmed") // the ledger has dropped the segment, its file is there
 		n, err := segment.Remove(s.folder(run), number)
 		if err != nil {
 			return freed, err

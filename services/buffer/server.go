@@ -6,6 +6,7 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
@@ -57,6 +58,7 @@ func (s *Server) RecordWeights(ctx context.Context, req *bufferv1.RecordWeightsR
 	if err != nil {
 		return nil, err
 	}
+	crashpoint.Here("buffer/recorded") // the digest is recorded, the controller does not know
 	s.service.report(req.GetRunId(), refused)
 	return &bufferv1.RecordWeightsResponse{}, nil
 }
@@ -94,6 +96,7 @@ func (s *Server) CommitStep(ctx context.Context, req *bufferv1.CommitStepRequest
 	if err != nil {
 		return nil, err
 	}
+	crashpoint.Here("buffer/committed") // the step exists, the controller does not know
 	s.service.report(req.GetRunId(), refused)
 	return &bufferv1.CommitStepResponse{Step: stepRecord(step)}, nil
 }
@@ -144,16 +147,20 @@ func (s *Server) ListGroups(ctx context.Context, req *bufferv1.ListGroupsRequest
 
 // ExcludeGroups implements the contract.
 func (s *Server) ExcludeGroups(ctx context.Context, req *bufferv1.ExcludeGroupsRequest) (*bufferv1.ExcludeGroupsResponse, error) {
-	return &bufferv1.ExcludeGroupsResponse{}, s.service.update(ctx, req.GetRunId(), func(tx Tx) error {
+	err := s.service.update(ctx, req.GetRunId(), func(tx Tx) error {
 		return exclude(ctx, tx, req.GetGroups(), req.GetReason())
 	})
+	crashpoint.Here("buffer/excluded") // groups are excluded, the scheduler does not know
+	return &bufferv1.ExcludeGroupsResponse{}, err
 }
 
 // ReissueGroups implements the contract.
 func (s *Server) ReissueGroups(ctx context.Context, req *bufferv1.ReissueGroupsRequest) (*bufferv1.ReissueGroupsResponse, error) {
-	return &bufferv1.ReissueGroupsResponse{}, s.service.update(ctx, req.GetRunId(), func(tx Tx) error {
+	err := s.service.update(ctx, req.GetRunId(), func(tx Tx) error {
 		return reissue(ctx, tx, req.GetGroups())
 	})
+	crashpoint.Here("buffer/reissued") // attempts are open, the scheduler does not know
+	return &bufferv1.ReissueGroupsResponse{}, err
 }
 
 // ReadPayloads implements the contract.

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
@@ -153,6 +154,7 @@ func (s *Service) open(ctx context.Context, run string, config *bufferv1.LedgerC
 	if err := s.deps.Store.Create(ctx, run, config); err != nil {
 		return nil, err
 	}
+	crashpoint.Here("buffer/created") // the ledger is there, ingest does not run
 	err := s.update(ctx, run, func(tx Tx) error {
 		l := tx.Ledger()
 		if !proto.Equal(l.Config, config) {
@@ -245,6 +247,9 @@ func (s *Service) tryLease(ctx context.Context, run string, step uint64) (batch 
 		batch, err = s.render(tx.Ledger(), d.known, d.samples)
 		return err
 	})
+	if batch != nil {
+		crashpoint.Here("buffer/leased") // groups are leased, the controller does not know
+	}
 	return batch, waiting, err
 }
 

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -188,12 +189,14 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 	if taken := d.save(ctx, report != nil); taken || report == nil { // a report that is not delivered is delivered after a restart
 		return
 	}
+	crashpoint.Here("controller/finished") // the end is remembered, the scheduler does not know
 	if _, err := call(ctx, d, "scheduler", func(ctx context.Context) (*runv1.CompleteRunResponse, error) {
 		return d.deps.Scheduler.CompleteRun(ctx, report)
 	}); err != nil {
 		d.log.ErrorContext(ctx, "the scheduler does not take the end of the run", "error", err)
 		return
 	}
+	crashpoint.Here("controller/reported") // the scheduler knows, we would tell it again
 	d.save(ctx, false)
 }
 

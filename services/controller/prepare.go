@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -140,6 +141,7 @@ func (d *drive) load(ctx context.Context, l *learner) (*learnerv1.InitializeResp
 	if err != nil {
 		return nil, fmt.Errorf("load the learner's state: %w", err)
 	}
+	crashpoint.Here("controller/loaded") // the learner stands at a state, its copy is there
 	if req.StateDirectory != "" {
 		_ = os.RemoveAll(req.StateDirectory) // a copy; the snapshot stays
 	}
@@ -183,6 +185,7 @@ func (d *drive) begin(ctx context.Context, l *learner, step uint64, digest strin
 	}); err != nil {
 		return fmt.Errorf("record the initial weights: %w", err)
 	}
+	crashpoint.Here("controller/recorded") // the initial digest is recorded, its weights not written
 	d.board.update(func(p *learnerv1.Progress) { p.Step = step })
 	weights, err := d.publish(ctx, l)
 	if err != nil {

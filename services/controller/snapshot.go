@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -23,6 +24,7 @@ func (d *drive) snapshot(ctx context.Context, l *learner, step uint64) error {
 	if err != nil {
 		return fmt.Errorf("save the state of step %d: %w", step, err)
 	}
+	crashpoint.Here("controller/saved") // the learner has written its state, no snapshot names it
 	d.waiting("snapshot to take the files")
 	if _, err := call(ctx, d, "snapshot", func(ctx context.Context) (*snapshotv1.CreateSnapshotResponse, error) {
 		return d.deps.Snapshots.CreateSnapshot(ctx, &snapshotv1.CreateSnapshotRequest{
@@ -31,11 +33,16 @@ func (d *drive) snapshot(ctx context.Context, l *learner, step uint64) error {
 	}); err != nil {
 		return fmt.Errorf("take a snapshot of step %d: %w", step, err)
 	}
+	crashpoint.Here("controller/snapshotted") // the snapshot is there, its payloads too
+	if d.set.cfg.GetSnapshot().GetKeepPayloads() {
+		return nil
+	}
 	if _, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.TrimPayloadsResponse, error) {
 		return d.deps.Buffer.TrimPayloads(ctx, &bufferv1.TrimPayloadsRequest{RunId: d.spec.GetRunId(), ThroughStep: step})
 	}); err != nil {
 		return fmt.Errorf("trim payloads through step %d: %w", step, err)
 	}
+	crashpoint.Here("controller/trimmed")
 	return nil
 }
 

@@ -12,6 +12,7 @@ import (
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/trace"
 
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
@@ -39,6 +40,7 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 		return fmt.Errorf("step %d: %w; `rollout logs tail %s --kind group.excluded` tells why", step, ErrNothingLeft, d.spec.GetRunId())
 	}
 	lap("lease", began)
+	crashpoint.Here("controller/leased") // the batch is leased, the learner does not know
 	from := d.deps.Now()
 	d.enter(training, "")
 	retries := make(chan uint64, 1) // of the reward while the batch was sampled; asked while the learner works
@@ -53,6 +55,7 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 		return err
 	}
 	lap("train", from)
+	crashpoint.Here("controller/trained") // the step is made, not committed
 	from = d.deps.Now()
 	weights, err := d.written(ctx, l, result)
 	if err != nil {
@@ -61,11 +64,13 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 	if weights != nil && d.set.generates() {
 		// Beside the commit, so that sampling goes on: what these weights sample waits in the ledger until they are recorded.
 		d.fleet.aim(weights)
+		crashpoint.Here("controller/aimed") // workers may sample with the new weights, the step is not committed
 	}
 	d.enter(committing, "buffer")
 	if err := d.commit(ctx, batch, result); err != nil {
 		return err
 	}
+	crashpoint.Here("controller/committed") // the step exists, nobody was told
 	lap("commit", from)
 	lap("step", d.mark)
 	d.mark = d.deps.Now()
@@ -78,10 +83,12 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 		if _, err := d.deliver(ctx, weights); err != nil {
 			return err
 		}
+		crashpoint.Here("controller/delivered") // the fleet holds the new weights, the drive names the old ones
 		d.delivery = d.since(d.mark)
 		if d.save(ctx, true) {
 			return errTaken
 		}
+		crashpoint.Here("controller/held")
 	}
 	return d.settle(ctx, l, step)
 }

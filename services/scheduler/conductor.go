@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
@@ -170,6 +171,7 @@ func (c *conductor) after(ctx context.Context, e *ending) {
 	closing, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
 	_, err := s.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.id})
+	crashpoint.Here("scheduler/closed") // the ledger is closed, the streams are there
 	errs := []error{err, s.Store.KeepQueues(ctx, c.id, c.queues())}
 	if e.state == Succeeded {
 		errs = append(errs, s.Bus.DeleteRun(closing, c.id))
@@ -179,6 +181,7 @@ func (c *conductor) after(ctx context.Context, e *ending) {
 	if err := errors.Join(errs...); err != nil {
 		s.Log.WarnContext(ctx, "not everything of the run could be closed", "run", c.id, "error", err)
 	}
+	crashpoint.Here("scheduler/ended") // streams are gone, the end is not recorded
 	progress := c.progress()
 	_, err = s.transition(ctx, c.id, e.state, func(r *Run) error {
 		r.Reason, r.Message = e.reason, e.message
@@ -217,6 +220,7 @@ func (c *conductor) conduct(ctx context.Context) error {
 	if err := c.open(ctx, run); err != nil {
 		return err
 	}
+	crashpoint.Here("scheduler/opened") // the ledger is open, no worker is started
 	parts, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var wg sync.WaitGroup
@@ -260,6 +264,7 @@ func (c *conductor) open(ctx context.Context, run *Run) error {
 	}); err != nil {
 		return err
 	}
+	crashpoint.Here("scheduler/streams") // streams are there and work is purged, the ledger is not open
 	return c.insist(ctx, "the ledger of the run (buffer)", func(ctx context.Context) error {
 		resp, err := c.svc.Buffer.OpenLedger(ctx, &bufferv1.OpenLedgerRequest{
 			RunId: c.id, Config: c.window.ledgerConfig(run.GetPlan(), c.rows),

@@ -5,12 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -41,6 +44,9 @@ type issuer struct {
 	order    dataset.Order
 	position uint64
 	settled  map[settledKey]bool // dissolved attempts that were acted on
+	// By position: dissolved attempts whose next one may be open already while its work is not on the stream. Once the ledger has
+	// opened it, no state tells of it again.
+	owed map[uint64]*bufferv1.GroupRecord
 }
 
 type settledKey struct {
@@ -79,7 +85,7 @@ func newIssuer(c *conductor, run *Run, data input, position uint64) *issuer {
 	config := run.GetPlan().GetConfig()
 	c.seePosition(position)
 	return &issuer{
-		c: c, record: run, data: data, position: position, settled: map[settledKey]bool{},
+		c: c, record: run, data: data, position: position, settled: map[settledKey]bool{}, owed: map[uint64]*bufferv1.GroupRecord{},
 		order: dataset.Order{Seed: config.GetSeed(), Rows: data.rows, Shuffle: config.GetData().GetShuffle()},
 	}
 }
@@ -212,6 +218,7 @@ func (i *issuer) settle(ctx context.Context, dissolved []*bufferv1.GroupRecord) 
 	attempts := max(1, i.record.GetPlan().GetConfig().GetLimits().GetGroupAttempts())
 	var again, out []*bufferv1.GroupRecord
 	for _, g := range dissolved {
+		delete(i.owed, g.GetPosition()) // its next attempt is not open yet, or was published after all
 		switch {
 		case i.settled[settledKey{g.GetPosition(), g.GetKey().GetAttempt()}]:
 		case g.GetFailures() < attempts: // going stale is no failure
@@ -219,6 +226,9 @@ func (i *issuer) settle(ctx context.Context, dissolved []*bufferv1.GroupRecord) 
 		default:
 			out = append(out, g)
 		}
+	}
+	for _, p := range slices.Sorted(maps.Keys(i.owed)) {
+		again = append(again, i.owed[p])
 	}
 	if err := i.reissue(ctx, again); err != nil {
 		return err
@@ -236,14 +246,17 @@ func (i *issuer) reissue(ctx context.Context, groups []*bufferv1.GroupRecord) er
 		k := g.GetKey()
 		req.Groups = append(req.Groups, &bufferv1.GroupKey{Epoch: k.GetEpoch(), Index: k.GetIndex(), Attempt: k.GetAttempt() + 1})
 		items = append(items, item{position: g.GetPosition(), attempt: k.GetAttempt() + 1})
+		i.owed[g.GetPosition()] = g
 	}
 	if _, err := i.c.svc.Buffer.ReissueGroups(ctx, req); err != nil {
 		return fmt.Errorf("open the next attempt of %d groups: %w", len(groups), moved(err))
 	}
+	crashpoint.Here("scheduler/reissued") // the next attempt is open, its work not published
 	if err := i.publish(ctx, items); err != nil {
 		return err
 	}
 	i.remember(groups)
+	clear(i.owed)
 	return nil
 }
 
@@ -258,6 +271,7 @@ func (i *issuer) exclude(ctx context.Context, groups []*bufferv1.GroupRecord) er
 	if _, err := i.c.svc.Buffer.ExcludeGroups(ctx, req); err != nil {
 		return fmt.Errorf("exclude %d groups: %w", len(groups), moved(err))
 	}
+	crashpoint.Here("scheduler/excluded") // the ledger has it, nobody was told
 	for _, g := range groups {
 		name := fmt.Sprintf("%d/%d", g.GetKey().GetEpoch(), g.GetKey().GetIndex())
 		i.c.svc.emit(i.record, &eventv1.Event{
@@ -292,6 +306,7 @@ func (i *issuer) advance(ctx context.Context, to uint64) error {
 	}
 	i.position = to
 	i.c.seePosition(to)
+	crashpoint.Here("scheduler/advanced") // the cursor is durable, nothing is published
 	return nil
 }
 
@@ -313,6 +328,7 @@ func (i *issuer) publish(ctx context.Context, items []item) error {
 		if err != nil {
 			return err
 		}
+		crashpoint.Here("scheduler/published") // work is on the stream, nobody remembers that
 		items = items[n:]
 	}
 	return nil

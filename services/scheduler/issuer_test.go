@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/id"
@@ -29,6 +31,8 @@ type around struct {
 	Buffer
 	asked []string
 	known []*bufferv1.GroupRecord
+	lost  int // answers of ReissueGroups that do not arrive
+	full  int // publishes that fail
 }
 
 func (a *around) note(format string, args ...any) {
@@ -41,6 +45,10 @@ func (a *around) Advance(_ context.Context, _ string, from, to uint64) error {
 }
 
 func (a *around) Publish(_ context.Context, messages ...bus.Message) error {
+	if a.full > 0 {
+		a.full--
+		return status.Error(codes.Unavailable, "the stream is away")
+	}
 	for _, m := range messages {
 		g := m.Body.(*runv1.PromptGroup)
 		a.note("publish %d attempt %d", g.GetPosition(), g.GetAttempt())
@@ -60,6 +68,10 @@ func (a *around) ListGroups(_ context.Context, in *bufferv1.ListGroupsRequest, _
 
 func (a *around) ReissueGroups(_ context.Context, in *bufferv1.ReissueGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error) {
 	a.note("reissue %d attempt %d", in.GetGroups()[0].GetIndex(), in.GetGroups()[0].GetAttempt())
+	if a.lost > 0 {
+		a.lost--
+		return nil, status.Error(codes.Unavailable, "the buffer died after its commit")
+	}
 	return &bufferv1.ReissueGroupsResponse{}, nil
 }
 
@@ -147,6 +159,46 @@ func TestDissolvedGroupsAreSettledOnce(t *testing.T) {
 		}
 	}
 	a.want(t, "reissue 0 attempt 5", "publish 0 attempt 5", "exclude 1")
+}
+
+// The ledger opened the next attempt, and buffer or stream died before the scheduler knew or could publish: no state of the ledger
+// tells of the group again, and its work must go out all the same.
+func TestAnAttemptThatIsOpenIsPublished(t *testing.T) {
+	t.Parallel()
+	for name, spoil := range map[string]func(*around){"answer lost": func(a *around) { a.lost = 1 }, "publish failed": func(a *around) { a.full = 1 }} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			i, a := bench(t, 2, Running, &bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 0, dissolved, 1)}})
+			spoil(a)
+			if err := i.act(t.Context()); err == nil {
+				t.Fatal("no error")
+			}
+			i.c.seeLedger(&bufferv1.LedgerState{}) // it is open now
+			for range 2 {
+				if err := i.act(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			a.want(t, "reissue 0 attempt 1", "reissue 0 attempt 1", "publish 0 attempt 1")
+		})
+	}
+}
+
+// What was published after all and failed again is not opened a second time.
+func TestAnOwedAttemptThatFailedIsOver(t *testing.T) {
+	t.Parallel()
+	i, a := bench(t, 2, Running, &bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 0, dissolved, 1)}})
+	a.full = 1
+	if err := i.act(t.Context()); err == nil {
+		t.Fatal("no error")
+	}
+	i.c.seeLedger(&bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 1, dissolved, 2)}})
+	for range 2 {
+		if err := i.act(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	a.want(t, "reissue 0 attempt 1", "exclude 0")
 }
 
 func TestReconcilePublishesWhatTheLedgerDoesNotHaveWhole(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -75,6 +76,7 @@ func (s *service) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run
 	if err != nil || recorded.GetRunId() != run.GetRunId() {
 		return recorded, err
 	}
+	crashpoint.Here("scheduler/created") // the run is recorded, nobody conducts it
 	s.announce(recorded)
 	return recorded, s.conduct(recorded)
 }
@@ -189,6 +191,7 @@ func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
 	if err != nil {
 		return nil, err
 	}
+	crashpoint.Here("scheduler/resumed") // the next incarnation is recorded, nobody conducts it
 	return run, s.conduct(run)
 }
 

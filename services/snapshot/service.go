@@ -11,6 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -55,6 +56,7 @@ func (s *service) take(ctx context.Context, want *Snapshot, dir string) (*Snapsh
 	if err := s.Store.Note(ctx, digests(want)); err != nil {
 		return nil, err
 	}
+	crashpoint.Here("snapshot/noted") // its files are candidates of a sweep, not taken
 	req := &storagev1.ImportArtifactsRequest{}
 	for _, f := range want.GetFiles() {
 		req.Files = append(req.Files, &storagev1.LocalFile{Path: filepath.Join(dir, filepath.FromSlash(f.GetPath())), ContentId: f.GetDigest()})
@@ -63,6 +65,7 @@ func (s *service) take(ctx context.Context, want *Snapshot, dir string) (*Snapsh
 	if err != nil {
 		return nil, fmt.Errorf("take the files of snapshot %s/%d: %w", want.GetRunId(), want.GetStep(), err)
 	}
+	crashpoint.Here("snapshot/imported") // files are taken, no manifest names them
 	snap := proto.CloneOf(want)
 	now := s.Now().UTC()
 	snap.SnapshotId, snap.CreateTime, snap.Bytes = newID(now), timestamppb.New(now), 0
@@ -77,6 +80,7 @@ func (s *service) take(ctx context.Context, want *Snapshot, dir string) (*Snapsh
 	if err != nil {
 		return nil, err
 	}
+	crashpoint.Here("snapshot/recorded")            // the manifest is there, its files are candidates still
 	return snap, s.Store.Forget(ctx, digests(snap)) // of a twin that came first, what only we named stays a candidate
 }
 
@@ -102,6 +106,7 @@ func (s *service) remove(ctx context.Context, ids ...string) error {
 	if err := s.Store.Delete(ctx, ids...); err != nil {
 		return err
 	}
+	crashpoint.Here("snapshot/deleted") // manifests are gone, their files are there
 	return s.sweep(ctx)
 }
 
@@ -118,6 +123,7 @@ func (s *service) sweep(ctx context.Context) error {
 			return fmt.Errorf("delete %d artifacts: %w", len(garbage), err)
 		}
 	}
+	crashpoint.Here("snapshot/swept") // files are gone, they are candidates still
 	return s.Store.Forget(ctx, append(garbage, named...))
 }
 

@@ -1259,12 +1259,15 @@ class LedgerRecord(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     TRIMMED_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
     chain: _builtins.str
     """Link of the last committed step."""
     trimmed: _builtins.int
     """Payloads of steps through this one may be gone."""
     closed: _builtins.bool
     """Whether ingest is stopped."""
+    folder: _builtins.str
+    """Folder of its segments on the buffer's host."""
     @_builtins.property
     def config(self) -> Global___LedgerConfig:
         """Config."""
@@ -1281,10 +1284,11 @@ class LedgerRecord(_message.Message):
         chain: _builtins.str = ...,
         trimmed: _builtins.int = ...,
         closed: _builtins.bool = ...,
+        folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "closed", b"closed", "config", b"config", "state", b"state", "trimmed", b"trimmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "closed", b"closed", "config", b"config", "folder", b"folder", "state", b"state", "trimmed", b"trimmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

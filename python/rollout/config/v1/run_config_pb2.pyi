@@ -1071,28 +1071,36 @@ class SnapshotConfig(_message.Message):
 
     EVERY_STEPS_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
+    KEEP_PAYLOADS_FIELD_NUMBER: _builtins.int
     every_steps: _builtins.int
     """Steps between two snapshots; there is always one after the last step. 0: only that one."""
     keep: _builtins.int
     """Snapshots kept a run; older ones are deleted. 0 keeps all."""
+    keep_payloads: _builtins.bool
+    """Whether the samples of every step stay after a snapshot covers them, so that `rollout replay` can train all of them again."""
     def __init__(
         self,
         *,
         every_steps: _builtins.int | None = ...,
         keep: _builtins.int | None = ...,
+        keep_payloads: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_keep", b"_keep", "every_steps", b"every_steps", "keep", b"keep"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_keep", b"_keep", "_keep_payloads", b"_keep_payloads", "every_steps", b"every_steps", "keep", b"keep", "keep_payloads", b"keep_payloads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_keep", b"_keep", "every_steps", b"every_steps", "keep", b"keep"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_keep", b"_keep", "_keep_payloads", b"_keep_payloads", "every_steps", b"every_steps", "keep", b"keep", "keep_payloads", b"keep_payloads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__every_steps: _TypeAlias = _typing.Literal["every_steps"]  # noqa: Y015
     _WhichOneofArgType__every_steps: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps"]  # noqa: Y015
     _WhichOneofReturnType__keep: _TypeAlias = _typing.Literal["keep"]  # noqa: Y015
     _WhichOneofArgType__keep: _TypeAlias = _typing.Literal["_keep", b"_keep"]  # noqa: Y015
+    _WhichOneofReturnType__keep_payloads: _TypeAlias = _typing.Literal["keep_payloads"]  # noqa: Y015
+    _WhichOneofArgType__keep_payloads: _TypeAlias = _typing.Literal["_keep_payloads", b"_keep_payloads"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__every_steps) -> _WhichOneofReturnType__every_steps | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep) -> _WhichOneofReturnType__keep | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_payloads) -> _WhichOneofReturnType__keep_payloads | None: ...
 
 Global___SnapshotConfig: _TypeAlias = SnapshotConfig  # noqa: Y015
 

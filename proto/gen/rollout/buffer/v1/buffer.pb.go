@@ -2538,7 +2538,9 @@ type LedgerRecord struct {
 	// Payloads of steps through this one may be gone.
 	Trimmed uint64 `protobuf:"varint,4,opt,name=trimmed,proto3" json:"trimmed,omitempty"`
 	// Whether ingest is stopped.
-	Closed        bool `protobuf:"varint,5,opt,name=closed,proto3" json:"closed,omitempty"`
+	Closed bool `protobuf:"varint,5,opt,name=closed,proto3" json:"closed,omitempty"`
+	// Folder of its segments on the buffer's host.
+	Folder        string `protobuf:"bytes,6,opt,name=folder,proto3" json:"folder,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2606,6 +2608,13 @@ func (x *LedgerRecord) GetClosed() bool {
 		return x.Closed
 	}
 	return false
+}
+
+func (x *LedgerRecord) GetFolder() string {
+	if x != nil {
+		return x.Folder
+	}
+	return ""
 }
 
 // SegmentRecord is a segment file as the ledger knows it and as it is.
@@ -3052,13 +3061,14 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\aweights\x18\x03 \x03(\v2 .rollout.buffer.v1.WeightsRecordR\aweights\x123\n" +
 	"\x05steps\x18\x04 \x03(\v2\x1d.rollout.buffer.v1.StepRecordR\x05steps\x126\n" +
 	"\x06groups\x18\x05 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\x129\n" +
-	"\asamples\x18\x06 \x03(\v2\x1f.rollout.buffer.v1.SampleRecordR\asamples\"\xc5\x01\n" +
+	"\asamples\x18\x06 \x03(\v2\x1f.rollout.buffer.v1.SampleRecordR\asamples\"\xdd\x01\n" +
 	"\fLedgerRecord\x127\n" +
 	"\x06config\x18\x01 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigR\x06config\x124\n" +
 	"\x05state\x18\x02 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\x12\x14\n" +
 	"\x05chain\x18\x03 \x01(\tR\x05chain\x12\x18\n" +
 	"\atrimmed\x18\x04 \x01(\x04R\atrimmed\x12\x16\n" +
-	"\x06closed\x18\x05 \x01(\bR\x06closed\"\xc5\x01\n" +
+	"\x06closed\x18\x05 \x01(\bR\x06closed\x12\x16\n" +
+	"\x06folder\x18\x06 \x01(\tR\x06folder\"\xc5\x01\n" +
 	"\rSegmentRecord\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\rR\x06number\x12\x14\n" +
 	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x18\n" +

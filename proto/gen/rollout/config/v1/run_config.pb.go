@@ -1607,7 +1607,9 @@ type SnapshotConfig struct {
 	// Steps between two snapshots; there is always one after the last step. 0: only that one.
 	EverySteps *uint64 `protobuf:"varint,1,opt,name=every_steps,json=everySteps,proto3,oneof" json:"every_steps,omitempty"`
 	// Snapshots kept a run; older ones are deleted. 0 keeps all.
-	Keep          *uint32 `protobuf:"varint,2,opt,name=keep,proto3,oneof" json:"keep,omitempty"`
+	Keep *uint32 `protobuf:"varint,2,opt,name=keep,proto3,oneof" json:"keep,omitempty"`
+	// Whether the samples of every step stay after a snapshot covers them, so that `rollout replay` can train all of them again.
+	KeepPayloads  *bool `protobuf:"varint,3,opt,name=keep_payloads,json=keepPayloads,proto3,oneof" json:"keep_payloads,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1654,6 +1656,13 @@ func (x *SnapshotConfig) GetKeep() uint32 {
 		return *x.Keep
 	}
 	return 0
+}
+
+func (x *SnapshotConfig) GetKeepPayloads() bool {
+	if x != nil && x.KeepPayloads != nil {
+		return *x.KeepPayloads
+	}
+	return false
 }
 
 // LimitsConfig sets retries and time limits.
@@ -2047,15 +2056,18 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x030.0H\x02R\vtemperature\x88\x01\x01B\x0e\n" +
 	"\f_every_stepsB\x0e\n" +
 	"\f_max_promptsB\x0e\n" +
-	"\f_temperature\"z\n" +
+	"\f_temperature\"\xc3\x01\n" +
 	"\x0eSnapshotConfig\x12-\n" +
 	"\vevery_steps\x18\x01 \x01(\x04B\a\xca\xda\x18\x03\n" +
 	"\x010H\x00R\n" +
 	"everySteps\x88\x01\x01\x12 \n" +
 	"\x04keep\x18\x02 \x01(\rB\a\xca\xda\x18\x03\n" +
-	"\x013H\x01R\x04keep\x88\x01\x01B\x0e\n" +
+	"\x013H\x01R\x04keep\x88\x01\x01\x125\n" +
+	"\rkeep_payloads\x18\x03 \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x02R\fkeepPayloads\x88\x01\x01B\x0e\n" +
 	"\f_every_stepsB\a\n" +
-	"\x05_keep\"\xa6\x02\n" +
+	"\x05_keepB\x10\n" +
+	"\x0e_keep_payloads\"\xa6\x02\n" +
 	"\fLimitsConfig\x12<\n" +
 	"\x0egroup_attempts\x18\x01 \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
 	"\x013H\x00R\rgroupAttempts\x88\x01\x01\x12=\n" +

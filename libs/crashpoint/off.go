@@ -1,0 +1,6 @@
+//go:build !crashpoint
+
+package crashpoint
+
+// Here marks a place between two durable effects.
+func Here(string) {}
