@@ -11,6 +11,9 @@ PYTHON := $(CURDIR)/.venv/bin/python
 GENERATED := proto/gen schemas/run_config.schema.json docs/reference ':(glob)python/**/*_pb2*'
 VERSION = $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 MODEL ?= tiny
+KILLS ?= 10
+SEED ?= 1
+SHAPE ?= embedded
 # Spinning OpenMP threads of two torch processes starve each other.
 export OMP_WAIT_POLICY := PASSIVE
 
@@ -105,6 +108,11 @@ check-compose: venv-dev ## Check docker-compose.yml: that it parses, and what it
 
 .PHONY: servers
 servers: $(SERVERS) ## Build the real servers that check-servers starts (Consul, NATS, S3, GCS) into .tools, once
+
+.PHONY: chaos
+chaos: build venv-dev ## Kill processes of a running job at random (KILLS=n SEED=s SHAPE=embedded|servers)
+	@scripts/chaos --kills $(KILLS) --seed $(SEED) --shape $(SHAPE)
+
 .PHONY: check-servers
 check-servers: $(SERVERS) ## Run the suites that need a real server: PostgreSQL, Consul, NATS, S3, GCS, started by the tests
 	@scripts/check_servers

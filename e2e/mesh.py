@@ -35,22 +35,38 @@ class Mesh:
     state: Path
     shape: str = "all"
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    """Further arguments of each `rolloutd`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further variables of each `rolloutd`, and so of the workers."""
+    binary: Path = ROOT / "bin" / "rolloutd"
 
     def start(self) -> Mesh:
         if self.shape == "all":
             self._spawn("all", self.state, "--target", "all")
             return self
-        self._spawn("servers", self.state, "--target", "nats,registry")
+        self.start_servers()
         for service in SERVICES:
-            self._spawn(service, self.state / service, "--target", service, "--join", str(self.state))
+            self.start_service(service)
         return self
+
+    def start_servers(self) -> None:
+        """Start the `rolloutd` of NATS and registry of the shape `seven`."""
+        self._spawn("servers", self.state, "--target", "nats,registry")
+
+    def start_service(self, service: str) -> None:
+        """Start the `rolloutd` of one service of the shape `seven`."""
+        self._spawn(service, self.state / service, "--target", service, "--join", str(self.state))
 
     def _spawn(self, name: str, state: Path, *arguments: str) -> None:
         state.mkdir(parents=True, exist_ok=True)
         (state / "rolloutd.json").unlink(missing_ok=True)
         log = (self.state / f"{name}.log").open("ab")
-        command = [str(ROOT / "bin" / "rolloutd"), "--state-dir", str(state), *arguments]
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        command = [str(self.binary), "--state-dir", str(state), *self.arguments, *arguments]
+        with log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **self.environment}
+            )
         self.processes[name] = process
         until(lambda: (state / "rolloutd.json").exists() or process.poll() is not None, f"{name} to serve", 20)
         if process.poll() is not None:

@@ -61,7 +61,9 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{close: store.Close}, err
 	}
-	cfg := buffer.Config{Segments: segmentDir(m.cfg.SharedDir), Replicated: m.replicated()}
+	cfg := buffer.Config{
+		Segments: segmentDir(m.cfg.SharedDir), SegmentBytes: uint64(max(0, m.cfg.Buffer.SegmentBytes)), Replicated: m.replicated(),
+	}
 	if payloads != nil {
 		cfg.Segments = segmentDir(m.cfg.StateDir) // a cache, of this process alone
 	}

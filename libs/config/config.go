@@ -25,6 +25,7 @@ type Config struct {
 	NATS      NATS          `toml:"nats"`
 	Consul    Consul        `toml:"consul"`
 	Blob      Blob          `toml:"blob"`
+	Buffer    Buffer        `toml:"buffer"`
 	Database  Database      `toml:"database"`
 	TLS       TLS           `toml:"tls"`
 	Log       Log           `toml:"log"`
@@ -73,6 +74,11 @@ type Blob struct {
 	SecretKeyFile   string `toml:"secret_key_file"`
 	SecretKeyEnv    string `toml:"secret_key_env"`
 	CredentialsFile string `toml:"credentials_file"`
+}
+
+// Buffer is how samples lie on the disk.
+type Buffer struct {
+	SegmentBytes int `toml:"segment_bytes"`
 }
 
 // Database is where the services keep their state: SQLite files below the state folder, or, where one of the three URLs is set, one

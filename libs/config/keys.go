@@ -52,6 +52,7 @@ var keys = []key{
 	{"blob.secret_key_file", "file (0600) of the S3 secret key", func(c *Config) any { return &c.Blob.SecretKeyFile }},
 	{"blob.secret_key_env", "name of the variable that holds the S3 secret key", func(c *Config) any { return &c.Blob.SecretKeyEnv }},
 	{"blob.credentials_file", "file (0600) of a GCS service account's key; empty: Google's default credentials", func(c *Config) any { return &c.Blob.CredentialsFile }},
+	{"buffer.segment_bytes", "size at which a segment of samples is followed by the next; 0: 64 MiB. A snapshot frees whole segments", func(c *Config) any { return &c.Buffer.SegmentBytes }},
 	{"database.url", "PostgreSQL for the state of every service, postgres://user@host:5432/name; no password in it; empty: SQLite files in the state folder", func(c *Config) any { return &c.Database.URL }},
 	{"database.url_file", "file (0600) that holds the PostgreSQL URL, password and all", func(c *Config) any { return &c.Database.URLFile }},
 	{"database.url_env", "name of the variable that holds the PostgreSQL URL, password and all", func(c *Config) any { return &c.Database.URLEnv }},

@@ -1,0 +1,230 @@
+"""A job without a model (`rollout_workers.sim`) for tests of everything around models: it starts in a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh import ROOT, Mesh, describe
+
+from rollout.buffer.v1 import buffer_pb2
+from rollout.run.v1 import run_pb2
+from rollout_workers.harness.episode import sample_seed
+from rollout_workers.sim import journal, policy
+
+SEED, ROWS, GROUPS, SAMPLES = 11, 30, 4, 3
+UNAVAILABLE = 69
+
+_CONFIG = """
+name = "sim"
+seed = {seed}
+mode = "{mode}"
+
+[model]
+path = "model"
+
+[data]
+train = "train.jsonl"
+
+[sampling]
+group_size = {samples}
+max_tokens = 12
+
+[reward]
+plugin = "reward.py:letters"
+retries = 0
+
+[algorithm.grpo]
+
+[train]
+steps = {steps}
+groups_per_step = {groups}
+learning_rate = 1e-3
+
+[engine]
+slots = 12
+max_model_len = 64
+workers = {workers}
+
+[limits]
+group_attempts = 2
+worker_restarts = 1000
+
+[staleness]
+max_steps = {staleness}
+
+[snapshot]
+every_steps = {snapshot}
+keep_payloads = {keep}
+"""
+
+_REWARD = '''"""The share of letters. Row 7 can't be scored; row 13 not the first time that anybody tries."""
+
+import pathlib
+
+TRIED = pathlib.Path(__file__).with_name("tried")
+
+
+def letters(samples):
+    for sample in samples:
+        if sample.prompt == "row 7:" or (sample.prompt == "row 13:" and not TRIED.exists()):
+            TRIED.touch()
+            raise RuntimeError(f"{sample.prompt} can't be scored")
+    return [sum(c.isalpha() for c in sample.completion) / max(1, len(sample.completion)) for sample in samples]
+'''
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run without a model. Its data are few, so that it passes over them several times."""
+
+    folder: Path
+    steps: int = 20
+    mode: str = "sync"
+    staleness: int = 0
+    workers: int = 2
+    snapshot: int = 5
+    keep_payloads: bool = False
+
+    def write(self) -> Path:
+        """The config, with everything that it names beside it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        policy.write_model(self.folder / "model")
+        rows = [json.dumps({"prompt": f"row {n}:", "answer": str(n)}) for n in range(ROWS)]
+        (self.folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+        (self.folder / "reward.py").write_text(_REWARD)
+        path = self.folder / "job.toml"
+        path.write_text(
+            _CONFIG.format(
+                seed=SEED,
+                mode=self.mode,
+                samples=SAMPLES,
+                steps=self.steps,
+                groups=GROUPS,
+                workers=self.workers,
+                staleness=self.staleness,
+                snapshot=self.snapshot,
+                keep="true" if self.keep_payloads else "false",
+            )
+        )
+        return path
+
+
+def sim_mesh(state: Path, shape: str = "all", seconds: float = 0.0, **environment: str) -> Mesh:
+    """A control plane whose workers have no model. seconds: what a sample takes at most."""
+    return Mesh(
+        state,
+        shape,
+        arguments=(
+            *("--worker-command", f"{sys.executable} -m rollout_workers.sim", "--worker-python", sys.executable),
+            *("--buffer-segment-bytes", "8192"),  # so that snapshots free some
+        ),
+        environment={"PYTHONPATH": str(ROOT / "python"), "ROLLOUT_SIM_SECONDS": str(seconds), **environment},
+    )
+
+
+def submit(running: Mesh, lock: bytes, job: Job) -> str:
+    """Start a run of a plan that was made before."""
+    return running.scheduler.CreateRun(run_pb2.CreateRunRequest(lock=lock, base_dir=str(job.folder))).run.run_id
+
+
+def audited(running: Mesh, run: str, gone: Callable[[], bool] = lambda: False) -> dict:
+    """What `rollout audit` says of a run. Fails where it finds a break. gone: whether a service was killed meanwhile, and the
+    audit can't be had."""
+    state = running.state
+    command = [str(ROOT / "bin" / "rollout"), "--format", "json", "audit", run]
+    if running.shape == "all":
+        command += ["--state-dir", str(state)]
+    else:
+        command += ["--consul", str(json.loads((state / "rolloutd.json").read_text())["consul"])]
+        command += ["--token-file", str(state / "token")]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    for _ in range(60):  # a service that has just come back is not known to everybody yet
+        if told.returncode != UNAVAILABLE or gone():
+            break
+        time.sleep(0.5)
+        told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if told.returncode == UNAVAILABLE and gone():
+        return {}
+    assert told.returncode == 0, f"{told.returncode}: {told.stdout[-6000:]}{told.stderr[-3000:]}"
+    return json.loads(told.stdout)
+
+
+def finish(running: Mesh, run: str) -> str:
+    """Wait for the end of a run, which must be a success. Returns its last weights digest."""
+    status = None
+    for seen in running.watch(run):
+        status = seen
+    assert status is not None
+    assert status.run.state == run_pb2.RUN_STATE_SUCCEEDED, describe(status)
+    return status.run.weights_digest
+
+
+def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
+    """Hold what learner and engines wrote down themselves against the ledger. The audit is not asked.
+
+    Each committed step must be the last that the learner made of that number, from exactly the samples of the ledger's batch and
+    with the digest of the ledger; no sample may be in two steps; and each must have been sampled by the weights of its receipt.
+    """
+    directory = running.status(run).run.directory
+    trained = journal.read(directory, "learner")
+    sampled = {(r["request"], r["seed"], r["version"], r["digest"]) for r in journal.read(directory, "inference")}
+    steps = running.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=run)).steps
+    digests = {step.step: step.weights_digest for step in steps}
+    used: dict[str, int] = {}
+    receipts = _receipts(running, run)
+    for step in steps:
+        batch = running.buffer.GetBatch(buffer_pb2.GetBatchRequest(run_id=run, step=step.step)).batch
+        names = [f"{ref.key.epoch}/{ref.key.index}/{ref.key.sample}" for ref in batch.samples]
+        made = [record for record in trained if record["step"] == step.step]
+        assert made, f"step {step.step} is committed, and the learner never made it"
+        for record in made:
+            assert record["samples"] == names, f"step {step.step}: trained on {record['samples']}, the ledger has {names}"
+            assert record["digest"] == step.weights_digest, (
+                f"step {step.step}: made {record['digest']}, ledger {step.weights_digest}"
+            )
+        for ref, name in zip(batch.samples, names, strict=True):
+            assert used.setdefault(name, step.step) == step.step, (
+                f"{name} was trained by step {used[name]} and by step {step.step}"
+            )
+            key = ref.key
+            version = receipts[name]
+            digest = digests.get(version) or _initial(job)
+            seed = sample_seed(SEED, key.epoch, key.index, key.sample)
+            request = f"{key.epoch}/{key.index}/{key.attempt}"
+            assert (request, seed, version, digest) in sampled, (
+                f"{name}: no engine wrote that it sampled it with version {version}"
+            )
+    left_out = sum(step.excluded for step in steps)
+    assert len(used) == (len(steps) * GROUPS - left_out) * SAMPLES, (
+        f"{len(used)} samples in {len(steps)} steps, {left_out} excluded"
+    )
+    return {"steps": len(steps), "trained": len(used), "sampled": len(sampled), "steps_made": len(trained), "excluded": left_out}
+
+
+def _receipts(running: Mesh, run: str) -> dict[str, int]:
+    """Weights version of each sample."""
+    out: dict[str, int] = {}
+    for rows in running.buffer.ExportLedger(buffer_pb2.ExportLedgerRequest(run_id=run)):
+        for sample in rows.samples:
+            key = sample.ref.key
+            out[f"{key.epoch}/{key.index}/{key.sample}"] = sample.receipt_version
+    return out
+
+
+def _initial(job: Job) -> str:
+    return policy.digest(policy.read(job.folder / "model")).root
+
+
+def stop(running: Mesh) -> None:
+    """End every process at once, stopped ones too."""
+    for process in running.processes.values():
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait(10)

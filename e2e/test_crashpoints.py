@@ -1,0 +1,164 @@
+"""A walk through every named crash point: the process dies there, is started again, and the run goes on to the same weights.
+
+One run without a model in the shape of seven processes visits them all, one after the other. Between two points the run is
+paused, so that it does not end before the last. The points are read from the sources: one that this walk does not know fails it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from mesh import ENDED, ROOT, Mesh, until
+from sim import Job, audited, finish, journals_agree, sim_mesh, stop, submit
+
+from rollout.run.v1 import run_pb2
+from rollout_workers.sim import crash
+
+STEPS = 150
+PROCESS = {"scheduler": "scheduler", "buffer": "buffer", "controller": "learner-controller", "snapshot": "snapshot"}
+
+# Reached once, at the beginning; each begins where the one before stopped.
+FIRST = (
+    "scheduler/created",
+    "scheduler/resumed",
+    "scheduler/streams",
+    "scheduler/opened",
+    "buffer/created",
+    "buffer/recorded",
+    "controller/recorded",
+)
+# Reached only by a process that starts: right after another point of the same process.
+AFTER_A_START = {
+    "controller/loaded": "controller/held",
+    "learner/registered": "learner/saved",
+    "learner/initialized": "learner/registered",
+}
+AFTER_A_START |= {"inference/registered": "inference/swapped"}
+LAST = ("controller/finished", "scheduler/closed", "scheduler/ended", "controller/reported")
+
+
+def points() -> list[str]:
+    """Every point, in the order of the walk."""
+    found = {
+        name
+        for path in (ROOT / "services").rglob("*.go")
+        for name in re.findall(r'crashpoint\.Here\("([^"]+)"', path.read_text())
+    }
+    found |= {name for names in crash.POINTS.values() for name in names}
+    middle = sorted(found - {*FIRST, *LAST, *AFTER_A_START})
+    for late, before in AFTER_A_START.items():
+        middle.insert(middle.index(before) + 1, late)
+    assert found == {*FIRST, *middle, *LAST}, found ^ {*FIRST, *middle, *LAST}
+    return [*FIRST, *middle, *LAST]
+
+
+@pytest.fixture(scope="module")
+def binary() -> Path:
+    """`rolloutd` with the points in it."""
+    path = ROOT / "bin" / "crashpoint" / "rolloutd"
+    command = ["go", "build", "-tags", "crashpoint", "-trimpath", "-o", f"{path.parent}/", "./rolloutd"]
+    subprocess.run(command, cwd=ROOT / "cmd", check=True)
+    return path
+
+
+@dataclass
+class Walk:
+    """The run, and the file that says where to die next."""
+
+    running: Mesh
+    order: Path
+    run: str = ""
+
+    def ask(self, point: str) -> None:
+        self.order.with_name(self.order.name + ".done").unlink(missing_ok=True)
+        staging = self.order.with_name("staging")
+        staging.write_text(point)
+        staging.rename(self.order)
+
+    def died(self) -> bool:
+        return self.order.with_name(self.order.name + ".done").exists()
+
+    def go_on(self, job: Job, lock: bytes) -> None:
+        """Whatever the run needs to go on now. Calls may be cut off: the process that they reach may be the one to die."""
+        with contextlib.suppress(grpc.RpcError):
+            if not self.run:
+                request = run_pb2.CreateRunRequest(lock=lock, base_dir=str(job.folder), idempotency_key="the walk")
+                self.run = self.running.scheduler.CreateRun(request, timeout=10).run.run_id
+                return
+            state = self.running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=self.run), timeout=10).status.run.state
+            if state == run_pb2.RUN_STATE_PAUSED or state in ENDED:
+                self.running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=self.run), timeout=10)
+
+    def hold(self) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            self.running.scheduler.PauseRun(run_pb2.PauseRunRequest(run_id=self.run), timeout=10)
+
+    def restart(self, point: str) -> None:
+        service = PROCESS.get(point.split("/")[0])
+        if service is None:
+            return  # a worker: its supervisor starts it again
+        self.running.processes[service].wait(10)
+        try:
+            self.running.start_service(service)
+        except AssertionError:
+            if not self.died():  # at the next point, before it served
+                raise
+
+
+def test_every_crash_point(binary: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", steps=STEPS, snapshot=3)
+    config = job.write()
+    with_points = Walk(sim_mesh(tmp_path / "walk", "seven", ROLLOUT_CRASH_FILE=str(tmp_path / "order")), tmp_path / "order")
+    with_points.running.binary = binary
+    reference = sim_mesh(tmp_path / "reference")
+    walk = points()
+    try:
+        lock = reference.start().plan(config)
+        undisturbed = finish(reference, submit(reference, lock, job))
+        reference.stop()
+        with_points.running.start()
+        with_points.ask(walk[0])
+        for number, point in enumerate(walk):
+            began, last = time.monotonic(), number + 1 == len(walk)
+            while not with_points.died():
+                assert time.monotonic() < began + 180, f"{point} was not reached: {told(with_points)}"
+                with_points.go_on(job, lock)
+                with contextlib.suppress(AssertionError):
+                    until(with_points.died, point, 1)
+            if not last:
+                if point not in FIRST and walk[number + 1] not in LAST:
+                    with_points.hold()
+                with_points.ask(walk[number + 1])
+            with_points.restart(point)
+            if with_points.run:
+                audited(with_points.running, with_points.run, gone=with_points.died)
+            print(f"{number + 1:3} {point}: {time.monotonic() - began:.1f} s", flush=True)
+        state = None
+        while state != run_pb2.RUN_STATE_SUCCEEDED:
+            with_points.go_on(job, lock)
+            state = with_points.running.status(with_points.run).run.state
+        digest = with_points.running.status(with_points.run).run.weights_digest
+        assert digest == undisturbed
+        report = audited(with_points.running, with_points.run)
+        figures = journals_agree(with_points.running, with_points.run, job)
+        assert report["steps"] == STEPS and figures["steps"] == STEPS
+        print(f"walked {len(walk)} crash points; {figures}")
+    finally:
+        stop(reference)
+        stop(with_points.running)
+
+
+def told(walk: Walk) -> str:
+    """What the run does, for the message."""
+    try:
+        status = walk.running.status(walk.run)
+        return f"{status.run.step}/{status.run.total_steps} {status.phase} waits for {status.waiting_for}: {status.run.message}"
+    except grpc.RpcError as error:
+        return str(error)

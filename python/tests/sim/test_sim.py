@@ -1,0 +1,112 @@
+"""Workers without a model: repeatable, honest about what they hold, and free of torch."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_workers.engines.base import GroupRequest, NothingStaged, SampleOutput, SamplingParams
+from rollout_workers.sim import journal, policy
+from rollout_workers.sim.engine import SimEngine, SimText
+from rollout_workers.sim.journal import Journal
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    policy.write_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def sampled(engine: SimEngine, seeds: tuple[int, ...] = (1, 2)) -> list[tuple[int, list[int]]]:
+    async def run() -> list[tuple[int, list[int]]]:
+        request = GroupRequest("0/0/0", (65, 66), seeds, SamplingParams(max_tokens=9))
+        return [
+            (o.version_spans[0].version, o.token_ids.tolist())
+            async for o in engine.generate([request])
+            if isinstance(o, SampleOutput)
+        ]
+
+    return asyncio.run(run())
+
+
+def test_samples_depend_on_weights_prompt_and_seed_alone(model: Path) -> None:
+    first, again = SimEngine(str(model), 0, 4), SimEngine(str(model), 0, 4)
+    assert sampled(first) == sampled(again)
+    assert sampled(first, (2, 1)) == sampled(first)[::-1]  # not on the place in the batch
+    first.words[0] += np.uint64(1)
+    assert sampled(first) != sampled(again)
+
+
+def test_weights_are_read_back_from_what_is_held(model: Path, tmp_path: Path) -> None:
+    engine = SimEngine(str(model), 0, 4)
+    words = policy.learn(engine.words, [b"a sample"], 1)
+    written = policy.write(tmp_path / "v1", words, 1, model, fsync=False)
+
+    async def take_over() -> None:
+        with pytest.raises(NothingStaged):
+            await engine.swap_weights(1)
+        assert await engine.stage_weights(tmp_path / "v1") == written.digest
+        assert await engine.weights_digest() != written.digest
+        await engine.swap_weights(1)
+        assert await engine.weights_digest() == written.digest
+        engine.words[7] ^= np.uint64(1)
+        assert await engine.weights_digest() != written.digest
+
+    asyncio.run(take_over())
+
+
+def test_every_sample_of_a_step_counts(model: Path) -> None:
+    words = policy.read(model)
+    whole = policy.learn(words, [b"one", b"two"], 1)
+    others = ([b"one"], [b"two", b"one"], [b"one", b"two", b"two"], [b"onet", b"wo"])
+    assert all((policy.learn(words, batch, 1) != whole).any() for batch in others)
+    assert (policy.learn(words, [b"one", b"two"], 2) != whole).any()
+
+
+def test_another_models_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ValueError, match="qwen3"):
+        SimEngine(str(tmp_path), 0, 4)
+
+
+def test_a_line_that_a_kill_cut_off_counts_for_nothing(tmp_path: Path) -> None:
+    Journal(str(tmp_path), "learner-0").write(step=1)
+    with open(tmp_path / "journal" / "learner-0.jsonl", "ab") as file:
+        file.write(b'{"step":2')
+    Journal(str(tmp_path), "learner-0").write(step=2)
+    assert journal.read(tmp_path, "learner") == [{"step": 1}, {"step": 2}]
+
+
+def test_text_is_characters() -> None:
+    text = SimText()
+    assert text.decode(text.encode(["row 7:"])) == ["row 7:"]
+
+
+def test_the_planner_can_read_the_tokenizer(model: Path) -> None:
+    from tokenizers import Tokenizer
+
+    assert Tokenizer.from_file(str(model / "tokenizer.json")).encode("row 7:").ids == [ord(c) for c in "row 7:"]
+
+
+_SHELLS = """
+import json, sys
+from rollout_workers.sim.install import install
+install()
+from rollout_workers.inference.worker import load, run_inference_worker
+from rollout_workers.learning.worker import Trainer, run_learner_worker, trainer_config
+print(json.dumps([load.__module__, Trainer.__module__, [m for m in ("torch", "transformers") if m in sys.modules]]))
+try:
+    import torch
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_the_shells_start_without_torch() -> None:
+    told = subprocess.run([sys.executable, "-c", _SHELLS], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert json.loads(told[0]) == ["rollout_workers.sim.install", "rollout_workers.sim.trainer", []]
+    assert "imports torch" in told[1]
