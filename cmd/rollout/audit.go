@@ -33,43 +33,54 @@ Where a control plane runs it is asked; else its state folder is read, and nothi
   rollout audit addition-grpo --state-dir /copy/of/a/state/folder`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			evidence, err := a.evidence(cmd, args[0])
-			if err != nil {
-				return err
-			}
-			report := audit.Check(evidence)
-			if a.format == formatJSON {
-				err = output.Value(a.stdout, report)
-			} else {
-				_, err = fmt.Fprint(a.stdout, a.auditText(report))
-			}
-			if err == nil && !report.Whole {
-				err = exit.Silent(exit.Data)
-			}
-			return err
+			return a.gather(cmd, args[0],
+				func(e *audit.Evidence, _ string) error { return a.audit(e) },
+				func(e *audit.Evidence, _ *client.Client) error { return a.audit(e) })
 		},
 	}
 }
 
-// evidence asks the control plane that was named or that runs here, else reads the state folder.
-func (a *app) evidence(cmd *cobra.Command, run string) (e *audit.Evidence, err error) {
+// audit prints what the rows prove.
+func (a *app) audit(evidence *audit.Evidence) (err error) {
+	report := audit.Check(evidence)
+	if a.format == formatJSON {
+		err = output.Value(a.stdout, report)
+	} else {
+		_, err = fmt.Fprint(a.stdout, a.auditText(report))
+	}
+	if err == nil && !report.Whole {
+		err = exit.Silent(exit.Data)
+	}
+	return err
+}
+
+// gather asks the control plane that was named or that runs here, else reads the state folder.
+func (a *app) gather(cmd *cobra.Command, run string, read func(e *audit.Evidence, state string) error, asked func(*audit.Evidence, *client.Client) error) error {
 	if a.server == "" && a.consul == "" {
 		state, err := daemon.StateDir(a.stateDir, a.env)
 		if err != nil {
-			return nil, exit.New(exit.Usage, "name one with --state-dir", "%w", err)
+			return exit.New(exit.Usage, "name one with --state-dir", "%w", err)
 		}
-		if info, err := daemon.Find(state); err != nil {
-			return nil, err
-		} else if info == nil {
+		info, err := daemon.Find(state)
+		if err != nil {
+			return err
+		}
+		if info == nil {
 			a.note("no control plane runs here; reading %s", state)
-			return audit.Read(cmd.Context(), state, run)
+			e, err := audit.Read(cmd.Context(), state, run)
+			if err != nil {
+				return err
+			}
+			return read(e, state)
 		}
 	}
-	err = a.with(cmd, func(ctx context.Context, c *client.Client) error {
-		e, err = audit.Ask(ctx, c, run)
-		return err
+	return a.with(cmd, func(ctx context.Context, c *client.Client) error {
+		e, err := audit.Ask(ctx, c, run)
+		if err != nil {
+			return err
+		}
+		return asked(e, c)
 	})
-	return e, err
 }
 
 func (a *app) auditText(r *audit.Report) string {

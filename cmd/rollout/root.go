@@ -62,7 +62,7 @@ func (a *app) root() *cobra.Command {
 		}
 	}
 	add("train", a.validateCommand(), a.planCommand(), a.runCommand(), a.trainCommand())
-	add("watch", a.runsCommand(), a.logsCommand(), a.statusCommand(), a.chatCommand(), a.reportCommand(), a.auditCommand())
+	add("watch", a.runsCommand(), a.logsCommand(), a.statusCommand(), a.chatCommand(), a.reportCommand(), a.auditCommand(), a.replayCommand())
 	add("house", a.snapshotCommand(), a.daemonCommand(), a.doctorCommand(), a.versionCommand())
 	root.AddCommand(a.docsCommand())
 	root.SetHelpCommandGroupID("house")

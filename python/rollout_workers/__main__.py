@@ -1,4 +1,6 @@
-"""``rollout-worker inference|learner``: one worker of one run, started by the scheduler (docs/wire.md)."""
+"""``rollout-worker inference|learner``: one worker of one run, started by the scheduler (docs/wire.md).
+
+``rollout-worker replay``: train a run's recorded batches again, for ``rollout replay``."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.mesh.events import EventHandler, Events
 from rollout_workers.mesh.lifecycle import EXIT_CRASH, LEAVE_SECONDS, Lifecycle, leave_now, prepare_process
 from rollout_workers.mesh.pulse import Pulse
-from rollout_workers.mesh.spec import Identity, SpecError, identity, load_spec
+from rollout_workers.mesh.spec import SPEC_VARIABLE, Identity, SpecError, identity, load_spec
 from rollout_workers.mesh.telemetry import configure, flush
 
 log = logging.getLogger("rollout_workers")
@@ -31,13 +33,17 @@ EXIT_NO_INPUT = 66
 def main() -> None:
     """Run a worker until it is told to leave."""
     parser = argparse.ArgumentParser(prog="rollout-worker", description=__doc__)
-    parser.add_argument("kind", choices=("inference", "learner"))
+    parser.add_argument("kind", choices=("inference", "learner", "replay"))
     parser.add_argument("--spec", help="the worker's spec (default: $ROLLOUT_WORKER_SPEC)")
     arguments = parser.parse_args()
     prepare_process()
     sys.setswitchinterval(0.0003)  # seconds: what dispatches tensor operations must not wait 5 ms for the event loop's thread
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    if arguments.kind == "replay":
+        from rollout_workers.learning.replay import replay
+
+        sys.exit(replay(arguments.spec or os.environ.get(SPEC_VARIABLE, "")))
     try:
         spec = load_spec(arguments.spec)
     except SpecError as error:

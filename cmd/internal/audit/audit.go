@@ -18,7 +18,7 @@ import (
 // Evidence is all rows that speak of a run.
 type Evidence struct {
 	Run       *runv1.Run
-	Ledger    *bufferv1.LedgerRecord
+	Ledger    *bufferv1.LedgerRecord // nil: there is none
 	Segments  []*bufferv1.SegmentRecord
 	Weights   []*bufferv1.WeightsRecord
 	Steps     []*bufferv1.StepRecord
@@ -87,6 +87,10 @@ type Break struct {
 // Check examines the rows.
 func Check(e *Evidence) *Report {
 	a := newAuditor(e)
+	if e.Ledger == nil {
+		a.withoutLedger()
+		return a.report
+	}
 	a.checkSteps()
 	a.checkGroups()
 	a.checkSamples()
@@ -98,6 +102,15 @@ func Check(e *Evidence) *Report {
 	a.checkSegments()
 	a.report.Whole = len(a.report.Breaks) == 0
 	return a.report
+}
+
+// withoutLedger judges a run that has none: one that never began lost nothing.
+func (a *auditor) withoutLedger() {
+	begun := a.Run.GetStep() > 0 && a.Run.GetFromSnapshot() == "" || a.Run.GetWeightsDigest() != ""
+	if begun || a.succeeded() {
+		a.flag(Break{Step: a.Run.GetStep()}, "LEDGER_MISSING", "the run made %d steps and has no ledger", a.Run.GetStep())
+	}
+	a.report.Whole = len(a.report.Breaks) == 0
 }
 
 // auditor holds the rows by what they are looked up by.

@@ -139,6 +139,21 @@ func TestAPromptConsumedTwice(t *testing.T) {
 	t.Errorf("%+v", r.Breaks)
 }
 
+func TestARunWithoutALedger(t *testing.T) {
+	t.Parallel()
+	folder := state(t)
+	do("buffer", `UPDATE ledger SET run = 'another'`)(t, folder)
+	if r := check(t, folder); len(r.Breaks) != 1 || r.Breaks[0].Kind != "LEDGER_MISSING" {
+		t.Errorf("%+v", r.Breaks)
+	}
+	evidence, err := audit.Read(t.Context(), folder, run)
+	must(t, err)
+	evidence.Run.Step = 0
+	if r := audit.Check(evidence); !r.Whole { // it has not begun
+		t.Errorf("%+v", r.Breaks)
+	}
+}
+
 func TestNothingToRead(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()

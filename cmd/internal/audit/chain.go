@@ -80,7 +80,7 @@ func (a *auditor) checkBatches() {
 // checkSnapshots compares training states with the steps that they are of.
 func (a *auditor) checkSnapshots() {
 	for _, s := range a.Snapshots {
-		if s.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE || s.GetStep() == a.config.GetFirstStep() {
+		if s.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE || s.GetRunId() != a.report.RunID {
 			continue
 		}
 		at, step := Break{Step: s.GetStep()}, a.steps[s.GetStep()]

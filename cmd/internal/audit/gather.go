@@ -11,6 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/blob/files"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -40,13 +41,18 @@ func Ask(ctx context.Context, c *client.Client, name string) (*Evidence, error) 
 			break
 		}
 	}
+	if from := e.Run.GetFromSnapshot(); from != "" {
+		if got, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: from}); err == nil { // it may be gone
+			e.Snapshots = append(e.Snapshots, got.GetSnapshot())
+		}
+	}
 	stream, err := c.Buffer.ExportLedger(ctx, &bufferv1.ExportLedgerRequest{RunId: run})
 	if err != nil {
 		return nil, err
 	}
 	for {
 		rows, err := stream.Recv()
-		if errors.Is(err, io.EOF) {
+		if errors.Is(err, io.EOF) || rpcerr.Reason(err) == buffer.ErrNoLedger.Reason() {
 			break
 		}
 		if err != nil {
@@ -86,19 +92,30 @@ func Read(ctx context.Context, state, name string) (_ *Evidence, err error) {
 		return nil, err
 	}
 	e.CursorBefore, e.CursorAfter = cursor.Position, cursor.Position
-	if e.Snapshots, err = readSnapshots(ctx, place, run); err != nil {
+	if e.Snapshots, err = readSnapshots(ctx, place, e.Run); err != nil {
 		return nil, err
 	}
-	return e, e.readLedger(ctx, state, place, run)
+	if err := e.readLedger(ctx, state, place, run); err != nil && !errors.Is(err, buffer.ErrNoLedger) {
+		return nil, err
+	}
+	return e, nil
 }
 
-func readSnapshots(ctx context.Context, place sqldb.Place, run string) (_ []*snapshotv1.Snapshot, err error) {
+func readSnapshots(ctx context.Context, place sqldb.Place, run *runv1.Run) (_ []*snapshotv1.Snapshot, err error) {
 	store, err := snapshotstore.Open(ctx, place)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, store.Close()) }()
-	return store.List(ctx, snapshot.Filter{Run: run})
+	all, err := store.List(ctx, snapshot.Filter{Run: run.GetRunId()})
+	if err != nil || run.GetFromSnapshot() == "" {
+		return all, err
+	}
+	from, err := store.Get(ctx, run.GetFromSnapshot())
+	if errors.Is(err, snapshot.ErrNotFound) { // it may be gone
+		return all, nil
+	}
+	return append(all, from), err
 }
 
 func (e *Evidence) readLedger(ctx context.Context, state string, place sqldb.Place, run string) (err error) {

@@ -138,7 +138,11 @@ func (a *auditor) checkCursor() {
 		a.flag(Break{Group: a.name(last - 1)}, "CURSOR_BEHIND", "the ledger knows position %d, the scheduler's cursor stands at %d: prompts would be issued twice", last-1, a.CursorAfter)
 	}
 	config := a.Run.GetPlan().GetConfig()
-	limit := a.edge(min(a.Ledger.GetState().GetStep()+uint64(config.GetStaleness().GetMaxSteps())+1, config.GetTrain().GetSteps()))
+	ahead := uint64(config.GetStaleness().GetMaxSteps()) + 1
+	if a.positional() && a.Ledger.GetState().GetLeased() > 0 {
+		ahead++ // the next step's prompts go out while the learner has this one's
+	}
+	limit := a.edge(min(a.Ledger.GetState().GetStep()+ahead, config.GetTrain().GetSteps()))
 	if a.CursorBefore > limit {
 		a.flag(Break{Group: a.name(limit)}, "CURSOR_BEYOND", "the cursor stands at position %d; at step %d it may be at %d at most: prompts were skipped, or issued too early",
 			a.CursorBefore, a.Ledger.GetState().GetStep(), limit)

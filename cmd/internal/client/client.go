@@ -51,6 +51,7 @@ type Client struct {
 	Buffer    bufferv1.BufferServiceClient
 	Snapshot  snapshotv1.SnapshotServiceClient
 	Events    storagev1.EventServiceClient
+	Artifacts storagev1.ArtifactServiceClient
 	Gateway   gatewayv1.RolloutGatewayServiceClient
 
 	Name string // of the control plane, for people
@@ -74,6 +75,7 @@ func (c *Client) stubs() *Client {
 	c.Buffer = bufferv1.NewBufferServiceClient(c.conn("buffer"))
 	c.Snapshot = snapshotv1.NewSnapshotServiceClient(c.conn("snapshot"))
 	c.Events = storagev1.NewEventServiceClient(c.conn("storage"))
+	c.Artifacts = storagev1.NewArtifactServiceClient(c.conn("storage"))
 	c.Gateway = gatewayv1.NewRolloutGatewayServiceClient(c.conn("rollout-gateway"))
 	return c
 }

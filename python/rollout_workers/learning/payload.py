@@ -33,7 +33,7 @@ class PayloadCorrupt(RolloutError):
 async def read_batch(batch: Batch, services: Services) -> list[TrainSample]:
     """The samples of a batch, group by group as the batch has them. Raises :class:`PayloadCorrupt`, gRPC errors."""
     try:
-        return await asyncio.to_thread(_from_segments, batch)
+        return await asyncio.to_thread(read_segments, batch)
     except (OSError, ValueError, PayloadCorrupt) as error:
         log.info("step %d: the segments can't be read here (%s); asking the buffer", batch.step, error)
     stub = await services.stub("buffer", BufferServiceStub)
@@ -46,8 +46,9 @@ async def read_batch(batch: Batch, services: Services) -> list[TrainSample]:
     return [_sample(ref, payload) for ref, payload in zip(batch.samples, payloads, strict=True)]
 
 
-def _from_segments(batch: Batch) -> list[TrainSample]:
-    """Raises ``OSError`` where a segment can't be opened, ``ValueError`` where a payload is not in one."""
+def read_segments(batch: Batch) -> list[TrainSample]:
+    """The samples from files alone. Raises ``OSError`` where one can't be opened, ``ValueError`` where a payload is in none,
+    :class:`PayloadCorrupt`."""
     paths = {ref.segment for ref in batch.samples}
     if "" in paths:
         raise ValueError("a payload is in the storage service")

@@ -73,7 +73,7 @@ _LEARNER_TYPES = (
 )
 
 
-def trainer_config(config: RunConfig, threads: int) -> Settings:
+def trainer_config(config: RunConfig, threads: int, *_: Any) -> Settings:
     """As ``rollout_workers.learning.settings.trainer_config``."""
     return Settings(off_policy=config.mode == "async")
 

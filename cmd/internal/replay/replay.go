@@ -1,0 +1,251 @@
+// Package replay trains a run's recorded batches again and compares the weights of each step.
+//
+// It starts no service: a worker process (`rollout-worker replay`) gets a file that names model, batches and digests, and the files
+// that hold the payloads. It begins with the run's model, or with the oldest snapshot whose later steps all have their payloads.
+package replay
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+// Step is what came of one step.
+type Step struct {
+	Step     uint64 `json:"step"`
+	Recorded string `json:"recorded"`
+	Replayed string `json:"replayed"`
+	Samples  int    `json:"samples"`
+}
+
+// Same reports whether the weights are the recorded ones.
+func (s Step) Same() bool { return s.Recorded == s.Replayed }
+
+// Files gives the things that lie outside of segments, written to where the worker can open them.
+type Files interface {
+	// Artifact writes an artifact to a file.
+	Artifact(ctx context.Context, content, path string) error
+	// Snapshot writes a snapshot's files into a folder.
+	Snapshot(ctx context.Context, s *snapshotv1.Snapshot, folder string) error
+}
+
+// Job is a run to be replayed.
+type Job struct {
+	Evidence *audit.Evidence
+	Files    Files
+	Worker   []string // command that starts a worker; "replay" is appended
+	Threads  int      // of the learner; below 0: as its last worker had
+	Scratch  string   // an empty folder
+	Log      io.Writer
+}
+
+// Run replays, telling of each step as it is made, the state that it begins with included. The error is typed; a step with other
+// weights is told of and is no error here.
+func (j *Job) Run(ctx context.Context, told func(Step)) error {
+	spec, err := j.spec(ctx)
+	if err != nil {
+		return err
+	}
+	args := append(slices.Clone(j.Worker), "replay", "--spec", spec)
+	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+	cmd.Stderr = j.Log
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return fmt.Errorf("start %s: %w", args[0], err)
+	}
+	if err := cmd.Start(); err != nil {
+		return exit.New(exit.NoInput, "build it (`make build`), or name the command with --worker", "start the learner: %w", err)
+	}
+	different := false
+	lines := bufio.NewScanner(out)
+	for lines.Scan() {
+		var step Step
+		if err := json.Unmarshal(lines.Bytes(), &step); err != nil {
+			continue // a library that prints
+		}
+		different = different || !step.Same()
+		told(step)
+	}
+	err = cmd.Wait()
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	if err != nil && !different {
+		return exit.New(exit.Data, "its last lines say why", "the learner could not train the recorded batches again: %w", err)
+	}
+	return nil
+}
+
+// spec writes what the worker is to do.
+func (j *Job) spec(ctx context.Context) (string, error) {
+	e := j.Evidence
+	if e.Ledger == nil || len(e.Steps) == 0 {
+		return "", exit.New(exit.Data, "", "run %s has made no step", e.Run.GetRunId())
+	}
+	base, from, err := j.start()
+	if err != nil {
+		return "", err
+	}
+	head, err := j.head(ctx, base, from)
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(j.Scratch, "spec.jsonl")
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o600)
+	if err != nil {
+		return "", fmt.Errorf("write what to replay: %w", err)
+	}
+	w := json.NewEncoder(f)
+	errs := []error{w.Encode(head)}
+	for _, s := range e.Steps {
+		if s.GetStep() <= from || s.GetWeightsDigest() == "" {
+			continue
+		}
+		batch, err := j.batch(ctx, s)
+		if err != nil {
+			return "", errors.Join(err, f.Close())
+		}
+		errs = append(errs, w.Encode(map[string]any{"batch": batch, "digest": s.GetWeightsDigest()}))
+	}
+	return path, errors.Join(errors.Join(errs...), f.Close())
+}
+
+// start chooses what to begin with: nil is the model.
+func (j *Job) start() (*snapshotv1.Snapshot, uint64, error) {
+	e := j.Evidence
+	need := uint64(0) // the last step whose payloads are gone
+	steps := map[string]uint64{}
+	for _, g := range e.Groups {
+		steps[fmt.Sprintf("%d/%d", g.GetKey().GetEpoch(), g.GetKey().GetIndex())] = g.GetStep()
+	}
+	for _, s := range e.Samples {
+		if k := s.GetRef().GetKey(); s.GetTrimmed() {
+			need = max(need, steps[fmt.Sprintf("%d/%d", k.GetEpoch(), k.GetIndex())])
+		}
+	}
+	first := e.Ledger.GetConfig().GetFirstStep()
+	if need == 0 && first == 0 {
+		return nil, 0, nil
+	}
+	var best *snapshotv1.Snapshot
+	for _, s := range e.Snapshots {
+		usable := s.GetKind() == snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE && s.GetStep() >= max(need, first)
+		if usable && (best == nil || s.GetStep() < best.GetStep()) {
+			best = s
+		}
+	}
+	if best == nil {
+		return nil, 0, exit.New(exit.Data, "train the next run with `snapshot.keep_payloads = true`",
+			"the samples of steps through %d are gone and no snapshot of a step from there on is left", need)
+	}
+	return best, best.GetStep(), nil
+}
+
+// head is the first line: what to load, and the digest that it must have.
+func (j *Job) head(ctx context.Context, base *snapshotv1.Snapshot, from uint64) (map[string]any, error) {
+	e := j.Evidence
+	plan, err := raw(e.Run.GetPlan())
+	if err != nil {
+		return nil, err
+	}
+	threads := j.Threads
+	if threads < 0 {
+		if threads, err = learnerThreads(e.Run.GetDirectory()); err != nil {
+			return nil, err
+		}
+	}
+	digest := ""
+	for _, w := range e.Weights {
+		if w.GetVersion() == from {
+			digest = w.GetDigest()
+		}
+	}
+	state := ""
+	if base != nil {
+		state = filepath.Join(j.Scratch, "state")
+		if err := j.Files.Snapshot(ctx, base, state); err != nil {
+			return nil, err
+		}
+	}
+	return map[string]any{"plan": plan, "base_dir": e.Run.GetBaseDir(), "threads": threads, "state_directory": state, "step": from, "digest": digest}, nil
+}
+
+// learnerThreads are those of the run's last learner: bits depend on them.
+func learnerThreads(directory string) (int, error) {
+	data, err := os.ReadFile(filepath.Join(directory, "workers", "learner-0.json"))
+	if err != nil {
+		return 0, exit.New(exit.NoInput, "say how many threads the learner had with --threads", "the run's folder does not say what its learner had: %w", err)
+	}
+	var spec struct {
+		Threads int `json:"threads"`
+	}
+	if err := json.Unmarshal(data, &spec); err != nil {
+		return 0, exit.New(exit.Data, "say how many threads the learner had with --threads", "read the learner's spec: %w", err)
+	}
+	return spec.Threads, nil
+}
+
+// batch names the samples of a step and the files that they are in.
+func (j *Job) batch(ctx context.Context, s *bufferv1.StepRecord) (json.RawMessage, error) {
+	e := j.Evidence
+	taken := map[uint64]bool{}
+	for _, g := range e.Groups {
+		if g.GetStep() == s.GetStep() && g.GetState() == bufferv1.GroupState_GROUP_STATE_CONSUMED {
+			taken[g.GetPosition()] = true
+		}
+	}
+	b := &bufferv1.Batch{RunId: e.Run.GetRunId(), Step: s.GetStep(), BatchId: s.GetBatchId(), Groups: s.GetGroups(), Excluded: s.GetExcluded()}
+	rows := e.Ledger.GetConfig().GetRows()
+	for _, sample := range e.Samples {
+		k := sample.GetRef().GetKey()
+		if !taken[uint64(k.GetEpoch())*rows+k.GetIndex()] {
+			continue
+		}
+		if sample.GetFlaw() != "" {
+			return nil, exit.New(exit.Data, "`rollout audit` names all that is damaged", "step %d: sample %d of group %d/%d: %s",
+				s.GetStep(), k.GetSample(), k.GetEpoch(), k.GetIndex(), sample.GetFlaw())
+		}
+		ref := proto.CloneOf(sample.GetRef())
+		if sample.GetSegment() > 0 {
+			ref.Segment = filepath.Join(e.Ledger.GetFolder(), fmt.Sprintf("%06d.seg", sample.GetSegment()))
+		} else {
+			ref.Segment = filepath.Join(j.Scratch, ref.GetPayloadRef())
+			if err := j.Files.Artifact(ctx, ref.GetPayloadRef(), ref.GetSegment()); err != nil {
+				return nil, err
+			}
+			info, err := os.Stat(ref.GetSegment())
+			if err != nil {
+				return nil, err
+			}
+			ref.Offset, ref.Length = 0, uint64(info.Size())
+		}
+		b.Samples = append(b.Samples, ref)
+	}
+	if uint32(len(b.GetSamples())) != s.GetSamples() {
+		return nil, exit.New(exit.Data, "`rollout audit` names what is missing", "step %d trained on %d samples, the ledger has %d", s.GetStep(), s.GetSamples(), len(b.GetSamples()))
+	}
+	return raw(b)
+}
+
+func raw(m proto.Message) (json.RawMessage, error) {
+	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(m)
+	if err != nil {
+		return nil, fmt.Errorf("write what to replay: %w", err)
+	}
+	return text, nil
+}
