@@ -37,6 +37,7 @@ const (
 	defaultIdle  = 30 * time.Second
 	maxAttempts  = 8                // of one request
 	chunkTries   = 30 * time.Second // how long a chunk of an upload is tried again
+	giveUp       = 75 * time.Second // an upload without progress, chunks tried again included
 	chunkTimeout = 30 * time.Second // of one try
 )
 

@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"sync/atomic"
+	"time"
 
 	"cloud.google.com/go/storage"
 
@@ -27,11 +29,16 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	}
 	writing, cancel := context.WithCancel(ctx)
 	defer cancel() // of a writer that was not closed: the upload is given up
+	// The client itself tries a request without progress for ever.
+	var stuck atomic.Bool
+	guard := time.AfterFunc(giveUp, func() { stuck.Store(true); cancel() })
+	defer guard.Stop()
 	object := s.object(key)
 	w := object.If(storage.Conditions{DoesNotExist: true}).NewWriter(writing)
 	mark := rand.Text()
 	w.Metadata = map[string]string{writerMark: mark}
 	w.ChunkSize, w.ChunkTransferTimeout, w.ChunkRetryDeadline = s.c.PartBytes, chunkTimeout, chunkTries
+	w.ProgressFunc = func(int64) { guard.Reset(giveUp) }
 	w.ContentType = "application/octet-stream" // the client would guess, from a copy of the first bytes
 
 	// The first chunk is read before anything is sent: where it is all, its checksum travels ahead of it.
@@ -57,6 +64,9 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	}
 	if err == nil {
 		err = w.Close()
+	}
+	if err != nil && stuck.Load() {
+		return blob.Info{}, fmt.Errorf("put blob %s: %w", key, blob.ErrUnavailable.Wrap(err))
 	}
 	attrs := w.Attrs()
 	if err != nil {
