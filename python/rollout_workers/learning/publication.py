@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import uuid
@@ -12,6 +13,8 @@ from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.learner import Trainer
 from rollout_workers.learning.shelf import Shelf
 from rollout_workers.weights import WeightsManifest
+
+log = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"v(\d+)")
 
@@ -38,18 +41,28 @@ class Publication:
         step = trainer.step
         folder = self._root / f"v{step:06d}"
         self._root.mkdir(parents=True, exist_ok=True)
-        if self._lasting(step) or not self._shelf.fits(self._size(trainer)):
+        written = None if self._lasting(step) else self._shelve(trainer, folder)
+        if written is None:
             if folder.is_symlink():
                 folder.unlink()
             written = trainer.write_weights(folder, fsync=False)
-        else:
-            assert self._shelf.folder is not None
-            held = self._shelf.folder / folder.name
-            written = trainer.write_weights(held, fsync=False)
-            _point(folder, held)
         self._newest = folder
         self._prune(step)
         return self._manifest(folder, written)
+
+    def _shelve(self, trainer: Trainer, folder: Path) -> WeightsManifest | None:
+        """Write the weights into memory, where they fit."""
+        shelf = self._shelf.folder
+        if shelf is None or not self._shelf.fits(self._size(trainer)):
+            return None
+        held = shelf / folder.name
+        try:
+            written = trainer.write_weights(held, fsync=False)
+        except OSError as error:  # somebody else took the room
+            log.warning("%s takes no weights (%s); they go to the run's folder", shelf, error)
+            return None
+        _point(folder, held)
+        return written
 
     def close(self) -> None:
         """Bring the newest version out of memory, and give the memory back."""

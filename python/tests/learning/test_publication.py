@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+import pytest
 import torch
 
 from rollout_workers.learning.publication import Publication
@@ -97,3 +99,18 @@ def test_without_memory_the_folder_serves(tmp_path: Path) -> None:
     assert held(made.publish(trainer).directory) == 1  # type: ignore[arg-type]
     assert versions(tmp_path) == {"v000001": False}
     made.close()
+
+
+def test_memory_that_fills_up_between_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, trainer = publication(tmp_path)
+    write = trainer.write_weights
+
+    def full(folder: Path, *, fsync: bool) -> WeightsManifest:
+        if "memory" in folder.parts:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, fsync=fsync)
+
+    monkeypatch.setattr(trainer, "write_weights", full)
+    trainer.step = 1
+    assert held(made.publish(trainer).directory) == 1  # type: ignore[arg-type]
+    assert versions(tmp_path) == {"v000001": False}
