@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from rollout.run.v1.run_pb2 import PromptGroup
@@ -26,6 +27,7 @@ CONSUMER = "workers"
 EXPIRES_SECONDS = 20.0
 HEARTBEAT_SECONDS = 2.0
 _ABSENT_RETRY_SECONDS = 0.25
+_DRAIN_SECONDS = 2.0
 _ACK = b"+ACK"
 _NAK = b"-NAK"
 _TERM = b"+TERM"
@@ -107,6 +109,7 @@ class WorkQueue:
         self._absent_since = 0.0
         self._told_absent = False
         self._task: asyncio.Task[None] | None = None
+        self._listening: Subscription | None = None
 
     @property
     def outstanding(self) -> int:
@@ -115,7 +118,7 @@ class WorkQueue:
 
     async def start(self) -> None:
         """Begin to listen; nothing is asked for before ``set_room``."""
-        await self._client.subscribe(f"{self._inbox}.*", cb=self._receive, pending_msgs_limit=1 << 16)
+        self._listening = await self._client.subscribe(f"{self._inbox}.*", cb=self._receive, pending_msgs_limit=1 << 16)
         self._task = asyncio.create_task(self._keep_asking(), name="work-queue")
 
     def set_room(self, items: int) -> None:
@@ -142,13 +145,21 @@ class WorkQueue:
         await self._settle(items, _TERM)
 
     async def stop(self) -> None:
-        """Ask for no more. Items that still arrive are given back."""
+        """Ask for no more, and give back what still arrives. When this returns the server sends nothing here any more: what is
+        given back afterwards goes to somebody else, and not to a pull request of ours that nobody reads."""
         self._room = 0
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         self._requests.clear()
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            try:
+                async with asyncio.timeout(_DRAIN_SECONDS):
+                    await listening.drain()
+            except (NatsError, TimeoutError) as error:  # no server: nothing comes from it either
+                log.debug("stop listening to %s: %r", self._stream, error)
 
     async def _settle(self, items: Iterable[WorkItem], verdict: bytes) -> None:
         for item in items:
