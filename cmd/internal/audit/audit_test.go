@@ -3,12 +3,16 @@ package audit_test
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+
+	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/cmd/internal/audit"
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/libs/id"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
@@ -137,6 +141,29 @@ func TestAPromptConsumedTwice(t *testing.T) {
 		}
 	}
 	t.Errorf("%+v", r.Breaks)
+}
+
+// Of rows with a preferred and a rejected completion a group is a pair, whatever would be sampled of a prompt.
+func TestTheLedgerIsOfThePlan(t *testing.T) {
+	t.Parallel()
+	evidence, err := audit.Read(t.Context(), state(t), run)
+	must(t, err)
+	config := evidence.Run.GetPlan().GetConfig()
+	config.Sampling.GroupSize = proto.Uint32(1)
+	foreign := func() bool {
+		return slices.ContainsFunc(audit.Check(evidence).Breaks, func(b audit.Break) bool { return b.Kind == "LEDGER_CONFIG" })
+	}
+	if !foreign() {
+		t.Error("a ledger of 3 samples a group passed for a plan of 1")
+	}
+	config.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Dpo{Dpo: &configv1.DpoConfig{}}}
+	if !foreign() {
+		t.Error("a ledger of 3 samples a group passed for pairs")
+	}
+	evidence.Ledger.Config.GroupSize = 2
+	if foreign() {
+		t.Error("a ledger of pairs was refused")
+	}
 }
 
 func TestARunWithoutALedger(t *testing.T) {

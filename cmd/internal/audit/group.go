@@ -3,6 +3,7 @@ package audit
 import (
 	"slices"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
@@ -161,7 +162,7 @@ func (a *auditor) checkRun() {
 	if digest := a.Run.GetWeightsDigest(); digest != "" && a.Run.GetStep() == step && digest != a.report.Digest && a.succeeded() {
 		a.flag(Break{Step: step}, "RUN_DIGEST", "the run's record says that it ended with %s, its last step made %s", digest, a.report.Digest)
 	}
-	if config := a.Run.GetPlan().GetConfig(); config.GetTrain().GetGroupsPerStep() != a.config.GetGroupsPerStep() || config.GetSampling().GetGroupSize() != a.config.GetGroupSize() ||
+	if config := a.Run.GetPlan().GetConfig(); config.GetTrain().GetGroupsPerStep() != a.config.GetGroupsPerStep() || algorithm.GroupSize(config) != a.config.GetGroupSize() ||
 		!slices.Contains(trainRows(a.Run), a.config.GetRows()) {
 		a.flag(Break{}, "LEDGER_CONFIG", "the ledger was made for another plan: %d groups a step, %d samples a group, %d rows",
 			a.config.GetGroupsPerStep(), a.config.GetGroupSize(), a.config.GetRows())
