@@ -49,6 +49,11 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 		broken: map[string]bool{},
 	}
 	root, faults := document.Parse(reading.source)
+	if len(faults) > 0 && bytes.HasPrefix(bytes.TrimSpace(text), []byte("{")) { // each line of it would be a fault
+		faults[0].Message, faults[0].Mend = "this is JSON: a plan, not a configuration", "give a plan to `rollout run --plan FILE`; write a configuration in TOML"
+		faults = faults[:1]
+		root, _ = document.Parse(document.NewSource(source.GetFile(), nil, 1))
+	}
 	for i, override := range source.GetSet() {
 		faults = append(faults, document.Override(root, override, i+1)...)
 	}

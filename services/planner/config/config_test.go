@@ -50,6 +50,17 @@ func problems(r *Reading) string {
 	return b.String()
 }
 
+func TestAPlanIsNoConfig(t *testing.T) {
+	t.Parallel()
+	r := read(t, "{\n  \"config\": {\n    \"name\": \"a\"\n  }\n}\n", "train.steps=3")
+	if got, want := problems(r), "run.toml:1:1 SYNTAX  <{>\n"; got != want {
+		t.Fatalf("%s, want %s", got, want)
+	}
+	if mend := r.Sorted()[0].GetMend(); !strings.Contains(mend, "--plan") {
+		t.Errorf("mend: %s", mend)
+	}
+}
+
 func TestGoodConfigGetsItsDefaults(t *testing.T) {
 	t.Parallel()
 	r := read(t, good)

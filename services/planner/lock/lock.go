@@ -64,6 +64,8 @@ func Read(data []byte, name string) (*planv1.Plan, []*planv1.Problem) {
 	}
 	var syntax *json.SyntaxError
 	switch err := json.Unmarshal(data, &head); {
+	case err != nil && strings.HasSuffix(name, ".toml"):
+		return nil, bad(1, 1, "this is a configuration, not a plan", "name it with --config, or make a plan of it with `rollout plan`")
 	case errors.As(err, &syntax):
 		at := min(max(int(syntax.Offset)-1, 0), len(data))
 		start := bytes.LastIndexByte(data[:at], '\n') + 1
