@@ -62,6 +62,10 @@ func lockFile(ctx context.Context, db *sql.DB) (unlock func(), err error) {
 	if path == "" { // in memory: no other process sees it
 		return func() {}, nil
 	}
+	return lockPath(ctx, path)
+}
+
+func lockPath(ctx context.Context, path string) (unlock func(), err error) {
 	f, err := os.OpenFile(path+".migrate", os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		return nil, err

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"time"
 
 	_ "modernc.org/sqlite" // the "sqlite" driver, pure Go
 )
@@ -25,8 +26,9 @@ func OpenSQLite(path string, d Durability) (*DB, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The file and its WAL mode exist before a query-only connection looks.
-	if err := write.PingContext(context.Background()); err != nil {
+	// The file and its WAL mode exist before a query-only connection looks. Of two processes that switch a new file to WAL at the
+	// same time one is told that it is locked, whatever the busy timeout; so they take turns.
+	if err := inTurn(path, write.PingContext); err != nil {
 		return nil, errors.Join(fmt.Errorf("open database %s: %w", path, err), write.Close())
 	}
 	read, err := openPool(path, d, max(2, runtime.GOMAXPROCS(0)), "query_only(1)")
@@ -35,6 +37,20 @@ func OpenSQLite(path string, d Durability) (*DB, error) {
 	}
 	return &DB{write: write, read: read}, nil
 }
+
+func inTurn(path string, fn func(ctx context.Context) error) error {
+	ctx, cancel := context.WithTimeout(context.Background(), openWait)
+	defer cancel()
+	unlock, err := lockPath(ctx, path)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	return fn(ctx)
+}
+
+// openWait is how long the opening of a file waits for others: as long as a migration may take.
+const openWait = time.Minute
 
 func openPool(path string, d Durability, conns int, extra ...string) (*sql.DB, error) {
 	abs, err := filepath.Abs(path)
