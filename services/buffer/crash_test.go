@@ -17,10 +17,13 @@ import (
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	"github.com/rollout-rl/rollout/services/buffer"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
+	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
 func TestOpenLedgersIngestAgainAfterARestart(t *testing.T) {
@@ -144,6 +147,51 @@ func TestLedgerMayBeOpenedBeforeItsStream(t *testing.T) {
 	}
 	s.publish(groupOf(0, 0, 0)...)
 	s.samples(size)
+}
+
+// Payloads that go while an export reads come with the snapshot that covers them: nobody takes them for lost.
+func TestExportBesideATrim(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	c := ledgerConfig()
+	c.MaxStaleness = 10
+	s.open(c)
+	s.record(0)
+	for step := range uint64(6) {
+		s.publish(append(groupOf(2*step, 0, 0), groupOf(2*step+1, 0, 0)...)...)
+		s.commit(s.lease(step + 1))
+	}
+	store, err := sqlstore.Open(t.Context(), sqldb.Files(filepath.Join(s.folder, "db")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	var covered []uint64
+	trimmed := 0
+	err = buffer.Export(t.Context(), store, filepath.Join(s.folder, "segments", run), run, nil, func(rows *bufferv1.ExportLedgerResponse) error {
+		if l := rows.GetLedger(); l != nil {
+			covered = append(covered, l.GetTrimmed())
+		}
+		for _, sample := range rows.GetSamples() {
+			if sample.GetTrimmed() {
+				trimmed++
+			}
+			if sample.GetFlaw() != "" {
+				t.Errorf("a sample is taken for lost: %s", sample.GetFlaw())
+			}
+		}
+		if len(covered) > 1 || len(rows.GetSamples()) > 0 {
+			return nil
+		}
+		_, err := s.client.TrimPayloads(t.Context(), &bufferv1.TrimPayloadsRequest{RunId: run, ThroughStep: 4})
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(covered, []uint64{0, 4}) || trimmed == 0 {
+		t.Errorf("the export told of snapshots through %v, and of %d dropped payloads", covered, trimmed)
+	}
 }
 
 func TestTrimDropsWhatASnapshotCovers(t *testing.T) {

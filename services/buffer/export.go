@@ -33,6 +33,7 @@ type export struct {
 	send        func(*bufferv1.ExportLedgerResponse) error
 	files       *segment.Reader
 	dropped     map[uint32]bool // segments that a snapshot covers
+	trimmed     uint64          // steps covered by the snapshot that was taken while the export read
 }
 
 func (e *export) rows(ctx context.Context, r Reader) error {
@@ -56,7 +57,13 @@ func (e *export) rows(ctx context.Context, r Reader) error {
 			return err
 		}
 	}
-	return nil
+	if e.trimmed <= first.GetLedger().GetTrimmed() {
+		return nil
+	}
+	// Payloads went while they were read: the ledger once more, with the snapshot that covers them.
+	again := proto.CloneOf(first.GetLedger())
+	again.Trimmed = e.trimmed
+	return e.send(&bufferv1.ExportLedgerResponse{Ledger: again})
 }
 
 // head is the ledger, its segments, weights and steps.
@@ -144,6 +151,9 @@ func (e *export) gone(ctx context.Context, number uint32) (trimmed bool) {
 		segments, err := r.Segments(ctx)
 		for _, g := range segments {
 			trimmed = trimmed || g.Number == number && g.Trimmed
+		}
+		if trimmed {
+			e.trimmed = max(e.trimmed, r.Ledger().Trimmed)
 		}
 		return err
 	})
