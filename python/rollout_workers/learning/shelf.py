@@ -10,6 +10,8 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -22,7 +24,6 @@ class Shelf:
 
     def __init__(self, run: str, memory: Path = SHARED_MEMORY) -> None:
         """Claim ``<memory>/rollout-<user>/<run>-*``; without such memory ``folder`` is None."""
-        self._run = run
         self.folder: Path | None = None
         self._lock = -1
         root = memory / f"rollout-{os.getuid()}"
@@ -30,10 +31,11 @@ class Shelf:
             root.mkdir(mode=0o700, exist_ok=True)
             if root.stat().st_uid != os.getuid():
                 return
-            _sweep(root, keep=run)
-            folder = Path(tempfile.mkdtemp(prefix=f"{run}-", dir=root))
-            self._lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            with _alone(root):
+                _sweep(root, keep=run)
+                folder = Path(tempfile.mkdtemp(prefix=f"{run}-", dir=root))
+                self._lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.folder = folder
         except OSError:
             return
@@ -48,22 +50,34 @@ class Shelf:
             root = self.folder.parent
             shutil.rmtree(self.folder, ignore_errors=True)
             self._release()
-            _sweep(root)
+            with _alone(root):
+                _sweep(root)
 
     def _release(self) -> None:
         os.close(self._lock)
         self.folder = None
 
 
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One process at a time makes or removes folders: else one that was just made, and is not locked yet, would be swept."""
+    lock = os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
 def _sweep(root: Path, keep: str = "") -> None:
     """Remove the folders of processes that are no more (nobody holds their lock), but none of the run ``keep``."""
-    for folder in root.iterdir():
+    for folder in root.glob("*-*"):
         if keep and folder.name.startswith(f"{keep}-"):
             continue
         try:
             lock = os.open(folder / ".lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # being made
+            continue  # none of ours
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -50,7 +50,7 @@ def test_versions_pass_through_memory_and_those_that_last_do_not(tmp_path: Path)
         manifest = made.publish(trainer)  # type: ignore[arg-type]
         assert held(manifest.directory) == trainer.step
     assert versions(tmp_path) == {"v000002": False, "v000003": True}
-    [folder] = (tmp_path / "memory").glob("rollout-*/*")
+    [folder] = (tmp_path / "memory").glob("rollout-*/run-*")
     assert sorted(path.name for path in folder.glob("v*")) == ["v000003"]  # what was pruned gave its memory back
 
 
@@ -69,7 +69,7 @@ def test_the_newest_outlives_the_process(tmp_path: Path) -> None:
         manifest = made.publish(trainer)  # type: ignore[arg-type]
     made.close()
     assert versions(tmp_path) == {"v000002": False} and held(manifest.directory) == 2
-    assert list((tmp_path / "memory").glob("rollout-*/*")) == []
+    assert list((tmp_path / "memory").glob("rollout-*/run-*")) == []
 
 
 def test_what_a_dead_process_left_serves_its_run_and_is_then_removed(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_a_dead_process_left_serves_its_run_and_is_then_removed(tmp_path: P
     trainer.step = 2
     again.publish(trainer)  # type: ignore[arg-type]
     again.close()
-    assert list((tmp_path / "memory").glob("rollout-*/*")) == []
+    assert list((tmp_path / "memory").glob("rollout-*/run-*")) == []
 
     other, trainer = publication(tmp_path)
     trainer.step = 3

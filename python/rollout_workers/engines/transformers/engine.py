@@ -98,10 +98,10 @@ class TransformersEngine:
         await self._ask(lambda: setattr(self._decoder, "paused", False))
 
     async def offload(self) -> None:
-        await self._ask(self._decoder.offload)
+        await self._ask(lambda: self._move(self._decoder.offload))
 
     async def onload(self) -> None:
-        await self._ask(self._decoder.onload)
+        await self._ask(lambda: self._move(self._decoder.onload))
 
     async def stage_weights(self, source: WeightsSource, expected: str | None = None) -> str:
         return await asyncio.to_thread(self._held.stage, source, expected)
@@ -143,6 +143,11 @@ class TransformersEngine:
         except EngineClosed:
             return
         future.add_done_callback(lambda done: done.exception())
+
+    def _move(self, function: Callable[[], None]) -> None:
+        """Move weights to another device, while nobody digests them."""
+        with self._held.still:
+            function()
 
     def _swap(self, version: int) -> None:
         if version == self._decoder.version and not self._held.staged:

@@ -24,7 +24,8 @@ class HeldWeights:
         # The live parameters, found once: a walk over the module takes longer than copying a small model's weights.
         self._parameters = _parameters(module)
         self._staged: Mapping[str, Tensor] | None = None
-        self._lock = threading.Lock()  # tensors don't change while they are digested
+        self.still = threading.Lock()
+        """Held while tensors are digested, changed or moved: a digest reads their memory in a thread of its own."""
         self._transport = {name: tensor.dtype for name, tensor in named_weights(module)}
 
     @property
@@ -50,14 +51,14 @@ class HeldWeights:
         if self._staged is None:
             raise NothingStaged("swap_weights needs stage_weights first")
         staged, self._staged = self._staged, None
-        with self._lock:
+        with self.still:
             for name, tensor in self._tensors():
                 tensor.copy_(staged[name])
             self._transport = {name: tensor.dtype for name, tensor in staged.items()}
 
     def digest(self) -> WeightsDigest:
         """The digest of what the module holds, in the dtypes in which its weights travelled."""
-        with self._lock:
+        with self.still:
             return weights_digest((name, tensor.to(self._transport[name])) for name, tensor in self._tensors())
 
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
