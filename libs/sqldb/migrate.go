@@ -3,6 +3,7 @@ package sqldb
 import (
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -13,6 +14,18 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/pressly/goose/v3"
 )
+
+// Ready opens or makes the database of a service and brings its schema up to date.
+func Ready(ctx context.Context, place Place, service string, d Durability, migrations fs.FS) (*DB, error) {
+	db, err := place.Open(ctx, service, d)
+	if err != nil {
+		return nil, err
+	}
+	if err := db.Migrate(ctx, migrations); err != nil {
+		return nil, errors.Join(err, db.Close())
+	}
+	return db, nil
+}
 
 // Migrate applies the goose migrations (NNNNN_name.sql) that the database lacks, each in its transaction: those of the folder
 // sqlite or postgres of fsys. Processes that start together take turns, by a lock file beside a SQLite file and by an advisory

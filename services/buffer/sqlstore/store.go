@@ -27,15 +27,12 @@ type Store struct {
 
 // Open opens or makes the service's database and brings its schema up to date.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
-	db, err := place.Open(ctx, "buffer", sqldb.Full)
+	db, err := sqldb.Ready(ctx, place, "buffer", sqldb.Full, database.Migrations)
 	if err != nil {
 		return nil, err
 	}
 	s := &Store{db: db, sql: newStatements(db), configs: &sync.Map{}}
-	if err = db.Migrate(ctx, database.Migrations); err == nil {
-		err = s.sql.prepare(ctx, db)
-	}
-	if err != nil {
+	if err := s.sql.prepare(ctx, db); err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
 	return s, nil

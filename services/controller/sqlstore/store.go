@@ -3,7 +3,6 @@ package sqlstore
 
 import (
 	"context"
-	"errors"
 	"fmt"
 
 	"google.golang.org/protobuf/proto"
@@ -22,12 +21,9 @@ type Store struct{ db *sqldb.DB }
 // Open opens or makes the service's database and brings its schema up to date.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 	// A drive is a hint for the next process; the ledger is what counts. So a commit need not survive a power cut.
-	db, err := place.Open(ctx, "learner-controller", sqldb.Normal)
+	db, err := sqldb.Ready(ctx, place, "learner-controller", sqldb.Normal, schema.Migrations)
 	if err != nil {
 		return nil, err
-	}
-	if err := db.Migrate(ctx, schema.Migrations); err != nil {
-		return nil, errors.Join(err, db.Close())
 	}
 	return &Store{db: db}, nil
 }

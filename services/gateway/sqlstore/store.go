@@ -4,7 +4,6 @@ package sqlstore
 import (
 	"context"
 	"database/sql"
-	"errors"
 	"fmt"
 
 	"google.golang.org/protobuf/proto"
@@ -19,12 +18,9 @@ type Store struct{ db *sqldb.DB }
 
 // Open opens or makes the service's database and brings its schema up to date.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
-	db, err := place.Open(ctx, "rollout-gateway", sqldb.Normal)
+	db, err := sqldb.Ready(ctx, place, "rollout-gateway", sqldb.Normal, schema.Migrations)
 	if err != nil {
 		return nil, err
-	}
-	if err := db.Migrate(ctx, schema.Migrations); err != nil {
-		return nil, errors.Join(err, db.Close())
 	}
 	return &Store{db: db}, nil
 }

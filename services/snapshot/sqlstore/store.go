@@ -22,12 +22,9 @@ type Store struct{ db *sqldb.DB }
 
 // Open opens or makes the service's database and brings its schema up to date.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
-	db, err := place.Open(ctx, "snapshot", sqldb.Full)
+	db, err := sqldb.Ready(ctx, place, "snapshot", sqldb.Full, schema.Migrations)
 	if err != nil {
 		return nil, err
-	}
-	if err := db.Migrate(ctx, schema.Migrations); err != nil {
-		return nil, errors.Join(err, db.Close())
 	}
 	return &Store{db: db}, nil
 }

@@ -4,7 +4,6 @@ package sqlstore
 import (
 	"context"
 	"database/sql"
-	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -23,12 +22,9 @@ type Store struct{ db *sqldb.DB }
 // Open opens or makes the service's database and brings its schema up to date.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 	// Events tell of what the ledgers hold; the last ones before a power cut may be lost.
-	db, err := place.Open(ctx, "storage", sqldb.Normal)
+	db, err := sqldb.Ready(ctx, place, "storage", sqldb.Normal, schema.Migrations)
 	if err != nil {
 		return nil, err
-	}
-	if err := db.Migrate(ctx, schema.Migrations); err != nil {
-		return nil, errors.Join(err, db.Close())
 	}
 	return &Store{db: db}, nil
 }
