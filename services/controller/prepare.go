@@ -237,10 +237,10 @@ func (d *drive) verify(ctx context.Context, r *bufferv1.StepRecord, digest strin
 	return nil
 }
 
-// rearm delivers the weights of the last committed step. The learner publishes them again where it holds exactly them;
-// else the folder that was delivered first serves, and where that is gone too the run can't go on: the ledger would refuse what other
-// weights sample. A step without a gradient has the digest of the one before it, and is
-// another version all the same: the next prompts wait for it.
+// rearm delivers the weights of the last committed step. The learner publishes them again where it holds exactly them; else the
+// folder that was delivered first serves, and where that is gone too the run can't go on: the ledger would refuse what other weights
+// sample. A step without a gradient has the digest of the one before it, and is another version all the same: the next prompts wait
+// for it.
 func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord, digest string) error {
 	published := d.weights.GetVersion() == last.GetStep() && d.weights.GetDigest() == digest && !missing(d.weights)
 	if published {
