@@ -19,7 +19,10 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/cmd/internal/style"
+	"github.com/rollout-rl/rollout/libs/cert"
+	daemonconfig "github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
@@ -32,9 +35,11 @@ type app struct {
 	terminal       bool     // whether stdout is one
 	dial           func(ctx context.Context) (*client.Client, error)
 	zone           *time.Location                    // of times that people read; nil: local
+	now            func() time.Time                  // nil: time.Now
 	interrupts     func() (<-chan os.Signal, func()) // replaced by tests
 
-	server, consul, stateDir, tokenFile, caFile, format string
+	server, consul, stateDir, tokenFile, apiKey, format string
+	certs                                               cert.Files
 	private                                             bool // whether --server is called in plain text wherever it is
 	looks                                               bool // whether the command only looks: it starts no daemon
 }
@@ -156,13 +161,23 @@ func (a *app) connect(ctx context.Context) (*client.Client, error) {
 		if err != nil {
 			return nil, err
 		}
-		tls, err := client.TLSFor(info.GRPC, a.caFile, true) // our own: it checked that itself
+		if a.certs == (cert.Files{}) { // we may read what it shows
+			a.certs = cert.Files{CA: info.CAFile, Cert: info.CertFile, Key: info.KeyFile}
+		}
+		tls, err := client.TLSFor(info.GRPC, a.certs, true) // our own: it checked that itself
 		if err != nil {
 			return nil, err
 		}
-		return client.Dial(ctx, client.Options{Address: info.GRPC, Hosted: info.Targets, Consul: info.Consul, TokenFile: info.TokenFile, TLS: tls})
+		key, err := a.key()
+		if err != nil {
+			return nil, err
+		}
+		return client.Dial(ctx, client.Options{Key: key, Address: info.GRPC, Hosted: info.Targets, Consul: info.Consul, TokenFile: info.TokenFile, TLS: tls})
 	}
 	o := client.Options{Address: a.server, Consul: a.consul, TokenFile: a.tokenFile}
+	if o.Key, err = a.key(); err != nil {
+		return nil, err
+	}
 	if o.TokenFile == "" {
 		o.TokenFile = filepath.Join(stateDir, "token")
 	}
@@ -170,10 +185,23 @@ func (a *app) connect(ctx context.Context) (*client.Client, error) {
 	if place == "" {
 		place = a.consul
 	}
-	if o.TLS, err = client.TLSFor(place, a.caFile, a.private); err != nil {
+	if o.TLS, err = client.TLSFor(place, a.certs, a.private); err != nil {
 		return nil, err
 	}
 	return client.Dial(ctx, o)
+}
+
+// key is the API key to call with; "" where there is none.
+func (a *app) key() (string, error) {
+	if a.apiKey == "" {
+		return a.env("ROLLOUT_API_KEY"), nil
+	}
+	var ref daemonconfig.Ref
+	err := ref.UnmarshalText([]byte(a.apiKey))
+	if err != nil {
+		return "", usage("invalid argument for --api-key: %w", err)
+	}
+	return ref.Read("--api-key", a.environ)
 }
 
 // ensure returns the local daemon.
@@ -223,6 +251,42 @@ func (a *app) with(cmd *cobra.Command, call func(ctx context.Context, c *client.
 func (a *app) look(cmd *cobra.Command, call func(ctx context.Context, c *client.Client) error) error {
 	a.looks = true
 	return a.with(cmd, call)
+}
+
+// askOrRead is for commands that can do without a control plane: it asks the one that was named or that runs here, else reads the
+// state folder. Nothing is started.
+func (a *app) askOrRead(cmd *cobra.Command, ask func(context.Context, *client.Client) error, read func(ctx context.Context, state string) error) error {
+	if a.server == "" && a.consul == "" {
+		state, err := daemon.StateDir(a.stateDir, a.env)
+		if err != nil {
+			return exit.New(exit.Usage, "name one with --state-dir", "%w", err)
+		}
+		info, err := daemon.Find(state)
+		if err != nil {
+			return err
+		}
+		if info == nil {
+			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+			defer stop()
+			a.note("no control plane runs here; reading %s", state)
+			return read(ctx, state)
+		}
+	}
+	return a.look(cmd, ask)
+}
+
+// records does the same for what record.Reader gives.
+func (a *app) records(cmd *cobra.Command, use func(context.Context, record.Reader) error) error {
+	return a.askOrRead(cmd,
+		func(ctx context.Context, c *client.Client) error { return use(ctx, record.Services{Client: c}) },
+		func(ctx context.Context, state string) (err error) {
+			folder, err := record.Open(ctx, state)
+			if err != nil {
+				return err
+			}
+			defer func() { err = errors.Join(err, folder.Close()) }()
+			return use(ctx, folder)
+		})
 }
 
 // timeOf writes a time for people.

@@ -4,14 +4,16 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"os"
+	"os/signal"
 	"slices"
 	"strings"
+	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"github.com/rollout-rl/rollout/cmd/internal/audit"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
-	"github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 )
@@ -20,24 +22,33 @@ import (
 const auditShown = 50
 
 func (a *app) auditCommand() *cobra.Command {
-	return &cobra.Command{
+	var configured string
+	cmd := &cobra.Command{
 		Use:   "audit RUN",
 		Short: "Prove from the ledger that a run lost nothing and did nothing twice",
 		Long: `Prove from the ledger that each prompt of each epoch was consumed exactly once or excluded for a reason, that steps, batches
 and weights form one unbroken chain, that every trained token was sampled by the weights that are recorded, and that the payload
 files are whole. What breaks the proof is printed with run, group, step and offset, and the exit code is 65.
 
-Where a control plane runs it is asked; else its state folder is read, and nothing is started. ` + runArgument,
+Where a control plane runs it is asked; else its state folder is read, and nothing is started. With --config the databases and the
+bucket that a rolloutd.toml names are read, and no service is asked. ` + runArgument,
 		Example: `  rollout audit addition-grpo
   rollout audit addition-grpo --format json
-  rollout audit addition-grpo --state-dir /copy/of/a/state/folder`,
+  rollout audit addition-grpo --state-dir /copy/of/a/state/folder
+  rollout audit addition-grpo --config rolloutd.toml`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.gather(cmd, args[0],
-				func(e *audit.Evidence, _ string) error { return a.audit(e) },
+			return a.gather(cmd, args[0], configured,
+				func(e *audit.Evidence, _ audit.Place) error { return a.audit(e) },
 				func(e *audit.Evidence, _ *client.Client) error { return a.audit(e) })
 		},
 	}
+	configuredFlag(cmd, &configured)
+	return cmd
+}
+
+func configuredFlag(cmd *cobra.Command, file *string) {
+	cmd.Flags().StringVar(file, "config", "", "rolloutd.toml `file` whose databases and bucket are read, while services run or not")
 }
 
 // audit prints what the rows prove.
@@ -54,33 +65,39 @@ func (a *app) audit(evidence *audit.Evidence) (err error) {
 	return err
 }
 
-// gather asks the control plane that was named or that runs here, else reads the state folder.
-func (a *app) gather(cmd *cobra.Command, run string, read func(e *audit.Evidence, state string) error, asked func(*audit.Evidence, *client.Client) error) error {
-	if a.server == "" && a.consul == "" {
-		state, err := daemon.StateDir(a.stateDir, a.env)
-		if err != nil {
-			return exit.New(exit.Usage, "name one with --state-dir", "%w", err)
-		}
-		info, err := daemon.Find(state)
+// gather asks the control plane that was named or that runs here, else reads the state folder; with configured it reads what that
+// rolloutd.toml names.
+func (a *app) gather(cmd *cobra.Command, run, configured string, read func(*audit.Evidence, audit.Place) error, asked func(*audit.Evidence, *client.Client) error) error {
+	from := func(ctx context.Context, place audit.Place) error {
+		e, err := audit.Read(ctx, place, run)
 		if err != nil {
 			return err
 		}
-		if info == nil {
-			a.note("no control plane runs here; reading %s", state)
-			e, err := audit.Read(cmd.Context(), state, run)
+		return read(e, place)
+	}
+	if configured != "" {
+		ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+		defer stop()
+		scratch, err := os.MkdirTemp("", "rollout-read-")
+		if err != nil {
+			return exit.New(exit.CannotMake, "", "make a scratch folder: %w", err)
+		}
+		defer func() { _ = os.RemoveAll(scratch) }()
+		place, err := audit.Configured(ctx, configured, scratch, os.Environ())
+		if err != nil {
+			return err
+		}
+		return from(ctx, place)
+	}
+	return a.askOrRead(cmd,
+		func(ctx context.Context, c *client.Client) error {
+			e, err := audit.Ask(ctx, c, run)
 			if err != nil {
 				return err
 			}
-			return read(e, state)
-		}
-	}
-	return a.with(cmd, func(ctx context.Context, c *client.Client) error {
-		e, err := audit.Ask(ctx, c, run)
-		if err != nil {
-			return err
-		}
-		return asked(e, c)
-	})
+			return asked(e, c)
+		},
+		func(ctx context.Context, state string) error { return from(ctx, audit.Folder(state)) })
 }
 
 func (a *app) auditText(r *audit.Report) string {
@@ -90,9 +107,13 @@ func (a *app) auditText(r *audit.Report) string {
 		table.Row(fmt.Sprintf("%-8s", name), fmt.Sprintf(format, args...))
 	}
 	add("run", "%s %s, %s", r.Name, r.RunID, r.State)
-	for _, e := range r.Epochs {
-		add("epoch "+fmt.Sprint(e.Epoch), "%s consumed once, %s excluded, %s in flight, %s not reached",
-			output.Count(e.Consumed), output.Count(e.Excluded), output.Count(e.InFlight), output.Count(e.NotIssued))
+	for _, same := range alike(r.Epochs) {
+		e, name, each := same[0], fmt.Sprintf("epoch %d", same[0].Epoch), ""
+		if len(same) > 1 {
+			name, each = fmt.Sprintf("epochs %d to %d", e.Epoch, same[len(same)-1].Epoch), "each "
+		}
+		add(name, "%s%s consumed once, %s excluded, %s in flight, %s not reached",
+			each, output.Count(e.Consumed), output.Count(e.Excluded), output.Count(e.InFlight), output.Count(e.NotIssued))
 	}
 	for _, reason := range slices.Sorted(maps.Keys(r.Excluded)) {
 		add("excluded", "%s for %s", output.Count(r.Excluded[reason]), reason)
@@ -116,6 +137,21 @@ func (a *app) auditText(r *audit.Report) string {
 		fmt.Fprintf(&b, "and %d more; --format json has all\n", more)
 	}
 	return text + b.String()
+}
+
+// alike parts epochs into runs of those that follow each other and have the same counts.
+func alike(epochs []audit.Epoch) (out [][]audit.Epoch) {
+	for i, e := range epochs {
+		if i > 0 {
+			before := epochs[i-1]
+			if before.Epoch++; before == e {
+				out[len(out)-1] = append(out[len(out)-1], e)
+				continue
+			}
+		}
+		out = append(out, []audit.Epoch{e})
+	}
+	return out
 }
 
 // breakText says what broke and where.

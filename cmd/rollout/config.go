@@ -104,8 +104,11 @@ func gist(config *configv1.RunConfig) string {
 	if !algorithm.FromData(config) {
 		work += fmt.Sprintf(" with %d samples a prompt", config.GetSampling().GetGroupSize())
 	}
-	return fmt.Sprintf("%s, %s steps of %s prompts, %s",
-		work, output.Count(config.GetTrain().GetSteps()), output.Count(config.GetTrain().GetGroupsPerStep()), config.GetMode())
+	prompts := output.Count(config.GetTrain().GetGroupsPerStep()) + " prompts"
+	if draws := algorithm.DrawBatches(config); draws > 1 {
+		prompts += fmt.Sprintf(" whose rewards differ (of at most %s drawn)", output.Count(config.GetTrain().GetGroupsPerStep()*draws))
+	}
+	return fmt.Sprintf("%s, %s steps of %s, %s", work, output.Count(config.GetTrain().GetSteps()), prompts, config.GetMode())
 }
 
 // problemExit is nil where there are none; 66 where all that is wrong is that files are not there.
@@ -166,6 +169,9 @@ func (a *app) createPlan(ctx context.Context, c *client.Client, source *planv1.C
 	response, err := c.Planner.CreatePlan(ctx, &planv1.CreatePlanRequest{Source: source})
 	if err != nil {
 		return nil, err
+	}
+	for _, w := range response.GetWarnings() {
+		a.note("%s %s:%d: %s\n   mend: %s", a.errStyle().Yellow("warning:"), w.GetFile(), w.GetLine(), w.GetMessage(), w.GetMend())
 	}
 	if len(response.GetProblems()) == 0 {
 		return response, nil

@@ -116,7 +116,7 @@ func (a *app) daemonInfo(stateDir string, info *daemon.Info) error {
 	table.Row("services", strings.Join(info.Targets, ", "))
 	table.Row("grpc", info.GRPC)
 	if info.Gateway != "" {
-		table.Row("gateway", "http://"+strings.TrimPrefix(info.Gateway, "http://")+"/v1")
+		table.Row("gateway", info.Gateway+"/v1")
 	}
 	table.Row("state", stateDir)
 	table.Row("log", daemon.LogFile(stateDir))

@@ -9,8 +9,8 @@ import (
 
 // eventKinds are the kinds of events that the services and workers give; a test holds the list against their sources.
 var eventKinds = []string{
-	"run.state", "phase", "step.committed", "step.flat", "eval.finished", "weights.delivered", "snapshot.created",
-	"worker.started", "worker.exited", "worker.fenced", "group.excluded", "step.refused", "sampling", "log",
+	"run.state", "phase", "step.committed", "step.flat", "step.short", "completions", "eval.finished", "weights.delivered", "snapshot.created",
+	"worker.started", "worker.exited", "worker.fenced", "group.excluded", "step.refused", "sink.failed", "sink.finished", "sampling", "log",
 }
 
 // eventServices are those who give events: the services, the process that hosts them, and the workers.
@@ -19,7 +19,7 @@ func eventServices() []string {
 	for _, target := range targets {
 		names = append(names, target.name)
 	}
-	return append(names, "rolloutd", "inference-worker", "learner-worker")
+	return append(names, "rolloutd", "inference-worker", "learner-worker", "sinks-worker")
 }
 
 // known refuses the first of the names that is none of those there are. What follows a slash names one worker.

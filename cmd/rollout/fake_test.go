@@ -270,8 +270,11 @@ func (f *fake) ListEvents(_ context.Context, r *storagev1.ListEventsRequest) (*s
 	events := slices.DeleteFunc(slices.Clone(f.history), func(e *eventv1.Event) bool {
 		return e.GetLevel() < r.GetFilter().GetMinLevel() || len(r.GetFilter().GetKinds()) > 0 && !slices.Contains(r.GetFilter().GetKinds(), e.GetKind())
 	})
+	events = slices.DeleteFunc(events, func(e *eventv1.Event) bool { return e.GetSequence() <= r.GetFilter().GetAfterSequence() })
 	if limit := int(r.GetLimit()); limit > 0 && r.GetNewest() {
 		events = events[max(0, len(events)-limit):]
+	} else if limit > 0 {
+		events = events[:min(limit, len(events))]
 	}
 	return &storagev1.ListEventsResponse{Events: events}, nil
 }
@@ -358,6 +361,28 @@ func (f *fake) Complete(r *gatewayv1.CompleteRequest, stream grpc.ServerStreamin
 		}
 	}
 	return nil
+}
+
+// keptStory is a run that kept completions of two steps; the first was committed twice.
+func keptStory() []*eventv1.Event {
+	events := story()
+	for i, k := range []struct {
+		step uint64
+		text string
+	}{
+		{1, `[{"epoch":0,"index":4,"sample":0,"prompt":"17+25=","completion":"41","reward":0,"advantage":-0.5,"tokens":3},
+			{"epoch":0,"index":4,"sample":1,"prompt":"17+25=","completion":"\u001b[2J<b>42</b>","reward":1,"advantage":0.5,"tokens":4,"truncated":true}]`},
+		{1, `[{"epoch":0,"index":4,"sample":0,"prompt":"again","completion":"","reward":0,"tokens":1}]`},
+		{3, `[{"epoch":1,"index":0,"sample":0,"prompt":"1+1=","completion":"2","reward":1,"advantage":null,"tokens":2},
+			{"epoch":1,"index":1,"sample":0,"prompt":"1+2=","completion":"4","reward":0,"advantage":null,"tokens":2}]`},
+	} {
+		n := len(events) + 1
+		events = append(events, &eventv1.Event{
+			Sequence: uint64(n), EventId: fmt.Sprintf("c%d", i), RunId: runID, Time: at(3), Service: "learner-controller",
+			Level: eventv1.Level_LEVEL_DEBUG, Kind: "completions", Step: k.step, Attributes: map[string]string{"completions": k.text},
+		})
+	}
+	return events
 }
 
 // story is what happens in a run of three steps.

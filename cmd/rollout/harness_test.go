@@ -71,6 +71,7 @@ type command struct {
 	stdin      io.Reader
 	env        map[string]string
 	interrupts <-chan os.Signal
+	now        func() time.Time
 }
 
 // result is what came of it.
@@ -83,7 +84,7 @@ func (c command) run(t *testing.T, args ...string) result {
 	t.Helper()
 	var stdout, stderr bytes.Buffer
 	a := &app{
-		stdin: c.stdin, stdout: &stdout, stderr: &stderr, zone: time.UTC,
+		stdin: c.stdin, stdout: &stdout, stderr: &stderr, zone: time.UTC, now: c.now,
 		env: func(name string) string { return c.env[name] },
 	}
 	for name, value := range c.env {

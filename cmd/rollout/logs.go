@@ -253,7 +253,7 @@ func (a *app) eventText(e *eventv1.Event, details bool) string {
 		return strings.Join(parts, " ")
 	}
 	for _, key := range slices.Sorted(maps.Keys(e.GetAttributes())) {
-		if key != "samples" { // an evaluation's answers fill pages
+		if key != "samples" && key != "completions" { // they fill pages: `rollout report` and `rollout completions` show them
 			parts = append(parts, s.Dim(key+"="+quoteIfNeeded(e.GetAttributes()[key])))
 		}
 	}

@@ -20,14 +20,14 @@ import (
 )
 
 func (a *app) replayCommand() *cobra.Command {
-	var worker string
+	var worker, configured string
 	threads := -1
 	cmd := &cobra.Command{
 		Use:   "replay RUN",
 		Short: "Train a run's recorded batches again and compare the weights of every step",
 		Long: `Train the batches that the ledger recorded again, in order, and compare the weights of every step with the recorded ones. That is how
 an asynchronous run is repeated: what was sampled, and in which order it was consumed, stands in the ledger. It needs the
-segments on this host, and begins with the run's model, or with the oldest snapshot whose later samples are still there
+segments on this host or in a bucket that a rolloutd.toml (--config) names, and begins with the run's model, or with the oldest snapshot whose later samples are still there
 (` + "`snapshot.keep_payloads = true`" + ` keeps them all). A step with other weights ends it, and the exit code is 65. ` + runArgument,
 		Example: `  rollout replay addition-grpo
   rollout replay addition-grpo --format json`,
@@ -45,9 +45,13 @@ segments on this host, and begins with the run's model, or with the oldest snaps
 			job.Scratch = scratch
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 			defer stop()
-			return a.gather(cmd, args[0],
-				func(e *audit.Evidence, state string) error {
-					job.Evidence, job.Files = e, replay.Folder(filepath.Join(state, "artifacts"))
+			return a.gather(cmd, args[0], configured,
+				func(e *audit.Evidence, place audit.Place) error {
+					artifacts, err := place.CAS()
+					if err != nil {
+						return err
+					}
+					job.Evidence, job.Files = e, replay.Artifacts{CAS: artifacts}
 					return a.replay(ctx, job)
 				},
 				func(e *audit.Evidence, c *client.Client) error {
@@ -56,6 +60,7 @@ segments on this host, and begins with the run's model, or with the oldest snaps
 				})
 		},
 	}
+	configuredFlag(cmd, &configured)
 	cmd.Flags().StringVar(&worker, "worker", "", "`command` that starts a worker (default: rollout-worker beside rollout, or on PATH)")
 	cmd.Flags().IntVar(&threads, "threads", -1, "threads of the learner, which bits depend on; 0: all cores (default: as the run's learner had)")
 	return cmd

@@ -6,8 +6,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/cmd/internal/report"
 )
 
@@ -16,14 +16,16 @@ func (a *app) reportCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "report RUN",
 		Short: "Write a run's reward curve (PNG) and a page with all its charts (HTML)",
-		Long: `Write a run's reward curve (reward.png) and a page with charts of all main metrics, evaluations and sample answers
-(index.html), which needs no network. ` + runArgument,
+		Long: `Write a run's reward curve (reward.png) and a page with charts of all main metrics, evaluations, sample answers and completions
+(index.html), which needs no network.
+
+Where a control plane runs it is asked; else its state folder is read, and nothing is started. ` + runArgument,
 		Example: `  rollout report addition-grpo
   rollout report addition-grpo --out report`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.with(cmd, func(ctx context.Context, c *client.Client) error {
-				data, err := report.Gather(ctx, c, args[0])
+			return a.records(cmd, func(ctx context.Context, r record.Reader) error {
+				data, err := report.Gather(ctx, r, args[0])
 				if err != nil {
 					return err
 				}

@@ -15,7 +15,8 @@ Write a configuration (TOML), check it, pin it, run it:
   rollout run --plan plan.lock
 
 Commands talk to a control plane. Where --server names none, a local daemon (rolloutd) is started and reused; commands that only
-look (status, runs list and show, logs, snapshot list and show) start none, and leave with 69 where none runs.
+look (status, runs list and show, logs, snapshot list and show) start none, and leave with 69 where none runs; report, completions, export, infer,
+audit and replay read the state folder then.
 
 Exit codes: 0 done, 64 the command line is wrong, 65 a configuration, dataset, reward, model or plan is wrong, 66 a file, run or
 snapshot is not there, 69 the server can't be reached, 70 the run failed, 73 a file can't be written, 130 interrupted.`
@@ -44,10 +45,13 @@ func (a *app) root() *cobra.Command {
 	flags := root.PersistentFlags()
 	flags.StringVar(&a.format, "format", formatText, "how answers are written: `text` or json (one document, or a line each where they stream)")
 	flags.StringVar(&a.server, "server", a.env("ROLLOUT_SERVER"), "`address` (host:port) of a running control plane; empty: a local one")
-	flags.StringVar(&a.consul, "consul", a.env("ROLLOUT_CONSUL"), "`address` (host:port) of a Consul agent that knows the services, where they run apart")
+	flags.StringVar(&a.consul, "consul", a.env("ROLLOUT_CONSUL"), "`address` (host:port or URL) of a Consul agent that knows the services, where they run apart")
 	flags.StringVar(&a.stateDir, "state-dir", "", "`folder` of the local control plane (default: $ROLLOUT_STATE_DIR, else ~/.local/state/rollout)")
 	flags.StringVar(&a.tokenFile, "token-file", "", "`file` that holds the token of --server (default: token in the state folder)")
-	flags.StringVar(&a.caFile, "ca-file", a.env("ROLLOUT_CA_FILE"), "`file` (PEM) of the authority that the server's certificate is checked against")
+	flags.StringVar(&a.apiKey, "api-key", "", "`reference` to an API key, env:NAME or file:PATH (default: $ROLLOUT_API_KEY, else the token)")
+	flags.StringVar(&a.certs.CA, "ca-file", a.env("ROLLOUT_CA_FILE"), "`file` (PEM) of the authority that the server's certificate is checked against")
+	flags.StringVar(&a.certs.Cert, "cert-file", a.env("ROLLOUT_CERT_FILE"), "`file` (PEM) of the certificate to show to the server")
+	flags.StringVar(&a.certs.Key, "key-file", a.env("ROLLOUT_KEY_FILE"), "`file` (PEM, mode 0600) of its key")
 	flags.BoolVar(&a.private, "insecure", false, "call a server beyond this machine in plain text: only on a private network")
 	_ = root.RegisterFlagCompletionFunc("format", cobra.FixedCompletions([]string{formatText, formatJSON}, cobra.ShellCompDirectiveNoFileComp))
 	root.AddGroup(
@@ -62,8 +66,8 @@ func (a *app) root() *cobra.Command {
 		}
 	}
 	add("train", a.validateCommand(), a.planCommand(), a.runCommand(), a.trainCommand())
-	add("watch", a.runsCommand(), a.logsCommand(), a.statusCommand(), a.chatCommand(), a.reportCommand(), a.auditCommand(), a.replayCommand())
-	add("house", a.snapshotCommand(), a.daemonCommand(), a.doctorCommand(), a.versionCommand())
+	add("watch", a.runsCommand(), a.logsCommand(), a.statusCommand(), a.chatCommand(), a.completionsCommand(), a.reportCommand(), a.exportCommand(), a.inferCommand(), a.auditCommand(), a.replayCommand())
+	add("house", a.snapshotCommand(), a.daemonCommand(), a.doctorCommand(), a.certsCommand(), a.keysCommand(), a.versionCommand())
 	root.AddCommand(a.docsCommand())
 	root.SetHelpCommandGroupID("house")
 	root.SetCompletionCommandGroupID("house")

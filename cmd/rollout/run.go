@@ -18,6 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/cmd/internal/report"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -241,7 +242,7 @@ func (a *app) endReport(ctx context.Context, c *client.Client, run *runv1.Run) l
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	data, err := report.Gather(ctx, c, run.GetRunId())
+	data, err := report.Gather(ctx, record.Services{Client: c}, run.GetRunId())
 	if err == nil {
 		var paths live.Paths
 		if paths, err = data.Write(folder); err == nil {

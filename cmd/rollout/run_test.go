@@ -160,7 +160,7 @@ func TestReport(t *testing.T) {
 	t.Parallel()
 	f := &fake{directory: t.TempDir(), history: story(), state: runv1.RunState_RUN_STATE_SUCCEEDED}
 	out := filepath.Join(t.TempDir(), "out")
-	got := command{plane: newPlane(t, f)}.run(t, "report", "addition-grpo", "--out", out, "--format", "json")
+	got := command{plane: newPlane(t, f)}.run(t, "report", "addition-grpo", "--server", "here", "--out", out, "--format", "json")
 	var paths struct{ PNG, HTML string }
 	if err := json.Unmarshal([]byte(got.stdout), &paths); err != nil || got.code != 0 {
 		t.Fatal(got.text())
@@ -172,7 +172,7 @@ func TestReport(t *testing.T) {
 			t.Errorf("the page needs the network: it has %q", banned)
 		}
 	}
-	if got := (command{plane: newPlane(t, f)}).run(t, "report", "addition-grpo", "--out", "/proc/nowhere"); got.code != 73 {
+	if got := (command{plane: newPlane(t, f)}).run(t, "report", "addition-grpo", "--server", "here", "--out", "/proc/nowhere"); got.code != 73 {
 		t.Error(got.text())
 	}
 }

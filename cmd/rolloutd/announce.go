@@ -21,7 +21,7 @@ type announcement struct {
 func (m *mesh) announcement(targets []target, gateway string) *announcement {
 	a := &announcement{m: m, runtime: config.Runtime{
 		PID: os.Getpid(), GRPC: m.endpoints.grpc, Gateway: gateway, NATS: m.endpoints.nats, Consul: m.endpoints.consul,
-		TokenFile: m.endpoints.tokenFile, Version: version,
+		TokenFile: m.endpoints.tokenFile, KeysFile: m.endpoints.keysFile, CAFile: m.cfg.TLS.CAFile, CertFile: m.cfg.TLS.CertFile, KeyFile: m.cfg.TLS.KeyFile, Version: version,
 	}}
 	for _, t := range targets {
 		a.runtime.Targets = append(a.runtime.Targets, t.name)

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,8 +15,11 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/freeport"
 	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/servertest"
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 )
 
@@ -141,12 +143,25 @@ func dial(t *testing.T, r config.Runtime) *grpc.ClientConn {
 	if err != nil {
 		t.Fatal(err)
 	}
-	conn, err := rpc.DialWorker(r.GRPC, token)
+	conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: certificates(t, r)}).DialWorker(r.GRPC)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { conn.Close() })
 	return conn
+}
+
+// certificates is what a process shows, and its clients may; nil: it speaks plain text.
+func certificates(t *testing.T, r config.Runtime) *cert.Source {
+	t.Helper()
+	if r.CertFile == "" {
+		return nil
+	}
+	s, err := cert.Open(cert.Files{CA: r.CAFile, Cert: r.CertFile, Key: r.KeyFile}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
 }
 
 // mesh of processes: service name to the process that hosts it.
@@ -175,14 +190,24 @@ func postgresShape(t *testing.T) shape {
 }
 
 // sevenShape starts everything at once: a process that joins waits for the one that it joins.
-func sevenShape(t *testing.T) shape {
+func sevenShape(t *testing.T) shape { return seven(t) }
+
+// mutualShape is sevenShape with TLS of both sides between all of them.
+func mutualShape(t *testing.T) shape {
+	t.Helper()
+	ca := servertest.NewCA(t)
+	certFile, keyFile := ca.Issue(t, "mesh")
+	return seven(t, "--tls-ca-file", ca.File, "--tls-cert-file", certFile, "--tls-key-file", keyFile)
+}
+
+func seven(t *testing.T, args ...string) shape {
 	t.Helper()
 	root := t.TempDir()
 	out := shape{}
 	for _, name := range serviceNames(targets) {
-		out[name] = spawn(t, filepath.Join(root, name), "--target", name, "--join", root)
+		out[name] = spawn(t, filepath.Join(root, name), append(args, "--target", name, "--join", root)...)
 	}
-	out["servers"] = start(t, root, "--target", natsTarget+","+registryTarget)
+	out["servers"] = start(t, root, append(args, "--target", natsTarget+","+registryTarget)...)
 	for _, d := range out {
 		d.runtime()
 	}
@@ -203,10 +228,9 @@ func deadline(t *testing.T) context.Context {
 
 func freePort(t *testing.T) string {
 	t.Helper()
-	lis, err := net.Listen("tcp", "127.0.0.1:0")
+	ports, err := freeport.Take(1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer lis.Close()
-	return strconv.Itoa(lis.Addr().(*net.TCPAddr).Port)
+	return strconv.Itoa(ports[0])
 }

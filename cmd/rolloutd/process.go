@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -13,7 +12,9 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/cmd/internal/backend"
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/lifecycle"
@@ -33,8 +34,8 @@ type mesh struct {
 	dialer    *rpc.Dialer
 	events    *telemetry.Events
 	log       *slog.Logger // makes events of the records of a run
-	tls       *tls.Config
-	place     sqldb.Place // of the services' databases
+	certs     *cert.Source // nil: plain text
+	place     sqldb.Place  // of the services' databases
 	began     time.Time
 	process   string            // unique, new for each start
 	meta      map[string]string // of this process, in discovery
@@ -45,7 +46,7 @@ type mesh struct {
 func serve(drain, hard context.Context, cfg config.Config, targets []target, environ []string, handler slog.Handler) (err error) {
 	began := time.Now()
 	log := slog.New(handler)
-	place, err := databases(cfg, environ)
+	place, err := backend.Databases(cfg, environ)
 	if err != nil {
 		return err
 	}
@@ -69,7 +70,7 @@ func serve(drain, hard context.Context, cfg config.Config, targets []target, env
 	group := &lifecycle.Group{Log: log, Grace: cfg.Drain + drainMargin}
 	m := &mesh{cfg: cfg, environ: environ, place: place, began: began}
 	m.identify(strconv.Itoa(os.Getpid()))
-	if m.tls, err = clientTLS(cfg.TLS); err != nil {
+	if m.certs, err = openCertificates(cfg.TLS, log); err != nil {
 		return err
 	}
 	closeServers, err := m.startServers(drain, targets, group, log)
@@ -107,7 +108,10 @@ func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
 	if m.bus, err = bus.Connect(ctx, o); err != nil {
 		return err
 	}
-	agentTLS, err := backend.TLS("consul", m.cfg.Consul.CAFile, "", "")
+	agentTLS, err := backend.TLS("consul", m.cfg.Consul.CAFile, m.cfg.Consul.CertFile, m.cfg.Consul.KeyFile, log)
+	if agentTLS == nil && m.ownRegistry() {
+		agentTLS = mutual(m.certs)
+	}
 	if err == nil {
 		m.discovery, err = discovery.NewClient(discovery.Options{
 			Address: m.endpoints.consul, Token: m.endpoints.consulToken, TLS: agentTLS, Log: log,
@@ -129,11 +133,8 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	m.events = telemetry.NewEvents(m.bus, bus.EventSubject, "rolloutd", plain)
 	m.log = slog.New(m.events.Handler(handler))
 	group.Add("events", m.events.Run)
-	serverTLS, err := loadServerTLS(m.cfg.TLS)
-	if err != nil {
-		return err
-	}
-	m.server, err = rpc.NewServer(rpc.ServerOptions{Log: plain, Token: m.endpoints.token, TLS: serverTLS, Drain: m.cfg.Drain})
+	var err error
+	m.server, err = rpc.NewServer(rpc.ServerOptions{Log: plain, Token: m.endpoints.token, Keys: apikey.Open(m.endpoints.keysFile), TLS: serves(m.certs), Drain: m.cfg.Drain})
 	if err != nil {
 		return err
 	}
@@ -143,7 +144,7 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	}
 	m.endpoints.grpc = advertised(m.cfg.Host, addr)
 	m.dialer = rpc.NewDialer(rpc.DialerOptions{
-		Local: m.server, Hosted: m.actingAlone(targets), Lookup: m.discovery.Resolver(), Token: m.endpoints.token, TLS: m.tls, Log: plain,
+		Local: m.server, Hosted: m.actingAlone(targets), Lookup: m.discovery.Resolver(), Token: m.endpoints.token, TLS: m.certs, Log: plain,
 	})
 	group.Add("rpc", m.server.Run)
 	return nil

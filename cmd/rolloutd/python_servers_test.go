@@ -11,7 +11,6 @@ import (
 
 	"google.golang.org/protobuf/encoding/protojson"
 
-	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -29,13 +28,9 @@ func TestPythonReachesTheSameServers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	access, err := backend.NATS(cfg.NATS, "", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
 	spec, err := protojson.Marshal(&runv1.WorkerSpec{
-		WorkerId: "inference-0", Kind: "inference", RunId: "run-01jz0000000000000000000000", NatsUrl: cfg.NATS.URL, NatsToken: access.Token,
-		Nats: workerAccess(cfg.NATS, access), ConsulAddress: p.consul.Address, ConsulToken: consulToken, ConsulCaFile: cfg.Consul.CAFile,
+		WorkerId: "inference-0", Kind: "inference", RunId: "run-01jz0000000000000000000000", NatsUrl: cfg.NATS.URL, NatsToken: cfg.NATS.Token.String(),
+		Nats: workerAccess(cfg, endpoints{nats: cfg.NATS.URL}), ConsulAddress: p.consul.Address, ConsulToken: cfg.Consul.Token.String(), ConsulCaFile: cfg.Consul.CAFile,
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -35,11 +35,14 @@ var errUnavailable = rpcerr.New(codes.Unavailable, "ROLLOUTD_NO_SERVERS", "NATS 
 type endpoints struct {
 	token       string // of the mesh
 	tokenFile   string
+	keysFile    string      // of API keys
 	grpc        string      // host:port of this process
 	nats        string      // URL
 	natsAccess  bus.Options // credentials and TLS of it
-	consul      string      // host:port
+	natsToken   config.Ref  // where the token of natsAccess is
+	consul      string      // host:port, https:// before it where it speaks TLS
 	consulToken string
+	consulRef   config.Ref // where that token is
 }
 
 // startServers starts the embedded servers that this process hosts and finds the others. stop ends what was started, last; it
@@ -56,12 +59,15 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 		return stop, err
 	}
 	if hosts(targets, natsTarget) {
-		srv, err := startNATS(ctx, m.cfg, e.natsAccess.Token, log)
+		srv, err := startNATS(ctx, m.cfg, bus.EmbeddedOptions{Token: e.natsAccess.Token, NoSync: !m.cfg.NATS.Sync, TLS: mutual(m.certs), Log: log})
 		if err != nil {
 			return stop, err
 		}
 		e.nats = srv.URL()
 		stops = append(stops, srv.Stop) // after every component has ended
+	}
+	if e.natsAccess.TLS == nil && encrypted(e.nats) && m.cfg.NATS.URL == "" {
+		e.natsAccess.TLS = mutual(m.certs)
 	}
 	if hosts(targets, registryTarget) {
 		r := registry.New(e.consulToken)
@@ -69,10 +75,15 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 		if err != nil {
 			return stop, fmt.Errorf("listen for the registry: %w", err)
 		}
-		srv := &http.Server{Handler: r.Handler(), ReadHeaderTimeout: 10 * time.Second}
+		srv := &http.Server{
+			Handler: r.Handler(), ReadHeaderTimeout: 10 * time.Second, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug), // of probes
+		}
 		served := make(chan error, 1)
-		go func() { served <- srv.Serve(lis) }()
+		go func() { served <- secureHTTP(srv, lis, mutual(m.certs)) }()
 		e.consul = advertised(m.cfg.Host, lis.Addr().(*net.TCPAddr))
+		if mutual(m.certs) != nil {
+			e.consul = "https://" + e.consul
+		}
 		stops = append(stops, func() { r.Close(); _ = srv.Close() })
 		group.Add(registryTarget, func(ctx context.Context) error {
 			select {
@@ -89,15 +100,16 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 // find fills in what is known before anything is started: tokens, and servers of others.
 func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []target, environ []string) error {
 	ownNATS, ownRegistry := hosts(targets, natsTarget), hosts(targets, registryTarget)
-	e.nats, e.consul, e.tokenFile = cfg.NATS.URL, cfg.Consul.Address, cfg.TokenFile
+	e.nats, e.consul, e.tokenFile, e.keysFile = cfg.NATS.URL, cfg.Consul.Address, cfg.TokenFile, cfg.KeysFile
 	if cfg.Join != "" {
 		joined, err := awaitJoined(ctx, cfg.Join, e.nats == "" && !ownNATS, e.consul == "" && !ownRegistry)
 		if err != nil {
 			return err
 		}
 		e.nats, e.consul = first(e.nats, joined.NATS), first(e.consul, joined.Consul)
-		e.tokenFile = first(e.tokenFile, joined.TokenFile)
+		e.tokenFile, e.keysFile = first(e.tokenFile, joined.TokenFile), first(e.keysFile, joined.KeysFile)
 	}
+	e.keysFile = first(e.keysFile, keysFile(cfg.StateDir))
 	var err error
 	if e.tokenFile == "" {
 		e.tokenFile = tokenFile(cfg.StateDir)
@@ -108,16 +120,27 @@ func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []targe
 	if err != nil {
 		return err
 	}
+	mesh := config.File(e.tokenFile)
 	if e.natsAccess, err = backend.NATS(cfg.NATS, e.token, environ); err != nil {
 		return err
 	}
+	if e.natsToken = cfg.NATS.Token; e.natsToken.String() == "" && e.natsAccess.Token != "" {
+		e.natsToken = mesh
+	}
+	e.consulRef = cfg.Consul.Token
 	if cfg.Consul.Address == "" { // an embedded registry, ours or the joined one
 		e.consulToken = e.token
+		if e.consulRef.String() == "" {
+			e.consulRef = mesh
+		}
 	}
-	token, err := config.Secret("consul.token", cfg.Consul.TokenFile, cfg.Consul.TokenEnv, environ)
+	token, err := cfg.Consul.Token.Read("consul.token", environ)
 	e.consulToken = first(token, e.consulToken)
 	return err
 }
+
+// ownRegistry reports whether the registry is the mesh's own.
+func (m *mesh) ownRegistry() bool { return m.cfg.Consul.Address == "" }
 
 func first(a, b string) string {
 	if a != "" {
@@ -181,7 +204,7 @@ func anyListens(ctx context.Context, urls []string) (err error) {
 	return err
 }
 
-func startNATS(ctx context.Context, cfg config.Config, token string, log *slog.Logger) (*bus.Embedded, error) {
+func startNATS(ctx context.Context, cfg config.Config, o bus.EmbeddedOptions) (*bus.Embedded, error) {
 	// Take the address for a moment to learn a free port, the last one where possible: workers and other processes find the
 	// server again after a restart.
 	lis, err := listen(ctx, cfg.NATS.Listen, rememberedPort(cfg.StateDir, "nats"), listenTCP)
@@ -190,9 +213,8 @@ func startNATS(ctx context.Context, cfg config.Config, token string, log *slog.L
 	}
 	addr := lis.Addr().(*net.TCPAddr)
 	lis.Close()
-	return bus.StartEmbedded(natsDir(cfg.StateDir), bus.EmbeddedOptions{
-		Host: addr.IP.String(), Port: addr.Port, Token: token, NoSync: !cfg.NATS.Sync, Log: log,
-	})
+	o.Host, o.Port = addr.IP.String(), addr.Port
+	return bus.StartEmbedded(natsDir(cfg.StateDir), o)
 }
 
 // listen takes address; where its port is 0 it tries the remembered port first.

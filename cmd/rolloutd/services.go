@@ -3,12 +3,13 @@ package main
 import (
 	"context"
 	"fmt"
-	"os"
-	"strings"
 
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/cmd/internal/backend"
+	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -53,7 +54,14 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	store, err := bufferstore.Open(ctx, m.place)
+	durability, commits := buffer.Power, sqldb.Full
+	if m.cfg.Buffer.Durability == "process" {
+		durability = buffer.Process
+		if !m.replicated() { // a PostgreSQL server that is killed would lose commits that it was not asked to sync
+			commits = sqldb.Normal
+		}
+	}
+	store, err := bufferstore.OpenWith(ctx, m.place, commits)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -62,7 +70,7 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{close: store.Close}, err
 	}
 	cfg := buffer.Config{
-		Segments: segmentDir(m.cfg.SharedDir), SegmentBytes: uint64(max(0, m.cfg.Buffer.SegmentBytes)), Replicated: m.replicated(),
+		Segments: segmentDir(m.cfg.SharedDir), SegmentBytes: uint64(max(0, m.cfg.Buffer.SegmentBytes)), Durability: durability,
 	}
 	if payloads != nil {
 		cfg.Segments = segmentDir(m.cfg.StateDir) // a cache, of this process alone
@@ -97,14 +105,14 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 }
 
 func newPlanner(_ context.Context, m *mesh) (hosted, error) {
-	s, err := planner.New(planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.environ)}, planner.Deps{Log: m.logger("planner")})
+	s, err := planner.New(planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.cfg, m.environ)}, planner.Deps{Log: m.logger("planner")})
 	return hosted{service: s}, err
 }
 
 func newGateway(ctx context.Context, m *mesh) (hosted, error) {
-	keys, err := apiKeys(m.cfg.Gateway.APIKeysFile)
-	if err != nil {
-		return hosted{}, err
+	var keys *apikey.Ring
+	if m.cfg.Gateway.AsksForKeys() {
+		keys = apikey.Open(m.endpoints.keysFile)
 	}
 	address, err := preferRemembered(ctx, m.cfg.Gateway.Listen, rememberedPort(m.cfg.StateDir, "gateway"))
 	if err != nil {
@@ -114,7 +122,7 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
-	s, err := gateway.New(gateway.Config{Address: address, APIKeys: keys}, gateway.Deps{
+	s, err := gateway.New(gateway.Config{Address: address, Keys: keys, TLS: gatewayTLS(m.cfg.Gateway.Listen, m.certs)}, gateway.Deps{
 		Store: store, Registry: m.discovery, Dial: dialer[gateway.Conn](m), Log: m.logger(gatewayTarget),
 	})
 	if err != nil {
@@ -174,10 +182,10 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 		// A replica that takes over goes on with what the dead leader did; that is what it stands by for.
 		StateDir: m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(),
 		Worker: scheduler.WorkerConfig{
-			Command: workerCommand(m.cfg.Worker), Env: childEnv(m.environ), Cores: m.cfg.Worker.Cores,
-			NATSURL: m.endpoints.nats, NATSToken: m.endpoints.natsAccess.Token, NATS: workerAccess(m.cfg.NATS, m.endpoints.natsAccess),
-			ConsulAddress: m.endpoints.consul, ConsulToken: m.endpoints.consulToken, ConsulCAFile: m.cfg.Consul.CAFile,
-			Token: m.endpoints.token, OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
+			Command: workerCommand(m.cfg.Worker), Env: childEnv(m.cfg, m.environ), Cores: m.cfg.Worker.Cores,
+			NATSURL: m.endpoints.nats, NATSToken: m.endpoints.natsToken.String(), NATS: workerAccess(m.cfg, m.endpoints),
+			ConsulAddress: m.endpoints.consul, ConsulToken: m.endpoints.consulRef.String(), Consul: agentFiles(m.cfg, m.endpoints),
+			Token: config.File(m.endpoints.tokenFile).String(), TLS: workerTLS(m.cfg.TLS), OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
 		},
 	}
 	shape := func(r grpc.ServiceRegistrar) {
@@ -216,25 +224,4 @@ func dialer[C any](m *mesh) func(address string) (C, error) {
 		}
 		return c, nil
 	}
-}
-
-// apiKeys reads one key a line; lines that begin with # and empty ones do not count.
-func apiKeys(path string) ([]string, error) {
-	if path == "" {
-		return nil, nil
-	}
-	data, err := os.ReadFile(path)
-	if err != nil {
-		return nil, fmt.Errorf("read API keys: %w", err)
-	}
-	var keys []string
-	for line := range strings.Lines(string(data)) {
-		if line = strings.TrimSpace(line); line != "" && line[0] != '#' {
-			keys = append(keys, line)
-		}
-	}
-	if len(keys) == 0 { // not the same as no file: nobody meant to open the endpoint to all
-		return nil, fmt.Errorf("read API keys: %s holds none", path)
-	}
-	return keys, nil
 }

@@ -61,23 +61,23 @@ token_file = %q
 shared_dir = %q
 [nats]
 url = %q
-nkey_file = %q
+nkey = %q
 ca_file = %q
 cert_file = %q
 key_file = %q
 [consul]
 address = %q
-token_file = %q
+token = %q
 [blob]
 url = "s3://rollout/mesh"
 endpoint = %q
 access_key = %q
-secret_key_file = %q
+secret_key = %q
 [database]
 url = %q
 schema_prefix = %q
-`, secret("token", strings.Repeat("5ec2e7", 10)), filepath.Join(p.root, "shared"), nats.URL(), secret("nkey", string(seed)), ca.File, clientCert, clientKey,
-		p.consul.Address, secret("consul-token", consulToken), p.s3.Endpoint, p.s3.AccessKey, secret("s3-secret", p.s3.SecretKey), place.URL, place.Prefix)
+`, secret("token", strings.Repeat("5ec2e7", 10)), filepath.Join(p.root, "shared"), nats.URL(), "file:"+secret("nkey", string(seed)), ca.File, clientCert, clientKey,
+		p.consul.Address, "file:"+secret("consul-token", consulToken), p.s3.Endpoint, p.s3.AccessKey, "file:"+secret("s3-secret", p.s3.SecretKey), place.URL, place.Prefix)
 	if err := os.WriteFile(p.file, []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -170,10 +170,10 @@ func TestProductionRefusals(t *testing.T) {
 		args []string
 		says string
 	}{
-		"consul": {[]string{"--consul-token-file", wrong}, "refused the token"},
+		"consul": {[]string{"--consul-token", "file:" + wrong}, "refused the token"},
 		"bucket": {[]string{"--blob-url", "s3://missing"}, "blob.url"},
-		"blobs":  {[]string{"--blob-secret-key-file", wrong}, "refused the credentials"},
-		"nats":   {[]string{"--nats-nkey-file", wrong}, "NKEY seed"},
+		"blobs":  {[]string{"--blob-secret-key", "file:" + wrong}, "refused the credentials"},
+		"nats":   {[]string{"--nats-nkey", "file:" + wrong}, "NKEY seed"},
 	} {
 		d := spawn(t, filepath.Join(p.root, name), append([]string{"--target", "storage", "--config", p.file}, c.args...)...)
 		if code := d.wait(); code == 0 || !strings.Contains(d.log.String(), c.says) || strings.Contains(d.log.String(), "wrong-secret") {

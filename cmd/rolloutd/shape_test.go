@@ -21,7 +21,7 @@ import (
 // The same scenario in both shapes; calls between services cross processes in one and memory in the other.
 func TestShapes(t *testing.T) {
 	t.Parallel()
-	for name, build := range map[string]func(*testing.T) shape{"all": allShape, "seven": sevenShape, "postgres": postgresShape} {
+	for name, build := range map[string]func(*testing.T) shape{"all": allShape, "seven": sevenShape, "mutual TLS": mutualShape, "postgres": postgresShape} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := build(t)
@@ -40,7 +40,7 @@ func everyServiceIsFound(t *testing.T, s shape) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	client, err := discovery.NewClient(discovery.Options{Address: r.Consul, Token: token})
+	client, err := discovery.NewClient(discovery.Options{Address: r.Consul, Token: token, TLS: certificates(t, r)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -49,7 +49,7 @@ func everyServiceIsFound(t *testing.T, s shape) {
 		if err != nil || len(list) != 1 || list[0].Address != s[name].runtime().GRPC {
 			t.Fatalf("%s in the registry: %+v %v", name, list, err)
 		}
-		conn, err := rpc.DialWorker(list[0].Address, "") // health asks for no token
+		conn, err := rpc.NewDialer(rpc.DialerOptions{TLS: certificates(t, r)}).DialWorker(list[0].Address) // health asks for no token
 		if err != nil {
 			t.Fatal(err)
 		}

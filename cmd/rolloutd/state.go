@@ -11,21 +11,19 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
-	"time"
 
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
-	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
 // The layout of the state folder, beside rolloutd.json.
 func tokenFile(state string) string   { return filepath.Join(state, "token") }
+func keysFile(state string) string    { return filepath.Join(state, "api-keys.json") }
 func natsDir(state string) string     { return filepath.Join(state, "nats") }
 func segmentDir(state string) string  { return filepath.Join(state, "segments") }
 func artifactDir(state string) string { return filepath.Join(state, "artifacts") }
-func databaseDir(state string) string { return filepath.Join(state, "db") }
 func portsFile(state string) string   { return filepath.Join(state, "ports.json") }
 
 var errLocked = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_IN_USE", "another rolloutd owns the state folder")
@@ -75,7 +73,7 @@ func rememberedPort(state, name string) int {
 // rememberPorts keeps the ports of the listeners for the next start.
 func rememberPorts(state string, r config.Runtime) error {
 	ports := map[string]int{}
-	for name, address := range map[string]string{"grpc": r.GRPC, "nats": hostOf(r.NATS), "consul": r.Consul, "gateway": hostOf(r.Gateway)} {
+	for name, address := range map[string]string{"grpc": r.GRPC, "nats": hostOf(r.NATS), "consul": strings.TrimPrefix(r.Consul, "https://"), "gateway": hostOf(r.Gateway)} {
 		if _, p, err := net.SplitHostPort(address); err == nil {
 			if n, err := strconv.Atoi(p); err == nil {
 				ports[name] = n
@@ -99,19 +97,4 @@ func hostOf(raw string) string {
 		return ""
 	}
 	return u.Host
-}
-
-// databases is where the services keep their state.
-func databases(cfg config.Config, environ []string) (sqldb.Place, error) {
-	url, err := cfg.Database.Postgres(environ)
-	if err != nil {
-		return nil, err
-	}
-	if url == "" {
-		return sqldb.Files(databaseDir(cfg.StateDir)), nil
-	}
-	return sqldb.Postgres{
-		URL: url, Prefix: cfg.Database.SchemaPrefix, MaxConnections: cfg.Database.MaxConnections,
-		StatementTimeout: time.Duration(cfg.Database.StatementTimeout) * time.Second,
-	}, nil
 }

@@ -1,33 +1,74 @@
 package main
 
 import (
-	"crypto/tls"
 	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"strings"
 
-	"github.com/rollout-rl/rollout/cmd/internal/backend"
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/config"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// loadServerTLS is nil where no certificate is configured.
-func loadServerTLS(c config.TLS) (*tls.Config, error) {
-	if c.CertFile == "" {
-		return nil, nil
-	}
-	cert, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile)
-	if err != nil {
-		return nil, fmt.Errorf("load the TLS certificate: %w", err)
-	}
-	return &tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2"}}, nil
-}
-
-// clientTLS is nil where peers are called in plain text. Without an authority of its own the system's are trusted.
-func clientTLS(c config.TLS) (*tls.Config, error) {
+// openCertificates is the certificate of this process and whom it trusts; nil where neither is configured. It is refused where it has
+// ended already: nobody would talk to this process.
+func openCertificates(c config.TLS, log *slog.Logger) (*cert.Source, error) {
 	if c.CertFile == "" && c.CAFile == "" {
 		return nil, nil
 	}
-	t, err := backend.TLS("tls", c.CAFile, "", "")
-	if t == nil && err == nil {
-		t = &tls.Config{MinVersion: tls.VersionTLS12}
+	files := cert.Files{Cert: c.CertFile, Key: c.KeyFile, CA: c.CAFile}
+	s, err := cert.Open(files, log)
+	if err != nil {
+		return nil, fmt.Errorf("[tls]: %w", err)
 	}
-	return t, err
+	return s, nil
+}
+
+// serves is what the gRPC listener uses: nothing where this process only calls.
+func serves(s *cert.Source) *cert.Source {
+	if s == nil || s.Files().Cert == "" {
+		return nil
+	}
+	return s
+}
+
+// mutual is what the mesh's own servers use, and what calls them: TLS of both sides or none.
+func mutual(s *cert.Source) *cert.Source {
+	if serves(s) == nil || !s.Mutual() {
+		return nil
+	}
+	return s
+}
+
+// secureHTTP serves HTTP over TLS where there is a certificate.
+func secureHTTP(srv *http.Server, lis net.Listener, s *cert.Source) error {
+	if s == nil {
+		return srv.Serve(lis)
+	}
+	srv.TLSConfig = s.Server("h2", "http/1.1")
+	return srv.ServeTLS(lis, "", "")
+}
+
+// encrypted reports whether an address of a server asks for TLS.
+func encrypted(address string) bool {
+	return strings.HasPrefix(address, "tls://") || strings.HasPrefix(address, "https://")
+}
+
+// workerTLS is what workers show and whom they trust; nil: they speak plain text.
+func workerTLS(c config.TLS) *runv1.WorkerTls {
+	if !c.Mutual() {
+		return nil
+	}
+	certFile, keyFile := c.Worker()
+	return &runv1.WorkerTls{CaFile: c.CAFile, CertFile: certFile, KeyFile: keyFile}
+}
+
+// gatewayTLS is what a gateway that others reach is served with. One on loopback stays as OpenAI's clients find it simplest.
+func gatewayTLS(address string, s *cert.Source) *cert.Source {
+	if config.Loopback(address) {
+		return nil
+	}
+	return serves(s)
 }

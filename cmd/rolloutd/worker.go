@@ -9,7 +9,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/config"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -51,9 +51,13 @@ func isFile(path string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
-// childEnv is the environment of child processes: ours, without rolloutd's own settings.
-func childEnv(environ []string) []string {
-	return slices.DeleteFunc(slices.Clone(environ), func(e string) bool { return strings.HasPrefix(e, "ROLLOUTD_") })
+// childEnv is the environment of child processes: ours, without rolloutd's own settings and the secrets that are rolloutd's alone.
+// Workers run rewards of people who need no database.
+func childEnv(cfg config.Config, environ []string) []string {
+	return slices.DeleteFunc(slices.Clone(environ), func(e string) bool {
+		name, _, _ := strings.Cut(e, "=")
+		return strings.HasPrefix(name, "ROLLOUTD_") || slices.Contains([]string{cfg.Database.URL, cfg.Blob.SecretKey.String(), cfg.Blob.Credentials.String()}, "env:"+name)
+	})
 }
 
 func variable(environ []string, name string) string {
@@ -75,9 +79,22 @@ func preferRemembered(ctx context.Context, address string, remembered int) (stri
 	return lis.Addr().(*net.TCPAddr).String(), nil
 }
 
-// workerAccess is what workers need to reach NATS as this process does.
-func workerAccess(c config.NATS, o bus.Options) *runv1.NatsAccess {
-	return &runv1.NatsAccess{
-		User: o.User, Password: o.Password, NkeySeed: o.NKeySeed, CaFile: c.CAFile, CertFile: c.CertFile, KeyFile: c.KeyFile,
+// workerAccess is what workers need to reach NATS as this process does. Secrets go by reference.
+func workerAccess(cfg config.Config, e endpoints) *runv1.NatsAccess {
+	c := cfg.NATS
+	access := &runv1.NatsAccess{
+		User: c.User, Password: c.Password.String(), NkeySeed: c.NKey.String(), CaFile: c.CAFile, CertFile: c.CertFile, KeyFile: c.KeyFile,
 	}
+	if t := workerTLS(cfg.TLS); t != nil && c.URL == "" && encrypted(e.nats) { // the mesh's own
+		access.CaFile, access.CertFile, access.KeyFile = t.GetCaFile(), t.GetCertFile(), t.GetKeyFile()
+	}
+	return access
+}
+
+// agentFiles is what workers show to the Consul agent or to the registry, and whom they trust there.
+func agentFiles(cfg config.Config, e endpoints) cert.Files {
+	if t := workerTLS(cfg.TLS); t != nil && cfg.Consul.Address == "" && encrypted(e.consul) {
+		return cert.Files{CA: t.GetCaFile(), Cert: t.GetCertFile(), Key: t.GetKeyFile()}
+	}
+	return cert.Files{CA: cfg.Consul.CAFile, Cert: cfg.Consul.CertFile, Key: cfg.Consul.KeyFile}
 }

@@ -46,6 +46,32 @@ func Generates(config *configv1.RunConfig) bool {
 	return config.GetAlgorithm().GetRewardModel() == nil
 }
 
+// DrawBatches is how many batches' worth of groups a step may go through until it has a batch of groups whose rewards differ
+// (dynamic sampling); 0 where it takes groups as they come. Plans of before `sampling.refill_rounds` have none.
+func DrawBatches(config *configv1.RunConfig) uint32 {
+	field := chosen(config)
+	if field == nil {
+		return 0
+	}
+	settings := config.GetAlgorithm().ProtoReflect().Get(field).Message()
+	on := settings.Descriptor().Fields().ByName("dynamic_sampling")
+	if on == nil || !settings.Get(on).Bool() {
+		return 0
+	}
+	return config.GetSampling().GetRefillRounds()
+}
+
+// TakesTokenRewards reports whether the algorithm has an advantage of its own for each token, so that rewards of parts of a
+// completion mean something to it. GSPO and RLOO take a completion as one action.
+func TakesTokenRewards(config *configv1.RunConfig) bool {
+	switch config.GetAlgorithm().GetKind().(type) {
+	case *configv1.AlgorithmConfig_Ppo, *configv1.AlgorithmConfig_ReinforcePp, *configv1.AlgorithmConfig_Grpo,
+		*configv1.AlgorithmConfig_DrGrpo, *configv1.AlgorithmConfig_Dapo, *configv1.AlgorithmConfig_Cispo:
+		return true
+	}
+	return false
+}
+
 // Title is the algorithm by the name that papers give it.
 func Title(config *configv1.RunConfig) string {
 	return titles[Name(config)]
@@ -54,7 +80,7 @@ func Title(config *configv1.RunConfig) string {
 var titles = map[string]string{
 	"sft": "supervised fine-tuning", "reward_model": "reward model", "ppo": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "dapo": "DAPO",
 	"gspo": "GSPO", "cispo": "CISPO", "rloo": "RLOO", "reinforce_pp": "REINFORCE++", "dpo": "DPO", "ipo": "IPO", "kto": "KTO",
-	"distillation": "on-policy distillation",
+	"distillation": "on-policy distillation", "online_dpo": "online DPO",
 }
 
 func chosen(config *configv1.RunConfig) protoreflect.FieldDescriptor {

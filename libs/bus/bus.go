@@ -101,6 +101,7 @@ func (b *Bus) Healthy() bool { return b.nc.IsConnected() }
 const (
 	codeNoPeers    = 10005 // insufficient resources: fewer nodes than replicas
 	codeNoReplicas = 10074 // replicas > 1 not supported in non-clustered mode
+	codeInProcess  = 10158 // a message of this id is being replicated: a later try tells whether it was stored
 )
 
 // mapError turns the client's errors into this package's; context errors stay.
@@ -122,7 +123,7 @@ func mapError(err error) error {
 		return ErrUnavailable.Wrap(err)
 	case errors.As(err, &api) && (api.ErrorCode == codeNoPeers || api.ErrorCode == codeNoReplicas):
 		return ErrReplicas.Wrap(err)
-	case errors.As(err, &api) && api.Code == http.StatusServiceUnavailable: // between two leaders
+	case errors.As(err, &api) && (api.Code == http.StatusServiceUnavailable || api.ErrorCode == codeInProcess): // between two leaders
 		return ErrUnavailable.Wrap(err)
 	}
 	return err

@@ -1,21 +1,26 @@
 package bus
 
 import (
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats-server/v2/server"
+
+	"github.com/rollout-rl/rollout/libs/cert"
 )
 
 // EmbeddedOptions says how the server inside this process behaves. The zero value: loopback, a free port, no token.
 type EmbeddedOptions struct {
-	Host  string // "" is 127.0.0.1
-	Port  int    // 0 picks a free port
-	Token string // asked of every client; "" asks for none
+	Host  string       // "" is 127.0.0.1
+	Port  int          // 0 picks a free port
+	Token string       // asked of every client; "" asks for none
+	TLS   *cert.Source // of the listener; nil: plain text
 	// NoSync gives up the fsync of each stored message: what was acknowledged then survives the death of the process, but not
 	// that of the machine.
 	NoSync bool
@@ -28,7 +33,10 @@ type Embedded struct {
 	url string
 }
 
-const readyTimeout = 10 * time.Second
+const (
+	readyTimeout = 10 * time.Second
+	tlsTimeout   = 5 * time.Second // of a handshake; the server's own 2 s are short for a busy host
+)
 
 // StartEmbedded starts a server that keeps its streams in files under dir, and returns when it takes connections (some 30 ms).
 // Streams of an earlier server on the same dir are there again. One server a dir.
@@ -42,11 +50,17 @@ func StartEmbedded(dir string, o EmbeddedOptions) (*Embedded, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("start nats: %w", err)
 	}
+	var secure *tls.Config
+	if o.TLS != nil {
+		secure = o.TLS.Mesh()
+	}
 	srv, err := server.NewServer(&server.Options{
 		ServerName:            "rollout",
 		Host:                  o.Host,
 		Port:                  o.Port,
 		Authorization:         o.Token,
+		TLSConfig:             secure,
+		TLSTimeout:            tlsTimeout.Seconds(),
 		JetStream:             true,
 		StoreDir:              filepath.Clean(dir),
 		JetStreamMaxMemory:    64 << 20, // every stream is in files
@@ -74,7 +88,7 @@ func StartEmbedded(dir string, o EmbeddedOptions) (*Embedded, error) {
 	return &Embedded{srv: srv, url: srv.ClientURL()}, nil
 }
 
-// URL is what clients connect to, "nats://127.0.0.1:PORT". It holds no token.
+// URL is what clients connect to, "nats://127.0.0.1:PORT", or tls:// where it asks for TLS. It holds no token.
 func (e *Embedded) URL() string { return e.url }
 
 // Stop ends the server and waits for it; streams stay in their directory.
@@ -88,10 +102,17 @@ type logger struct{ log *slog.Logger }
 
 func (l logger) Noticef(f string, a ...any) { l.log.Debug(fmt.Sprintf(f, a...)) }
 func (l logger) Warnf(f string, a ...any)   { l.log.Warn(fmt.Sprintf(f, a...)) }
-func (l logger) Errorf(f string, a ...any)  { l.log.Error(fmt.Sprintf(f, a...)) }
-func (l logger) Fatalf(f string, a ...any)  { l.log.Error(fmt.Sprintf(f, a...)) }
-func (l logger) Debugf(string, ...any)      {}
-func (l logger) Tracef(string, ...any)      {}
+func (l logger) Errorf(f string, a ...any) {
+	text := fmt.Sprintf(f, a...)
+	if strings.Contains(text, "TLS handshake error") { // a client that was refused, or one that only looked whether somebody listens
+		l.log.Debug(text)
+		return
+	}
+	l.log.Error(text)
+}
+func (l logger) Fatalf(f string, a ...any) { l.log.Error(fmt.Sprintf(f, a...)) }
+func (l logger) Debugf(string, ...any)     {}
+func (l logger) Tracef(string, ...any)     {}
 
 func orDiscard(l *slog.Logger) *slog.Logger {
 	if l == nil {

@@ -3,16 +3,21 @@
 package bus_test
 
 import (
-	"crypto/tls"
+	"context"
 	"errors"
 	"testing"
+	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/nats-io/nkeys"
+	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/bus/bustest"
+	certs "github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/servertest"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 // Every way to prove who one is, in the clear and over TLS.
@@ -52,12 +57,14 @@ func TestTLSIsChecked(t *testing.T) {
 	secure := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Cert: cert, Key: key, ClientCA: ca.File})
 	plain := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret"})
 	trusting := ca.Client(t)
-	anonymous := trusting.Clone()
-	anonymous.Certificates = nil
+	system, err := certs.Open(certs.Files{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
 	for name, o := range map[string]bus.Options{
 		"an unknown authority":   {URL: secure.URL(), TLS: servertest.NewCA(t).Client(t)},
-		"no certificate of ours": {URL: secure.URL(), TLS: anonymous},
-		"the system's":           {URL: secure.URL(), TLS: &tls.Config{MinVersion: tls.VersionTLS12}},
+		"no certificate of ours": {URL: secure.URL(), TLS: ca.Anonymous(t)},
+		"the system's":           {URL: secure.URL(), TLS: system},
 		"a server without TLS":   {URL: plain.URL(), TLS: trusting},
 	} {
 		o.Token = "s3cret"
@@ -100,6 +107,35 @@ func TestCluster(t *testing.T) {
 			Start: func() { killed.Start() },
 		})
 	})
+}
+
+// Of a stream whose nodes are in the minority nobody says that it is gone.
+func TestNoQuorum(t *testing.T) {
+	t.Parallel()
+	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3})
+	b, err := bus.Connect(t.Context(), bus.Options{URL: s.URL(), Token: "s3cret"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	if err := b.EnsureRun(t.Context(), run); err != nil {
+		t.Fatal(err)
+	}
+	message := bus.Message{Subject: bus.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}
+	for _, node := range s.Nodes[1:] {
+		node.Kill()
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 8*time.Second)
+	defer cancel()
+	if err := b.Publish(ctx, message); rpcerr.Code(err) != codes.Unavailable {
+		t.Errorf("without a majority: %v", err)
+	}
+	for _, node := range s.Nodes[1:] {
+		node.Launch()
+	}
+	if err := b.Publish(t.Context(), message); err != nil {
+		t.Error(err)
+	}
 }
 
 func TestTooManyReplicas(t *testing.T) {

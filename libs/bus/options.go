@@ -11,6 +11,8 @@ import (
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nkeys"
+
+	"github.com/rollout-rl/rollout/libs/cert"
 )
 
 // Options says where the servers are and who asks. Token, User with Password, and NKeySeed are alternatives.
@@ -18,8 +20,8 @@ type Options struct {
 	URL            string // "nats://host:4222", "tls://.." asks for TLS; nodes of one cluster are separated by commas
 	Token          string
 	User, Password string
-	NKeySeed       string      // "SU..."; the server knows the public key
-	TLS            *tls.Config // nil: of tls:// URLs the system's authorities are trusted
+	NKeySeed       string       // "SU..."; the server knows the public key
+	TLS            *cert.Source // nil: of tls:// URLs the system's authorities are trusted
 	// Replicas of each stream; 0: three in a cluster that has so many nodes, else as many as it has.
 	Replicas int
 	Log      *slog.Logger // nil discards
@@ -42,7 +44,11 @@ func (o Options) options(log *slog.Logger) ([]nats.Option, error) {
 		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { log.Debug("bus", "error", err) }),
 	}
 	if o.TLS != nil {
-		options = append(options, nats.Secure(o.TLS))
+		pair := func() (tls.Certificate, error) { return o.TLS.Pair(), nil }
+		if o.TLS.Files().Cert == "" {
+			pair = nil
+		}
+		options = append(options, nats.ClientTLSConfig(pair, func() (*x509.CertPool, error) { return o.TLS.Roots(), nil })) // asked at each connection
 	}
 	switch {
 	case o.NKeySeed != "":

@@ -56,7 +56,7 @@ func (b *Bus) Publish(ctx context.Context, messages ...Message) error {
 			messages, delay = left, min(2*delay, lastRetry)
 		case <-ctx.Done():
 			timer.Stop()
-			return errors.Join(err, context.Cause(ctx))
+			return errors.Join(ErrUnavailable.Wrap(err), context.Cause(ctx)) // the stream is there, and had no leader
 		}
 	}
 }

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -193,8 +195,38 @@ func (b *Bus) DeleteRun(ctx context.Context, run string) error {
 	return nil
 }
 
-// PurgeWork drops every work item of a run that no worker has acked, as when a run is cancelled.
-func (b *Bus) PurgeWork(ctx context.Context, run string) error {
+// WorkMark is the place that the next work item of a run gets.
+func (b *Bus) WorkMark(ctx context.Context, run string) (uint64, error) {
+	if err := checkRun(run); err != nil {
+		return 0, err
+	}
+	s, err := b.js.Stream(ctx, WorkStream(run)) // with its newest state
+	if err != nil {
+		return 0, fmt.Errorf("mark the work of %s: %w", run, mapError(err))
+	}
+	return s.CachedInfo().State.LastSeq + 1, nil
+}
+
+// Runs lists the runs that have streams, in no order.
+func (b *Bus) Runs(ctx context.Context) ([]string, error) {
+	runs := map[string]bool{}
+	names := b.js.StreamNames(ctx)
+	for name := range names.Name() {
+		for _, prefix := range []string{WorkStream(""), TrajStream("")} {
+			if run, ok := strings.CutPrefix(name, prefix); ok {
+				runs[run] = true
+			}
+		}
+	}
+	if err := names.Err(); err != nil {
+		return nil, fmt.Errorf("list the streams of runs: %w", mapError(err))
+	}
+	return slices.Collect(maps.Keys(runs)), nil
+}
+
+// PurgeWork drops the work items of a run before a mark that no worker has acked, as when a run is cancelled. Who takes the mark, then
+// makes sure that nobody else conducts the run, then purges, drops nobody else's items however long it stood still in between.
+func (b *Bus) PurgeWork(ctx context.Context, run string, before uint64) error {
 	if err := checkRun(run); err != nil {
 		return err
 	}
@@ -202,7 +234,7 @@ func (b *Bus) PurgeWork(ctx context.Context, run string) error {
 	if err != nil {
 		return fmt.Errorf("purge work of %s: %w", run, mapError(err))
 	}
-	if err := s.Purge(ctx); err != nil {
+	if err := s.Purge(ctx, jetstream.WithPurgeSequence(max(before, 1))); err != nil { // 0 would mean all
 		return fmt.Errorf("purge work of %s: %w", run, mapError(err))
 	}
 	return nil

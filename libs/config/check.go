@@ -13,9 +13,21 @@ import (
 func (c Config) finish() (Config, error) {
 	var errs []error
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	for _, p := range []*string{&c.StateDir, &c.SharedDir, &c.Join, &c.TokenFile, &c.Gateway.APIKeysFile, &c.NATS.TokenFile, &c.NATS.PasswordFile, &c.NATS.NKeyFile,
-		&c.NATS.CAFile, &c.NATS.CertFile, &c.NATS.KeyFile, &c.Consul.TokenFile, &c.Consul.CAFile, &c.Blob.SecretKeyFile, &c.Blob.CredentialsFile,
-		&c.Database.URLFile, &c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile} {
+	for _, r := range []*Ref{&c.NATS.Token, &c.NATS.Password, &c.NATS.NKey, &c.Consul.Token, &c.Blob.SecretKey, &c.Blob.Credentials} {
+		if err := r.absolute(); err != nil {
+			fail("path %q: %w", r, err)
+		}
+	}
+	if reference(c.Database.URL) {
+		r := Ref{c.Database.URL}
+		if err := r.absolute(); err != nil {
+			fail("path %q: %w", r, err)
+		}
+		c.Database.URL = r.text
+	}
+	for _, p := range []*string{&c.StateDir, &c.SharedDir, &c.Join, &c.TokenFile, &c.KeysFile,
+		&c.NATS.CAFile, &c.NATS.CertFile, &c.NATS.KeyFile, &c.Consul.CAFile, &c.Consul.CertFile, &c.Consul.KeyFile,
+		&c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile, &c.TLS.WorkerCertFile, &c.TLS.WorkerKeyFile} {
 		if *p == "" {
 			continue
 		}
@@ -33,25 +45,15 @@ func (c Config) finish() (Config, error) {
 			fail("%s: %q is no host:port: %w", name, address, err)
 		}
 	}
-	// The token must not cross a network in plain text unless somebody says that the network is private.
-	if !c.Insecure && c.TLS.CertFile == "" && !loopback(c.Listen) {
-		fail("listen: %s is not loopback: set tls.cert_file and tls.key_file, or insecure_listen where the network is private", c.Listen)
-	}
-	for name, address := range map[string]string{"nats.listen": c.NATS.Listen, "consul.listen": c.Consul.Listen} {
-		if !c.Insecure && !loopback(address) {
-			fail("%s: %s is not loopback and has no TLS: set insecure_listen where the network is private, or use a server of its own", name, address)
-		}
-	}
-	if !c.Insecure && c.Gateway.APIKeysFile == "" && !loopback(c.Gateway.Listen) {
-		fail("gateway.listen: %s is not loopback: set gateway.api_keys_file, or insecure_listen where the network is private", c.Gateway.Listen)
-	}
-	if (c.TLS.CertFile == "") != (c.TLS.KeyFile == "") {
-		fail("tls: cert_file and key_file go together")
-	}
+	errs = append(errs, c.plainText()...)
+	errs = append(errs, c.TLS.check()...)
 	errs = append(errs, c.NATS.check()...)
 	errs = append(errs, c.Consul.check()...)
 	errs = append(errs, c.Blob.check()...)
 	errs = append(errs, c.Database.check()...)
+	if !slices.Contains([]string{"fsync", "process"}, c.Buffer.Durability) {
+		fail("buffer.durability: %q is neither fsync nor process", c.Buffer.Durability)
+	}
 	if !slices.Contains([]string{"text", "json"}, c.Log.Format) {
 		fail("log.format: %q is neither text nor json", c.Log.Format)
 	}
@@ -73,8 +75,8 @@ func (c Config) finish() (Config, error) {
 	return c, errors.Join(errs...)
 }
 
-// loopback reports whether the host of host:port is this machine's own.
-func loopback(address string) bool {
+// Loopback reports whether the host of host:port is this machine's own.
+func Loopback(address string) bool {
 	host, _, err := net.SplitHostPort(address)
 	if err != nil {
 		return true // reported already

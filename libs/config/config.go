@@ -17,6 +17,7 @@ type Config struct {
 	Target    []string      `toml:"target"`
 	Join      string        `toml:"join"`
 	TokenFile string        `toml:"token_file"`
+	KeysFile  string        `toml:"api_keys_file"`
 	Listen    string        `toml:"listen"`
 	Host      string        `toml:"advertise_host"`
 	Insecure  bool          `toml:"insecure_listen"`
@@ -32,71 +33,86 @@ type Config struct {
 	Worker    Worker        `toml:"worker"`
 }
 
-// Gateway is the OpenAI-compatible HTTP endpoint.
+// Gateway is the OpenAI-compatible HTTP endpoint. Beyond loopback it always asks for an API key.
 type Gateway struct {
-	Listen      string `toml:"listen"`
-	APIKeysFile string `toml:"api_keys_file"`
+	Listen     string `toml:"listen"`
+	RequireKey bool   `toml:"require_key"`
 }
 
+// AsksForKeys reports whether callers need an API key.
+func (g Gateway) AsksForKeys() bool { return g.RequireKey || !Loopback(g.Listen) }
+
 // NATS is the bus: the servers at URL, that of the joined process, or the target "nats" of this one. A token, a user with a password
-// and an NKEY are alternatives; each comes by file or variable.
+// and an NKEY are alternatives.
 type NATS struct {
-	URL          string `toml:"url"`
-	TokenFile    string `toml:"token_file"`
-	TokenEnv     string `toml:"token_env"`
-	User         string `toml:"user"`
-	PasswordFile string `toml:"password_file"`
-	PasswordEnv  string `toml:"password_env"`
-	NKeyFile     string `toml:"nkey_file"`
-	CAFile       string `toml:"ca_file"`
-	CertFile     string `toml:"cert_file"`
-	KeyFile      string `toml:"key_file"`
-	Replicas     int    `toml:"replicas"`
-	Listen       string `toml:"listen"`
-	Sync         bool   `toml:"sync"`
+	URL      string `toml:"url"`
+	Token    Ref    `toml:"token"`
+	User     string `toml:"user"`
+	Password Ref    `toml:"password"`
+	NKey     Ref    `toml:"nkey"`
+	CAFile   string `toml:"ca_file"`
+	CertFile string `toml:"cert_file"`
+	KeyFile  string `toml:"key_file"`
+	Replicas int    `toml:"replicas"`
+	Listen   string `toml:"listen"`
+	Sync     bool   `toml:"sync"`
 }
 
 // Consul is discovery: the agent at Address, that of the joined process, or the target "registry" of this one.
 type Consul struct {
-	Address   string `toml:"address"`
-	TokenFile string `toml:"token_file"`
-	TokenEnv  string `toml:"token_env"`
-	CAFile    string `toml:"ca_file"`
-	Listen    string `toml:"listen"`
+	Address  string `toml:"address"`
+	Token    Ref    `toml:"token"`
+	CAFile   string `toml:"ca_file"`
+	CertFile string `toml:"cert_file"`
+	KeyFile  string `toml:"key_file"`
+	Listen   string `toml:"listen"`
 }
 
-// Blob is where artifacts and payloads are kept: files below the state folder, or a bucket at URL. Secrets come by file or variable.
+// Blob is where artifacts and payloads are kept: files below the state folder, or a bucket at URL.
 type Blob struct {
-	URL             string `toml:"url"`
-	Endpoint        string `toml:"endpoint"`
-	Region          string `toml:"region"`
-	AccessKey       string `toml:"access_key"`
-	SecretKeyFile   string `toml:"secret_key_file"`
-	SecretKeyEnv    string `toml:"secret_key_env"`
-	CredentialsFile string `toml:"credentials_file"`
+	URL         string `toml:"url"`
+	Endpoint    string `toml:"endpoint"`
+	Region      string `toml:"region"`
+	AccessKey   string `toml:"access_key"`
+	SecretKey   Ref    `toml:"secret_key"`
+	Credentials Ref    `toml:"credentials"`
 }
 
 // Buffer is how samples lie on the disk.
 type Buffer struct {
-	SegmentBytes int `toml:"segment_bytes"`
+	SegmentBytes int    `toml:"segment_bytes"`
+	Durability   string `toml:"durability"` // what acknowledged samples survive: "fsync" a power cut, "process" a kill of everything
 }
 
-// Database is where the services keep their state: SQLite files below the state folder, or, where one of the three URLs is set, one
-// PostgreSQL database with a schema and a role for each service. A password comes by URLFile or URLEnv alone.
+// Database is where the services keep their state: SQLite files below the state folder, or one PostgreSQL database with a schema
+// and a role for each service. URL is the database's, without a password, or a reference (see Ref) to one with it.
 type Database struct {
 	URL              string `toml:"url"`
-	URLFile          string `toml:"url_file"`
-	URLEnv           string `toml:"url_env"`
 	SchemaPrefix     string `toml:"schema_prefix"`
 	MaxConnections   int    `toml:"max_connections"`
 	StatementTimeout int    `toml:"statement_timeout_s"`
 }
 
-// TLS are PEM files of the gRPC listener and of the authority that peers are checked against.
+// TLS are PEM files. A certificate alone makes the gRPC listener, and a gateway beyond loopback, speak TLS. With an authority TLS is
+// mutual, and everything of the mesh speaks it: services, the embedded NATS and registry, and the workers, which show their own
+// certificate where one is named, else that of the process which starts them.
 type TLS struct {
-	CertFile string `toml:"cert_file"`
-	KeyFile  string `toml:"key_file"`
-	CAFile   string `toml:"ca_file"`
+	CertFile       string `toml:"cert_file"`
+	KeyFile        string `toml:"key_file"`
+	CAFile         string `toml:"ca_file"`
+	WorkerCertFile string `toml:"worker_cert_file"`
+	WorkerKeyFile  string `toml:"worker_key_file"`
+}
+
+// Mutual reports whether both sides of each connection show a certificate.
+func (t TLS) Mutual() bool { return t.CertFile != "" && t.CAFile != "" }
+
+// Worker is the certificate that workers show, and its key.
+func (t TLS) Worker() (cert, key string) {
+	if t.WorkerCertFile != "" {
+		return t.WorkerCertFile, t.WorkerKeyFile
+	}
+	return t.CertFile, t.KeyFile
 }
 
 // Log is the process's own log, on standard error.
@@ -123,6 +139,7 @@ func Default(state string) Config {
 		Gateway:  Gateway{Listen: "127.0.0.1:0"},
 		NATS:     NATS{Listen: "127.0.0.1:0"},
 		Consul:   Consul{Listen: "127.0.0.1:0"},
+		Buffer:   Buffer{Durability: "fsync"},
 		Database: Database{SchemaPrefix: "rollout", MaxConnections: 8, StatementTimeout: 30},
 		Log:      Log{Format: "text", Level: "info"},
 	}

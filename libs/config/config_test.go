@@ -89,7 +89,7 @@ func TestEveryFieldHasAKey(t *testing.T) {
 		for i := range typ.NumField() {
 			f := typ.Field(i)
 			name := prefix + f.Tag.Get("toml")
-			if f.Type.Kind() == reflect.Struct {
+			if f.Type.Kind() == reflect.Struct && f.Type != reflect.TypeFor[Ref]() {
 				walk(name+".", f.Type)
 				continue
 			}
@@ -130,24 +130,31 @@ func TestErrors(t *testing.T) {
 		"stray argument":                 {args: []string{"buffer"}, says: []string{`"buffer"`}},
 		"missing file":                   {args: []string{"--config", "/none.toml"}, says: []string{"/none.toml"}},
 		"plain text on a network":        {args: []string{"--listen", "0.0.0.0:7000"}, says: []string{"not loopback", "tls.cert_file"}},
-		"a gateway for all":              {args: []string{"--gateway-listen", "0.0.0.0:80"}, says: []string{"api_keys_file"}},
+		"a gateway for all":              {args: []string{"--gateway-listen", "0.0.0.0:80"}, says: []string{"gateway.listen: 0.0.0.0:80 is not loopback", "tls.cert_file"}},
+		"servers without an authority":   {args: []string{"--nats-listen", "0.0.0.0:1", "--consul-listen", "0.0.0.0:2", "--tls-cert-file", "c", "--tls-key-file", "k"}, says: []string{"nats.listen", "consul.listen", "tls.ca_file", "insecure_listen"}},
+		"a worker without the others":    {args: []string{"--tls-worker-cert-file", "c", "--tls-worker-key-file", "k"}, says: []string{"ca_file too"}},
 		"joins itself":                   {args: []string{"--state-dir", "/s", "--join", "/s"}, says: []string{"its own"}},
 		"half of TLS":                    {args: []string{"--tls-cert-file", "x"}, says: []string{"go together"}},
-		"secret in an URL":               {args: []string{"--nats-url", "nats://tok@h:1"}, says: []string{"nats.token_file"}},
-		"a token in the file":            {file: "[nats]\ntoken = \"hunter2\"\n[blob]\nsecret_key = \"hunter2\"\n", says: []string{":2:1:", "nats.token_file or nats.token_env", ":4:1:", "blob.secret_key_file"}, hides: "hunter2"},
-		"a password in a NATS URL":       {args: []string{"--nats-url", "nats://u:hunter2@h:1,nats://x:1"}, says: []string{"nats.password_file"}, hides: "hunter2"},
-		"two ways into NATS":             {args: []string{"--nats-token-file", "a", "--nats-nkey-file", "b"}, says: []string{"nkey_file and token_file exclude"}},
-		"a user without a password":      {args: []string{"--nats-user", "u"}, says: []string{"password_file"}},
+		"secret in an URL":               {args: []string{"--nats-url", "nats://tok@h:1"}, says: []string{"nats.token", "file:PATH"}},
+		"a token in the file":            {file: "[nats]\ntoken = \"hunter2\"\n[blob]\nsecret_key = \"hunter2\"\n", says: []string{":2:9:", "no secret stands in a configuration", "file:PATH", "env:NAME"}, hides: "hunter2"},
+		"a token in a flag":              {args: []string{"--nats-token", "hunter2"}, says: []string{"file:PATH"}, hides: "hunter2"},
+		"a token in a variable":          {env: []string{"ROLLOUTD_CONSUL_TOKEN=hunter2"}, says: []string{"ROLLOUTD_CONSUL_TOKEN", "file:PATH"}, hides: "hunter2"},
+		"keys of before":                 {file: "[nats]\ntoken_file = \"/t\"\n[database]\nurl_env = \"X\"\n", says: []string{`nats.token_file is now nats.token = "file:PATH"`, `database.url = "env:NAME"`}},
+		"a flag of before":               {args: []string{"--nats-token-file", "/t"}, says: []string{`nats.token = "file:PATH"`}},
+		"a variable of before":           {env: []string{"ROLLOUTD_NATS_TOKEN_ENV=X"}, says: []string{`nats.token = "env:NAME"`}},
+		"a variable without a name":      {args: []string{"--nats-token", "env:"}, says: []string{"name of a variable"}},
+		"a password in a NATS URL":       {args: []string{"--nats-url", "nats://u:hunter2@h:1,nats://x:1"}, says: []string{"nats.password"}, hides: "hunter2"},
+		"two ways into NATS":             {args: []string{"--nats-token", "file:a", "--nats-nkey", "file:b"}, says: []string{"nkey and token exclude"}},
+		"a user without a password":      {args: []string{"--nats-user", "u"}, says: []string{"user and password go together"}},
 		"half of TLS to NATS":            {args: []string{"--nats-cert-file", "x"}, says: []string{"nats: cert_file and key_file"}},
 		"no bucket":                      {args: []string{"--blob-url", "https://x/y"}, says: []string{"s3://bucket/prefix"}},
-		"a key in a bucket's URL":        {args: []string{"--blob-url", "s3://id:hunter2@bucket"}, says: []string{"blob.secret_key_file"}, hides: "hunter2"},
-		"a key without its secret":       {args: []string{"--blob-access-key", "id"}, says: []string{"secret_key_env"}},
+		"a key in a bucket's URL":        {args: []string{"--blob-url", "s3://id:hunter2@bucket"}, says: []string{"blob.secret_key"}, hides: "hunter2"},
+		"a key without its secret":       {args: []string{"--blob-access-key", "id"}, says: []string{"access_key and secret_key"}},
 		"an object store in plain text":  {args: []string{"--blob-endpoint", "http://store.internal:9000"}, says: []string{"https"}},
-		"a token in Consul's address":    {args: []string{"--consul-address", "http://x:hunter2@h:1"}, says: []string{"consul.token_file"}, hides: "hunter2"},
-		"password in an URL":             {file: "[database]\nurl = \"postgres://u:hunter2@h/db\"\n", says: []string{"database.url_file", "database.url_env"}, hides: "hunter2"},
-		"password in a parameter":        {args: []string{"--database-url", "postgres://u@h/db?password=hunter2"}, says: []string{"database.url_file"}, hides: "hunter2"},
+		"a token in Consul's address":    {args: []string{"--consul-address", "http://x:hunter2@h:1"}, says: []string{"consul.token"}, hides: "hunter2"},
+		"password in an URL":             {file: "[database]\nurl = \"postgres://u:hunter2@h/db\"\n", says: []string{"database.url", "file:PATH", "env:NAME"}, hides: "hunter2"},
+		"password in a parameter":        {args: []string{"--database-url", "postgres://u@h/db?password=hunter2"}, says: []string{"database.url", "file:PATH"}, hides: "hunter2"},
 		"password of words":              {args: []string{"--database-url", "host=h password=hunter2"}, says: []string{"postgres://"}, hides: "hunter2"},
-		"two databases":                  {args: []string{"--database-url", "postgres://u@h/db", "--database-url-env", "X"}, says: []string{"one of"}},
 		"a prefix that must be quoted":   {args: []string{"--database-schema-prefix", "Roll-Out"}, says: []string{"schema_prefix"}},
 		"too few connections":            {args: []string{"--database-max-connections", "1"}, says: []string{"max_connections"}},
 		"all at once":                    {args: []string{"--log-format", "xml", "--log-level", "loud", "--nats-url", "h:1"}, says: []string{"xml", "loud", "h:1"}},
@@ -171,6 +178,19 @@ func TestErrors(t *testing.T) {
 				t.Errorf("%q tells a secret", err)
 			}
 		})
+	}
+}
+
+func TestPlainTextIsTyped(t *testing.T) {
+	t.Parallel()
+	open := []string{"--listen", "10.0.0.1:1", "--nats-listen", "0.0.0.0:1", "--consul-listen", "[::]:1", "--gateway-listen", "host.internal:1"}
+	if _, err := Load(open, home, &bytes.Buffer{}); !errors.Is(err, ErrPlainText) || strings.Count(err.Error(), "would be plain text") != 4 {
+		t.Error(err)
+	}
+	for _, mend := range [][]string{{"--insecure-listen"}, {"--tls-cert-file", "c", "--tls-key-file", "k", "--tls-ca-file", "a"}} {
+		if _, err := Load(append(open, mend...), home, &bytes.Buffer{}); err != nil {
+			t.Errorf("%v: %v", mend, err)
+		}
 	}
 }
 

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
-	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -14,21 +13,16 @@ var schemaPrefix = regexp.MustCompile(`^[a-z][a-z0-9_]{0,30}$`)
 
 // check reports what is wrong with the keys. It never repeats an URL that holds a password.
 func (d Database) check() (errs []error) {
-	set := 0
-	for _, text := range []string{d.URL, d.URLFile, d.URLEnv} {
-		if text != "" {
-			set++
+	if reference(d.URL) {
+		if err := (Ref{d.URL}).check(); err != nil {
+			errs = append(errs, fmt.Errorf("database.url: %w", err))
 		}
-	}
-	if set > 1 {
-		errs = append(errs, errors.New("database: url, url_file and url_env name the same thing; set one of them"))
-	}
-	if d.URL != "" {
+	} else if d.URL != "" {
 		if u, err := parsePostgres(d.URL); err != nil {
 			errs = append(errs, fmt.Errorf("database.url: %w", err))
 		} else if _, has := u.User.Password(); has || hasPassword(u) {
-			errs = append(errs, errors.New("database.url: it holds a password; put the whole URL into a file (0600) and name it in database.url_file, "+
-				"or into a variable and name that in database.url_env"))
+			errs = append(errs, errors.New(`database.url: it holds a password; put the whole URL into a file (chmod 600) and write url = "file:PATH", `+
+				`or into a variable and write url = "env:NAME"`))
 		}
 	}
 	if !schemaPrefix.MatchString(d.SchemaPrefix) {
@@ -46,29 +40,23 @@ func (d Database) check() (errs []error) {
 // Postgres is the URL of the PostgreSQL database, read from where the configuration says; "" means SQLite. It may hold a
 // password: it is for the driver, never for a log or a file. environ is os.Environ().
 func (d Database) Postgres(environ []string) (string, error) {
-	from, text := "database.url", d.URL
-	switch {
-	case d.URLEnv != "":
-		from, text = "variable "+d.URLEnv+" (database.url_env)", environment(environ)[d.URLEnv]
-	case d.URLFile != "":
-		data, err := os.ReadFile(d.URLFile)
-		if err != nil {
-			return "", fmt.Errorf("database.url_file: %w", err)
-		}
-		if info, err := os.Stat(d.URLFile); err == nil && info.Mode().Perm()&0o077 != 0 {
-			return "", fmt.Errorf("database.url_file: others may read %s; chmod 600 it", d.URLFile)
-		}
-		from, text = d.URLFile+" (database.url_file)", strings.TrimSpace(string(data))
-	case d.URL == "":
-		return "", nil
+	text, err := d.URL, error(nil)
+	if reference(text) {
+		text, err = Ref{text}.Read("database.url", environ)
 	}
-	if text == "" {
-		return "", fmt.Errorf("%s: is empty; it must hold postgres://user:password@host:5432/name", from)
+	if err != nil || text == "" {
+		return "", err
 	}
 	if _, err := parsePostgres(text); err != nil {
-		return "", fmt.Errorf("%s: %w", from, err)
+		return "", fmt.Errorf("database.url: %w", err)
 	}
 	return text, nil
+}
+
+// reference tells a reference from an URL.
+func reference(text string) bool {
+	kind, _, _ := strings.Cut(text, ":")
+	return kind == "env" || kind == "file"
 }
 
 func parsePostgres(text string) (*url.URL, error) {

@@ -61,13 +61,13 @@ func TestPostgresURL(t *testing.T) {
 	}{
 		"sqlite":        {},
 		"inline":        {Database{URL: "postgres://u@h/db"}, "postgres://u@h/db", ""},
-		"file":          {Database{URLFile: keep("url", url+"\n", 0o600)}, url, ""},
-		"variable":      {Database{URLEnv: "DB"}, url, ""},
-		"open file":     {Database{URLFile: keep("open", url, 0o644)}, "", "chmod 600"},
-		"no file":       {Database{URLFile: dir + "/none"}, "", "database.url_file"},
-		"empty file":    {Database{URLFile: keep("empty", "", 0o600)}, "", "is empty"},
-		"no variable":   {Database{URLEnv: "NONE"}, "", "NONE"},
-		"something odd": {Database{URLEnv: "ODD"}, "", "postgres://"},
+		"file":          {Database{URL: "file:" + keep("url", url+"\n", 0o600)}, url, ""},
+		"variable":      {Database{URL: "env:DB"}, url, ""},
+		"open file":     {Database{URL: "file:" + keep("open", url, 0o644)}, "", "chmod 600"},
+		"no file":       {Database{URL: "file:" + dir + "/none"}, "", "database.url"},
+		"empty file":    {Database{URL: "file:" + keep("empty", "", 0o600)}, "", "is empty"},
+		"no variable":   {Database{URL: "env:NONE"}, "", "NONE"},
+		"something odd": {Database{URL: "env:ODD"}, "", "postgres://"},
 	} {
 		got, err := c.database.Postgres([]string{"DB=" + url, "ODD=mysql://u:hunter2@h/db"})
 		if got != c.want || (err == nil) != (c.err == "") || err != nil && (!strings.Contains(err.Error(), c.err) || strings.Contains(err.Error(), "hunter2")) {

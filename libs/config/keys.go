@@ -11,7 +11,7 @@ import (
 type key struct {
 	name  string // "nats.url"
 	usage string
-	field func(*Config) any // *string, *bool, *int, *time.Duration or *[]string
+	field func(*Config) any // *string, *Ref, *bool, *int, *time.Duration or *[]string
 }
 
 // keys is every setting; a test holds it against the struct's TOML names.
@@ -21,19 +21,18 @@ var keys = []key{
 	{"target", "what this process hosts: all, or a comma list of the targets below", func(c *Config) any { return &c.Target }},
 	{"join", "state folder of another rolloutd whose NATS, registry and token this one uses", func(c *Config) any { return &c.Join }},
 	{"token_file", "file of the mesh token (0600); empty: token in the state folder, made where it is missing, or that of the joined process", func(c *Config) any { return &c.TokenFile }},
+	{"api_keys_file", "file of the API keys that `rollout keys` makes; empty: api-keys.json in the state folder, or that of the joined process", func(c *Config) any { return &c.KeysFile }},
 	{"listen", "gRPC address; port 0 takes a free one", func(c *Config) any { return &c.Listen }},
 	{"advertise_host", "host under which peers reach this process; default: that of the gRPC address", func(c *Config) any { return &c.Host }},
-	{"insecure_listen", "allow a gRPC address that is not loopback without TLS", func(c *Config) any { return &c.Insecure }},
+	{"insecure_listen", "allow addresses that are not loopback in plain text: only on a private network", func(c *Config) any { return &c.Insecure }},
 	{"drain", "time that calls and workers get at the end", func(c *Config) any { return &c.Drain }},
 	{"gateway.listen", "HTTP address of the OpenAI-compatible endpoint", func(c *Config) any { return &c.Gateway.Listen }},
-	{"gateway.api_keys_file", "file of API keys, one a line, that the endpoint asks for; empty: it asks for none", func(c *Config) any { return &c.Gateway.APIKeysFile }},
+	{"gateway.require_key", "ask for an API key on loopback too; beyond it the endpoint always does", func(c *Config) any { return &c.Gateway.RequireKey }},
 	{"nats.url", "NATS server, or the nodes of a cluster separated by commas; tls:// asks for TLS; empty: the embedded one", func(c *Config) any { return &c.NATS.URL }},
-	{"nats.token_file", "file (0600) of the NATS token; with no other credentials: the mesh token", func(c *Config) any { return &c.NATS.TokenFile }},
-	{"nats.token_env", "name of the variable that holds the NATS token", func(c *Config) any { return &c.NATS.TokenEnv }},
+	{"nats.token", "env:NAME or file:PATH (0600) of the NATS token; with no other credentials: the mesh token", func(c *Config) any { return &c.NATS.Token }},
 	{"nats.user", "NATS user, with a password", func(c *Config) any { return &c.NATS.User }},
-	{"nats.password_file", "file (0600) of the NATS user's password", func(c *Config) any { return &c.NATS.PasswordFile }},
-	{"nats.password_env", "name of the variable that holds the NATS user's password", func(c *Config) any { return &c.NATS.PasswordEnv }},
-	{"nats.nkey_file", "file (0600) of the NKEY seed, SU..; the server knows the public key", func(c *Config) any { return &c.NATS.NKeyFile }},
+	{"nats.password", "env:NAME or file:PATH (0600) of the NATS user's password", func(c *Config) any { return &c.NATS.Password }},
+	{"nats.nkey", "env:NAME or file:PATH (0600) of the NKEY seed, SU..; the server knows the public key", func(c *Config) any { return &c.NATS.NKey }},
 	{"nats.ca_file", "PEM authority of the NATS servers' certificates; empty: the system's", func(c *Config) any { return &c.NATS.CAFile }},
 	{"nats.cert_file", "PEM certificate that this process shows to NATS", func(c *Config) any { return &c.NATS.CertFile }},
 	{"nats.key_file", "PEM key of that certificate", func(c *Config) any { return &c.NATS.KeyFile }},
@@ -41,33 +40,34 @@ var keys = []key{
 	{"nats.listen", "address of the embedded NATS server", func(c *Config) any { return &c.NATS.Listen }},
 	{"nats.sync", "embedded NATS: fsync each stored message; runs need it not, their ledger is what is durable", func(c *Config) any { return &c.NATS.Sync }},
 	{"consul.address", "Consul agent, host:port or https://host:port; empty: the embedded registry", func(c *Config) any { return &c.Consul.Address }},
-	{"consul.token_env", "name of the variable that holds the Consul ACL token", func(c *Config) any { return &c.Consul.TokenEnv }},
 	{"consul.ca_file", "PEM authority of the Consul agent's certificate; empty: the system's", func(c *Config) any { return &c.Consul.CAFile }},
-	{"consul.token_file", "file (0600) of the Consul ACL token; empty: the mesh token for the embedded registry, none for Consul", func(c *Config) any { return &c.Consul.TokenFile }},
+	{"consul.cert_file", "PEM certificate that this process shows to the Consul agent", func(c *Config) any { return &c.Consul.CertFile }},
+	{"consul.key_file", "PEM key of that certificate", func(c *Config) any { return &c.Consul.KeyFile }},
+	{"consul.token", "env:NAME or file:PATH (0600) of the Consul ACL token; empty: the mesh token for the embedded registry, none for Consul", func(c *Config) any { return &c.Consul.Token }},
 	{"consul.listen", "address of the embedded registry", func(c *Config) any { return &c.Consul.Listen }},
 	{"blob.url", "bucket of artifacts and payloads, s3://bucket/prefix or gs://bucket/prefix; empty: files in the state folder", func(c *Config) any { return &c.Blob.URL }},
 	{"blob.endpoint", "URL of an object store that is not the cloud's own", func(c *Config) any { return &c.Blob.Endpoint }},
 	{"blob.region", "region of an S3 bucket; empty: us-east-1", func(c *Config) any { return &c.Blob.Region }},
 	{"blob.access_key", "id of an S3 access key; empty: what the cloud's own chain finds (environment, profile, role)", func(c *Config) any { return &c.Blob.AccessKey }},
-	{"blob.secret_key_file", "file (0600) of the S3 secret key", func(c *Config) any { return &c.Blob.SecretKeyFile }},
-	{"blob.secret_key_env", "name of the variable that holds the S3 secret key", func(c *Config) any { return &c.Blob.SecretKeyEnv }},
-	{"blob.credentials_file", "file (0600) of a GCS service account's key; empty: Google's default credentials", func(c *Config) any { return &c.Blob.CredentialsFile }},
+	{"blob.secret_key", "env:NAME or file:PATH (0600) of the S3 secret key", func(c *Config) any { return &c.Blob.SecretKey }},
+	{"blob.credentials", "env:NAME or file:PATH (0600) of a GCS service account's key (JSON); empty: Google's default credentials", func(c *Config) any { return &c.Blob.Credentials }},
 	{"buffer.segment_bytes", "size at which a segment of samples is followed by the next; 0: 64 MiB. A snapshot frees whole segments", func(c *Config) any { return &c.Buffer.SegmentBytes }},
-	{"database.url", "PostgreSQL for the state of every service, postgres://user@host:5432/name; no password in it; empty: SQLite files in the state folder", func(c *Config) any { return &c.Database.URL }},
-	{"database.url_file", "file (0600) that holds the PostgreSQL URL, password and all", func(c *Config) any { return &c.Database.URLFile }},
-	{"database.url_env", "name of the variable that holds the PostgreSQL URL, password and all", func(c *Config) any { return &c.Database.URLEnv }},
+	{"buffer.durability", "what acknowledged samples and committed steps survive: fsync, a power cut; process, a kill of every process, at less waiting for the disk", func(c *Config) any { return &c.Buffer.Durability }},
+	{"database.url", "PostgreSQL for the state of every service: postgres://user@host:5432/name without a password, or env:NAME or file:PATH (0600) of an URL with it; empty: SQLite files in the state folder", func(c *Config) any { return &c.Database.URL }},
 	{"database.schema_prefix", "each service has the schema and the role PREFIX_SERVICE; one prefix a mesh", func(c *Config) any { return &c.Database.SchemaPrefix }},
 	{"database.max_connections", "most PostgreSQL connections of one service of this process", func(c *Config) any { return &c.Database.MaxConnections }},
 	{"database.statement_timeout_s", "seconds after which PostgreSQL cancels a statement", func(c *Config) any { return &c.Database.StatementTimeout }},
 	{"tls.cert_file", "PEM certificate of the gRPC listener", func(c *Config) any { return &c.TLS.CertFile }},
 	{"tls.key_file", "PEM key of the gRPC listener", func(c *Config) any { return &c.TLS.KeyFile }},
-	{"tls.ca_file", "PEM authority that peers' certificates are checked against", func(c *Config) any { return &c.TLS.CAFile }},
+	{"tls.ca_file", "PEM authority of the mesh; with it TLS is mutual, for services, workers and the embedded servers; empty: clients show none and the system's authorities are trusted", func(c *Config) any { return &c.TLS.CAFile }},
+	{"tls.worker_cert_file", "PEM certificate that workers show; empty: that of this process", func(c *Config) any { return &c.TLS.WorkerCertFile }},
+	{"tls.worker_key_file", "PEM key of that certificate", func(c *Config) any { return &c.TLS.WorkerKeyFile }},
 	{"log.format", "text or json", func(c *Config) any { return &c.Log.Format }},
 	{"log.level", "debug, info, warn or error", func(c *Config) any { return &c.Log.Level }},
 	{"worker.command", "command that starts a worker, inference or learner is appended; empty: rollout-worker beside rolloutd or on PATH", func(c *Config) any { return &c.Worker.Command }},
 	{"worker.python", "Python interpreter of the planner's dry calls; empty: the one beside the worker command", func(c *Config) any { return &c.Worker.Python }},
 	{"worker.cores", "CPU cores that runs may use; 0: all", func(c *Config) any { return &c.Worker.Cores }},
-	{"worker.resume_on_start", "go on with runs that were active when the scheduler last died", func(c *Config) any { return &c.Worker.ResumeOnStart }},
+	{"worker.resume_on_start", "go on with runs that were active when the scheduler last stopped or died", func(c *Config) any { return &c.Worker.ResumeOnStart }},
 }
 
 const envPrefix = "ROLLOUTD_"
@@ -83,6 +83,8 @@ func (k key) set(c *Config, text string) error {
 	switch p := k.field(c).(type) {
 	case *string:
 		*p = text
+	case *Ref:
+		return p.UnmarshalText([]byte(text))
 	case *bool:
 		v, err := strconv.ParseBool(text)
 		if err != nil {
@@ -130,6 +132,8 @@ func (k key) get(c *Config) string {
 		return strconv.Itoa(*p)
 	case *string:
 		return *p
+	case *Ref:
+		return p.String()
 	}
 	return ""
 }

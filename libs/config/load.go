@@ -26,6 +26,12 @@ func Load(args, environ []string, out io.Writer) (Config, error) {
 	c := Default(state)
 	flags, file := newFlags(&c, out)
 	if err := flags.Parse(args); err != nil {
+		for _, arg := range args {
+			name, _, _ := strings.Cut(strings.TrimLeft(arg, "-"), "=")
+			if now := replacedBy(name, key.flag); now != "" {
+				return Config{}, fmt.Errorf("flag --%s: write %s", name, now)
+			}
+		}
 		return Config{}, err
 	}
 	if rest := flags.Args(); len(rest) > 0 {
@@ -40,7 +46,9 @@ func Load(args, environ []string, out io.Writer) (Config, error) {
 	var flagErrs []error
 	flags.Visit(func(f *flag.Flag) { // again, now over the file and the variables
 		if k, ok := byFlag(f.Name); ok {
-			flagErrs = append(flagErrs, k.set(&c, f.Value.String()))
+			if err := k.set(&c, f.Value.String()); err != nil {
+				flagErrs = append(flagErrs, fmt.Errorf("flag --%s: %w", f.Name, err))
+			}
 		}
 	})
 	if err := errors.Join(flagErrs...); err != nil {
@@ -70,6 +78,9 @@ func (v *flagValue) String() string { return v.text }
 
 func (v *flagValue) Set(text string) error {
 	v.text = text
+	if _, secret := v.key.field(&Config{}).(*Ref); secret {
+		return nil // package flag would repeat what is wrong; Load checks it
+	}
 	return v.key.set(&Config{}, text)
 }
 
@@ -133,9 +144,8 @@ func fileError(path string, err error) error {
 		for _, e := range unknown.Errors {
 			row, column := e.Position()
 			name := strings.Join(e.Key(), ".")
-			if by := byReference(name); by != "" {
-				errs = append(errs, fmt.Errorf("%s:%d:%d: no secret stands in this file; put it in a file (0600) or a variable and name that in %s",
-					path, row, column, by))
+			if now := replaced[name]; now != "" {
+				errs = append(errs, fmt.Errorf("%s:%d:%d: %s is now %s", path, row, column, name, now))
 				continue
 			}
 			errs = append(errs, fmt.Errorf("%s:%d:%d: unknown key %q; keys are %s", path, row, column, name, names()))
@@ -146,17 +156,6 @@ func fileError(path string, err error) error {
 		return fmt.Errorf("%s:%d:%d: %w", path, row, column, err)
 	}
 	return fmt.Errorf("%s: %w", path, err)
-}
-
-// byReference is the keys that name a secret which somebody has put in the place of its name; "" where name is no such thing.
-func byReference(name string) string {
-	var found []string
-	for _, k := range keys {
-		if k.name == name+"_file" || k.name == name+"_env" {
-			found = append(found, k.name)
-		}
-	}
-	return strings.Join(found, " or ")
 }
 
 func fromEnvironment(c *Config, env map[string]string) error {
@@ -171,6 +170,10 @@ func fromEnvironment(c *Config, env map[string]string) error {
 		}
 		k, ok := known[name]
 		if !ok {
+			if now := replacedBy(name, key.env); now != "" {
+				errs = append(errs, fmt.Errorf("variable %s: write %s", name, now))
+				continue
+			}
 			errs = append(errs, fmt.Errorf("unknown variable %s; keys are %s", name, names()))
 			continue
 		}

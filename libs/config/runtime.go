@@ -14,8 +14,12 @@ type Runtime struct {
 	GRPC      string   `json:"grpc"`              // host:port
 	Gateway   string   `json:"gateway,omitempty"` // base URL, where the gateway is hosted
 	NATS      string   `json:"nats"`              // URL
-	Consul    string   `json:"consul"`            // host:port
+	Consul    string   `json:"consul"`            // host:port, or an URL where it speaks TLS
 	TokenFile string   `json:"token_file"`
+	KeysFile  string   `json:"api_keys_file"`
+	CAFile    string   `json:"ca_file,omitempty"` // of TLS: whom to trust
+	CertFile  string   `json:"cert_file,omitempty"`
+	KeyFile   string   `json:"key_file,omitempty"`
 	Version   string   `json:"version"`
 	Targets   []string `json:"targets"`
 }

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net/netip"
 	"net/url"
-	"os"
 	"slices"
 	"strings"
 )
@@ -21,16 +20,16 @@ func (n NATS) check() (errs []error) {
 		case err != nil && strings.Contains(text, "@"):
 			errs = append(errs, errors.New("nats.url: it is no NATS URL; write nats://host:4222, without credentials"))
 		case err == nil && u.User != nil:
-			errs = append(errs, errors.New("nats.url: no credentials in an URL; put the token in a file and name it in nats.token_file, or set nats.user and nats.password_file"))
+			errs = append(errs, errors.New("nats.url: no credentials in an URL; set nats.token, or nats.user and nats.password, to a reference: \"file:PATH\" or \"env:NAME\""))
 		case err != nil || u.Host == "" || !slices.Contains([]string{"nats", "tls", "ws", "wss"}, u.Scheme):
 			errs = append(errs, fmt.Errorf("nats.url: %q is no NATS URL; write nats://host:4222", text))
 		}
 	}
 	errs = append(errs, alternatives("nats", map[string]string{
-		"token_file": n.TokenFile, "token_env": n.TokenEnv, "user": n.User, "nkey_file": n.NKeyFile,
-	}), alternatives("nats", map[string]string{"password_file": n.PasswordFile, "password_env": n.PasswordEnv}))
-	if (n.User == "") != (n.PasswordFile+n.PasswordEnv == "") {
-		errs = append(errs, errors.New("nats: user goes with password_file or password_env"))
+		"token": n.Token.String(), "user": n.User, "nkey": n.NKey.String(),
+	}))
+	if (n.User == "") != (n.Password == Ref{}) {
+		errs = append(errs, errors.New("nats: user and password go together"))
 	}
 	if (n.CertFile == "") != (n.KeyFile == "") {
 		errs = append(errs, errors.New("nats: cert_file and key_file go together"))
@@ -42,15 +41,17 @@ func (n NATS) check() (errs []error) {
 }
 
 func (c Consul) check() (errs []error) {
-	errs = append(errs, alternatives("consul", map[string]string{"token_file": c.TokenFile, "token_env": c.TokenEnv}))
 	scheme, rest, found := strings.Cut(c.Address, "://")
 	switch {
 	case found && scheme != "http" && scheme != "https":
 		errs = append(errs, fmt.Errorf("consul.address: %q begins with neither http:// nor https://", c.Address))
 	case strings.Contains(rest, "@") || strings.Contains(c.Address, "@"):
-		errs = append(errs, errors.New("consul.address: no credentials in an address; put the token in a file and name it in consul.token_file"))
-	case c.CAFile != "" && scheme != "https":
-		errs = append(errs, errors.New("consul.ca_file: it is for an agent at https://host:port"))
+		errs = append(errs, errors.New("consul.address: no credentials in an address; set consul.token to a reference: \"file:PATH\" or \"env:NAME\""))
+	case c.CAFile+c.CertFile != "" && scheme != "https":
+		errs = append(errs, errors.New("consul: ca_file, cert_file and key_file are for an agent at https://host:port"))
+	}
+	if (c.CertFile == "") != (c.KeyFile == "") {
+		errs = append(errs, errors.New("consul: cert_file and key_file go together"))
 	}
 	return present(errs)
 }
@@ -75,18 +76,17 @@ func (b Blob) Bucket() Bucket {
 }
 
 func (b Blob) check() (errs []error) {
-	errs = append(errs, alternatives("blob", map[string]string{"secret_key_file": b.SecretKeyFile, "secret_key_env": b.SecretKeyEnv}))
 	if b.URL != "" {
 		u, err := url.Parse(b.URL)
 		switch {
 		case err == nil && u.User != nil:
-			errs = append(errs, errors.New("blob.url: no credentials in an URL; set blob.access_key, and blob.secret_key_file or blob.secret_key_env"))
+			errs = append(errs, errors.New("blob.url: no credentials in an URL; set blob.access_key, and blob.secret_key to a reference: \"file:PATH\" or \"env:NAME\""))
 		case err != nil || u.Host == "" || u.Scheme != "s3" && u.Scheme != "gs" || u.RawQuery != "":
 			errs = append(errs, errors.New("blob.url: it is no bucket; write s3://bucket/prefix or gs://bucket/prefix"))
 		}
 	}
-	if (b.AccessKey == "") != (b.SecretKeyFile+b.SecretKeyEnv == "") {
-		errs = append(errs, errors.New("blob: access_key goes with secret_key_file or secret_key_env"))
+	if (b.AccessKey == "") != (b.SecretKey == Ref{}) {
+		errs = append(errs, errors.New("blob: access_key and secret_key go together"))
 	}
 	if b.Endpoint != "" {
 		if u, err := url.Parse(b.Endpoint); err != nil || u.Host == "" || u.User != nil {
@@ -115,31 +115,4 @@ func alternatives(table string, values map[string]string) error {
 
 func present(errs []error) []error {
 	return slices.DeleteFunc(errs, func(err error) bool { return err == nil })
-}
-
-// Secret reads a secret that a configuration names by file or variable; "" where it names none. key is the table's and the secret's
-// name, for errors: "nats.token". environ is os.Environ(). Its value belongs in no log, event or file but the owner's own.
-func Secret(key, file, variable string, environ []string) (string, error) {
-	switch {
-	case variable != "":
-		text := strings.TrimSpace(environment(environ)[variable])
-		if text == "" {
-			return "", fmt.Errorf("%s_env: the variable %s is not set or empty", key, variable)
-		}
-		return text, nil
-	case file == "":
-		return "", nil
-	}
-	data, err := os.ReadFile(file)
-	if err != nil {
-		return "", fmt.Errorf("%s_file: %w", key, err)
-	}
-	if info, err := os.Stat(file); err == nil && info.Mode().Perm()&0o077 != 0 {
-		return "", fmt.Errorf("%s_file: others may read %s; chmod 600 it", key, file)
-	}
-	text := strings.TrimSpace(string(data))
-	if text == "" {
-		return "", fmt.Errorf("%s_file: %s is empty", key, file)
-	}
-	return text, nil
 }

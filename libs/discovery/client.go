@@ -2,7 +2,6 @@ package discovery
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -13,6 +12,8 @@ import (
 	"time"
 
 	consul "github.com/hashicorp/consul/api"
+
+	"github.com/rollout-rl/rollout/libs/cert"
 )
 
 const (
@@ -31,7 +32,7 @@ type Client struct {
 type Options struct {
 	Address string       // "host:port", or an URL: https:// asks for TLS
 	Token   string       // ACL token; "" sends none
-	TLS     *tls.Config  // of https; nil trusts the system's authorities
+	TLS     *cert.Source // of https; nil trusts the system's authorities
 	Log     *slog.Logger // nil discards
 }
 
@@ -44,7 +45,10 @@ func NewClient(o Options) (*Client, error) {
 		Address:   o.Address,
 		Scheme:    "http",
 		Token:     o.Token,
-		Transport: &http.Transport{MaxIdleConnsPerHost: 32, IdleConnTimeout: 90 * time.Second, Proxy: nil, TLSClientConfig: o.TLS},
+		Transport: &http.Transport{MaxIdleConnsPerHost: 32, IdleConnTimeout: 90 * time.Second, Proxy: nil},
+	}
+	if o.TLS != nil {
+		config.Transport.DialTLSContext = o.TLS.Dial
 	}
 	api, err := consul.NewClient(config)
 	if err != nil {
@@ -140,8 +144,8 @@ func (c *Client) watch(ctx context.Context, name string, send func([]Instance)) 
 			continue
 		}
 		retry = backoff{}
-		if next < index {
-			next = 0
+		if next < index { // another agent, or one that began anew between two queries
+			next, kept.lost = 0, true
 		}
 		index = next
 		list = kept.merge(list, last, time.Now())

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -144,4 +145,34 @@ func host(t *testing.T, c *discovery.Client, id string) (stop func()) {
 	stop = func() { cancel(); reg.Wait(); srv.Stop() }
 	t.Cleanup(stop)
 	return stop
+}
+
+// An agent may come back, knowing nobody, between two queries that both succeed: its index tells, and the instances are kept.
+func TestWatchKeepsInstancesOverAnUnseenRestart(t *testing.T) {
+	t.Parallel()
+	var current atomic.Pointer[registry.Registry]
+	current.Store(registry.New(""))
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) { current.Load().Handler().ServeHTTP(w, req) }))
+	defer server.Close()
+	defer func() { current.Load().Close(); server.CloseClientConnections() }()
+	c := client(t, strings.TrimPrefix(server.URL, "http://"), "")
+	register := func() {
+		reg, err := c.Register(t.Context(), discovery.Service{Name: "x", ID: "x1", Address: "127.0.0.1", Port: 1, TTL: time.Hour})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(reg.Wait)
+	}
+	register()
+	watch := c.Watch(t.Context(), "x")
+	if list := <-watch; len(list) != 1 {
+		t.Fatalf("instances %v, want x1", list)
+	}
+	old := current.Swap(registry.New(""))
+	old.Close() // answers the query that waits
+	select {
+	case list := <-watch:
+		t.Fatalf("the watch told %v", list)
+	case <-time.After(500 * time.Millisecond): // what must not happen can't be waited for
+	}
 }

@@ -24,13 +24,10 @@ func (g *gate) pass(ctx context.Context, service, method string, req any, refuse
 	return resp, nil
 }
 
-// passStream is pass for calls whose answer is a stream; the project has no others.
+// passStream is pass for calls whose answer is a stream, whatever they send.
 func (g *gate) passStream(ss grpc.ServerStream, service string, s grpc.StreamDesc, refused error) error {
 	ctx, cancel := context.WithCancel(ss.Context())
 	defer cancel()
-	if s.ClientStreams {
-		return refused
-	}
 	conn, out, err := g.toLeader(ctx, service, s.StreamName, refused)
 	if err != nil {
 		return err
@@ -43,11 +40,15 @@ func (g *gate) passStream(ss grpc.ServerStream, service string, s grpc.StreamDes
 	if err := ss.RecvMsg(req); err != nil {
 		return err
 	}
-	up, err := conn.NewStream(mark(ctx), &grpc.StreamDesc{StreamName: s.StreamName, ServerStreams: true}, "/"+service+"/"+s.StreamName)
+	up, err := conn.NewStream(mark(ctx), &grpc.StreamDesc{StreamName: s.StreamName, ServerStreams: true, ClientStreams: s.ClientStreams}, "/"+service+"/"+s.StreamName)
 	if err == nil {
 		err = up.SendMsg(req)
 	}
-	if err == nil {
+	switch {
+	case err != nil:
+	case s.ClientStreams:
+		go follow(ss, up, in) // ends with the call
+	default:
 		err = up.CloseSend()
 	}
 	for err == nil {
@@ -60,6 +61,20 @@ func (g *gate) passStream(ss grpc.ServerStream, service string, s grpc.StreamDes
 		return nil
 	}
 	return err
+}
+
+// follow passes on what else a caller sends.
+func follow(ss grpc.ServerStream, up grpc.ClientStream, in protoreflect.MessageType) {
+	for {
+		req := in.New().Interface()
+		if err := ss.RecvMsg(req); err != nil {
+			_ = up.CloseSend() // the leader answers what it has
+			return
+		}
+		if up.SendMsg(req) != nil {
+			return // the answers end too, and say why
+		}
+	}
 }
 
 // toLeader is a connection to the leader and the type of a method's answer.

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -18,14 +17,17 @@ import (
 	"google.golang.org/grpc/credentials"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
 // Errors of the token, compared with errors.Is.
 var (
 	ErrUnauthenticated = rpcerr.New(codes.Unauthenticated, rpcerr.ReasonUnauthenticated,
-		"the call lacks the mesh token or has another one; it is in the token file that rolloutd.json names")
+		"the call has no valid credential: neither the mesh token, which is in the token file that rolloutd.json names, nor an API key that is in force")
 	ErrTokenFile = rpcerr.New(codes.FailedPrecondition, "TOKEN_FILE",
 		"the token file must be readable by its owner alone (mode 0600) and hold one line")
 )
@@ -36,8 +38,11 @@ const (
 	tokenBytes = 32
 )
 
-// authenticator checks the bearer token.
-type authenticator struct{ token string }
+// authenticator checks who calls, and what its credential allows: the mesh token everything, an API key what its scope does.
+type authenticator struct {
+	token string
+	keys  *apikey.Ring // nil: there are none
+}
 
 func (a authenticator) check(ctx context.Context, method string) error {
 	if a.token == "" || strings.HasPrefix(method, "/"+healthpb.Health_ServiceDesc.ServiceName+"/") {
@@ -45,8 +50,42 @@ func (a authenticator) check(ctx context.Context, method string) error {
 	}
 	md, _ := metadata.FromIncomingContext(ctx)
 	values := md.Get(header)
-	if len(values) != 1 || subtle.ConstantTimeCompare([]byte(values[0]), []byte(bearer+a.token)) != 1 {
+	if len(values) != 1 {
 		return ErrUnauthenticated
+	}
+	if subtle.ConstantTimeCompare([]byte(values[0]), []byte(bearer+a.token)) == 1 {
+		return notAPerson(ctx)
+	}
+	key, ok := strings.CutPrefix(values[0], bearer)
+	if !ok || a.keys == nil {
+		return ErrUnauthenticated
+	}
+	record, ok, err := a.keys.Find(key)
+	if err != nil {
+		return err
+	}
+	if !ok {
+		return ErrUnauthenticated
+	}
+	if needed := scopeOf(method); !record.Scope.Allows(needed) {
+		return insufficient(record, needed)
+	}
+	return nil
+}
+
+// notAPerson refuses the mesh token from who shows a person's certificate: people have keys, which say what they may.
+func notAPerson(ctx context.Context) error {
+	p, ok := peer.FromContext(ctx)
+	if !ok {
+		return nil
+	}
+	info, ok := p.AuthInfo.(credentials.TLSInfo)
+	if !ok || len(info.State.PeerCertificates) == 0 {
+		return nil
+	}
+	if id, known := cert.Of(info.State.PeerCertificates[0]); known && id.Kind == cert.Person {
+		return ErrUnauthenticated.WithMessage("the mesh token came with the certificate of the person %s", id.Name).
+			Mend("call with an API key: ROLLOUT_API_KEY; `rollout keys create` makes one")
 	}
 	return nil
 }
@@ -77,22 +116,6 @@ func (p perCall) GetRequestMetadata(context.Context, ...string) (map[string]stri
 
 // RequireTransportSecurity is false: on loopback the token travels in plain text between processes of one user.
 func (p perCall) RequireTransportSecurity() bool { return false }
-
-// tcpOnly leaves in-memory connections without TLS.
-type tcpOnly struct {
-	credentials.TransportCredentials
-}
-
-func (t tcpOnly) ServerHandshake(c net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	if c.LocalAddr().Network() == "bufconn" {
-		return c, nil, nil
-	}
-	return t.TransportCredentials.ServerHandshake(c)
-}
-
-func (t tcpOnly) Clone() credentials.TransportCredentials {
-	return tcpOnly{t.TransportCredentials.Clone()}
-}
 
 // ReadToken reads a token file. It refuses one that others may read (ErrTokenFile).
 func ReadToken(path string) (string, error) {

@@ -2,7 +2,6 @@ package rpc
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -17,11 +16,11 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/resolver"
 
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
@@ -46,7 +45,7 @@ type DialerOptions struct {
 	Hosted []string         // names of the targets in this process
 	Lookup resolver.Builder // of scheme "consul", see discovery.Client.Resolver; nil: hosted services alone
 	Token  string           // added to each call
-	TLS    *tls.Config      // for connections that leave this process; nil is plain text
+	TLS    *cert.Source     // for connections that leave this process; nil is plain text
 	Log    *slog.Logger     // nil discards
 }
 
@@ -100,11 +99,11 @@ func (d *Dialer) dial(service string) (*grpc.ClientConn, error) {
 }
 
 // DialWorker is a connection to one worker's address (host:port) with the mesh token. The caller closes it. Calls
-// fail at once with Unavailable where nobody listens. Workers on this host are called in plain text, those elsewhere with the TLS
-// of the Dialer.
+// fail at once with Unavailable where nobody listens. Workers on this host are called in plain text unless the mesh's TLS is mutual:
+// then every worker has a certificate.
 func (d *Dialer) DialWorker(address string) (*grpc.ClientConn, error) {
 	t := d.o.TLS
-	if loopback(address) {
+	if t != nil && !t.Mutual() && loopback(address) {
 		t = nil
 	}
 	return dialAddress(address, d.o.Token, t, d.o.Log)
@@ -133,7 +132,7 @@ func DialWorker(address, token string) (*grpc.ClientConn, error) {
 	return dialAddress(address, token, nil, slog.New(slog.DiscardHandler))
 }
 
-func dialAddress(address, token string, t *tls.Config, log *slog.Logger) (*grpc.ClientConn, error) {
+func dialAddress(address, token string, t *cert.Source, log *slog.Logger) (*grpc.ClientConn, error) {
 	options := clientOptions(token, t, log, false)
 	if !loopback(address) {
 		options = append(options, grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: workerKeepalive, Timeout: keepaliveTimeout}))
@@ -145,10 +144,10 @@ func dialAddress(address, token string, t *tls.Config, log *slog.Logger) (*grpc.
 	return conn, nil
 }
 
-func clientOptions(token string, t *tls.Config, log *slog.Logger, waitForReady bool) []grpc.DialOption {
+func clientOptions(token string, t *cert.Source, log *slog.Logger, waitForReady bool) []grpc.DialOption {
 	transport := insecure.NewCredentials()
 	if t != nil {
-		transport = credentials.NewTLS(t)
+		transport = Credentials(t, log)
 	}
 	return []grpc.DialOption{
 		grpc.WithTransportCredentials(transport),

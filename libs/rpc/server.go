@@ -6,7 +6,6 @@ package rpc
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -18,13 +17,14 @@ import (
 	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc/filters"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/health"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/reflection"
 	"google.golang.org/grpc/test/bufconn"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
@@ -43,7 +43,8 @@ var ErrDraining = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the serv
 type ServerOptions struct {
 	Log   *slog.Logger  // nil discards
 	Token string        // asked of every call but health; "" asks for none
-	TLS   *tls.Config   // of the TCP listener; nil is plain text, for loopback
+	Keys  *apikey.Ring  // keys that are taken in its place, for what their scope allows; nil: none
+	TLS   *cert.Source  // of the TCP listener; nil is plain text, for loopback
 	Drain time.Duration // how long calls in flight may take at the end; 0 is 10 s. Streams are told after half of it
 }
 
@@ -76,7 +77,7 @@ func NewServer(o ServerOptions) (*Server, error) {
 	}
 	s := &Server{health: health.NewServer(), memory: bufconn.Listen(inMemoryBuffer), log: o.Log, drain: o.Drain}
 	s.draining, s.endStreams = context.WithCancelCause(context.Background())
-	auth := authenticator{token: o.Token}
+	auth := authenticator{token: o.Token, keys: o.Keys}
 	options := []grpc.ServerOption{
 		grpc.MaxRecvMsgSize(MaxMessage),
 		grpc.MaxSendMsgSize(MaxMessage),
@@ -88,7 +89,7 @@ func NewServer(o ServerOptions) (*Server, error) {
 		grpc.ChainStreamInterceptor(s.drainStream, rpcerr.Stream(o.Log), recoverStream(o.Log), auth.stream, validate.stream),
 	}
 	if o.TLS != nil {
-		options = append(options, grpc.Creds(tcpOnly{credentials.NewTLS(o.TLS)}))
+		options = append(options, grpc.Creds(Credentials(o.TLS, o.Log)))
 	}
 	s.grpc = grpc.NewServer(options...)
 	healthpb.RegisterHealthServer(s.grpc, s.health)

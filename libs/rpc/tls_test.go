@@ -1,13 +1,6 @@
 package rpc_test
 
 import (
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/tls"
-	"crypto/x509"
-	"crypto/x509/pkix"
-	"math/big"
 	"net/http/httptest"
 	"strconv"
 	"strings"
@@ -15,43 +8,23 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/discovery/registry"
 	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/servertest"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// certificate is one for the host name localhost, and the configuration of a client that trusts it.
-func certificate(t *testing.T) (server, client *tls.Config) {
-	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		t.Fatal(err)
-	}
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test"}, DNSNames: []string{"localhost"},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
-	}
-	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	cert, err := x509.ParseCertificate(der)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pool := x509.NewCertPool()
-	pool.AddCert(cert)
-	return &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}, MinVersion: tls.VersionTLS12},
-		&tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12}
-}
-
-// With TLS, calls in memory stay without it, and calls by discovery check the certificate against the instance's host.
+// With mutual TLS, calls in memory stay without it, and calls by discovery check the certificate against the instance's host.
 func TestTLS(t *testing.T) {
 	t.Parallel()
-	server, client := certificate(t)
-	b := setup(t, &events{list: ok}, rpc.ServerOptions{TLS: server})
+	ca := servertest.NewCA(t)
+	client := ca.Client(t)
+	b := setup(t, &events{list: ok}, rpc.ServerOptions{TLS: client})
 	r := registry.New("")
 	agent := httptest.NewServer(r.Handler())
 	t.Cleanup(func() { r.Close(); agent.CloseClientConnections(); agent.Close() })
@@ -78,13 +51,85 @@ func TestTLS(t *testing.T) {
 	if err := call(rpc.NewDialer(rpc.DialerOptions{Local: b.server, Hosted: []string{"storage"}, Token: token, TLS: client})); err != nil {
 		t.Errorf("in memory: %v", err)
 	}
-	stranger := &tls.Config{RootCAs: x509.NewCertPool(), MinVersion: tls.VersionTLS12}
-	for name, o := range map[string]rpc.DialerOptions{
-		"plain text": {Lookup: lookup.Resolver(), Token: token}, "an unknown authority": {Lookup: lookup.Resolver(), Token: token, TLS: stranger},
+	for says, o := range map[string]*cert.Source{
+		"": nil, "of no authority that is trusted here": servertest.NewCA(t).Client(t), "asks for a certificate": ca.Anonymous(t),
 	} {
-		if err := call(rpc.NewDialer(o), grpc.WaitForReady(false)); err == nil {
-			t.Errorf("%s passes", name)
+		err := call(rpc.NewDialer(rpc.DialerOptions{Lookup: lookup.Resolver(), Token: token, TLS: o}), grpc.WaitForReady(false))
+		if err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("%v: %v", o, err)
 		}
+	}
+	if n := strings.Count(b.log.String(), "no TLS connection with a client"); n == 0 || n > 4 { // each reason once, however often a client tries
+		t.Errorf("%d in the log:\n%s", n, b.log)
+	}
+}
+
+// A process that trusts authorities and shows nothing calls a worker of its host in plain text: the worker was given no certificate.
+func TestLocalWorkerOfWhoOnlyCalls(t *testing.T) {
+	t.Parallel()
+	ca := servertest.NewCA(t)
+	b := setup(t, &events{list: ok}, rpc.ServerOptions{})
+	for what, answered := range map[*cert.Source]bool{ca.Anonymous(t): true, ca.Client(t): false} {
+		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: what}).DialWorker(b.address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		_, err = storagev1.NewEventServiceClient(conn).ListEvents(t.Context(), &storagev1.ListEventsRequest{})
+		if (err == nil) != answered {
+			t.Errorf("mutual %v: %v", what.Mutual(), err)
+		}
+	}
+}
+
+// A server and a client that go on take renewed certificates, and what ended in between is refused with a mend.
+func TestRenewedCertificates(t *testing.T) {
+	t.Parallel()
+	now := time.Now()
+	f := cert.Folder{Path: t.TempDir(), Now: func() time.Time { return now }}
+	if _, err := f.Init("test", time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	issue := func(id cert.Identity, hosts ...string) cert.Files {
+		if _, err := f.Issue(id, hosts, time.Hour/2); err != nil {
+			t.Fatal(err)
+		}
+		return cert.Files{Cert: f.CertFile(id), Key: f.KeyFile(id), CA: f.CAFile()}
+	}
+	open := func(files cert.Files) *cert.Source {
+		s, err := cert.Open(files, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	client := cert.Identity{Kind: cert.Worker, Name: "w"}
+	b := setup(t, &events{list: ok}, rpc.ServerOptions{TLS: open(issue(cert.Identity{Kind: cert.Service, Name: "s"}, "127.0.0.1"))})
+	now = now.Add(-45 * time.Minute)
+	d := rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: open(issue(client, "127.0.0.1"))})
+	call := func() error {
+		conn, err := d.DialWorker(b.address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		_, err = storagev1.NewEventServiceClient(conn).ListEvents(t.Context(), &storagev1.ListEventsRequest{})
+		return err
+	}
+	if err := cert.Explain(call()); rpcerr.Reason(err) != "CERT_EXPIRED" || rpcerr.Mend(err) == "" {
+		t.Errorf("before the renewal: %v", err)
+	}
+	now = time.Now()
+	if _, err := f.Renew(client, time.Hour/2); err != nil {
+		t.Fatal(err)
+	}
+	if err := call(); err != nil {
+		t.Errorf("after it: %v", err)
+	}
+	// People have keys: the mesh token is not for them.
+	d = rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: open(issue(cert.Identity{Kind: cert.Person, Name: "ada"}))})
+	if err := call(); rpcerr.Code(err) != codes.Unauthenticated || !strings.Contains(rpcerr.Mend(err), "ROLLOUT_API_KEY") {
+		t.Errorf("of a person: %v", err)
 	}
 }
 

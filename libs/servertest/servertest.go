@@ -17,6 +17,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/rollout-rl/rollout/libs/freeport"
 )
 
 // startTimeout is how long a server may take until it answers; the slowest, a Consul with a log on disk, needs three seconds.
@@ -140,17 +142,12 @@ func Binary(t testing.TB, name string) string {
 	return ""
 }
 
-// freePorts are n different ports that nobody listens on now.
+// freePorts are n different ports that are this process's.
 func freePorts(t testing.TB, n int) []int {
 	t.Helper()
-	ports := make([]int, n)
-	for i := range ports {
-		lis, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer lis.Close() // not before all are taken
-		ports[i] = lis.Addr().(*net.TCPAddr).Port
+	ports, err := freeport.Take(n)
+	if err != nil {
+		t.Fatal(err)
 	}
 	return ports
 }

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"strings"
 )
 
 // Durability says what a commit survives.
@@ -42,6 +43,8 @@ type DB struct {
 	read     *sql.DB // of SQLite query only; of PostgreSQL the same pool
 	postgres *server // nil: SQLite
 	fence    Fence
+
+	durability Durability // of SQLite; PostgreSQL's is the server's
 }
 
 // Fence is run at the begin of each write transaction and refuses it with an error, see Fenced.
@@ -81,6 +84,20 @@ func (db *DB) ForUpdate() string { return db.choose("", " FOR UPDATE") }
 func (db *DB) Among(n int) string {
 	return db.choose(fmt.Sprintf("IN (SELECT value FROM json_each($%d))", n),
 		fmt.Sprintf("IN (SELECT value::bigint FROM json_array_elements_text($%d::json))", n))
+}
+
+// Rows is the VALUES of n rows whose parameters come in order, columns of them a row. SQLite's have no numbers: it looks each
+// numbered one up among all, which for 64 samples took as long as writing them.
+func (db *DB) Rows(n, columns int) string {
+	rows := make([]string, n)
+	row := make([]string, columns)
+	for i := range rows {
+		for j := range row {
+			row[j] = db.choose("?", fmt.Sprintf("$%d", i*columns+j+1))
+		}
+		rows[i] = "(" + strings.Join(row, ", ") + ")"
+	}
+	return strings.Join(rows, ", ")
 }
 
 // Indexed follows a table's name and makes SQLite use an index. PostgreSQL knows from its statistics.

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -60,7 +61,11 @@ func transient(err error) bool {
 	case code != "":
 		return false
 	}
-	return errors.As(err, &connect) || errors.As(err, &network) || errors.Is(err, driver.ErrBadConn) || errors.Is(err, io.ErrUnexpectedEOF) ||
+	// A system call's error has the methods of a network error, whatever the call was for: of a file it says nothing of the server.
+	var operation *net.OpError
+	var call syscall.Errno
+	broken := errors.As(err, &operation) || errors.As(err, &network) && !errors.As(err, &call)
+	return errors.As(err, &connect) || broken || errors.Is(err, driver.ErrBadConn) || errors.Is(err, io.ErrUnexpectedEOF) ||
 		errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed)
 }
 

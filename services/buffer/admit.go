@@ -16,11 +16,15 @@ type Arrival struct {
 	Ref    string        // content id in the storage service
 	CRC    uint32
 	Flaw   string // why the payload can't be kept, e.g. PAYLOAD_CORRUPT; "" is good
+
+	payload []byte // to be appended to the buffer's own segment
+	lent    *lent  // where Place is in a lent one
 }
 
 // Refusal says why a trajectory was not accepted although its sample is wanted.
 type Refusal struct {
 	Reason  string
+	Place   int // in the put
 	Epoch   uint32
 	Index   uint64
 	Attempt uint32
@@ -40,7 +44,6 @@ type Tally struct {
 	Failed     int
 	Refused    []Refusal
 	Dissolved  int
-	Completed  int
 }
 
 // Reasons of refusals and dissolutions that the ledger itself gives.
@@ -52,6 +55,7 @@ const (
 	ReasonPayloadMissing  = "PAYLOAD_MISSING"
 	ReasonPayloadCorrupt  = "PAYLOAD_CORRUPT"
 	ReasonStale           = "STALE"
+	ReasonZeroAdvantage   = "ZERO_ADVANTAGE" // all rewards of the group are equal
 )
 
 // admission decides about arrivals within one transaction.
@@ -60,42 +64,58 @@ type admission struct {
 	ledger  *Ledger
 	groups  map[uint64]*Group
 	have    map[uint64]map[uint32][]uint32 // position -> sample -> parts
+	spreads map[uint64]spread              // of the rewards there, by position
 	stored  map[uint64]bool                // positions with rows from before
 	weights map[uint64]string
 	fresh   map[uint64][]Sample // accepted now, by position
 	failed  map[uint64]bool     // positions that this call dissolved: all their failures are counted
 	touched []uint64            // positions in the order they changed
-	tally   Tally
+	place   int                 // in the put
+	tally   Tally               // of the put
 }
 
-// admit accepts, drops or refuses the arrivals in order. Parts of a sample arrive together, in one call.
-func admit(ctx context.Context, tx Tx, arrivals []Arrival) (Tally, error) {
+// admit accepts, drops or refuses the arrivals of some loads in order, and fills in their tallies. Parts of a sample arrive together,
+// in one put. It returns all refusals.
+func admit(ctx context.Context, tx Tx, loads []*load) (refused []Refusal, err error) {
 	a := &admission{
-		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, stored: map[uint64]bool{},
+		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, spreads: map[uint64]spread{}, stored: map[uint64]bool{},
 		fresh: map[uint64][]Sample{}, failed: map[uint64]bool{},
 	}
-	if err := a.load(ctx, arrivals); err != nil {
-		return Tally{}, err
+	if err := a.load(ctx, loads); err != nil {
+		return nil, err
 	}
-	for _, arrival := range arrivals {
-		if err := a.decide(ctx, arrival); err != nil {
-			return Tally{}, err
+	for _, l := range loads {
+		a.ledger.Refused += uint64(l.malformed)
+		l.tallies = make([]Tally, len(l.puts))
+		for n, put := range l.puts {
+			a.tally = Tally{}
+			for i := range put {
+				a.place = i
+				if err := a.decide(ctx, &put[i]); err != nil {
+					return nil, err
+				}
+			}
+			l.tallies[n] = a.tally
+			refused = append(refused, a.tally.Refused...)
 		}
 	}
-	return a.tally, a.store(ctx)
+	return refused, a.store(ctx)
 }
 
 // load reads what the decisions need, in three queries.
-func (a *admission) load(ctx context.Context, arrivals []Arrival) (err error) {
+func (a *admission) load(ctx context.Context, loads []*load) (err error) {
 	var positions, open, versions []uint64
-	for _, arrival := range arrivals {
-		key := arrival.Header.GetKey()
-		if p, err := a.ledger.position(key.GetEpoch(), key.GetIndex()); err == nil {
-			positions = append(positions, p)
-		}
-		if r := arrival.Header.GetReceipt(); r != nil {
-			versions = append(versions, r.GetVersion())
-		}
+	for _, l := range loads {
+		l.find(func(arrival *Arrival) bool {
+			key := arrival.Header.GetKey()
+			if p, err := a.ledger.position(key.GetEpoch(), key.GetIndex()); err == nil {
+				positions = append(positions, p)
+			}
+			if r := arrival.Header.GetReceipt(); r != nil {
+				versions = append(versions, r.GetVersion())
+			}
+			return false
+		})
 	}
 	if a.groups, err = a.tx.Groups(ctx, distinct(positions)); err != nil {
 		return err
@@ -113,7 +133,9 @@ func (a *admission) load(ctx context.Context, arrivals []Arrival) (err error) {
 		a.note(&samples[i])
 		a.stored[samples[i].Position] = true
 	}
-	a.weights, err = a.tx.Weights(ctx, distinct(versions))
+	if len(versions) > 0 {
+		a.weights, err = a.tx.Weights(ctx, distinct(versions))
+	}
 	return err
 }
 
@@ -122,10 +144,11 @@ func (a *admission) note(s *Sample) {
 		a.have[s.Position] = map[uint32][]uint32{}
 	}
 	a.have[s.Position][s.Sample] = append(a.have[s.Position][s.Sample], s.Part)
+	a.spreads[s.Position] = a.spreads[s.Position].with(s.Reward)
 }
 
 // decide takes one arrival.
-func (a *admission) decide(ctx context.Context, arrival Arrival) error {
+func (a *admission) decide(ctx context.Context, arrival *Arrival) error {
 	h := arrival.Header
 	key := h.GetKey()
 	p, err := a.ledger.position(key.GetEpoch(), key.GetIndex())
@@ -175,7 +198,7 @@ func (a *admission) decide(ctx context.Context, arrival Arrival) error {
 }
 
 // flaw says why a wanted trajectory must not be trained on.
-func (a *admission) flaw(arrival Arrival) string {
+func (a *admission) flaw(arrival *Arrival) string {
 	h := arrival.Header
 	switch {
 	case arrival.Flaw != "":
@@ -195,7 +218,7 @@ func (a *admission) flaw(arrival Arrival) string {
 	return ""
 }
 
-func (a *admission) accept(g *Group, arrival Arrival) {
+func (a *admission) accept(g *Group, arrival *Arrival) {
 	h := arrival.Header
 	s := Sample{
 		Position: g.Position, Sample: h.GetKey().GetSample(), Part: h.GetKey().GetPart(), Attempt: g.Attempt,
@@ -215,6 +238,7 @@ func (a *admission) accept(g *Group, arrival Arrival) {
 	if a.have[g.Position][s.Sample] == nil {
 		g.Samples++
 	}
+	g.TokenRewards = g.TokenRewards || h.GetTokenRewards()
 	a.note(&s)
 	a.fresh[g.Position] = append(a.fresh[g.Position], s)
 	a.touched = append(a.touched, g.Position)
@@ -230,7 +254,7 @@ func (a *admission) drop() {
 func (a *admission) refuse(reason string, h *trajectoryv1.TrajectoryHeader) {
 	a.ledger.Refused++
 	k := h.GetKey()
-	a.tally.Refused = append(a.tally.Refused, Refusal{Reason: reason, Epoch: k.GetEpoch(), Index: k.GetIndex(), Attempt: k.GetAttempt(),
+	a.tally.Refused = append(a.tally.Refused, Refusal{Reason: reason, Place: a.place, Epoch: k.GetEpoch(), Index: k.GetIndex(), Attempt: k.GetAttempt(),
 		Sample: k.GetSample(), Worker: h.GetWorkerId()})
 }
 
@@ -259,6 +283,7 @@ func (a *admission) forget(ctx context.Context, g *Group) error {
 	stored := a.stored[g.Position]
 	delete(a.stored, g.Position)
 	delete(a.have, g.Position)
+	delete(a.spreads, g.Position)
 	delete(a.fresh, g.Position)
 	if !stored {
 		return nil
@@ -272,11 +297,8 @@ func (a *admission) store(ctx context.Context) error {
 	var samples []Sample
 	for _, p := range unique(a.touched) {
 		g := a.groups[p]
-		if err := a.ledger.complete(g); err != nil {
+		if err := a.ledger.complete(g, a.spreads[p]); err != nil {
 			return err
-		}
-		if g.State == Ready {
-			a.tally.Completed++
 		}
 		groups = append(groups, g)
 		samples = append(samples, a.fresh[p]...)
@@ -287,10 +309,14 @@ func (a *admission) store(ctx context.Context) error {
 	return a.tx.AddSamples(ctx, samples)
 }
 
-// complete makes an open group ready once all of its samples are there and agree with the record.
-func (l *Ledger) complete(g *Group) error {
+// complete makes an open group ready once all of its samples are there and agree with the record, or leaves it out where a step
+// could learn nothing of rewards like these.
+func (l *Ledger) complete(g *Group, rewards spread) error {
 	if g.State != Open || g.Pending > 0 || g.Samples < l.Config.GetGroupSize() {
 		return nil
+	}
+	if l.draws() && rewards.equal() && !g.TokenRewards {
+		return l.move(g, Excluded, ReasonZeroAdvantage)
 	}
 	return l.move(g, Ready, "")
 }

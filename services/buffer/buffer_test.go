@@ -171,7 +171,8 @@ func sampleOf(position uint64, attempt, n uint32) *trajectoryv1.TrajectoryEnvelo
 }
 
 func seal(h *trajectoryv1.TrajectoryHeader) *trajectoryv1.TrajectoryEnvelope {
-	payload, err := proto.Marshal(&trajectoryv1.Trajectory{Key: h.GetKey(), TokenIds: make([]byte, 400), Reward: h.GetReward()})
+	spans := []*trajectoryv1.VersionSpan{{Version: h.GetMinVersion(), End: 100}}
+	payload, err := proto.Marshal(&trajectoryv1.Trajectory{Key: h.GetKey(), TokenIds: make([]byte, 400), Reward: h.GetReward(), VersionSpans: spans})
 	if err != nil {
 		panic(err)
 	}

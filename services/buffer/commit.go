@@ -100,6 +100,10 @@ func settle(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusa
 	if err != nil {
 		return nil, err
 	}
+	spreads, err := rewardsOf(ctx, tx, positions)
+	if err != nil {
+		return nil, err
+	}
 	var changed []*Group
 	for _, p := range positions {
 		g := groups[p]
@@ -115,7 +119,7 @@ func settle(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusa
 			continue
 		}
 		g.Pending -= settled[p]
-		if err := l.complete(g); err != nil {
+		if err := l.complete(g, spreads[p]); err != nil {
 			return nil, err
 		}
 	}

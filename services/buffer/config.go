@@ -12,14 +12,23 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
+// Durability is what an answer to a put, an ack to the stream and a commit survive.
+type Durability int
+
+const (
+	// Power: payloads and ledger rows survive a power cut; each group commit costs a sync of the segment.
+	Power Durability = iota
+	// Process: they survive the death of every process, by SIGKILL too; a power cut or a crash of the kernel takes the last seconds.
+	Process
+)
+
 // Config is what an operator sets.
 type Config struct {
 	Segments     string // folder of the segments, one folder a run below it
 	SegmentBytes uint64 // a segment this long is followed by the next; 0: 64 MiB, small against a disk and large against an fsync
-	// Replicated says that other processes stand by, or led before and may only stand still: files that they may have open are not
-	// written to.
-	Replicated bool
-	FetchBytes uint64 // about how much of the stream is held in memory at a time, a run; 0: 64 MiB
+	Durability   Durability
+	FetchBytes   uint64 // about how much of what comes is held in memory at a time, by all runs together; 0: 64 MiB
+	ReserveBytes uint64 // what stays free of the disk of the segments: below that nothing is ingested; 0: a tenth of the disk, at most 1 GiB
 }
 
 // Deps is what the service needs of others.

@@ -3,6 +3,7 @@ package buffer_test
 import (
 	"bytes"
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"slices"
@@ -63,9 +64,9 @@ func tear(t *testing.T, path string) {
 
 func TestDamagedPayloadIsNamed(t *testing.T) {
 	t.Parallel()
-	for name, damage := range map[string]func(b []byte) []byte{
-		"bit flip":  func(b []byte) []byte { b[len(b)-20] ^= 0x10; return b },
-		"truncated": func(b []byte) []byte { return b[:len(b)-20] },
+	for name, damage := range map[string]func(b []byte, end uint64) []byte{ // end of the last payload
+		"bit flip":  func(b []byte, end uint64) []byte { b[end-20] ^= 0x10; return b },
+		"truncated": func(b []byte, end uint64) []byte { return b[:end-20] },
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -79,7 +80,7 @@ func TestDamagedPayloadIsNamed(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := os.WriteFile(last.GetSegment(), damage(file), 0o600); err != nil {
+			if err := os.WriteFile(last.GetSegment(), damage(file, last.GetOffset()+last.GetLength()), 0o600); err != nil {
 				t.Fatal(err)
 			}
 			_, err = s.payloads(1)
@@ -135,6 +136,47 @@ func TestClosedLedgerIngestsNothing(t *testing.T) {
 	s.samples(size)
 }
 
+// Who conducts an older incarnation of a run than the one that opened the ledger is refused, after a restart too.
+func TestOlderIncarnationIsRefused(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	open := func(incarnation uint32) error {
+		_, err := s.client.OpenLedger(t.Context(), &bufferv1.OpenLedgerRequest{RunId: run, Config: ledgerConfig(), Incarnation: incarnation})
+		return err
+	}
+	for _, incarnation := range []uint32{1, 3, 3, 0} {
+		if err := open(incarnation); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.restart()
+	keys := []*bufferv1.GroupKey{{Index: 1}}
+	for name, call := range map[string]func(incarnation uint32) error{
+		"OpenLedger": open,
+		"CloseLedger": func(incarnation uint32) error {
+			_, err := s.client.CloseLedger(t.Context(), &bufferv1.CloseLedgerRequest{RunId: run, Incarnation: incarnation})
+			return err
+		},
+		"ExcludeGroups": func(incarnation uint32) error {
+			_, err := s.client.ExcludeGroups(t.Context(), &bufferv1.ExcludeGroupsRequest{RunId: run, Groups: keys, Reason: "X", Incarnation: incarnation})
+			return err
+		},
+		"ReissueGroups": func(incarnation uint32) error {
+			_, err := s.client.ReissueGroups(t.Context(), &bufferv1.ReissueGroupsRequest{RunId: run, Groups: keys, Incarnation: incarnation})
+			return err
+		},
+	} {
+		if err := call(2); !errors.Is(fromWire(err), buffer.ErrStale) {
+			t.Errorf("%s in the name of incarnation 2 after 3: %v", name, err)
+		}
+	}
+	s.publish(groupOf(0, 0, 0)...)
+	s.samples(size) // the ledger is open
+	if _, err := s.client.CloseLedger(t.Context(), &bufferv1.CloseLedgerRequest{RunId: run, Incarnation: 3}); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestLedgerMayBeOpenedBeforeItsStream(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
@@ -168,7 +210,7 @@ func TestExportBesideATrim(t *testing.T) {
 	defer store.Close()
 	var covered []uint64
 	trimmed := 0
-	err = buffer.Export(t.Context(), store, filepath.Join(s.folder, "segments", run), run, nil, func(rows *bufferv1.ExportLedgerResponse) error {
+	err = buffer.Export(t.Context(), store, run, buffer.Payloads{Folder: filepath.Join(s.folder, "segments", run)}, func(rows *bufferv1.ExportLedgerResponse) error {
 		if l := rows.GetLedger(); l != nil {
 			covered = append(covered, l.GetTrimmed())
 		}
@@ -345,7 +387,7 @@ func TestSlowWatcherSeesTheNewest(t *testing.T) {
 	}
 }
 
-// Whatever byte of a segment is flipped, and wherever it is cut off: the export names run, group, sample and offset of each payload
+// Whatever byte of a segment is flipped, and wherever it is cut off: the export tells, names run, group, sample and offset of each payload
 // that is not what was written, and no such payload is handed to a learner.
 func TestEveryByteOfASegmentIsWatched(t *testing.T) {
 	t.Parallel()
@@ -359,13 +401,16 @@ func TestEveryByteOfASegmentIsWatched(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	last := b.GetSamples()[len(b.GetSamples())-1]
+	payloads := int(last.GetOffset() + last.GetLength())
 	try := func(what string, at int, data []byte, cut bool) {
 		t.Helper()
 		if err := os.WriteFile(path, data, 0o600); err != nil {
 			t.Fatal(err)
 		}
 		flawed := 0
-		for _, sample := range s.export().GetSamples() {
+		export := s.export()
+		for _, sample := range export.GetSamples() {
 			ref := sample.GetRef()
 			first, end := int(ref.GetOffset())-segment.HeaderBytes, int(ref.GetOffset()+ref.GetLength())
 			bad := at < 8 || at >= first && at < end || cut && at < end
@@ -376,8 +421,11 @@ func TestEveryByteOfASegmentIsWatched(t *testing.T) {
 				flawed++
 			}
 		}
-		if flawed == 0 {
+		if export.GetSegments()[0].GetFlaw() == "" {
 			t.Fatalf("%s at byte %d was not found", what, at)
+		}
+		if flawed == 0 && at >= payloads { // the note, which is of use only where rows are gone
+			return
 		}
 		if got, err := s.payloads(1); rpcerr.Reason(err) != "PAYLOAD_LOST" {
 			t.Fatalf("%s at byte %d: %d payloads were given out: %v", what, at, len(got), err)

@@ -1,6 +1,8 @@
 package buffer
 
 import (
+	"time"
+
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -24,5 +26,18 @@ var (
 		"the step's payloads were dropped when a snapshot covered it: start from that snapshot")
 	ErrLost = rpcerr.New(codes.DataLoss, "PAYLOAD_LOST",
 		"a payload is not what was written: the disk or somebody changed the segment; go on from a snapshot")
+	ErrStale = rpcerr.New(codes.FailedPrecondition, "STALE_INCARNATION",
+		"the run was begun again since: whoever asks conducts an older incarnation of it, and must leave it alone")
+	ErrClosed     = rpcerr.New(codes.FailedPrecondition, "LEDGER_CLOSED", "the run's ledger is closed: OpenLedger opens it again")
+	ErrLeaving    = rpcerr.New(codes.Unavailable, "BUFFER_LEAVING", "the buffer is about to end: try again").RetryAfter(200 * time.Millisecond)
+	ErrIngest     = rpcerr.New(codes.Unavailable, "INGEST_FAILED", "the samples could not be made durable: put them again").RetryAfter(500 * time.Millisecond)
+	ErrDiskFull   = rpcerr.New(codes.ResourceExhausted, ReasonDiskFull, "no samples are taken: the disk of the segments is full").RetryAfter(time.Second)
+	ErrNotLending = rpcerr.New(codes.FailedPrecondition, "SEGMENTS_NOT_LENT", "payloads are kept in a blob store: put them inline")
+	ErrNotLent    = rpcerr.New(codes.FailedPrecondition, "SEGMENT_NOT_LENT",
+		"the segment is not lent: it was finished, idle for long, or lent before the buffer started anew; lend another and put again")
+	ErrExhausted = rpcerr.New(codes.FailedPrecondition, "DYNAMIC_SAMPLING_EXHAUSTED",
+		"too few of the groups that a step may draw have rewards that differ").
+		Mend("give partial credit in the reward, take prompts that the policy gets right now and then, raise `group_size` or `refill_rounds` in " +
+			"[sampling], or write `refill_shortfall = \"train\"`; then start from the last snapshot: `rollout run --config FILE --from RUN`")
 	ErrNoArtifacts = rpcerr.New(codes.Unavailable, "ARTIFACTS_UNAVAILABLE", "the payload is in the storage service, which is not reachable from here")
 )

@@ -9,6 +9,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/blob"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
@@ -17,23 +18,29 @@ import (
 // exportPositions is how many positions one message of an export covers.
 const exportPositions = 512
 
-// Export gives every row of a ledger as it stands at one moment, and what its payloads and segments in folder really hold. It
-// changes nothing and needs no running service. fetch reads a payload of the storage service. ErrNoLedger, and what send returns.
-func Export(ctx context.Context, store Store, folder, run string, fetch func(ctx context.Context, ref string) ([]byte, error),
-	send func(*bufferv1.ExportLedgerResponse) error,
-) error {
-	e := &export{store: store, folder: folder, run: run, fetch: fetch, send: send, files: segment.NewReader(folder), dropped: map[uint32]bool{}}
+// Payloads is where the samples of a run lie.
+type Payloads struct {
+	Folder   string                                                // of segments
+	Blobs    Blobs                                                 // has the segments that the folder lacks; nil: the folder is all there is
+	Artifact func(ctx context.Context, ref string) ([]byte, error) // reads a payload of the storage service
+}
+
+// Export gives every row of a ledger as it stands at one moment, and what its payloads and segments really hold. Segments that the
+// folder lacks, or has damaged, are fetched into it where there are blobs; else it changes nothing. It needs no running service.
+// ErrNoLedger, and what send returns.
+func Export(ctx context.Context, store Store, run string, from Payloads, send func(*bufferv1.ExportLedgerResponse) error) error {
+	e := &export{Payloads: from, store: store, run: run, send: send, files: segment.NewReader(from.Folder), dropped: map[uint32]bool{}}
 	return errors.Join(store.View(ctx, run, func(r Reader) error { return e.rows(ctx, r) }), e.files.Close())
 }
 
 type export struct {
-	store       Store
-	folder, run string
-	fetch       func(ctx context.Context, ref string) ([]byte, error)
-	send        func(*bufferv1.ExportLedgerResponse) error
-	files       *segment.Reader
-	dropped     map[uint32]bool // segments that a snapshot covers
-	trimmed     uint64          // steps covered by the snapshot that was taken while the export read
+	Payloads
+	store   Store
+	run     string
+	send    func(*bufferv1.ExportLedgerResponse) error
+	files   *segment.Reader
+	dropped map[uint32]bool // segments that a snapshot covers
+	trimmed uint64          // steps covered by the snapshot that was taken while the export read
 }
 
 func (e *export) rows(ctx context.Context, r Reader) error {
@@ -74,9 +81,9 @@ func (e *export) head(ctx context.Context, r Reader) (*bufferv1.ExportLedgerResp
 		return nil, err
 	}
 	out := &bufferv1.ExportLedgerResponse{Ledger: &bufferv1.LedgerRecord{
-		Config: l.Config, State: state, Chain: l.Chain, Trimmed: l.Trimmed, Closed: l.Closed, Folder: e.folder,
+		Config: l.Config, State: state, Chain: l.Chain, Trimmed: l.Trimmed, Closed: l.Closed, Folder: e.Folder,
 	}}
-	if abs, err := filepath.Abs(e.folder); err == nil {
+	if abs, err := filepath.Abs(e.Folder); err == nil {
 		out.Ledger.Folder = abs
 	}
 	steps, err := r.Steps(ctx, 0)
@@ -127,7 +134,7 @@ func (e *export) segments(ctx context.Context, r Reader) ([]*bufferv1.SegmentRec
 	}
 	var out []*bufferv1.SegmentRecord
 	for _, g := range known {
-		report, err := segment.Scan(e.folder, g.Number, g.Bytes)
+		report, err := e.scan(ctx, g)
 		if err != nil {
 			return nil, err
 		}
@@ -143,6 +150,26 @@ func (e *export) segments(ctx context.Context, r Reader) ([]*bufferv1.SegmentRec
 		})
 	}
 	return out, nil
+}
+
+// scan reads a segment's file, from the blobs where the local one, a cache then, is missing or damaged.
+func (e *export) scan(ctx context.Context, g Segment) (segment.Report, error) {
+	report, err := segment.Scan(e.Folder, g.Number, g.Bytes)
+	if err != nil || e.Blobs == nil || g.Trimmed || !report.Missing && report.Flaw == "" {
+		return report, err
+	}
+	err = vault{blobs: e.Blobs, run: e.run, dir: e.Folder}.fetch(ctx, g.Number)
+	if errors.Is(err, blob.ErrNotFound) {
+		return report, nil // the report says what is wrong
+	}
+	if errors.Is(err, blob.ErrCorrupt) {
+		report.Flaw = err.Error()
+		return report, nil
+	}
+	if err != nil {
+		return report, err
+	}
+	return segment.Scan(e.Folder, g.Number, g.Bytes)
 }
 
 // gone reports whether a segment was dropped while the export read the ledger as it was before.
@@ -178,6 +205,9 @@ func (e *export) span(ctx context.Context, r Reader, steps []*bufferv1.StepRecor
 	}
 	window := uint64(c.GetGroupsPerStep())
 	to = max(to, from+uint64(len(steps))*window)
+	for _, s := range steps {
+		to = max(to, s.GetEndPosition())
+	}
 	return from, to + window*(uint64(c.GetMaxStaleness())+1), nil
 }
 
@@ -234,7 +264,7 @@ func (e *export) payload(ctx context.Context, a *Sample) ([]byte, error) {
 	if a.Segment > 0 {
 		return e.files.Read(segment.Place{Segment: a.Segment, Offset: a.Offset, Length: a.Length}, a.CRC)
 	}
-	payload, err := e.fetch(ctx, a.Ref)
+	payload, err := e.Artifact(ctx, a.Ref)
 	if err == nil && segment.CRC(payload) != a.CRC {
 		err = errors.New("the artifact has another checksum")
 	}

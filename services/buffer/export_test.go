@@ -15,7 +15,14 @@ func (s *Server) Accept(ctx context.Context, run string, envelopes []*trajectory
 	if f == nil {
 		return Tally{}, fmt.Errorf("no feed of %s", run)
 	}
-	return f.accept(ctx, envelopes, 0)
+	l := newLoad()
+	if err := f.weigh(l, envelopes); err != nil {
+		return Tally{}, err
+	}
+	if err := f.ingest(ctx, l); err != nil {
+		return Tally{}, err
+	}
+	return l.tallies[0], nil
 }
 
 // ResumeIngest does what Run does first.

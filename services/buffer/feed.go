@@ -2,37 +2,56 @@ package buffer
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
-// feed ingests the trajectories of one run: fetch what is there, append all payloads, one fsync, one transaction, then ack.
-// While that is under way the next messages gather, so the batch grows with the load.
+// feed ingests the trajectories of one run, from the stream and from puts: take what is there, append the payloads that are not in a
+// file yet, one fsync a file, one transaction, then answer. While that is under way the next ones gather, so the batch grows with the
+// load.
 type feed struct {
 	service *Service
 	run     string
+	config  *bufferv1.LedgerConfig
 	log     *slog.Logger
-	writer  *segment.Writer
-	noted   segment.Tail // end of the segment as the ledger has it
+	loads   chan *load
 	cancel  context.CancelFunc
 	done    chan struct{}
+
+	lending sync.Mutex // of the writer's numbers and lent
+	writer  *segment.Writer
+	noted   segment.Tail     // end of the writer's segment as the ledger has it; of the goroutine that ingests
+	lent    map[uint32]*lent // nil once it is closed
+	claims  []claim          // of what is being ingested
+}
+
+// load is what is ingested, or fails, as one: a fetch of the stream, or the puts of one call.
+type load struct {
+	puts      [][]Arrival // answered one by one
+	malformed int         // messages that could not be read
+	bytes     uint64      // of payloads to append
+	tallies   []Tally     // of each put, once it is ingested
+	done      chan error  // is sent one
 }
 
 const (
-	fetchWait   = 30 * time.Second // a fetch that finds nothing is asked again after that
-	fetchMost   = 256              // messages
-	retryFirst  = 20 * time.Millisecond
-	retryLast   = time.Second
-	retryIngest = 500 * time.Millisecond // after a full disk or a locked database
+	fetchWait = 30 * time.Second // a fetch that finds nothing is asked again after that
+	fetchMost = 256              // messages
+	// progressEvery is well below the ack wait of the stream (libs/bus).
+	progressEvery = time.Second
+	retryFirst    = 20 * time.Millisecond
+	retryLast     = time.Second
+	retryIngest   = 500 * time.Millisecond // after a full disk or a locked database
 )
 
 // ingest starts the feed of a run unless it runs.
@@ -42,70 +61,109 @@ func (s *Service) ingest(run string) error {
 	if s.feeds[run] != nil || s.life.Err() != nil {
 		return nil
 	}
-	f := &feed{service: s, run: run, log: s.deps.Log.With("run_id", run), done: make(chan struct{})}
+	f := &feed{service: s, run: run, log: s.deps.Log.With("run_id", run), loads: make(chan *load, fetchMost), done: make(chan struct{}),
+		lent: map[uint32]*lent{}}
 	if err := f.open(s.life); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithCancel(s.life)
 	f.cancel = cancel
 	s.feeds[run] = f
+	var wait sync.WaitGroup
+	wait.Go(func() { f.work(ctx) })
+	if s.deps.Bus != nil {
+		wait.Go(func() { f.consume(ctx) })
+	}
 	go func() {
 		defer close(f.done)
-		defer func() { _ = f.writer.Close() }() // everything that counts was synced
-		if s.deps.Bus != nil {
-			f.consume(ctx)
-		}
-		<-ctx.Done()
+		wait.Wait()
+		f.close()
 	}()
 	return nil
+}
+
+// close closes the files; everything that counts was synced.
+func (f *feed) close() {
+	f.lending.Lock()
+	defer f.lending.Unlock()
+	_ = f.writer.Close()
+	for _, l := range f.lent {
+		_ = l.file.Close()
+	}
+	f.lent = nil
 }
 
 // open readies the segments: what a crash left beyond the ledger is cut off, what is short of it is told.
 func (f *feed) open(ctx context.Context) error {
 	s := f.service
-	var segments []Segment
-	err := s.deps.Store.View(ctx, f.run, func(r Reader) (err error) {
-		segments, err = r.Segments(ctx)
-		return err
-	})
+	segments, known, err := f.segments(ctx)
 	if err != nil {
 		return err
 	}
-	var tail segment.Tail
-	for _, g := range segments {
-		tail = segment.Tail{Segment: g.Number, Bytes: g.Bytes}
-		if g.Trimmed { // where a crash came between ledger and file
-			if _, err := segment.Remove(s.folder(f.run), g.Number); err != nil {
-				return err
-			}
+	if s.vault(f.run) == nil {
+		samples, err := f.replay(ctx, known)
+		if err != nil {
+			return err
+		}
+		if samples > 0 {
+			f.log.InfoContext(ctx, "made rows again that a crash took, from the segments' notes", "samples", samples)
+		}
+		if segments, known, err = f.segments(ctx); err != nil {
+			return err
 		}
 	}
 	var repair segment.Repair
-	if v := s.vault(f.run); v != nil {
-		var newest uint32
-		if newest, err = v.newest(ctx); err == nil {
-			f.writer, repair, err = segment.OpenAfter(v.dir, tail.Segment, newest, s.cfg.SegmentBytes)
-		}
-	} else {
-		f.writer, repair, err = segment.Open(s.folder(f.run), tail, s.cfg.SegmentBytes, s.cfg.Replicated)
+	files := segment.Config{Dir: s.folder(f.run), RollBytes: s.cfg.SegmentBytes, Volatile: s.cfg.Durability == Process}
+	newest := uint32(0)
+	if len(segments) > 0 {
+		newest = segments[len(segments)-1].Number
 	}
-	if err != nil {
+	if v := s.vault(f.run); v != nil {
+		taken, err := v.newest(ctx)
+		if err != nil {
+			return err
+		}
+		files.Volatile = true // what is durable lies in the blob store
+		f.writer, repair, err = segment.OpenCache(files, known, max(newest, taken))
+		if err != nil {
+			return err
+		}
+	} else if f.writer, repair, err = segment.Open(files, known, newest); err != nil {
 		return err
 	}
 	f.noted = f.writer.Tail()
 	if repair.Cut > 0 {
-		f.log.InfoContext(ctx, "cut a torn tail off the segments; the stream delivers it again", "bytes", repair.Cut)
+		f.log.InfoContext(ctx, "removed segments that were begun and that the ledger does not know; what was in them comes again", "bytes", repair.Cut)
 	}
-	if repair.Missing > 0 {
+	for _, short := range repair.Short {
 		f.event(eventv1.Level_LEVEL_ERROR, "PAYLOAD_LOST",
-			fmt.Sprintf("segment %d of %s lacks %d bytes that were durable: the disk lost them; go on from a snapshot", tail.Segment, f.run, repair.Missing))
+			fmt.Sprintf("segment %d of %s lacks %d bytes that were durable: the disk lost them; go on from a snapshot", short.Segment, f.run, short.Bytes))
 	}
 	return nil
+}
+
+// segments are those of the ledger, and known those whose files are there; files that were trimmed are gone when it returns.
+func (f *feed) segments(ctx context.Context) (segments []Segment, known []segment.Tail, err error) {
+	s := f.service
+	err = s.deps.Store.View(ctx, f.run, func(r Reader) (err error) {
+		f.config = r.Ledger().Config
+		segments, err = r.Segments(ctx)
+		return err
+	})
+	for _, g := range segments {
+		if !g.Trimmed {
+			known = append(known, segment.Tail{Segment: g.Number, Bytes: g.Bytes})
+		} else if _, err := segment.Remove(s.folder(f.run), g.Number); err != nil { // where a crash came between ledger and file
+			return nil, nil, err
+		}
+	}
+	return segments, known, err
 }
 
 func (f *feed) stop() {
 	f.cancel()
 	<-f.done
+	f.service.gate.forget(f.run)
 }
 
 // consume runs until ctx ends.
@@ -133,8 +191,10 @@ func (f *feed) consume(ctx context.Context) {
 // drink fetches and ingests until the source fails.
 func (f *feed) drink(ctx context.Context, source *bus.Consumer) error {
 	largest := uint64(1)
-	for {
-		limit := max(1, min(fetchMost, f.service.cfg.FetchBytes/largest))
+	full := false
+	for ctx.Err() == nil {
+		f.room(ctx, full)
+		limit := max(1, min(fetchMost, f.service.share()/largest))
 		deliveries, err := source.Fetch(ctx, int(limit), fetchWait)
 		if err != nil {
 			return err
@@ -142,14 +202,17 @@ func (f *feed) drink(ctx context.Context, source *bus.Consumer) error {
 		for _, d := range deliveries {
 			largest = max(largest, uint64(len(d.Data())))
 		}
+		full = false
 		if len(deliveries) > 0 {
-			f.take(ctx, deliveries)
+			full = outOfSpace(f.take(ctx, deliveries))
 		}
 	}
+	return ctx.Err()
 }
 
-// take ingests some deliveries and ends each of them.
-func (f *feed) take(ctx context.Context, deliveries []*bus.Delivery) {
+// take ingests some deliveries and ends each of them. An error was told, and what was delivered comes again.
+func (f *feed) take(ctx context.Context, deliveries []*bus.Delivery) error {
+	defer hold(deliveries)()
 	var envelopes []*trajectoryv1.TrajectoryEnvelope
 	var good, bad []*bus.Delivery
 	for _, d := range deliveries {
@@ -161,18 +224,22 @@ func (f *feed) take(ctx context.Context, deliveries []*bus.Delivery) {
 		good = append(good, d)
 		envelopes = append(envelopes, batch.GetTrajectories()...)
 	}
-	tally, err := f.accept(ctx, envelopes, len(bad))
+	l := newLoad()
+	l.malformed = len(bad)
+	err := f.weigh(l, envelopes)
+	if err == nil {
+		err = f.ingest(ctx, l)
+	}
 	if err != nil {
 		if ctx.Err() != nil {
-			return // they come again
+			return err // they come again
 		}
 		f.log.ErrorContext(ctx, "ingest failed; the stream delivers again", "messages", len(deliveries), "error", err)
-		f.event(eventv1.Level_LEVEL_ERROR, "INGEST_FAILED", fmt.Sprintf("ingest failed and is tried again: %v", err))
 		for _, d := range deliveries {
 			_ = d.Nak(0) // else the ack wait brings it back
 		}
 		pause(ctx, retryIngest)
-		return
+		return err
 	}
 	crashpoint.Here("buffer/ingested") // rows are committed, messages not acknowledged
 	for _, d := range bad {
@@ -182,102 +249,35 @@ func (f *feed) take(ctx context.Context, deliveries []*bus.Delivery) {
 		_ = d.Ack() // a lost ack brings twins, which are dropped
 	}
 	crashpoint.Here("buffer/acknowledged")
-	f.service.report(f.run, tally.Refused)
 	if len(bad) > 0 {
 		f.event(eventv1.Level_LEVEL_WARN, "BAD_BODY", fmt.Sprintf("refused %d messages that are no TrajectoryBatch", len(bad)))
 	}
+	return nil
 }
 
-// accept makes the payloads durable and writes the ledger. malformed counts messages that could not be read.
-func (f *feed) accept(ctx context.Context, envelopes []*trajectoryv1.TrajectoryEnvelope, malformed int) (tally Tally, err error) {
-	arrivals, err := f.append(envelopes)
-	if err != nil {
-		return tally, err
-	}
-	tail := f.writer.Tail()
-	crashpoint.Here("buffer/appended") // payloads are written, not durable, and no row names them
-	synced := make(chan error, 1)
-	go func() { synced <- f.endure(ctx, tail) }() // beside the transaction's statements; its commit waits for both
-	waited := false
-	sync := func() error {
-		if waited {
-			return nil
-		}
-		waited = true
-		return <-synced
-	}
-	err = f.service.update(ctx, f.run, func(tx Tx) (err error) {
-		tx.Ledger().Refused += uint64(malformed)
-		if tally, err = admit(ctx, tx, arrivals); err != nil {
-			return err
-		}
-		if tail != f.noted {
-			if err := tx.PutSegment(ctx, Segment{Number: tail.Segment, Bytes: tail.Bytes}); err != nil {
-				return err
+// hold tells the stream that some deliveries are being worked on until the returned function is called: a store of payloads that is
+// slower than the ack wait would else get all of them again, and again.
+func hold(deliveries []*bus.Delivery) (release func()) {
+	done := make(chan struct{})
+	var wait sync.WaitGroup
+	wait.Go(func() {
+		beat := time.NewTicker(progressEvery)
+		defer beat.Stop()
+		for {
+			select {
+			case <-done:
+				return
+			case <-beat.C:
+				for _, d := range deliveries {
+					_ = d.Progress() // lost, they come again
+				}
 			}
 		}
-		if err := sync(); err != nil {
-			return err
-		}
-		crashpoint.Here("buffer/synced") // payloads are durable, the rows are not committed
-		return nil
 	})
-	if err = errors.Join(err, sync()); err == nil {
-		f.noted = tail
+	return func() {
+		close(done)
+		wait.Wait()
 	}
-	return tally, err
-}
-
-// endure makes what was appended durable: on the disk, or as a sealed segment in the blob store.
-func (f *feed) endure(ctx context.Context, tail segment.Tail) error {
-	v := f.service.vault(f.run)
-	switch {
-	case v == nil:
-		return f.writer.Sync()
-	case tail == f.noted: // nothing was appended
-		return nil
-	}
-	if err := f.writer.Close(); err != nil {
-		return err
-	}
-	return v.seal(ctx, tail.Segment)
-}
-
-// append writes the inline payloads that are whole and says where each is.
-func (f *feed) append(envelopes []*trajectoryv1.TrajectoryEnvelope) ([]Arrival, error) {
-	arrivals := make([]Arrival, len(envelopes))
-	records := make([]segment.Record, 0, len(envelopes))
-	inline := make([]int, 0, len(envelopes))
-	for i, e := range envelopes {
-		a := &arrivals[i]
-		*a = Arrival{Header: e.GetHeader(), Ref: e.GetPayloadRef(), CRC: e.GetCrc32C()}
-		switch {
-		case !kept(e.GetHeader().GetOutcome()):
-		case len(e.GetPayload()) > 0 && segment.CRC(e.GetPayload()) != e.GetCrc32C():
-			a.Flaw = ReasonPayloadCorrupt
-		case len(e.GetPayload()) > 0:
-			a.Ref = ""
-			records = append(records, segment.Record{Payload: e.GetPayload(), CRC: e.GetCrc32C()})
-			inline = append(inline, i)
-		case e.GetPayloadRef() == "":
-			a.Flaw = ReasonPayloadMissing
-		}
-	}
-	if len(records) == 0 {
-		return arrivals, nil
-	}
-	places, err := f.writer.Append(records)
-	for n, i := range inline {
-		if err == nil {
-			arrivals[i].Place = places[n]
-		}
-	}
-	return arrivals, err
-}
-
-// kept reports whether a sample of this outcome is trained on.
-func kept(o trajectoryv1.Outcome) bool {
-	return o == trajectoryv1.Outcome_OUTCOME_COMPLETED || o == trajectoryv1.Outcome_OUTCOME_TRUNCATED
 }
 
 // report tells of refused trajectories: one event a reason, with the first of them.

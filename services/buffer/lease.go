@@ -16,13 +16,18 @@ type draw struct {
 	skip    []*Group // excluded ones that count for the step
 	stale   []*Group // ready ones that must be dissolved first
 	missing map[State]int
-	pending int // open ones that wait for a digest alone
+	pending int  // open ones that wait for a digest alone
+	drawn   bool // every group that the step may go through is settled
 	known   *Step
 	samples []Sample // of the batch, once it is leased
 }
 
 func (d *draw) full(l *Ledger) bool {
-	return len(d.take)+len(d.skip) == int(l.Config.GetGroupsPerStep())
+	want := int(l.Config.GetGroupsPerStep())
+	if l.draws() {
+		return len(d.take) == want || d.drawn
+	}
+	return len(d.take)+len(d.skip) == want
 }
 
 // look finds the groups of a step. ErrOrder.
@@ -34,6 +39,9 @@ func look(ctx context.Context, r Reader, step uint64) (*draw, error) {
 	}
 	if step != l.Step+1 {
 		return nil, ErrOrder.With("step", fmt.Sprint(step)).With("committed", fmt.Sprint(l.Step))
+	}
+	if l.draws() {
+		return lookAhead(ctx, r, step)
 	}
 	var groups []*Group
 	if l.Config.GetOrder() == bufferv1.LeaseOrder_LEASE_ORDER_POSITION {
@@ -47,20 +55,25 @@ func look(ctx context.Context, r Reader, step uint64) (*draw, error) {
 	}
 	d := &draw{missing: map[State]int{}}
 	for _, g := range groups {
-		switch {
-		case g.State == Excluded:
-			d.skip = append(d.skip, g)
-		case g.State == Ready && l.stale(g, step):
-			d.stale = append(d.stale, g)
-		case g.State == Ready:
-			d.take = append(d.take, g)
-		case g.State == Open && g.Pending > 0 && g.Samples == l.Config.GetGroupSize():
-			d.pending++
-		default:
-			d.missing[g.State]++
-		}
+		d.sort(l, g, step)
 	}
 	return d, nil
+}
+
+// sort takes a group of the step to those like it.
+func (d *draw) sort(l *Ledger, g *Group, step uint64) {
+	switch {
+	case g.State == Excluded:
+		d.skip = append(d.skip, g)
+	case g.State == Ready && l.stale(g, step):
+		d.stale = append(d.stale, g)
+	case g.State == Ready:
+		d.take = append(d.take, g)
+	case g.State == Open && g.Pending > 0 && g.Samples == l.Config.GetGroupSize():
+		d.pending++
+	default:
+		d.missing[g.State]++
+	}
 }
 
 // stale reports whether the step would train on tokens of weights that are too old. Step s trains version s-1.
@@ -76,13 +89,16 @@ func (d *draw) waiting(l *Ledger, step uint64) string {
 	if !byPosition {
 		dissolved = int(l.Groups[Dissolved])
 	}
-	sampling := want - len(d.take) - len(d.skip) - d.pending
+	sampling := want - len(d.take) - d.pending
+	if !l.draws() {
+		sampling -= len(d.skip)
+	}
 	if byPosition {
 		sampling -= dissolved
 	}
 	var parts []string
 	if sampling > 0 {
-		parts = append(parts, fmt.Sprintf("%d of %d groups of step %d (inference workers)", sampling, want, step))
+		parts = append(parts, fmt.Sprintf("%d of %d groups of step %d (inference workers)%s", sampling, want, step, d.inPlace(l)))
 	}
 	if dissolved > 0 {
 		parts = append(parts, fmt.Sprintf("the next attempt of %d dissolved groups (scheduler)", dissolved))
@@ -117,6 +133,13 @@ func lease(ctx context.Context, tx Tx, step uint64) (leased bool, d *draw, err e
 	if !d.full(l) {
 		return false, d, tx.PutGroups(ctx, d.stale)
 	}
+	if err := d.enough(l, step); err != nil {
+		return false, d, err
+	}
+	zero, mean, err := without(ctx, tx, d.skip)
+	if err != nil {
+		return false, d, err
+	}
 	for _, g := range d.take {
 		if err := l.move(g, Leased, ""); err != nil {
 			return false, d, err
@@ -126,6 +149,7 @@ func lease(ctx context.Context, tx Tx, step uint64) (leased bool, d *draw, err e
 	for _, g := range d.skip {
 		g.Step = step
 	}
+	l.Skipped += uint64(len(d.skip))
 	if err := tx.PutGroups(ctx, append(d.take, d.skip...)); err != nil {
 		return false, d, err
 	}
@@ -136,6 +160,7 @@ func lease(ctx context.Context, tx Tx, step uint64) (leased bool, d *draw, err e
 	d.samples = samples
 	d.known = &Step{
 		Step: step, Batch: batchID(l, samples), Groups: uint32(len(d.take)), Samples: uint32(len(samples)), Excluded: uint32(len(d.skip)),
+		Zero: zero, ZeroReward: mean, End: l.end(step),
 	}
 	return true, d, tx.PutStep(ctx, d.known)
 }

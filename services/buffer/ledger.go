@@ -11,6 +11,7 @@
 //	     +--------------> DISSOLVED <---------------------+
 //
 //	unheard of, OPEN, READY, DISSOLVED ---exclude---> EXCLUDED
+//	                              OPEN ---last sample, all rewards equal---> EXCLUDED, with dynamic sampling (draw.go)
 //
 // A sample is kept once: the first accepted of (run, epoch, index, attempt, sample, part) wins; a twin, a sample of an older
 // attempt and one of a group that is past READY are dropped and counted. A sample whose receipt names a version that is not
@@ -24,7 +25,10 @@
 //     statements now name their index, and a test asks for each plan.
 //   - Parsing was a third of a transaction of 8 samples: statements are prepared once a connection. A context that can end costs a
 //     goroutine a statement in the driver: only the transaction watches it.
-//   - The segment's fsync runs beside the transaction's statements; its commit waits for both.
+//   - The segment's fsync runs beside the transaction's statements; its commit waits for both, and is itself not synced: a note in the
+//     segment tells how to make the rows again (note.go, ADR 25).
+//   - Rows go in by powers of two: 4 groups and 32 samples are two statements, where they were eight.
+//   - A lease that waits looked at the ledger with each put of others: it does so now when a batch can be full.
 //   - Group commit is worth most: 32 messages taken one by one cost three times the processor time of one batch. Messages that come
 //     during a commit share the next one, so there is no timer that would hold up the last sample of a step.
 package buffer
@@ -63,6 +67,7 @@ type Ledger struct {
 	Run            string
 	Config         *bufferv1.LedgerConfig
 	Closed         bool   // ingest is stopped
+	Incarnation    uint32 // highest of the run that opened it; 0: nobody conducts the run
 	Revision       uint64 // grows with every transaction
 	Step           uint64 // last committed
 	Chain          string // its link
@@ -75,6 +80,7 @@ type Ledger struct {
 	Duplicates     uint64
 	Refused        uint64
 	InfraFailed    uint64
+	Skipped        uint64 // excluded groups that a leased or committed step goes without
 }
 
 // Group is one prompt group with its newest attempt.
@@ -89,6 +95,8 @@ type Group struct {
 	Failures   uint32
 	MinVersion uint64 // oldest weights version of its samples
 	Arrival    uint64 // place in the order of completion and exclusion; 0 before
+	// TokenRewards tells that tokens of a sample have rewards of their own: equal rewards don't make the samples equal.
+	TokenRewards bool
 }
 
 // Sample is one accepted sample (or part of it) of a group's newest attempt.
@@ -119,6 +127,9 @@ type Step struct {
 	Excluded      uint32
 	WeightsDigest string
 	Chain         string
+	Zero          uint32  // of Excluded, those for ReasonZeroAdvantage
+	ZeroReward    float64 // mean reward of those
+	End           uint64  // position at which the next step begins
 }
 
 // Segment is one segment file as the ledger knows it.
@@ -126,6 +137,14 @@ type Segment struct {
 	Number  uint32
 	Bytes   uint64 // durable; a longer file has a torn tail
 	Trimmed bool
+}
+
+// admit lets those act on the ledger who conduct its newest incarnation. 0: whoever asks conducts nothing. ErrStale.
+func (l *Ledger) admit(incarnation uint32) error {
+	if incarnation == 0 || incarnation >= l.Incarnation {
+		return nil
+	}
+	return ErrStale.With("run", l.Run).With("incarnation", fmt.Sprint(incarnation)).With("newest", fmt.Sprint(l.Incarnation))
 }
 
 // position of a group over all epochs.
@@ -153,9 +172,12 @@ func (l *Ledger) record(g *Group) *bufferv1.GroupRecord {
 	}
 }
 
-// window is the range of positions of a step where leases go by position.
+// window is the range of positions of a step where leases go by position; with dynamic sampling, the longest that it may have.
 func (l *Ledger) window(step uint64) (from, to uint64) {
 	c := l.Config
+	if l.draws() {
+		return l.next(), l.next() + l.most()
+	}
 	n := uint64(c.GetGroupsPerStep())
 	from = c.GetFirstPosition() + (step-c.GetFirstStep()-1)*n
 	return from, from + n
@@ -180,7 +202,7 @@ func (l *Ledger) move(g *Group, to State, reason string) error {
 		g.Arrival = l.Arrivals
 	}
 	if to == Dissolved || to == Open {
-		g.Samples, g.Pending, g.MinVersion, g.Arrival = 0, 0, 0, 0
+		g.Samples, g.Pending, g.MinVersion, g.Arrival, g.TokenRewards = 0, 0, 0, 0, false
 	}
 	return nil
 }

@@ -158,6 +158,12 @@ func (s *Service) fetch(ctx context.Context, ref string) ([]byte, error) {
 func (s *Service) trim(ctx context.Context, run string, through uint64) (freed uint64, err error) {
 	var drop []uint32
 	var known []Segment
+	busy := map[uint32]bool{}
+	s.mu.Lock()
+	if f := s.feeds[run]; f != nil {
+		busy = f.busy()
+	}
+	s.mu.Unlock()
 	err = s.update(ctx, run, func(tx Tx) error {
 		l := tx.Ledger()
 		through = min(through, l.Step)
@@ -174,7 +180,7 @@ func (s *Service) trim(ctx context.Context, run string, through uint64) (freed u
 			return err
 		}
 		for _, g := range segments[:len(segments)-1] { // the last one is written to
-			if g.Trimmed || needed[g.Number] {
+			if g.Trimmed || needed[g.Number] || busy[g.Number] {
 				continue
 			}
 			g.Trimmed = true

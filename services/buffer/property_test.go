@@ -43,6 +43,9 @@ func TestEveryPositionIsConsumedOnce(t *testing.T) {
 			w.audit()
 			w.crash()
 			w.audit()
+			if old := w.config.GetMaxStaleness() > 0; old != (w.aged > 0) {
+				t.Errorf("samples were %d steps behind in all, %d are allowed each", w.aged, w.config.GetMaxStaleness())
+			}
 		})
 	}
 }
@@ -71,6 +74,7 @@ type world struct {
 	batches map[uint64]*bufferv1.Batch         // as they were first leased
 	fault   func() error                       // how the next transaction fails
 	crashes int
+	aged    int // steps by which samples were older than the newest, together
 }
 
 // faulty lets transactions fail before, within or after their commit.
@@ -173,8 +177,12 @@ func (w *world) issue() {
 // sample publishes samples of a group by the newest weights; some are flawed.
 func (w *world) sample(position uint64, attempt uint32, samples []uint32) {
 	w.sent[position] = attempt
+	version := w.step
+	if w.rand.IntN(4) == 0 { // a worker that does not have the newest weights
+		version -= min(w.step, 1+w.rand.Uint64N(2))
+	}
 	for _, n := range samples {
-		e := ofVersion(sampleOf(position, attempt, n), w.step)
+		e := ofVersion(sampleOf(position, attempt, n), version)
 		e.Header.Reward = w.rand.Float64() // tells twins apart
 		e = seal(e.Header)
 		switch w.rand.IntN(40) {
@@ -257,6 +265,7 @@ func (w *world) train() {
 	if !w.check(err) || r.GetBatch() == nil {
 		return
 	}
+	w.fresh(r.GetBatch())
 	if first := w.batches[step]; first != nil && !proto.Equal(first, r.GetBatch()) {
 		w.Fatalf("step %d was leased as %v, then as %v", step, first, r.GetBatch())
 	}
@@ -271,11 +280,27 @@ func (w *world) train() {
 	}
 }
 
+// fresh fails where a batch has a sample by weights that are older than the run allows.
+func (w *world) fresh(b *bufferv1.Batch) {
+	w.Helper()
+	for _, ref := range b.GetSamples() {
+		payload := &trajectoryv1.Trajectory{}
+		raw, err := w.read(ref)
+		if err != nil || proto.Unmarshal(raw, payload) != nil {
+			w.Fatalf("payload of %v: %v", ref.GetKey(), err)
+		}
+		for _, span := range payload.GetVersionSpans() {
+			if age := b.GetStep() - 1 - span.GetVersion(); age > uint64(w.config.GetMaxStaleness()) {
+				w.Errorf("step %d trains on %v by version %d: %d steps old, %d are allowed", b.GetStep(), ref.GetKey(), span.GetVersion(), age, w.config.GetMaxStaleness())
+			}
+			w.aged += int(b.GetStep() - 1 - span.GetVersion())
+		}
+	}
+}
+
 // audit counts what every position came to.
 func (w *world) audit() {
 	w.Helper()
-	reader := segment.NewReader(filepath.Join(w.folder, "segments", run))
-	defer reader.Close()
 	consumed := map[uint64]uint64{}
 	chain := ""
 	steps, err := w.server.ListSteps(w.Context(), &bufferv1.ListStepsRequest{RunId: run})
@@ -301,7 +326,7 @@ func (w *world) audit() {
 			w.Errorf("step %d: %d samples in %d groups, %d excluded", step.GetStep(), n, r.GetBatch().GetGroups(), r.GetBatch().GetExcluded())
 		}
 		for _, ref := range r.GetBatch().GetSamples() {
-			w.payload(reader, ref)
+			w.payload(ref)
 		}
 	}
 	groups, err := w.server.ListGroups(w.Context(), &bufferv1.ListGroupsRequest{RunId: run})
@@ -320,13 +345,9 @@ func (w *world) audit() {
 }
 
 // payload reads a sample where its ref says and compares it with what the ref says.
-func (w *world) payload(reader *segment.Reader, ref *bufferv1.SampleRef) {
+func (w *world) payload(ref *bufferv1.SampleRef) {
 	w.Helper()
-	var number uint32
-	if _, err := fmt.Sscanf(filepath.Base(ref.GetSegment()), "%d.seg", &number); err != nil {
-		w.Fatal(err)
-	}
-	raw, err := reader.Read(segment.Place{Segment: number, Offset: ref.GetOffset(), Length: ref.GetLength()}, ref.GetCrc32C())
+	raw, err := w.read(ref)
 	if err != nil {
 		w.Fatal(err)
 	}
@@ -334,6 +355,16 @@ func (w *world) payload(reader *segment.Reader, ref *bufferv1.SampleRef) {
 	if err := proto.Unmarshal(raw, &got); err != nil || !proto.Equal(got.GetKey(), ref.GetKey()) || got.GetReward() != ref.GetReward() {
 		w.Errorf("payload of %v, want %v (%v)", got.GetKey(), ref, err)
 	}
+}
+
+func (w *world) read(ref *bufferv1.SampleRef) ([]byte, error) {
+	reader := segment.NewReader(filepath.Join(w.folder, "segments", run))
+	defer reader.Close()
+	var number uint32
+	if _, err := fmt.Sscanf(filepath.Base(ref.GetSegment()), "%d.seg", &number); err != nil {
+		return nil, err
+	}
+	return reader.Read(segment.Place{Segment: number, Offset: ref.GetOffset(), Length: ref.GetLength()}, ref.GetCrc32C())
 }
 
 func TestReasonsAreStable(t *testing.T) {

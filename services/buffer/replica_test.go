@@ -74,7 +74,7 @@ func (p *pair) host(t *testing.T, place sqldb.Place, i int) {
 		Make: func(epoch uint64) (lease.Service, error) {
 			fenced := store.Fenced(store.Lease().Fence(epoch))
 			p.began <- fenced
-			return buffer.New(buffer.Config{Segments: filepath.Join(p.folder, "segments"), SegmentBytes: 8 << 10, Replicated: true},
+			return buffer.New(buffer.Config{Segments: filepath.Join(p.folder, "segments"), SegmentBytes: 8 << 10},
 				buffer.Deps{Store: fenced, Bus: p.bus, Events: p.events})
 		},
 		Forward: func() (grpc.ClientConnInterface, error) { return p.conns[1-i], nil },

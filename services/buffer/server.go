@@ -36,7 +36,7 @@ func (s *Server) Run(ctx context.Context) error { return s.service.run(ctx) }
 
 // OpenLedger implements the contract.
 func (s *Server) OpenLedger(ctx context.Context, req *bufferv1.OpenLedgerRequest) (*bufferv1.OpenLedgerResponse, error) {
-	state, err := s.service.open(ctx, req.GetRunId(), req.GetConfig())
+	state, err := s.service.open(ctx, req.GetRunId(), req.GetConfig(), req.GetIncarnation())
 	if err != nil {
 		return nil, err
 	}
@@ -45,7 +45,7 @@ func (s *Server) OpenLedger(ctx context.Context, req *bufferv1.OpenLedgerRequest
 
 // CloseLedger implements the contract.
 func (s *Server) CloseLedger(ctx context.Context, req *bufferv1.CloseLedgerRequest) (*bufferv1.CloseLedgerResponse, error) {
-	return &bufferv1.CloseLedgerResponse{}, s.service.close(ctx, req.GetRunId())
+	return &bufferv1.CloseLedgerResponse{}, s.service.close(ctx, req.GetRunId(), req.GetIncarnation())
 }
 
 // RecordWeights implements the contract.
@@ -61,6 +61,31 @@ func (s *Server) RecordWeights(ctx context.Context, req *bufferv1.RecordWeightsR
 	crashpoint.Here("buffer/recorded") // the digest is recorded, the controller does not know
 	s.service.report(req.GetRunId(), refused)
 	return &bufferv1.RecordWeightsResponse{}, nil
+}
+
+// LendSegment implements the contract.
+func (s *Server) LendSegment(ctx context.Context, req *bufferv1.LendSegmentRequest) (*bufferv1.LendSegmentResponse, error) {
+	return s.service.lend(ctx, req)
+}
+
+// PutTrajectories implements the contract.
+func (s *Server) PutTrajectories(ctx context.Context, req *bufferv1.PutTrajectoriesRequest) (*bufferv1.PutTrajectoriesResponse, error) {
+	tallies, err := s.service.put(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	return putResults(tallies), nil
+}
+
+// StreamTrajectories implements the contract.
+func (s *Server) StreamTrajectories(stream grpc.BidiStreamingServer[bufferv1.StreamTrajectoriesRequest, bufferv1.StreamTrajectoriesResponse]) error {
+	receive := func() (*bufferv1.PutTrajectoriesRequest, error) {
+		req, err := stream.Recv()
+		return req.GetPut(), err
+	}
+	return s.service.stream(stream.Context(), receive, func(answer *bufferv1.PutTrajectoriesResponse) error {
+		return stream.Send(&bufferv1.StreamTrajectoriesResponse{Answer: answer})
+	})
 }
 
 // GetMissing implements the contract.
@@ -148,6 +173,9 @@ func (s *Server) ListGroups(ctx context.Context, req *bufferv1.ListGroupsRequest
 // ExcludeGroups implements the contract.
 func (s *Server) ExcludeGroups(ctx context.Context, req *bufferv1.ExcludeGroupsRequest) (*bufferv1.ExcludeGroupsResponse, error) {
 	err := s.service.update(ctx, req.GetRunId(), func(tx Tx) error {
+		if err := tx.Ledger().admit(req.GetIncarnation()); err != nil {
+			return err
+		}
 		return exclude(ctx, tx, req.GetGroups(), req.GetReason())
 	})
 	crashpoint.Here("buffer/excluded") // groups are excluded, the scheduler does not know
@@ -157,6 +185,9 @@ func (s *Server) ExcludeGroups(ctx context.Context, req *bufferv1.ExcludeGroupsR
 // ReissueGroups implements the contract.
 func (s *Server) ReissueGroups(ctx context.Context, req *bufferv1.ReissueGroupsRequest) (*bufferv1.ReissueGroupsResponse, error) {
 	err := s.service.update(ctx, req.GetRunId(), func(tx Tx) error {
+		if err := tx.Ledger().admit(req.GetIncarnation()); err != nil {
+			return err
+		}
 		return reissue(ctx, tx, req.GetGroups())
 	})
 	crashpoint.Here("buffer/reissued") // attempts are open, the scheduler does not know
@@ -192,7 +223,8 @@ func (s *Server) WatchLedger(req *bufferv1.WatchLedgerRequest, stream grpc.Serve
 // ExportLedger implements the contract.
 func (s *Server) ExportLedger(req *bufferv1.ExportLedgerRequest, stream grpc.ServerStreamingServer[bufferv1.ExportLedgerResponse]) error {
 	run := req.GetRunId()
-	return Export(stream.Context(), s.service.deps.Store, s.service.folder(run), run, s.service.fetch, stream.Send)
+	from := Payloads{Folder: s.service.folder(run), Blobs: s.service.deps.Blobs, Artifact: s.service.fetch}
+	return Export(stream.Context(), s.service.deps.Store, run, from, stream.Send)
 }
 
 // TrimPayloads implements the contract.
@@ -212,6 +244,6 @@ func (s *Server) view(ctx context.Context, run string, fn func(Reader) error) er
 func stepRecord(s *Step) *bufferv1.StepRecord {
 	return &bufferv1.StepRecord{
 		Step: s.Step, BatchId: s.Batch, WeightsDigest: s.WeightsDigest, Groups: s.Groups, Samples: s.Samples, Chain: s.Chain,
-		Excluded: s.Excluded,
+		Excluded: s.Excluded, ZeroAdvantage: s.Zero, EndPosition: s.End,
 	}
 }

@@ -29,14 +29,23 @@ type Service struct {
 	mu    sync.Mutex
 	hubs  map[string]*hub
 	feeds map[string]*feed
+
+	gate  *gate
+	space *space
 }
+
+// passes is how many ingests go on at a time: while one waits for the disk another writes its rows.
+const passes = 2
 
 func newService(cfg Config, deps Deps) (*Service, error) {
 	if err := cfg.complete(&deps); err != nil {
 		return nil, err
 	}
 	life, end := context.WithCancel(context.Background())
-	return &Service{cfg: cfg, deps: deps, life: life, end: end, hubs: map[string]*hub{}, feeds: map[string]*feed{}}, nil
+	return &Service{
+		cfg: cfg, deps: deps, life: life, end: end, hubs: map[string]*hub{}, feeds: map[string]*feed{},
+		gate: newGate(passes), space: &space{dir: cfg.Segments, reserve: cfg.ReserveBytes},
+	}, nil
 }
 
 // run resumes the ingest of every open ledger and stops all ingest when ctx ends.
@@ -76,6 +85,13 @@ func (s *Service) stop() {
 // folder of a run's segments.
 func (s *Service) folder(run string) string { return filepath.Join(s.cfg.Segments, run) }
 
+// share is how much of its stream a run may hold in memory, bytes.
+func (s *Service) share() uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.cfg.FetchBytes / uint64(max(1, len(s.feeds)))
+}
+
 // vault is the sealed segments of a run; nil where segments are local.
 func (s *Service) vault(run string) *vault {
 	if s.deps.Blobs == nil {
@@ -95,9 +111,14 @@ func (s *Service) hub(run string) *hub {
 
 // update runs fn in a transaction and shows the new state to those who wait for it.
 func (s *Service) update(ctx context.Context, run string, fn func(Tx) error) error {
+	return s.updateBy(ctx, s.deps.Store.Update, run, fn)
+}
+
+// updateBy is update by one of the store's ways to write.
+func (s *Service) updateBy(ctx context.Context, write func(context.Context, string, func(Tx) error) error, run string, fn func(Tx) error) error {
 	var state *bufferv1.LedgerState
 	var revision uint64
-	err := s.deps.Store.Update(ctx, run, func(tx Tx) (err error) {
+	err := write(ctx, run, func(tx Tx) (err error) {
 		if err = fn(tx); err != nil {
 			return err
 		}
@@ -146,8 +167,8 @@ func (s *Service) peek(run string) (*bufferv1.LedgerState, <-chan struct{}) {
 	return h.now()
 }
 
-// open makes or reopens the ledger of a run and starts its ingest. ErrConfig.
-func (s *Service) open(ctx context.Context, run string, config *bufferv1.LedgerConfig) (*bufferv1.LedgerState, error) {
+// open makes or reopens the ledger of a run and starts its ingest. ErrConfig, ErrStale.
+func (s *Service) open(ctx context.Context, run string, config *bufferv1.LedgerConfig, incarnation uint32) (*bufferv1.LedgerState, error) {
 	if strings.Trim(run, plain) != "" {
 		return nil, ErrRun.With("run", run)
 	}
@@ -160,7 +181,10 @@ func (s *Service) open(ctx context.Context, run string, config *bufferv1.LedgerC
 		if !proto.Equal(l.Config, config) {
 			return ErrConfig.With("run", run)
 		}
-		l.Closed = false
+		if err := l.admit(incarnation); err != nil {
+			return err
+		}
+		l.Closed, l.Incarnation = false, max(l.Incarnation, incarnation)
 		return nil
 	})
 	if err != nil {
@@ -173,9 +197,12 @@ func (s *Service) open(ctx context.Context, run string, config *bufferv1.LedgerC
 	return state, err
 }
 
-// close stops the ingest of a run. When it returns nothing more is appended.
-func (s *Service) close(ctx context.Context, run string) error {
+// close stops the ingest of a run. When it returns nothing more is appended. ErrStale.
+func (s *Service) close(ctx context.Context, run string, incarnation uint32) error {
 	err := s.update(ctx, run, func(tx Tx) error {
+		if err := tx.Ledger().admit(incarnation); err != nil {
+			return err
+		}
 		tx.Ledger().Closed = true
 		return nil
 	})
@@ -196,25 +223,47 @@ func (s *Service) close(ctx context.Context, run string) error {
 func (s *Service) lease(ctx context.Context, run string, step uint64, wait time.Duration) (*bufferv1.Batch, string, error) {
 	timer := time.NewTimer(wait)
 	defer timer.Stop()
-	for {
-		_, changed, err := s.state(ctx, run)
+	for over := wait <= 0; ; {
+		state, changed, err := s.state(ctx, run)
 		if err != nil {
 			return nil, "", err
 		}
 		batch, waiting, err := s.tryLease(ctx, run, step)
-		if err != nil || batch != nil || wait <= 0 {
+		if err != nil || batch != nil || over {
 			return batch, waiting, err
 		}
-		select {
-		case <-changed:
-		case <-timer.C:
-			return nil, waiting, nil
-		case <-s.life.Done():
-			return nil, waiting, nil
-		case <-ctx.Done():
-			return nil, "", ctx.Err()
+		for again := false; !again && !over; {
+			select {
+			case <-changed:
+				last := state
+				if state, changed, err = s.state(ctx, run); err != nil {
+					return nil, "", err
+				}
+				again = s.worthALook(run, step, last, state)
+			case <-timer.C: // a last look says what it waits for now
+				over = true
+			case <-s.life.Done():
+				return nil, waiting, nil
+			case <-ctx.Done():
+				return nil, "", ctx.Err()
+			}
 		}
 	}
+}
+
+// worthALook reports whether a change of the ledger can mean a batch for the step, or a stale group to dissolve: a ledger changes with
+// every put, and to look costs more than a small one.
+func (s *Service) worthALook(run string, step uint64, last, now *bufferv1.LedgerState) bool {
+	s.mu.Lock()
+	f := s.feeds[run]
+	s.mu.Unlock()
+	switch {
+	case f == nil, now.GetLeased() > 0, now.GetStep() >= step:
+		return true
+	case now.GetReady()+now.GetExcluded()-now.GetSkipped() >= uint64(f.config.GetGroupsPerStep()):
+		return true
+	}
+	return f.config.GetReceipts() && now.GetReady() > last.GetReady()
 }
 
 // tryLease looks without a write lock first: most looks find that something is missing.
@@ -230,7 +279,7 @@ func (s *Service) tryLease(ctx context.Context, run string, step uint64) (batch 
 			return err
 		}
 		due, waiting = d.full(r.Ledger()) || len(d.stale) > 0, d.waiting(r.Ledger(), step)
-		return nil
+		return d.enough(r.Ledger(), step)
 	})
 	if err != nil || !due {
 		return batch, waiting, err
@@ -268,5 +317,6 @@ func (s *Service) render(l *Ledger, step *Step, samples []Sample) (*bufferv1.Bat
 	}
 	return &bufferv1.Batch{
 		RunId: l.Run, Step: step.Step, BatchId: step.Batch, Groups: step.Groups, Excluded: step.Excluded, Samples: s.refs(l, samples),
+		ZeroAdvantage: step.Zero, ZeroAdvantageReward: step.ZeroReward,
 	}, nil
 }

@@ -18,6 +18,11 @@ type Store interface {
 	// changes and the Ledger (which fn may change in place) are durable, with Revision one higher. An error of fn undoes all and
 	// comes back as it is. ErrNoLedger.
 	Update(ctx context.Context, run string, fn func(Tx) error) error
+	// UpdateLogged is Update for what the caller can do again from a log that is durable: where Lazy says so the changes survive the
+	// death of the process at once, and a power cut once a later Update of any run has returned.
+	UpdateLogged(ctx context.Context, run string, fn func(Tx) error) error
+	// Lazy reports whether UpdateLogged saves a wait for the disk, so that a log pays.
+	Lazy() bool
 }
 
 // Reader reads one ledger at one moment. It is valid during the call that it was given to.
@@ -32,7 +37,7 @@ type Reader interface {
 	Arrived(ctx context.Context, limit int) ([]*Group, error)
 	// Samples returns the samples of the positions by position, sample and part.
 	Samples(ctx context.Context, positions []uint64) ([]Sample, error)
-	// BatchSamples returns the samples that a step has leased or consumed by position, sample and part.
+	// BatchSamples returns the samples that a step has leased or consumed, without those of excluded groups, by position, sample and part.
 	BatchSamples(ctx context.Context, step uint64) ([]Sample, error)
 	// Pending returns the samples that wait for a version's digest.
 	Pending(ctx context.Context, version uint64) ([]Sample, error)

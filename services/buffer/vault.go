@@ -56,6 +56,9 @@ func (v vault) fetch(ctx context.Context, number uint32) (err error) {
 		return fmt.Errorf("fetch segment %d of %s: %w", number, v.run, err)
 	}
 	defer body.Close()
+	if err := os.MkdirAll(v.dir, 0o700); err != nil {
+		return fmt.Errorf("fetch segment %d: %w", number, err)
+	}
 	f, err := os.CreateTemp(v.dir, ".fetch-*")
 	if err != nil {
 		return fmt.Errorf("fetch segment %d: %w", number, err)

@@ -2,6 +2,7 @@ package buffer_test
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -11,8 +12,11 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/blob/files"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
 // bucket is a blob store whose puts may fail.
@@ -125,6 +129,62 @@ func TestDamagedCacheIsFetchedAgain(t *testing.T) {
 		if got, err := s.payloads(1); err != nil || len(got) != 2*size {
 			t.Errorf("%s: %d payloads: %v", name, len(got), err)
 		}
+	}
+}
+
+// What an export finds missing or damaged of a cache it reads from the bucket; what the bucket lacks too it names.
+func TestExportReadsTheBucket(t *testing.T) {
+	t.Parallel()
+	s, b := withBucket(t)
+	s.publish(groupOf(0, 0, 0)...)
+	s.samples(size)
+	s.publish(groupOf(1, 0, 0)...)
+	s.samples(2 * size)
+	store, err := sqlstore.Open(t.Context(), sqldb.Files(filepath.Join(s.folder, "db")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	cache := filepath.Join(s.TempDir(), "cache")
+	export := func() (flaws []string, samples int) {
+		t.Helper()
+		from := buffer.Payloads{Folder: filepath.Join(cache, run), Blobs: b}
+		if err := buffer.Export(t.Context(), store, run, from, func(rows *bufferv1.ExportLedgerResponse) error {
+			for _, g := range rows.GetSegments() {
+				if g.GetMissing() || g.GetFlaw() != "" {
+					flaws = append(flaws, fmt.Sprint(g.GetNumber(), g.GetMissing(), g.GetFlaw()))
+				}
+			}
+			for _, sample := range rows.GetSamples() {
+				if sample.GetFlaw() == "" {
+					samples++
+				}
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		return flaws, samples
+	}
+	for _, what := range []string{"no folder", "damaged"} {
+		if flaws, samples := export(); len(flaws) > 0 || samples != 2*size {
+			t.Errorf("%s: %v, %d samples", what, flaws, samples)
+		}
+		if err := os.WriteFile(filepath.Join(cache, run, "000001.seg"), []byte("damaged"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	cache = filepath.Join(s.TempDir(), "another")
+	for info, err := range b.List(t.Context(), "") {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Delete(t.Context(), info.Key); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if flaws, samples := export(); len(flaws) != 2 || samples > 0 {
+		t.Errorf("of an empty bucket: %v, %d samples", flaws, samples)
 	}
 }
 

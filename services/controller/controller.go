@@ -14,6 +14,9 @@
 // deterministic mode each repeated step must give the recorded digest (else FAILED, REPLAY_DIVERGED). Elsewhere a
 // difference is an event, the ledger keeps its digest, and workers keep serving the weights that were delivered first:
 // those still lie in the run's folder.
+//
+// A learner is lost when a call to it breaks, or when another process is registered in its place: while the drive waits for samples or
+// for workers to load weights it calls no learner, and the weights may have gone with it.
 package controller
 
 import (

@@ -2,12 +2,15 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"maps"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"google.golang.org/protobuf/proto"
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
@@ -95,13 +98,14 @@ func TestUndisturbed(t *testing.T) {
 	for _, e := range w.events {
 		kinds[e.GetKind()]++
 	}
-	if kinds["step.committed"] != steps || kinds["eval.finished"] != 3 || kinds["weights.delivered"] != steps+1 {
+	if kinds["step.committed"] != steps || kinds["eval.finished"] != 3 || kinds["completions"] != steps || kinds["weights.delivered"] != steps+1 {
 		t.Fatalf("events %v", kinds)
 	}
 }
 
 // TestFaultAtEveryCall walks every call that an undisturbed run makes to the outside: the call fails, before or after it
-// took effect, and with it the learner, the inference worker, the controller, or nothing else.
+// took effect, and with it the learner, the inference worker, both and the memory that held the weights, both where the learner's
+// folder can't be opened by the other, the controller, or nothing else.
 func TestFaultAtEveryCall(t *testing.T) {
 	t.Parallel()
 	calm := newWorld(t)
@@ -110,7 +114,7 @@ func TestFaultAtEveryCall(t *testing.T) {
 	stop()
 	calls := calm.calls
 	t.Logf("an undisturbed run of %d steps makes %d calls", steps, calls)
-	for _, victim := range []string{"nobody", "learner", "inference", "controller"} {
+	for _, victim := range []string{"nobody", "learner", "inference", "workers", "workers elsewhere", "controller"} {
 		for _, after := range []bool{false, true} {
 			t.Run(victim, func(t *testing.T) {
 				t.Parallel()
@@ -124,7 +128,7 @@ func TestFaultAtEveryCall(t *testing.T) {
 
 func walk(t *testing.T, victim string, call int, after bool) {
 	w := newWorld(t)
-	w.fault, w.after = call, after
+	w.fault, w.after, w.apart = call, after, victim == "workers elsewhere"
 	died := make(chan struct{})
 	w.onFault = func() {
 		switch victim {
@@ -134,6 +138,17 @@ func walk(t *testing.T, victim string, call int, after bool) {
 		case "inference":
 			w.kill(w.inference.address)
 			w.startInference()
+		case "workers":
+			w.kill(w.learner.address)
+			w.kill(w.inference.address)
+			w.learner.forget()
+			w.startInference()
+			w.startLearner()
+		case "workers elsewhere":
+			w.kill(w.learner.address)
+			w.kill(w.inference.address)
+			w.startInference()
+			w.startLearner()
 		case "controller":
 			close(died)
 		}
@@ -153,7 +168,9 @@ func walk(t *testing.T, victim string, call int, after bool) {
 	}
 	defer stop()
 	finish(t, s)
-	w.fresh = victim == "inference" && !slices.Contains(w.trace[call:], "Evaluate") // its successor came too late for the last delivery
+	w.mu.Lock()                                                                                                               // a worker that was started again may only be loading now
+	w.fresh = (victim == "inference" || strings.HasPrefix(victim, "workers")) && !slices.Contains(w.trace[call:], "Evaluate") // its successor came too late for the last delivery
+	w.mu.Unlock()
 	correct(t, w)
 	if t.Failed() {
 		t.Logf("%s, call %d (%s), after effect: %v", victim, call, w.trace[call-1], after)
@@ -175,6 +192,38 @@ func TestReplayThatDivergesFailsTheRun(t *testing.T) {
 	}
 	s, stop = begin(t, w)
 	defer stop()
+	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+	d, _ := s.find(t.Context(), run)
+	<-d.done
+	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
+		t.Fatalf("ended as %s, the scheduler was told %v", p.GetPhase(), w.completed)
+	}
+}
+
+// Weights that were not made again to the same bits, of which only workers that are no more had the first: that run has an end too.
+func TestDivergedWeightsThatNobodyHasEndTheRun(t *testing.T) {
+	t.Parallel()
+	calm := newWorld(t)
+	s, stop := begin(t, calm)
+	finish(t, s)
+	stop()
+	w := newWorld(t)
+	w.apart = true
+	w.fault = nth(calm.trace, "Train", 4) + 1 // one more call: the first version is asked for twice, as its folder can't be opened
+	w.onFault = func() {
+		w.kill(w.learner.address)
+		w.kill(w.inference.address)
+		w.startInference()
+		w.startLearner()
+		w.learner.drift = "x"
+	}
+	s, stop = w.start()
+	defer stop()
+	req := request(t, steps)
+	req.Plan.Config.Deterministic = proto.Bool(false)
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
 	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
 	d, _ := s.find(t.Context(), run)
 	<-d.done
@@ -222,6 +271,20 @@ func TestOlderIncarnationIsRefused(t *testing.T) {
 	defer stop()
 	if _, err := s.StartRun(t.Context(), request(t, steps)); err == nil {
 		t.Fatal("incarnation 1 was taken after 5")
+	}
+	req := request(t, 100_000)
+	req.Incarnation = 6
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Incarnation: 5}); !errors.Is(err, ErrStale) {
+		t.Errorf("stopped in the name of incarnation 5, while 6 is driven: %v", err)
+	}
+	if resp, err := s.GetProgress(t.Context(), &learnerv1.GetProgressRequest{RunId: run}); err != nil || ended(resp.GetProgress().GetPhase()) {
+		t.Errorf("after that: %v %v", resp, err)
+	}
+	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Incarnation: 6}); err != nil {
+		t.Error(err)
 	}
 }
 

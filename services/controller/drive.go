@@ -11,16 +11,12 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
-	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
-
-// errLost says that the connection to the learner broke; its state has to be made again.
-var errLost = errors.New("the learner was lost")
 
 // errDrained says that the drive stopped between two steps because it was asked to.
 var errDrained = errors.New("drained")
@@ -44,8 +40,9 @@ type drive struct {
 
 	drain     chan struct{} // closed: stop between two steps
 	drainOnce sync.Once
-	stopNow   context.CancelFunc // set when it is launched
-	done      chan struct{}      // closed when run returned
+	halt      context.Context // ends when it is to stop now, launched or not
+	stopNow   context.CancelFunc
+	done      chan struct{} // closed when run returned
 }
 
 func newDrive(cfg Config, deps Deps, spec *learnerv1.StartRunRequest, weights *weightsv1.WeightsManifest) *drive {
@@ -56,7 +53,9 @@ func newDrive(cfg Config, deps Deps, spec *learnerv1.StartRunRequest, weights *w
 		board: newBoard(&learnerv1.Progress{RunId: spec.GetRunId(), Phase: preparing, TotalSteps: set.steps, Weights: weights}),
 		drain: make(chan struct{}), done: make(chan struct{}),
 	}
+	d.halt, d.stopNow = context.WithCancel(context.Background())
 	d.fleet = newFleet(spec.GetRunId(), spec.GetIncarnation(), deps.Dial, cfg.Retry, d.fenced)
+	d.fleet.offers = set.offers(spec.GetRunId())
 	return d
 }
 
@@ -69,7 +68,7 @@ func (d *drive) run(life, work context.Context) {
 	defer func() { cancel(); wg.Wait() }()
 	workers := d.deps.Registry.Watch(watch, "inference-worker")
 	wg.Go(func() { d.fleet.serve(watch, workers) })
-	d.learners.updates = d.deps.Registry.Watch(watch, "learner-worker")
+	d.learners = learners{run: d.spec.GetRunId(), incarnation: d.spec.GetIncarnation(), updates: d.deps.Registry.Watch(watch, "learner-worker")}
 
 	err := d.drive(work)
 	if life.Err() != nil {
@@ -82,7 +81,7 @@ func (d *drive) run(life, work context.Context) {
 // stop ends the drive, with drain between two steps, and returns when it has ended.
 func (d *drive) stop(ctx context.Context, drain bool) error {
 	d.drainOnce.Do(func() { close(d.drain) })
-	if !drain && d.stopNow != nil {
+	if !drain {
 		d.stopNow()
 	}
 	select {
@@ -113,13 +112,26 @@ func (d *drive) drive(ctx context.Context) error {
 	}
 }
 
-// session prepares a learner and makes steps with it.
+// session works with one learner, until that is lost.
 func (d *drive) session(ctx context.Context) error {
 	l, err := d.connect(ctx)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = l.conn.Close() }()
+	d.fleet.from(l)
+	defer d.fleet.from(nil)
+	with, end := d.learners.guard(ctx, l)
+	defer end()
+	err = d.work(with, l)
+	if cause := context.Cause(with); err != nil && errors.Is(cause, errLost) {
+		return cause // whatever ended with it is done again
+	}
+	return err
+}
+
+// work prepares a learner and makes steps with it.
+func (d *drive) work(ctx context.Context, l *learner) error {
 	d.mark = time.Time{}
 	step, err := d.prepare(ctx, l)
 	if err != nil {
@@ -201,14 +213,14 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 }
 
 // save writes the drive; it is a hint for the next process, so a failure is logged and no more. taken says that another controller
-// leads: the run is its own, and whatever this one learns of it must be told to nobody.
+// leads, or that the run was begun again: it is another's, and whatever this one learns of it must be told to nobody.
 func (d *drive) save(ctx context.Context, active bool) (taken bool) {
 	p, _ := d.board.read()
 	err := d.deps.Store.Save(ctx, &Drive{Spec: d.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: d.weights})
 	if err != nil {
 		d.log.WarnContext(ctx, "the drive's state was not saved", "error", err)
 	}
-	return errors.Is(err, lease.ErrFenced)
+	return errors.Is(err, lease.ErrFenced) || errors.Is(err, ErrStale)
 }
 
 // errTaken ends a drive that another controller has taken over.
@@ -247,24 +259,4 @@ func transient(err error) bool {
 		return true
 	}
 	return false
-}
-
-// learners is the newest list of learner workers.
-type learners struct {
-	updates <-chan []discovery.Instance
-	list    []discovery.Instance
-}
-
-// next waits for a change of the list, at most for d.
-func (l *learners) next(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-timer.C:
-	case list, ok := <-l.updates:
-		if ok {
-			l.list = list
-		}
-	}
 }

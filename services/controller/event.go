@@ -43,6 +43,7 @@ func (d *drive) emitPhase() {
 
 func (d *drive) emitStep(batch *bufferv1.Batch, result *learnerv1.TrainResult, times map[string]float64) {
 	all := metrics(result, times, len(batch.GetSamples()))
+	d.set.tellDraws(batch, all)
 	d.emit(&eventv1.Event{
 		Kind: "step.committed", Step: batch.GetStep(), Metrics: all,
 		Message: fmt.Sprintf("step %d of %d: %d groups, %d samples, loss %.4g%s", batch.GetStep(), d.set.steps,
@@ -53,6 +54,44 @@ func (d *drive) emitStep(batch *bufferv1.Batch, result *learnerv1.TrainResult, t
 		},
 	})
 	d.watchGradient(batch.GetStep(), all)
+	d.watchDraws(batch)
+}
+
+// completion is one sample that was trained on as tools read it from the event.
+type completion struct {
+	Epoch      uint32   `json:"epoch"`
+	Index      uint64   `json:"index"`
+	Sample     uint32   `json:"sample"`
+	Prompt     string   `json:"prompt"`
+	Completion string   `json:"completion"`
+	Reward     float64  `json:"reward"`
+	Advantage  *float64 `json:"advantage"` // nil: the algorithm has none
+	Tokens     uint32   `json:"tokens"`
+	Truncated  bool     `json:"truncated"`
+}
+
+// emitCompletions tells of the samples of a step that are kept. It goes before the step's own event, so that who has heard of the
+// step knows them.
+func (d *drive) emitCompletions(result *learnerv1.TrainResult) {
+	if len(result.GetCompletions()) == 0 {
+		return
+	}
+	kept := make([]completion, 0, len(result.GetCompletions()))
+	for _, c := range result.GetCompletions() {
+		kept = append(kept, completion{
+			Epoch: c.GetEpoch(), Index: c.GetIndex(), Sample: c.GetSample(), Prompt: c.GetPrompt(), Completion: c.GetCompletion(),
+			Reward: c.GetReward(), Advantage: c.Advantage, Tokens: c.GetTokens(), Truncated: c.GetTruncated(),
+		})
+	}
+	text, err := json.Marshal(kept)
+	if err != nil { // a number that JSON has not; such a step is refused before
+		d.log.Warn("completions of a step can't be told", "step", result.GetStep(), "error", err)
+		return
+	}
+	d.emit(&eventv1.Event{
+		Kind: "completions", Level: eventv1.Level_LEVEL_DEBUG, Step: result.GetStep(), Message: fmt.Sprintf("%d completions kept", len(kept)),
+		Attributes: map[string]string{"completions": string(text)},
+	})
 }
 
 // flatFirst is after how many steps without a gradient somebody is told; then after ten times as many.

@@ -26,17 +26,23 @@ type fleet struct {
 	fenced      func(worker string, err error) // told of a worker that can't verify its weights
 
 	mu      sync.Mutex
+	offers  offers
 	want    *weightsv1.WeightsManifest
+	aimed   chan struct{}      // closed and replaced when want is
 	members map[string]*member // by process
 	changed chan struct{}      // closed and replaced at each change
 }
 
 type member struct {
-	worker string
-	client inferencev1.InferenceWorkerServiceClient
-	loaded *weightsv1.WeightsReceipt // nil before the first
-	fenced bool
-	cancel context.CancelFunc
+	worker  string
+	address string
+	client  inferencev1.InferenceWorkerServiceClient
+	loaded  *weightsv1.WeightsReceipt // nil before the first
+	refusal string                    // why the last try to bring it to newer ones failed
+	nowhere chan struct{}             // the aim whose weights nobody had for it; nil: none
+	route   route                     // of its goroutine alone
+	fenced  bool
+	cancel  context.CancelFunc
 
 	retries uint64 // of the reward that it told of last, since its start
 }
@@ -44,7 +50,7 @@ type member struct {
 func newFleet(run string, incarnation uint32, dial func(string) (Conn, error), retry time.Duration, fenced func(string, error)) *fleet {
 	return &fleet{
 		run: run, incarnation: incarnation, dial: dial, retry: retry, fenced: fenced,
-		members: map[string]*member{}, changed: make(chan struct{}),
+		members: map[string]*member{}, aimed: make(chan struct{}), changed: make(chan struct{}),
 	}
 }
 
@@ -71,7 +77,7 @@ func (f *fleet) serve(ctx context.Context, instances <-chan []discovery.Instance
 				continue // a malformed address; the registry's next change brings another
 			}
 			life, cancel := context.WithCancel(ctx)
-			m := &member{worker: in.Meta["worker"], client: inferencev1.NewInferenceWorkerServiceClient(conn), cancel: cancel}
+			m := &member{worker: in.Meta["worker"], address: in.Address, client: inferencev1.NewInferenceWorkerServiceClient(conn), cancel: cancel}
 			f.members[key] = m
 			wg.Go(func() {
 				defer func() { _ = conn.Close() }()
@@ -91,20 +97,23 @@ func (f *fleet) follow(ctx context.Context, m *member) {
 	pause := f.retry
 	for ctx.Err() == nil {
 		f.mu.Lock()
-		want, changed := f.want, f.changed
+		want, aimed, offers := f.want, f.aimed, f.offers // not changed: each of many that took the weights over would wake all others
 		current := want == nil || m.holds(want)
 		f.mu.Unlock()
 		if current {
 			select {
 			case <-ctx.Done():
-			case <-changed:
+			case <-aimed:
 			}
 			continue
 		}
-		loaded, err := m.client.LoadWeights(ctx, &inferencev1.LoadWeightsRequest{Weights: want})
+		loaded, err := f.load(ctx, m, want, offers)
 		if err == nil && loaded.GetReceipt().GetDigest() != want.GetDigest() {
 			err = fmt.Errorf("worker %s holds %s and was sent %s", m.worker, loaded.GetReceipt().GetDigest(), want.GetDigest())
-		} else if err != nil && rpcerr.Reason(err) != "WEIGHTS_DIGEST_MISMATCH" {
+		} else if err != nil && m.route.detour(err) {
+			continue
+		} else if err != nil && rpcerr.Reason(err) != reasonMismatch {
+			f.refused(m, aimed, err)
 			sleep(ctx, pause)
 			pause = min(2*pause, 20*f.retry)
 			continue
@@ -112,7 +121,8 @@ func (f *fleet) follow(ctx context.Context, m *member) {
 		pause = f.retry
 		f.mu.Lock()
 		if err == nil {
-			m.loaded = loaded.GetReceipt()
+			m.loaded, m.refusal = loaded.GetReceipt(), ""
+			m.route.arrived()
 		}
 		m.fenced = err != nil
 		f.broadcast()
@@ -121,6 +131,51 @@ func (f *fleet) follow(ctx context.Context, m *member) {
 			f.fenced(m.worker, err)
 			return
 		}
+	}
+}
+
+// refused notes why a member does not have the weights of an aim yet.
+func (f *fleet) refused(m *member, aimed chan struct{}, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	before, nowhere := m.refusal, m.nowhere
+	m.refusal = rpcerr.Text(err)
+	if rpcerr.Reason(err) == reasonNotHeld {
+		m.nowhere = aimed
+	}
+	if m.refusal != before || m.nowhere != nowhere {
+		f.broadcast()
+	}
+}
+
+// load has one member take over w, from the folder or from what it is offered.
+func (f *fleet) load(ctx context.Context, m *member, w *weightsv1.WeightsManifest, by offers) (*inferencev1.LoadWeightsResponse, error) {
+	offered, err := by.of(ctx, m, w, f.peers(m, w))
+	if err != nil {
+		return nil, err
+	}
+	return m.client.LoadWeights(ctx, &inferencev1.LoadWeightsRequest{Weights: w, Offers: offered})
+}
+
+// peers is where w can be streamed from: the members that hold it, in no set order.
+func (f *fleet) peers(m *member, w *weightsv1.WeightsManifest) (addresses []string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, other := range f.members {
+		if other != m && !other.fenced && other.holds(w) {
+			addresses = append(addresses, other.address)
+		}
+	}
+	return addresses
+}
+
+// from makes l the learner that offers weights; nil: there is none.
+func (f *fleet) from(l *learner) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.offers.learner, f.offers.address = nil, ""
+	if l != nil {
+		f.offers.learner, f.offers.address = l.client, l.address
 	}
 }
 
@@ -139,40 +194,70 @@ func (f *fleet) aim(w *weightsv1.WeightsManifest) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.want = w
+	close(f.aimed)
+	f.aimed = make(chan struct{})
 	f.broadcast()
 }
 
 // deliver makes w the wanted weights and returns how many workers hold them when each that is registered and not fenced
-// does. With no worker there it returns at once: those to come will load w before they are asked for anything.
-func (f *fleet) deliver(ctx context.Context, w *weightsv1.WeightsManifest, waiting func(who string)) (int, error) {
+// does. With no worker there it returns at once: those to come will load w before they are asked for anything. errNowhere where one
+// can have w from nobody.
+func (f *fleet) deliver(ctx context.Context, w *weightsv1.WeightsManifest, waiting func(who, hindered string)) (int, error) {
 	f.aim(w)
 	for {
-		holding, behind, changed := f.count(w)
-		if len(behind) == 0 {
-			return holding, nil
+		now, changed := f.count(w)
+		switch {
+		case len(now.behind) == 0:
+			return now.holding, nil
+		case now.nowhere:
+			return now.holding, fmt.Errorf("%w%s", errNowhere, now.hindered)
 		}
-		waiting(strings.Join(behind, ", "))
+		waiting(names(now.behind), now.hindered)
 		select {
 		case <-ctx.Done():
-			return holding, ctx.Err()
+			return now.holding, ctx.Err()
 		case <-changed:
 		}
 	}
 }
 
-func (f *fleet) count(w *weightsv1.WeightsManifest) (holding int, behind []string, changed <-chan struct{}) {
+// mostNamed is how many workers a sentence names.
+const mostNamed = 4
+
+// names lists some and counts the rest.
+func names(workers []string) string {
+	if len(workers) <= mostNamed {
+		return strings.Join(workers, ", ")
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(workers[:mostNamed-1], ", "), len(workers)-mostNamed+1)
+}
+
+// standing is how far a fleet is with the wanted weights.
+type standing struct {
+	holding  int
+	behind   []string // who does not hold them yet
+	hindered string   // why, of one of those
+	nowhere  bool     // one of those can have them from nobody
+}
+
+// count returns a channel too that is closed at the next change.
+func (f *fleet) count(w *weightsv1.WeightsManifest) (now standing, changed <-chan struct{}) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, m := range f.members {
 		switch {
 		case m.fenced:
 		case m.holds(w):
-			holding++
+			now.holding++
 		default:
-			behind = append(behind, m.worker)
+			now.behind = append(now.behind, m.worker)
+			now.nowhere = now.nowhere || m.nowhere == f.aimed
+			if m.refusal != "" {
+				now.hindered = fmt.Sprintf(" (%s: %s)", m.worker, m.refusal)
+			}
 		}
 	}
-	return holding, behind, f.changed
+	return now, f.changed
 }
 
 // holder returns a worker that holds w, other than those in tried; nil where there is none, and a channel that is

@@ -16,49 +16,6 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// learner is a connection to the learner worker.
-type learner struct {
-	client learnerv1.LearnerWorkerServiceClient
-	conn   Conn
-	worker string
-}
-
-// connect waits for a learner of this incarnation that answers.
-func (d *drive) connect(ctx context.Context) (*learner, error) {
-	d.waiting("a learner worker (scheduler starts it)")
-	pause := d.cfg.Retry
-	for {
-		for _, in := range d.learners.list {
-			if !ours(in, d.spec.GetRunId(), d.spec.GetIncarnation()) {
-				continue
-			}
-			conn, err := d.deps.Dial(in.Address)
-			if err != nil {
-				continue
-			}
-			l := &learner{client: learnerv1.NewLearnerWorkerServiceClient(conn), conn: conn, worker: in.Meta["worker"]}
-			if _, err := l.client.GetLearnerStatus(ctx, &learnerv1.GetLearnerStatusRequest{}); err == nil {
-				return l, nil
-			}
-			_ = conn.Close()
-		}
-		if ctx.Err() != nil {
-			return nil, ctx.Err()
-		}
-		d.learners.next(ctx, pause)
-		pause = min(2*pause, 20*d.cfg.Retry)
-	}
-}
-
-// ask makes a call to the learner; a broken connection is errLost.
-func ask[T any](ctx context.Context, l *learner, fn func(ctx context.Context) (T, error)) (T, error) {
-	out, err := fn(ctx)
-	if err != nil && ctx.Err() == nil && transient(err) {
-		return out, fmt.Errorf("%w: %s: %w", errLost, l.worker, err)
-	}
-	return out, err
-}
-
 // prepare brings the learner to the last committed step and the workers to its weights, does what was due after that step,
 // and returns it.
 func (d *drive) prepare(ctx context.Context, l *learner) (uint64, error) {
@@ -86,7 +43,10 @@ func (d *drive) prepare(ctx context.Context, l *learner) (uint64, error) {
 	}
 	d.board.update(func(p *learnerv1.Progress) { p.Step = last.GetStep() })
 	if state.GetStep() > last.GetStep() { // trained, not committed: the learner will repeat its result
-		return last.GetStep(), d.serve(ctx)
+		if err := d.serve(ctx); !errors.Is(err, errNowhere) { // the batch is whole without them
+			return last.GetStep(), err
+		}
+		return last.GetStep(), nil
 	}
 	if last.GetStep() == base {
 		return base, d.begin(ctx, l, base, state.GetWeightsDigest())
@@ -237,26 +197,13 @@ func (d *drive) verify(ctx context.Context, r *bufferv1.StepRecord, digest strin
 	return nil
 }
 
-// rearm delivers the weights of the last committed step. The learner publishes them again where it holds exactly them; else the
+// rearm delivers the weights of the last committed step. The learner publishes them again where it holds exactly them, also where their
+// folder is still there: this learner may be another one than wrote it, and has nothing to offer to who can't open it. Else the
 // folder that was delivered first serves, and where that is gone too the run can't go on: the ledger would refuse what other weights
-// sample. A step without a gradient has the digest of the one before it, and is another version all the same: the next prompts wait
-// for it.
+// sample.
 func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord, digest string) error {
-	published := d.weights.GetVersion() == last.GetStep() && d.weights.GetDigest() == digest && !missing(d.weights)
-	if published {
-		return d.serve(ctx)
-	}
 	if digest != last.GetWeightsDigest() {
-		first := d.delivered(last)
-		if missing(first) && algorithm.FromData(d.set.cfg) {
-			return nil // nobody samples with them
-		}
-		if missing(first) {
-			return fmt.Errorf("step %d: its weights %s are gone and were not made again; `rollout run --from %s` goes on in a new run, from the newest snapshot: %w",
-				last.GetStep(), last.GetWeightsDigest(), d.spec.GetRunId(), ErrDiverged)
-		}
-		d.hold(first)
-		return d.serve(ctx)
+		return d.rearmFirst(ctx, last)
 	}
 	weights, err := d.publish(ctx, l)
 	if err != nil {
@@ -265,6 +212,23 @@ func (d *drive) rearm(ctx context.Context, l *learner, last *bufferv1.StepRecord
 	d.hold(weights)
 	_, err = d.deliver(ctx, weights)
 	return err
+}
+
+// rearmFirst delivers the weights that a committed step gave when it was made first.
+func (d *drive) rearmFirst(ctx context.Context, last *bufferv1.StepRecord) error {
+	first, err := d.delivered(last), errNowhere
+	if !missing(first) {
+		d.hold(first)
+		err = d.serve(ctx)
+	}
+	switch {
+	case !errors.Is(err, errNowhere):
+		return err
+	case algorithm.FromData(d.set.cfg):
+		return nil // nobody samples with them
+	}
+	return fmt.Errorf("step %d: its weights %s are gone and were not made again; `rollout run --from %s` goes on in a new run, from the newest snapshot: %w",
+		last.GetStep(), last.GetWeightsDigest(), d.spec.GetRunId(), ErrDiverged)
 }
 
 // delivered names the folder in which the weights of a committed step were published.

@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"fmt"
 	"sync"
 
 	"google.golang.org/grpc"
@@ -71,9 +72,10 @@ func (s *Server) begin(d *drive) {
 
 func (s *Server) launch(d *drive) {
 	ctx, cancel := context.WithCancel(s.life)
-	d.stopNow = cancel
+	heed := context.AfterFunc(d.halt, cancel)
 	s.wg.Go(func() {
 		defer cancel()
+		defer heed()
 		d.run(s.life, ctx)
 	})
 }
@@ -124,6 +126,9 @@ func (s *Server) StopRun(ctx context.Context, req *learnerv1.StopRunRequest) (*l
 	d, err := s.find(ctx, req.GetRunId())
 	if err != nil {
 		return nil, err
+	}
+	if now := d.spec.GetIncarnation(); req.GetIncarnation() != 0 && req.GetIncarnation() < now {
+		return nil, ErrStale.With("run", req.GetRunId()).With("newest", fmt.Sprint(now))
 	}
 	if err := d.stop(ctx, req.GetDrain()); err != nil {
 		return nil, err

@@ -13,17 +13,24 @@ type settings struct {
 	steps         uint64
 	deterministic bool
 	rows          uint64
+	draws         uint32 // batches' worth of groups that a step may go through with dynamic sampling; 0: it has none
 }
 
 func settingsOf(spec *learnerv1.StartRunRequest) settings {
 	cfg := spec.GetPlan().GetConfig()
-	s := settings{cfg: cfg, steps: cfg.GetTrain().GetSteps(), deterministic: cfg.GetDeterministic()}
+	s := settings{cfg: cfg, steps: cfg.GetTrain().GetSteps(), deterministic: cfg.GetDeterministic(), draws: algorithm.DrawBatches(cfg)}
 	for _, in := range spec.GetPlan().GetInputs() {
 		if in.GetRole() == planv1.InputRole_INPUT_ROLE_TRAIN_DATA {
 			s.rows = in.GetRows()
 		}
 	}
 	return s
+}
+
+// offers is how weights get to workers that can't open the learner's folder.
+func (s settings) offers(run string) offers {
+	w := s.cfg.GetWeights()
+	return offers{run: run, stream: w.GetWay() == "stream", store: w.GetWay() == "store", patch: w.GetPatch() != "off"}
 }
 
 // generates reports whether the weights can answer prompts, so that inference workers get them.

@@ -25,10 +25,14 @@ func (d *drive) snapshot(ctx context.Context, l *learner, step uint64) error {
 		return fmt.Errorf("save the state of step %d: %w", step, err)
 	}
 	crashpoint.Here("controller/saved") // the learner has written its state, no snapshot names it
+	position, err := d.position(ctx, step)
+	if err != nil {
+		return err
+	}
 	d.waiting("snapshot to take the files")
 	if _, err := call(ctx, d, "snapshot", func(ctx context.Context) (*snapshotv1.CreateSnapshotResponse, error) {
 		return d.deps.Snapshots.CreateSnapshot(ctx, &snapshotv1.CreateSnapshotRequest{
-			Snapshot: d.manifest(step, saved), Directory: dir, Keep: d.set.cfg.GetSnapshot().GetKeep(),
+			Snapshot: d.manifest(step, position, saved), Directory: dir, Keep: d.set.cfg.GetSnapshot().GetKeep(),
 		})
 	}); err != nil {
 		return fmt.Errorf("take a snapshot of step %d: %w", step, err)
@@ -46,8 +50,23 @@ func (d *drive) snapshot(ctx context.Context, l *learner, step uint64) error {
 	return nil
 }
 
-func (d *drive) manifest(step uint64, saved *learnerv1.SaveStateResponse) *snapshotv1.Snapshot {
-	position := step * uint64(d.set.cfg.GetTrain().GetGroupsPerStep())
+// position is where the step after the given one begins.
+func (d *drive) position(ctx context.Context, step uint64) (uint64, error) {
+	listed, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.ListStepsResponse, error) {
+		return d.deps.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: d.spec.GetRunId(), FromStep: step})
+	})
+	if err != nil {
+		return 0, fmt.Errorf("find where step %d ends: %w", step, err)
+	}
+	for _, s := range listed.GetSteps() {
+		if s.GetStep() == step && s.GetEndPosition() > 0 {
+			return s.GetEndPosition(), nil
+		}
+	}
+	return step * uint64(d.set.cfg.GetTrain().GetGroupsPerStep()), nil // a step of before ledgers said so
+}
+
+func (d *drive) manifest(step, position uint64, saved *learnerv1.SaveStateResponse) *snapshotv1.Snapshot {
 	cursor := &runv1.Cursor{Position: position, Rows: d.set.rows}
 	if d.set.rows > 0 {
 		cursor.Epoch, cursor.Index = uint32(position/d.set.rows), position%d.set.rows

@@ -77,6 +77,7 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 	if d.set.cfg.GetReward() != nil {
 		times["reward/retries"] = float64(repeated)
 	}
+	d.emitCompletions(result)
 	d.emitStep(batch, result, times)
 	if weights != nil {
 		d.hold(weights)
@@ -203,8 +204,8 @@ func (d *drive) deliver(ctx context.Context, w *weightsv1.WeightsManifest) (int,
 	}
 	from := d.deps.Now()
 	d.enter(delivering, "")
-	workers, err := d.fleet.deliver(ctx, w, func(who string) {
-		d.waiting("%s to load weights version %d", who, w.GetVersion())
+	workers, err := d.fleet.deliver(ctx, w, func(who, hindered string) {
+		d.waiting("%s to load weights version %d%s", who, w.GetVersion(), hindered)
 	})
 	if err != nil {
 		return workers, fmt.Errorf("deliver weights version %d: %w", w.GetVersion(), err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"os"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -18,6 +19,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -50,6 +52,7 @@ type world struct {
 	after   bool         // whether the call takes effect first
 	trace   []string     // names of the calls, in order
 	watches []*subscribe // of the registry
+	apart   bool         // no inference worker can open the folder of a learner
 	fresh   bool         // the inference worker started when nothing was delivered any more
 
 	learner   *fakeLearner
@@ -368,6 +371,8 @@ type fakeLearner struct {
 	step    uint64
 	digest  string // empty before Initialize
 	drift   string // mixed into each step: a learner that does not repeat itself
+
+	published sync.Map // digest -> folder
 }
 
 func (l *fakeLearner) GetLearnerStatus(context.Context, *learnerv1.GetLearnerStatusRequest) (*learnerv1.GetLearnerStatusResponse, error) {
@@ -393,20 +398,44 @@ func (l *fakeLearner) Train(in *learnerv1.TrainRequest, stream grpc.ServerStream
 	if in.GetStep() != l.step {
 		return status.Errorf(codes.FailedPrecondition, "step %d asked for at %d", in.GetStep(), l.step)
 	}
-	result := &learnerv1.TrainResult{Step: l.step, WeightsDigest: l.digest, Metrics: map[string]float64{"loss": 1}}
+	result := &learnerv1.TrainResult{Step: l.step, WeightsDigest: l.digest, Metrics: map[string]float64{"loss": 1},
+		Completions: []*learnerv1.Completion{{Index: 4, Prompt: "1+1=", Completion: "2", Reward: 1, Advantage: proto.Float64(0.5)}}}
 	if in.GetPublish() {
 		result.Weights = l.manifest()
 	}
 	return stream.Send(&learnerv1.TrainResponse{Kind: &learnerv1.TrainResponse_Result{Result: result}})
 }
 
+// manifest publishes the weights as they are.
 func (l *fakeLearner) manifest() *weightsv1.WeightsManifest {
-	return &weightsv1.WeightsManifest{RunId: run, Version: l.step, Digest: l.digest, Directory: l.world.t.TempDir()}
+	folder := l.world.t.TempDir()
+	l.published.Store(l.digest, folder)
+	return &weightsv1.WeightsManifest{RunId: run, Version: l.step, Digest: l.digest, Directory: folder}
+}
+
+// forget removes the folders of all that was published, as when a host loses its memory.
+func (l *fakeLearner) forget() {
+	l.published.Range(func(_, folder any) bool { return os.RemoveAll(folder.(string)) == nil })
 }
 
 func (l *fakeLearner) PublishWeights(context.Context, *learnerv1.PublishWeightsRequest) (*learnerv1.PublishWeightsResponse, error) {
 	_, err := l.world.at("PublishWeights")
 	return &learnerv1.PublishWeightsResponse{Weights: l.manifest()}, err
+}
+
+// OfferWeights offers a patch to who holds the step before this one, else the whole; of what it published itself.
+func (l *fakeLearner) OfferWeights(_ context.Context, in *learnerv1.OfferWeightsRequest) (*learnerv1.OfferWeightsResponse, error) {
+	if _, held := l.published.Load(in.GetDigest()); !held {
+		return nil, rpcerr.New(codes.NotFound, "WEIGHTS_NOT_HELD", "not published here")
+	}
+	offer := &weightsv1.WeightsOffer{Version: l.step, Digest: in.GetDigest(), Form: weightsv1.WeightsForm_WEIGHTS_FORM_WHOLE, Bytes: 100}
+	if l.step > 0 && !in.GetWhole() && in.GetBaseDigest() == digestAt(l.step-1) {
+		offer.Form, offer.BaseDigest = weightsv1.WeightsForm_WEIGHTS_FORM_PATCH, in.GetBaseDigest()
+	}
+	if in.GetStore() {
+		offer.ContentId = digestOf("stored", l.step)
+	}
+	return &learnerv1.OfferWeightsResponse{Offers: []*weightsv1.WeightsOffer{offer}}, nil
 }
 
 func (l *fakeLearner) SaveState(_ context.Context, in *learnerv1.SaveStateRequest) (*learnerv1.SaveStateResponse, error) {
@@ -423,15 +452,26 @@ type fakeInference struct {
 	world   *world
 	address string
 	corrupt bool // holds something else than it was sent
+	refuses func(in *inferencev1.LoadWeightsRequest) error
 
 	mu      sync.Mutex
 	receipt *weightsv1.WeightsReceipt
+	offered []string // how each version came: "folder", or the forms and sources that were offered
 }
 
 func (i *fakeInference) LoadWeights(_ context.Context, in *inferencev1.LoadWeightsRequest) (*inferencev1.LoadWeightsResponse, error) {
 	effect, err := i.world.at("LoadWeights")
 	i.mu.Lock()
 	defer i.mu.Unlock()
+	if len(in.GetOffers()) == 0 && (i.world.apart || missing(in.GetWeights())) {
+		return nil, refusal(reasonUnreadable)
+	}
+	if i.refuses != nil {
+		if err := i.refuses(in); err != nil {
+			return nil, err
+		}
+	}
+	i.offered = append(i.offered, described(in.GetOffers()))
 	if effect {
 		i.receipt = &weightsv1.WeightsReceipt{Version: in.GetWeights().GetVersion(), Digest: in.GetWeights().GetDigest()}
 		if i.corrupt {

@@ -9,18 +9,20 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
 // TestOfficialClient runs OpenAI's Python client against a gateway. It comes with the development environment (make venv-dev).
 func TestOfficialClient(t *testing.T) {
 	t.Parallel()
-	s, _ := serve(t, gateway.Config{APIKeys: []string{"right"}}, &fakeWorker{model: "tiny"})
+	ring, key := keyring(t, apikey.Submit)
+	s, _ := serve(t, gateway.Config{Keys: ring}, &fakeWorker{model: "tiny"})
 	python, err := filepath.Abs("../../.venv/bin/python")
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(t.Context(), python, filepath.Join("testdata", "client.py"), s.URL()+"/v1", "right")
+	cmd := exec.CommandContext(t.Context(), python, filepath.Join("testdata", "client.py"), s.URL()+"/v1", key)
 	var log bytes.Buffer
 	cmd.Stderr = &log
 	raw, err := cmd.Output()

@@ -9,6 +9,8 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/discovery"
 )
 
@@ -16,8 +18,10 @@ import (
 type Config struct {
 	// Address is where HTTP listens. "": 127.0.0.1:0.
 	Address string
-	// APIKeys are asked for as bearer tokens. None: whoever reaches the address may call; meant for loopback.
-	APIKeys []string
+	// TLS is what HTTP is served with; nil: plain text.
+	TLS *cert.Source
+	// Keys are asked for as bearer tokens. Nil: whoever reaches the address may call; meant for loopback.
+	Keys *apikey.Ring
 }
 
 // Registry tells which workers are there.

@@ -15,6 +15,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
@@ -209,11 +210,16 @@ func TestNoWorker(t *testing.T) {
 
 func TestAPIKey(t *testing.T) {
 	t.Parallel()
-	s, _ := serve(t, gateway.Config{APIKeys: []string{"right", "other"}}, &fakeWorker{model: "tiny"})
-	for key, want := range map[string]int{"": 401, "wrong": 401, "right": 200, "other": 200} {
+	ring, key := keyring(t, apikey.Read)
+	s, _ := serve(t, gateway.Config{Keys: ring}, &fakeWorker{model: "tiny"})
+	for key, want := range map[string]int{"": 401, "wrong": 401, key: 200} {
 		if resp, body := do(t, s, "GET", "/v1/models", "", key); resp.StatusCode != want {
 			t.Errorf("key %q: %s %s", key, resp.Status, body)
 		}
+	}
+	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a"}`, key)
+	if resp.StatusCode != http.StatusForbidden || !strings.Contains(body, `"code":"insufficient_permissions"`) || !strings.Contains(body, "--scope submit") {
+		t.Errorf("a key that only reads: %s %s", resp.Status, body)
 	}
 }
 

@@ -21,6 +21,7 @@ type Server struct {
 	svc      *service
 	http     *http.Server
 	listener net.Listener
+	secure   bool
 }
 
 // New makes the service and takes its HTTP address, so that URL is known; nothing is served before Run.
@@ -36,15 +37,31 @@ func New(cfg Config, deps Deps) (*Server, error) {
 		return nil, fmt.Errorf("gateway: %w", err)
 	}
 	svc := &service{Deps: deps, dir: &directory{dial: deps.Dial, log: deps.Log, now: deps.Now, workers: map[string]*worker{}}}
-	handler := openai.Handler(openai.Options{Backend: svc, APIKeys: cfg.APIKeys, Log: deps.Log, Now: deps.Now})
-	return &Server{
-		svc: svc, listener: listener,
+	handler := openai.Handler(openai.Options{Backend: svc, Keys: cfg.Keys, Log: deps.Log, Now: deps.Now})
+	s := &Server{
+		svc: svc, listener: listener, secure: cfg.TLS != nil,
 		http: &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute},
-	}, nil
+	}
+	if s.secure {
+		s.http.TLSConfig = cfg.TLS.Public("h2", "http/1.1") // clients of OpenAI's API have a key and no certificate
+	}
+	return s, nil
 }
 
 // URL is where HTTP is served, e.g. "http://127.0.0.1:8000".
-func (s *Server) URL() string { return "http://" + s.listener.Addr().String() }
+func (s *Server) URL() string {
+	if s.secure {
+		return "https://" + s.listener.Addr().String()
+	}
+	return "http://" + s.listener.Addr().String()
+}
+
+func (s *Server) serveHTTP() error {
+	if s.secure {
+		return s.http.ServeTLS(s.listener, "", "")
+	}
+	return s.http.Serve(s.listener)
+}
 
 // Register adds the service to a gRPC server.
 func (s *Server) Register(r grpc.ServiceRegistrar) {
@@ -60,7 +77,7 @@ func (s *Server) Run(ctx context.Context) error {
 	wg.Go(func() { s.svc.dir.serve(follow, instances) })
 	defer cancel()
 	failed := make(chan error, 1)
-	wg.Go(func() { failed <- s.http.Serve(s.listener) })
+	wg.Go(func() { failed <- s.serveHTTP() })
 	select {
 	case err := <-failed:
 		return fmt.Errorf("gateway: %w", err)

@@ -4,8 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net"
-	"net/http"
-	"strings"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -19,8 +18,10 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
@@ -163,21 +164,31 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 			t.Error(err)
 		}
 	})
-	key := ""
-	if len(cfg.APIKeys) > 0 {
-		key = cfg.APIKeys[0]
-	}
 	models := map[string]bool{}
 	for _, w := range workers {
 		models[w.model] = true
 	}
 	for deadline := time.Now().Add(10 * time.Second); ; {
-		_, body := do(t, s, http.MethodGet, "/v1/models", "", key)
-		if strings.Count(body, `"object":"model"`) == len(models) {
+		got, err := s.ListModels(t.Context(), &gatewayv1.ListModelsRequest{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(got.GetModels()) == len(models) {
 			return s, store
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("the gateway lists %s", body)
+			t.Fatalf("the gateway lists %s", got)
 		}
 	}
+}
+
+// keyring is a key, and a ring that knows it.
+func keyring(t *testing.T, scope apikey.Scope) (ring *apikey.Ring, key string) {
+	t.Helper()
+	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "api-keys.json")}
+	key, err := keep.Create("ada", scope, time.Now())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return apikey.Open(keep.Path), key
 }

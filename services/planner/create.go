@@ -14,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/reward"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/config"
@@ -33,6 +34,8 @@ type draft struct {
 	baseDir string
 	inputs  []*planv1.Input
 
+	warnings problem.List // what may be meant
+
 	train, eval *input.Dataset // nil where something is wrong with them
 	first       *input.Dataset // the rows that the reward scores, for its dry call, whatever is wrong with some of them
 	model       *input.Model
@@ -44,7 +47,7 @@ func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*plan
 	if err != nil || plan == nil {
 		return &planv1.CreatePlanResponse{Problems: d.Sorted()}, err
 	}
-	return &planv1.CreatePlanResponse{Plan: plan, Lock: data}, nil
+	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: d.warnings.Sorted()}, nil
 }
 
 // renew plans a configuration again that was planned before. Its text is not at hand, so its problems have no place.
@@ -96,10 +99,8 @@ func (d *draft) read() error {
 	}
 	d.readModel(cfg.GetModel().GetPath())
 	d.readTeacher(cfg.GetAlgorithm().GetDistillation().GetTeacher())
-	if plugin := cfg.GetReward().GetPlugin(); plugin != "" && d.Readable("reward.plugin") {
-		file, _, _ := strings.Cut(plugin, ".py:")
-		d.exists("reward.plugin", file+".py", false)
-	}
+	d.readRewards()
+	d.readSinks()
 	return nil
 }
 
@@ -160,7 +161,7 @@ func (d *draft) readModel(path string) {
 	}
 	before := d.Problems.Len()
 	folder := input.Resolve(d.baseDir, path)
-	model := input.ReadModel(folder, path, &d.Problems)
+	model := input.ReadModel(folder, path, "model.path", &d.Problems)
 	if d.Config.GetModel().GetChatTemplate() && !model.ChatTemplate {
 		d.Problems.At(d.Place("model.chat_template"), problem.BadModel, "model.chat_template",
 			fmt.Sprintf("`model.chat_template` is set, but the tokenizer of %s has no chat template", path),
@@ -251,21 +252,32 @@ func (d *draft) exists(field, path string, folder bool) bool {
 	return false
 }
 
-// probe makes the dry calls, both at a time, and returns the versions of packages.
+// probe makes the dry calls, all at a time, and returns the versions of packages.
 func (d *draft) probe(ctx context.Context) (map[string]string, error) {
 	var packages map[string]string
-	var about, reward *probe.Answer
-	var aboutErr, rewardErr error
+	var about *probe.Answer
+	var aboutErr error
 	caller := ctx
 	group, ctx := errgroup.WithContext(caller)
 	group.Go(func() error {
-		about, aboutErr = d.server.prober.Ask(ctx, probe.Request{Packages: probe.Packages, Tokenizer: d.tokenizerRequest()})
+		about, aboutErr = d.server.prober.Ask(ctx, probe.Request{
+			Packages: append(d.sinkPackages(), d.wanted()...), Tokenizer: d.tokenizerRequest(),
+			WandbKey: d.Config.GetSinks().GetWandb().GetMode() == "online",
+		})
 		return nil
 	})
-	request := d.rewardRequest()
-	if request != nil {
+	calls := d.dryCalls()
+	for _, call := range calls {
 		group.Go(func() error {
-			reward, rewardErr = d.server.prober.Ask(ctx, probe.Request{Reward: request})
+			call.answer, call.err = d.server.prober.Ask(ctx, probe.Request{Reward: call.request})
+			return nil
+		})
+	}
+	var taught *probe.Answer
+	var taughtErr error
+	if request := d.teacherRequest(); request != nil {
+		group.Go(func() error {
+			taught, taughtErr = d.server.prober.Ask(ctx, probe.Request{Teacher: request})
 			return nil
 		})
 	}
@@ -277,10 +289,24 @@ func (d *draft) probe(ctx context.Context) (map[string]string, error) {
 		d.Problems.Add(probeProblem(aboutErr))
 	} else {
 		packages = d.packages(about)
+		d.sinkAnswer(about)
 		d.tokenizerAnswer(about)
 	}
-	if request != nil {
-		d.rewardAnswer(reward, rewardErr, aboutErr == nil)
+	for _, call := range calls {
+		d.heard(call, aboutErr == nil)
 	}
+	d.teacherAnswer(taught, taughtErr)
 	return packages, nil
+}
+
+// wanted are the packages that decide what the run computes.
+func (d *draft) wanted() []string {
+	names := slices.Clone(probe.Packages)
+	if slices.ContainsFunc(reward.Parts(d.Config), func(part reward.Part) bool { return part.Expression != "" }) {
+		names = append(names, "cel-python")
+	}
+	if d.Config.GetTrain().GetOptimizer() == "adamw_8bit" {
+		names = append(names, "bitsandbytes")
+	}
+	return names
 }

@@ -1,7 +1,6 @@
 package planner
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -52,6 +51,9 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 		if len(lengths.Examples) > 0 {
 			d.tooLong(data, lengths)
 		}
+		if len(lengths.Strange) > 0 {
+			d.strange(data, lengths)
+		}
 		if rows := lengths.Empty; len(rows) > 0 {
 			message := "the tokenizer makes no token of the prompt"
 			if len(rows) > 1 {
@@ -63,6 +65,20 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 			})
 		}
 	}
+}
+
+// strange warns of prompts with characters that the vocabulary has not: the model sees one and the same token in their place.
+func (d *draft) strange(data *input.Dataset, lengths probe.Lengths) {
+	first := lengths.Strange[0]
+	message := fmt.Sprintf("the tokenizer does not know %q: the model sees its token for unknown text there", first.Text)
+	if lengths.Unknown > 1 {
+		message += fmt.Sprintf("; %d rows hold such text", lengths.Unknown)
+	}
+	d.warnings.Add(&planv1.Problem{
+		Reason: problem.BadRow, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Message: message,
+		Mend:    "write the prompt in characters that its vocabulary has, or remove the row",
+		Excerpt: input.Lines(input.Resolve(d.baseDir, data.Path), []uint64{first.Row + 1})[first.Row+1],
+	})
 }
 
 // longShown is how many rows that are too long are named; the others are counted.
@@ -119,59 +135,10 @@ func (d *draft) tokenizerLimit(data *input.Dataset) int64 {
 	return limit
 }
 
-// rewardRequest asks for one call on the first rows: one sample that answers as the row does, one that says nothing, as a
-// policy may.
-func (d *draft) rewardRequest() *probe.Reward {
-	reward := d.Config.GetReward()
-	if reward.GetPlugin() == "" || !d.Readable("reward") || d.first == nil || len(d.first.First) == 0 {
-		return nil
-	}
-	file, _, _ := strings.Cut(reward.GetPlugin(), ".py:")
-	if info, err := os.Stat(input.Resolve(d.baseDir, file+".py")); err != nil || info.IsDir() {
-		return nil // said already
-	}
-	request := &probe.Reward{Plugin: reward.GetPlugin(), BaseDir: d.baseDir, TimeoutSeconds: reward.GetTimeoutSeconds()}
-	for i, row := range d.first.First {
-		sample := probe.Sample{Prompt: row.Prompt, Row: row.JSON}
-		if i == 0 {
-			sample.Completion = d.first.Reference(row)
-		}
-		request.Samples = append(request.Samples, sample)
-	}
-	return request
-}
-
-func (d *draft) rewardAnswer(answer *probe.Answer, err error, pythonWorks bool) {
-	var python *probe.Error
-	switch {
-	case errors.As(err, &python):
-		d.Problems.Add(d.pythonProblem(python, "reward.plugin"))
-		return
-	case err != nil && pythonWorks: // then it was the reward that ended the process
-		d.Problems.At(d.Place("reward.plugin"), "REWARD_RAISED", "reward.plugin",
-			fmt.Sprintf("`%s` ended its whole process: %v", d.Config.GetReward().GetPlugin(), err), "call it alone in Python to see why")
-		return
-	case err != nil:
-		return // said already
-	}
-	if answer.Reward == nil {
-		return
-	}
-	if e := answer.Reward.Error; e != nil {
-		d.Problems.Add(d.pythonProblem(e, "reward.plugin"))
-		return
-	}
-	for _, file := range answer.Reward.Files {
-		d.inputs = append(d.inputs, &planv1.Input{
-			Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: input.Relative(d.baseDir, file, d.Config.GetReward().GetPlugin()),
-		})
-	}
-}
-
 // packages pins the versions that the workers would run with, and says which are missing.
 func (d *draft) packages(answer *probe.Answer) map[string]string {
 	versions := map[string]string{"python": answer.Python}
-	for _, name := range probe.Packages {
+	for _, name := range d.wanted() {
 		if version := answer.Packages[name]; version != nil {
 			versions[name] = *version
 			continue

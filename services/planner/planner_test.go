@@ -243,6 +243,29 @@ func TestValidateReadsNothing(t *testing.T) {
 	}
 }
 
+// Moments in 8 bits need a package that is not installed by default.
+func TestPackageOfTheOptimizer(t *testing.T) {
+	t.Parallel()
+	s, version := server(t), "1"
+	answer := &probe.Answer{Python: version, Packages: map[string]*string{}}
+	for _, name := range probe.Packages {
+		answer.Packages[name] = &version
+	}
+	missing := func(optimizer string) int {
+		d := &draft{server: s, Reading: s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), Set: []string{`train.optimizer="` + optimizer + `"`}})}
+		before := d.Problems.Len()
+		d.packages(answer)
+		return d.Problems.Len() - before
+	}
+	if missing("adamw") != 0 || missing("adamw_8bit") != 1 {
+		t.Errorf("missing %d and %d", missing("adamw"), missing("adamw_8bit"))
+	}
+	answer.Packages["bitsandbytes"] = &version
+	if missing("adamw_8bit") != 0 {
+		t.Error("bitsandbytes is there, and missed")
+	}
+}
+
 func TestPackagesThatTheWorkersNeed(t *testing.T) {
 	t.Parallel()
 	s := server(t)

@@ -6,6 +6,7 @@ import (
 
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
+	"github.com/rollout-rl/rollout/services/planner/probe"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
@@ -17,11 +18,16 @@ func (d *draft) readTeacher(path string) {
 	}
 	before := d.Problems.Len()
 	folder := input.Resolve(d.baseDir, path)
-	teacher := input.ReadModel(folder, path, &d.Problems)
+	teacher := input.ReadModel(folder, path, field, &d.Problems)
 	if d.model != nil && teacher.Embedded > 0 && d.model.Embedded > 0 && teacher.Embedded != d.model.Embedded {
 		d.Problems.At(d.Place(field), problem.BadModel, field,
 			fmt.Sprintf("the teacher has a vocabulary of %d tokens, the model one of %d", teacher.Embedded, d.model.Embedded),
 			"take a teacher with the same tokenizer")
+	} else if d.model != nil {
+		if difference := d.model.OtherTokens(teacher); difference != "" {
+			d.Problems.At(d.Place(field), problem.BadModel, field, "the teacher has another vocabulary: "+difference,
+				"take a teacher with the same tokenizer")
+		}
 	}
 	if d.Problems.Len() > before {
 		return
@@ -30,5 +36,29 @@ func (d *draft) readTeacher(path string) {
 		d.inputs = append(d.inputs, &planv1.Input{
 			Role: planv1.InputRole_INPUT_ROLE_MODEL, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path),
 		})
+	}
+}
+
+// teacherRequest asks a teacher's endpoint about the first prompt; nil where there is none, or model or data can't be used anyway.
+func (d *draft) teacherRequest() *probe.Teacher {
+	endpoint := d.Config.GetAlgorithm().GetDistillation().GetEndpoint()
+	const table = "algorithm.distillation.endpoint"
+	if endpoint == nil || d.model == nil || d.train == nil || len(d.train.First) == 0 || !d.Readable(table) || !d.Problems.Empty() {
+		return nil
+	}
+	return &probe.Teacher{
+		Model: input.Resolve(d.baseDir, d.Config.GetModel().GetPath()), BaseURL: endpoint.GetBaseUrl(), Name: endpoint.GetModel(),
+		APIKey: endpoint.GetApiKey(), Protocol: endpoint.GetProtocol(), TimeoutSeconds: endpoint.GetTimeoutSeconds(),
+		Prompt: d.train.First[0].Prompt,
+	}
+}
+
+// teacherAnswer says why a teacher's endpoint could not teach.
+func (d *draft) teacherAnswer(answer *probe.Answer, err error) {
+	switch {
+	case err != nil:
+		d.Problems.Add(probeProblem(err))
+	case answer != nil && answer.Teacher != nil && answer.Teacher.Error != nil:
+		d.Problems.Add(d.pythonProblem(answer.Teacher.Error, "algorithm.distillation.endpoint"))
 	}
 }

@@ -1,6 +1,10 @@
 package planner
 
 import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -46,4 +50,82 @@ func TestTheTeacherIsReadAndPinned(t *testing.T) {
 		}
 	}
 	told("BAD_MODEL")
+}
+
+// endpoint is a server that echoes what `rollout.teacher` asks: each token with its text and a log-probability.
+func endpoint(t *testing.T, answer func(tokens []int) (int, string)) string {
+	t.Helper()
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		var asked struct {
+			Prompt []int `json:"prompt"`
+		}
+		if err := json.NewDecoder(r.Body).Decode(&asked); err != nil || r.URL.Path != "/v1/completions" {
+			w.WriteHeader(http.StatusTeapot)
+			return
+		}
+		code, text := answer(asked.Prompt)
+		w.WriteHeader(code)
+		_, _ = w.Write([]byte(text))
+	}))
+	t.Cleanup(s.Close)
+	return s.URL + "/v1"
+}
+
+// byID answers as vLLM does, with the ids moved by so many.
+func byID(move int) func(tokens []int) (int, string) {
+	return func(tokens []int) (int, string) {
+		entries := []string{"null"}
+		for _, token := range tokens[1:] {
+			entries = append(entries, fmt.Sprintf(`{"%d": {"logprob": -1.5}}`, token+move))
+		}
+		return http.StatusOK, `{"choices": [{"prompt_logprobs": [` + strings.Join(entries, ",") + `]}]}`
+	}
+}
+
+func TestATeachersEndpointIsAskedOnce(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		answer func([]int) (int, string)
+		lines  string // beside base_url and model
+		reason string // "": a plan
+	}{
+		"it teaches":       {answer: byID(0)},
+		"other tokens":     {answer: byID(1), reason: "TEACHER_TOKENS_DIFFER"},
+		"no such model":    {answer: func([]int) (int, string) { return http.StatusNotFound, "no model" }, reason: "TEACHER_REFUSED"},
+		"a failure":        {answer: func([]int) (int, string) { return http.StatusInternalServerError, "oh" }, reason: "TEACHER_UNREACHABLE"},
+		"no logprobs":      {answer: func([]int) (int, string) { return http.StatusOK, `{"choices": [{}]}` }, reason: "TEACHER_BAD_ANSWER"},
+		"a key's variable": {answer: byID(0), lines: "api_key = \"env:NO_SUCH_KEY\"\n", reason: "SECRET_REFERENCE"},
+		"a key itself":     {answer: byID(0), lines: "api_key = \"sk-123\"\n", reason: "BAD_VALUE"},
+		"a folder too":     {answer: byID(0), lines: "[algorithm.distillation]\nteacher = \"model\"\n", reason: "CONFLICT"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s, dir := server(t), project(t, "def exact(samples): return [1.0 for _ in samples]\n")
+			table := fmt.Sprintf("[algorithm.distillation.endpoint]\nbase_url = %q\nmodel = \"teacher\"\nprotocol = \"prompt_logprobs\"\n%s", endpoint(t, c.answer), c.lines)
+			text := strings.Replace(configText, "[algorithm.grpo]", table, 1)
+			response, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			problems := response.GetProblems()
+			if c.reason == "" && len(problems) == 0 && response.GetPlan() != nil {
+				return
+			}
+			if len(problems) != 1 || problems[0].GetReason() != c.reason || !strings.HasPrefix(problems[0].GetField(), "algorithm.distillation") || problems[0].GetLine() == 0 {
+				t.Errorf("want %q, got %v", c.reason, problems)
+			}
+		})
+	}
+}
+
+func TestAnEndpointTeachesAtTemperatureOne(t *testing.T) {
+	t.Parallel()
+	s, dir := server(t), project(t, "")
+	text := strings.Replace(configText, "[algorithm.grpo]", "[algorithm.distillation.endpoint]\nbase_url = \"http://h/v1\"\nmodel = \"t\"", 1)
+	response, err := s.ValidateConfig(t.Context(), &planv1.ValidateConfigRequest{Source: &planv1.ConfigSource{
+		Toml: []byte(text), File: "run.toml", BaseDir: dir, Set: []string{"sampling.temperature=0.7"},
+	}})
+	if p := response.GetProblems(); err != nil || len(p) != 1 || !strings.Contains(p[0].GetMessage(), "`sampling.temperature` must be 1.0") {
+		t.Errorf("%v, %v", p, err)
+	}
 }

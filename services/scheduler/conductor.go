@@ -9,11 +9,14 @@ import (
 	"sync"
 	"time"
 
+	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/lease"
+	"github.com/rollout-rl/rollout/libs/reward"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -28,10 +31,11 @@ import (
 //
 // Whoever knows first why the run ends calls end; the first word holds.
 type conductor struct {
-	svc    *service
-	id     string
-	window Window
-	rows   uint64
+	svc         *service
+	id          string
+	incarnation uint32 // that it conducts; whoever knows of a newer one refuses what it says
+	window      Window
+	rows        uint64
 
 	endings  chan *ending // holds the first
 	draining chan struct{}
@@ -47,6 +51,7 @@ type conductor struct {
 
 	polls  sync.Mutex
 	polled time.Time // when the workers were asked last
+	lines  lines
 }
 
 // ending is how a run ends. It is an error so that parts can return it.
@@ -59,7 +64,7 @@ func (e *ending) Error() string { return e.reason + ": " + e.message }
 
 func newConductor(s *service, run *Run) *conductor {
 	c := &conductor{
-		svc: s, id: run.GetRunId(), endings: make(chan *ending, 1), draining: make(chan struct{}), done: make(chan struct{}),
+		svc: s, id: run.GetRunId(), incarnation: run.GetIncarnation(), endings: make(chan *ending, 1), draining: make(chan struct{}), done: make(chan struct{}),
 		changed: make(chan struct{}),
 	}
 	c.view = newView(run)
@@ -80,22 +85,27 @@ func (c *conductor) drain() { c.drainOne.Do(func() { close(c.draining) }) }
 // run conducts until the run has ended or ctx ends, which interrupts it.
 func (c *conductor) run(ctx context.Context) {
 	defer close(c.done)
+	defer c.lines.keep(nil)
 	if run, err := c.svc.update(ctx, c.id, func(*Run) error { return nil }); err != nil || !active(run.GetState()) {
 		return // cancelled before it began
 	}
+	c.feedSinks()
 	parts, cancel := context.WithCancel(ctx)
 	defer cancel()
 	finished := make(chan struct{})
 	go func() {
 		defer close(finished)
-		if err := c.conduct(parts); err != nil && parts.Err() == nil {
-			c.end(failure(err))
-		}
+		c.conductAgain(parts)
 	}()
 	var e *ending
 	select {
 	case e = <-c.endings:
 	case <-ctx.Done():
+		if c.svc.cfg.ResumeOnStart { // by the record it is active, and the next scheduler goes on with it
+			cancel()
+			<-finished
+			return
+		}
 		e = &ending{state: Interrupted, message: "the control plane stopped; `rollout run --resume " + c.id + "` goes on"}
 	}
 	closing := context.WithoutCancel(ctx)
@@ -107,13 +117,45 @@ func (c *conductor) run(ctx context.Context) {
 	c.before(closing, e)
 	cancel()
 	<-finished
+	mark := c.mark(closing) // before the last look at the lease
 	if !c.taken(closing) {
-		c.after(closing, e)
+		c.after(closing, e, mark)
+	}
+}
+
+// mark is the end of the work that this conductor has published; 0 where it can't be known now.
+func (c *conductor) mark(ctx context.Context) uint64 {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	mark, err := c.svc.Bus.WorkMark(ctx, c.id)
+	if err != nil {
+		c.svc.Log.DebugContext(ctx, "the work of the run is not dropped", "run", c.id, "error", err)
+	}
+	return mark
+}
+
+// conductAgain conducts until ctx ends or the run does, from the beginning where what it needs was away for a moment, or its streams
+// are gone: they hold nothing that is not made again.
+func (c *conductor) conductAgain(ctx context.Context) {
+	for {
+		err := c.conduct(ctx)
+		if err == nil || ctx.Err() != nil {
+			return
+		}
+		if rpcerr.Code(err) != codes.Unavailable && !errors.Is(err, bus.ErrNoStream) {
+			c.end(failure(err))
+			return
+		}
+		c.svc.Log.WarnContext(ctx, "the run begins again", "run", c.id, "error", err)
+		if pause(ctx, time.Second) != nil {
+			return
+		}
 	}
 }
 
 // taken reports whether another scheduler leads, or may: then the run is its own, and what the run uses must not be closed under it.
-// This process's workers end all the same.
+// This process's workers end all the same. Another may lead right after this look, and this process stand still meanwhile: so what it
+// says of the run afterwards bears its incarnation, and it drops the work before its mark alone.
 func (c *conductor) taken(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
@@ -155,13 +197,14 @@ func (c *conductor) before(ctx context.Context, e *ending) {
 	}
 	stopping, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
-	if _, err := c.svc.Controller.StopRun(stopping, &learnerv1.StopRunRequest{RunId: c.id}); err != nil {
+	if _, err := c.svc.Controller.StopRun(stopping, &learnerv1.StopRunRequest{RunId: c.id, Incarnation: c.incarnation}); err != nil {
 		c.svc.Log.DebugContext(ctx, "controller was not told of the end", "run", c.id, "error", err)
 	}
 }
 
-// after closes what the run used and records its end.
-func (c *conductor) after(ctx context.Context, e *ending) {
+// after closes what the run used and records its end. The streams of a run that has succeeded go last: by then its record says that
+// nobody will go on with it.
+func (c *conductor) after(ctx context.Context, e *ending, mark uint64) {
 	s := c.svc
 	asking, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
@@ -170,18 +213,16 @@ func (c *conductor) after(ctx context.Context, e *ending) {
 	}
 	closing, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
-	_, err := s.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.id})
+	_, err := s.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.id, Incarnation: c.incarnation})
 	crashpoint.Here("scheduler/closed") // the ledger is closed, the streams are there
 	errs := []error{err, s.Store.KeepQueues(ctx, c.id, c.queues())}
-	if e.state == Succeeded {
-		errs = append(errs, s.Bus.DeleteRun(closing, c.id))
-	} else {
-		errs = append(errs, s.Bus.PurgeWork(closing, c.id))
+	if e.state != Succeeded && mark > 0 {
+		errs = append(errs, s.Bus.PurgeWork(closing, c.id, mark))
 	}
 	if err := errors.Join(errs...); err != nil {
 		s.Log.WarnContext(ctx, "not everything of the run could be closed", "run", c.id, "error", err)
 	}
-	crashpoint.Here("scheduler/ended") // streams are gone, the end is not recorded
+	crashpoint.Here("scheduler/ended") // what was to be closed is, the end is not recorded
 	progress := c.progress()
 	_, err = s.transition(ctx, c.id, e.state, func(r *Run) error {
 		r.Reason, r.Message = e.reason, e.message
@@ -193,6 +234,15 @@ func (c *conductor) after(ctx context.Context, e *ending) {
 	})
 	if err != nil {
 		s.Log.ErrorContext(ctx, "the end of the run could not be recorded", "run", c.id, "state", stateName(e.state), "error", err)
+		return
+	}
+	if e.state != Succeeded {
+		return
+	}
+	removing, cancel := context.WithTimeout(ctx, 3*time.Second)
+	defer cancel()
+	if err := s.Bus.DeleteRun(removing, c.id); err != nil {
+		s.Log.WarnContext(ctx, "the streams of the run stay until the scheduler starts again", "run", c.id, "error", err)
 	}
 }
 
@@ -235,13 +285,18 @@ func (c *conductor) conduct(ctx context.Context) error {
 			}
 		})
 	}
-	for _, kind := range []string{"inference", "learner"} {
+	kinds := []string{"inference", "learner"}
+	if len(reward.Models(run.GetPlan().GetConfig())) > 0 {
+		kinds = append(kinds, "reward")
+	}
+	for _, kind := range kinds {
 		start(func(ctx context.Context) error { return c.watchRegistry(ctx, kind) })
 	}
 	for _, sup := range c.supervisors(run) {
 		start(sup.Run)
 	}
 	start(c.control)
+	start(c.pressure)
 	start(c.drained)
 	issuer := newIssuer(c, run, data, cursor.Position)
 	start(issuer.run)
@@ -260,14 +315,24 @@ func (c *conductor) conduct(ctx context.Context) error {
 // the issuer, so the work stream starts empty.
 func (c *conductor) open(ctx context.Context, run *Run) error {
 	if err := c.insist(ctx, "the streams of the run (NATS)", func(ctx context.Context) error {
-		return errors.Join(c.svc.Bus.EnsureRun(ctx, c.id), c.svc.Bus.PurgeWork(ctx, c.id))
+		if err := c.svc.Bus.EnsureRun(ctx, c.id); err != nil {
+			return err
+		}
+		mark, err := c.svc.Bus.WorkMark(ctx, c.id)
+		if err != nil {
+			return err
+		}
+		if _, err := c.svc.update(ctx, c.id, func(*Run) error { return nil }); err != nil { // who does not lead any more is refused here
+			return err
+		}
+		return c.svc.Bus.PurgeWork(ctx, c.id, mark)
 	}); err != nil {
 		return err
 	}
 	crashpoint.Here("scheduler/streams") // streams are there and work is purged, the ledger is not open
 	return c.insist(ctx, "the ledger of the run (buffer)", func(ctx context.Context) error {
 		resp, err := c.svc.Buffer.OpenLedger(ctx, &bufferv1.OpenLedgerRequest{
-			RunId: c.id, Config: c.window.ledgerConfig(run.GetPlan(), c.rows),
+			RunId: c.id, Config: c.window.ledgerConfig(run.GetPlan(), c.rows), Incarnation: c.incarnation,
 		})
 		if err == nil {
 			c.seeLedger(resp.GetState())

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -32,17 +33,19 @@ type Config struct {
 	Worker WorkerConfig
 }
 
-// WorkerConfig is what every worker of this host is started with.
+// WorkerConfig is what every worker of this host is started with. Tokens are references, "file:PATH" or "env:NAME": what is written
+// for a worker holds no secret.
 type WorkerConfig struct {
 	Command       []string // program and arguments before the kind, e.g. [".venv/bin/rollout-worker"]
 	Env           []string // environment, KEY=value
 	NATSURL       string
 	NATSToken     string
 	NATS          *runv1.NatsAccess // other credentials, and TLS; nil for none
-	ConsulAddress string            // host:port
+	ConsulAddress string            // host:port, or an URL
 	ConsulToken   string
-	ConsulCAFile  string // PEM; of an agent at https://
-	Token         string // mesh token
+	Consul        cert.Files       // of an agent at https://
+	Token         string           // of the mesh
+	TLS           *runv1.WorkerTls // of the mesh; nil: plain text
 	OTLPEndpoint  string
 	Cores         int // cores that runs may use; 0: all of this host
 	Limits        launch.Limits
@@ -84,7 +87,9 @@ type Snapshots interface {
 type Bus interface {
 	EnsureRun(ctx context.Context, run string) error
 	DeleteRun(ctx context.Context, run string) error
-	PurgeWork(ctx context.Context, run string) error
+	Runs(ctx context.Context) ([]string, error)
+	WorkMark(ctx context.Context, run string) (uint64, error)
+	PurgeWork(ctx context.Context, run string, before uint64) error
 	Publish(ctx context.Context, messages ...bus.Message) error
 }
 

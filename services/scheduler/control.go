@@ -15,7 +15,7 @@ func (c *conductor) control(ctx context.Context) error {
 	for {
 		if err := c.insist(ctx, "the controller to take the run (learner-controller)", func(ctx context.Context) error {
 			_, err := c.svc.Controller.StartRun(ctx, &learnerv1.StartRunRequest{
-				RunId: c.id, Plan: run.GetPlan(), Incarnation: run.GetIncarnation(), RunDirectory: run.GetDirectory(),
+				RunId: c.id, Plan: run.GetPlan(), Incarnation: c.incarnation, RunDirectory: run.GetDirectory(),
 				FromSnapshot: run.GetFromSnapshot(),
 			})
 			return err
@@ -62,7 +62,7 @@ func (c *conductor) drained(ctx context.Context) error {
 	case <-c.draining:
 	}
 	return c.insist(ctx, "the controller to finish the step in hand (learner-controller)", func(ctx context.Context) error {
-		resp, err := c.svc.Controller.StopRun(ctx, &learnerv1.StopRunRequest{RunId: c.id, Drain: true})
+		resp, err := c.svc.Controller.StopRun(ctx, &learnerv1.StopRunRequest{RunId: c.id, Drain: true, Incarnation: c.incarnation})
 		if err != nil {
 			return err
 		}

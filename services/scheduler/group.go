@@ -18,13 +18,12 @@ func (i *issuer) message(it item) (bus.Message, error) {
 		return bus.Message{}, err
 	}
 	config := i.record.GetPlan().GetConfig()
-	newest := max(i.c.ledger().GetStep(), i.c.window.FirstStep)
 	size := algorithm.GroupSize(config)
 	group := &runv1.PromptGroup{
 		RunId: i.c.id, Epoch: place.Epoch, Index: place.Index, Attempt: it.attempt, Position: it.position,
 		Row: row, RowJson: text, GroupSize: size,
 		Seeds:      dataset.Seeds(config.GetSeed(), place, int(size)),
-		MinVersion: i.c.window.MinVersion(it.position, newest),
+		MinVersion: i.c.window.MinVersion(it.position, i.c.window.made(i.c.ledger())),
 	}
 	return bus.Message{
 		Subject: bus.WorkSubject(i.c.id), Body: group,

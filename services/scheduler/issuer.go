@@ -12,6 +12,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -148,7 +149,11 @@ func (i *issuer) watch(ctx context.Context) error {
 // behind the ledger: it is durable before the publish; if a disk lost it, the ledger's last position moves it.
 func (i *issuer) reconcile(ctx context.Context) error {
 	from := i.c.window.First
-	if !i.c.window.Completion {
+	switch {
+	case i.c.window.Completion:
+	case i.c.window.Draw > 0:
+		from = i.c.window.begin(i.c.ledger())
+	default:
 		from = i.c.window.start(i.c.ledger().GetStep()) // the windows of committed steps are whole
 	}
 	known := map[uint64]*bufferv1.GroupRecord{}
@@ -196,7 +201,7 @@ func (i *issuer) act(ctx context.Context) error {
 	if err := i.settle(ctx, ledger.GetDissolved()); err != nil {
 		return err
 	}
-	upto := i.c.window.Upto(i.position, ledger.GetStep(), ledger.GetLeased() > 0)
+	upto := i.admit(ledger, i.upto(ledger))
 	for i.position < upto {
 		to := min(upto, i.position+chunk)
 		var items []item
@@ -211,6 +216,30 @@ func (i *issuer) act(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+func (i *issuer) upto(ledger *bufferv1.LedgerState) uint64 {
+	if i.c.window.Draw > 0 {
+		return i.c.window.Refill(i.position, ledger)
+	}
+	return i.c.window.Upto(i.position, ledger.GetStep(), ledger.GetLeased() > 0)
+}
+
+// admit bounds what the window allows by the bytes of the samples that are on their way or wait for the learner.
+func (i *issuer) admit(ledger *bufferv1.LedgerState, upto uint64) uint64 {
+	config := i.record.GetPlan().GetConfig()
+	bytes := ledger.GetSampleBytes() * uint64(algorithm.GroupSize(config)) // of a group
+	most := config.GetLimits().GetQueueBytes()
+	if bytes == 0 || most == 0 { // nothing came yet; a plan of before this limit
+		return upto
+	}
+	within := i.c.window.Within(upto, i.position, ledger.GetConsumed()+ledger.GetExcluded(), most/bytes)
+	why := ""
+	if within < upto {
+		why = fmt.Sprintf("groups of %d KiB are held back above %d MiB (limits.queue_bytes)", bytes>>10, most>>20)
+	}
+	i.c.waitFor("the learner to take samples (learner)", why)
+	return within
 }
 
 // settle gives dissolved groups their next attempt, or excludes them after the last.
@@ -240,7 +269,7 @@ func (i *issuer) reissue(ctx context.Context, groups []*bufferv1.GroupRecord) er
 	if len(groups) == 0 {
 		return nil
 	}
-	req := &bufferv1.ReissueGroupsRequest{RunId: i.c.id}
+	req := &bufferv1.ReissueGroupsRequest{RunId: i.c.id, Incarnation: i.c.incarnation}
 	var items []item
 	for _, g := range groups {
 		k := g.GetKey()
@@ -264,7 +293,7 @@ func (i *issuer) exclude(ctx context.Context, groups []*bufferv1.GroupRecord) er
 	if len(groups) == 0 {
 		return nil
 	}
-	req := &bufferv1.ExcludeGroupsRequest{RunId: i.c.id, Reason: AttemptsExhausted}
+	req := &bufferv1.ExcludeGroupsRequest{RunId: i.c.id, Incarnation: i.c.incarnation, Reason: AttemptsExhausted}
 	for _, g := range groups {
 		req.Groups = append(req.Groups, g.GetKey())
 	}

@@ -225,3 +225,37 @@ func TestReconcileNeverLetsTheCursorBehindTheLedger(t *testing.T) {
 	}
 	a.want(t, "cursor 2 to 5", "publish 2 attempt 0", "publish 4 attempt 0")
 }
+
+// What is on its way is bounded by bytes; the groups of one step are let through however large they are.
+func TestBytesHoldGroupsBack(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		most   uint64
+		ledger *bufferv1.LedgerState
+		want   uint64
+	}{
+		"no size known":           {200, &bufferv1.LedgerState{}, 8},
+		"five groups":             {200, &bufferv1.LedgerState{SampleBytes: 10}, 5},
+		"five beyond what is out": {200, &bufferv1.LedgerState{SampleBytes: 10, Step: 1, Consumed: 1, Excluded: 1}, 7},
+		"one step at least":       {1, &bufferv1.LedgerState{SampleBytes: 10}, 2},
+		"more than the window":    {1 << 40, &bufferv1.LedgerState{SampleBytes: 10}, 8},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			i, a := bench(t, 0, Running, c.ledger)
+			i.c.window = Window{GroupsPerStep: 2, Staleness: 3, Steps: 5, Completion: true}
+			config := i.record.GetPlan().GetConfig()
+			size := uint32(4)
+			config.Limits.QueueBytes, config.Sampling = &c.most, &configv1.SamplingConfig{GroupSize: &size}
+			if err := i.act(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if i.position != c.want {
+				t.Errorf("issued up to %d, want %d: %q", i.position, c.want, a.asked)
+			}
+			if waits := len(i.c.view.waits) > 0; waits != (c.want < 8) {
+				t.Errorf("waits %v", i.c.view.waits)
+			}
+		})
+	}
+}

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -39,15 +40,21 @@ type mesh struct {
 	scheduler *generation
 
 	queue     []*runv1.PromptGroup
+	places    map[*runv1.PromptGroup]uint64 // in the work stream
+	refused   []string                      // what was asked in the name of an older incarnation
 	published []*runv1.PromptGroup
 	ids       map[string]bool // message ids that the stream remembers
 	streams   string          // "", "there", "deleted"
 
-	twins    int // samples of what was sampled already, or of another attempt
-	config   *bufferv1.LedgerConfig
+	twins  int // samples of what was sampled already, or of another attempt
+	config *bufferv1.LedgerConfig
+
+	incarnation uint32 // newest that opened the ledger
+
 	open     bool
 	groups   map[uint64]*bufferv1.GroupRecord
 	step     uint64
+	stalled  string                                                    // why the buffer ingests nothing
 	held     bool                                                      // workers do nothing
 	outcome  func(g *runv1.PromptGroup) (reason string, failures bool) // "" is a good sample
 	request  *learnerv1.StartRunRequest
@@ -63,7 +70,7 @@ type (
 )
 
 func newMesh(t *testing.T) *mesh {
-	m := &mesh{t: t, changed: make(chan struct{}), rng: rand.New(rand.NewPCG(1, 2)), ids: map[string]bool{}, groups: map[uint64]*bufferv1.GroupRecord{}}
+	m := &mesh{t: t, changed: make(chan struct{}), rng: rand.New(rand.NewPCG(1, 2)), ids: map[string]bool{}, places: map[*runv1.PromptGroup]uint64{}, groups: map[uint64]*bufferv1.GroupRecord{}}
 	m.bus, m.ledger, m.controller = &stream{m}, &ledger{m}, &controller{m}
 	return m
 }
@@ -179,8 +186,24 @@ func (s *stream) DeleteRun(context.Context, string) error {
 	return nil
 }
 
-func (s *stream) PurgeWork(context.Context, string) error {
-	s.m.do(func() { s.m.queue = nil })
+func (s *stream) Runs(context.Context) (runs []string, err error) {
+	s.m.read(func() {
+		if s.m.streams == "there" && s.m.request != nil {
+			runs = []string{s.m.request.GetRunId()}
+		}
+	})
+	return runs, nil
+}
+
+func (s *stream) WorkMark(context.Context, string) (mark uint64, err error) {
+	s.m.read(func() { mark = uint64(len(s.m.places)) + 1 })
+	return mark, nil
+}
+
+func (s *stream) PurgeWork(_ context.Context, _ string, before uint64) error {
+	s.m.do(func() {
+		s.m.queue = slices.DeleteFunc(s.m.queue, func(g *runv1.PromptGroup) bool { return s.m.places[g] < before })
+	})
 	return nil
 }
 
@@ -194,6 +217,7 @@ func (s *stream) Publish(_ context.Context, messages ...bus.Message) error {
 			s.m.ids[message.ID] = true
 			s.m.published = append(s.m.published, g)
 			s.m.queue = append(s.m.queue, g)
+			s.m.places[g] = uint64(len(s.m.places)) + 1
 		}
 		if n, bound := s.m.outstanding(), s.m.bound(); n > bound {
 			s.m.t.Errorf("%d groups are outstanding, the bound is %d", n, bound)
@@ -223,7 +247,11 @@ func (m *mesh) bound() uint64 {
 
 func (l *ledger) OpenLedger(_ context.Context, in *bufferv1.OpenLedgerRequest, _ ...grpc.CallOption) (*bufferv1.OpenLedgerResponse, error) {
 	var state *bufferv1.LedgerState
+	if err := l.m.admit("OpenLedger", in.GetIncarnation()); err != nil {
+		return nil, err
+	}
 	l.m.do(func() {
+		l.m.incarnation = in.GetIncarnation()
 		if l.m.config != nil && !proto.Equal(l.m.config, in.GetConfig()) {
 			l.m.t.Errorf("the ledger was opened with %v, then with %v", l.m.config, in.GetConfig())
 		}
@@ -236,13 +264,27 @@ func (l *ledger) OpenLedger(_ context.Context, in *bufferv1.OpenLedgerRequest, _
 	return &bufferv1.OpenLedgerResponse{State: state}, nil
 }
 
-func (l *ledger) CloseLedger(context.Context, *bufferv1.CloseLedgerRequest, ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error) {
+// admit refuses what is asked in the name of an older incarnation, as buffer and controller do.
+func (m *mesh) admit(what string, incarnation uint32) (err error) {
+	m.read(func() {
+		if incarnation < m.incarnation {
+			m.refused = append(m.refused, what)
+			err = status.Error(codes.FailedPrecondition, "a newer incarnation is known")
+		}
+	})
+	return err
+}
+
+func (l *ledger) CloseLedger(_ context.Context, in *bufferv1.CloseLedgerRequest, _ ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error) {
+	if err := l.m.admit("CloseLedger", in.GetIncarnation()); err != nil {
+		return nil, err
+	}
 	l.m.do(func() { l.m.open = false })
 	return &bufferv1.CloseLedgerResponse{}, nil
 }
 
 func (m *mesh) state() *bufferv1.LedgerState {
-	s := &bufferv1.LedgerState{Step: m.step}
+	s := &bufferv1.LedgerState{Step: m.step, StalledReason: m.stalled, StalledMessage: m.stalled}
 	for _, p := range m.positions() {
 		switch g := m.groups[p]; g.GetState() {
 		case bufferv1.GroupState_GROUP_STATE_OPEN:
@@ -343,6 +385,9 @@ func (c *controller) StartRun(_ context.Context, in *learnerv1.StartRunRequest, 
 }
 
 func (c *controller) StopRun(_ context.Context, in *learnerv1.StopRunRequest, _ ...grpc.CallOption) (*learnerv1.StopRunResponse, error) {
+	if err := c.m.admit("StopRun", in.GetIncarnation()); err != nil {
+		return nil, err
+	}
 	var p *learnerv1.Progress
 	c.m.do(func() {
 		c.m.stopping = true
@@ -398,7 +443,32 @@ func (f *follow[T]) Recv() (*T, error) {
 // ---- death --------------------------------------------------------------------------------------
 
 // gate lets nothing through once it is closed.
-type gate struct{ closed atomic.Bool }
+type gate struct {
+	closed atomic.Bool
+	away   atomic.Int32 // so many reads of a cursor fail
+	frozen atomic.Pointer[freeze]
+}
+
+// freeze is where a process stands still, until it is thawed.
+type freeze struct {
+	at            string
+	reached, thaw chan struct{}
+}
+
+func (g *gate) freeze(at string) *freeze {
+	f := &freeze{at: at, reached: make(chan struct{}), thaw: make(chan struct{})}
+	g.frozen.Store(f)
+	return f
+}
+
+// pass is err for a call at which the process may stand still.
+func (g *gate) pass(at string) error {
+	if f := g.frozen.Load(); f != nil && f.at == at && g.frozen.CompareAndSwap(f, nil) {
+		close(f.reached)
+		<-f.thaw
+	}
+	return g.err()
+}
 
 func (g *gate) close() { g.closed.Store(true) }
 
@@ -412,6 +482,13 @@ func (g *gate) err() error {
 type gatedStore struct {
 	scheduler.Store
 	gate *gate
+}
+
+func (s gatedStore) Cursor(ctx context.Context, run string) (scheduler.Cursor, error) {
+	if s.gate.away.Add(-1) >= 0 {
+		return scheduler.Cursor{}, sqldb.ErrUnavailable
+	}
+	return s.Store.Cursor(ctx, run)
 }
 
 func (s gatedStore) Update(ctx context.Context, run string, change func(*scheduler.Run) error) (*scheduler.Run, error) {
@@ -447,11 +524,11 @@ func (b gatedBus) Publish(ctx context.Context, messages ...bus.Message) error {
 	return b.Bus.Publish(ctx, messages...)
 }
 
-func (b gatedBus) PurgeWork(ctx context.Context, run string) error {
-	if err := b.gate.err(); err != nil {
+func (b gatedBus) PurgeWork(ctx context.Context, run string, before uint64) error {
+	if err := b.gate.pass("PurgeWork"); err != nil {
 		return err
 	}
-	return b.Bus.PurgeWork(ctx, run)
+	return b.Bus.PurgeWork(ctx, run, before)
 }
 
 type gatedBuffer struct {
@@ -460,7 +537,7 @@ type gatedBuffer struct {
 }
 
 func (b gatedBuffer) CloseLedger(ctx context.Context, in *bufferv1.CloseLedgerRequest, o ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error) {
-	if err := b.gate.err(); err != nil {
+	if err := b.gate.pass("CloseLedger"); err != nil {
 		return nil, err
 	}
 	return b.Buffer.CloseLedger(ctx, in, o...)
@@ -486,7 +563,7 @@ type gatedController struct {
 }
 
 func (c gatedController) StopRun(ctx context.Context, in *learnerv1.StopRunRequest, o ...grpc.CallOption) (*learnerv1.StopRunResponse, error) {
-	if err := c.gate.err(); err != nil {
+	if err := c.gate.pass("StopRun"); err != nil {
 		return nil, err
 	}
 	return c.Controller.StopRun(ctx, in, o...)

@@ -3,7 +3,9 @@ package scheduler_test
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
+	"time"
 
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
@@ -61,4 +63,75 @@ func TestTwoSchedulers(t *testing.T) {
 			t.Errorf("cursor %+v, %v", cursor, err)
 		}
 	})
+}
+
+// A scheduler stands still right after its last look at the lease, while it ends a run, and wakes up when another one conducts the run:
+// nobody does what it says.
+func TestOldSchedulerWakesUp(t *testing.T) {
+	t.Parallel()
+	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
+		for _, at := range []string{"StopRun", "CloseLedger", "PurgeWork"} {
+			t.Run(at, func(t *testing.T) {
+				t.Parallel()
+				w := setupAt(t, place(t))
+				store := w.store
+				w.config.ResumeOnStart = true
+				w.mesh.held = true
+				old, _ := w.lead(store)
+				run := w.create(plan(3, "sync", 0, false)).GetRunId()
+				w.waitState(run, scheduler.Running)
+				frozen := old.gate.freeze(at)
+				if _, err := old.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run}); err != nil {
+					t.Fatal(err)
+				}
+				<-frozen.reached
+
+				_, _ = w.lead(store)
+				w.wait(run, func(s *runv1.RunStatus) bool {
+					return s.GetRun().GetState() == scheduler.Running && s.GetRun().GetIncarnation() == 2 && s.GetQueues().GetInFlight() > 0
+				})
+				var before int
+				w.mesh.read(func() { before = len(w.mesh.queue) })
+				close(frozen.thaw)
+				old.stop()
+				w.mesh.read(func() {
+					if at != "PurgeWork" && !slices.Contains(w.mesh.refused, at) {
+						t.Errorf("%s of an old incarnation was not refused: %v", at, w.mesh.refused)
+					}
+					if !w.mesh.open || w.mesh.stopping || len(w.mesh.queue) != before {
+						t.Errorf("ledger open %v, controller stopped %v, %d groups of %d in the stream", w.mesh.open, w.mesh.stopping, len(w.mesh.queue), before)
+					}
+				})
+				w.mesh.do(func() { w.mesh.held = false })
+				if got := w.waitState(run, scheduler.Succeeded).GetRun().GetIncarnation(); got != 2 {
+					t.Errorf("incarnation %d", got)
+				}
+				w.whole(3)
+			})
+		}
+	})
+}
+
+// Who recorded that a run has succeeded died before it removed the streams: the next scheduler does.
+func TestStreamsOfAnEndedRunAreSwept(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.start()
+	run := w.create(plan(2, "sync", 0, false)).GetRunId()
+	w.waitState(run, scheduler.Succeeded)
+	w.generation.stop()
+	w.mesh.do(func() { w.mesh.streams = "there" })
+	w.start()
+	for swept := false; !swept; {
+		var changed chan struct{}
+		w.mesh.read(func() { swept, changed = w.mesh.streams == "deleted", w.mesh.changed })
+		if swept {
+			return
+		}
+		select {
+		case <-changed:
+		case <-time.After(30 * time.Second):
+			t.Fatal("the streams are still there")
+		}
+	}
 }

@@ -146,6 +146,56 @@ func TestPauseHoldsWorkBack(t *testing.T) {
 	}
 }
 
+// A full disk pauses the run and its space lets it go on, unless somebody has paused it as well.
+func TestDiskFullPausesTheRun(t *testing.T) {
+	t.Parallel()
+	for name, asked := range map[string]bool{"by itself": false, "paused by request too": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w, run := idle(t, plan(4, "sync", 0, false))
+			w.mesh.do(func() { w.mesh.stalled = "DISK_FULL" })
+			status := w.waitState(run, scheduler.Paused)
+			if status.GetRun().GetReason() != "DISK_FULL" || !strings.Contains(status.GetWaitingFor(), "DISK_FULL") {
+				t.Errorf("status %v", status)
+			}
+			if asked {
+				if _, err := w.generation.PauseRun(t.Context(), &runv1.PauseRunRequest{RunId: run}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			w.mesh.do(func() { w.mesh.stalled, w.mesh.held = "", false })
+			if asked {
+				status := w.wait(run, func(s *runv1.RunStatus) bool { return s.GetRun().GetStep() == 1 })
+				if status.GetRun().GetState() != scheduler.Paused || status.GetRun().GetReason() != "" {
+					t.Errorf("status %v", status)
+				}
+				if _, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if got := w.waitState(run, scheduler.Succeeded).GetRun(); got.GetReason() != "" {
+				t.Errorf("reason %s", got.GetReason())
+			}
+			w.whole(4)
+		})
+	}
+}
+
+// The scheduler that comes after one that died on a full disk knows why the run is paused, and goes on when there is room.
+func TestDiskFullOutlivesTheScheduler(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	w.mesh.do(func() { w.mesh.stalled = "DISK_FULL" })
+	w.waitState(run, scheduler.Paused)
+	w.kill()
+	w.config.ResumeOnStart = true
+	w.start()
+	w.wait(run, func(s *runv1.RunStatus) bool { return s.GetRun().GetIncarnation() == 2 })
+	w.mesh.do(func() { w.mesh.stalled, w.mesh.held = "", false })
+	w.waitState(run, scheduler.Succeeded)
+	w.whole(4)
+}
+
 func TestIdempotencyKey(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

@@ -16,7 +16,7 @@
 //
 //	PENDING, STARTING, RUNNING, PAUSED, DRAINING --> FAILED        the controller or a crash loop said so
 //	                                             --> CANCELLED     CancelRun without drain
-//	                                             --> INTERRUPTED   the service stopped or died
+//	                                             --> INTERRUPTED   the service stopped or died, unless the next one goes on by itself
 //	INTERRUPTED, FAILED, CANCELLED --ResumeRun--> STARTING         with the next incarnation
 //
 // A run that is PENDING to DRAINING has a conductor: the goroutines that open the ledger, supervise workers, issue prompt groups

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"google.golang.org/protobuf/proto"
@@ -63,6 +64,7 @@ func TestARunGoesThrough(t *testing.T) {
 			if c := status.GetCursor(); c.GetPosition() != 15 || c.GetEpoch() != 2 || c.GetIndex() != 1 || c.GetRows() != rows {
 				t.Errorf("cursor %v", c)
 			}
+			w.generation.stop() // the streams go after the record says how the run ended
 			w.mesh.read(func() {
 				if w.mesh.streams != "deleted" || w.mesh.open {
 					t.Errorf("streams %q, ledger open %v", w.mesh.streams, w.mesh.open)
@@ -246,6 +248,84 @@ func TestResumeOnStart(t *testing.T) {
 			t.Errorf("%d groups of the dead incarnation were sampled as well", w.mesh.twins)
 		}
 	})
+}
+
+// However often a scheduler that goes on by itself dies or stops, also before it could begin or while the planner is away, the next
+// one goes on; a paused run stays paused.
+func TestTheNextSchedulerGoesOn(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.config.ResumeOnStart = true
+	w.mesh.held = true
+	w.start()
+	run := w.create(plan(2, "sync", 0, false)).GetRunId()
+	running := func(incarnation uint32) {
+		t.Helper()
+		w.wait(run, func(s *runv1.RunStatus) bool {
+			return s.GetRun().GetState() == scheduler.Running && s.GetRun().GetIncarnation() == incarnation
+		})
+	}
+	running(1)
+	w.generation.stop()
+	w.launcher.endAll()
+	w.planner.away.Store(2)
+	w.start()
+	running(2)
+	w.kill()
+	w.planner.away.Store(1 << 30)
+	w.start()
+	w.kill() // it had marked nothing
+	w.planner.away.Store(0)
+	w.start()
+	running(3)
+	if _, err := w.generation.PauseRun(t.Context(), &runv1.PauseRunRequest{RunId: run}); err != nil {
+		t.Fatal(err)
+	}
+	w.kill()
+	w.start()
+	w.wait(run, func(s *runv1.RunStatus) bool {
+		return s.GetRun().GetState() == scheduler.Paused && s.GetRun().GetIncarnation() == 4
+	})
+	if _, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run}); err != nil {
+		t.Fatal(err)
+	}
+	w.mesh.do(func() { w.mesh.held = false })
+	w.waitState(run, scheduler.Succeeded)
+	w.whole(2)
+}
+
+// A store that is away for a moment while a run begins, or streams that are gone, are no reason for the run to fail.
+func TestARunBeginsAgain(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	gone := &goneOnce{}
+	w.wrapBus = func(b scheduler.Bus) scheduler.Bus { gone.Bus = b; return gone }
+	w.start()
+	w.generation.gate.away.Store(2)
+	run := w.create(plan(2, "sync", 0, false)).GetRunId()
+	w.waitState(run, scheduler.Succeeded)
+	w.whole(2)
+	if n := gone.opened.Load(); n != 2 {
+		t.Errorf("the streams were made %d times", n)
+	}
+}
+
+// goneOnce is a bus that has lost the streams at the second publish.
+type goneOnce struct {
+	scheduler.Bus
+	published, opened atomic.Int32
+}
+
+func (g *goneOnce) EnsureRun(ctx context.Context, run string) error {
+	g.opened.Add(1)
+	return g.Bus.EnsureRun(ctx, run)
+}
+
+func (g *goneOnce) Publish(ctx context.Context, messages ...bus.Message) error {
+	if g.published.Add(1) == 2 {
+		return bus.ErrNoStream
+	}
+	return g.Bus.Publish(ctx, messages...)
 }
 
 // A group that fails twice is left out; one that goes stale three times is not.

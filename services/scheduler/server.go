@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"context"
+	"sync"
 
 	"google.golang.org/grpc"
 
@@ -11,13 +12,13 @@ import (
 // Server is the gRPC edge of the scheduler: one service for people and their tools, one for the other services.
 type Server struct {
 	runv1.UnimplementedSchedulerServiceServer
-	svc         *service
-	interrupted []string // runs that a dead process left active
-	caughtUp    chan struct{}
+	svc      *service
+	left     []string // runs that a dead process left active
+	caughtUp chan struct{}
 }
 
-// New makes the scheduler and marks the runs that a dead process left active as INTERRUPTED, so that whoever asks later sees
-// what is. It starts nothing.
+// New makes the scheduler. Runs that a dead process left active are INTERRUPTED from now on, so that whoever asks later sees what is;
+// with Config.ResumeOnStart Run goes on with them. It starts nothing.
 func New(cfg Config, deps Deps) (*Server, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
@@ -27,7 +28,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	}
 	s := &Server{svc: newService(cfg, deps), caughtUp: make(chan struct{})}
 	var err error
-	s.interrupted, err = s.svc.interruptActive(context.Background())
+	s.left, err = s.svc.left(context.Background())
 	return s, err
 }
 
@@ -37,15 +38,17 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	runv1.RegisterSchedulerInternalServiceServer(r, internalServer{svc: s.svc})
 }
 
-// Run conducts runs until ctx ends, then interrupts them: their workers are stopped and their records say so when it returns.
+// Run conducts runs until ctx ends. When it returns their workers are stopped, and their records say that they are interrupted;
+// with Config.ResumeOnStart the records stay as they are, and the next scheduler goes on.
 func (s *Server) Run(ctx context.Context) error {
-	s.svc.catchUp(ctx, s.interrupted)
+	s.svc.catchUp(ctx, s.left)
 	close(s.caughtUp)
+	s.svc.wg.Go(func() { s.svc.sweep(ctx) })
 	if s.svc.cfg.ResumeOnStart {
-		for _, id := range s.interrupted {
-			if _, err := s.svc.resume(ctx, id); err != nil {
-				s.svc.Log.ErrorContext(ctx, "run could not be resumed", "run", id, "error", err)
-			}
+		var wg sync.WaitGroup
+		defer wg.Wait()
+		for _, id := range s.left {
+			wg.Go(func() { s.svc.adopt(ctx, id) })
 		}
 	}
 	<-ctx.Done()
@@ -55,7 +58,7 @@ func (s *Server) Run(ctx context.Context) error {
 
 // current waits a moment for the records of the runs that a dead process left behind: their ledgers know more than they do.
 func (s *Server) current(ctx context.Context) {
-	if len(s.interrupted) == 0 {
+	if len(s.left) == 0 {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, catchUpPatience)

@@ -148,7 +148,7 @@ func (s *service) pause(ctx context.Context, runID string) (*Run, error) {
 			return ErrNotPausable.With("run", runID).With("state", st.String()).
 				WithMessage("run %s is %s: only a run that is starting or running can be paused", runID, stateName(st))
 		}
-		return nil
+		return unreason(r) // by request, whatever it was paused for before
 	})
 }
 
@@ -158,16 +158,23 @@ func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
 	if err != nil {
 		return nil, err
 	}
+	orphan := active(run.GetState()) && s.conductor(runID) == nil // of a scheduler that died or stepped down
 	switch run.GetState() {
 	case Succeeded:
 		return nil, finished(run)
 	case Draining:
-		return nil, ErrNotResumable.With("run", runID).With("state", run.GetState().String()).
-			WithMessage("run %s is being stopped", runID).Mend("resume it when it has stopped: `rollout runs show " + runID + "` tells")
+		if !orphan {
+			return nil, ErrNotResumable.With("run", runID).With("state", run.GetState().String()).
+				WithMessage("run %s is being stopped", runID).Mend("resume it when it has stopped: `rollout runs show " + runID + "` tells")
+		}
 	case Pending, Starting, Running:
-		return run, nil
+		if !orphan {
+			return run, nil
+		}
 	case Paused:
-		return s.transition(ctx, runID, Starting, nil) // RUNNING again with the controller's next word
+		if !orphan {
+			return s.transition(ctx, runID, Starting, unreason) // RUNNING again with the controller's next word
+		}
 	}
 	lock, err := id.CanonicalJSON(run.GetPlan())
 	if err != nil {
@@ -183,14 +190,37 @@ func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
 			return nil, ctx.Err()
 		}
 	}
-	run, err = s.transition(ctx, runID, Starting, func(r *Run) error {
-		r.Incarnation++
-		r.Reason, r.Message, r.EndTime = "", "", nil
-		return nil
-	})
-	if err != nil {
-		return nil, err
+	return s.begin(ctx, run)
+}
+
+// begin records the next incarnation of a run that nobody conducts, and conducts it. Who saw the run before somebody else began it
+// gets what the other made.
+func (s *service) begin(ctx context.Context, seen *Run) (*Run, error) {
+	to := Starting
+	if seen.GetState() == Paused {
+		to = Paused // whoever paused it knows nothing of a scheduler that died
 	}
+	var begun bool
+	run, err := s.update(ctx, seen.GetRunId(), func(r *Run) error {
+		if begun = r.GetIncarnation() == seen.GetIncarnation(); !begun {
+			return nil
+		}
+		if active(r.GetState()) && to != Paused {
+			if err := move(r, Interrupted); err != nil {
+				return err
+			}
+		}
+		r.Incarnation++
+		if to == Paused {
+			return nil // with its reason: what waits for room goes on by itself when there is some
+		}
+		r.Reason, r.Message, r.EndTime = "", "", nil
+		return move(r, to)
+	})
+	if err != nil || !begun {
+		return run, err
+	}
+	s.announce(run)
 	crashpoint.Here("scheduler/resumed") // the next incarnation is recorded, nobody conducts it
 	return run, s.conduct(run)
 }
@@ -329,23 +359,52 @@ func (s *service) conductor(runID string) *conductor {
 	return s.conductors[runID]
 }
 
-// interruptActive marks the runs that a dead process left active. It returns their ids.
-func (s *service) interruptActive(ctx context.Context) ([]string, error) {
+// left are the runs that a dead process left active. Where nobody goes on with them by itself they are INTERRUPTED from now on.
+func (s *service) left(ctx context.Context) ([]string, error) {
 	runs, err := s.Store.List(ctx, Filter{States: activeStates})
 	if err != nil {
 		return nil, err
 	}
 	var ids []string
 	for _, run := range runs {
-		if _, err := s.transition(ctx, run.GetRunId(), Interrupted, func(r *Run) error {
-			r.Message = "the control plane died; `rollout run --resume " + r.GetRunId() + "` goes on"
-			return nil
-		}); err != nil {
+		ids = append(ids, run.GetRunId())
+		if s.cfg.ResumeOnStart { // what is recorded of them stays: if this process dies too, the next one finds them
+			continue
+		}
+		if err := s.interrupt(ctx, run.GetRunId(), "the control plane died"); err != nil {
 			return nil, err
 		}
-		ids = append(ids, run.GetRunId())
 	}
 	return ids, nil
+}
+
+func (s *service) interrupt(ctx context.Context, runID, why string) error {
+	_, err := s.transition(ctx, runID, Interrupted, func(r *Run) error {
+		r.Message = why + "; `rollout run --resume " + runID + "` goes on"
+		return nil
+	})
+	return err
+}
+
+// adopt goes on with a run that a dead process left active, however long what that takes is away.
+func (s *service) adopt(ctx context.Context, runID string) {
+	for delay := 100 * time.Millisecond; ; delay = min(2*delay, 2*time.Second) {
+		_, err := s.resume(ctx, runID)
+		if err == nil || ctx.Err() != nil {
+			return
+		}
+		if !transient(err) {
+			s.Log.ErrorContext(ctx, "run could not be resumed", "run", runID, "error", err)
+			if err := s.interrupt(ctx, runID, "it could not be resumed: "+rpcerr.Text(err)); err != nil {
+				s.Log.ErrorContext(ctx, "the run's record still says that it is active", "run", runID, "error", err)
+			}
+			return
+		}
+		s.Log.WarnContext(ctx, "run can't be resumed yet", "run", runID, "error", err)
+		if pause(ctx, delay) != nil {
+			return
+		}
+	}
 }
 
 // catchUpPatience is how long the ledger of a run that a dead process left behind is waited for.
@@ -394,6 +453,19 @@ func (s *service) catchUpOne(ctx context.Context, id string) error {
 		return nil
 	})
 	return err
+}
+
+// sweep removes the streams of runs that have succeeded: who recorded their end may have died before it did. Nobody goes on with them.
+func (s *service) sweep(ctx context.Context) {
+	runs, err := s.Bus.Runs(ctx)
+	for _, id := range runs {
+		if run, e := s.Store.Get(ctx, id); e == nil && run.GetState() == Succeeded { // another is not ours, or may be resumed
+			err = errors.Join(err, s.Bus.DeleteRun(ctx, id))
+		}
+	}
+	if err != nil && ctx.Err() == nil {
+		s.Log.WarnContext(ctx, "the streams of runs that have succeeded may be left", "error", err)
+	}
 }
 
 // shutdown interrupts every run and waits for the conductors.

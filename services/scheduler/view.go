@@ -2,7 +2,6 @@ package scheduler
 
 import (
 	"cmp"
-	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -12,7 +11,6 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
-	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/dataset"
@@ -26,31 +24,15 @@ type view struct {
 	first    uint64
 	rows     uint64
 	progress *learnerv1.Progress
-	workers  map[string]workerView
+	crowd    crowd
 	waits    map[string]string // what is waited for -> why it takes long
 
 	waiting string    // what waitingFor said last
 	since   time.Time // since when
 }
 
-// workerView is one worker as supervisor, registry and the worker itself describe it.
-type workerView struct {
-	kind     string
-	pid      int // 0 while no process runs
-	restarts int
-	why      string // of the last exit
-	address  string // "" until registered
-	served   bool   // this process was registered once
-	dataPID  string // process that the registration speaks of
-	status   *inferencev1.GetInferenceStatusResponse
-}
-
-func (w workerView) healthy() bool {
-	return w.pid != 0 && w.address != "" && w.dataPID == fmt.Sprint(w.pid)
-}
-
 func newView(run *Run) view {
-	return view{run: run, workers: map[string]workerView{}, waits: map[string]string{}}
+	return view{run: run, crowd: newCrowd(), waits: map[string]string{}}
 }
 
 // queues says how much work stands where. In flight is what was issued and is nowhere else.
@@ -89,8 +71,8 @@ func cursorMessage(position, rows uint64) *runv1.Cursor {
 
 func (v *view) workerList() []*runv1.Worker {
 	var out []*runv1.Worker
-	for _, id := range slices.Sorted(maps.Keys(v.workers)) {
-		w := v.workers[id]
+	for _, id := range slices.Sorted(maps.Keys(v.crowd.workers)) {
+		w := v.crowd.workers[id]
 		m := &runv1.Worker{
 			WorkerId: id, Kind: w.kind, Address: w.address, Healthy: w.healthy(), Pid: uint32(w.pid), Restarts: uint32(w.restarts),
 			Activity: w.activity(),
@@ -125,6 +107,9 @@ func (v *view) waitingFor() string {
 	if !active(v.run.GetState()) {
 		return ""
 	}
+	if v.run.GetState() == Paused && v.run.GetReason() != "" {
+		return "what paused the run to be over: " + v.run.GetMessage()
+	}
 	if v.run.GetState() == Paused {
 		return "somebody to resume the run (it was paused by request)"
 	}
@@ -132,52 +117,12 @@ func (v *view) waitingFor() string {
 	for _, what := range slices.Sorted(maps.Keys(v.waits)) {
 		waits = append(waits, what+": "+v.waits[what])
 	}
-	waits = append(waits, v.absent()...)
-	if text := v.progress.GetWaitingFor(); text != "" && !v.lacksLearner() {
+	absent := v.crowd.absent()
+	waits = append(waits, absent.sentences...)
+	if text := v.progress.GetWaitingFor(); text != "" && !absent.learner { // the learner that the controller waits for is on its way
 		waits = append(waits, text)
 	}
 	return strings.Join(waits, "; ")
-}
-
-// lacksLearner reports whether the controller waits for the learner that is on its way.
-func (v *view) lacksLearner() bool {
-	for _, w := range v.workers {
-		if w.kind == "learner" && !w.healthy() {
-			return true
-		}
-	}
-	return false
-}
-
-// absent is what the workers that do not serve yet are waited for, those with the same reason together.
-func (v *view) absent() []string {
-	by := map[string][]string{}
-	var order []string
-	for _, id := range slices.Sorted(maps.Keys(v.workers)) {
-		w := v.workers[id]
-		if w.healthy() {
-			continue
-		}
-		what := "to load the model (worker process)"
-		if w.served {
-			what = "to come back or end: it left the registry (worker process)"
-		}
-		if w.pid == 0 {
-			what = "to be started (scheduler)"
-			if w.why != "" {
-				what = "to be started again (scheduler): it " + w.why
-			}
-		}
-		if by[what] == nil {
-			order = append(order, what)
-		}
-		by[what] = append(by[what], id)
-	}
-	var out []string
-	for _, what := range order {
-		out = append(out, strings.Join(by[what], " and ")+" "+what)
-	}
-	return out
 }
 
 // settle takes note of since when the run has waited for what it waits for.

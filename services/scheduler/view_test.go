@@ -1,9 +1,11 @@
 package scheduler
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 )
 
@@ -22,24 +24,65 @@ func TestWaits(t *testing.T) {
 		}
 	}
 	step(0, "inference-0 and learner-0 to be started (scheduler)", func() {
-		v.workers["learner-0"], v.workers["inference-0"] = workerView{kind: "learner"}, workerView{kind: "inference"}
+		v.crowd.put("learner-0", workerView{kind: "learner"})
+		v.crowd.put("inference-0", workerView{kind: "inference"})
 	})
 	step(1, "inference-0 and learner-0 to load the model (worker process)", func() {
-		v.workers["learner-0"], v.workers["inference-0"] = workerView{kind: "learner", pid: 7}, workerView{kind: "inference", pid: 8}
+		v.crowd.put("learner-0", workerView{kind: "learner", pid: 7})
+		v.crowd.put("inference-0", workerView{kind: "inference", pid: 8})
 	})
 	step(5, "inference-0 and learner-0 to load the model (worker process)", func() {})
 	if since := v.status().GetWaitingSince().AsTime(); !since.Equal(noon.Add(time.Second)) {
 		t.Errorf("since %v", since)
 	}
 	step(6, "inference-0 to be started again (scheduler): it left with code 1; learner-0 to load the model (worker process)", func() {
-		v.workers["inference-0"] = workerView{kind: "inference", why: "left with code 1"}
+		v.crowd.put("inference-0", workerView{kind: "inference", why: "left with code 1"})
 	})
 	step(7, "a learner worker (scheduler starts it)", func() { // the controller has not seen it yet
-		v.workers["learner-0"] = workerView{kind: "learner", pid: 7, address: "host:1", dataPID: "7"}
-		v.workers["inference-0"] = workerView{kind: "inference", pid: 8, address: "host:2", dataPID: "8"}
+		v.crowd.put("learner-0", workerView{kind: "learner", pid: 7, address: "host:1", dataPID: "7"})
+		v.crowd.put("inference-0", workerView{kind: "inference", pid: 8, address: "host:2", dataPID: "8"})
 	})
 	step(8, "", func() { v.progress = &learnerv1.Progress{} })
 	if since := v.status().GetWaitingSince(); since != nil {
 		t.Errorf("it waits for nothing since %v", since.AsTime())
+	}
+}
+
+// Of a large fleet some are named.
+func TestWaitsOfMany(t *testing.T) {
+	t.Parallel()
+	c := newCrowd()
+	for n := range 1000 {
+		c.put(fmt.Sprintf("inference-%03d", n), workerView{kind: "inference"})
+	}
+	want := "inference-000, inference-001, inference-002 and 997 more to be started (scheduler)"
+	if got := c.absent(); len(got.sentences) != 1 || got.sentences[0] != want || got.learner {
+		t.Errorf("%v, want %q", got, want)
+	}
+}
+
+// Who waits for a worker is woken for it alone, and not by what it says of itself.
+func TestCrowdWakesForOneWorker(t *testing.T) {
+	t.Parallel()
+	c := newCrowd()
+	c.put("a", workerView{kind: "inference"})
+	c.put("b", workerView{kind: "inference"})
+	woken := c.changes("a")
+	c.put("b", workerView{kind: "inference", pid: 3})
+	c.put("a", workerView{kind: "inference", status: &inferencev1.GetInferenceStatusResponse{Samples: 5}})
+	select {
+	case <-woken:
+		t.Fatal("woken for nothing")
+	default:
+	}
+	told := c.absent()
+	c.put("a", workerView{kind: "inference", pid: 4})
+	select {
+	case <-woken:
+	default:
+		t.Fatal("not woken")
+	}
+	if c.absent() == told {
+		t.Error("what is told is that of before")
 	}
 }

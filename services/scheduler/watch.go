@@ -160,10 +160,11 @@ func (c *conductor) poll(ctx context.Context) {
 	}
 	c.polled = time.Now()
 	c.mu.Lock()
-	workers := maps.Clone(c.view.workers)
+	workers := maps.Clone(c.view.crowd.workers)
 	c.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, pollAtMost)
 	defer cancel()
+	c.lines.keep(workers)
 	var wg sync.WaitGroup
 	for id, w := range workers {
 		if w.kind != "inference" || !w.healthy() {
@@ -185,10 +186,9 @@ func (c *conductor) poll(ctx context.Context) {
 }
 
 func (c *conductor) ask(ctx context.Context, address string) (*inferencev1.GetInferenceStatusResponse, error) {
-	conn, err := c.svc.Dial(address)
+	conn, err := c.lines.to(address, c.svc.Dial)
 	if err != nil {
 		return nil, err
 	}
-	defer conn.Close()
 	return inferencev1.NewInferenceWorkerServiceClient(conn).GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
 }

@@ -16,6 +16,9 @@ import (
 // So in flight + ready never exceeds (staleness + 1) * groups a step, and a group that is sampled as soon as it may be and
 // consumed in its turn is at most staleness steps old. One that others overtake the buffer dissolves before it would be older, and
 // it comes back as a new attempt. An excluded group counts for the step that goes without it.
+//
+// With dynamic sampling (Draw > 0) another group is issued in place of each excluded one instead, and where a step begins follows from
+// the ledger's counts: see Refill.
 type Window struct {
 	First         uint64 // first position of the run
 	FirstStep     uint64 // steps made before the run (restored from a snapshot)
@@ -24,7 +27,8 @@ type Window struct {
 	Staleness     uint64
 	Data          bool // tokens come from data: no weights, no staleness
 	Sync          bool
-	Completion    bool // a batch takes the groups that were complete first; else those of its own window
+	Completion    bool   // a batch takes the groups that were complete first; else those of its own window
+	Draw          uint64 // windows' worth of groups that a step may go through with dynamic sampling; 0: an excluded group counts for its step
 }
 
 // windowOf reads the plan. first and firstStep are those of the snapshot that the run starts from, else 0.
@@ -39,6 +43,7 @@ func windowOf(plan *planv1.Plan, first, firstStep uint64) Window {
 		Staleness:     uint64(c.GetStaleness().GetMaxSteps()),
 		Data:          data, Sync: sync,
 		Completion: !sync && !data,
+		Draw:       uint64(algorithm.DrawBatches(c)),
 	}
 }
 
@@ -52,6 +57,42 @@ func (w Window) Upto(next, step uint64, leased bool) uint64 {
 	return max(next, w.start(min(step+w.Staleness+1, w.Steps)))
 }
 
+// Refill is Upto with dynamic sampling: as many groups are in flight or ready as the steps within staleness want, however many were
+// excluded. By position none is issued beyond what the next step may go through, so that each group is sampled by its own step's weights.
+func (w Window) Refill(next uint64, ledger *bufferv1.LedgerState) uint64 {
+	step, begin := w.made(ledger), w.begin(ledger)
+	waiting := ledger.GetExcluded() - ledger.GetSkipped() // they come before a step still
+	if w.Completion {
+		begin -= ledger.GetLeased() // they are in flight
+		return max(next, begin+waiting+min(w.Staleness+1, w.Steps-min(step, w.Steps))*w.GroupsPerStep)
+	}
+	if step >= w.Steps {
+		return next
+	}
+	return max(next, begin+min(w.GroupsPerStep+waiting, w.Draw*w.GroupsPerStep))
+}
+
+// begin is where the step after the last leased one begins, with dynamic sampling: each position before it is in a step, or was
+// skipped by one.
+func (w Window) begin(ledger *bufferv1.LedgerState) uint64 {
+	return w.First + ledger.GetConsumed() + ledger.GetLeased() + ledger.GetSkipped()
+}
+
+// made is how many steps have, or will have with the batch that is with the learner, made the weights that sample what is issued now.
+func (w Window) made(ledger *bufferv1.LedgerState) uint64 {
+	step := max(ledger.GetStep(), w.FirstStep)
+	if w.Draw > 0 && w.Sync && ledger.GetLeased() > 0 {
+		step++
+	}
+	return step
+}
+
+// Within bounds a position up to which may be issued by the groups that may be issued and not consumed, of which done are over; those
+// of one step always may.
+func (w Window) Within(upto, next, done, most uint64) uint64 {
+	return max(next, min(upto, w.First+done+max(most, w.GroupsPerStep)))
+}
+
 // start is the first position of the window after so many steps.
 func (w Window) start(steps uint64) uint64 {
 	if steps <= w.FirstStep {
@@ -60,11 +101,14 @@ func (w Window) start(steps uint64) uint64 {
 	return w.First + (steps-w.FirstStep)*w.GroupsPerStep
 }
 
-// MinVersion is the oldest weights version that may sample the group at a position, while newest is the last committed step.
+// MinVersion is the oldest weights version that may sample the group at a position, while newest is the last committed step (with
+// dynamic sampling, what made says).
 func (w Window) MinVersion(position, newest uint64) uint64 {
 	switch {
 	case w.Data:
 		return 0
+	case w.Sync && w.Draw > 0:
+		return newest
 	case w.Sync:
 		return w.FirstStep + (position-w.First)/w.GroupsPerStep
 	case newest < w.FirstStep+w.Staleness:
@@ -90,5 +134,7 @@ func (w Window) ledgerConfig(plan *planv1.Plan, rows uint64) *bufferv1.LedgerCon
 		GroupAttempts: c.GetLimits().GetGroupAttempts(),
 		FirstPosition: w.First,
 		FirstStep:     w.FirstStep,
+		DrawBatches:   uint32(w.Draw),
+		Partial:       w.Draw > 0 && c.GetSampling().GetRefillShortfall() == "train",
 	}
 }

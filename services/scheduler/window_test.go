@@ -38,6 +38,7 @@ type model struct {
 	excluded uint64
 	step     uint64
 	leased   []modelGroup // of the batch that is with the learner
+	most     uint64       // groups that may be issued and not consumed
 }
 
 type modelGroup struct{ position, issuedAt, min uint64 }
@@ -50,12 +51,15 @@ func (m *model) outstanding() uint64 {
 func (m *model) turn() string {
 	switch m.rng.IntN(4) {
 	case 0, 1:
-		upto := m.w.Upto(m.issued, m.step, len(m.leased) > 0)
+		upto := m.w.Within(m.w.Upto(m.issued, m.step, len(m.leased) > 0), m.issued, m.consumed+m.excluded, m.most)
 		for ; m.issued < upto; m.issued++ {
 			m.open = append(m.open, modelGroup{m.issued, m.step, m.w.MinVersion(m.issued, m.step)})
 		}
 		if bound := (m.w.Staleness + 1) * m.w.GroupsPerStep; m.outstanding() > bound {
 			return "more is outstanding than the bound allows"
+		}
+		if m.outstanding()+uint64(len(m.leased)) > max(m.most, m.w.GroupsPerStep) {
+			return "more is outstanding than the bytes allow"
 		}
 	case 2: // a group comes to an end
 		if len(m.open) == 0 {
@@ -138,7 +142,7 @@ func TestStalenessBound(t *testing.T) {
 		}
 		w.Steps = w.FirstStep + uint64(steps%9)
 		w.First = w.FirstStep * w.GroupsPerStep
-		m := &model{w: w, rng: rand.New(rand.NewPCG(seed, 0)), issued: w.First, step: w.FirstStep}
+		m := &model{w: w, rng: rand.New(rand.NewPCG(seed, 0)), issued: w.First, step: w.FirstStep, most: seed % 64}
 		for turns := 0; m.step < w.Steps; turns++ {
 			if wrong := m.turn(); wrong != "" {
 				t.Logf("%+v, step %d: %s", w, m.step, wrong)

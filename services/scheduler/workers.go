@@ -13,12 +13,15 @@ import (
 
 	"google.golang.org/protobuf/encoding/protojson"
 
+	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/reward"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
-// supervisors makes one supervisor a worker of the run: the inference workers of the plan and one learner.
+// supervisors makes one supervisor a worker of the run: the inference workers of the plan, one learner, and one worker for each
+// reward model.
 func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
 	limits := c.svc.cfg.Worker.Limits
 	plan := run.GetPlan().GetConfig().GetLimits()
@@ -29,12 +32,12 @@ func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
 	var out []*launch.Supervisor
 	add := func(kind string, number int) {
 		id := kind + "-" + strconv.Itoa(number)
-		c.update(func(v *view) { v.workers[id] = workerView{kind: kind} })
+		c.update(func(v *view) { v.crowd.put(id, workerView{kind: kind}) })
 		out = append(out, &launch.Supervisor{
 			Worker: id, Launcher: c.svc.Launcher, Limits: limits, Observer: c,
 			Prepare: func(context.Context) (launch.Command, error) { return c.command(id, kind) },
 			Registered: func(ctx context.Context, pid int) error {
-				return c.until(ctx, func(v *view) bool { w := v.workers[id]; return w.pid == pid && w.healthy() })
+				return c.until(ctx, id, func(w workerView) bool { return w.pid == pid && w.healthy() })
 			},
 			Absent: func(ctx context.Context, pid int, patience time.Duration) error {
 				return c.absent(ctx, id, pid, patience)
@@ -44,6 +47,9 @@ func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
 	add("learner", 0)
 	for n := range max(1, int(run.GetPlan().GetConfig().GetEngine().GetWorkers())) {
 		add("inference", n)
+	}
+	for n := range reward.Models(run.GetPlan().GetConfig()) {
+		add("reward", n)
 	}
 	return out
 }
@@ -69,7 +75,8 @@ func (c *conductor) spec(run *Run, id, kind string) *runv1.WorkerSpec {
 	w := c.svc.cfg.Worker
 	spec := &runv1.WorkerSpec{
 		WorkerId: id, Kind: kind, RunId: run.GetRunId(), Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), RunDirectory: run.GetDirectory(),
-		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulCaFile: w.ConsulCAFile, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken, Token: w.Token,
+		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken, Token: w.Token,
+		ConsulCaFile: w.Consul.CA, ConsulCertFile: w.Consul.Cert, ConsulKeyFile: w.Consul.Key, Tls: w.TLS,
 		Incarnation: run.GetIncarnation(), Threads: threads(run, kind, w.Cores), OtlpEndpoint: w.OTLPEndpoint,
 	}
 	if kind == "inference" {
@@ -79,12 +86,18 @@ func (c *conductor) spec(run *Run, id, kind string) *runv1.WorkerSpec {
 }
 
 // threads shares the cores: in sync mode engine and learner alternate and each may use all, in async mode each gets half.
-// Inference workers share their part.
+// Inference workers share their part, and so do the ranks of a learner.
 func threads(run *Run, kind string, cores int) uint32 {
+	if kind == sinksKind {
+		return 1
+	}
 	config := run.GetPlan().GetConfig()
-	wanted, sharers := config.GetTrain().GetThreads(), 1
-	if kind == "inference" {
+	wanted, sharers := config.GetTrain().GetThreads(), max(1, int(config.GetTrain().GetRanks()))
+	switch kind {
+	case "inference":
 		wanted, sharers = config.GetEngine().GetThreads(), max(1, int(config.GetEngine().GetWorkers()))
+	case "reward": // a completion is scored while others are sampled
+		wanted, sharers = 0, max(1, int(config.GetEngine().GetWorkers()))
 	}
 	if wanted > 0 {
 		return wanted
@@ -133,18 +146,17 @@ func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
 	incarnation := fmt.Sprint(c.record().GetIncarnation())
 	for list := range c.svc.Registry.Watch(ctx, kind+"-worker") {
 		c.update(func(v *view) {
-			for id, w := range v.workers {
-				if w.kind == kind {
-					w.address, w.dataPID = "", ""
-					v.workers[id] = w
+			here := map[string]discovery.Instance{}
+			for _, instance := range list {
+				if instance.Meta["run"] == c.id && instance.Meta["incarnation"] == incarnation {
+					here[instance.Meta["worker"]] = instance
 				}
 			}
-			for _, instance := range list {
-				w, mine := v.workers[instance.Meta["worker"]]
-				if mine && instance.Meta["run"] == c.id && instance.Meta["incarnation"] == incarnation {
-					w.address, w.dataPID = instance.Address, instance.Meta["pid"]
+			for id, w := range v.crowd.workers {
+				if w.kind == kind {
+					w.address, w.dataPID = here[id].Address, here[id].Meta["pid"]
 					w.served = w.served || w.healthy()
-					v.workers[instance.Meta["worker"]] = w
+					v.crowd.put(id, w)
 				}
 			}
 		})
@@ -154,13 +166,13 @@ func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
 
 // absent waits until the process of a worker has been out of the registry for as long as patience.
 func (c *conductor) absent(ctx context.Context, id string, pid int, patience time.Duration) error {
-	serves := func(v *view) bool { w := v.workers[id]; return w.pid == pid && w.healthy() }
+	serves := func(w workerView) bool { return w.pid == pid && w.healthy() }
 	for {
-		if err := c.until(ctx, func(v *view) bool { return !serves(v) }); err != nil {
+		if err := c.until(ctx, id, func(w workerView) bool { return !serves(w) }); err != nil {
 			return err
 		}
 		waiting, cancel := context.WithTimeout(ctx, patience)
-		err := c.until(waiting, serves)
+		err := c.until(waiting, id, serves)
 		cancel()
 		if ctx.Err() != nil {
 			return ctx.Err()
@@ -171,12 +183,12 @@ func (c *conductor) absent(ctx context.Context, id string, pid int, patience tim
 	}
 }
 
-// until waits until the view is as wanted.
-func (c *conductor) until(ctx context.Context, wanted func(v *view) bool) error {
+// until waits until a worker is as wanted.
+func (c *conductor) until(ctx context.Context, id string, wanted func(workerView) bool) error {
 	for {
-		changed := c.changes()
 		c.mu.Lock()
-		reached := wanted(&c.view)
+		changed := c.view.crowd.changes(id)
+		reached := wanted(c.view.crowd.workers[id])
 		c.mu.Unlock()
 		if reached {
 			return nil
@@ -213,9 +225,9 @@ func (c *conductor) Exited(id string, pid int, exit launch.Exit, why string) {
 
 func (c *conductor) change(id string, change func(*workerView)) {
 	c.update(func(v *view) {
-		w := v.workers[id]
+		w := v.crowd.workers[id]
 		change(&w)
-		v.workers[id] = w
+		v.crowd.put(id, w)
 	})
 }
 

@@ -10,10 +10,13 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 
@@ -225,6 +228,7 @@ type planner struct {
 	plan     *planv1.Plan
 	problems []*planv1.Problem
 	asked    int
+	away     atomic.Int32 // so many calls find nobody
 }
 
 func (p *planner) set(plan *planv1.Plan) {
@@ -236,6 +240,9 @@ func (p *planner) set(plan *planv1.Plan) {
 }
 
 func (p *planner) VerifyPlan(context.Context, *planv1.VerifyPlanRequest, ...grpc.CallOption) (*planv1.VerifyPlanResponse, error) {
+	if p.away.Add(-1) >= 0 {
+		return nil, status.Error(codes.Unavailable, "nobody there")
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.asked++
@@ -257,14 +264,18 @@ func (s *snapshots) PinSnapshot(_ context.Context, in *snapshotv1.PinSnapshotReq
 }
 
 type events struct {
-	mu  sync.Mutex
-	all []*eventv1.Event
+	onEmit func(*eventv1.Event) // told of each event, where it is set
+	mu     sync.Mutex
+	all    []*eventv1.Event
 }
 
 func (e *events) Emit(event *eventv1.Event) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.all = append(e.all, event)
+	if e.onEmit != nil {
+		e.onEmit(event)
+	}
 }
 
 // of returns the events of a kind, each as the value of one attribute.
@@ -318,6 +329,7 @@ func (r *registry) change(name string, change func([]discovery.Instance) []disco
 
 // launcher starts workers that register at once and live until they are stopped or crashed.
 type launcher struct {
+	onLaunch func(*runv1.WorkerSpec) // told of each start, where it is set
 	registry *registry
 	mu       sync.Mutex
 	commands []launch.Command
@@ -351,6 +363,9 @@ func (l *launcher) Launch(c launch.Command) (launch.Process, error) {
 		}
 	}
 	l.commands, l.specs = append(l.commands, c), append(l.specs, spec)
+	if l.onLaunch != nil {
+		defer l.onLaunch(spec)
+	}
 	p := &process{l: l, pid: 1000 + len(l.specs), name: spec.GetKind() + "-worker", spec: spec, done: make(chan struct{})}
 	if l.running == nil {
 		l.running = map[int]*process{}

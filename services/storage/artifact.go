@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
 	"os"
 	"path/filepath"
 
@@ -48,7 +49,7 @@ func (u *uploads) Read(p []byte) (int, error) {
 
 // GetArtifact implements the contract.
 func (s *Server) GetArtifact(req *storagev1.GetArtifactRequest, stream grpc.ServerStreamingServer[storagev1.GetArtifactResponse]) error {
-	r, err := s.deps.Artifacts.Open(stream.Context(), req.GetContentId())
+	r, err := s.open(stream.Context(), req)
 	if err != nil {
 		return typed(err, req.GetContentId())
 	}
@@ -68,6 +69,14 @@ func (s *Server) GetArtifact(req *storagev1.GetArtifactRequest, stream grpc.Serv
 			return typed(err, req.GetContentId())
 		}
 	}
+}
+
+// open reads a content: verified from its beginning, or a part of it.
+func (s *Server) open(ctx context.Context, req *storagev1.GetArtifactRequest) (io.ReadCloser, error) {
+	if req.GetOffset() == 0 {
+		return s.deps.Artifacts.Open(ctx, req.GetContentId())
+	}
+	return s.deps.Artifacts.OpenRange(ctx, req.GetContentId(), blob.Range{Offset: int64(min(req.GetOffset(), math.MaxInt64))})
 }
 
 // ImportArtifacts implements the contract.

@@ -55,7 +55,7 @@ func (s *Server) ListEvents(ctx context.Context, req *storagev1.ListEventsReques
 	if limit == 0 {
 		limit = 1000
 	}
-	events, err := s.deps.Store.List(ctx, filterOf(req.GetFilter()), limit, req.GetNewest())
+	events, err := s.deps.Store.List(ctx, FilterOf(req.GetFilter()), limit, req.GetNewest())
 	if err != nil {
 		return nil, err
 	}
@@ -64,7 +64,7 @@ func (s *Server) ListEvents(ctx context.Context, req *storagev1.ListEventsReques
 
 // TailEvents implements the contract. Whoever reads slowly gets everything, later.
 func (s *Server) TailEvents(req *storagev1.TailEventsRequest, stream grpc.ServerStreamingServer[storagev1.TailEventsResponse]) error {
-	filter := filterOf(req.GetFilter())
+	filter := FilterOf(req.GetFilter())
 	for {
 		more := s.news.wait()
 		events, err := s.deps.Store.List(stream.Context(), filter, s.cfg.Page, false)
@@ -95,7 +95,8 @@ func (s *Server) QueryMetrics(ctx context.Context, req *storagev1.QueryMetricsRe
 	return &storagev1.QueryMetricsResponse{Series: series}, nil
 }
 
-func filterOf(f *storagev1.EventFilter) Filter {
+// FilterOf reads a filter of the contract; nil takes all.
+func FilterOf(f *storagev1.EventFilter) Filter {
 	out := Filter{Run: f.GetRunId(), Services: f.GetServices(), MinLevel: f.GetMinLevel(), Kinds: f.GetKinds(), After: f.GetAfterSequence()}
 	if f.GetSince() != nil {
 		out.Since = f.GetSince().AsTime()

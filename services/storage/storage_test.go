@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/test/bufconn"
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -150,6 +151,14 @@ func TestArtifactTravels(t *testing.T) {
 	if got, err := read(t, s, stored.GetContentId()); err != nil || !bytes.Equal(got, data) {
 		t.Fatalf("read %d bytes, %v", len(got), err)
 	}
+	for _, offset := range []int{1, len(data) - 1, len(data)} { // a transfer that broke off goes on
+		if got, err := readFrom(t, s, stored.GetContentId(), uint64(offset)); err != nil || !bytes.Equal(got, data[offset:]) {
+			t.Fatalf("read %d bytes from %d, %v", len(got), offset, err)
+		}
+	}
+	if _, err := readFrom(t, s, stored.GetContentId(), uint64(len(data)+1)); rpcerr.Code(err) != codes.OutOfRange {
+		t.Fatalf("got %v", err)
+	}
 	absent := id.Content([]byte("absent"))
 	stat, err := s.artifacts.StatArtifacts(t.Context(), &storagev1.StatArtifactsRequest{ContentIds: []string{stored.GetContentId(), absent}})
 	if err != nil || !stat.GetArtifacts()[0].GetExists() || stat.GetArtifacts()[1].GetExists() {
@@ -167,7 +176,12 @@ func TestArtifactTravels(t *testing.T) {
 
 func read(t *testing.T, s setup, content string) ([]byte, error) {
 	t.Helper()
-	get, err := s.artifacts.GetArtifact(t.Context(), &storagev1.GetArtifactRequest{ContentId: content})
+	return readFrom(t, s, content, 0)
+}
+
+func readFrom(t *testing.T, s setup, content string, offset uint64) ([]byte, error) {
+	t.Helper()
+	get, err := s.artifacts.GetArtifact(t.Context(), &storagev1.GetArtifactRequest{ContentId: content, Offset: offset})
 	if err != nil {
 		return nil, err
 	}

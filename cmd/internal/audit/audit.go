@@ -94,6 +94,7 @@ func Check(e *Evidence) *Report {
 	a.checkSteps()
 	a.checkGroups()
 	a.checkSamples()
+	a.checkDraws()
 	a.checkBatches()
 	a.checkCounts()
 	a.checkCursor()
@@ -163,9 +164,17 @@ func (a *auditor) positional() bool {
 	return a.config.GetOrder() == bufferv1.LeaseOrder_LEASE_ORDER_POSITION
 }
 
-// edge is the first position after the windows of so many steps.
+// edge is the first position after the windows of so many steps; with draws, as far as they are made.
 func (a *auditor) edge(step uint64) uint64 {
 	if step <= a.config.GetFirstStep() {
+		return a.config.GetFirstPosition()
+	}
+	if a.draws() {
+		for i := len(a.Steps) - 1; i >= 0; i-- {
+			if s := a.Steps[i]; s.GetStep() <= step {
+				return s.GetEndPosition()
+			}
+		}
 		return a.config.GetFirstPosition()
 	}
 	return a.config.GetFirstPosition() + (step-a.config.GetFirstStep())*uint64(a.config.GetGroupsPerStep())

@@ -24,7 +24,7 @@ func blake(text string) string {
 
 func check(t *testing.T, folder string) *audit.Report {
 	t.Helper()
-	evidence, err := audit.Read(t.Context(), folder, "audited")
+	evidence, err := audit.Read(t.Context(), audit.Folder(folder), "audited")
 	must(t, err)
 	return audit.Check(evidence)
 }
@@ -131,7 +131,7 @@ func TestCorruptionsAreNamed(t *testing.T) {
 // A prompt that two rows claim can't be written to either database; an export that holds it is refused all the same.
 func TestAPromptConsumedTwice(t *testing.T) {
 	t.Parallel()
-	evidence, err := audit.Read(t.Context(), state(t), run)
+	evidence, err := audit.Read(t.Context(), audit.Folder(state(t)), run)
 	must(t, err)
 	evidence.Groups = append(evidence.Groups, evidence.Groups[0])
 	r := audit.Check(evidence)
@@ -146,7 +146,7 @@ func TestAPromptConsumedTwice(t *testing.T) {
 // Of rows with a preferred and a rejected completion a group is a pair, whatever would be sampled of a prompt.
 func TestTheLedgerIsOfThePlan(t *testing.T) {
 	t.Parallel()
-	evidence, err := audit.Read(t.Context(), state(t), run)
+	evidence, err := audit.Read(t.Context(), audit.Folder(state(t)), run)
 	must(t, err)
 	config := evidence.Run.GetPlan().GetConfig()
 	config.Sampling.GroupSize = proto.Uint32(1)
@@ -173,7 +173,7 @@ func TestARunWithoutALedger(t *testing.T) {
 	if r := check(t, folder); len(r.Breaks) != 1 || r.Breaks[0].Kind != "LEDGER_MISSING" {
 		t.Errorf("%+v", r.Breaks)
 	}
-	evidence, err := audit.Read(t.Context(), folder, run)
+	evidence, err := audit.Read(t.Context(), audit.Folder(folder), run)
 	must(t, err)
 	evidence.Run.Step = 0
 	if r := audit.Check(evidence); !r.Whole { // it has not begun
@@ -184,7 +184,7 @@ func TestARunWithoutALedger(t *testing.T) {
 func TestNothingToRead(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()
-	_, err := audit.Read(t.Context(), folder, "audited")
+	_, err := audit.Read(t.Context(), audit.Folder(folder), "audited")
 	if e := exit.From(err); e.Code != exit.NoInput || e.Mend == "" {
 		t.Errorf("%v", err)
 	}

@@ -48,13 +48,16 @@ func (a *auditor) checkSteps() {
 
 // checkBatches makes the batch of each step again from groups and samples.
 func (a *auditor) checkBatches() {
-	taken, skipped := map[uint64][]*bufferv1.GroupRecord{}, map[uint64]uint32{}
+	taken, skipped, zero := map[uint64][]*bufferv1.GroupRecord{}, map[uint64]uint32{}, map[uint64]uint32{}
 	for _, g := range a.Groups {
 		switch g.GetState() {
 		case bufferv1.GroupState_GROUP_STATE_CONSUMED, bufferv1.GroupState_GROUP_STATE_LEASED:
 			taken[g.GetStep()] = append(taken[g.GetStep()], g)
 		case bufferv1.GroupState_GROUP_STATE_EXCLUDED:
 			skipped[g.GetStep()]++
+			if g.GetReason() == zeroAdvantage {
+				zero[g.GetStep()]++
+			}
 		}
 	}
 	for _, s := range a.Steps {
@@ -64,7 +67,7 @@ func (a *auditor) checkBatches() {
 		for _, g := range groups {
 			samples = append(samples, a.samples[g.GetPosition()]...)
 		}
-		if n, m := uint32(len(groups)), skipped[s.GetStep()]; n != s.GetGroups() || m != s.GetExcluded() || n+m != a.config.GetGroupsPerStep() {
+		if n, m := uint32(len(groups)), skipped[s.GetStep()]; n != s.GetGroups() || m != s.GetExcluded() || !a.fits(n, m) || zero[s.GetStep()] != s.GetZeroAdvantage() {
 			a.flag(at, "STEP_COUNTS", "step %d recorded %d groups and %d excluded ones, the ledger has %d and %d of it; a step takes %d",
 				s.GetStep(), s.GetGroups(), s.GetExcluded(), n, m, a.config.GetGroupsPerStep())
 		}
@@ -90,7 +93,11 @@ func (a *auditor) checkSnapshots() {
 		case step.GetWeightsDigest() != s.GetWeightsDigest() && a.Run.GetPlan().GetConfig().GetDeterministic():
 			a.flag(at, "SNAPSHOT_DIGEST", "snapshot %s holds %s, step %d made %s", s.GetSnapshotId(), s.GetWeightsDigest(), s.GetStep(), step.GetWeightsDigest())
 		}
-		if p := s.GetStep() * uint64(a.config.GetGroupsPerStep()); s.GetCursor().GetPosition() != p {
+		p := step.GetEndPosition()
+		if p == 0 { // of before steps said so
+			p = s.GetStep() * uint64(a.config.GetGroupsPerStep())
+		}
+		if s.GetCursor().GetPosition() != p {
 			a.flag(at, "SNAPSHOT_CURSOR", "snapshot %s would go on at position %d, step %d ends at %d", s.GetSnapshotId(), s.GetCursor().GetPosition(), s.GetStep(), p)
 		}
 	}

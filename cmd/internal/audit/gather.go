@@ -4,13 +4,8 @@ import (
 	"context"
 	"errors"
 	"io"
-	"os"
-	"path/filepath"
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
-	"github.com/rollout-rl/rollout/libs/blob"
-	"github.com/rollout-rl/rollout/libs/blob/files"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -68,16 +63,12 @@ func Ask(ctx context.Context, c *client.Client, name string) (*Evidence, error) 
 	return e, nil
 }
 
-// Read gathers the rows of a run from the state folder of a control plane that does not run.
-func Read(ctx context.Context, state, name string) (_ *Evidence, err error) {
-	place := sqldb.Files(filepath.Join(state, "db"))
-	for _, service := range []string{"scheduler", "buffer", "snapshot"} {
-		if _, err := os.Stat(filepath.Join(string(place), service+".sqlite")); err != nil {
-			return nil, exit.New(exit.NoInput, "name the state folder with --state-dir, or a running control plane with --server",
-				"no %s database to read: %w", service, err)
-		}
+// Read gathers the rows of a run from the databases, segments and artifacts of a control plane. Services are not asked.
+func Read(ctx context.Context, place Place, name string) (_ *Evidence, err error) {
+	if err := place.check(); err != nil {
+		return nil, err
 	}
-	runs, err := schedulerstore.Open(ctx, place)
+	runs, err := schedulerstore.Open(ctx, place.Databases)
 	if err != nil {
 		return nil, err
 	}
@@ -87,18 +78,19 @@ func Read(ctx context.Context, state, name string) (_ *Evidence, err error) {
 		return nil, err
 	}
 	run := e.Run.GetRunId()
-	cursor, err := runs.Cursor(ctx, run)
+	before, err := runs.Cursor(ctx, run)
 	if err != nil {
 		return nil, err
 	}
-	e.CursorBefore, e.CursorAfter = cursor.Position, cursor.Position
-	if e.Snapshots, err = readSnapshots(ctx, place, e.Run); err != nil {
+	if e.Snapshots, err = readSnapshots(ctx, place.Databases, e.Run); err != nil {
 		return nil, err
 	}
-	if err := e.readLedger(ctx, state, place, run); err != nil && !errors.Is(err, buffer.ErrNoLedger) {
+	if err := e.readLedger(ctx, place, run); err != nil && !errors.Is(err, buffer.ErrNoLedger) {
 		return nil, err
 	}
-	return e, nil
+	after, err := runs.Cursor(ctx, run)
+	e.CursorBefore, e.CursorAfter = before.Position, after.Position
+	return e, err
 }
 
 func readSnapshots(ctx context.Context, place sqldb.Place, run *runv1.Run) (_ []*snapshotv1.Snapshot, err error) {
@@ -118,20 +110,13 @@ func readSnapshots(ctx context.Context, place sqldb.Place, run *runv1.Run) (_ []
 	return append(all, from), err
 }
 
-func (e *Evidence) readLedger(ctx context.Context, state string, place sqldb.Place, run string) (err error) {
-	store, err := bufferstore.Open(ctx, place)
+func (e *Evidence) readLedger(ctx context.Context, place Place, run string) (err error) {
+	store, err := bufferstore.Open(ctx, place.Databases)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, store.Close()) }()
-	fetch := func(ctx context.Context, ref string) ([]byte, error) {
-		artifacts, err := files.Open(filepath.Join(state, "artifacts"))
-		if err != nil {
-			return nil, err
-		}
-		return blob.NewCAS(artifacts, artifacts.Spool()).Read(ctx, ref)
-	}
-	return buffer.Export(ctx, store, filepath.Join(state, "segments", run), run, fetch, func(rows *bufferv1.ExportLedgerResponse) error {
+	return buffer.Export(ctx, store, run, place.payloads(run), func(rows *bufferv1.ExportLedgerResponse) error {
 		e.add(rows)
 		return nil
 	})

@@ -35,10 +35,7 @@ func (a *auditor) checkGroup(g *bufferv1.GroupRecord) {
 	if k := g.GetKey(); uint64(k.GetEpoch())*a.config.GetRows()+k.GetIndex() != p || p < a.config.GetFirstPosition() {
 		a.flag(at, "GROUP_MISPLACED", "group %d/%d stands at position %d", k.GetEpoch(), k.GetIndex(), p)
 	}
-	window := a.config.GetFirstStep() + 1
-	if p >= a.config.GetFirstPosition() {
-		window += (p - a.config.GetFirstPosition()) / uint64(a.config.GetGroupsPerStep())
-	}
+	window := a.window(p)
 	step := a.steps[g.GetStep()]
 	committed := step.GetWeightsDigest() != ""
 	switch g.GetState() {
@@ -78,7 +75,9 @@ func (a *auditor) countEpochs() {
 	if !a.positional() {
 		settled = first
 	}
-	if a.succeeded() {
+	if a.draws() { // where the last step will end is not known, and by completion some groups may be left over
+		end = max(end, a.CursorAfter)
+	} else if a.succeeded() {
 		settled = end
 	}
 	for p := first; p < end; p++ {
@@ -144,6 +143,9 @@ func (a *auditor) checkCursor() {
 		ahead++ // the next step's prompts go out while the learner has this one's
 	}
 	limit := a.edge(min(a.Ledger.GetState().GetStep()+ahead, config.GetTrain().GetSteps()))
+	if a.draws() {
+		limit = a.reach()
+	}
 	if a.CursorBefore > limit {
 		a.flag(Break{Group: a.name(limit)}, "CURSOR_BEYOND", "the cursor stands at position %d; at step %d it may be at %d at most: prompts were skipped, or issued too early",
 			a.CursorBefore, a.Ledger.GetState().GetStep(), limit)

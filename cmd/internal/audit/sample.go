@@ -51,6 +51,12 @@ func (a *auditor) checkSize(g *bufferv1.GroupRecord) {
 			a.flag(at, "SAMPLES_MISSING", "it has %d of %d samples", n, a.config.GetGroupSize())
 		}
 	case excluded, dissolved:
+		if g.GetReason() == zeroAdvantage { // kept, as the evidence
+			if n != a.config.GetGroupSize() {
+				a.flag(at, "SAMPLES_MISSING", "it was left out for equal rewards and has %d of %d samples", n, a.config.GetGroupSize())
+			}
+			return
+		}
 		if n > 0 {
 			a.flag(at, "SAMPLES_LEFT", "it was given up (%s) and %d samples were kept", g.GetReason(), n)
 		}
@@ -78,7 +84,8 @@ func (a *auditor) checkSample(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord,
 	}
 	switch {
 	case s.GetTrimmed():
-		if !trained || g.GetStep() > a.Ledger.GetTrimmed() {
+		left := g.GetState() == excluded // nobody reads the payloads of those
+		if !left && (!trained || g.GetStep() > a.Ledger.GetTrimmed()) {
 			a.flag(a.ofSample(s), "PAYLOAD_DROPPED_EARLY", "its payload was dropped; a snapshot covers the steps through %d alone", a.Ledger.GetTrimmed())
 		}
 		if trained {

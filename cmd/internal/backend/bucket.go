@@ -19,15 +19,19 @@ func Bucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, e
 	switch bucket.Kind {
 	case "s3":
 		var secret string
-		if secret, err = config.Secret("blob.secret_key", c.SecretKeyFile, c.SecretKeyEnv, environ); err != nil {
+		if secret, err = c.SecretKey.Read("blob.secret_key", environ); err != nil {
 			return nil, err
 		}
 		store, err = s3.Open(ctx, s3.Config{
 			Bucket: bucket.Name, Prefix: bucket.Prefix, Region: c.Region, Endpoint: c.Endpoint, AccessKey: c.AccessKey, SecretKey: secret,
 		})
 	case "gs":
+		var credentials string
+		if credentials, err = c.Credentials.Read("blob.credentials", environ); err != nil {
+			return nil, err
+		}
 		store, err = gcs.Open(ctx, gcs.Config{
-			Bucket: bucket.Name, Prefix: bucket.Prefix, Endpoint: c.Endpoint, CredentialsFile: c.CredentialsFile,
+			Bucket: bucket.Name, Prefix: bucket.Prefix, Endpoint: c.Endpoint, Credentials: credentials,
 		})
 	default:
 		return nil, nil

@@ -9,6 +9,7 @@ import (
 	"context"
 	"crypto/tls"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -21,6 +22,8 @@ import (
 	"google.golang.org/grpc/keepalive"
 
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -39,8 +42,9 @@ const (
 type Options struct {
 	Address   string   // host:port of one process; empty where every service is looked up
 	Hosted    []string // targets of that process; nil: all
-	Consul    string   // host:port of the agent that knows the others; empty: there are none
+	Consul    string   // host:port, or URL, of the agent that knows the others; empty: there are none
 	TokenFile string
+	Key       string      // an API key, in place of the token of TokenFile
 	TLS       *tls.Config // nil: plain text
 }
 
@@ -96,7 +100,10 @@ func (c *Client) Health(ctx context.Context, target, service string) (*healthpb.
 
 // Dial connects with the token of a file, and fails where nobody answers.
 func Dial(ctx context.Context, o Options) (*Client, error) {
-	token, err := readToken(o.TokenFile)
+	token, err := o.Key, error(nil)
+	if token == "" {
+		token, err = readToken(o.TokenFile)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -114,6 +121,12 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 		_ = c.main.Close()
 		if ctx.Err() != nil {
 			return nil, ctx.Err()
+		}
+		if why := cert.Explain(err); rpcerr.Mend(why) != "" {
+			return nil, &exit.Error{
+				Code: exit.Unavailable, Reason: rpcerr.Reason(why), Mend: rpcerr.Mend(why),
+				Err: fmt.Errorf("no TLS connection with %s: %w", o.Address, errors.New(rpcerr.Text(why))),
+			}
 		}
 		return nil, exit.New(exit.Unavailable, "is it running there? Without --server a local one is started",
 			"the server %s does not answer: %w", o.Address, exit.From(err))

@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/libs/cert"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -150,7 +151,7 @@ func TestTLS(t *testing.T) {
 	if err := os.WriteFile(ca, block, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	trusted, err := TLSFor(address, ca, false)
+	trusted, err := TLSFor(address, cert.Files{CA: ca}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -158,10 +159,10 @@ func TestTLS(t *testing.T) {
 	if _, err := c.Planner.ValidateConfig(t.Context(), &planv1.ValidateConfigRequest{}); err != nil {
 		t.Error(err)
 	}
-	if _, err := TLSFor(address, "/nowhere", false); exit.From(err).Code != exit.NoInput {
+	if _, err := TLSFor(address, cert.Files{CA: "/nowhere"}, false); exit.From(err).Code != exit.NoInput {
 		t.Errorf("got %v", err)
 	}
-	if _, err := TLSFor(address, tokenFile(t, 0o600), false); exit.From(err).Code != exit.NoInput {
+	if _, err := TLSFor(address, cert.Files{CA: tokenFile(t, 0o600)}, false); exit.From(err).Code != exit.NoInput {
 		t.Errorf("got %v", err)
 	}
 }
@@ -171,10 +172,10 @@ func TestPlainTextStaysOnThisMachine(t *testing.T) {
 	for address, plain := range map[string]bool{
 		"127.0.0.1:1": true, "[::1]:1": true, "localhost:1": true, "10.0.0.1:1": false, "rollout.example:443": false, "127.0.0.1.evil.example:1": false,
 	} {
-		if config, err := TLSFor(address, "", false); err != nil || (config == nil) != plain {
+		if config, err := TLSFor(address, cert.Files{}, false); err != nil || (config == nil) != plain {
 			t.Errorf("%s: %v %v", address, config, err)
 		}
-		if config, _ := TLSFor(address, "", true); config != nil {
+		if config, _ := TLSFor(address, cert.Files{}, true); config != nil {
 			t.Errorf("%s on a private network: %v", address, config)
 		}
 	}

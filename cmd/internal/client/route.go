@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"strings"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -44,7 +45,7 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	if conn := r.c.found[r.service]; conn != nil {
 		return conn, nil
 	}
-	address, err := lookup(ctx, r.c.options.Consul, r.c.token, r.service)
+	address, err := lookup(ctx, r.c.options, r.c.token, r.service)
 	if err != nil {
 		return nil, status.Errorf(codes.Unavailable, "look up %s in Consul %s: %v", r.service, r.c.options.Consul, err)
 	}
@@ -58,16 +59,20 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 
 // lookup asks a Consul agent, or the embedded registry, for a passing instance.
 // API: https://developer.hashicorp.com/consul/api-docs/health#list-service-instances-for-service
-func lookup(ctx context.Context, agent, token, service string) (string, error) {
+func lookup(ctx context.Context, o Options, token, service string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, reachable)
 	defer cancel()
-	place := url.URL{Scheme: "http", Host: agent, Path: "/v1/health/service/" + service, RawQuery: "passing=1"}
+	scheme, agent, found := strings.Cut(o.Consul, "://")
+	if !found {
+		scheme, agent = "http", o.Consul
+	}
+	place := url.URL{Scheme: scheme, Host: agent, Path: "/v1/health/service/" + service, RawQuery: "passing=1"}
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, place.String(), nil)
 	if err != nil {
 		return "", err
 	}
 	request.Header.Set("X-Consul-Token", token)
-	transport := &http.Transport{DisableKeepAlives: true} // and no proxy: the agent is near
+	transport := &http.Transport{DisableKeepAlives: true, TLSClientConfig: o.TLS.Clone()} // and no proxy: the agent is near
 	response, err := (&http.Client{Transport: transport}).Do(request)
 	if err != nil {
 		return "", err

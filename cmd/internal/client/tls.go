@@ -1,37 +1,37 @@
 package client
 
 import (
+	"cmp"
 	"crypto/tls"
-	"crypto/x509"
 	"net"
 	"net/netip"
-	"os"
+	"strings"
 
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/libs/cert"
 )
 
-// TLSFor is how an address is called: in plain text on loopback, and elsewhere only where the user says that the network is
-// private; else by TLS, checked against the authority of a PEM file or the system's own.
-func TLSFor(address, caFile string, private bool) (*tls.Config, error) {
-	if caFile == "" && (private || loopback(address)) {
+// TLSFor is how an address is called: with the files that are named, else in plain text on loopback, and elsewhere only where the user
+// says that the network is private; else by TLS, checked against the system's authorities.
+func TLSFor(address string, files cert.Files, private bool) (*tls.Config, error) {
+	if files.CA == "" && files.Cert == "" && (private || loopback(address)) {
 		return nil, nil
 	}
-	config := &tls.Config{MinVersion: tls.VersionTLS12}
-	if caFile == "" {
-		return config, nil
+	if (files.Cert == "") != (files.Key == "") {
+		return nil, exit.New(exit.Usage, "name both, --cert-file and --key-file", "a certificate and its key go together")
 	}
-	pem, err := os.ReadFile(caFile)
+	s, err := cert.Open(files, nil)
 	if err != nil {
-		return nil, exit.New(exit.NoInput, "correct the path", "can't read the authority: %w", err)
+		e := exit.From(err)
+		return nil, &exit.Error{Code: exit.NoInput, Reason: e.Reason, Mend: cmp.Or(e.Mend, "correct the path"), Err: e.Err}
 	}
-	config.RootCAs = x509.NewCertPool()
-	if !config.RootCAs.AppendCertsFromPEM(pem) {
-		return nil, exit.New(exit.NoInput, "name a file with certificates in PEM", "%s holds no certificate", caFile)
-	}
-	return config, nil
+	return s.Client(), nil
 }
 
 func loopback(address string) bool {
+	if _, rest, found := strings.Cut(address, "://"); found {
+		address = rest
+	}
 	host, _, err := net.SplitHostPort(address)
 	if err != nil {
 		host = address

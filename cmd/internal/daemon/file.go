@@ -21,6 +21,10 @@ type Info struct {
 	NATS      string   `json:"nats"`
 	Consul    string   `json:"consul"`
 	TokenFile string   `json:"token_file"`
+	KeysFile  string   `json:"api_keys_file"`
+	CAFile    string   `json:"ca_file,omitempty"` // what it is called with where it speaks TLS
+	CertFile  string   `json:"cert_file,omitempty"`
+	KeyFile   string   `json:"key_file,omitempty"`
 	Version   string   `json:"version"`
 	Targets   []string `json:"targets"`
 }

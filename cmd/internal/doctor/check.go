@@ -4,9 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
-	"crypto/x509"
 	"database/sql"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
@@ -23,9 +21,10 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/bus"
-	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
 )
 
@@ -136,7 +135,7 @@ func nats(ctx context.Context, p Patient, r *report) {
 	b, err := bus.Connect(connecting, o)
 	if err != nil {
 		r.fail("reach", err, mendOf(err, map[error]string{
-			bus.ErrToken: "check nats.token_file, nats.user with its password, or nats.nkey_file against the server's users",
+			bus.ErrToken: "check nats.token, nats.user with its password, or nats.nkey against the server's users",
 			bus.ErrTLS:   "check nats.ca_file, and nats.cert_file where the server asks for certificates; tls:// in nats.url asks for TLS",
 		}, "is the server up, and the host and port of nats.url right?"))
 		return
@@ -205,12 +204,12 @@ func consul(ctx context.Context, p Patient, r *report) {
 		r.skip("reach", "the embedded registry")
 		return
 	}
-	acl, err := config.Secret("consul.token", c.TokenFile, c.TokenEnv, p.Environ)
+	acl, err := c.Token.Read("consul.token", p.Environ)
 	if err != nil {
 		r.fail("configuration", err, "")
 		return
 	}
-	t, err := backend.TLS("consul", c.CAFile, "", "")
+	t, err := backend.TLS("consul", c.CAFile, c.CertFile, c.KeyFile, nil)
 	if err != nil {
 		r.fail("configuration", err, "")
 		return
@@ -222,7 +221,7 @@ func consul(ctx context.Context, p Patient, r *report) {
 	}
 	version, leader, err := client.Describe(ctx)
 	if err != nil {
-		r.fail("reach", err, mendOf(err, map[error]string{discovery.ErrDenied: "give the token of consul.token_file agent:read and node:read"},
+		r.fail("reach", err, mendOf(err, map[error]string{discovery.ErrDenied: "give the token of consul.token agent:read and node:read"},
 			"is the agent up, and the host and port of consul.address right? An agent at https needs https:// there"))
 		return
 	}
@@ -296,30 +295,31 @@ func readAll(ctx context.Context, store blob.Store, key string) ([]byte, error) 
 	return io.ReadAll(body)
 }
 
-// certificates looks at when ours end.
+// certificates looks at ours: that they are in force and for how long, lead to their authority, and that nobody else reads their keys.
 func certificates(_ context.Context, p Patient, r *report) {
+	t, n, c := p.Config.TLS, p.Config.NATS, p.Config.Consul
 	seen := false
-	for key, file := range map[string]string{"tls.cert_file": p.Config.TLS.CertFile, "nats.cert_file": p.Config.NATS.CertFile} {
-		if file == "" {
+	for _, one := range []struct {
+		key   string
+		files cert.Files
+	}{
+		{"tls.cert_file", cert.Files{Cert: t.CertFile, Key: t.KeyFile, CA: t.CAFile}},
+		{"tls.worker_cert_file", cert.Files{Cert: t.WorkerCertFile, Key: t.WorkerKeyFile, CA: t.CAFile}},
+		{"nats.cert_file", cert.Files{Cert: n.CertFile, Key: n.KeyFile}}, // the servers' authority need not be that of ours
+		{"consul.cert_file", cert.Files{Cert: c.CertFile, Key: c.KeyFile}},
+	} {
+		if one.files.Cert == "" {
 			continue
 		}
 		seen = true
-		data, err := os.ReadFile(file)
-		block, _ := pem.Decode(data)
-		if err != nil || block == nil {
-			r.fail(key, errors.Join(fmt.Errorf("%s holds no PEM certificate", file), err), "")
-			continue
-		}
-		cert, err := x509.ParseCertificate(block.Bytes)
+		leaf, err := cert.Check(one.files, p.Now())
 		switch {
 		case err != nil:
-			r.fail(key, err, "")
-		case p.Now().After(cert.NotAfter):
-			r.fail(key, fmt.Errorf("it ended at %s", cert.NotAfter.UTC().Format(time.RFC3339)), "renew it")
-		case p.Now().Add(7 * 24 * time.Hour).After(cert.NotAfter):
-			r.warn(key, "it ends at "+cert.NotAfter.UTC().Format(time.RFC3339), "renew it")
+			r.fail(one.key, err, rpcerr.Mend(err))
+		case p.Now().Add(7 * 24 * time.Hour).After(leaf.NotAfter):
+			r.warn(one.key, "it ends at "+leaf.NotAfter.UTC().Format(time.RFC3339), "renew it: `rollout certs renew`, each day by a timer")
 		default:
-			r.ok(key, "good until "+cert.NotAfter.UTC().Format(time.RFC3339))
+			r.ok(one.key, "good until "+leaf.NotAfter.UTC().Format(time.RFC3339))
 		}
 	}
 	if !seen {

@@ -34,10 +34,10 @@ func healthy(t *testing.T) doctor.Patient {
 	}
 	c := config.Default(dir)
 	c.NATS.URL = servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret"}).URL()
-	c.NATS.TokenFile = secret("nats", "s3cret")
+	c.NATS.Token = config.File(secret("nats", "s3cret"))
 	c.Consul.Address = servertest.StartConsul(t, servertest.ConsulOptions{Token: management}).Address
-	c.Consul.TokenFile = secret("consul", management)
-	c.Blob = config.Blob{URL: "s3://rollout/mesh", Endpoint: s3.Endpoint, AccessKey: s3.AccessKey, SecretKeyFile: secret("s3", s3.SecretKey)}
+	c.Consul.Token = config.File(secret("consul", management))
+	c.Blob = config.Blob{URL: "s3://rollout/mesh", Endpoint: s3.Endpoint, AccessKey: s3.AccessKey, SecretKey: config.File(secret("s3", s3.SecretKey))}
 	place := sqldbtest.Place(t)
 	c.Database.URL = place.URL
 	return doctor.Patient{Config: c, Now: time.Now}
@@ -75,14 +75,14 @@ func TestEverythingIsFound(t *testing.T) {
 	if err := os.WriteFile(bad, []byte("wrong-secret"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	wrong.Config.NATS.TokenFile, wrong.Config.Consul.TokenFile, wrong.Config.Blob.URL = bad, bad, "s3://missing"
+	wrong.Config.NATS.Token, wrong.Config.Consul.Token, wrong.Config.Blob.URL = config.File(bad), config.File(bad), "s3://missing"
 	wrong.Now = func() time.Time { return time.Now().Add(time.Hour) }
 	findings = doctor.Look(t.Context(), wrong)
 	for _, want := range []struct {
 		server, check, mend string
 		status              doctor.Status
 	}{
-		{"nats", "reach", "nats.token_file", doctor.Failed}, {"consul", "reach", "consul.token_file", doctor.Failed},
+		{"nats", "reach", "nats.token", doctor.Failed}, {"consul", "reach", "consul.token", doctor.Failed},
 		{"blob", "reach", "blob.url", doctor.Failed}, {"database", "clock", "NTP", doctor.Warning},
 	} {
 		if f := find(findings, want.server, want.check); f.Status != want.status || !strings.Contains(f.Mend, want.mend) {

@@ -71,7 +71,7 @@ func From(err error) *Error {
 	case codes.Unavailable, codes.DeadlineExceeded, codes.ResourceExhausted:
 		out.Code, out.Mend = Unavailable, "see `rollout status` and the daemon's log"
 	case codes.Unauthenticated, codes.PermissionDenied:
-		out.Code, out.Mend = Unavailable, "name the server's token with --token-file"
+		out.Code, out.Mend = Unavailable, "put an API key into ROLLOUT_API_KEY, or name the server's token with --token-file"
 	case codes.AlreadyExists:
 		out.Code = CannotMake
 	case codes.Canceled:

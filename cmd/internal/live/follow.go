@@ -122,7 +122,7 @@ func ended(err error) error {
 
 func (f *follower) history(ctx context.Context) error {
 	response, err := f.client.Events.ListEvents(ctx, &storagev1.ListEventsRequest{
-		Filter: &storagev1.EventFilter{RunId: f.runID}, Limit: historyMax, Newest: true,
+		Filter: &storagev1.EventFilter{RunId: f.runID, MinLevel: eventv1.Level_LEVEL_INFO}, Limit: historyMax, Newest: true,
 	})
 	if err != nil {
 		return err

@@ -60,6 +60,13 @@ func Value(w io.Writer, v any) error {
 	return e.Encode(v)
 }
 
+// ValueLine writes what is no message of the contracts as a line of JSON.
+func ValueLine(w io.Writer, v any) error {
+	e := json.NewEncoder(w)
+	e.SetEscapeHTML(false)
+	return e.Encode(v)
+}
+
 // Any is a message as plain JSON values, to be part of a document of another shape.
 func Any(m proto.Message) (any, error) {
 	compact, err := marshal(m)

@@ -10,21 +10,16 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/libs/blob"
-	"github.com/rollout-rl/rollout/libs/blob/files"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// Folder reads the artifacts of a state folder.
-type Folder string
+// Artifacts reads the artifacts themselves, without a service.
+type Artifacts struct{ *blob.CAS }
 
 // Artifact implements Files.
-func (f Folder) Artifact(ctx context.Context, content, path string) error {
-	artifacts, err := files.Open(string(f))
-	if err != nil {
-		return err
-	}
-	r, err := blob.NewCAS(artifacts, artifacts.Spool()).Open(ctx, content)
+func (f Artifacts) Artifact(ctx context.Context, content, path string) error {
+	r, err := f.Open(ctx, content)
 	if err != nil {
 		return fmt.Errorf("read artifact %s: %w", content, err)
 	}
@@ -32,7 +27,7 @@ func (f Folder) Artifact(ctx context.Context, content, path string) error {
 }
 
 // Snapshot implements Files.
-func (f Folder) Snapshot(ctx context.Context, s *snapshotv1.Snapshot, folder string) error {
+func (f Artifacts) Snapshot(ctx context.Context, s *snapshotv1.Snapshot, folder string) error {
 	for _, file := range s.GetFiles() {
 		if !filepath.IsLocal(filepath.FromSlash(file.GetPath())) {
 			return fmt.Errorf("snapshot %s names a file outside of its folder: %s", s.GetSnapshotId(), file.GetPath())

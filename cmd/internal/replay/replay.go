@@ -131,6 +131,9 @@ func (j *Job) start() (*snapshotv1.Snapshot, uint64, error) {
 	need := uint64(0) // the last step whose payloads are gone
 	steps := map[string]uint64{}
 	for _, g := range e.Groups {
+		if g.GetState() == bufferv1.GroupState_GROUP_STATE_EXCLUDED {
+			continue // no step reads what it had
+		}
 		steps[fmt.Sprintf("%d/%d", g.GetKey().GetEpoch(), g.GetKey().GetIndex())] = g.GetStep()
 	}
 	for _, s := range e.Samples {

@@ -5,10 +5,9 @@ import (
 	"context"
 	"strings"
 
-	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
-	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
@@ -16,6 +15,7 @@ import (
 type Data struct {
 	Run    *live.Run
 	Series map[string]Series
+	Kept   []record.Kept // completions of the first and the last step that kept some
 }
 
 // Series is one metric by step.
@@ -30,40 +30,36 @@ const evalsMax = 10000
 // warningsMax is the most warnings read; those that say the same are joined.
 const warningsMax = 1000
 
-// Gather reads a run's status, metrics and evaluations.
-func Gather(ctx context.Context, c *client.Client, runID string) (*Data, error) {
-	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: runID})
+// Gather reads a run's status, metrics, evaluations and completions.
+func Gather(ctx context.Context, r record.Reader, name string) (*Data, error) {
+	status, err := r.Run(ctx, name)
 	if err != nil {
 		return nil, err
 	}
-	runID = got.GetStatus().GetRun().GetRunId()
-	metrics, err := c.Events.QueryMetrics(ctx, &storagev1.QueryMetricsRequest{RunId: runID})
+	runID := status.GetRun().GetRunId()
+	metrics, err := r.Metrics(ctx, runID)
 	if err != nil {
 		return nil, err
 	}
-	events, err := c.Events.ListEvents(ctx, &storagev1.ListEventsRequest{
-		Filter: &storagev1.EventFilter{RunId: runID, Kinds: []string{"eval.finished", "snapshot.created"}}, Limit: evalsMax,
-	})
+	events, err := r.Events(ctx, &storagev1.EventFilter{RunId: runID, Kinds: []string{"eval.finished", "snapshot.created"}}, evalsMax, false)
 	if err != nil {
 		return nil, err
 	}
-	warnings, err := c.Events.ListEvents(ctx, &storagev1.ListEventsRequest{
-		Filter: &storagev1.EventFilter{RunId: runID, MinLevel: eventv1.Level_LEVEL_WARN}, Limit: warningsMax, Newest: true,
-	})
+	warnings, err := r.Events(ctx, &storagev1.EventFilter{RunId: runID, MinLevel: eventv1.Level_LEVEL_WARN}, warningsMax, true)
 	if err != nil {
 		return nil, err
 	}
 	data := &Data{Run: &live.Run{}, Series: map[string]Series{}}
-	data.Run.Update(got.GetStatus())
-	for _, e := range events.GetEvents() {
+	data.Run.Update(status)
+	for _, e := range events {
 		data.Run.Add(e)
 	}
-	for _, e := range warnings.GetEvents() {
+	for _, e := range warnings {
 		if e.GetKind() == "log" || e.GetKind() == "group.excluded" || e.GetKind() == "step.flat" { // what the end says is said by the state
 			data.Run.Add(e)
 		}
 	}
-	for _, series := range metrics.GetSeries() {
+	for _, series := range metrics {
 		var points Series
 		for _, p := range series.GetPoints() {
 			points = append(points, Point{float64(p.GetStep()), p.GetValue()})
@@ -72,16 +68,29 @@ func Gather(ctx context.Context, c *client.Client, runID string) (*Data, error) 
 	}
 	for _, eval := range data.Run.Evals { // evaluations may not be among the stored metrics
 		for name, value := range eval.Metrics {
-			if strings.HasPrefix(name, "eval/") && metrics != nil && !stored(metrics, name) {
+			if strings.HasPrefix(name, "eval/") && !stored(metrics, name) {
 				data.Series[name] = append(data.Series[name], Point{float64(eval.Step), value})
 			}
+		}
+	}
+	first, err := record.FirstCompletions(ctx, r, runID)
+	if err != nil {
+		return nil, err
+	}
+	newest, err := record.NewestCompletions(ctx, r, runID)
+	if err != nil {
+		return nil, err
+	}
+	for _, kept := range []record.Kept{first, newest} {
+		if len(kept.Completions) > 0 && (len(data.Kept) == 0 || data.Kept[0].Step != kept.Step) {
+			data.Kept = append(data.Kept, kept)
 		}
 	}
 	return data, nil
 }
 
-func stored(metrics *storagev1.QueryMetricsResponse, name string) bool {
-	for _, series := range metrics.GetSeries() {
+func stored(metrics []*storagev1.Series, name string) bool {
+	for _, series := range metrics {
 		if series.GetName() == name {
 			return true
 		}

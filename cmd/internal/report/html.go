@@ -18,7 +18,7 @@ import (
 //go:embed page.html
 var pageText string
 
-var page = template.Must(template.New("page").Parse(pageText))
+var page = template.Must(template.New("page").Funcs(template.FuncMap{"number": output.Number, "signed": signed}).Parse(pageText))
 
 const answersShown = 16
 
@@ -39,6 +39,14 @@ type answer struct {
 	Prompt, Before, After             string
 	BeforeReward, AfterReward         string
 	BeforeGood, AfterGood, Comparable bool
+}
+
+// signed is an advantage as text.
+func signed(v *float64) string {
+	if v == nil {
+		return "-"
+	}
+	return fmt.Sprintf("%+.3f", *v)
 }
 
 // panels are the charts, in order: a title, the metrics in it, what to know about it.
@@ -64,7 +72,7 @@ func (d *Data) HTML(w io.Writer) error {
 	run := d.Run.Status.GetRun()
 	err := page.Execute(w, map[string]any{
 		"Name": run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "",
-		"Told": d.told(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(),
+		"Told": d.told(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(), "Kept": d.Kept,
 	})
 	if err != nil {
 		return fmt.Errorf("write the page: %w", err)

@@ -9,6 +9,7 @@ import sys
 from rollout_workers.mesh.bus import connect
 from rollout_workers.mesh.registration import Registration
 from rollout_workers.mesh.spec import identity, load_spec
+from rollout_workers.mesh.tls import of_agent
 
 
 async def main() -> None:
@@ -20,7 +21,7 @@ async def main() -> None:
         agent=spec.consul_address,
         address="127.0.0.1:4711",
         consul_token=spec.consul_token,
-        ca_file=spec.consul_ca_file,
+        files=of_agent(spec),
     )
     registration.start()
     print("reached", flush=True)

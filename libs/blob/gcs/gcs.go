@@ -25,8 +25,8 @@ type Config struct {
 	Bucket   string
 	Prefix   string // of every key, without slashes at its ends; "" is the whole bucket
 	Endpoint string // URL of a server that is not Google's; it is asked without credentials
-	// CredentialsFile is a service account's key; "" takes Google's default credentials: environment, gcloud, metadata server.
-	CredentialsFile string
+	// Credentials is a service account's key (JSON); "" takes Google's default credentials: environment, gcloud, metadata server.
+	Credentials string
 
 	PartBytes int           // a blob above it is uploaded in chunks of that size; 0 is 16 MiB
 	Idle      time.Duration // a connection that is silent for so long is given up; 0 is 30 s
@@ -61,8 +61,8 @@ func Open(ctx context.Context, c Config) (*Store, error) {
 	switch {
 	case c.Endpoint != "":
 		options = append(options, option.WithEndpoint(strings.TrimSuffix(c.Endpoint, "/")+"/storage/v1/"), option.WithoutAuthentication())
-	case c.CredentialsFile != "":
-		options = append(options, option.WithAuthCredentialsFile(option.ServiceAccount, c.CredentialsFile))
+	case c.Credentials != "":
+		options = append(options, option.WithAuthCredentialsJSON(option.ServiceAccount, []byte(c.Credentials)))
 	}
 	api, err := storage.NewClient(ctx, options...)
 	if err != nil {

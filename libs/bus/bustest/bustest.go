@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -141,9 +142,11 @@ func publishFetchAck(t *testing.T, b *bundle) {
 func noFullBatch(t *testing.T, b *bundle) {
 	b.publish(t, 3)
 	began := time.Now()
-	got, err := b.work.Fetch(t.Context(), 100, time.Minute)
-	if err != nil || len(got) != 3 || time.Since(began) > 10*time.Second {
-		t.Fatalf("%d deliveries in %v: %v", len(got), time.Since(began), err)
+	for came := 0; came < 3; { // a server acks a message a moment before its consumers know of it
+		got, err := b.work.Fetch(t.Context(), 100, time.Minute)
+		if came += len(got); err != nil || len(got) == 0 || came > 3 || time.Since(began) > 10*time.Second {
+			t.Fatalf("%d deliveries in %v: %v", came, time.Since(began), err)
+		}
 	}
 	if got, err := b.work.Fetch(t.Context(), 100, 10*time.Millisecond); err != nil || len(got) != 0 {
 		t.Errorf("an empty queue: %d %v", len(got), err)
@@ -215,11 +218,23 @@ func ensureAgain(t *testing.T, b *bundle) {
 	if d := depth(t, b.work); d.Waiting != 2 {
 		t.Errorf("%+v", d)
 	}
-	if err := b.bus.PurgeWork(t.Context(), b.run); err != nil {
+	mark, err := b.bus.WorkMark(t.Context(), b.run)
+	if err != nil {
 		t.Fatal(err)
 	}
+	if err := b.bus.PublishProto(t.Context(), bus.WorkSubject(b.run), b.group(2)); err != nil { // somebody else's
+		t.Fatal(err)
+	}
+	if runs, err := b.bus.Runs(t.Context()); err != nil || !slices.Contains(runs, b.run) {
+		t.Errorf("runs with streams: %v %v", runs, err)
+	}
+	for range 2 {
+		if err := b.bus.PurgeWork(t.Context(), b.run, mark); err != nil {
+			t.Fatal(err)
+		}
+	}
 	deadline := time.Now().Add(10 * time.Second)
-	for depth(t, b.work).Waiting != 0 { // in a cluster the consumer's leader hears of it a moment later
+	for depth(t, b.work).Waiting != 1 { // in a cluster the consumer's leader hears of it a moment later
 		if time.Now().After(deadline) {
 			t.Fatalf("after purge: %+v", depth(t, b.work))
 		}
@@ -228,6 +243,9 @@ func ensureAgain(t *testing.T, b *bundle) {
 		if err := b.bus.DeleteRun(t.Context(), b.run); err != nil {
 			t.Fatal(err)
 		}
+	}
+	if runs, err := b.bus.Runs(t.Context()); err != nil || slices.Contains(runs, b.run) {
+		t.Errorf("runs with streams: %v %v", runs, err)
 	}
 	if _, err := b.bus.Work(t.Context(), b.run); !errors.Is(err, bus.ErrNoStream) {
 		t.Errorf("consumer of a deleted run: %v", err)

@@ -22,15 +22,18 @@ type Restartable struct {
 	Start func() // returns when it answers; it may know nobody then
 }
 
+// restartTTL outlives a slow start of the agent: a durable one remembers when it last heard of each check.
+const restartTTL = 3 * time.Second
+
 // RunRestart checks registrations, watches and gRPC connections over a restart of the agent, which must be the test's own.
 func RunRestart(t *testing.T, r Restartable) {
 	b := setup(t, r.Agent)
 	first, second := serve(t), serve(t)
 	s := b.service("a", first.port)
-	s.TTL = 600 * time.Millisecond
+	s.TTL = restartTTL
 	stopFirst := b.register(t, s)
 	s = b.service("b", second.port)
-	s.TTL = 600 * time.Millisecond
+	s.TTL = restartTTL
 	b.register(t, s)
 	watch := b.client.Watch(t.Context(), b.name)
 	b.await(t, watch, "a", "b")

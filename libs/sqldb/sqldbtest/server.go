@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/exec"
 	"os/user"
@@ -18,6 +17,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/rollout-rl/rollout/libs/freeport"
 )
 
 // Server is a PostgreSQL server of a test.
@@ -63,12 +64,11 @@ func Start() (*Server, error) {
 	if out, err := initdb.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("initdb: %w\n%s", err, out)
 	}
-	lis, err := net.Listen("tcp", "127.0.0.1:0")
+	ports, err := freeport.Take(1)
 	if err != nil {
 		return nil, err
 	}
-	s.Port = lis.Addr().(*net.TCPAddr).Port
-	lis.Close()
+	s.Port = ports[0]
 	s.URL = fmt.Sprintf("postgres://rollout@127.0.0.1:%d/postgres?sslmode=disable", s.Port)
 	if err := s.Run(); err != nil {
 		return nil, err

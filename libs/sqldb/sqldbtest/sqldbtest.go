@@ -8,6 +8,7 @@ package sqldbtest
 import (
 	"context"
 	"crypto/rand"
+	"io"
 	"os"
 	"strings"
 	"testing"
@@ -59,6 +60,21 @@ func URL(t testing.TB) string {
 }
 
 func prefix() string { return "t_" + strings.ToLower(rand.Text()[:12]) }
+
+// Store opens a service's store and closes it after the test.
+func Store[S io.Closer](t testing.TB, place sqldb.Place, open func(context.Context, sqldb.Place) (S, error)) S {
+	t.Helper()
+	s, err := open(context.Background(), place)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
 
 // Open opens a service's database and closes it after the test.
 func Open(t testing.TB, place sqldb.Place, service string) *sqldb.DB {

@@ -51,16 +51,23 @@ func walk(in io.Reader, end uint64) (flaw string, at uint64) {
 	if _, err := io.ReadFull(in, head); err != nil || string(head) != magic {
 		return fmt.Sprintf("it does not begin with %q", magic), 0
 	}
+	return records(in, uint64(len(magic)), end, func(uint64, []byte, bool) bool { return true })
+}
+
+// records reads the records between two bytes of a file and gives each whole one to see, with where its payload begins and whether it is a
+// note, until that returns false. payload is see's only while it runs. at is the end of the last whole record.
+func records(in io.Reader, begin, end uint64, see func(offset uint64, payload []byte, note bool) bool) (flaw string, at uint64) {
 	var payload []byte
 	header := make([]byte, HeaderBytes)
-	for at = uint64(len(magic)); at < end; {
+	for at = begin; at < end; {
 		if end-at < HeaderBytes {
 			return "a record's header is cut off", at
 		}
 		if _, err := io.ReadFull(in, header); err != nil {
 			return err.Error(), at
 		}
-		length := uint64(binary.LittleEndian.Uint32(header))
+		word := binary.LittleEndian.Uint32(header)
+		length := uint64(word &^ noteBit)
 		if length > end-at-HeaderBytes {
 			return fmt.Sprintf("a record of %d bytes runs past the end", length), at
 		}
@@ -71,10 +78,17 @@ func walk(in io.Reader, end uint64) (flaw string, at uint64) {
 		if _, err := io.ReadFull(in, payload); err != nil {
 			return err.Error(), at
 		}
-		if CRC(payload) != binary.LittleEndian.Uint32(header[4:]) {
+		sum, isNote := CRC(payload), word&noteBit != 0
+		if isNote {
+			sum = ^sum
+		}
+		if sum != binary.LittleEndian.Uint32(header[4:]) {
 			return "a record has another checksum", at
+		}
+		if !see(at+HeaderBytes, payload, isNote) {
+			return "", at
 		}
 		at += HeaderBytes + length
 	}
-	return "", 0
+	return "", at
 }

@@ -1,7 +1,9 @@
 // Package segment keeps payloads in append-only files.
 //
-// A file is the magic "RSEG0001", then records "u32 length | u32 crc32c | payload", little-endian. Files of a run are numbered
-// from 1; the highest is written to. What is durable is for the ledger to say: bytes beyond that are the tail that a crash tore.
+// A file is the magic "RSEG0001", then records "u32 length | u32 crc32c | payload", little-endian. A record whose length has its top
+// bit set, and whose checksum is inverted, is a note: what its writer did with the payloads since the note before, see Notes. Files of a run are numbered
+// from 1. One is written by the ledger's owner, others by producers on its host that they were lent to. What is durable is for the
+// ledger to say: bytes beyond that are the tail that a crash tore.
 package segment
 
 import (
@@ -10,20 +12,23 @@ import (
 	"hash/crc32"
 	"os"
 	"path/filepath"
-	"strconv"
-	"strings"
 )
 
 const (
 	magic = "RSEG0001"
 	// HeaderBytes precede each payload.
 	HeaderBytes = 8
+
+	noteBit = 1 << 31
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // CRC is the CRC-32C of a payload.
 func CRC(payload []byte) uint32 { return crc32.Checksum(payload, castagnoli) }
+
+// Extend is the CRC-32C of bytes that follow others.
+func Extend(crc uint32, next []byte) uint32 { return crc32.Update(crc, castagnoli, next) }
 
 // Path is the file of a segment.
 func Path(dir string, number uint32) string {
@@ -37,92 +42,87 @@ type Place struct {
 	Length  uint64 // of the payload
 }
 
-// Tail is the end of what is durable.
+// Tail is the end of what was written to, or is durable of, a file.
 type Tail struct {
 	Segment uint32 // 0: there is none yet
 	Bytes   uint64 // size of that file
 }
 
-// Repair says what Open found beyond, or short of, the tail.
-type Repair struct {
-	Cut     uint64 // bytes of a torn tail that were removed, whole newer files included
-	Missing uint64 // bytes that the ledger counts on and the file lacks; they are lost
+// Config is how the files of a run are written.
+type Config struct {
+	Dir       string // made where it is missing
+	RollBytes uint64 // a file this long is followed by the next
+	// Volatile leaves it to the kernel when to write: what was written survives the death of every process, not a power cut.
+	Volatile bool
 }
 
-// Open readies the files of a run for writing after the tail; dir is made where it is missing. A torn tail is cut off.
+// Repair says what Open found beyond, or short of, what is durable.
+type Repair struct {
+	Cut   uint64 // bytes in files that no ledger row names; they are removed
+	Short []Tail // files that lack bytes which the ledger counts on; Bytes is how many
+}
+
+// Open readies the files of a run for writing; known are those that the ledger counts on, by number. No file is ever written to
+// again: a process that led before, or a producer that one was lent to, may still have it open. So a torn tail stays where it is, beyond
+// what the ledger says is durable, and files that the ledger does not name go.
 //
-// With shared another process may still have the files open, one that led before and only stands still: then what is there is
-// left as it is, and writing begins a file of its own.
-func Open(dir string, tail Tail, rollBytes uint64, shared bool) (*Writer, Repair, error) {
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, Repair{}, fmt.Errorf("open segments: %w", err)
-	}
-	w := &Writer{dir: dir, number: tail.Segment, roll: rollBytes}
-	repair, err := dropNewer(dir, tail.Segment)
-	if err != nil || tail.Segment == 0 {
-		return w, repair, err
-	}
-	f, err := os.OpenFile(Path(dir, tail.Segment), os.O_RDWR, 0)
-	if errors.Is(err, os.ErrNotExist) {
-		repair.Missing = tail.Bytes
-		return w, repair, nil
-	}
+// newest is the highest number that was ever given.
+func Open(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
+	w, repair, err := ready(cfg, known, newest)
 	if err != nil {
-		return nil, repair, fmt.Errorf("open segment %d: %w", tail.Segment, err)
+		return nil, repair, err
 	}
-	info, err := f.Stat()
-	if err != nil {
-		return nil, repair, errors.Join(fmt.Errorf("open segment %d: %w", tail.Segment, err), f.Close())
-	}
-	size := uint64(info.Size())
-	if size < tail.Bytes { // never written to again: what is lost stays visible
-		repair.Missing = tail.Bytes - size
-		return w, repair, f.Close()
-	}
-	if shared {
-		return w, repair, f.Close()
-	}
-	if size > tail.Bytes {
-		repair.Cut += size - tail.Bytes
-		if err := errors.Join(f.Truncate(int64(tail.Bytes)), f.Sync()); err != nil {
-			return nil, repair, errors.Join(fmt.Errorf("cut segment %d: %w", tail.Segment, err), f.Close())
+	for _, k := range known {
+		var size uint64
+		info, err := os.Stat(Path(cfg.Dir, k.Segment))
+		switch {
+		case err == nil:
+			size = uint64(info.Size())
+		case !errors.Is(err, os.ErrNotExist):
+			return nil, repair, fmt.Errorf("open segment %d: %w", k.Segment, err)
+		}
+		if size < k.Bytes {
+			repair.Short = append(repair.Short, Tail{Segment: k.Segment, Bytes: k.Bytes - size})
 		}
 	}
-	w.file, w.end = f, tail.Bytes
 	return w, repair, nil
 }
 
-// OpenAfter readies a folder that is a cache for writing: the next file gets a number above newest, and no file is written to again.
-// known is the highest number that a ledger row names; files above it are removed.
-func OpenAfter(dir string, known, newest uint32, rollBytes uint64) (*Writer, Repair, error) {
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, Repair{}, fmt.Errorf("open segments: %w", err)
-	}
-	repair, err := dropNewer(dir, known)
-	return &Writer{dir: dir, number: max(known, newest), roll: rollBytes}, repair, err
+// OpenCache readies a folder that is a cache: files may be missing.
+func OpenCache(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
+	return ready(cfg, known, newest)
 }
 
-// dropNewer removes files that were begun and that no ledger row knows.
-func dropNewer(dir string, number uint32) (Repair, error) {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return Repair{}, fmt.Errorf("open segments: %w", err)
+func ready(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
+	if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
+		return nil, Repair{}, fmt.Errorf("open segments: %w", err)
 	}
-	var r Repair
-	for _, e := range entries {
-		name, ok := strings.CutSuffix(e.Name(), ".seg")
-		n, err := strconv.ParseUint(name, 10, 32)
-		if !ok || err != nil || uint32(n) <= number {
+	named := map[uint32]bool{}
+	for _, k := range known {
+		named[k.Segment] = true
+	}
+	repair, swept, err := sweep(cfg.Dir, named)
+	return &Writer{Config: cfg, last: max(newest, swept)}, repair, err
+}
+
+// sweep removes files that were begun and that no ledger row names; last is the highest number among them.
+func sweep(dir string, named map[uint32]bool) (r Repair, last uint32, err error) {
+	numbers, err := present(dir)
+	if err != nil {
+		return r, 0, fmt.Errorf("open segments: %w", err)
+	}
+	for _, n := range numbers {
+		if named[n] {
 			continue
 		}
-		if info, err := e.Info(); err == nil {
-			r.Cut += uint64(info.Size())
+		last = max(last, n) // not lent again: a producer may still name it
+		freed, err := Remove(dir, n)
+		if err != nil {
+			return r, last, fmt.Errorf("open segments: %w", err)
 		}
-		if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
-			return r, fmt.Errorf("open segments: %w", err)
-		}
+		r.Cut += freed
 	}
-	return r, nil
+	return r, last, nil
 }
 
 // Remove deletes a segment and says how many bytes that freed; one that is gone is no error.

@@ -9,9 +9,9 @@ import (
 
 // Writer appends to the files of a run. One goroutine at a time.
 type Writer struct {
-	dir    string
-	roll   uint64 // a file this long is followed by the next
-	number uint32
+	Config
+	last   uint32   // highest number that was begun
+	number uint32   // of the file
 	file   *os.File // nil: the next append begins a file
 	end    uint64
 	arena  []byte // records of one append, kept for the next
@@ -25,7 +25,10 @@ type Record struct {
 
 // Append writes the records in one call and says where they are. They are durable only after Sync. After an error nothing of
 // them counts, and the next append begins a new file.
-func (w *Writer) Append(records []Record) ([]Place, error) {
+//
+// note, where it is not nil, is told the places before anything is written; what it returns follows the records in the same file, as a
+// note about them (Notes).
+func (w *Writer) Append(records []Record, note func([]Place) ([]byte, error)) ([]Place, error) {
 	if err := w.ready(); err != nil {
 		return nil, err
 	}
@@ -37,6 +40,15 @@ func (w *Writer) Append(records []Record) ([]Place, error) {
 		places[i] = Place{Segment: w.number, Offset: w.end + uint64(len(buf)), Length: uint64(len(r.Payload))}
 		buf = append(buf, r.Payload...)
 	}
+	if note != nil {
+		text, err := note(places)
+		if err != nil {
+			return nil, fmt.Errorf("append to segment %d: %w", w.number, err)
+		}
+		buf = binary.LittleEndian.AppendUint32(buf, noteBit|uint32(len(text)))
+		buf = binary.LittleEndian.AppendUint32(buf, ^CRC(text))
+		buf = append(buf, text...)
+	}
 	w.arena = buf
 	if _, err := w.file.WriteAt(buf, int64(w.end)); err != nil {
 		return nil, errors.Join(fmt.Errorf("append to segment %d: %w", w.number, err), w.Close())
@@ -47,10 +59,10 @@ func (w *Writer) Append(records []Record) ([]Place, error) {
 
 // Sync makes what was appended durable. After an error the kernel may have dropped any of it: the next append begins a new file.
 func (w *Writer) Sync() error {
-	if w.file == nil {
+	if w.file == nil || w.Volatile {
 		return nil
 	}
-	if err := w.file.Sync(); err != nil {
+	if err := datasync(w.file); err != nil {
 		return errors.Join(fmt.Errorf("sync segment %d: %w", w.number, err), w.Close())
 	}
 	return nil
@@ -71,29 +83,43 @@ func (w *Writer) Close() error {
 
 // ready begins a file where there is none or the last is full.
 func (w *Writer) ready() error {
-	if w.file != nil && w.end < w.roll {
+	if w.file != nil && w.end < w.RollBytes {
 		return nil
 	}
 	if err := w.Close(); err != nil {
 		return fmt.Errorf("close segment %d: %w", w.number, err)
 	}
-	number := w.number + 1
-	f, err := os.OpenFile(Path(w.dir, number), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	f, err := w.begin()
+	if err != nil {
+		return err
+	}
+	w.number, w.file, w.end = w.last, f, uint64(len(magic))
+	return nil
+}
+
+// begin makes the file of the next number.
+func (w *Writer) begin() (*os.File, error) {
+	number := w.last + 1
+	f, err := os.OpenFile(Path(w.Dir, number), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	for errors.Is(err, os.ErrExist) { // begun before, by us in vain or by a process that led before: two never write to one file
 		number++
-		f, err = os.OpenFile(Path(w.dir, number), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		f, err = os.OpenFile(Path(w.Dir, number), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	}
 	if err != nil {
-		return fmt.Errorf("begin segment: %w", err)
+		return nil, fmt.Errorf("begin segment: %w", err)
 	}
 	if _, err := f.WriteAt([]byte(magic), 0); err != nil {
-		return errors.Join(fmt.Errorf("begin segment: %w", err), f.Close())
+		return nil, errors.Join(fmt.Errorf("begin segment: %w", err), f.Close())
 	}
-	if err := syncDir(w.dir); err != nil {
-		return errors.Join(fmt.Errorf("begin segment: %w", err), f.Close())
+	if w.Volatile {
+		w.last = number
+		return f, nil
 	}
-	w.number, w.file, w.end = number, f, uint64(len(magic))
-	return nil
+	if err := syncDir(w.Dir); err != nil {
+		return nil, errors.Join(fmt.Errorf("begin segment: %w", err), f.Close())
+	}
+	w.last = number
+	return f, nil
 }
 
 func syncDir(dir string) error {

@@ -49,7 +49,7 @@ func (r *reader) queryGroups(ctx context.Context, query string, args ...any) (ou
 	err = r.list(ctx, "groups", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
 		g := &buffer.Group{}
 		out = append(out, g)
-		return scan(&g.Position, &g.Attempt, &g.State, &g.Reason, &g.Step, &g.Samples, &g.Pending, &g.Failures, &g.MinVersion, &g.Arrival)
+		return scan(&g.Position, &g.Attempt, &g.State, &g.Reason, &g.Step, &g.Samples, &g.Pending, &g.Failures, &g.MinVersion, &g.Arrival, &g.TokenRewards)
 	})
 	return out, err
 }
@@ -137,7 +137,7 @@ func (r *reader) Pending(ctx context.Context, version uint64) ([]buffer.Sample, 
 
 func scanStep(scan func(...any) error) (*buffer.Step, error) {
 	s := &buffer.Step{}
-	return s, scan(&s.Step, &s.Batch, &s.Groups, &s.Samples, &s.Excluded, &s.WeightsDigest, &s.Chain)
+	return s, scan(&s.Step, &s.Batch, &s.Groups, &s.Samples, &s.Excluded, &s.WeightsDigest, &s.Chain, &s.Zero, &s.ZeroReward, &s.End)
 }
 
 // Step implements buffer.Reader.

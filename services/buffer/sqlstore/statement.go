@@ -3,7 +3,6 @@ package sqlstore
 import (
 	"context"
 	"database/sql"
-	"fmt"
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/sqldb"
@@ -22,10 +21,10 @@ type statements struct {
 }
 
 const (
-	groupColumns  = `position, attempt, state, reason, step, samples, pending, failures, min_version, arrival`
+	groupColumns  = `position, attempt, state, reason, step, samples, pending, failures, min_version, arrival, token_rewards`
 	sampleColumns = `s.position, s.sample, s.part, s.attempt, s.segment, s.byte_offset, s.byte_length, s.crc32c, s.ref, s.reward,
 	s.outcome, s.min_version, s.receipt_version, s.receipt_digest`
-	stepColumns = `step, batch, group_count, sample_count, excluded_count, weights_digest, chain`
+	stepColumns = `step, batch, group_count, sample_count, excluded_count, weights_digest, chain, zero_count, zero_reward, end_position`
 	sampleOrder = ` ORDER BY s.position, s.sample, s.part`
 )
 
@@ -33,7 +32,7 @@ const (
 // does not know that a step is small and a ledger large.
 func newStatements(db *sqldb.DB) *statements {
 	ledger := `SELECT id, config, closed, revision, step, chain, arrivals, trimmed, weights_version, weights_digest,
-		open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed FROM ledger WHERE run = $1`
+		open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed, incarnation, skipped FROM ledger WHERE run = $1`
 	st := &statements{
 		putGroups: map[int]string{}, addSamples: map[int]string{},
 		ledger: ledger,
@@ -43,14 +42,14 @@ func newStatements(db *sqldb.DB) *statements {
 		WHERE s.ledger = $1 AND s.position ` + db.Among(2) + sampleOrder,
 		batch: `SELECT ` + sampleColumns + ` FROM prompt_group g` + db.Indexed("prompt_group_step") + `
 		` + db.JoinInOrder() + ` sample s ON s.ledger = g.ledger AND s.position = g.position
-		WHERE g.ledger = $1 AND g.step = $2 AND g.step > 0` + sampleOrder,
+		WHERE g.ledger = $1 AND g.step = $2 AND g.step > 0 AND g.state IN (3, 4)` + sampleOrder,
 		pending: `SELECT ` + sampleColumns + ` FROM sample s` + db.Indexed("sample_pending") + `
 		WHERE s.ledger = $1 AND s.receipt_version = $2 AND s.receipt_digest IS NOT NULL` + sampleOrder,
 		step:    `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step = $2`,
 		weights: `SELECT version, digest FROM weights WHERE ledger = $1 AND version ` + db.Among(2),
 		save: `UPDATE ledger SET closed = $1, revision = $2, step = $3, chain = $4, arrivals = $5, trimmed = $6,
 		weights_version = $7, weights_digest = $8, open = $9, ready = $10, leased = $11, consumed = $12, excluded = $13, dissolved = $14,
-		samples = $15, duplicates = $16, refused = $17, infra_failed = $18 WHERE id = $19`,
+		samples = $15, duplicates = $16, refused = $17, infra_failed = $18, incarnation = $19, skipped = $20 WHERE id = $21`,
 		verify: `UPDATE sample` + db.Indexed("sample_pending") + ` SET receipt_digest = NULL
 		WHERE ledger = $1 AND receipt_version = $2 AND receipt_digest IS NOT NULL`,
 		take: `UPDATE prompt_group` + db.Indexed("prompt_group_step") + ` SET state = $4 WHERE ledger = $1 AND step = $2 AND step > 0 AND state = $3`,
@@ -60,7 +59,7 @@ func newStatements(db *sqldb.DB) *statements {
 		live: `prompt_group` + db.Indexed("prompt_group_live"),
 	}
 	for _, n := range chunks {
-		st.putGroups[n], st.addSamples[n] = putGroups(n), addSamples(n)
+		st.putGroups[n], st.addSamples[n] = putGroups(db, n), addSamples(db, n)
 	}
 	return st
 }
@@ -104,33 +103,15 @@ func (r *reader) exec(ctx context.Context, text string, args ...any) (sql.Result
 }
 
 // chunks are how many rows one statement writes: few texts, so that each is prepared once, and few round trips.
-var chunks = []int{64, 8, 1}
+var chunks = []int{64, 32, 16, 8, 4, 2, 1}
 
-func putGroups(n int) string {
-	return `INSERT INTO prompt_group (ledger, ` + groupColumns + `) VALUES ` + rows(n, 10) + `
+func putGroups(db *sqldb.DB, n int) string {
+	return `INSERT INTO prompt_group (ledger, ` + groupColumns + `) VALUES ` + db.Rows(n, 12) + `
 		ON CONFLICT (ledger, position) DO UPDATE SET attempt = excluded.attempt, state = excluded.state, reason = excluded.reason,
 			step = excluded.step, samples = excluded.samples, pending = excluded.pending, failures = excluded.failures,
-			min_version = excluded.min_version, arrival = excluded.arrival`
+			min_version = excluded.min_version, arrival = excluded.arrival, token_rewards = excluded.token_rewards`
 }
 
-func addSamples(n int) string {
-	return `INSERT INTO sample (ledger, ` + strings.ReplaceAll(sampleColumns, "s.", "") + `) VALUES ` + rows(n, 14)
-}
-
-// rows is n times the ledger, $1, and columns that follow it.
-func rows(n, columns int) string {
-	var b strings.Builder
-	next := 2
-	for i := range n {
-		if i > 0 {
-			b.WriteString(", ")
-		}
-		b.WriteString("($1")
-		for range columns {
-			fmt.Fprintf(&b, ", $%d", next)
-			next++
-		}
-		b.WriteByte(')')
-	}
-	return b.String()
+func addSamples(db *sqldb.DB, n int) string {
+	return `INSERT INTO sample (ledger, ` + strings.ReplaceAll(sampleColumns, "s.", "") + `) VALUES ` + db.Rows(n, 15)
 }

@@ -25,9 +25,14 @@ type Store struct {
 	configs *sync.Map // run -> *bufferv1.LedgerConfig, which never changes
 }
 
-// Open opens or makes the service's database and brings its schema up to date.
+// Open opens or makes the service's database and brings its schema up to date. Commits survive a power cut.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
-	db, err := sqldb.Ready(ctx, place, "buffer", sqldb.Full, database.Migrations)
+	return OpenWith(ctx, place, sqldb.Full)
+}
+
+// OpenWith is Open, whose commits survive what d says.
+func OpenWith(ctx context.Context, place sqldb.Place, d sqldb.Durability) (*Store, error) {
+	db, err := sqldb.Ready(ctx, place, "buffer", d, database.Migrations)
 	if err != nil {
 		return nil, err
 	}
@@ -93,7 +98,20 @@ func (s *Store) View(ctx context.Context, run string, fn func(buffer.Reader) err
 
 // Update implements buffer.Store.
 func (s *Store) Update(ctx context.Context, run string, fn func(buffer.Tx) error) error {
-	return s.db.Tx(ctx, func(tx *sql.Tx) error {
+	return s.db.Tx(ctx, s.change(ctx, run, fn))
+}
+
+// UpdateLogged implements buffer.Store.
+func (s *Store) UpdateLogged(ctx context.Context, run string, fn func(buffer.Tx) error) error {
+	return s.db.TxUnsynced(ctx, s.change(ctx, run, fn))
+}
+
+// Lazy implements buffer.Store.
+func (s *Store) Lazy() bool { return s.db.Lazy() }
+
+// change is a transaction that runs fn and saves the ledger.
+func (s *Store) change(ctx context.Context, run string, fn func(buffer.Tx) error) func(*sql.Tx) error {
+	return func(tx *sql.Tx) error {
 		r, err := s.begin(ctx, tx, true, run)
 		if err != nil {
 			return err
@@ -103,7 +121,7 @@ func (s *Store) Update(ctx context.Context, run string, fn func(buffer.Tx) error
 			return err
 		}
 		return r.save(ctx)
-	})
+	}
 }
 
 // reader implements buffer.Reader within a transaction.
@@ -131,7 +149,7 @@ func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) 
 		return scan(
 			&r.id, &raw, &l.Closed, &l.Revision, &l.Step, &l.Chain, &l.Arrivals, &l.Trimmed, &l.WeightsVersion, &l.WeightsDigest,
 			&g[buffer.Open], &g[buffer.Ready], &g[buffer.Leased], &g[buffer.Consumed], &g[buffer.Excluded], &g[buffer.Dissolved],
-			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed)
+			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed, &l.Incarnation, &l.Skipped)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read ledger of %s: %w", run, err)
@@ -162,7 +180,7 @@ func (r *reader) save(ctx context.Context) error {
 	_, err := r.exec(ctx, r.sql.save,
 		l.Closed, l.Revision, l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest,
 		g[buffer.Open], g[buffer.Ready], g[buffer.Leased], g[buffer.Consumed], g[buffer.Excluded], g[buffer.Dissolved],
-		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, r.id)
+		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Incarnation, l.Skipped, r.id)
 	if err != nil {
 		return fmt.Errorf("save ledger of %s: %w", l.Run, err)
 	}

@@ -11,20 +11,6 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/storetest"
 )
 
-func open(t *testing.T, place sqldb.Place) *sqlstore.Store {
-	t.Helper()
-	s, err := sqlstore.Open(t.Context(), place)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := s.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return s
-}
-
 func TestSuite(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
@@ -36,7 +22,7 @@ func TestSuite(t *testing.T) {
 			if places[folder] == nil {
 				places[folder] = place(t)
 			}
-			return open(t, places[folder])
+			return sqldbtest.Store(t, places[folder], sqlstore.Open)
 		})
 	})
 }

@@ -15,7 +15,7 @@ type writer struct{ *reader }
 func (w *writer) PutGroups(ctx context.Context, groups []*buffer.Group) error {
 	return w.rows(ctx, "write groups", w.sql.putGroups, len(groups), func(i int) []any {
 		g := groups[i]
-		return []any{g.Position, g.Attempt, int32(g.State), g.Reason, g.Step, g.Samples, g.Pending, g.Failures, g.MinVersion, g.Arrival}
+		return []any{g.Position, g.Attempt, int32(g.State), g.Reason, g.Step, g.Samples, g.Pending, g.Failures, g.MinVersion, g.Arrival, g.TokenRewards}
 	})
 }
 
@@ -33,10 +33,9 @@ func (w *writer) AddSamples(ctx context.Context, samples []buffer.Sample) error 
 func (w *writer) rows(ctx context.Context, what string, insert map[int]string, n int, row func(i int) []any) error {
 	for _, size := range chunks {
 		for ; n >= size; n -= size {
-			args := make([]any, 0, 1+14*size)
-			args = append(args, w.id)
+			args := make([]any, 0, 15*size)
 			for i := n - size; i < n; i++ {
-				args = append(args, row(i)...)
+				args = append(append(args, w.id), row(i)...)
 			}
 			if _, err := w.reader.exec(ctx, insert[size], args...); err != nil {
 				return fmt.Errorf("%s: %w", what, err)
@@ -68,10 +67,11 @@ func (w *writer) Verify(ctx context.Context, version uint64) error {
 
 // PutStep implements buffer.Tx.
 func (w *writer) PutStep(ctx context.Context, s *buffer.Step) error {
-	_, err := w.exec(ctx, "write step", `INSERT INTO step (ledger, `+stepColumns+`) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
+	_, err := w.exec(ctx, "write step", `INSERT INTO step (ledger, `+stepColumns+`) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)
 		ON CONFLICT (ledger, step) DO UPDATE SET batch = excluded.batch, group_count = excluded.group_count, sample_count = excluded.sample_count,
-			excluded_count = excluded.excluded_count, weights_digest = excluded.weights_digest, chain = excluded.chain`,
-		s.Step, s.Batch, s.Groups, s.Samples, s.Excluded, s.WeightsDigest, s.Chain)
+			excluded_count = excluded.excluded_count, weights_digest = excluded.weights_digest, chain = excluded.chain,
+			zero_count = excluded.zero_count, zero_reward = excluded.zero_reward, end_position = excluded.end_position`,
+		s.Step, s.Batch, s.Groups, s.Samples, s.Excluded, s.WeightsDigest, s.Chain, s.Zero, s.ZeroReward, s.End)
 	return err
 }
 

@@ -103,7 +103,10 @@ func createTwice(t *testing.T, b *bundle) {
 	if err != nil || !slices.Equal(runs, []string{run}) {
 		t.Errorf("%v %v", runs, err)
 	}
-	b.update(func(tx buffer.Tx) error { tx.Ledger().Closed = true; return nil })
+	b.update(func(tx buffer.Tx) error { tx.Ledger().Closed, tx.Ledger().Incarnation = true, 3; return nil })
+	if l = b.ledger(); !l.Closed || l.Incarnation != 3 {
+		t.Errorf("ledger %+v", l)
+	}
 	if runs, err = b.store.Runs(t.Context()); err != nil || len(runs) > 0 {
 		t.Errorf("a closed ledger is listed: %v %v", runs, err)
 	}
@@ -168,7 +171,7 @@ func oneMoment(t *testing.T, b *bundle) {
 
 func groups(t *testing.T, b *bundle) {
 	first := &buffer.Group{Position: 3, Attempt: 2, State: buffer.Dissolved, Reason: "STALE", Failures: 1}
-	second := &buffer.Group{Position: 1, State: buffer.Ready, Samples: 2, Pending: 1, MinVersion: 5, Arrival: 2}
+	second := &buffer.Group{Position: 1, State: buffer.Ready, Samples: 2, Pending: 1, MinVersion: 5, Arrival: 2, TokenRewards: true}
 	third := &buffer.Group{Position: 9, State: buffer.Excluded, Reason: "x", Arrival: 1}
 	taken := &buffer.Group{Position: 2, State: buffer.Leased, Step: 5, Arrival: 3}
 	b.update(func(tx buffer.Tx) error {
@@ -214,8 +217,11 @@ func samples(t *testing.T, b *bundle) {
 	byRef.Segment, byRef.Ref = 0, "blake3-x"
 	b.update(func(tx buffer.Tx) error {
 		return errors.Join(
-			tx.AddSamples(t.Context(), []buffer.Sample{sample(7, 1, 1), sample(8, 0, 0), sample(7, 1, 0), byRef}),
-			tx.PutGroups(t.Context(), []*buffer.Group{{Position: 8, State: buffer.Leased, Step: 5}, {Position: 7, State: buffer.Leased, Step: 5}}))
+			tx.AddSamples(t.Context(), []buffer.Sample{sample(7, 1, 1), sample(8, 0, 0), sample(7, 1, 0), byRef, sample(9, 0, 0)}),
+			tx.PutGroups(t.Context(), []*buffer.Group{
+				{Position: 9, State: buffer.Excluded, Step: 5}, // its samples are kept and in no batch
+				{Position: 8, State: buffer.Leased, Step: 5}, {Position: 7, State: buffer.Leased, Step: 5},
+			}))
 	})
 	b.view(func(r buffer.Reader) error {
 		got, err := r.Samples(t.Context(), []uint64{7})
@@ -263,8 +269,8 @@ func pending(t *testing.T, b *bundle) {
 }
 
 func steps(t *testing.T, b *bundle) {
-	leased := &buffer.Step{Step: 6, Batch: "b6", Groups: 2, Samples: 4, Excluded: 1}
-	done := &buffer.Step{Step: 5, Batch: "b5", Groups: 1, WeightsDigest: "w", Chain: "c"}
+	leased := &buffer.Step{Step: 6, Batch: "b6", Groups: 2, Samples: 4, Excluded: 1, Zero: 1, ZeroReward: 0.25, End: 9}
+	done := &buffer.Step{Step: 5, Batch: "b5", Groups: 1, WeightsDigest: "w", Chain: "c", Zero: 2, ZeroReward: -1, End: 6}
 	b.update(func(tx buffer.Tx) error {
 		return errors.Join(tx.PutStep(t.Context(), &buffer.Step{Step: 5, Batch: "b5"}), tx.PutStep(t.Context(), leased), tx.PutStep(t.Context(), done))
 	})
@@ -369,7 +375,7 @@ func fill(t *testing.T, b *bundle) {
 		l := tx.Ledger()
 		l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest = 5, "c", 6, 7, 8, "w"
 		l.Groups = [7]uint64{0, 1, 2, 3, 4, 5, 6}
-		l.Samples, l.Duplicates, l.Refused, l.InfraFailed = 9, 10, 11, 12
+		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Skipped = 9, 10, 11, 12, 13
 		return errors.Join(
 			tx.PutGroups(t.Context(), []*buffer.Group{{Position: 1, State: buffer.Consumed, Step: 5}}),
 			tx.AddSamples(t.Context(), []buffer.Sample{sample(1, 0, 0)}),
@@ -383,7 +389,7 @@ func reopen(t *testing.T, b *bundle) {
 	before := b.ledger()
 	b.store = b.open(t, b.folder)
 	equal(t, "ledger", b.ledger(), before)
-	if before.InfraFailed != 12 || before.Groups[buffer.Dissolved] != 6 || before.WeightsDigest != "w" || before.Trimmed != 7 {
+	if before.InfraFailed != 12 || before.Skipped != 13 || before.Groups[buffer.Dissolved] != 6 || before.WeightsDigest != "w" || before.Trimmed != 7 {
 		t.Errorf("not all was kept: %+v", before)
 	}
 	b.view(func(r buffer.Reader) error {

@@ -3,6 +3,8 @@ package sqlstore
 
 import (
 	"context"
+	"database/sql"
+	"errors"
 	"fmt"
 
 	"google.golang.org/protobuf/proto"
@@ -53,10 +55,19 @@ func (s *Store) Save(ctx context.Context, d *controller.Drive) error {
 			return fmt.Errorf("save drive: %w", err)
 		}
 	}
-	_, err = s.db.Exec(ctx, `INSERT INTO drive (run_id, incarnation, phase, step, active, spec, weights) VALUES ($1, $2, $3, $4, $5, $6, $7)
+	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
+		res, err := tx.ExecContext(ctx, `INSERT INTO drive (run_id, incarnation, phase, step, active, spec, weights) VALUES ($1, $2, $3, $4, $5, $6, $7)
 		ON CONFLICT (run_id) DO UPDATE SET incarnation = excluded.incarnation, phase = excluded.phase, step = excluded.step,
-			active = excluded.active, spec = excluded.spec, weights = excluded.weights`,
-		d.Spec.GetRunId(), d.Spec.GetIncarnation(), int32(d.Phase), int64(d.Step), d.Active, spec, weights)
+			active = excluded.active, spec = excluded.spec, weights = excluded.weights WHERE drive.incarnation <= excluded.incarnation`,
+			d.Spec.GetRunId(), d.Spec.GetIncarnation(), int32(d.Phase), int64(d.Step), d.Active, spec, weights)
+		if err != nil {
+			return err
+		}
+		if n, err := res.RowsAffected(); err != nil || n == 0 {
+			return errors.Join(err, controller.ErrStale.With("run", d.Spec.GetRunId()))
+		}
+		return nil
+	})
 	if err != nil {
 		return fmt.Errorf("save drive of %s: %w", d.Spec.GetRunId(), err)
 	}

@@ -13,31 +13,17 @@ import (
 	"github.com/rollout-rl/rollout/services/controller/storetest"
 )
 
-func open(t *testing.T, place sqldb.Place) *sqlstore.Store {
-	t.Helper()
-	s, err := sqlstore.Open(t.Context(), place)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := s.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return s
-}
-
 func TestSuite(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
 		storetest.Run(t, func(t *testing.T) (controller.Store, func() controller.Store) {
 			p := place(t)
-			store := open(t, p)
+			store := sqldbtest.Store(t, p, sqlstore.Open)
 			return store, func() controller.Store {
 				if err := store.Close(); err != nil {
 					t.Fatal(err)
 				}
-				return open(t, p)
+				return sqldbtest.Store(t, p, sqlstore.Open)
 			}
 		})
 	})
@@ -47,7 +33,7 @@ func TestSuite(t *testing.T) {
 func TestFenced(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
-		store := open(t, place(t))
+		store := sqldbtest.Store(t, place(t), sqlstore.Open)
 		table := store.Lease()
 		mine, err := table.Take(t.Context(), lease.Lease{}, "a", "")
 		if err != nil {

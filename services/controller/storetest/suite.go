@@ -48,6 +48,23 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		}
 		equal(t, got, second)
 	})
+	t.Run("an older incarnation changes nothing", func(t *testing.T) {
+		store, _ := open(t)
+		newer := drive("run-a", 3)
+		if err := store.Save(t.Context(), newer); err != nil {
+			t.Fatal(err)
+		}
+		late := drive("run-a", 2)
+		late.Active, late.Phase = false, learnerv1.Phase_PHASE_STOPPED
+		if err := store.Save(t.Context(), late); !errors.Is(err, controller.ErrStale) {
+			t.Errorf("an older incarnation is saved: %v", err)
+		}
+		got, err := store.Get(t.Context(), "run-a")
+		if err != nil {
+			t.Fatal(err)
+		}
+		equal(t, got, newer)
+	})
 	t.Run("active drives alone are listed, by run", func(t *testing.T) {
 		store, _ := open(t)
 		ended := drive("run-b", 1)

@@ -10,13 +10,12 @@ package openai
 
 import (
 	"context"
-	"crypto/sha256"
-	"crypto/subtle"
 	"log/slog"
 	"net/http"
 	"strings"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/apikey"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 )
 
@@ -34,22 +33,18 @@ type Backend interface {
 // Options are the handler's surroundings.
 type Options struct {
 	Backend Backend
-	APIKeys []string // none: everybody may call
+	Keys    *apikey.Ring // nil: everybody may call
 	Log     *slog.Logger
 	Now     func() time.Time
 }
 
 type handler struct {
 	Options
-	keys [][sha256.Size]byte
 }
 
 // Handler is the API.
 func Handler(o Options) http.Handler {
 	h := &handler{Options: o}
-	for _, key := range o.APIKeys {
-		h.keys = append(h.keys, sha256.Sum256([]byte(key)))
-	}
 	mux := http.NewServeMux()
 	route := func(method, path string, serve func(w http.ResponseWriter, r *http.Request) error) {
 		mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {
@@ -79,12 +74,9 @@ func (h *handler) guard(w http.ResponseWriter, r *http.Request, method string, s
 		})
 		return
 	}
-	if !h.allowed(r) {
+	if err := h.admit(r); err != nil {
 		w.Header().Set("WWW-Authenticate", "Bearer")
-		h.fail(w, r, &apiError{
-			Status: http.StatusUnauthorized, Type: typeInvalid, Code: "invalid_api_key",
-			Message: "missing or incorrect API key; send it as `Authorization: Bearer KEY`",
-		})
+		h.fail(w, r, err)
 		return
 	}
 	r.Body = http.MaxBytesReader(w, r.Body, maxBody)
@@ -93,18 +85,34 @@ func (h *handler) guard(w http.ResponseWriter, r *http.Request, method string, s
 	}
 }
 
-// allowed compares in constant time; hashes make the lengths equal.
-func (h *handler) allowed(r *http.Request) bool {
-	if len(h.keys) == 0 {
-		return true
+// admit checks the key: to look asks for the scope read, to sample for submit.
+func (h *handler) admit(r *http.Request) error {
+	if h.Keys == nil {
+		return nil
 	}
-	sent, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
-	sum := sha256.Sum256([]byte(sent))
-	match := 0
-	for _, key := range h.keys {
-		match |= subtle.ConstantTimeCompare(sum[:], key[:])
+	sent, _ := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+	key, ok, err := h.Keys.Find(sent)
+	if err != nil {
+		return err
 	}
-	return ok && match == 1
+	if !ok {
+		return &apiError{
+			Status: http.StatusUnauthorized, Type: typeInvalid, Code: "invalid_api_key",
+			Message: "missing or incorrect API key; send it as `Authorization: Bearer KEY` (`rollout keys create` makes one)",
+		}
+	}
+	needed := apikey.Submit
+	if r.Method == http.MethodGet {
+		needed = apikey.Read
+	}
+	if !key.Scope.Allows(needed) {
+		return &apiError{
+			Status: http.StatusForbidden, Type: typeInvalid, Code: "insufficient_permissions",
+			Message: "the API key " + key.Name + " has the scope " + string(key.Scope) + ", and this asks for " + string(needed) +
+				"; use a key of that scope (`rollout keys create NAME --scope " + string(needed) + "`)",
+		}
+	}
+	return nil
 }
 
 type modelJSON struct {

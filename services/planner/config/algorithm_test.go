@@ -32,6 +32,15 @@ func TestEveryAlgorithmIsValidWithItsDefaults(t *testing.T) {
 	}
 }
 
+// TestDistillationNeedsNoReward: what a teacher says is what is learned from.
+func TestDistillationNeedsNoReward(t *testing.T) {
+	t.Parallel()
+	r := read(t, strings.Replace(as("distillation"), "[reward]\nplugin = \"reward.py:exact\"\n", "", 1))
+	if !r.Problems.Empty() || r.Config.GetReward() != nil {
+		t.Errorf("%s%v", problems(r), r.Config.GetReward())
+	}
+}
+
 // TestAlgorithmsRefuseBadInput is the golden list of what is told of an algorithm's settings: reason, place, text and mend.
 func TestAlgorithmsRefuseBadInput(t *testing.T) {
 	t.Parallel()
@@ -44,9 +53,13 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 		{"no reward", "ppo", reward, nil,
 			"CONFLICT algorithm.ppo: `[algorithm.ppo]` needs a `[reward]` table: add [reward] with `plugin = \"reward.py:function\"`"},
 		{"one sample a group", "dapo", "group_size = 8", nil,
-			"CONFLICT algorithm.dapo: `sampling.group_size` must be at least 2 for `[algorithm.dapo]`: advantages compare the samples of a group: write `group_size = 8` in [sampling]"},
+			"CONFLICT algorithm.dapo: `sampling.group_size` must be at least 2 for `[algorithm.dapo]`: the samples of a group are compared: write `group_size = 8` in [sampling]"},
 		{"one sample with a group baseline", "reinforce_pp", "group_size = 8", []string{"algorithm.reinforce_pp.group_baseline=true"},
-			"CONFLICT algorithm.reinforce_pp: `sampling.group_size` must be at least 2 for `[algorithm.reinforce_pp]`: advantages compare the samples of a group: write `group_size = 8` in [sampling]"},
+			"CONFLICT algorithm.reinforce_pp: `sampling.group_size` must be at least 2 for `[algorithm.reinforce_pp]`: the samples of a group are compared: write `group_size = 8` in [sampling]"},
+		{"one sample where pairs are of a group", "online_dpo", "group_size = 8", nil,
+			"CONFLICT algorithm.online_dpo: `sampling.group_size` must be at least 2 for `[algorithm.online_dpo]`: the samples of a group are compared: write `group_size = 8` in [sampling]"},
+		{"pairs that nobody ranks", "online_dpo", reward, nil,
+			"CONFLICT algorithm.online_dpo: `[algorithm.online_dpo]` needs a `[reward]` table: add [reward] with `plugin = \"reward.py:function\"`"},
 		{"groups of pairs", "dpo", "", []string{"sampling.group_size=4"},
 			"CONFLICT sampling.group_size: `sampling.group_size` must be 1 for `[algorithm.dpo]`: each row is trained on as it is: remove `group_size` from [sampling]"},
 		{"greedy groups", "gspo", "", []string{"sampling.temperature=0"},
@@ -55,6 +68,10 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 			"CONFLICT staleness.max_steps: `staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy: remove `staleness.max_steps`, or write `mode = \"async\"`"},
 		{"weights that don't arrive", "distillation", "", []string{"train.deliver_every_steps=4"},
 			"CONFLICT train.deliver_every_steps: `train.deliver_every_steps` must be 1 for `[algorithm.distillation]`: samples come from the policy: remove `deliver_every_steps`: 1 is the default"},
+		{"an average of adapters", "grpo", "", []string{"lora.rank=8", "train.ema_decay=0.99"},
+			"CONFLICT train.ema_decay: `train.ema_decay` is not for `[lora]`: the average is one of the model's own weights: remove `ema_decay` from [train], or the table [lora]"},
+		{"an average that never moves", "grpo", "", []string{"train.ema_decay=1"},
+			"OUT_OF_RANGE train.ema_decay: `train.ema_decay` must be at least 0 and below 1, got 1: write a number at least 0 and below 1; the default is 0.0"},
 		{"more updates than samples", "gspo", "", []string{"algorithm.gspo.minibatches=17", "train.groups_per_step=2"},
 			"CONFLICT algorithm.gspo.minibatches: `algorithm.gspo.minibatches` must not exceed the samples of a step, `train.groups_per_step` times `sampling.group_size`: lower `minibatches`, or raise `groups_per_step` in [train]"},
 		{"a divergence that moves nothing", "grpo", "", []string{"algorithm.grpo.kl_coefficient=0.1", "algorithm.grpo.kl_estimator=k1"},
@@ -68,7 +85,8 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 		{"weightless", "kto", "", []string{"algorithm.kto.desirable_weight=0", "algorithm.kto.undesirable_weight=0"},
 			"CONFLICT algorithm.kto.desirable_weight: `algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0: remove one of them: 1.0 is the default"},
 		{"no teacher", "distillation", "teacher = \"teacher\"\n", nil,
-			"MISSING_KEY algorithm.distillation.teacher: `teacher` is missing in [algorithm.distillation]: write `teacher = \"models/teacher\"`"},
+			"CONFLICT algorithm.distillation: `[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`: " +
+				"write `teacher = \"models/teacher\"`, or a table [algorithm.distillation.endpoint] with `base_url` and `model`"},
 		{"labels that are worse than chance", "dpo", "", []string{"algorithm.dpo.label_smoothing=0.5"},
 			"OUT_OF_RANGE algorithm.dpo.label_smoothing: `algorithm.dpo.label_smoothing` must be at least 0 and below 0.5, got 0.5: write a number at least 0 and below 0.5; the default is 0.0"},
 		{"no pull", "ipo", "", []string{"algorithm.ipo.beta=0"},

@@ -37,13 +37,37 @@ func (r *Reading) bind(table *document.Value, m protoreflect.Message, at string)
 func (r *Reading) bindTable(e *document.Entry, field protoreflect.FieldDescriptor, m protoreflect.Message, path string) {
 	if e.Value.Kind != document.Table {
 		mend := fmt.Sprintf("write a table: [%s]", path)
-		if e.Value.Kind == document.String && field.Message().Fields().ByTextName(e.Value.String) != nil {
+		if e.Value.Kind == document.String && !field.IsMap() && field.Message().Fields().ByTextName(e.Value.String) != nil {
 			mend = fmt.Sprintf("write a table: [%s.%s]", path, e.Value.String)
 		}
 		r.wrongType(e.Value.Span, path, fmt.Sprintf("`%s` is a table, got %s", path, e.Value.Kind), mend)
 		return
 	}
+	if field.IsMap() {
+		r.bindNamed(e.Value, field, m.Mutable(field).Map(), path)
+		return
+	}
 	r.bind(e.Value, m.Mutable(field).Message(), path)
+}
+
+// bindNamed sets tables by a name of the user's.
+func (r *Reading) bindNamed(table *document.Value, field protoreflect.FieldDescriptor, named protoreflect.Map, path string) {
+	for _, e := range table.Entries {
+		at := join(path, e.Key)
+		if e.Value.Kind != document.Table {
+			r.wrongType(e.Span, at, fmt.Sprintf("[%s] holds tables with a name of yours, not the key `%s`", path, e.Key), mendNamed(field, path, e.Key))
+			continue
+		}
+		r.bind(e.Value, named.Mutable(protoreflect.ValueOfString(e.Key).MapKey()).Message(), at)
+	}
+}
+
+// mendNamed says where a key belongs that stands among named tables.
+func mendNamed(field protoreflect.FieldDescriptor, path, key string) string {
+	if field.MapValue().Message().Fields().ByTextName(key) != nil {
+		return fmt.Sprintf("write it below [%s.NAME]", path)
+	}
+	return fmt.Sprintf("write [%s.%s]", path, key)
 }
 
 func (r *Reading) bindScalar(e *document.Entry, field protoreflect.FieldDescriptor, m protoreflect.Message, path string) {

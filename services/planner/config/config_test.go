@@ -168,8 +168,8 @@ func TestContract(t *testing.T) {
 		if field.Message() != nil || field.IsList() || path == "deterministic" {
 			return
 		}
-		if meta.GetDefault() == "" && !rulesOf(field).GetRequired() {
-			t.Errorf("%s has no default and is not required", path)
+		if meta.GetDefault() == "" && !rulesOf(field).GetRequired() && !meta.GetAbsent() {
+			t.Errorf("%s has no default, is not required, and its absence means nothing", path)
 		}
 		if rulesOf(field).GetRequired() && meta.GetExample() == "" {
 			t.Errorf("%s is required and has no example", path)

@@ -20,6 +20,13 @@ func fill(m protoreflect.Message) {
 	fields := m.Descriptor().Fields()
 	for i := range fields.Len() {
 		field := fields.Get(i)
+		if field.IsMap() {
+			m.Get(field).Map().Range(func(_ protoreflect.MapKey, v protoreflect.Value) bool {
+				fill(v.Message())
+				return true
+			})
+			continue
+		}
 		if field.Message() != nil {
 			if m.Has(field) || optional(field) {
 				fill(m.Mutable(field).Message())
@@ -34,12 +41,12 @@ func fill(m protoreflect.Message) {
 
 // optional reports whether an absent table means a table of defaults.
 func optional(field protoreflect.FieldDescriptor) bool {
-	if field.ContainingOneof() != nil || rulesOf(field).GetRequired() {
+	if field.ContainingOneof() != nil || rulesOf(field).GetRequired() || metaOf(field).GetAbsent() {
 		return false
 	}
 	fields := field.Message().Fields()
 	for i := range fields.Len() {
-		if inner := fields.Get(i); rulesOf(inner).GetRequired() || inner.Message() != nil && !optional(inner) {
+		if inner := fields.Get(i); rulesOf(inner).GetRequired() || inner.Message() != nil && !inner.IsMap() && !optional(inner) {
 			return false
 		}
 	}

@@ -31,14 +31,23 @@ func tableExample(path string, message protoreflect.MessageDescriptor) string {
 	return fmt.Sprintf("[%s] with %s", path, enumerate(lines, "and"))
 }
 
-// fieldAt is the field at a dotted path.
+// fieldAt is the field at a dotted path, nil where there is none.
 func fieldAt(path string) protoreflect.FieldDescriptor {
+	message := root()
 	var found protoreflect.FieldDescriptor
-	walk(root(), "", func(at string, field protoreflect.FieldDescriptor) {
-		if at == path {
-			found = field
+	keys := strings.Split(path, ".")
+	for i := 0; i < len(keys); i++ {
+		if message == nil {
+			return nil
 		}
-	})
+		if found = message.Fields().ByTextName(keys[i]); found == nil {
+			return nil
+		}
+		if message = found.Message(); found.IsMap() {
+			i++ // the name of a table
+			message = found.MapValue().Message()
+		}
+	}
 	return found
 }
 

@@ -33,7 +33,7 @@ func (r *Reading) rules(validator protovalidate.Validator) {
 	}
 	for _, violation := range invalid.Violations { // a field that is wrong by itself makes these meaningless
 		if isCrossField(violation) {
-			r.crossField(violation.Proto.GetRuleId(), violation.Proto.GetMessage())
+			r.crossField(violation.Proto.GetRuleId(), violation.Proto.GetMessage(), dotted(violation))
 		}
 	}
 }
@@ -43,7 +43,11 @@ func isCrossField(v *protovalidate.Violation) bool {
 }
 
 func (r *Reading) violation(v *protovalidate.Violation) {
-	field, id := protovalidate.FieldPathString(v.Proto.GetField()), v.Proto.GetRuleId()
+	field, id := dotted(v), v.Proto.GetRuleId()
+	if v.Proto.GetForKey() {
+		r.badName(field, id)
+		return
+	}
 	item := strings.IndexByte(field, '[')
 	if item >= 0 {
 		field = field[:item]
@@ -89,7 +93,7 @@ func (r *Reading) badText(place document.Span, field string, v *protovalidate.Vi
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be %s, got %q", field, alternatives(allowed), got), mend)
 	case got == "":
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` is empty", field), example(v.FieldDescriptor))
-	case field == "reward.plugin":
+	case leafOf(field) == "plugin":
 		mend := example(v.FieldDescriptor)
 		if strings.HasSuffix(got, ".py") {
 			mend = fmt.Sprintf("name the function too: `plugin = \"%s:reward\"`", got)
@@ -105,6 +109,25 @@ func (r *Reading) badText(place document.Span, field string, v *protovalidate.Vi
 	default:
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s`: %s, got %q", field, v.Proto.GetMessage(), got), example(v.FieldDescriptor))
 	}
+}
+
+var nameInPath = regexp.MustCompile(`\["([^"]*)"\]`)
+
+// dotted is the path of a violation as the text writes it: of a named table `reward.composite.format`.
+func dotted(v *protovalidate.Violation) string {
+	return nameInPath.ReplaceAllString(protovalidate.FieldPathString(v.Proto.GetField()), ".$1")
+}
+
+// badName explains the name of a table that can't be one.
+func (r *Reading) badName(field, rule string) {
+	r.broken[field] = true
+	if rule == "string.not_in" {
+		r.Problems.At(r.Place(field), problem.BadValue, field,
+			fmt.Sprintf("[%s]: there is a metric `reward/%s` already", field, leafOf(field)), "rename the table")
+		return
+	}
+	r.Problems.At(r.Place(field), problem.BadValue, field,
+		fmt.Sprintf("[%s]: a name takes lower-case letters, digits and underscores, and begins with a letter", field), "rename the table")
 }
 
 // missing explains an absent key or table, with lines that would mend it.
@@ -139,8 +162,14 @@ func (r *Reading) missing(field string, descriptor protoreflect.FieldDescriptor)
 var pathInRule = regexp.MustCompile(`this\.([a-z_][a-z_0-9.]*[a-z_0-9])`)
 
 // crossField explains a rule between fields, at the first of them that the text sets, in the order that the rule's message
-// names them.
-func (r *Reading) crossField(id, message string) {
+// names it; at is the named table that it stands in, "" for the root.
+func (r *Reading) crossField(id, message, at string) {
+	if at != "" {
+		if !r.brokenUnder(at) {
+			r.Problems.At(r.Place(at), problem.Conflict, at, strings.Replace(message, parent(at)+".*", at, 1), mends[id])
+		}
+		return
+	}
 	for _, match := range pathInRule.FindAllStringSubmatch(expressions()[id], -1) {
 		if r.brokenUnder(match[1]) {
 			return
@@ -164,6 +193,8 @@ func (r *Reading) crossField(id, message string) {
 var mends = map[string]string{
 	"run_config.sync_staleness":      "remove `staleness.max_steps`, or write `mode = \"async\"`",
 	"run_config.reward":              "add [reward] with `plugin = \"reward.py:function\"`",
+	"run_config.reward_kind":         "write `plugin = \"reward.py:function\"`, and nothing beside it",
+	"run_config.reward_part":         "write `plugin = \"reward.py:function\"`, and nothing beside it",
 	"run_config.group_size":          "write `group_size = 8` in [sampling]",
 	"run_config.single":              "remove `group_size` from [sampling]",
 	"run_config.temperature":         "remove `temperature` from [sampling]: 1.0 is the default",
@@ -173,23 +204,33 @@ var mends = map[string]string{
 	"run_config.dual_clip":           "write `dual_clip = 3.0`, or remove it",
 	"run_config.importance_floor":    "lower `importance_floor` or raise `importance_cap`",
 	"run_config.kto_weights":         "remove one of them: 1.0 is the default",
+	"run_config.teacher":             "write `teacher = \"models/teacher\"`, or a table [algorithm.distillation.endpoint] with `base_url` and `model`",
+	"run_config.teacher_temperature": "remove `temperature` from [sampling]: 1.0 is the default",
 	"run_config.deterministic_async": "remove `deterministic`, or write `mode = \"sync\"`",
 	"run_config.warmup":              "lower `warmup_steps` or raise `steps`",
 	"run_config.eval_data":           "add `eval = \"data/eval.jsonl\"` to [data] and a [reward] table, or remove `every_steps` from [eval]",
-	"run_config.reward_model_lora":   "remove the table [lora]",
 	"run_config.reward_model_eval":   "remove `every_steps` from [eval]; `rewards/accuracy` of each step tells how it learns",
 	"run_config.lora_freeze":         "remove `freeze` from [train], or the table [lora]",
+	"run_config.lora_average":        "remove `ema_decay` from [train], or the table [lora]",
 	"run_config.deliver":             "remove `deliver_every_steps`: 1 is the default",
 	"run_config.context":             "lower `max_tokens` in [sampling], or raise `max_model_len` in [engine]",
 }
 
-// expressions are the rules between fields by their ids.
+// expressions are the rules between fields by their ids, those of named tables too.
 func expressions() map[string]string {
 	out := map[string]string{}
-	rules, _ := proto.GetExtension(root().Options(), validate.E_Message).(*validate.MessageRules)
-	for _, rule := range rules.GetCel() {
-		out[rule.GetId()] = rule.GetExpression()
+	add := func(message protoreflect.MessageDescriptor) {
+		rules, _ := proto.GetExtension(message.Options(), validate.E_Message).(*validate.MessageRules)
+		for _, rule := range rules.GetCel() {
+			out[rule.GetId()] = rule.GetExpression()
+		}
 	}
+	add(root())
+	walk(root(), "", func(_ string, field protoreflect.FieldDescriptor) {
+		if field.IsMap() {
+			add(field.MapValue().Message())
+		}
+	})
 	return out
 }
 

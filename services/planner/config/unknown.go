@@ -194,12 +194,15 @@ func inReach(path, algorithm string) bool {
 
 func leafOf(path string) string { return path[strings.LastIndexByte(path, '.')+1:] }
 
-// walk visits every field of a configuration, tables before what is in them.
+// walk visits every field of a configuration, tables before what is in them; tables by a name of the user's are called NAME.
 func walk(message protoreflect.MessageDescriptor, at string, visit func(path string, field protoreflect.FieldDescriptor)) {
 	for i := range message.Fields().Len() {
 		field := message.Fields().Get(i)
 		visit(join(at, field.TextName()), field)
-		if field.Message() != nil {
+		switch {
+		case field.IsMap():
+			walk(field.MapValue().Message(), join(at, field.TextName()+".NAME"), visit)
+		case field.Message() != nil:
 			walk(field.Message(), join(at, field.TextName()), visit)
 		}
 	}

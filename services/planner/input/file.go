@@ -61,6 +61,13 @@ func Digest(ctx context.Context, baseDir string, inputs []*planv1.Input) error {
 
 // DigestFile is the content id and size of one file.
 func DigestFile(name string) (string, int64, error) {
+	info, err := os.Stat(name)
+	if err != nil {
+		return "", 0, err
+	}
+	if !info.Mode().IsRegular() { // a pipe or a device would be read without end
+		return "", 0, fmt.Errorf("read %s: it is no regular file", name)
+	}
 	f, err := os.Open(name)
 	if err != nil {
 		return "", 0, err

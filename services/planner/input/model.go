@@ -25,6 +25,9 @@ type Model struct {
 	Tensors      []string // names of the tensors in its files
 	Embedded     int64    // tokens that it has an embedding for; 0 where it does not say
 	Vocabulary   int64    // one past the last token that its tokenizer makes; 0 where it does not say
+	Architecture string   // class that its config names first; "" where it names none
+
+	tokens map[int64]string // texts of its tokens by id
 }
 
 // patterns are the files that AutoModelForCausalLM and AutoTokenizer read.
@@ -33,10 +36,10 @@ var patterns = []string{
 	"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "*.model",
 }
 
-// ReadModel checks a model's folder. path is how messages name it; what is wrong goes to problems.
-func ReadModel(folder, path string, problems *problem.List) *Model {
+// ReadModel checks a model's folder. path is how messages name it, field the key that does; what is wrong goes to problems.
+func ReadModel(folder, path, field string, problems *problem.List) *Model {
 	m := &Model{}
-	r := modelReader{folder: folder, path: path, problems: problems, model: m}
+	r := modelReader{folder: folder, path: path, field: field, problems: problems, model: m}
 	entries, err := os.ReadDir(folder)
 	if err != nil {
 		r.bad("", "can't read the folder: "+cause(err), "check its permissions")
@@ -51,8 +54,13 @@ func ReadModel(folder, path string, problems *problem.List) *Model {
 	if config := r.object("config.json", "copy the whole folder of the model, or save it with `save_pretrained`"); config != nil {
 		m.Context = number(config, "max_position_embeddings", "n_positions")
 		m.Embedded = number(config, "vocab_size")
+		var classes []string
+		if json.Unmarshal(config["architectures"], &classes) == nil && len(classes) > 0 {
+			m.Architecture = classes[0]
+		}
 	}
-	m.Vocabulary = vocabulary(r.object("tokenizer.json", "save it with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`"))
+	tokenizer := r.object("tokenizer.json", "save it with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`")
+	m.Vocabulary, m.tokens = vocabulary(tokenizer), tokens(tokenizer)
 	r.embeddings()
 	m.ChatTemplate = slices.Contains(m.Files, "chat_template.jinja")
 	if slices.Contains(m.Files, "tokenizer_config.json") {
@@ -65,12 +73,13 @@ func ReadModel(folder, path string, problems *problem.List) *Model {
 
 type modelReader struct {
 	folder, path string
+	field        string
 	problems     *problem.List
 	model        *Model
 }
 
 func (r *modelReader) bad(name, message, mend string) {
-	r.problems.Add(&planv1.Problem{Reason: problem.BadModel, File: r.named(name), Field: "model.path", Message: message, Mend: mend})
+	r.problems.Add(&planv1.Problem{Reason: problem.BadModel, File: r.named(name), Field: r.field, Message: message, Mend: mend})
 }
 
 func (r *modelReader) named(name string) string {
@@ -85,7 +94,7 @@ func (r *modelReader) object(name, mend string) map[string]json.RawMessage {
 	data, err := os.ReadFile(filepath.Join(r.folder, name))
 	if errors.Is(err, os.ErrNotExist) {
 		r.problems.Add(&planv1.Problem{
-			Reason: problem.MissingFile, File: r.named(name), Field: "model.path", Message: "the model's folder has no " + name, Mend: mend,
+			Reason: problem.MissingFile, File: r.named(name), Field: r.field, Message: "the model's folder has no " + name, Mend: mend,
 		})
 		return nil
 	}
@@ -106,7 +115,7 @@ func (r *modelReader) object(name, mend string) map[string]json.RawMessage {
 
 func (r *modelReader) notJSON(name string, data []byte, err error) {
 	p := &planv1.Problem{
-		Reason: problem.BadModel, File: r.named(name), Field: "model.path",
+		Reason: problem.BadModel, File: r.named(name), Field: r.field,
 		Message: "it is no JSON object", Mend: "copy the file again: it is damaged or cut off",
 	}
 	var syntax *json.SyntaxError
@@ -155,7 +164,7 @@ func (r *modelReader) weights(files []string, entries []os.DirEntry) {
 		}
 	}
 	r.problems.Add(&planv1.Problem{
-		Reason: problem.MissingFile, File: r.path, Field: "model.path", Message: "the model's folder has no weights (*.safetensors)", Mend: mend,
+		Reason: problem.MissingFile, File: r.path, Field: r.field, Message: "the model's folder has no weights (*.safetensors)", Mend: mend,
 	})
 }
 
@@ -227,7 +236,7 @@ func (r *modelReader) shards(name string, files []string) {
 	slices.Sort(missing)
 	for _, shard := range missing {
 		r.problems.Add(&planv1.Problem{
-			Reason: problem.MissingFile, File: r.named(shard), Field: "model.path",
+			Reason: problem.MissingFile, File: r.named(shard), Field: r.field,
 			Message: "the file is missing; " + name + " names it", Mend: "copy the whole folder of the model",
 		})
 	}

@@ -29,14 +29,37 @@ type Request struct {
 	Packages  []string   `json:"packages,omitempty"`
 	Reward    *Reward    `json:"reward,omitempty"`
 	Tokenizer *Tokenizer `json:"tokenizer,omitempty"`
+	Teacher   *Teacher   `json:"teacher,omitempty"`
+	WandbKey  bool       `json:"wandb_key,omitempty"` // whether W&B's key is asked for
 }
 
-// Reward asks for one call.
+// Teacher asks a teacher's endpoint once, about the tokens of a prompt. Model is the folder whose tokenizer makes them; APIKey a reference.
+type Teacher struct {
+	Model          string  `json:"model"`
+	BaseURL        string  `json:"base_url"`
+	Name           string  `json:"name"`
+	APIKey         string  `json:"api_key"`
+	Protocol       string  `json:"protocol"`
+	TimeoutSeconds float64 `json:"timeout_seconds"`
+	Prompt         string  `json:"prompt"`
+}
+
+// Reward asks for one call of a plugin or an expression. Files are rows whose fields an expression must find; Model is the folder
+// whose tokenizer makes the tokens that a plugin sees.
 type Reward struct {
-	Plugin         string   `json:"plugin"`
+	Plugin         string   `json:"plugin,omitempty"`
+	Expression     string   `json:"expression,omitempty"`
 	BaseDir        string   `json:"base_dir"`
 	TimeoutSeconds float64  `json:"timeout_seconds"`
 	Samples        []Sample `json:"samples"`
+	Files          []Rows   `json:"files,omitempty"`
+	Model          string   `json:"model,omitempty"`
+}
+
+// Rows is a dataset, and what messages call it.
+type Rows struct {
+	Path string `json:"path"`
+	Name string `json:"name"`
 }
 
 // Sample is what a reward scores.
@@ -65,14 +88,19 @@ type File struct {
 type Answer struct {
 	Python   string             `json:"python"`
 	Packages map[string]*string `json:"packages"`
+	WandbKey bool               `json:"wandb_key"` // whether there is one
 	Reward   *struct {
 		Files []string `json:"files"`
+		Parts bool     `json:"parts"` // whether it rewards parts of a completion
 		Error *Error   `json:"error"`
 	} `json:"reward"`
 	Tokenizer *struct {
 		Files []Lengths `json:"files"`
 		Error *Error    `json:"error"`
 	} `json:"tokenizer"`
+	Teacher *struct {
+		Error *Error `json:"error"`
+	} `json:"teacher"`
 }
 
 // Lengths are the token counts of one dataset; rows count from 0.
@@ -83,7 +111,12 @@ type Lengths struct {
 		Row    uint64 `json:"row"`
 		Tokens int64  `json:"tokens"`
 	} `json:"examples"`
-	Empty []uint64 `json:"empty"`
+	Empty   []uint64 `json:"empty"`
+	Unknown int64    `json:"unknown"` // rows whose prompt holds something that the vocabulary has not
+	Strange []struct {
+		Row  uint64 `json:"row"`
+		Text string `json:"text"` // the first of what it has not
+	} `json:"strange"`
 }
 
 // Error is what went wrong in Python.
@@ -120,6 +153,9 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	if request.Reward != nil {
 		limit += time.Duration(2*request.Reward.TimeoutSeconds*float64(time.Second)) + killDelay // import and call
 	}
+	if request.Teacher != nil {
+		limit += time.Duration(request.Teacher.TimeoutSeconds * float64(time.Second))
+	}
 	if request.Tokenizer != nil {
 		limit = 10 * time.Minute // as long as the data asks for; the caller's context may end it
 	}
@@ -143,7 +179,7 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	}
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) && request.Reward != nil {
 		return nil, &Error{
-			Reason: "REWARD_TIMEOUT", Message: fmt.Sprintf("`%s` did not return and had to be killed", request.Reward.Plugin),
+			Reason: "REWARD_TIMEOUT", Message: fmt.Sprintf("`%s` did not return and had to be killed", request.Reward.Plugin+request.Reward.Expression),
 			Mend: "make it faster or raise `reward.timeout_seconds`",
 		}
 	}

@@ -12,24 +12,10 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/storetest"
 )
 
-func open(t *testing.T, place sqldb.Place) *sqlstore.Store {
-	t.Helper()
-	s, err := sqlstore.Open(t.Context(), place)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := s.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return s
-}
-
 func TestSuite(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
-		storetest.Run(t, func(t *testing.T) scheduler.Store { return open(t, place(t)) })
+		storetest.Run(t, func(t *testing.T) scheduler.Store { return sqldbtest.Store(t, place(t), sqlstore.Open) })
 	})
 }
 
@@ -37,7 +23,7 @@ func TestAnotherProcessFindsWhatWasWritten(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
 		p := place(t)
-		first := open(t, p)
+		first := sqldbtest.Store(t, p, sqlstore.Open)
 		want, err := first.Create(t.Context(), storetest.Sample("run-1", "a", scheduler.Pending), "", scheduler.Cursor{})
 		if err != nil {
 			t.Fatal(err)
@@ -45,7 +31,7 @@ func TestAnotherProcessFindsWhatWasWritten(t *testing.T) {
 		if err := first.Advance(t.Context(), "run-1", 0, 7); err != nil {
 			t.Fatal(err)
 		}
-		second := open(t, p)
+		second := sqldbtest.Store(t, p, sqlstore.Open)
 		if got, err := second.Get(t.Context(), "run-1"); err != nil || !proto.Equal(got, want) {
 			t.Fatalf("got %v, %v", got, err)
 		}

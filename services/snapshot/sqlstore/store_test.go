@@ -12,24 +12,10 @@ import (
 	"github.com/rollout-rl/rollout/services/snapshot/storetest"
 )
 
-func open(t *testing.T, place sqldb.Place) *sqlstore.Store {
-	t.Helper()
-	s, err := sqlstore.Open(t.Context(), place)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := s.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return s
-}
-
 func TestSuite(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
-		storetest.Run(t, func(t *testing.T) snapshot.Store { return open(t, place(t)) })
+		storetest.Run(t, func(t *testing.T) snapshot.Store { return sqldbtest.Store(t, place(t), sqlstore.Open) })
 	})
 }
 
@@ -38,10 +24,10 @@ func TestAnotherProcessFindsWhatWasWritten(t *testing.T) {
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
 		p := place(t)
 		want := storetest.Snap("snap-1", "run-a", 1, "a")
-		if _, err := open(t, p).Record(t.Context(), want); err != nil {
+		if _, err := sqldbtest.Store(t, p, sqlstore.Open).Record(t.Context(), want); err != nil {
 			t.Fatal(err)
 		}
-		got, err := open(t, p).Get(t.Context(), "snap-1")
+		got, err := sqldbtest.Store(t, p, sqlstore.Open).Get(t.Context(), "snap-1")
 		if err != nil || !proto.Equal(got, want) {
 			t.Fatalf("got %v, %v", got, err)
 		}

@@ -29,7 +29,10 @@ class _LeaseOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseOrder
     LEASE_ORDER_UNSPECIFIED: _LeaseOrder.ValueType  # 0
     """Not set."""
     LEASE_ORDER_POSITION: _LeaseOrder.ValueType  # 1
-    """Step s takes exactly the positions of its window, [(s-1) * groups_per_step, s * groups_per_step); excluded ones are left out."""
+    """Step s takes exactly the positions of its window, [(s-1) * groups_per_step, s * groups_per_step); excluded ones are left out.
+    With dynamic sampling a window begins where the one before it ends and is as long as it takes to hold groups_per_step groups
+    that are not excluded.
+    """
     LEASE_ORDER_COMPLETION: _LeaseOrder.ValueType  # 2
     """The groups that became complete first."""
 
@@ -39,7 +42,10 @@ class LeaseOrder(_LeaseOrder, metaclass=_LeaseOrderEnumTypeWrapper):
 LEASE_ORDER_UNSPECIFIED: LeaseOrder.ValueType  # 0
 """Not set."""
 LEASE_ORDER_POSITION: LeaseOrder.ValueType  # 1
-"""Step s takes exactly the positions of its window, [(s-1) * groups_per_step, s * groups_per_step); excluded ones are left out."""
+"""Step s takes exactly the positions of its window, [(s-1) * groups_per_step, s * groups_per_step); excluded ones are left out.
+With dynamic sampling a window begins where the one before it ends and is as long as it takes to hold groups_per_step groups
+that are not excluded.
+"""
 LEASE_ORDER_COMPLETION: LeaseOrder.ValueType  # 2
 """The groups that became complete first."""
 Global___LeaseOrder: _TypeAlias = LeaseOrder  # noqa: Y015
@@ -99,6 +105,8 @@ class LedgerConfig(_message.Message):
     GROUP_ATTEMPTS_FIELD_NUMBER: _builtins.int
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
+    DRAW_BATCHES_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     """Groups a step."""
     group_size: _builtins.int
@@ -117,6 +125,15 @@ class LedgerConfig(_message.Message):
     """Position of the first group: 0, or the position of the snapshot that the run was restored from."""
     first_step: _builtins.int
     """Steps made before this run, where it was restored from a snapshot; its first step is this + 1."""
+    draw_batches: _builtins.int
+    """Dynamic sampling: groups of equal rewards become EXCLUDED, reason ZERO_ADVANTAGE, and a step goes on to further groups in
+    place of every excluded one, through at most this many times groups_per_step. 0: such groups are leased as others are, and
+    an excluded group counts for its step.
+    """
+    partial: _builtins.bool
+    """Whether a step that has gone through all of those is leased with the groups it has; else the lease is refused, reason
+    DYNAMIC_SAMPLING_EXHAUSTED, as it is where there are none.
+    """
     def __init__(
         self,
         *,
@@ -129,10 +146,12 @@ class LedgerConfig(_message.Message):
         group_attempts: _builtins.int = ...,
         first_position: _builtins.int = ...,
         first_step: _builtins.int = ...,
+        draw_batches: _builtins.int = ...,
+        partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "first_step", b"first_step", "group_attempts", b"group_attempts", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "order", b"order", "receipts", b"receipts", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw_batches", b"draw_batches", "first_position", b"first_position", "first_step", b"first_step", "group_attempts", b"group_attempts", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "order", b"order", "partial", b"partial", "receipts", b"receipts", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -294,6 +313,8 @@ class Batch(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
+    ZERO_ADVANTAGE_FIELD_NUMBER: _builtins.int
+    ZERO_ADVANTAGE_REWARD_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     step: _builtins.int
@@ -303,7 +324,11 @@ class Batch(_message.Message):
     groups: _builtins.int
     """Groups in it."""
     excluded: _builtins.int
-    """Groups of the window that were excluded."""
+    """Groups that the step goes without because they were excluded."""
+    zero_advantage: _builtins.int
+    """Those of them whose rewards were all equal."""
+    zero_advantage_reward: _builtins.float
+    """Mean reward of those."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRef]:
         """Samples, group by group."""
@@ -317,10 +342,12 @@ class Batch(_message.Message):
         samples: _abc.Iterable[Global___SampleRef] | None = ...,
         groups: _builtins.int = ...,
         excluded: _builtins.int = ...,
+        zero_advantage: _builtins.int = ...,
+        zero_advantage_reward: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "excluded", b"excluded", "groups", b"groups", "run_id", b"run_id", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "excluded", b"excluded", "groups", b"groups", "run_id", b"run_id", "samples", b"samples", "step", b"step", "zero_advantage", b"zero_advantage", "zero_advantage_reward", b"zero_advantage_reward"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,6 +366,8 @@ class StepRecord(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
+    ZERO_ADVANTAGE_FIELD_NUMBER: _builtins.int
+    END_POSITION_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step, from 1."""
     batch_id: _builtins.str
@@ -353,6 +382,12 @@ class StepRecord(_message.Message):
     """Digest of the chain up to here: blake3 over the previous link, step, batch and weights digest."""
     excluded: _builtins.int
     """Groups that were excluded and that the step went without."""
+    zero_advantage: _builtins.int
+    """Those of them whose rewards were all equal."""
+    end_position: _builtins.int
+    """Position at which the next step begins (where leases go by completion: how many positions were used up). 0 in steps of
+    before this field.
+    """
     def __init__(
         self,
         *,
@@ -363,10 +398,12 @@ class StepRecord(_message.Message):
         samples: _builtins.int = ...,
         chain: _builtins.str = ...,
         excluded: _builtins.int = ...,
+        zero_advantage: _builtins.int = ...,
+        end_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "chain", b"chain", "excluded", b"excluded", "groups", b"groups", "samples", b"samples", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "chain", b"chain", "end_position", b"end_position", "excluded", b"excluded", "groups", b"groups", "samples", b"samples", "step", b"step", "weights_digest", b"weights_digest", "zero_advantage", b"zero_advantage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -391,6 +428,10 @@ class LedgerState(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     INFRA_FAILED_FIELD_NUMBER: _builtins.int
+    STALLED_REASON_FIELD_NUMBER: _builtins.int
+    STALLED_MESSAGE_FIELD_NUMBER: _builtins.int
+    SAMPLE_BYTES_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Last committed step; 0 before the first."""
     open: _builtins.int
@@ -415,6 +456,14 @@ class LedgerState(_message.Message):
     """Version of the newest recorded weights."""
     infra_failed: _builtins.int
     """Samples that failed for infrastructure."""
+    stalled_reason: _builtins.str
+    """Why nothing is ingested, e.g. DISK_FULL; empty while it is. It ends by itself when the reason does."""
+    stalled_message: _builtins.str
+    """The same for people, with what to do."""
+    sample_bytes: _builtins.int
+    """About how large the payload of a sample is, in bytes, over the last ones; 0 where none came since the buffer started."""
+    skipped: _builtins.int
+    """Excluded groups that a leased or committed step goes without; the others are still before a step."""
     @_builtins.property
     def dissolved(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupRecord]:
         """Groups that wait for the scheduler's decision."""
@@ -435,10 +484,14 @@ class LedgerState(_message.Message):
         weights_digest: _builtins.str = ...,
         weights_version: _builtins.int = ...,
         infra_failed: _builtins.int = ...,
+        stalled_reason: _builtins.str = ...,
+        stalled_message: _builtins.str = ...,
+        sample_bytes: _builtins.int = ...,
+        skipped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "dissolved", b"dissolved", "duplicates", b"duplicates", "excluded", b"excluded", "infra_failed", b"infra_failed", "leased", b"leased", "open", b"open", "ready", b"ready", "refused", b"refused", "samples", b"samples", "step", b"step", "weights_digest", b"weights_digest", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumed", b"consumed", "dissolved", b"dissolved", "duplicates", b"duplicates", "excluded", b"excluded", "infra_failed", b"infra_failed", "leased", b"leased", "open", b"open", "ready", b"ready", "refused", b"refused", "sample_bytes", b"sample_bytes", "samples", b"samples", "skipped", b"skipped", "stalled_message", b"stalled_message", "stalled_reason", b"stalled_reason", "step", b"step", "weights_digest", b"weights_digest", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -452,8 +505,13 @@ class OpenLedgerRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
+    incarnation: _builtins.int
+    """Incarnation of the run that whoever asks conducts. Below the highest that opened the ledger: refused with FAILED_PRECONDITION,
+    reason STALE_INCARNATION. 0: nobody conducts, and nothing is compared.
+    """
     @_builtins.property
     def config(self) -> Global___LedgerConfig:
         """Config."""
@@ -463,10 +521,11 @@ class OpenLedgerRequest(_message.Message):
         *,
         run_id: _builtins.str = ...,
         config: Global___LedgerConfig | None = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -503,16 +562,20 @@ class CloseLedgerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
+    incarnation: _builtins.int
+    """As in OpenLedgerRequest."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -581,6 +644,250 @@ class RecordWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordWeightsResponse: _TypeAlias = RecordWeightsResponse  # noqa: Y015
+
+@_typing.final
+class LendSegmentRequest(_message.Message):
+    """LendSegmentRequest asks for a segment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; its ledger is open."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendSegmentRequest: _TypeAlias = LendSegmentRequest  # noqa: Y015
+
+@_typing.final
+class LendSegmentResponse(_message.Message):
+    """LendSegmentResponse is a file to append records to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    INODE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    ROLL_BYTES_FIELD_NUMBER: _builtins.int
+    LENDING_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    """Number, for PayloadPlace."""
+    path: _builtins.str
+    """The file, on the buffer's host."""
+    inode: _builtins.int
+    """Its inode: a file of that name with another one is another file."""
+    offset: _builtins.int
+    """Where the first record begins."""
+    roll_bytes: _builtins.int
+    """Size at which another segment should be asked for."""
+    lending: _builtins.int
+    """Names this lending, drawn at random; for PayloadPlace and `returned`."""
+    boot_id: _builtins.str
+    """Of the kernel that the buffer runs on (/proc/sys/kernel/random/boot_id), "" where it has none: on a network folder another host sees
+    the same path and inode, and its page cache is another.
+    """
+    def __init__(
+        self,
+        *,
+        segment: _builtins.int = ...,
+        path: _builtins.str = ...,
+        inode: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        roll_bytes: _builtins.int = ...,
+        lending: _builtins.int = ...,
+        boot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "inode", b"inode", "lending", b"lending", "offset", b"offset", "path", b"path", "roll_bytes", b"roll_bytes", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendSegmentResponse: _TypeAlias = LendSegmentResponse  # noqa: Y015
+
+@_typing.final
+class PutTrajectoriesRequest(_message.Message):
+    """PutTrajectoriesRequest holds samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PUTS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    RETURNED_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; its ledger is open."""
+    @_builtins.property
+    def puts(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.TrajectoryBatch]:
+        """What to take, answered one by one. Checked by the ledger, as what comes by the stream."""
+
+    @_builtins.property
+    def finished(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Lent segments that no later put names; they may be trimmed once what is in them is not needed. From producers that know no lendings."""
+
+    @_builtins.property
+    def returned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Lendings that no later put names; as `finished`."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        puts: _abc.Iterable[_trajectory_pb2.TrajectoryBatch] | None = ...,
+        finished: _abc.Iterable[_builtins.int] | None = ...,
+        returned: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "puts", b"puts", "returned", b"returned", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutTrajectoriesRequest: _TypeAlias = PutTrajectoriesRequest  # noqa: Y015
+
+@_typing.final
+class PutTrajectoriesResponse(_message.Message):
+    """PutTrajectoriesResponse says what became of each put."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutResult]:
+        """In the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___PutResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutTrajectoriesResponse: _TypeAlias = PutTrajectoriesResponse  # noqa: Y015
+
+@_typing.final
+class StreamTrajectoriesRequest(_message.Message):
+    """StreamTrajectoriesRequest is a call's request on the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def put(self) -> Global___PutTrajectoriesRequest:
+        """What a call would ask."""
+
+    def __init__(
+        self,
+        *,
+        put: Global___PutTrajectoriesRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["put", b"put"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["put", b"put"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamTrajectoriesRequest: _TypeAlias = StreamTrajectoriesRequest  # noqa: Y015
+
+@_typing.final
+class StreamTrajectoriesResponse(_message.Message):
+    """StreamTrajectoriesResponse answers the oldest request that has no answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answer(self) -> Global___PutTrajectoriesResponse:
+        """What a call would answer."""
+
+    def __init__(
+        self,
+        *,
+        answer: Global___PutTrajectoriesResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamTrajectoriesResponse: _TypeAlias = StreamTrajectoriesResponse  # noqa: Y015
+
+@_typing.final
+class PutResult(_message.Message):
+    """PutResult is what became of the trajectories of one put. What is in none of the numbers belonged to a group that was dissolved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    DUPLICATES_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.int
+    """Samples that the ledger holds now."""
+    duplicates: _builtins.int
+    """Samples that it had, or did not want any more."""
+    failed: _builtins.int
+    """Samples whose outcome is an infrastructure failure; their groups are dissolved."""
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutRefusal]:
+        """Samples that must not be trained on, with a reason; their groups are dissolved."""
+
+    def __init__(
+        self,
+        *,
+        accepted: _builtins.int = ...,
+        duplicates: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        refused: _abc.Iterable[Global___PutRefusal] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "duplicates", b"duplicates", "failed", b"failed", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutResult: _TypeAlias = PutResult  # noqa: Y015
+
+@_typing.final
+class PutRefusal(_message.Message):
+    """PutRefusal is a sample that was not accepted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    trajectory: _builtins.int
+    """Place in the put, from 0."""
+    reason: _builtins.str
+    """Machine-readable reason, e.g. PAYLOAD_CORRUPT."""
+    def __init__(
+        self,
+        *,
+        trajectory: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "trajectory", b"trajectory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutRefusal: _TypeAlias = PutRefusal  # noqa: Y015
 
 @_typing.final
 class GetMissingRequest(_message.Message):
@@ -943,10 +1250,13 @@ class ExcludeGroupsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     reason: _builtins.str
     """Machine-readable reason, e.g. ATTEMPTS_EXHAUSTED."""
+    incarnation: _builtins.int
+    """As in OpenLedgerRequest."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupKey]:
         """Groups."""
@@ -957,10 +1267,11 @@ class ExcludeGroupsRequest(_message.Message):
         run_id: _builtins.str = ...,
         groups: _abc.Iterable[Global___GroupKey] | None = ...,
         reason: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "incarnation", b"incarnation", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -991,8 +1302,11 @@ class ReissueGroupsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
+    incarnation: _builtins.int
+    """As in OpenLedgerRequest."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupKey]:
         """Groups with the attempt that is opened."""
@@ -1002,10 +1316,11 @@ class ReissueGroupsRequest(_message.Message):
         *,
         run_id: _builtins.str = ...,
         groups: _abc.Iterable[Global___GroupKey] | None = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -350,8 +350,8 @@ class DrGrpoConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-    3.2; others are not sampled in their place: the step is smaller).
+    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -547,8 +547,8 @@ class DapoConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-    3.2; others are not sampled in their place: the step is smaller).
+    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -744,8 +744,8 @@ class GspoConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-    3.2; others are not sampled in their place: the step is smaller).
+    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -941,8 +941,8 @@ class CispoConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-    3.2; others are not sampled in their place: the step is smaller).
+    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -1138,8 +1138,8 @@ class RlooConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-    3.2; others are not sampled in their place: the step is smaller).
+    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -1495,6 +1495,51 @@ class DpoConfig(_message.Message):
 Global___DpoConfig: _TypeAlias = DpoConfig  # noqa: Y015
 
 @_typing.final
+class OnlineDpoConfig(_message.Message):
+    """OnlineDpoConfig sets online DPO (arXiv 2402.04792): the policy samples groups, and of each the sample of the highest reward is
+    preferred to that of the lowest. Groups whose rewards are all equal make no pair.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BETA_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
+    beta: _builtins.float
+    """How strongly the policy is held to the initial model."""
+    loss: _builtins.str
+    """Loss of a pair: DPO's (`sigmoid`), or IPO's (arXiv 2310.12036) on sums over tokens."""
+    dynamic_sampling: _builtins.bool
+    """Whether others are sampled in place of groups that make no pair, within `sampling.refill_rounds`; off, the step has fewer
+    pairs.
+    """
+    def __init__(
+        self,
+        *,
+        beta: _builtins.float | None = ...,
+        loss: _builtins.str | None = ...,
+        dynamic_sampling: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_dynamic_sampling", b"_dynamic_sampling", "_loss", b"_loss", "beta", b"beta", "dynamic_sampling", b"dynamic_sampling", "loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_dynamic_sampling", b"_dynamic_sampling", "_loss", b"_loss", "beta", b"beta", "dynamic_sampling", b"dynamic_sampling", "loss", b"loss"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__beta: _TypeAlias = _typing.Literal["beta"]  # noqa: Y015
+    _WhichOneofArgType__beta: _TypeAlias = _typing.Literal["_beta", b"_beta"]  # noqa: Y015
+    _WhichOneofReturnType__dynamic_sampling: _TypeAlias = _typing.Literal["dynamic_sampling"]  # noqa: Y015
+    _WhichOneofArgType__dynamic_sampling: _TypeAlias = _typing.Literal["_dynamic_sampling", b"_dynamic_sampling"]  # noqa: Y015
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__beta) -> _WhichOneofReturnType__beta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynamic_sampling) -> _WhichOneofReturnType__dynamic_sampling | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+
+Global___OnlineDpoConfig: _TypeAlias = OnlineDpoConfig  # noqa: Y015
+
+@_typing.final
 class IpoConfig(_message.Message):
     """IpoConfig sets Identity Preference Optimization (arXiv 2310.12036) on preference pairs."""
 
@@ -1593,8 +1638,9 @@ class DistillationConfig(_message.Message):
     EPOCHS_FIELD_NUMBER: _builtins.int
     MINIBATCHES_FIELD_NUMBER: _builtins.int
     IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
     teacher: _builtins.str
-    """Folder of the teacher's model in the Hugging Face layout."""
+    """Folder of the teacher's model in the Hugging Face layout, which the learner loads; or `[algorithm.distillation.endpoint]`."""
     reduction: _builtins.str
     """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
     (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
@@ -1605,6 +1651,10 @@ class DistillationConfig(_message.Message):
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     importance_cap: _builtins.float
     """In async mode, cap of the importance weight against the engine's logprobs."""
+    @_builtins.property
+    def endpoint(self) -> Global___TeacherEndpointConfig:
+        """A teacher that an engine serves, instead of a folder."""
+
     def __init__(
         self,
         *,
@@ -1613,10 +1663,11 @@ class DistillationConfig(_message.Message):
         epochs: _builtins.int | None = ...,
         minibatches: _builtins.int | None = ...,
         importance_cap: _builtins.float | None = ...,
+        endpoint: Global___TeacherEndpointConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_minibatches", b"_minibatches", "_reduction", b"_reduction", "_teacher", b"_teacher", "epochs", b"epochs", "importance_cap", b"importance_cap", "minibatches", b"minibatches", "reduction", b"reduction", "teacher", b"teacher"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_minibatches", b"_minibatches", "_reduction", b"_reduction", "_teacher", b"_teacher", "endpoint", b"endpoint", "epochs", b"epochs", "importance_cap", b"importance_cap", "minibatches", b"minibatches", "reduction", b"reduction", "teacher", b"teacher"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_minibatches", b"_minibatches", "_reduction", b"_reduction", "_teacher", b"_teacher", "epochs", b"epochs", "importance_cap", b"importance_cap", "minibatches", b"minibatches", "reduction", b"reduction", "teacher", b"teacher"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_minibatches", b"_minibatches", "_reduction", b"_reduction", "_teacher", b"_teacher", "endpoint", b"endpoint", "epochs", b"epochs", "importance_cap", b"importance_cap", "minibatches", b"minibatches", "reduction", b"reduction", "teacher", b"teacher"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
     _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
@@ -1640,3 +1691,81 @@ class DistillationConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__teacher) -> _WhichOneofReturnType__teacher | None: ...
 
 Global___DistillationConfig: _TypeAlias = DistillationConfig  # noqa: Y015
+
+@_typing.final
+class TeacherEndpointConfig(_message.Message):
+    """TeacherEndpointConfig is a teacher behind an OpenAI-compatible endpoint, such as vLLM or SGLang. The inference workers ask it for
+    the log-probabilities of the tokens that they sampled and put them beside the sample, so that the learner loads no teacher and a
+    replay asks nobody. A call that fails makes samples INFRA_FAILED. Its tokens must be the model's; they are compared in each answer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_URL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
+    base_url: _builtins.str
+    """Where its API begins."""
+    model: _builtins.str
+    """The model's name there."""
+    api_key: _builtins.str
+    """Where its key is, never the key itself: `file:PATH` (absolute) or `env:NAME` (of rolloutd). Empty: it asks for none."""
+    protocol: _builtins.str
+    """How it is asked for the log-probabilities of a prompt: `echo` with `logprobs` as OpenAI's completions have it, or vLLM's
+    `prompt_logprobs`, whose answers name tokens by their ids.
+    """
+    timeout_seconds: _builtins.float
+    """Longest time for one call, in seconds."""
+    retries: _builtins.int
+    """Further tries of a call that failed and may work again."""
+    concurrency: _builtins.int
+    """Calls that an inference worker has open at a time."""
+    def __init__(
+        self,
+        *,
+        base_url: _builtins.str | None = ...,
+        model: _builtins.str | None = ...,
+        api_key: _builtins.str | None = ...,
+        protocol: _builtins.str | None = ...,
+        timeout_seconds: _builtins.float | None = ...,
+        retries: _builtins.int | None = ...,
+        concurrency: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_api_key", b"_api_key", "_base_url", b"_base_url", "_concurrency", b"_concurrency", "_model", b"_model", "_protocol", b"_protocol", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "api_key", b"api_key", "base_url", b"base_url", "concurrency", b"concurrency", "model", b"model", "protocol", b"protocol", "retries", b"retries", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_api_key", b"_api_key", "_base_url", b"_base_url", "_concurrency", b"_concurrency", "_model", b"_model", "_protocol", b"_protocol", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "api_key", b"api_key", "base_url", b"base_url", "concurrency", b"concurrency", "model", b"model", "protocol", b"protocol", "retries", b"retries", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__api_key: _TypeAlias = _typing.Literal["api_key"]  # noqa: Y015
+    _WhichOneofArgType__api_key: _TypeAlias = _typing.Literal["_api_key", b"_api_key"]  # noqa: Y015
+    _WhichOneofReturnType__base_url: _TypeAlias = _typing.Literal["base_url"]  # noqa: Y015
+    _WhichOneofArgType__base_url: _TypeAlias = _typing.Literal["_base_url", b"_base_url"]  # noqa: Y015
+    _WhichOneofReturnType__concurrency: _TypeAlias = _typing.Literal["concurrency"]  # noqa: Y015
+    _WhichOneofArgType__concurrency: _TypeAlias = _typing.Literal["_concurrency", b"_concurrency"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__protocol: _TypeAlias = _typing.Literal["protocol"]  # noqa: Y015
+    _WhichOneofArgType__protocol: _TypeAlias = _typing.Literal["_protocol", b"_protocol"]  # noqa: Y015
+    _WhichOneofReturnType__retries: _TypeAlias = _typing.Literal["retries"]  # noqa: Y015
+    _WhichOneofArgType__retries: _TypeAlias = _typing.Literal["_retries", b"_retries"]  # noqa: Y015
+    _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__api_key) -> _WhichOneofReturnType__api_key | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_url) -> _WhichOneofReturnType__base_url | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__concurrency) -> _WhichOneofReturnType__concurrency | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__protocol) -> _WhichOneofReturnType__protocol | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retries) -> _WhichOneofReturnType__retries | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
+
+Global___TeacherEndpointConfig: _TypeAlias = TeacherEndpointConfig  # noqa: Y015

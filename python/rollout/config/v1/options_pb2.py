@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\";\n\tFieldMeta\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x01 \x01(\t\x12\x0f\n\x07\x65xample\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\x08:K\n\x04meta\x12\x1d.google.protobuf.FieldOptions\x18\xa9\x8b\x03 \x01(\x0b\x32\x1c.rollout.config.v1.FieldMetab\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"K\n\tFieldMeta\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x01 \x01(\t\x12\x0f\n\x07\x65xample\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\x08\x12\x0e\n\x06\x61\x62sent\x18\x04 \x01(\x08:K\n\x04meta\x12\x1d.google.protobuf.FieldOptions\x18\xa9\x8b\x03 \x01(\x0b\x32\x1c.rollout.config.v1.FieldMetab\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollout.config.v1.options_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FIELDMETA']._serialized_start=88
-  _globals['_FIELDMETA']._serialized_end=147
+  _globals['_FIELDMETA']._serialized_end=163
 # @@protoc_insertion_point(module_scope)

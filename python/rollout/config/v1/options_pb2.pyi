@@ -27,22 +27,26 @@ class FieldMeta(_message.Message):
     DEFAULT_FIELD_NUMBER: _builtins.int
     EXAMPLE_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
     default: _builtins.str
     """The value that an absent field takes, written as a TOML value: `8`, `true`, `"cosine"`. Empty: no default."""
     example: _builtins.str
     """One example value, written as a TOML value."""
     path: _builtins.bool
     """Whether the field names a file or folder, resolved against the folder of the configuration file."""
+    absent: _builtins.bool
+    """Whether absence has a meaning of its own: there is no such table, though nothing in it must be given, or no such value."""
     def __init__(
         self,
         *,
         default: _builtins.str = ...,
         example: _builtins.str = ...,
         path: _builtins.bool = ...,
+        absent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default", b"default", "example", b"example", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "default", b"default", "example", b"example", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

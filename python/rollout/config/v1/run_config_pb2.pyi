@@ -12,10 +12,10 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 10):
-    from typing import TypeAlias as _TypeAlias
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    from typing_extensions import TypeAlias as _TypeAlias
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -41,6 +41,9 @@ class RunConfig(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    SINKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name that people recognise the run by: lower-case letters, digits and dashes."""
     seed: _builtins.int
@@ -97,6 +100,18 @@ class RunConfig(_message.Message):
     def lora(self) -> Global___LoraConfig:
         """Low-rank adapters: absent, all weights are trained."""
 
+    @_builtins.property
+    def completions(self) -> Global___CompletionsConfig:
+        """Which sampled completions are kept to be looked at."""
+
+    @_builtins.property
+    def weights(self) -> Global___WeightsConfig:
+        """How new weights get to the inference workers."""
+
+    @_builtins.property
+    def sinks(self) -> Global___SinksConfig:
+        """Where metrics go beside the control plane's own storage."""
+
     def __init__(
         self,
         *,
@@ -116,10 +131,13 @@ class RunConfig(_message.Message):
         snapshot: Global___SnapshotConfig | None = ...,
         limits: Global___LimitsConfig | None = ...,
         lora: Global___LoraConfig | None = ...,
+        completions: Global___CompletionsConfig | None = ...,
+        weights: Global___WeightsConfig | None = ...,
+        sinks: Global___SinksConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
@@ -291,6 +309,8 @@ class SamplingConfig(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    REFILL_ROUNDS_FIELD_NUMBER: _builtins.int
+    REFILL_SHORTFALL_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
     """Completions a prompt (`n` in some papers, G in the GRPO paper). 1 where rows are trained on as they are."""
     max_tokens: _builtins.int
@@ -303,6 +323,14 @@ class SamplingConfig(_message.Message):
     """Keep the k most likely tokens. 0 keeps all."""
     min_p: _builtins.float
     """Keep tokens with at least this share of the most likely token's probability. 0 keeps all."""
+    refill_rounds: _builtins.int
+    """With `algorithm.*.dynamic_sampling`: most prompts that a step may draw until it has `train.groups_per_step` groups whose rewards
+    differ, in multiples of that number. 1 draws none in place of those left out: the step is smaller.
+    """
+    refill_shortfall: _builtins.str
+    """What a step does that has drawn all of those: `train` on the groups it has and tell of it, or `fail` the run
+    (DYNAMIC_SAMPLING_EXHAUSTED). Without a single group the run always fails.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end a completion; they are not part of it."""
@@ -317,10 +345,12 @@ class SamplingConfig(_message.Message):
         top_k: _builtins.int | None = ...,
         min_p: _builtins.float | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
+        refill_rounds: _builtins.int | None = ...,
+        refill_shortfall: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_size", b"_group_size", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "group_size", b"group_size", "max_tokens", b"max_tokens", "min_p", b"min_p", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_size", b"_group_size", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_refill_rounds", b"_refill_rounds", "_refill_shortfall", b"_refill_shortfall", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "group_size", b"group_size", "max_tokens", b"max_tokens", "min_p", b"min_p", "refill_rounds", b"refill_rounds", "refill_shortfall", b"refill_shortfall", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_size", b"_group_size", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "group_size", b"group_size", "max_tokens", b"max_tokens", "min_p", b"min_p", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_size", b"_group_size", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_refill_rounds", b"_refill_rounds", "_refill_shortfall", b"_refill_shortfall", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "group_size", b"group_size", "max_tokens", b"max_tokens", "min_p", b"min_p", "refill_rounds", b"refill_rounds", "refill_shortfall", b"refill_shortfall", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_size: _TypeAlias = _typing.Literal["group_size"]  # noqa: Y015
     _WhichOneofArgType__group_size: _TypeAlias = _typing.Literal["_group_size", b"_group_size"]  # noqa: Y015
@@ -328,6 +358,10 @@ class SamplingConfig(_message.Message):
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__refill_rounds: _TypeAlias = _typing.Literal["refill_rounds"]  # noqa: Y015
+    _WhichOneofArgType__refill_rounds: _TypeAlias = _typing.Literal["_refill_rounds", b"_refill_rounds"]  # noqa: Y015
+    _WhichOneofReturnType__refill_shortfall: _TypeAlias = _typing.Literal["refill_shortfall"]  # noqa: Y015
+    _WhichOneofArgType__refill_shortfall: _TypeAlias = _typing.Literal["_refill_shortfall", b"_refill_shortfall"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
@@ -341,6 +375,10 @@ class SamplingConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refill_rounds) -> _WhichOneofReturnType__refill_rounds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refill_shortfall) -> _WhichOneofReturnType__refill_shortfall | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
@@ -351,38 +389,87 @@ Global___SamplingConfig: _TypeAlias = SamplingConfig  # noqa: Y015
 
 @_typing.final
 class RewardConfig(_message.Message):
-    """RewardConfig names the function that scores completions."""
+    """RewardConfig says what scores a completion: exactly one of `plugin`, `expression`, `[reward.model]` and
+    `[reward.composite.*]`. Whatever goes wrong makes samples INFRA_FAILED, counted by reason; it never makes a reward of 0.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CompositeEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___RewardPartConfig: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___RewardPartConfig | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     PLUGIN_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
+    EXPRESSION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    COMPOSITE_FIELD_NUMBER: _builtins.int
     plugin: _builtins.str
-    """`file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`), returns a list of floats, or of
-    mappings with `reward` and further named metrics.
+    """`file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`), returns a list of floats, or of
+    mappings with `reward` and further named metrics, or with `token_rewards` or `step_rewards`.
     """
     timeout_seconds: _builtins.float
-    """Longest time for one call, in seconds. A call that takes longer is an infrastructure failure, never a reward of 0."""
+    """Longest time for one call, in seconds. A call that takes longer is an infrastructure failure, never a reward of 0. Of
+    `[reward.composite.*]`, for those that set none of their own.
+    """
     retries: _builtins.int
     """Further tries of a failed call before its samples are counted as INFRA_FAILED."""
+    expression: _builtins.str
+    """An expression in CEL over `prompt`, `completion` and the fields of the dataset's `row`; a number, or a truth value that
+    counts as 1 or 0. It reads nothing else and changes nothing.
+    """
+    @_builtins.property
+    def model(self) -> Global___ScoringModelConfig:
+        """A trained reward model, which the run serves beside its inference workers."""
+
+    @_builtins.property
+    def composite(self) -> _containers.MessageMap[_builtins.str, Global___RewardPartConfig]:
+        """Several rewards, each in a table with a name of its own, such as `[reward.composite.format]`: the reward is their sum by
+        weight, and each is a metric, `reward/NAME`. Where one fails the sample has no reward.
+        """
+
     def __init__(
         self,
         *,
         plugin: _builtins.str | None = ...,
         timeout_seconds: _builtins.float | None = ...,
         retries: _builtins.int | None = ...,
+        expression: _builtins.str | None = ...,
+        model: Global___ScoringModelConfig | None = ...,
+        composite: _abc.Mapping[_builtins.str, Global___RewardPartConfig] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "composite", b"composite", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expression: _TypeAlias = _typing.Literal["expression"]  # noqa: Y015
+    _WhichOneofArgType__expression: _TypeAlias = _typing.Literal["_expression", b"_expression"]  # noqa: Y015
     _WhichOneofReturnType__plugin: _TypeAlias = _typing.Literal["plugin"]  # noqa: Y015
     _WhichOneofArgType__plugin: _TypeAlias = _typing.Literal["_plugin", b"_plugin"]  # noqa: Y015
     _WhichOneofReturnType__retries: _TypeAlias = _typing.Literal["retries"]  # noqa: Y015
     _WhichOneofArgType__retries: _TypeAlias = _typing.Literal["_retries", b"_retries"]  # noqa: Y015
     _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expression) -> _WhichOneofReturnType__expression | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__plugin) -> _WhichOneofReturnType__plugin | None: ...
     @_typing.overload
@@ -391,6 +478,122 @@ class RewardConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
 
 Global___RewardConfig: _TypeAlias = RewardConfig  # noqa: Y015
+
+@_typing.final
+class ScoringModelConfig(_message.Message):
+    """ScoringModelConfig is a reward model that a worker of the run serves: it reads the tokens of prompt and completion, so its tokens
+    are those of the model that is trained.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_BATCH_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Folder of a sequence classifier with one label in the Hugging Face layout, such as the weights of a run with
+    `[algorithm.reward_model]`.
+    """
+    dtype: _builtins.str
+    """Precision that it is loaded in."""
+    tokens_per_batch: _builtins.int
+    """Most tokens, padding included, that one forward pass holds. In deterministic mode each completion is scored alone."""
+    threads: _builtins.int
+    """CPU threads of its worker. 0: as many as an inference worker has."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str | None = ...,
+        dtype: _builtins.str | None = ...,
+        tokens_per_batch: _builtins.int | None = ...,
+        threads: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dtype", b"_dtype", "_path", b"_path", "_threads", b"_threads", "_tokens_per_batch", b"_tokens_per_batch", "dtype", b"dtype", "path", b"path", "threads", b"threads", "tokens_per_batch", b"tokens_per_batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dtype", b"_dtype", "_path", b"_path", "_threads", b"_threads", "_tokens_per_batch", b"_tokens_per_batch", "dtype", b"dtype", "path", b"path", "threads", b"threads", "tokens_per_batch", b"tokens_per_batch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dtype: _TypeAlias = _typing.Literal["dtype"]  # noqa: Y015
+    _WhichOneofArgType__dtype: _TypeAlias = _typing.Literal["_dtype", b"_dtype"]  # noqa: Y015
+    _WhichOneofReturnType__path: _TypeAlias = _typing.Literal["path"]  # noqa: Y015
+    _WhichOneofArgType__path: _TypeAlias = _typing.Literal["_path", b"_path"]  # noqa: Y015
+    _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
+    _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_per_batch: _TypeAlias = _typing.Literal["tokens_per_batch"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_batch: _TypeAlias = _typing.Literal["_tokens_per_batch", b"_tokens_per_batch"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dtype) -> _WhichOneofReturnType__dtype | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__path) -> _WhichOneofReturnType__path | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_batch) -> _WhichOneofReturnType__tokens_per_batch | None: ...
+
+Global___ScoringModelConfig: _TypeAlias = ScoringModelConfig  # noqa: Y015
+
+@_typing.final
+class RewardPartConfig(_message.Message):
+    """RewardPartConfig is one of several rewards: exactly one of `plugin`, `expression` and `[reward.composite.NAME.model]`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    PLUGIN_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    EXPRESSION_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    weight: _builtins.float
+    """What its score counts in the sum."""
+    plugin: _builtins.str
+    """`file.py:function`, as `reward.plugin`."""
+    expression: _builtins.str
+    """An expression in CEL, as `reward.expression`."""
+    timeout_seconds: _builtins.float
+    """Longest time for one call, in seconds. Absent: `reward.timeout_seconds`."""
+    retries: _builtins.int
+    """Further tries of a failed call. Absent: `reward.retries`."""
+    @_builtins.property
+    def model(self) -> Global___ScoringModelConfig:
+        """A trained reward model, as `[reward.model]`."""
+
+    def __init__(
+        self,
+        *,
+        weight: _builtins.float | None = ...,
+        plugin: _builtins.str | None = ...,
+        model: Global___ScoringModelConfig | None = ...,
+        expression: _builtins.str | None = ...,
+        timeout_seconds: _builtins.float | None = ...,
+        retries: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "_weight", b"_weight", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expression", b"_expression", "_plugin", b"_plugin", "_retries", b"_retries", "_timeout_seconds", b"_timeout_seconds", "_weight", b"_weight", "expression", b"expression", "model", b"model", "plugin", b"plugin", "retries", b"retries", "timeout_seconds", b"timeout_seconds", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expression: _TypeAlias = _typing.Literal["expression"]  # noqa: Y015
+    _WhichOneofArgType__expression: _TypeAlias = _typing.Literal["_expression", b"_expression"]  # noqa: Y015
+    _WhichOneofReturnType__plugin: _TypeAlias = _typing.Literal["plugin"]  # noqa: Y015
+    _WhichOneofArgType__plugin: _TypeAlias = _typing.Literal["_plugin", b"_plugin"]  # noqa: Y015
+    _WhichOneofReturnType__retries: _TypeAlias = _typing.Literal["retries"]  # noqa: Y015
+    _WhichOneofArgType__retries: _TypeAlias = _typing.Literal["_retries", b"_retries"]  # noqa: Y015
+    _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expression) -> _WhichOneofReturnType__expression | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__plugin) -> _WhichOneofReturnType__plugin | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retries) -> _WhichOneofReturnType__retries | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___RewardPartConfig: _TypeAlias = RewardPartConfig  # noqa: Y015
 
 @_typing.final
 class AlgorithmConfig(_message.Message):
@@ -412,6 +615,7 @@ class AlgorithmConfig(_message.Message):
     IPO_FIELD_NUMBER: _builtins.int
     KTO_FIELD_NUMBER: _builtins.int
     DISTILLATION_FIELD_NUMBER: _builtins.int
+    ONLINE_DPO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sft(self) -> Global___SftConfig:
         """Supervised fine-tuning on the rows' reference answers."""
@@ -468,6 +672,10 @@ class AlgorithmConfig(_message.Message):
     def distillation(self) -> _algorithm_pb2.DistillationConfig:
         """On-policy distillation from a teacher."""
 
+    @_builtins.property
+    def online_dpo(self) -> _algorithm_pb2.OnlineDpoConfig:
+        """Online DPO: the best and the worst of a group's own samples are a preference pair."""
+
     def __init__(
         self,
         *,
@@ -485,12 +693,13 @@ class AlgorithmConfig(_message.Message):
         ipo: _algorithm_pb2.IpoConfig | None = ...,
         kto: _algorithm_pb2.KtoConfig | None = ...,
         distillation: _algorithm_pb2.DistillationConfig | None = ...,
+        online_dpo: _algorithm_pb2.OnlineDpoConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cispo", b"cispo", "dapo", b"dapo", "distillation", b"distillation", "dpo", b"dpo", "dr_grpo", b"dr_grpo", "grpo", b"grpo", "gspo", b"gspo", "ipo", b"ipo", "kind", b"kind", "kto", b"kto", "ppo", b"ppo", "reinforce_pp", b"reinforce_pp", "reward_model", b"reward_model", "rloo", b"rloo", "sft", b"sft"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cispo", b"cispo", "dapo", b"dapo", "distillation", b"distillation", "dpo", b"dpo", "dr_grpo", b"dr_grpo", "grpo", b"grpo", "gspo", b"gspo", "ipo", b"ipo", "kind", b"kind", "kto", b"kto", "online_dpo", b"online_dpo", "ppo", b"ppo", "reinforce_pp", b"reinforce_pp", "reward_model", b"reward_model", "rloo", b"rloo", "sft", b"sft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cispo", b"cispo", "dapo", b"dapo", "distillation", b"distillation", "dpo", b"dpo", "dr_grpo", b"dr_grpo", "grpo", b"grpo", "gspo", b"gspo", "ipo", b"ipo", "kind", b"kind", "kto", b"kto", "ppo", b"ppo", "reinforce_pp", b"reinforce_pp", "reward_model", b"reward_model", "rloo", b"rloo", "sft", b"sft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cispo", b"cispo", "dapo", b"dapo", "distillation", b"distillation", "dpo", b"dpo", "dr_grpo", b"dr_grpo", "grpo", b"grpo", "gspo", b"gspo", "ipo", b"ipo", "kind", b"kind", "kto", b"kto", "online_dpo", b"online_dpo", "ppo", b"ppo", "reinforce_pp", b"reinforce_pp", "reward_model", b"reward_model", "rloo", b"rloo", "sft", b"sft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "grpo", "reward_model", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "dpo", "ipo", "kto", "distillation"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "grpo", "reward_model", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "dpo", "ipo", "kto", "distillation", "online_dpo"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -589,8 +798,8 @@ class GrpoConfig(_message.Message):
     minibatches: _builtins.int
     """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
     dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-    3.2; others are not sampled in their place: the step is smaller).
+    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
     """
     overlong_share: _builtins.float
     """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
@@ -737,7 +946,7 @@ Global___GrpoConfig: _TypeAlias = GrpoConfig  # noqa: Y015
 
 @_typing.final
 class TrainConfig(_message.Message):
-    """TrainConfig sets steps, optimizer (AdamW) and learning-rate schedule."""
+    """TrainConfig sets steps, optimizer and learning-rate schedule."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -758,6 +967,9 @@ class TrainConfig(_message.Message):
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     REFUSE_GRAD_NORM_FIELD_NUMBER: _builtins.int
     ON_REFUSED_GRADIENT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_FIELD_NUMBER: _builtins.int
+    EMA_DECAY_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Optimizer steps of the run."""
     groups_per_step: _builtins.int
@@ -781,7 +993,7 @@ class TrainConfig(_message.Message):
     tokens_per_microbatch: _builtins.int
     """Most tokens, padding included, that one forward and backward pass holds; more are accumulated. Never changes the gradient beyond rounding."""
     threads: _builtins.int
-    """CPU threads of the learner. 0: all cores in sync mode, half of them in async mode."""
+    """CPU threads of the learner, of each of its ranks. 0: the ranks share all cores in sync mode, half of them in async mode."""
     deliver_every_steps: _builtins.int
     """Steps between two deliveries of weights to the inference workers. Must be 1 where samples come from the policy; for
     SFT 0 delivers only for evaluations and at the end.
@@ -793,6 +1005,19 @@ class TrainConfig(_message.Message):
     on_refused_gradient: _builtins.str
     """What a refused gradient does: `stop` ends the run, `skip` goes on with the weights as they were, `restore` goes on with those
     of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.
+    """
+    ranks: _builtins.int
+    """Processes that share the learner's work on this host: each holds a part of every tensor (FSDP2) and computes a part of each
+    batch. With GPUs one process a GPU.
+    """
+    optimizer: _builtins.str
+    """The optimizer: AdamW with moments in float32, or with one byte for each (`adamw_8bit`, arXiv 2110.02861), which needs the Python
+    package bitsandbytes.
+    """
+    ema_decay: _builtins.float
+    """Decay of an exponential moving average of the weights, which is kept beside them and moved after every update:
+    average = decay * average + (1 - decay) * weights. Snapshots hold it (`rollout export weights --average`); sampling and training
+    never use it. 0: none is kept.
     """
     @_builtins.property
     def freeze(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -818,10 +1043,13 @@ class TrainConfig(_message.Message):
         gradient_checkpointing: _builtins.bool | None = ...,
         refuse_grad_norm: _builtins.float | None = ...,
         on_refused_gradient: _builtins.str | None = ...,
+        ranks: _builtins.int | None = ...,
+        optimizer: _builtins.str | None = ...,
+        ema_decay: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_ema_decay", b"_ema_decay", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_optimizer", b"_optimizer", "_ranks", b"_ranks", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "ema_decay", b"ema_decay", "epsilon", b"epsilon", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "optimizer", b"optimizer", "ranks", b"ranks", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "epsilon", b"epsilon", "freeze", b"freeze", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta1", b"_beta1", "_beta2", b"_beta2", "_deliver_every_steps", b"_deliver_every_steps", "_ema_decay", b"_ema_decay", "_epsilon", b"_epsilon", "_gradient_checkpointing", b"_gradient_checkpointing", "_groups_per_step", b"_groups_per_step", "_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "_on_refused_gradient", b"_on_refused_gradient", "_optimizer", b"_optimizer", "_ranks", b"_ranks", "_refuse_grad_norm", b"_refuse_grad_norm", "_schedule", b"_schedule", "_steps", b"_steps", "_threads", b"_threads", "_tokens_per_microbatch", b"_tokens_per_microbatch", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "beta1", b"beta1", "beta2", b"beta2", "deliver_every_steps", b"deliver_every_steps", "ema_decay", b"ema_decay", "epsilon", b"epsilon", "freeze", b"freeze", "gradient_checkpointing", b"gradient_checkpointing", "groups_per_step", b"groups_per_step", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "on_refused_gradient", b"on_refused_gradient", "optimizer", b"optimizer", "ranks", b"ranks", "refuse_grad_norm", b"refuse_grad_norm", "schedule", b"schedule", "steps", b"steps", "threads", b"threads", "tokens_per_microbatch", b"tokens_per_microbatch", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta1: _TypeAlias = _typing.Literal["beta1"]  # noqa: Y015
     _WhichOneofArgType__beta1: _TypeAlias = _typing.Literal["_beta1", b"_beta1"]  # noqa: Y015
@@ -829,6 +1057,8 @@ class TrainConfig(_message.Message):
     _WhichOneofArgType__beta2: _TypeAlias = _typing.Literal["_beta2", b"_beta2"]  # noqa: Y015
     _WhichOneofReturnType__deliver_every_steps: _TypeAlias = _typing.Literal["deliver_every_steps"]  # noqa: Y015
     _WhichOneofArgType__deliver_every_steps: _TypeAlias = _typing.Literal["_deliver_every_steps", b"_deliver_every_steps"]  # noqa: Y015
+    _WhichOneofReturnType__ema_decay: _TypeAlias = _typing.Literal["ema_decay"]  # noqa: Y015
+    _WhichOneofArgType__ema_decay: _TypeAlias = _typing.Literal["_ema_decay", b"_ema_decay"]  # noqa: Y015
     _WhichOneofReturnType__epsilon: _TypeAlias = _typing.Literal["epsilon"]  # noqa: Y015
     _WhichOneofArgType__epsilon: _TypeAlias = _typing.Literal["_epsilon", b"_epsilon"]  # noqa: Y015
     _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
@@ -841,6 +1071,10 @@ class TrainConfig(_message.Message):
     _WhichOneofArgType__max_grad_norm: _TypeAlias = _typing.Literal["_max_grad_norm", b"_max_grad_norm"]  # noqa: Y015
     _WhichOneofReturnType__on_refused_gradient: _TypeAlias = _typing.Literal["on_refused_gradient"]  # noqa: Y015
     _WhichOneofArgType__on_refused_gradient: _TypeAlias = _typing.Literal["_on_refused_gradient", b"_on_refused_gradient"]  # noqa: Y015
+    _WhichOneofReturnType__optimizer: _TypeAlias = _typing.Literal["optimizer"]  # noqa: Y015
+    _WhichOneofArgType__optimizer: _TypeAlias = _typing.Literal["_optimizer", b"_optimizer"]  # noqa: Y015
+    _WhichOneofReturnType__ranks: _TypeAlias = _typing.Literal["ranks"]  # noqa: Y015
+    _WhichOneofArgType__ranks: _TypeAlias = _typing.Literal["_ranks", b"_ranks"]  # noqa: Y015
     _WhichOneofReturnType__refuse_grad_norm: _TypeAlias = _typing.Literal["refuse_grad_norm"]  # noqa: Y015
     _WhichOneofArgType__refuse_grad_norm: _TypeAlias = _typing.Literal["_refuse_grad_norm", b"_refuse_grad_norm"]  # noqa: Y015
     _WhichOneofReturnType__schedule: _TypeAlias = _typing.Literal["schedule"]  # noqa: Y015
@@ -862,6 +1096,8 @@ class TrainConfig(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deliver_every_steps) -> _WhichOneofReturnType__deliver_every_steps | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_decay) -> _WhichOneofReturnType__ema_decay | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon) -> _WhichOneofReturnType__epsilon | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_checkpointing) -> _WhichOneofReturnType__gradient_checkpointing | None: ...
@@ -873,6 +1109,10 @@ class TrainConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_grad_norm) -> _WhichOneofReturnType__max_grad_norm | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__on_refused_gradient) -> _WhichOneofReturnType__on_refused_gradient | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__optimizer) -> _WhichOneofReturnType__optimizer | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ranks) -> _WhichOneofReturnType__ranks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__refuse_grad_norm) -> _WhichOneofReturnType__refuse_grad_norm | None: ...
     @_typing.overload
@@ -892,8 +1132,8 @@ Global___TrainConfig: _TypeAlias = TrainConfig  # noqa: Y015
 
 @_typing.final
 class LoraConfig(_message.Message):
-    """LoraConfig trains low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353). Inference workers get
-    the merged weights; a snapshot holds both, the adapter as PEFT reads it.
+    """LoraConfig trains low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353). Inference workers
+    get the adapters alone and merge them; a snapshot holds both, the adapter as PEFT reads it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -938,6 +1178,45 @@ class LoraConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
 
 Global___LoraConfig: _TypeAlias = LoraConfig  # noqa: Y015
+
+@_typing.final
+class WeightsConfig(_message.Message):
+    """WeightsConfig sets how new weights get to the inference workers. Those on the learner's host read them from its memory; it is the
+    others that this is about.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATCH_FIELD_NUMBER: _builtins.int
+    WAY_FIELD_NUMBER: _builtins.int
+    patch: _builtins.str
+    """`auto` sends what has changed since the version that a worker holds where that is less than half of the whole; `off` always
+    sends the whole.
+    """
+    way: _builtins.str
+    """`auto` reads the learner's folder where a worker can open it, and streams from the learner or from a worker that has the version
+    where it can't; `stream` streams in any case; `store` goes through the storage service and its bucket instead of streaming.
+    """
+    def __init__(
+        self,
+        *,
+        patch: _builtins.str | None = ...,
+        way: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_way", b"_way", "patch", b"patch", "way", b"way"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patch", b"_patch", "_way", b"_way", "patch", b"patch", "way", b"way"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__patch: _TypeAlias = _typing.Literal["patch"]  # noqa: Y015
+    _WhichOneofArgType__patch: _TypeAlias = _typing.Literal["_patch", b"_patch"]  # noqa: Y015
+    _WhichOneofReturnType__way: _TypeAlias = _typing.Literal["way"]  # noqa: Y015
+    _WhichOneofArgType__way: _TypeAlias = _typing.Literal["_way", b"_way"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__patch) -> _WhichOneofReturnType__patch | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__way) -> _WhichOneofReturnType__way | None: ...
+
+Global___WeightsConfig: _TypeAlias = WeightsConfig  # noqa: Y015
 
 @_typing.final
 class EngineConfig(_message.Message):
@@ -1105,6 +1384,199 @@ class SnapshotConfig(_message.Message):
 Global___SnapshotConfig: _TypeAlias = SnapshotConfig  # noqa: Y015
 
 @_typing.final
+class CompletionsConfig(_message.Message):
+    """CompletionsConfig sets which sampled completions are kept, with their rewards and advantages, for `rollout completions`, the
+    report and sinks that have tables. Texts are cut at 4,000 characters.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PER_STEP_FIELD_NUMBER: _builtins.int
+    EVERY_STEPS_FIELD_NUMBER: _builtins.int
+    per_step: _builtins.int
+    """Completions kept a step: those of its first prompts. 0: none."""
+    every_steps: _builtins.int
+    """Steps between two that keep theirs; the first does."""
+    def __init__(
+        self,
+        *,
+        per_step: _builtins.int | None = ...,
+        every_steps: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_per_step", b"_per_step", "every_steps", b"every_steps", "per_step", b"per_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_per_step", b"_per_step", "every_steps", b"every_steps", "per_step", b"per_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__every_steps: _TypeAlias = _typing.Literal["every_steps"]  # noqa: Y015
+    _WhichOneofArgType__every_steps: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps"]  # noqa: Y015
+    _WhichOneofReturnType__per_step: _TypeAlias = _typing.Literal["per_step"]  # noqa: Y015
+    _WhichOneofArgType__per_step: _TypeAlias = _typing.Literal["_per_step", b"_per_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__every_steps) -> _WhichOneofReturnType__every_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__per_step) -> _WhichOneofReturnType__per_step | None: ...
+
+Global___CompletionsConfig: _TypeAlias = CompletionsConfig  # noqa: Y015
+
+@_typing.final
+class SinksConfig(_message.Message):
+    """SinksConfig names the trackers that get the run's metrics, evaluations and kept completions while it goes on: each table that is
+    there is one. A process of its own feeds them; what becomes of it never matters to the run. `rollout export metrics` does the
+    same afterwards.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORBOARD_FIELD_NUMBER: _builtins.int
+    WANDB_FIELD_NUMBER: _builtins.int
+    MLFLOW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensorboard(self) -> Global___TensorboardConfig:
+        """Event files for TensorBoard. Needs the extra `rollout-rl[tensorboard]`."""
+
+    @_builtins.property
+    def wandb(self) -> Global___WandbConfig:
+        """A run of Weights & Biases. Needs the extra `rollout-rl[wandb]`."""
+
+    @_builtins.property
+    def mlflow(self) -> Global___MlflowConfig:
+        """A run of MLflow. Needs the extra `rollout-rl[mlflow]`."""
+
+    def __init__(
+        self,
+        *,
+        tensorboard: Global___TensorboardConfig | None = ...,
+        wandb: Global___WandbConfig | None = ...,
+        mlflow: Global___MlflowConfig | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mlflow", b"_mlflow", "_tensorboard", b"_tensorboard", "_wandb", b"_wandb", "mlflow", b"mlflow", "tensorboard", b"tensorboard", "wandb", b"wandb"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__mlflow: _TypeAlias = _typing.Literal["mlflow"]  # noqa: Y015
+    _WhichOneofArgType__mlflow: _TypeAlias = _typing.Literal["_mlflow", b"_mlflow"]  # noqa: Y015
+    _WhichOneofReturnType__tensorboard: _TypeAlias = _typing.Literal["tensorboard"]  # noqa: Y015
+    _WhichOneofArgType__tensorboard: _TypeAlias = _typing.Literal["_tensorboard", b"_tensorboard"]  # noqa: Y015
+    _WhichOneofReturnType__wandb: _TypeAlias = _typing.Literal["wandb"]  # noqa: Y015
+    _WhichOneofArgType__wandb: _TypeAlias = _typing.Literal["_wandb", b"_wandb"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mlflow) -> _WhichOneofReturnType__mlflow | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tensorboard) -> _WhichOneofReturnType__tensorboard | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wandb) -> _WhichOneofReturnType__wandb | None: ...
+
+Global___SinksConfig: _TypeAlias = SinksConfig  # noqa: Y015
+
+@_typing.final
+class TensorboardConfig(_message.Message):
+    """TensorboardConfig sets the event files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    """Folder to which `<name>-<run id>` is written, so that one TensorBoard shows many runs. Empty: `sinks` in the run's own folder."""
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_directory", b"_directory", "directory", b"directory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_directory", b"_directory", "directory", b"directory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__directory: _TypeAlias = _typing.Literal["directory"]  # noqa: Y015
+    _WhichOneofArgType__directory: _TypeAlias = _typing.Literal["_directory", b"_directory"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__directory) -> _WhichOneofReturnType__directory | None: ...
+
+Global___TensorboardConfig: _TypeAlias = TensorboardConfig  # noqa: Y015
+
+@_typing.final
+class WandbConfig(_message.Message):
+    """WandbConfig sets the run of Weights & Biases. Its id is the run's; the key comes from `wandb login` or WANDB_API_KEY."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    ENTITY_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    project: _builtins.str
+    """Project."""
+    entity: _builtins.str
+    """User or team. Empty: the key's own."""
+    mode: _builtins.str
+    """`offline` writes files that `wandb sync` sends later, `online` sends at once."""
+    directory: _builtins.str
+    """Folder that holds W&B's own folder `wandb`. Empty: `sinks` in the run's own folder."""
+    def __init__(
+        self,
+        *,
+        project: _builtins.str | None = ...,
+        entity: _builtins.str | None = ...,
+        mode: _builtins.str | None = ...,
+        directory: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_directory", b"_directory", "_entity", b"_entity", "_mode", b"_mode", "_project", b"_project", "directory", b"directory", "entity", b"entity", "mode", b"mode", "project", b"project"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_directory", b"_directory", "_entity", b"_entity", "_mode", b"_mode", "_project", b"_project", "directory", b"directory", "entity", b"entity", "mode", b"mode", "project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__directory: _TypeAlias = _typing.Literal["directory"]  # noqa: Y015
+    _WhichOneofArgType__directory: _TypeAlias = _typing.Literal["_directory", b"_directory"]  # noqa: Y015
+    _WhichOneofReturnType__entity: _TypeAlias = _typing.Literal["entity"]  # noqa: Y015
+    _WhichOneofArgType__entity: _TypeAlias = _typing.Literal["_entity", b"_entity"]  # noqa: Y015
+    _WhichOneofReturnType__mode: _TypeAlias = _typing.Literal["mode"]  # noqa: Y015
+    _WhichOneofArgType__mode: _TypeAlias = _typing.Literal["_mode", b"_mode"]  # noqa: Y015
+    _WhichOneofReturnType__project: _TypeAlias = _typing.Literal["project"]  # noqa: Y015
+    _WhichOneofArgType__project: _TypeAlias = _typing.Literal["_project", b"_project"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__directory) -> _WhichOneofReturnType__directory | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__entity) -> _WhichOneofReturnType__entity | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mode) -> _WhichOneofReturnType__mode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__project) -> _WhichOneofReturnType__project | None: ...
+
+Global___WandbConfig: _TypeAlias = WandbConfig  # noqa: Y015
+
+@_typing.final
+class MlflowConfig(_message.Message):
+    """MlflowConfig sets the run of MLflow. It is found again by its tag `rollout.run_id`; credentials come from MLflow's own variables."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACKING_URI_FIELD_NUMBER: _builtins.int
+    EXPERIMENT_FIELD_NUMBER: _builtins.int
+    tracking_uri: _builtins.str
+    """Tracking server or store, such as `http://127.0.0.1:5000` or `sqlite:////data/mlflow.db`; no user or password. Empty: the file
+    `mlflow.db` in the folder `sinks` of the run's own folder.
+    """
+    experiment: _builtins.str
+    """Experiment; made where it is not there."""
+    def __init__(
+        self,
+        *,
+        tracking_uri: _builtins.str | None = ...,
+        experiment: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_experiment", b"_experiment", "_tracking_uri", b"_tracking_uri", "experiment", b"experiment", "tracking_uri", b"tracking_uri"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_experiment", b"_experiment", "_tracking_uri", b"_tracking_uri", "experiment", b"experiment", "tracking_uri", b"tracking_uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__experiment: _TypeAlias = _typing.Literal["experiment"]  # noqa: Y015
+    _WhichOneofArgType__experiment: _TypeAlias = _typing.Literal["_experiment", b"_experiment"]  # noqa: Y015
+    _WhichOneofReturnType__tracking_uri: _TypeAlias = _typing.Literal["tracking_uri"]  # noqa: Y015
+    _WhichOneofArgType__tracking_uri: _TypeAlias = _typing.Literal["_tracking_uri", b"_tracking_uri"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__experiment) -> _WhichOneofReturnType__experiment | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tracking_uri) -> _WhichOneofReturnType__tracking_uri | None: ...
+
+Global___MlflowConfig: _TypeAlias = MlflowConfig  # noqa: Y015
+
+@_typing.final
 class LimitsConfig(_message.Message):
     """LimitsConfig sets retries and time limits."""
 
@@ -1113,31 +1585,49 @@ class LimitsConfig(_message.Message):
     GROUP_ATTEMPTS_FIELD_NUMBER: _builtins.int
     WORKER_RESTARTS_FIELD_NUMBER: _builtins.int
     WORKER_START_SECONDS_FIELD_NUMBER: _builtins.int
+    QUEUE_BYTES_FIELD_NUMBER: _builtins.int
+    RANK_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     group_attempts: _builtins.int
     """Attempts of a prompt group before it is excluded with a typed reason."""
     worker_restarts: _builtins.int
     """Restarts of one worker within ten minutes before the run fails."""
     worker_start_seconds: _builtins.float
     """Longest time that a worker may take to start and load the model, in seconds."""
+    queue_bytes: _builtins.int
+    """Most bytes of samples that may be on their way or wait for the learner; prompts beyond that are held back. The groups of one
+    step are always let through.
+    """
+    rank_timeout_seconds: _builtins.float
+    """Longest time that one rank of the learner may keep the others waiting, in seconds; then all are started anew."""
     def __init__(
         self,
         *,
         group_attempts: _builtins.int | None = ...,
         worker_restarts: _builtins.int | None = ...,
         worker_start_seconds: _builtins.float | None = ...,
+        queue_bytes: _builtins.int | None = ...,
+        rank_timeout_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_attempts", b"_group_attempts", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "group_attempts", b"group_attempts", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_attempts", b"_group_attempts", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "group_attempts", b"group_attempts", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_attempts", b"_group_attempts", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "group_attempts", b"group_attempts", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_attempts", b"_group_attempts", "_queue_bytes", b"_queue_bytes", "_rank_timeout_seconds", b"_rank_timeout_seconds", "_worker_restarts", b"_worker_restarts", "_worker_start_seconds", b"_worker_start_seconds", "group_attempts", b"group_attempts", "queue_bytes", b"queue_bytes", "rank_timeout_seconds", b"rank_timeout_seconds", "worker_restarts", b"worker_restarts", "worker_start_seconds", b"worker_start_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_attempts: _TypeAlias = _typing.Literal["group_attempts"]  # noqa: Y015
     _WhichOneofArgType__group_attempts: _TypeAlias = _typing.Literal["_group_attempts", b"_group_attempts"]  # noqa: Y015
+    _WhichOneofReturnType__queue_bytes: _TypeAlias = _typing.Literal["queue_bytes"]  # noqa: Y015
+    _WhichOneofArgType__queue_bytes: _TypeAlias = _typing.Literal["_queue_bytes", b"_queue_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__rank_timeout_seconds: _TypeAlias = _typing.Literal["rank_timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__rank_timeout_seconds: _TypeAlias = _typing.Literal["_rank_timeout_seconds", b"_rank_timeout_seconds"]  # noqa: Y015
     _WhichOneofReturnType__worker_restarts: _TypeAlias = _typing.Literal["worker_restarts"]  # noqa: Y015
     _WhichOneofArgType__worker_restarts: _TypeAlias = _typing.Literal["_worker_restarts", b"_worker_restarts"]  # noqa: Y015
     _WhichOneofReturnType__worker_start_seconds: _TypeAlias = _typing.Literal["worker_start_seconds"]  # noqa: Y015
     _WhichOneofArgType__worker_start_seconds: _TypeAlias = _typing.Literal["_worker_start_seconds", b"_worker_start_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_attempts) -> _WhichOneofReturnType__group_attempts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_bytes) -> _WhichOneofReturnType__queue_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank_timeout_seconds) -> _WhichOneofReturnType__rank_timeout_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__worker_restarts) -> _WhichOneofReturnType__worker_restarts | None: ...
     @_typing.overload

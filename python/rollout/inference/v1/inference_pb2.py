@@ -27,7 +27,7 @@ from rollout.trajectory.v1 import trajectory_pb2 as rollout_dot_trajectory_dot_v
 from rollout.weights.v1 import weights_pb2 as rollout_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$rollout/inference/v1/inference.proto\x12\x14rollout.inference.v1\x1a\x1b\x62uf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a rollout/weights/v1/weights.proto\"\xc4\x02\n\x0eSamplingParams\x12\x31\n\x0btemperature\x18\x01 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12+\n\x05top_p\x18\x02 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12+\n\x05min_p\x18\x04 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00H\x03\x88\x01\x01\x12 \n\nmax_tokens\x18\x05 \x01(\rB\x07\xbaH\x04*\x02(\x01H\x04\x88\x01\x01\x12\x16\n\x04stop\x18\x06 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x10\x10\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\x07\n\x05_seed\"R\n\x0b\x43hatMessage\x12\x32\n\x04role\x18\x01 \x01(\tB$\xbaH!r\x1fR\x06systemR\x04userR\tassistantR\x04tool\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"E\n\x04\x43hat\x12=\n\x08messages\x18\x01 \x03(\x0b\x32!.rollout.inference.v1.ChatMessageB\x08\xbaH\x05\x92\x01\x02\x08\x01\"!\n\x08TokenIds\x12\x15\n\x03ids\x18\x01 \x03(\rB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x85\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1a.rollout.inference.v1.ChatH\x00\x12\x30\n\x06tokens\x18\x03 \x01(\x0b\x32\x1e.rollout.inference.v1.TokenIdsH\x00\x42\r\n\x04kind\x12\x05\xbaH\x02\x08\x01\"R\n\x12LoadWeightsRequest\x12<\n\x07weights\x18\x01 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifestB\x06\xbaH\x03\xc8\x01\x01\"J\n\x13LoadWeightsResponse\x12\x33\n\x07receipt\x18\x01 \x01(\x0b\x32\".rollout.weights.v1.WeightsReceipt\"\xc7\x01\n\x0fGenerateRequest\x12\x1b\n\nrequest_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12:\n\x07prompts\x18\x02 \x03(\x0b\x32\x1c.rollout.inference.v1.PromptB\x0b\xbaH\x08\x92\x01\x05\x08\x01\x10\x80\x02\x12\x34\n\x06params\x18\x03 \x01(\x0b\x32$.rollout.inference.v1.SamplingParams\x12\x15\n\x01n\x18\x04 \x01(\rB\n\xbaH\x07*\x05\x18\x80\x01(\x01\x12\x0e\n\x06stream\x18\x05 \x01(\x08\"\xb0\x02\n\x10GenerateResponse\x12\x0e\n\x06prompt\x18\x01 \x01(\r\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x14\n\x0craw_logprobs\x18\x06 \x03(\x02\x12\x15\n\rfinish_reason\x18\x07 \x01(\t\x12\x39\n\rversion_spans\x18\x08 \x03(\x0b\x32\".rollout.trajectory.v1.VersionSpan\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12\x18\n\x10prompt_token_ids\x18\n \x03(\r\x12\x1c\n\x0fweights_version\x18\x0b \x01(\x04H\x00\x88\x01\x01\x42\x12\n\x10_weights_version\"\x8c\x01\n\x0f\x45valuateRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bmax_prompts\x18\x03 \x01(\r\x12,\n\x0btemperature\x18\x04 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"E\n\x10\x45valuateResponse\x12\x31\n\x07samples\x18\x01 \x03(\x0b\x32 .rollout.inference.v1.EvalSample\"\xfe\x01\n\nEvalSample\x12\x0b\n\x03row\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x12\n\ncompletion\x18\x03 \x01(\t\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12>\n\x07metrics\x18\x05 \x03(\x0b\x32-.rollout.inference.v1.EvalSample.MetricsEntry\x12/\n\x07outcome\x18\x06 \x01(\x0e\x32\x1e.rollout.trajectory.v1.Outcome\x12\x0e\n\x06reason\x18\x07 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"M\n\x0fTokenizeRequest\x12:\n\x07prompts\x18\x01 \x03(\x0b\x32\x1c.rollout.inference.v1.PromptB\x0b\xbaH\x08\x92\x01\x05\x08\x01\x10\x80\x08\"Z\n\x10TokenizeResponse\x12/\n\x07prompts\x18\x01 \x03(\x0b\x32\x1e.rollout.inference.v1.TokenIds\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x14\x41\x62ortRequestsRequest\x12\x1d\n\x0brequest_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x17\n\x15\x41\x62ortRequestsResponse\"\x14\n\x12PauseEngineRequest\"\x15\n\x13PauseEngineResponse\"\x15\n\x13ResumeEngineRequest\"\x16\n\x14ResumeEngineResponse\"\x1b\n\x19GetInferenceStatusRequest\"\xbc\x02\n\x1aGetInferenceStatusResponse\x12\x33\n\x07receipt\x18\x01 \x01(\x0b\x32\".rollout.weights.v1.WeightsReceipt\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\r\x12\x0e\n\x06queued\x18\x04 \x01(\r\x12\x0f\n\x07samples\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\x1a\n\x12samples_per_second\x18\x07 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x08 \x01(\x01\x12\x10\n\x08\x61\x63tivity\x18\t \x01(\t\x12\x12\n\nprocess_id\x18\n \x01(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12\x15\n\rmax_model_len\x18\x0c \x01(\r\x12\x16\n\x0ereward_retries\x18\r \x01(\x04\x32\xbf\x06\n\x16InferenceWorkerService\x12\x62\n\x0bLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12[\n\x08Generate\x12%.rollout.inference.v1.GenerateRequest\x1a&.rollout.inference.v1.GenerateResponse0\x01\x12[\n\x08\x45valuate\x12%.rollout.inference.v1.EvaluateRequest\x1a&.rollout.inference.v1.EvaluateResponse0\x01\x12Y\n\x08Tokenize\x12%.rollout.inference.v1.TokenizeRequest\x1a&.rollout.inference.v1.TokenizeResponse\x12h\n\rAbortRequests\x12*.rollout.inference.v1.AbortRequestsRequest\x1a+.rollout.inference.v1.AbortRequestsResponse\x12\x62\n\x0bPauseEngine\x12(.rollout.inference.v1.PauseEngineRequest\x1a).rollout.inference.v1.PauseEngineResponse\x12\x65\n\x0cResumeEngine\x12).rollout.inference.v1.ResumeEngineRequest\x1a*.rollout.inference.v1.ResumeEngineResponse\x12w\n\x12GetInferenceStatus\x12/.rollout.inference.v1.GetInferenceStatusRequest\x1a\x30.rollout.inference.v1.GetInferenceStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$rollout/inference/v1/inference.proto\x12\x14rollout.inference.v1\x1a\x1b\x62uf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\x1a rollout/weights/v1/weights.proto\"\xc4\x02\n\x0eSamplingParams\x12\x31\n\x0btemperature\x18\x01 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12+\n\x05top_p\x18\x02 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12+\n\x05min_p\x18\x04 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00H\x03\x88\x01\x01\x12 \n\nmax_tokens\x18\x05 \x01(\rB\x07\xbaH\x04*\x02(\x01H\x04\x88\x01\x01\x12\x16\n\x04stop\x18\x06 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x10\x10\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\x07\n\x05_seed\"R\n\x0b\x43hatMessage\x12\x32\n\x04role\x18\x01 \x01(\tB$\xbaH!r\x1fR\x06systemR\x04userR\tassistantR\x04tool\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"E\n\x04\x43hat\x12=\n\x08messages\x18\x01 \x03(\x0b\x32!.rollout.inference.v1.ChatMessageB\x08\xbaH\x05\x92\x01\x02\x08\x01\"!\n\x08TokenIds\x12\x15\n\x03ids\x18\x01 \x03(\rB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x85\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x1a.rollout.inference.v1.ChatH\x00\x12\x30\n\x06tokens\x18\x03 \x01(\x0b\x32\x1e.rollout.inference.v1.TokenIdsH\x00\x42\r\n\x04kind\x12\x05\xbaH\x02\x08\x01\"\x84\x01\n\x12LoadWeightsRequest\x12<\n\x07weights\x18\x01 \x01(\x0b\x32#.rollout.weights.v1.WeightsManifestB\x06\xbaH\x03\xc8\x01\x01\x12\x30\n\x06offers\x18\x02 \x03(\x0b\x32 .rollout.weights.v1.WeightsOffer\"J\n\x13LoadWeightsResponse\x12\x33\n\x07receipt\x18\x01 \x01(\x0b\x32\".rollout.weights.v1.WeightsReceipt\"\xc7\x01\n\x0fGenerateRequest\x12\x1b\n\nrequest_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12:\n\x07prompts\x18\x02 \x03(\x0b\x32\x1c.rollout.inference.v1.PromptB\x0b\xbaH\x08\x92\x01\x05\x08\x01\x10\x80\x02\x12\x34\n\x06params\x18\x03 \x01(\x0b\x32$.rollout.inference.v1.SamplingParams\x12\x15\n\x01n\x18\x04 \x01(\rB\n\xbaH\x07*\x05\x18\x80\x01(\x01\x12\x0e\n\x06stream\x18\x05 \x01(\x08\"\xb0\x02\n\x10GenerateResponse\x12\x0e\n\x06prompt\x18\x01 \x01(\r\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x14\n\x0craw_logprobs\x18\x06 \x03(\x02\x12\x15\n\rfinish_reason\x18\x07 \x01(\t\x12\x39\n\rversion_spans\x18\x08 \x03(\x0b\x32\".rollout.trajectory.v1.VersionSpan\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12\x18\n\x10prompt_token_ids\x18\n \x03(\r\x12\x1c\n\x0fweights_version\x18\x0b \x01(\x04H\x00\x88\x01\x01\x42\x12\n\x10_weights_version\"\x8c\x01\n\x0f\x45valuateRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bmax_prompts\x18\x03 \x01(\r\x12,\n\x0btemperature\x18\x04 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"E\n\x10\x45valuateResponse\x12\x31\n\x07samples\x18\x01 \x03(\x0b\x32 .rollout.inference.v1.EvalSample\"\xfe\x01\n\nEvalSample\x12\x0b\n\x03row\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x12\n\ncompletion\x18\x03 \x01(\t\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12>\n\x07metrics\x18\x05 \x03(\x0b\x32-.rollout.inference.v1.EvalSample.MetricsEntry\x12/\n\x07outcome\x18\x06 \x01(\x0e\x32\x1e.rollout.trajectory.v1.Outcome\x12\x0e\n\x06reason\x18\x07 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"M\n\x0fTokenizeRequest\x12:\n\x07prompts\x18\x01 \x03(\x0b\x32\x1c.rollout.inference.v1.PromptB\x0b\xbaH\x08\x92\x01\x05\x08\x01\x10\x80\x08\"Z\n\x10TokenizeResponse\x12/\n\x07prompts\x18\x01 \x03(\x0b\x32\x1e.rollout.inference.v1.TokenIds\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x14\x41\x62ortRequestsRequest\x12\x1d\n\x0brequest_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x17\n\x15\x41\x62ortRequestsResponse\"\x14\n\x12PauseEngineRequest\"\x15\n\x13PauseEngineResponse\"\x15\n\x13ResumeEngineRequest\"\x16\n\x14ResumeEngineResponse\"\x1b\n\x19GetInferenceStatusRequest\"\xbc\x02\n\x1aGetInferenceStatusResponse\x12\x33\n\x07receipt\x18\x01 \x01(\x0b\x32\".rollout.weights.v1.WeightsReceipt\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\r\x12\x0e\n\x06queued\x18\x04 \x01(\r\x12\x0f\n\x07samples\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\x1a\n\x12samples_per_second\x18\x07 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x08 \x01(\x01\x12\x10\n\x08\x61\x63tivity\x18\t \x01(\t\x12\x12\n\nprocess_id\x18\n \x01(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12\x15\n\rmax_model_len\x18\x0c \x01(\r\x12\x16\n\x0ereward_retries\x18\r \x01(\x04\x32\xbf\x06\n\x16InferenceWorkerService\x12\x62\n\x0bLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12[\n\x08Generate\x12%.rollout.inference.v1.GenerateRequest\x1a&.rollout.inference.v1.GenerateResponse0\x01\x12[\n\x08\x45valuate\x12%.rollout.inference.v1.EvaluateRequest\x1a&.rollout.inference.v1.EvaluateResponse0\x01\x12Y\n\x08Tokenize\x12%.rollout.inference.v1.TokenizeRequest\x1a&.rollout.inference.v1.TokenizeResponse\x12h\n\rAbortRequests\x12*.rollout.inference.v1.AbortRequestsRequest\x1a+.rollout.inference.v1.AbortRequestsResponse\x12\x62\n\x0bPauseEngine\x12(.rollout.inference.v1.PauseEngineRequest\x1a).rollout.inference.v1.PauseEngineResponse\x12\x65\n\x0cResumeEngine\x12).rollout.inference.v1.ResumeEngineRequest\x1a*.rollout.inference.v1.ResumeEngineResponse\x12w\n\x12GetInferenceStatus\x12/.rollout.inference.v1.GetInferenceStatusRequest\x1a\x30.rollout.inference.v1.GetInferenceStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -80,42 +80,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_end=680
   _globals['_PROMPT']._serialized_start=683
   _globals['_PROMPT']._serialized_end=816
-  _globals['_LOADWEIGHTSREQUEST']._serialized_start=818
-  _globals['_LOADWEIGHTSREQUEST']._serialized_end=900
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=902
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=976
-  _globals['_GENERATEREQUEST']._serialized_start=979
-  _globals['_GENERATEREQUEST']._serialized_end=1178
-  _globals['_GENERATERESPONSE']._serialized_start=1181
-  _globals['_GENERATERESPONSE']._serialized_end=1485
-  _globals['_EVALUATEREQUEST']._serialized_start=1488
-  _globals['_EVALUATEREQUEST']._serialized_end=1628
-  _globals['_EVALUATERESPONSE']._serialized_start=1630
-  _globals['_EVALUATERESPONSE']._serialized_end=1699
-  _globals['_EVALSAMPLE']._serialized_start=1702
-  _globals['_EVALSAMPLE']._serialized_end=1956
-  _globals['_EVALSAMPLE_METRICSENTRY']._serialized_start=1910
-  _globals['_EVALSAMPLE_METRICSENTRY']._serialized_end=1956
-  _globals['_TOKENIZEREQUEST']._serialized_start=1958
-  _globals['_TOKENIZEREQUEST']._serialized_end=2035
-  _globals['_TOKENIZERESPONSE']._serialized_start=2037
-  _globals['_TOKENIZERESPONSE']._serialized_end=2127
-  _globals['_ABORTREQUESTSREQUEST']._serialized_start=2129
-  _globals['_ABORTREQUESTSREQUEST']._serialized_end=2182
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=2184
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=2207
-  _globals['_PAUSEENGINEREQUEST']._serialized_start=2209
-  _globals['_PAUSEENGINEREQUEST']._serialized_end=2229
-  _globals['_PAUSEENGINERESPONSE']._serialized_start=2231
-  _globals['_PAUSEENGINERESPONSE']._serialized_end=2252
-  _globals['_RESUMEENGINEREQUEST']._serialized_start=2254
-  _globals['_RESUMEENGINEREQUEST']._serialized_end=2275
-  _globals['_RESUMEENGINERESPONSE']._serialized_start=2277
-  _globals['_RESUMEENGINERESPONSE']._serialized_end=2299
-  _globals['_GETINFERENCESTATUSREQUEST']._serialized_start=2301
-  _globals['_GETINFERENCESTATUSREQUEST']._serialized_end=2328
-  _globals['_GETINFERENCESTATUSRESPONSE']._serialized_start=2331
-  _globals['_GETINFERENCESTATUSRESPONSE']._serialized_end=2647
-  _globals['_INFERENCEWORKERSERVICE']._serialized_start=2650
-  _globals['_INFERENCEWORKERSERVICE']._serialized_end=3481
+  _globals['_LOADWEIGHTSREQUEST']._serialized_start=819
+  _globals['_LOADWEIGHTSREQUEST']._serialized_end=951
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=953
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=1027
+  _globals['_GENERATEREQUEST']._serialized_start=1030
+  _globals['_GENERATEREQUEST']._serialized_end=1229
+  _globals['_GENERATERESPONSE']._serialized_start=1232
+  _globals['_GENERATERESPONSE']._serialized_end=1536
+  _globals['_EVALUATEREQUEST']._serialized_start=1539
+  _globals['_EVALUATEREQUEST']._serialized_end=1679
+  _globals['_EVALUATERESPONSE']._serialized_start=1681
+  _globals['_EVALUATERESPONSE']._serialized_end=1750
+  _globals['_EVALSAMPLE']._serialized_start=1753
+  _globals['_EVALSAMPLE']._serialized_end=2007
+  _globals['_EVALSAMPLE_METRICSENTRY']._serialized_start=1961
+  _globals['_EVALSAMPLE_METRICSENTRY']._serialized_end=2007
+  _globals['_TOKENIZEREQUEST']._serialized_start=2009
+  _globals['_TOKENIZEREQUEST']._serialized_end=2086
+  _globals['_TOKENIZERESPONSE']._serialized_start=2088
+  _globals['_TOKENIZERESPONSE']._serialized_end=2178
+  _globals['_ABORTREQUESTSREQUEST']._serialized_start=2180
+  _globals['_ABORTREQUESTSREQUEST']._serialized_end=2233
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=2235
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=2258
+  _globals['_PAUSEENGINEREQUEST']._serialized_start=2260
+  _globals['_PAUSEENGINEREQUEST']._serialized_end=2280
+  _globals['_PAUSEENGINERESPONSE']._serialized_start=2282
+  _globals['_PAUSEENGINERESPONSE']._serialized_end=2303
+  _globals['_RESUMEENGINEREQUEST']._serialized_start=2305
+  _globals['_RESUMEENGINEREQUEST']._serialized_end=2326
+  _globals['_RESUMEENGINERESPONSE']._serialized_start=2328
+  _globals['_RESUMEENGINERESPONSE']._serialized_end=2350
+  _globals['_GETINFERENCESTATUSREQUEST']._serialized_start=2352
+  _globals['_GETINFERENCESTATUSREQUEST']._serialized_end=2379
+  _globals['_GETINFERENCESTATUSRESPONSE']._serialized_start=2382
+  _globals['_GETINFERENCESTATUSRESPONSE']._serialized_end=2698
+  _globals['_INFERENCEWORKERSERVICE']._serialized_start=2701
+  _globals['_INFERENCEWORKERSERVICE']._serialized_end=3532
 # @@protoc_insertion_point(module_scope)

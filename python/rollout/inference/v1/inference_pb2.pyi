@@ -208,18 +208,26 @@ class LoadWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def weights(self) -> _weights_pb2.WeightsManifest:
         """Manifest."""
+
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.WeightsOffer]:
+        """How they are to be had without the manifest's folder, one after the other: patches upon the version that the worker holds, or
+        the whole. Empty: the folder is read.
+        """
 
     def __init__(
         self,
         *,
         weights: _weights_pb2.WeightsManifest | None = ...,
+        offers: _abc.Iterable[_weights_pb2.WeightsOffer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offers", b"offers", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

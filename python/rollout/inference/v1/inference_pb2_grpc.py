@@ -83,7 +83,9 @@ class InferenceWorkerServiceServicer:
 
     def LoadWeights(self, request, context):
         """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-        FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
+        FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
+        WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
+        else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,9 @@ class InferenceWorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceWorkerServiceAsyncStub: ...
     LoadWeights: _grpc.UnaryUnaryMultiCallable[_inference_pb2.LoadWeightsRequest, _inference_pb2.LoadWeightsResponse]
     """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-    FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
+    FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
+    WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
+    else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generate answers requests with the policy as it is; pieces arrive as they are sampled."""
@@ -59,7 +61,9 @@ class InferenceWorkerServiceAsyncStub(InferenceWorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     LoadWeights: _aio.UnaryUnaryMultiCallable[_inference_pb2.LoadWeightsRequest, _inference_pb2.LoadWeightsResponse]  # type: ignore[assignment]
     """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-    FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
+    FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
+    WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
+    else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate answers requests with the policy as it is; pieces arrive as they are sampled."""
@@ -86,7 +90,9 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.LoadWeightsResponse, _abc.Awaitable[_inference_pb2.LoadWeightsResponse]]:
         """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-        FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
+        FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
+        WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
+        else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
         """
 
     @_abc_1.abstractmethod

@@ -200,19 +200,25 @@ class StopRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     drain: _builtins.bool
     """Whether the step in hand is finished and a snapshot taken first."""
+    incarnation: _builtins.int
+    """Incarnation of the run that whoever asks conducts. Below the one that is driven: refused with FAILED_PRECONDITION, reason
+    STALE_INCARNATION. 0: nothing is compared.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         drain: _builtins.bool = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "incarnation", b"incarnation", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -518,6 +524,7 @@ class TrainResult(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step."""
     weights_digest: _builtins.str
@@ -530,6 +537,10 @@ class TrainResult(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Metrics by the field's names."""
 
+    @_builtins.property
+    def completions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Completion]:
+        """The samples of the step that the configuration asks to keep (`[completions]`)."""
+
     def __init__(
         self,
         *,
@@ -537,14 +548,71 @@ class TrainResult(_message.Message):
         weights_digest: _builtins.str = ...,
         weights: _weights_pb2.WeightsManifest | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        completions: _abc.Iterable[Global___Completion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "step", b"step", "weights", b"weights", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions", "metrics", b"metrics", "step", b"step", "weights", b"weights", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainResult: _TypeAlias = TrainResult  # noqa: Y015
+
+@_typing.final
+class Completion(_message.Message):
+    """Completion is one sample that was trained on, for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    COMPLETION_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    ADVANTAGE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch."""
+    index: _builtins.int
+    """Place of the prompt in the epoch's order, from 0."""
+    sample: _builtins.int
+    """Sample in the group, from 0."""
+    prompt: _builtins.str
+    """Prompt as text, cut where it is long."""
+    completion: _builtins.str
+    """Completion as text, cut where it is long."""
+    reward: _builtins.float
+    """Reward."""
+    advantage: _builtins.float
+    """What the reward was worth beside the others (over a sample's tokens: the mean); absent where the algorithm has none."""
+    tokens: _builtins.int
+    """Tokens of the completion."""
+    truncated: _builtins.bool
+    """Whether it was cut off at the longest completion."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        index: _builtins.int = ...,
+        sample: _builtins.int = ...,
+        prompt: _builtins.str = ...,
+        completion: _builtins.str = ...,
+        reward: _builtins.float = ...,
+        advantage: _builtins.float | None = ...,
+        tokens: _builtins.int = ...,
+        truncated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "advantage", b"advantage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "advantage", b"advantage", "completion", b"completion", "epoch", b"epoch", "index", b"index", "prompt", b"prompt", "reward", b"reward", "sample", b"sample", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__advantage: _TypeAlias = _typing.Literal["advantage"]  # noqa: Y015
+    _WhichOneofArgType__advantage: _TypeAlias = _typing.Literal["_advantage", b"_advantage"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__advantage) -> _WhichOneofReturnType__advantage | None: ...
+
+Global___Completion: _TypeAlias = Completion  # noqa: Y015
 
 @_typing.final
 class PublishWeightsRequest(_message.Message):
@@ -591,6 +659,70 @@ class PublishWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishWeightsResponse: _TypeAlias = PublishWeightsResponse  # noqa: Y015
+
+@_typing.final
+class OfferWeightsRequest(_message.Message):
+    """OfferWeightsRequest names a version and what the worker that wants it holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    digest: _builtins.str
+    """Weights digest of the version."""
+    base_digest: _builtins.str
+    """Weights digest that the worker holds; empty: no patch is wanted."""
+    store: _builtins.bool
+    """Whether the storage service is to have it."""
+    whole: _builtins.bool
+    """Whether it is wanted in no other form than whole."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        base_digest: _builtins.str = ...,
+        store: _builtins.bool = ...,
+        whole: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "digest", b"digest", "run_id", b"run_id", "store", b"store", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferWeightsRequest: _TypeAlias = OfferWeightsRequest  # noqa: Y015
+
+@_typing.final
+class OfferWeightsResponse(_message.Message):
+    """OfferWeightsResponse says how it is to be had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.WeightsOffer]:
+        """To be taken one after the other: patches upon what the worker holds where they are small, adapters, or the whole. Without peers:
+        this worker streams each.
+        """
+
+    def __init__(
+        self,
+        *,
+        offers: _abc.Iterable[_weights_pb2.WeightsOffer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offers", b"offers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferWeightsResponse: _TypeAlias = OfferWeightsResponse  # noqa: Y015
 
 @_typing.final
 class SaveStateRequest(_message.Message):

@@ -258,6 +258,11 @@ class LearnerWorkerServiceStub:
                 request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.PublishWeightsRequest.SerializeToString,
                 response_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.PublishWeightsResponse.FromString,
                 _registered_method=True)
+        self.OfferWeights = channel.unary_unary(
+                '/rollout.learner.v1.LearnerWorkerService/OfferWeights',
+                request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsRequest.SerializeToString,
+                response_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsResponse.FromString,
+                _registered_method=True)
         self.SaveState = channel.unary_unary(
                 '/rollout.learner.v1.LearnerWorkerService/SaveState',
                 request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.SaveStateRequest.SerializeToString,
@@ -297,6 +302,14 @@ class LearnerWorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OfferWeights(self, request, context):
+        """OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
+        that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveState(self, request, context):
         """SaveState writes the training state of the current step into a folder.
         """
@@ -328,6 +341,11 @@ def add_LearnerWorkerServiceServicer_to_server(servicer, server):
                     servicer.PublishWeights,
                     request_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.PublishWeightsRequest.FromString,
                     response_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.PublishWeightsResponse.SerializeToString,
+            ),
+            'OfferWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferWeights,
+                    request_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsRequest.FromString,
+                    response_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsResponse.SerializeToString,
             ),
             'SaveState': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveState,
@@ -422,6 +440,33 @@ class LearnerWorkerService:
             '/rollout.learner.v1.LearnerWorkerService/PublishWeights',
             rollout_dot_learner_dot_v1_dot_learner__pb2.PublishWeightsRequest.SerializeToString,
             rollout_dot_learner_dot_v1_dot_learner__pb2.PublishWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.learner.v1.LearnerWorkerService/OfferWeights',
+            rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsRequest.SerializeToString,
+            rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

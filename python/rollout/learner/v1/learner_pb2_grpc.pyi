@@ -110,6 +110,10 @@ class LearnerWorkerServiceStub:
     """
     PublishWeights: _grpc.UnaryUnaryMultiCallable[_learner_pb2.PublishWeightsRequest, _learner_pb2.PublishWeightsResponse]
     """PublishWeights writes the weights of the current step where inference workers read them."""
+    OfferWeights: _grpc.UnaryUnaryMultiCallable[_learner_pb2.OfferWeightsRequest, _learner_pb2.OfferWeightsResponse]
+    """OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
+    that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+    """
     SaveState: _grpc.UnaryUnaryMultiCallable[_learner_pb2.SaveStateRequest, _learner_pb2.SaveStateResponse]
     """SaveState writes the training state of the current step into a folder."""
     GetLearnerStatus: _grpc.UnaryUnaryMultiCallable[_learner_pb2.GetLearnerStatusRequest, _learner_pb2.GetLearnerStatusResponse]
@@ -130,6 +134,10 @@ class LearnerWorkerServiceAsyncStub(LearnerWorkerServiceStub):
     """
     PublishWeights: _aio.UnaryUnaryMultiCallable[_learner_pb2.PublishWeightsRequest, _learner_pb2.PublishWeightsResponse]  # type: ignore[assignment]
     """PublishWeights writes the weights of the current step where inference workers read them."""
+    OfferWeights: _aio.UnaryUnaryMultiCallable[_learner_pb2.OfferWeightsRequest, _learner_pb2.OfferWeightsResponse]  # type: ignore[assignment]
+    """OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
+    that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+    """
     SaveState: _aio.UnaryUnaryMultiCallable[_learner_pb2.SaveStateRequest, _learner_pb2.SaveStateResponse]  # type: ignore[assignment]
     """SaveState writes the training state of the current step into a folder."""
     GetLearnerStatus: _aio.UnaryUnaryMultiCallable[_learner_pb2.GetLearnerStatusRequest, _learner_pb2.GetLearnerStatusResponse]  # type: ignore[assignment]
@@ -165,6 +173,16 @@ class LearnerWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_learner_pb2.PublishWeightsResponse, _abc.Awaitable[_learner_pb2.PublishWeightsResponse]]:
         """PublishWeights writes the weights of the current step where inference workers read them."""
+
+    @_abc_1.abstractmethod
+    def OfferWeights(
+        self,
+        request: _learner_pb2.OfferWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_learner_pb2.OfferWeightsResponse, _abc.Awaitable[_learner_pb2.OfferWeightsResponse]]:
+        """OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
+        that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+        """
 
     @_abc_1.abstractmethod
     def SaveState(

@@ -331,6 +331,7 @@ class CreatePlanResponse(_message.Message):
     PROBLEMS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     LOCK_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     lock: _builtins.bytes
     """The bytes of `plan.lock`: canonical JSON of the plan."""
     @_builtins.property
@@ -341,16 +342,21 @@ class CreatePlanResponse(_message.Message):
     def plan(self) -> Global___Plan:
         """The plan, where there is no problem."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Problem]:
+        """What may be meant, and should be looked at; it keeps nobody from the plan."""
+
     def __init__(
         self,
         *,
         problems: _abc.Iterable[Global___Problem] | None = ...,
         plan: Global___Plan | None = ...,
         lock: _builtins.bytes = ...,
+        warnings: _abc.Iterable[Global___Problem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock", b"lock", "plan", b"plan", "problems", b"problems"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock", b"lock", "plan", b"plan", "problems", b"problems", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -281,7 +281,7 @@ class Worker(_message.Message):
     worker_id: _builtins.str
     """`<kind>-<number>`, e.g. `inference-0`."""
     kind: _builtins.str
-    """`inference` or `learner`."""
+    """`inference`, `learner` or `reward`."""
     address: _builtins.str
     """gRPC address, host:port; empty until it registered."""
     healthy: _builtins.bool
@@ -438,10 +438,13 @@ class WorkerSpec(_message.Message):
     CONSUL_TOKEN_FIELD_NUMBER: _builtins.int
     NATS_FIELD_NUMBER: _builtins.int
     CONSUL_CA_FILE_FIELD_NUMBER: _builtins.int
+    CONSUL_CERT_FILE_FIELD_NUMBER: _builtins.int
+    CONSUL_KEY_FILE_FIELD_NUMBER: _builtins.int
+    TLS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, unique in the run."""
     kind: _builtins.str
-    """`inference` or `learner`."""
+    """`inference`, `learner`, `reward` or `sinks`."""
     run_id: _builtins.str
     """Run that it works for."""
     base_dir: _builtins.str
@@ -451,11 +454,11 @@ class WorkerSpec(_message.Message):
     nats_url: _builtins.str
     """NATS URL."""
     nats_token: _builtins.str
-    """NATS token."""
+    """NATS token, a reference: `file:PATH` or `env:NAME`."""
     consul_address: _builtins.str
     """Address of the Consul agent or the embedded registry, host:port."""
     token: _builtins.str
-    """Bearer token of the mesh: sent with each call and asked of each caller."""
+    """Bearer token of the mesh, a reference: sent with each call and asked of each caller."""
     incarnation: _builtins.int
     """Incarnation of the run."""
     threads: _builtins.int
@@ -467,9 +470,13 @@ class WorkerSpec(_message.Message):
     initial_version: _builtins.int
     """Version of `initial_weights`."""
     consul_token: _builtins.str
-    """Consul ACL token; empty where none is asked for."""
+    """Consul ACL token, a reference; empty where none is asked for."""
     consul_ca_file: _builtins.str
     """PEM file of the authority of an agent at `https://`; empty: the system's."""
+    consul_cert_file: _builtins.str
+    """PEM file of the certificate to show to that agent; empty for none."""
+    consul_key_file: _builtins.str
+    """PEM file of its key."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Plan of the run."""
@@ -477,6 +484,10 @@ class WorkerSpec(_message.Message):
     @_builtins.property
     def nats(self) -> Global___NatsAccess:
         """How to reach NATS beyond `nats_url` and `nats_token`."""
+
+    @_builtins.property
+    def tls(self) -> Global___WorkerTls:
+        """Mutual TLS of the mesh; absent: plain text."""
 
     def __init__(
         self,
@@ -499,14 +510,47 @@ class WorkerSpec(_message.Message):
         consul_token: _builtins.str = ...,
         nats: Global___NatsAccess | None = ...,
         consul_ca_file: _builtins.str = ...,
+        consul_cert_file: _builtins.str = ...,
+        consul_key_file: _builtins.str = ...,
+        tls: Global___WorkerTls | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["nats", b"nats", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["nats", b"nats", "plan", b"plan", "tls", b"tls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_token", b"consul_token", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerSpec: _TypeAlias = WorkerSpec  # noqa: Y015
+
+@_typing.final
+class WorkerTls(_message.Message):
+    """WorkerTls is PEM files. A worker serves and calls with them, and reads them again when they were renewed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CA_FILE_FIELD_NUMBER: _builtins.int
+    CERT_FILE_FIELD_NUMBER: _builtins.int
+    KEY_FILE_FIELD_NUMBER: _builtins.int
+    ca_file: _builtins.str
+    """Authority of everybody in the mesh."""
+    cert_file: _builtins.str
+    """Certificate to show."""
+    key_file: _builtins.str
+    """Its key."""
+    def __init__(
+        self,
+        *,
+        ca_file: _builtins.str = ...,
+        cert_file: _builtins.str = ...,
+        key_file: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ca_file", b"ca_file", "cert_file", b"cert_file", "key_file", b"key_file"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerTls: _TypeAlias = WorkerTls  # noqa: Y015
 
 @_typing.final
 class NatsAccess(_message.Message):
@@ -523,9 +567,9 @@ class NatsAccess(_message.Message):
     user: _builtins.str
     """User; empty where a token or an NKEY is used."""
     password: _builtins.str
-    """Password of the user."""
+    """Password of the user, a reference: `file:PATH` or `env:NAME`."""
     nkey_seed: _builtins.str
-    """Seed of an NKEY (`SU..`)."""
+    """Seed of an NKEY (`SU..`), a reference."""
     ca_file: _builtins.str
     """PEM file of the authority of the servers; empty: the system's."""
     cert_file: _builtins.str

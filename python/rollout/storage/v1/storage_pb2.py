@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from rollout.event.v1 import event_pb2 as rollout_dot_event_dot_v1_dot_event__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/storage/v1/storage.proto\x12\x12rollout.storage.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xad\x01\n\x0b\x45ventFilter\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08services\x18\x02 \x03(\t\x12*\n\tmin_level\x18\x03 \x01(\x0e\x32\x17.rollout.event.v1.Level\x12)\n\x05since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05kinds\x18\x05 \x03(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x06 \x01(\x04\".\n\x12PutArtifactRequest\x12\x18\n\x05\x63hunk\x18\x01 \x01(\x0c\x42\t\xbaH\x06z\x04\x18\x80\x80@\"8\n\x13PutArtifactResponse\x12\x12\n\ncontent_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"6\n\tLocalFile\x12\x15\n\x04path\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x12\n\ncontent_id\x18\x02 \x01(\t\"P\n\x16ImportArtifactsRequest\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.rollout.storage.v1.LocalFileB\x08\xbaH\x05\x92\x01\x02\x08\x01\"N\n\x17ImportArtifactsResponse\x12\x33\n\tartifacts\x18\x01 \x03(\x0b\x32 .rollout.storage.v1.ArtifactInfo\"P\n\x16\x45xportArtifactsRequest\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.rollout.storage.v1.LocalFileB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x19\n\x17\x45xportArtifactsResponse\"A\n\x0c\x41rtifactInfo\x12\x12\n\ncontent_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x65xists\x18\x03 \x01(\x08\"F\n\x12GetArtifactRequest\x12\x30\n\ncontent_id\x18\x01 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\"$\n\x13GetArtifactResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"5\n\x14StatArtifactsRequest\x12\x1d\n\x0b\x63ontent_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"L\n\x15StatArtifactsResponse\x12\x33\n\tartifacts\x18\x01 \x03(\x0b\x32 .rollout.storage.v1.ArtifactInfo\"7\n\x16\x44\x65leteArtifactsRequest\x12\x1d\n\x0b\x63ontent_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x19\n\x17\x44\x65leteArtifactsResponse\"H\n\x13\x41ppendEventsRequest\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.EventB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x16\n\x14\x41ppendEventsResponse\"n\n\x11ListEventsRequest\x12/\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1f.rollout.storage.v1.EventFilter\x12\x18\n\x05limit\x18\x02 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06\x12\x0e\n\x06newest\x18\x03 \x01(\x08\"=\n\x12ListEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.Event\"D\n\x11TailEventsRequest\x12/\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1f.rollout.storage.v1.EventFilter\"=\n\x12TailEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.Event\"P\n\x13QueryMetricsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05names\x18\x02 \x03(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"B\n\x14QueryMetricsResponse\x12*\n\x06series\x18\x01 \x03(\x0b\x32\x1a.rollout.storage.v1.Series\"A\n\x06Series\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x06points\x18\x02 \x03(\x0b\x32\x19.rollout.storage.v1.Point\"N\n\x05Point\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x01\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xff\x04\n\x0f\x41rtifactService\x12`\n\x0bPutArtifact\x12&.rollout.storage.v1.PutArtifactRequest\x1a\'.rollout.storage.v1.PutArtifactResponse(\x01\x12j\n\x0fImportArtifacts\x12*.rollout.storage.v1.ImportArtifactsRequest\x1a+.rollout.storage.v1.ImportArtifactsResponse\x12j\n\x0f\x45xportArtifacts\x12*.rollout.storage.v1.ExportArtifactsRequest\x1a+.rollout.storage.v1.ExportArtifactsResponse\x12`\n\x0bGetArtifact\x12&.rollout.storage.v1.GetArtifactRequest\x1a\'.rollout.storage.v1.GetArtifactResponse0\x01\x12\x64\n\rStatArtifacts\x12(.rollout.storage.v1.StatArtifactsRequest\x1a).rollout.storage.v1.StatArtifactsResponse\x12j\n\x0f\x44\x65leteArtifacts\x12*.rollout.storage.v1.DeleteArtifactsRequest\x1a+.rollout.storage.v1.DeleteArtifactsResponse2\x90\x03\n\x0c\x45ventService\x12\x61\n\x0c\x41ppendEvents\x12\'.rollout.storage.v1.AppendEventsRequest\x1a(.rollout.storage.v1.AppendEventsResponse\x12[\n\nListEvents\x12%.rollout.storage.v1.ListEventsRequest\x1a&.rollout.storage.v1.ListEventsResponse\x12]\n\nTailEvents\x12%.rollout.storage.v1.TailEventsRequest\x1a&.rollout.storage.v1.TailEventsResponse0\x01\x12\x61\n\x0cQueryMetrics\x12\'.rollout.storage.v1.QueryMetricsRequest\x1a(.rollout.storage.v1.QueryMetricsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollout/storage/v1/storage.proto\x12\x12rollout.storage.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/event/v1/event.proto\"\xad\x01\n\x0b\x45ventFilter\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08services\x18\x02 \x03(\t\x12*\n\tmin_level\x18\x03 \x01(\x0e\x32\x17.rollout.event.v1.Level\x12)\n\x05since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05kinds\x18\x05 \x03(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x06 \x01(\x04\".\n\x12PutArtifactRequest\x12\x18\n\x05\x63hunk\x18\x01 \x01(\x0c\x42\t\xbaH\x06z\x04\x18\x80\x80@\"8\n\x13PutArtifactResponse\x12\x12\n\ncontent_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"6\n\tLocalFile\x12\x15\n\x04path\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x12\n\ncontent_id\x18\x02 \x01(\t\"P\n\x16ImportArtifactsRequest\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.rollout.storage.v1.LocalFileB\x08\xbaH\x05\x92\x01\x02\x08\x01\"N\n\x17ImportArtifactsResponse\x12\x33\n\tartifacts\x18\x01 \x03(\x0b\x32 .rollout.storage.v1.ArtifactInfo\"P\n\x16\x45xportArtifactsRequest\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.rollout.storage.v1.LocalFileB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x19\n\x17\x45xportArtifactsResponse\"A\n\x0c\x41rtifactInfo\x12\x12\n\ncontent_id\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x65xists\x18\x03 \x01(\x08\"V\n\x12GetArtifactRequest\x12\x30\n\ncontent_id\x18\x01 \x01(\tB\x1c\xbaH\x19r\x17\x32\x15^blake3-[0-9a-f]{64}$\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"$\n\x13GetArtifactResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"5\n\x14StatArtifactsRequest\x12\x1d\n\x0b\x63ontent_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"L\n\x15StatArtifactsResponse\x12\x33\n\tartifacts\x18\x01 \x03(\x0b\x32 .rollout.storage.v1.ArtifactInfo\"7\n\x16\x44\x65leteArtifactsRequest\x12\x1d\n\x0b\x63ontent_ids\x18\x01 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x19\n\x17\x44\x65leteArtifactsResponse\"H\n\x13\x41ppendEventsRequest\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.EventB\x08\xbaH\x05\x92\x01\x02\x08\x01\"\x16\n\x14\x41ppendEventsResponse\"n\n\x11ListEventsRequest\x12/\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1f.rollout.storage.v1.EventFilter\x12\x18\n\x05limit\x18\x02 \x01(\rB\t\xbaH\x06*\x04\x18\xa0\x8d\x06\x12\x0e\n\x06newest\x18\x03 \x01(\x08\"=\n\x12ListEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.Event\"D\n\x11TailEventsRequest\x12/\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1f.rollout.storage.v1.EventFilter\"=\n\x12TailEventsResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.rollout.event.v1.Event\"P\n\x13QueryMetricsRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05names\x18\x02 \x03(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"B\n\x14QueryMetricsResponse\x12*\n\x06series\x18\x01 \x03(\x0b\x32\x1a.rollout.storage.v1.Series\"A\n\x06Series\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x06points\x18\x02 \x03(\x0b\x32\x19.rollout.storage.v1.Point\"N\n\x05Point\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x01\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xff\x04\n\x0f\x41rtifactService\x12`\n\x0bPutArtifact\x12&.rollout.storage.v1.PutArtifactRequest\x1a\'.rollout.storage.v1.PutArtifactResponse(\x01\x12j\n\x0fImportArtifacts\x12*.rollout.storage.v1.ImportArtifactsRequest\x1a+.rollout.storage.v1.ImportArtifactsResponse\x12j\n\x0f\x45xportArtifacts\x12*.rollout.storage.v1.ExportArtifactsRequest\x1a+.rollout.storage.v1.ExportArtifactsResponse\x12`\n\x0bGetArtifact\x12&.rollout.storage.v1.GetArtifactRequest\x1a\'.rollout.storage.v1.GetArtifactResponse0\x01\x12\x64\n\rStatArtifacts\x12(.rollout.storage.v1.StatArtifactsRequest\x1a).rollout.storage.v1.StatArtifactsResponse\x12j\n\x0f\x44\x65leteArtifacts\x12*.rollout.storage.v1.DeleteArtifactsRequest\x1a+.rollout.storage.v1.DeleteArtifactsResponse2\x90\x03\n\x0c\x45ventService\x12\x61\n\x0c\x41ppendEvents\x12\'.rollout.storage.v1.AppendEventsRequest\x1a(.rollout.storage.v1.AppendEventsResponse\x12[\n\nListEvents\x12%.rollout.storage.v1.ListEventsRequest\x1a&.rollout.storage.v1.ListEventsResponse\x12]\n\nTailEvents\x12%.rollout.storage.v1.TailEventsRequest\x1a&.rollout.storage.v1.TailEventsResponse0\x01\x12\x61\n\x0cQueryMetrics\x12\'.rollout.storage.v1.QueryMetricsRequest\x1a(.rollout.storage.v1.QueryMetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -73,39 +73,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ARTIFACTINFO']._serialized_start=757
   _globals['_ARTIFACTINFO']._serialized_end=822
   _globals['_GETARTIFACTREQUEST']._serialized_start=824
-  _globals['_GETARTIFACTREQUEST']._serialized_end=894
-  _globals['_GETARTIFACTRESPONSE']._serialized_start=896
-  _globals['_GETARTIFACTRESPONSE']._serialized_end=932
-  _globals['_STATARTIFACTSREQUEST']._serialized_start=934
-  _globals['_STATARTIFACTSREQUEST']._serialized_end=987
-  _globals['_STATARTIFACTSRESPONSE']._serialized_start=989
-  _globals['_STATARTIFACTSRESPONSE']._serialized_end=1065
-  _globals['_DELETEARTIFACTSREQUEST']._serialized_start=1067
-  _globals['_DELETEARTIFACTSREQUEST']._serialized_end=1122
-  _globals['_DELETEARTIFACTSRESPONSE']._serialized_start=1124
-  _globals['_DELETEARTIFACTSRESPONSE']._serialized_end=1149
-  _globals['_APPENDEVENTSREQUEST']._serialized_start=1151
-  _globals['_APPENDEVENTSREQUEST']._serialized_end=1223
-  _globals['_APPENDEVENTSRESPONSE']._serialized_start=1225
-  _globals['_APPENDEVENTSRESPONSE']._serialized_end=1247
-  _globals['_LISTEVENTSREQUEST']._serialized_start=1249
-  _globals['_LISTEVENTSREQUEST']._serialized_end=1359
-  _globals['_LISTEVENTSRESPONSE']._serialized_start=1361
-  _globals['_LISTEVENTSRESPONSE']._serialized_end=1422
-  _globals['_TAILEVENTSREQUEST']._serialized_start=1424
-  _globals['_TAILEVENTSREQUEST']._serialized_end=1492
-  _globals['_TAILEVENTSRESPONSE']._serialized_start=1494
-  _globals['_TAILEVENTSRESPONSE']._serialized_end=1555
-  _globals['_QUERYMETRICSREQUEST']._serialized_start=1557
-  _globals['_QUERYMETRICSREQUEST']._serialized_end=1637
-  _globals['_QUERYMETRICSRESPONSE']._serialized_start=1639
-  _globals['_QUERYMETRICSRESPONSE']._serialized_end=1705
-  _globals['_SERIES']._serialized_start=1707
-  _globals['_SERIES']._serialized_end=1772
-  _globals['_POINT']._serialized_start=1774
-  _globals['_POINT']._serialized_end=1852
-  _globals['_ARTIFACTSERVICE']._serialized_start=1855
-  _globals['_ARTIFACTSERVICE']._serialized_end=2494
-  _globals['_EVENTSERVICE']._serialized_start=2497
-  _globals['_EVENTSERVICE']._serialized_end=2897
+  _globals['_GETARTIFACTREQUEST']._serialized_end=910
+  _globals['_GETARTIFACTRESPONSE']._serialized_start=912
+  _globals['_GETARTIFACTRESPONSE']._serialized_end=948
+  _globals['_STATARTIFACTSREQUEST']._serialized_start=950
+  _globals['_STATARTIFACTSREQUEST']._serialized_end=1003
+  _globals['_STATARTIFACTSRESPONSE']._serialized_start=1005
+  _globals['_STATARTIFACTSRESPONSE']._serialized_end=1081
+  _globals['_DELETEARTIFACTSREQUEST']._serialized_start=1083
+  _globals['_DELETEARTIFACTSREQUEST']._serialized_end=1138
+  _globals['_DELETEARTIFACTSRESPONSE']._serialized_start=1140
+  _globals['_DELETEARTIFACTSRESPONSE']._serialized_end=1165
+  _globals['_APPENDEVENTSREQUEST']._serialized_start=1167
+  _globals['_APPENDEVENTSREQUEST']._serialized_end=1239
+  _globals['_APPENDEVENTSRESPONSE']._serialized_start=1241
+  _globals['_APPENDEVENTSRESPONSE']._serialized_end=1263
+  _globals['_LISTEVENTSREQUEST']._serialized_start=1265
+  _globals['_LISTEVENTSREQUEST']._serialized_end=1375
+  _globals['_LISTEVENTSRESPONSE']._serialized_start=1377
+  _globals['_LISTEVENTSRESPONSE']._serialized_end=1438
+  _globals['_TAILEVENTSREQUEST']._serialized_start=1440
+  _globals['_TAILEVENTSREQUEST']._serialized_end=1508
+  _globals['_TAILEVENTSRESPONSE']._serialized_start=1510
+  _globals['_TAILEVENTSRESPONSE']._serialized_end=1571
+  _globals['_QUERYMETRICSREQUEST']._serialized_start=1573
+  _globals['_QUERYMETRICSREQUEST']._serialized_end=1653
+  _globals['_QUERYMETRICSRESPONSE']._serialized_start=1655
+  _globals['_QUERYMETRICSRESPONSE']._serialized_end=1721
+  _globals['_SERIES']._serialized_start=1723
+  _globals['_SERIES']._serialized_end=1788
+  _globals['_POINT']._serialized_start=1790
+  _globals['_POINT']._serialized_end=1868
+  _globals['_ARTIFACTSERVICE']._serialized_start=1871
+  _globals['_ARTIFACTSERVICE']._serialized_end=2510
+  _globals['_EVENTSERVICE']._serialized_start=2513
+  _globals['_EVENTSERVICE']._serialized_end=2913
 # @@protoc_insertion_point(module_scope)

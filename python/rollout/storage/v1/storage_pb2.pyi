@@ -268,16 +268,20 @@ class GetArtifactRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTENT_ID_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     content_id: _builtins.str
     """`blake3-<hex>`."""
+    offset: _builtins.int
+    """First byte wanted, so that a transfer that broke off goes on. From 0 the content is verified on its way, else by the caller."""
     def __init__(
         self,
         *,
         content_id: _builtins.str = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

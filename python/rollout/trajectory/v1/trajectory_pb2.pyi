@@ -167,6 +167,8 @@ class Trajectory(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_NUMBER: _builtins.int
+    TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
+    TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32[T] little-endian: prompt, then completion."""
     logprobs: _builtins.bytes
@@ -187,6 +189,14 @@ class Trajectory(_message.Message):
     """Prompt as text."""
     completion: _builtins.str
     """Completion as text."""
+    token_rewards: _builtins.bytes
+    """float32[T] little-endian: what each token is worth beside `reward`, 0 for the prompt. Empty where the reward is of the whole
+    completion alone.
+    """
+    teacher_logprobs: _builtins.bytes
+    """float32[T] little-endian: logprob of each completion token under a teacher that an endpoint serves, 0 for the prompt. Empty where
+    there is none.
+    """
     @_builtins.property
     def key(self) -> Global___TrajectoryKey:
         """Key."""
@@ -215,10 +225,12 @@ class Trajectory(_message.Message):
         reason: _builtins.str = ...,
         prompt: _builtins.str = ...,
         completion: _builtins.str = ...,
+        token_rewards: _builtins.bytes = ...,
+        teacher_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "key", b"key", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "reason", b"reason", "reward", b"reward", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "key", b"key", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "reason", b"reason", "reward", b"reward", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -242,6 +254,7 @@ class TrajectoryHeader(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROW_FIELD_NUMBER: _builtins.int
+    TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
     """Samples that make the group complete."""
     outcome: Global___Outcome.ValueType
@@ -262,6 +275,8 @@ class TrajectoryHeader(_message.Message):
     """Worker that made it."""
     row: _builtins.int
     """Row of the dataset that the prompt came from."""
+    token_rewards: _builtins.bool
+    """Whether tokens have rewards of their own, so that samples of equal reward may differ."""
     @_builtins.property
     def key(self) -> Global___TrajectoryKey:
         """Key."""
@@ -285,10 +300,11 @@ class TrajectoryHeader(_message.Message):
         completion_tokens: _builtins.int = ...,
         worker_id: _builtins.str = ...,
         row: _builtins.int = ...,
+        token_rewards: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "token_rewards", b"token_rewards", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,6 +320,7 @@ class TrajectoryEnvelope(_message.Message):
     PAYLOAD_FIELD_NUMBER: _builtins.int
     PAYLOAD_REF_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     payload: _builtins.bytes
     """Serialized Trajectory, inline up to 256 KiB; larger ones by reference."""
     payload_ref: _builtins.str
@@ -314,6 +331,10 @@ class TrajectoryEnvelope(_message.Message):
     def header(self) -> Global___TrajectoryHeader:
         """Header."""
 
+    @_builtins.property
+    def place(self) -> Global___PayloadPlace:
+        """Where the serialized Trajectory lies in a segment that the buffer has lent to its producer; instead of payload."""
+
     def __init__(
         self,
         *,
@@ -321,14 +342,49 @@ class TrajectoryEnvelope(_message.Message):
         payload: _builtins.bytes = ...,
         payload_ref: _builtins.str = ...,
         crc32c: _builtins.int = ...,
+        place: Global___PayloadPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "header", b"header", "payload", b"payload", "payload_ref", b"payload_ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "header", b"header", "payload", b"payload", "payload_ref", b"payload_ref", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrajectoryEnvelope: _TypeAlias = TrajectoryEnvelope  # noqa: Y015
+
+@_typing.final
+class PayloadPlace(_message.Message):
+    """PayloadPlace is where a payload lies in a segment file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    LENDING_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    """Number of the segment."""
+    offset: _builtins.int
+    """Its first byte; the 8 bytes before it are the record's header: length and CRC-32C, both uint32 little-endian."""
+    length: _builtins.int
+    """Its size in bytes."""
+    lending: _builtins.int
+    """Of LendSegmentResponse: a segment of that number that was lent at another time is another file. 0 is not compared."""
+    def __init__(
+        self,
+        *,
+        segment: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        lending: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lending", b"lending", "length", b"length", "offset", b"offset", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PayloadPlace: _TypeAlias = PayloadPlace  # noqa: Y015
 
 @_typing.final
 class TrajectoryBatch(_message.Message):

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WeightsForm:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightsFormEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsForm.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WEIGHTS_FORM_UNSPECIFIED: _WeightsForm.ValueType  # 0
+    """Not set: the whole."""
+    WEIGHTS_FORM_WHOLE: _WeightsForm.ValueType  # 1
+    """Every tensor, as a safetensors file."""
+    WEIGHTS_FORM_PATCH: _WeightsForm.ValueType  # 2
+    """The values that differ from another version's."""
+    WEIGHTS_FORM_ADAPTER: _WeightsForm.ValueType  # 3
+    """The adapters alone, as a safetensors file; merged into the plan's model they give the version."""
+
+class WeightsForm(_WeightsForm, metaclass=_WeightsFormEnumTypeWrapper):
+    """WeightsForm is what is written or sent of a version."""
+
+WEIGHTS_FORM_UNSPECIFIED: WeightsForm.ValueType  # 0
+"""Not set: the whole."""
+WEIGHTS_FORM_WHOLE: WeightsForm.ValueType  # 1
+"""Every tensor, as a safetensors file."""
+WEIGHTS_FORM_PATCH: WeightsForm.ValueType  # 2
+"""The values that differ from another version's."""
+WEIGHTS_FORM_ADAPTER: WeightsForm.ValueType  # 3
+"""The adapters alone, as a safetensors file; merged into the plan's model they give the version."""
+Global___WeightsForm: _TypeAlias = WeightsForm  # noqa: Y015
 
 @_typing.final
 class WeightsManifest(_message.Message):
@@ -32,6 +61,7 @@ class WeightsManifest(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that made them."""
     version: _builtins.int
@@ -44,6 +74,8 @@ class WeightsManifest(_message.Message):
     """Type that the tensors are transported in, e.g. `float32`."""
     bytes: _builtins.int
     """Size of all tensors in bytes."""
+    form: Global___WeightsForm.ValueType
+    """What the folder holds: the whole, or adapters. The digest is of the whole in either case."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]:
         """The tensors, sorted by name."""
@@ -63,10 +95,11 @@ class WeightsManifest(_message.Message):
         directory: _builtins.str = ...,
         dtype: _builtins.str = ...,
         bytes: _builtins.int = ...,
+        form: Global___WeightsForm.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "directory", b"directory", "dtype", b"dtype", "files", b"files", "run_id", b"run_id", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "directory", b"directory", "dtype", b"dtype", "files", b"files", "form", b"form", "run_id", b"run_id", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -163,3 +196,127 @@ class WeightsReceipt(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightsReceipt: _TypeAlias = WeightsReceipt  # noqa: Y015
+
+@_typing.final
+class WeightsOffer(_message.Message):
+    """WeightsOffer is one form of a version and where it is to be had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    CONTENT_ID_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version that it gives."""
+    digest: _builtins.str
+    """Weights digest of that version, `blake3-<hex>`."""
+    form: Global___WeightsForm.ValueType
+    """What is sent of it."""
+    base_version: _builtins.int
+    """Version that a patch is applied to."""
+    base_digest: _builtins.str
+    """Weights digest of that version; of a patch only."""
+    bytes: _builtins.int
+    """Bytes to be sent."""
+    content_id: _builtins.str
+    """Content id under which the storage service has these bytes; empty where it does not."""
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that stream these bytes (host:port), in the order in which they are to be asked."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        form: Global___WeightsForm.ValueType = ...,
+        base_version: _builtins.int = ...,
+        base_digest: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        content_id: _builtins.str = ...,
+        peers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_version", b"base_version", "bytes", b"bytes", "content_id", b"content_id", "digest", b"digest", "form", b"form", "peers", b"peers", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsOffer: _TypeAlias = WeightsOffer  # noqa: Y015
+
+@_typing.final
+class FetchWeightsRequest(_message.Message):
+    """FetchWeightsRequest names one form of a version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    digest: _builtins.str
+    """Weights digest of the version."""
+    form: Global___WeightsForm.ValueType
+    """What is wanted of it."""
+    base_digest: _builtins.str
+    """Weights digest of the version that a patch is to be applied to."""
+    offset: _builtins.int
+    """First byte wanted."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        form: Global___WeightsForm.ValueType = ...,
+        base_digest: _builtins.str = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "digest", b"digest", "form", b"form", "offset", b"offset", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchWeightsRequest: _TypeAlias = FetchWeightsRequest  # noqa: Y015
+
+@_typing.final
+class FetchWeightsResponse(_message.Message):
+    """FetchWeightsResponse is a chunk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """Where the chunk begins."""
+    chunk: _builtins.bytes
+    """At most 1 MiB."""
+    crc32c: _builtins.int
+    """CRC-32C of the chunk."""
+    total_bytes: _builtins.int
+    """Bytes of the whole transfer."""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        chunk: _builtins.bytes = ...,
+        crc32c: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "crc32c", b"crc32c", "offset", b"offset", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchWeightsResponse: _TypeAlias = FetchWeightsResponse  # noqa: Y015

@@ -32,6 +32,8 @@ const (
 	// Not set.
 	LeaseOrder_LEASE_ORDER_UNSPECIFIED LeaseOrder = 0
 	// Step s takes exactly the positions of its window, [(s-1) * groups_per_step, s * groups_per_step); excluded ones are left out.
+	// With dynamic sampling a window begins where the one before it ends and is as long as it takes to hold groups_per_step groups
+	// that are not excluded.
 	LeaseOrder_LEASE_ORDER_POSITION LeaseOrder = 1
 	// The groups that became complete first.
 	LeaseOrder_LEASE_ORDER_COMPLETION LeaseOrder = 2
@@ -167,7 +169,14 @@ type LedgerConfig struct {
 	// Position of the first group: 0, or the position of the snapshot that the run was restored from.
 	FirstPosition uint64 `protobuf:"varint,8,opt,name=first_position,json=firstPosition,proto3" json:"first_position,omitempty"`
 	// Steps made before this run, where it was restored from a snapshot; its first step is this + 1.
-	FirstStep     uint64 `protobuf:"varint,9,opt,name=first_step,json=firstStep,proto3" json:"first_step,omitempty"`
+	FirstStep uint64 `protobuf:"varint,9,opt,name=first_step,json=firstStep,proto3" json:"first_step,omitempty"`
+	// Dynamic sampling: groups of equal rewards become EXCLUDED, reason ZERO_ADVANTAGE, and a step goes on to further groups in
+	// place of every excluded one, through at most this many times groups_per_step. 0: such groups are leased as others are, and
+	// an excluded group counts for its step.
+	DrawBatches uint32 `protobuf:"varint,10,opt,name=draw_batches,json=drawBatches,proto3" json:"draw_batches,omitempty"`
+	// Whether a step that has gone through all of those is leased with the groups it has; else the lease is refused, reason
+	// DYNAMIC_SAMPLING_EXHAUSTED, as it is where there are none.
+	Partial       bool `protobuf:"varint,11,opt,name=partial,proto3" json:"partial,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -263,6 +272,20 @@ func (x *LedgerConfig) GetFirstStep() uint64 {
 		return x.FirstStep
 	}
 	return 0
+}
+
+func (x *LedgerConfig) GetDrawBatches() uint32 {
+	if x != nil {
+		return x.DrawBatches
+	}
+	return 0
+}
+
+func (x *LedgerConfig) GetPartial() bool {
+	if x != nil {
+		return x.Partial
+	}
+	return false
 }
 
 // GroupKey names one attempt at a group.
@@ -579,10 +602,14 @@ type Batch struct {
 	Samples []*SampleRef `protobuf:"bytes,4,rep,name=samples,proto3" json:"samples,omitempty"`
 	// Groups in it.
 	Groups uint32 `protobuf:"varint,5,opt,name=groups,proto3" json:"groups,omitempty"`
-	// Groups of the window that were excluded.
-	Excluded      uint32 `protobuf:"varint,6,opt,name=excluded,proto3" json:"excluded,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// Groups that the step goes without because they were excluded.
+	Excluded uint32 `protobuf:"varint,6,opt,name=excluded,proto3" json:"excluded,omitempty"`
+	// Those of them whose rewards were all equal.
+	ZeroAdvantage uint32 `protobuf:"varint,7,opt,name=zero_advantage,json=zeroAdvantage,proto3" json:"zero_advantage,omitempty"`
+	// Mean reward of those.
+	ZeroAdvantageReward float64 `protobuf:"fixed64,8,opt,name=zero_advantage_reward,json=zeroAdvantageReward,proto3" json:"zero_advantage_reward,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
 }
 
 func (x *Batch) Reset() {
@@ -657,6 +684,20 @@ func (x *Batch) GetExcluded() uint32 {
 	return 0
 }
 
+func (x *Batch) GetZeroAdvantage() uint32 {
+	if x != nil {
+		return x.ZeroAdvantage
+	}
+	return 0
+}
+
+func (x *Batch) GetZeroAdvantageReward() float64 {
+	if x != nil {
+		return x.ZeroAdvantageReward
+	}
+	return 0
+}
+
 // StepRecord is one committed step.
 type StepRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -673,7 +714,12 @@ type StepRecord struct {
 	// Digest of the chain up to here: blake3 over the previous link, step, batch and weights digest.
 	Chain string `protobuf:"bytes,6,opt,name=chain,proto3" json:"chain,omitempty"`
 	// Groups that were excluded and that the step went without.
-	Excluded      uint32 `protobuf:"varint,7,opt,name=excluded,proto3" json:"excluded,omitempty"`
+	Excluded uint32 `protobuf:"varint,7,opt,name=excluded,proto3" json:"excluded,omitempty"`
+	// Those of them whose rewards were all equal.
+	ZeroAdvantage uint32 `protobuf:"varint,8,opt,name=zero_advantage,json=zeroAdvantage,proto3" json:"zero_advantage,omitempty"`
+	// Position at which the next step begins (where leases go by completion: how many positions were used up). 0 in steps of
+	// before this field.
+	EndPosition   uint64 `protobuf:"varint,9,opt,name=end_position,json=endPosition,proto3" json:"end_position,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -757,6 +803,20 @@ func (x *StepRecord) GetExcluded() uint32 {
 	return 0
 }
 
+func (x *StepRecord) GetZeroAdvantage() uint32 {
+	if x != nil {
+		return x.ZeroAdvantage
+	}
+	return 0
+}
+
+func (x *StepRecord) GetEndPosition() uint64 {
+	if x != nil {
+		return x.EndPosition
+	}
+	return 0
+}
+
 // LedgerState is the ledger in numbers.
 type LedgerState struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -785,7 +845,15 @@ type LedgerState struct {
 	// Version of the newest recorded weights.
 	WeightsVersion uint64 `protobuf:"varint,12,opt,name=weights_version,json=weightsVersion,proto3" json:"weights_version,omitempty"`
 	// Samples that failed for infrastructure.
-	InfraFailed   uint64 `protobuf:"varint,13,opt,name=infra_failed,json=infraFailed,proto3" json:"infra_failed,omitempty"`
+	InfraFailed uint64 `protobuf:"varint,13,opt,name=infra_failed,json=infraFailed,proto3" json:"infra_failed,omitempty"`
+	// Why nothing is ingested, e.g. DISK_FULL; empty while it is. It ends by itself when the reason does.
+	StalledReason string `protobuf:"bytes,14,opt,name=stalled_reason,json=stalledReason,proto3" json:"stalled_reason,omitempty"`
+	// The same for people, with what to do.
+	StalledMessage string `protobuf:"bytes,15,opt,name=stalled_message,json=stalledMessage,proto3" json:"stalled_message,omitempty"`
+	// About how large the payload of a sample is, in bytes, over the last ones; 0 where none came since the buffer started.
+	SampleBytes uint64 `protobuf:"varint,16,opt,name=sample_bytes,json=sampleBytes,proto3" json:"sample_bytes,omitempty"`
+	// Excluded groups that a leased or committed step goes without; the others are still before a step.
+	Skipped       uint64 `protobuf:"varint,17,opt,name=skipped,proto3" json:"skipped,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -911,13 +979,44 @@ func (x *LedgerState) GetInfraFailed() uint64 {
 	return 0
 }
 
+func (x *LedgerState) GetStalledReason() string {
+	if x != nil {
+		return x.StalledReason
+	}
+	return ""
+}
+
+func (x *LedgerState) GetStalledMessage() string {
+	if x != nil {
+		return x.StalledMessage
+	}
+	return ""
+}
+
+func (x *LedgerState) GetSampleBytes() uint64 {
+	if x != nil {
+		return x.SampleBytes
+	}
+	return 0
+}
+
+func (x *LedgerState) GetSkipped() uint64 {
+	if x != nil {
+		return x.Skipped
+	}
+	return 0
+}
+
 // OpenLedgerRequest names run and config.
 type OpenLedgerRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Config.
-	Config        *LedgerConfig `protobuf:"bytes,2,opt,name=config,proto3" json:"config,omitempty"`
+	Config *LedgerConfig `protobuf:"bytes,2,opt,name=config,proto3" json:"config,omitempty"`
+	// Incarnation of the run that whoever asks conducts. Below the highest that opened the ledger: refused with FAILED_PRECONDITION,
+	// reason STALE_INCARNATION. 0: nobody conducts, and nothing is compared.
+	Incarnation   uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -964,6 +1063,13 @@ func (x *OpenLedgerRequest) GetConfig() *LedgerConfig {
 		return x.Config
 	}
 	return nil
+}
+
+func (x *OpenLedgerRequest) GetIncarnation() uint32 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
 }
 
 // OpenLedgerResponse holds the state.
@@ -1016,7 +1122,9 @@ func (x *OpenLedgerResponse) GetState() *LedgerState {
 type CloseLedgerRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
-	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// As in OpenLedgerRequest.
+	Incarnation   uint32 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1056,6 +1164,13 @@ func (x *CloseLedgerRequest) GetRunId() string {
 		return x.RunId
 	}
 	return ""
+}
+
+func (x *CloseLedgerRequest) GetIncarnation() uint32 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
 }
 
 // CloseLedgerResponse is empty.
@@ -1196,6 +1311,492 @@ func (*RecordWeightsResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{12}
 }
 
+// LendSegmentRequest asks for a segment.
+type LendSegmentRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run; its ledger is open.
+	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LendSegmentRequest) Reset() {
+	*x = LendSegmentRequest{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LendSegmentRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LendSegmentRequest) ProtoMessage() {}
+
+func (x *LendSegmentRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LendSegmentRequest.ProtoReflect.Descriptor instead.
+func (*LendSegmentRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *LendSegmentRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+// LendSegmentResponse is a file to append records to.
+type LendSegmentResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Number, for PayloadPlace.
+	Segment uint32 `protobuf:"varint,1,opt,name=segment,proto3" json:"segment,omitempty"`
+	// The file, on the buffer's host.
+	Path string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
+	// Its inode: a file of that name with another one is another file.
+	Inode uint64 `protobuf:"varint,3,opt,name=inode,proto3" json:"inode,omitempty"`
+	// Where the first record begins.
+	Offset uint64 `protobuf:"varint,4,opt,name=offset,proto3" json:"offset,omitempty"`
+	// Size at which another segment should be asked for.
+	RollBytes uint64 `protobuf:"varint,5,opt,name=roll_bytes,json=rollBytes,proto3" json:"roll_bytes,omitempty"`
+	// Names this lending, drawn at random; for PayloadPlace and `returned`.
+	Lending uint64 `protobuf:"fixed64,6,opt,name=lending,proto3" json:"lending,omitempty"`
+	// Of the kernel that the buffer runs on (/proc/sys/kernel/random/boot_id), "" where it has none: on a network folder another host sees
+	// the same path and inode, and its page cache is another.
+	BootId        string `protobuf:"bytes,7,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LendSegmentResponse) Reset() {
+	*x = LendSegmentResponse{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LendSegmentResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LendSegmentResponse) ProtoMessage() {}
+
+func (x *LendSegmentResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LendSegmentResponse.ProtoReflect.Descriptor instead.
+func (*LendSegmentResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *LendSegmentResponse) GetSegment() uint32 {
+	if x != nil {
+		return x.Segment
+	}
+	return 0
+}
+
+func (x *LendSegmentResponse) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+func (x *LendSegmentResponse) GetInode() uint64 {
+	if x != nil {
+		return x.Inode
+	}
+	return 0
+}
+
+func (x *LendSegmentResponse) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *LendSegmentResponse) GetRollBytes() uint64 {
+	if x != nil {
+		return x.RollBytes
+	}
+	return 0
+}
+
+func (x *LendSegmentResponse) GetLending() uint64 {
+	if x != nil {
+		return x.Lending
+	}
+	return 0
+}
+
+func (x *LendSegmentResponse) GetBootId() string {
+	if x != nil {
+		return x.BootId
+	}
+	return ""
+}
+
+// PutTrajectoriesRequest holds samples.
+type PutTrajectoriesRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run; its ledger is open.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// What to take, answered one by one. Checked by the ledger, as what comes by the stream.
+	Puts []*v1.TrajectoryBatch `protobuf:"bytes,2,rep,name=puts,proto3" json:"puts,omitempty"`
+	// Lent segments that no later put names; they may be trimmed once what is in them is not needed. From producers that know no lendings.
+	Finished []uint32 `protobuf:"varint,3,rep,packed,name=finished,proto3" json:"finished,omitempty"`
+	// Lendings that no later put names; as `finished`.
+	Returned      []uint64 `protobuf:"fixed64,4,rep,packed,name=returned,proto3" json:"returned,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PutTrajectoriesRequest) Reset() {
+	*x = PutTrajectoriesRequest{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PutTrajectoriesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PutTrajectoriesRequest) ProtoMessage() {}
+
+func (x *PutTrajectoriesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PutTrajectoriesRequest.ProtoReflect.Descriptor instead.
+func (*PutTrajectoriesRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *PutTrajectoriesRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *PutTrajectoriesRequest) GetPuts() []*v1.TrajectoryBatch {
+	if x != nil {
+		return x.Puts
+	}
+	return nil
+}
+
+func (x *PutTrajectoriesRequest) GetFinished() []uint32 {
+	if x != nil {
+		return x.Finished
+	}
+	return nil
+}
+
+func (x *PutTrajectoriesRequest) GetReturned() []uint64 {
+	if x != nil {
+		return x.Returned
+	}
+	return nil
+}
+
+// PutTrajectoriesResponse says what became of each put.
+type PutTrajectoriesResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the order of the request.
+	Results       []*PutResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PutTrajectoriesResponse) Reset() {
+	*x = PutTrajectoriesResponse{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PutTrajectoriesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PutTrajectoriesResponse) ProtoMessage() {}
+
+func (x *PutTrajectoriesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PutTrajectoriesResponse.ProtoReflect.Descriptor instead.
+func (*PutTrajectoriesResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *PutTrajectoriesResponse) GetResults() []*PutResult {
+	if x != nil {
+		return x.Results
+	}
+	return nil
+}
+
+// StreamTrajectoriesRequest is a call's request on the stream.
+type StreamTrajectoriesRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What a call would ask.
+	Put           *PutTrajectoriesRequest `protobuf:"bytes,1,opt,name=put,proto3" json:"put,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StreamTrajectoriesRequest) Reset() {
+	*x = StreamTrajectoriesRequest{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StreamTrajectoriesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StreamTrajectoriesRequest) ProtoMessage() {}
+
+func (x *StreamTrajectoriesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StreamTrajectoriesRequest.ProtoReflect.Descriptor instead.
+func (*StreamTrajectoriesRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *StreamTrajectoriesRequest) GetPut() *PutTrajectoriesRequest {
+	if x != nil {
+		return x.Put
+	}
+	return nil
+}
+
+// StreamTrajectoriesResponse answers the oldest request that has no answer.
+type StreamTrajectoriesResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What a call would answer.
+	Answer        *PutTrajectoriesResponse `protobuf:"bytes,1,opt,name=answer,proto3" json:"answer,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StreamTrajectoriesResponse) Reset() {
+	*x = StreamTrajectoriesResponse{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StreamTrajectoriesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StreamTrajectoriesResponse) ProtoMessage() {}
+
+func (x *StreamTrajectoriesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StreamTrajectoriesResponse.ProtoReflect.Descriptor instead.
+func (*StreamTrajectoriesResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *StreamTrajectoriesResponse) GetAnswer() *PutTrajectoriesResponse {
+	if x != nil {
+		return x.Answer
+	}
+	return nil
+}
+
+// PutResult is what became of the trajectories of one put. What is in none of the numbers belonged to a group that was dissolved.
+type PutResult struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Samples that the ledger holds now.
+	Accepted uint32 `protobuf:"varint,1,opt,name=accepted,proto3" json:"accepted,omitempty"`
+	// Samples that it had, or did not want any more.
+	Duplicates uint32 `protobuf:"varint,2,opt,name=duplicates,proto3" json:"duplicates,omitempty"`
+	// Samples whose outcome is an infrastructure failure; their groups are dissolved.
+	Failed uint32 `protobuf:"varint,3,opt,name=failed,proto3" json:"failed,omitempty"`
+	// Samples that must not be trained on, with a reason; their groups are dissolved.
+	Refused       []*PutRefusal `protobuf:"bytes,4,rep,name=refused,proto3" json:"refused,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PutResult) Reset() {
+	*x = PutResult{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PutResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PutResult) ProtoMessage() {}
+
+func (x *PutResult) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PutResult.ProtoReflect.Descriptor instead.
+func (*PutResult) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *PutResult) GetAccepted() uint32 {
+	if x != nil {
+		return x.Accepted
+	}
+	return 0
+}
+
+func (x *PutResult) GetDuplicates() uint32 {
+	if x != nil {
+		return x.Duplicates
+	}
+	return 0
+}
+
+func (x *PutResult) GetFailed() uint32 {
+	if x != nil {
+		return x.Failed
+	}
+	return 0
+}
+
+func (x *PutResult) GetRefused() []*PutRefusal {
+	if x != nil {
+		return x.Refused
+	}
+	return nil
+}
+
+// PutRefusal is a sample that was not accepted.
+type PutRefusal struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Place in the put, from 0.
+	Trajectory uint32 `protobuf:"varint,1,opt,name=trajectory,proto3" json:"trajectory,omitempty"`
+	// Machine-readable reason, e.g. PAYLOAD_CORRUPT.
+	Reason        string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PutRefusal) Reset() {
+	*x = PutRefusal{}
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PutRefusal) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PutRefusal) ProtoMessage() {}
+
+func (x *PutRefusal) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PutRefusal.ProtoReflect.Descriptor instead.
+func (*PutRefusal) Descriptor() ([]byte, []int) {
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *PutRefusal) GetTrajectory() uint32 {
+	if x != nil {
+		return x.Trajectory
+	}
+	return 0
+}
+
+func (x *PutRefusal) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
 // GetMissingRequest names groups.
 type GetMissingRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1209,7 +1810,7 @@ type GetMissingRequest struct {
 
 func (x *GetMissingRequest) Reset() {
 	*x = GetMissingRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1221,7 +1822,7 @@ func (x *GetMissingRequest) String() string {
 func (*GetMissingRequest) ProtoMessage() {}
 
 func (x *GetMissingRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1234,7 +1835,7 @@ func (x *GetMissingRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMissingRequest.ProtoReflect.Descriptor instead.
 func (*GetMissingRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{13}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GetMissingRequest) GetRunId() string {
@@ -1262,7 +1863,7 @@ type GetMissingResponse struct {
 
 func (x *GetMissingResponse) Reset() {
 	*x = GetMissingResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1274,7 +1875,7 @@ func (x *GetMissingResponse) String() string {
 func (*GetMissingResponse) ProtoMessage() {}
 
 func (x *GetMissingResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1287,7 +1888,7 @@ func (x *GetMissingResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMissingResponse.ProtoReflect.Descriptor instead.
 func (*GetMissingResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{14}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GetMissingResponse) GetGroups() []*MissingSamples {
@@ -1308,7 +1909,7 @@ type MissingSamples struct {
 
 func (x *MissingSamples) Reset() {
 	*x = MissingSamples{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1320,7 +1921,7 @@ func (x *MissingSamples) String() string {
 func (*MissingSamples) ProtoMessage() {}
 
 func (x *MissingSamples) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1333,7 +1934,7 @@ func (x *MissingSamples) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MissingSamples.ProtoReflect.Descriptor instead.
 func (*MissingSamples) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{15}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *MissingSamples) GetSamples() []uint32 {
@@ -1358,7 +1959,7 @@ type LeaseBatchRequest struct {
 
 func (x *LeaseBatchRequest) Reset() {
 	*x = LeaseBatchRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1370,7 +1971,7 @@ func (x *LeaseBatchRequest) String() string {
 func (*LeaseBatchRequest) ProtoMessage() {}
 
 func (x *LeaseBatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1383,7 +1984,7 @@ func (x *LeaseBatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseBatchRequest.ProtoReflect.Descriptor instead.
 func (*LeaseBatchRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{16}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *LeaseBatchRequest) GetRunId() string {
@@ -1420,7 +2021,7 @@ type LeaseBatchResponse struct {
 
 func (x *LeaseBatchResponse) Reset() {
 	*x = LeaseBatchResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1432,7 +2033,7 @@ func (x *LeaseBatchResponse) String() string {
 func (*LeaseBatchResponse) ProtoMessage() {}
 
 func (x *LeaseBatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1445,7 +2046,7 @@ func (x *LeaseBatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseBatchResponse.ProtoReflect.Descriptor instead.
 func (*LeaseBatchResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{17}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *LeaseBatchResponse) GetBatch() *Batch {
@@ -1479,7 +2080,7 @@ type CommitStepRequest struct {
 
 func (x *CommitStepRequest) Reset() {
 	*x = CommitStepRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1491,7 +2092,7 @@ func (x *CommitStepRequest) String() string {
 func (*CommitStepRequest) ProtoMessage() {}
 
 func (x *CommitStepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1504,7 +2105,7 @@ func (x *CommitStepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitStepRequest.ProtoReflect.Descriptor instead.
 func (*CommitStepRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{18}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *CommitStepRequest) GetRunId() string {
@@ -1546,7 +2147,7 @@ type CommitStepResponse struct {
 
 func (x *CommitStepResponse) Reset() {
 	*x = CommitStepResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1558,7 +2159,7 @@ func (x *CommitStepResponse) String() string {
 func (*CommitStepResponse) ProtoMessage() {}
 
 func (x *CommitStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1571,7 +2172,7 @@ func (x *CommitStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitStepResponse.ProtoReflect.Descriptor instead.
 func (*CommitStepResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{19}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *CommitStepResponse) GetStep() *StepRecord {
@@ -1594,7 +2195,7 @@ type GetBatchRequest struct {
 
 func (x *GetBatchRequest) Reset() {
 	*x = GetBatchRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1606,7 +2207,7 @@ func (x *GetBatchRequest) String() string {
 func (*GetBatchRequest) ProtoMessage() {}
 
 func (x *GetBatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1619,7 +2220,7 @@ func (x *GetBatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetBatchRequest.ProtoReflect.Descriptor instead.
 func (*GetBatchRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{20}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GetBatchRequest) GetRunId() string {
@@ -1647,7 +2248,7 @@ type GetBatchResponse struct {
 
 func (x *GetBatchResponse) Reset() {
 	*x = GetBatchResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1659,7 +2260,7 @@ func (x *GetBatchResponse) String() string {
 func (*GetBatchResponse) ProtoMessage() {}
 
 func (x *GetBatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1672,7 +2273,7 @@ func (x *GetBatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetBatchResponse.ProtoReflect.Descriptor instead.
 func (*GetBatchResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{21}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *GetBatchResponse) GetBatch() *Batch {
@@ -1695,7 +2296,7 @@ type ListStepsRequest struct {
 
 func (x *ListStepsRequest) Reset() {
 	*x = ListStepsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1707,7 +2308,7 @@ func (x *ListStepsRequest) String() string {
 func (*ListStepsRequest) ProtoMessage() {}
 
 func (x *ListStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1720,7 +2321,7 @@ func (x *ListStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListStepsRequest.ProtoReflect.Descriptor instead.
 func (*ListStepsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{22}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ListStepsRequest) GetRunId() string {
@@ -1748,7 +2349,7 @@ type ListStepsResponse struct {
 
 func (x *ListStepsResponse) Reset() {
 	*x = ListStepsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1760,7 +2361,7 @@ func (x *ListStepsResponse) String() string {
 func (*ListStepsResponse) ProtoMessage() {}
 
 func (x *ListStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1773,7 +2374,7 @@ func (x *ListStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListStepsResponse.ProtoReflect.Descriptor instead.
 func (*ListStepsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{23}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ListStepsResponse) GetSteps() []*StepRecord {
@@ -1800,7 +2401,7 @@ type ListGroupsRequest struct {
 
 func (x *ListGroupsRequest) Reset() {
 	*x = ListGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1812,7 +2413,7 @@ func (x *ListGroupsRequest) String() string {
 func (*ListGroupsRequest) ProtoMessage() {}
 
 func (x *ListGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1825,7 +2426,7 @@ func (x *ListGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ListGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{24}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ListGroupsRequest) GetRunId() string {
@@ -1867,7 +2468,7 @@ type ListGroupsResponse struct {
 
 func (x *ListGroupsResponse) Reset() {
 	*x = ListGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1879,7 +2480,7 @@ func (x *ListGroupsResponse) String() string {
 func (*ListGroupsResponse) ProtoMessage() {}
 
 func (x *ListGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1892,7 +2493,7 @@ func (x *ListGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ListGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{25}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ListGroupsResponse) GetGroups() []*GroupRecord {
@@ -1910,14 +2511,16 @@ type ExcludeGroupsRequest struct {
 	// Groups.
 	Groups []*GroupKey `protobuf:"bytes,2,rep,name=groups,proto3" json:"groups,omitempty"`
 	// Machine-readable reason, e.g. ATTEMPTS_EXHAUSTED.
-	Reason        string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	// As in OpenLedgerRequest.
+	Incarnation   uint32 `protobuf:"varint,4,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ExcludeGroupsRequest) Reset() {
 	*x = ExcludeGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1929,7 +2532,7 @@ func (x *ExcludeGroupsRequest) String() string {
 func (*ExcludeGroupsRequest) ProtoMessage() {}
 
 func (x *ExcludeGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1942,7 +2545,7 @@ func (x *ExcludeGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExcludeGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ExcludeGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{26}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ExcludeGroupsRequest) GetRunId() string {
@@ -1966,6 +2569,13 @@ func (x *ExcludeGroupsRequest) GetReason() string {
 	return ""
 }
 
+func (x *ExcludeGroupsRequest) GetIncarnation() uint32 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
 // ExcludeGroupsResponse is empty.
 type ExcludeGroupsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1975,7 +2585,7 @@ type ExcludeGroupsResponse struct {
 
 func (x *ExcludeGroupsResponse) Reset() {
 	*x = ExcludeGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1987,7 +2597,7 @@ func (x *ExcludeGroupsResponse) String() string {
 func (*ExcludeGroupsResponse) ProtoMessage() {}
 
 func (x *ExcludeGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2000,7 +2610,7 @@ func (x *ExcludeGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExcludeGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ExcludeGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{27}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{35}
 }
 
 // ReissueGroupsRequest opens next attempts.
@@ -2009,14 +2619,16 @@ type ReissueGroupsRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Groups with the attempt that is opened.
-	Groups        []*GroupKey `protobuf:"bytes,2,rep,name=groups,proto3" json:"groups,omitempty"`
+	Groups []*GroupKey `protobuf:"bytes,2,rep,name=groups,proto3" json:"groups,omitempty"`
+	// As in OpenLedgerRequest.
+	Incarnation   uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ReissueGroupsRequest) Reset() {
 	*x = ReissueGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2028,7 +2640,7 @@ func (x *ReissueGroupsRequest) String() string {
 func (*ReissueGroupsRequest) ProtoMessage() {}
 
 func (x *ReissueGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2041,7 +2653,7 @@ func (x *ReissueGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReissueGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ReissueGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{28}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ReissueGroupsRequest) GetRunId() string {
@@ -2058,6 +2670,13 @@ func (x *ReissueGroupsRequest) GetGroups() []*GroupKey {
 	return nil
 }
 
+func (x *ReissueGroupsRequest) GetIncarnation() uint32 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
 // ReissueGroupsResponse is empty.
 type ReissueGroupsResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2067,7 +2686,7 @@ type ReissueGroupsResponse struct {
 
 func (x *ReissueGroupsResponse) Reset() {
 	*x = ReissueGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2079,7 +2698,7 @@ func (x *ReissueGroupsResponse) String() string {
 func (*ReissueGroupsResponse) ProtoMessage() {}
 
 func (x *ReissueGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2092,7 +2711,7 @@ func (x *ReissueGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReissueGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ReissueGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{29}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{37}
 }
 
 // ReadPayloadsRequest asks for the payloads of a step's batch.
@@ -2108,7 +2727,7 @@ type ReadPayloadsRequest struct {
 
 func (x *ReadPayloadsRequest) Reset() {
 	*x = ReadPayloadsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2120,7 +2739,7 @@ func (x *ReadPayloadsRequest) String() string {
 func (*ReadPayloadsRequest) ProtoMessage() {}
 
 func (x *ReadPayloadsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2133,7 +2752,7 @@ func (x *ReadPayloadsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadPayloadsRequest.ProtoReflect.Descriptor instead.
 func (*ReadPayloadsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{30}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ReadPayloadsRequest) GetRunId() string {
@@ -2161,7 +2780,7 @@ type ReadPayloadsResponse struct {
 
 func (x *ReadPayloadsResponse) Reset() {
 	*x = ReadPayloadsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2173,7 +2792,7 @@ func (x *ReadPayloadsResponse) String() string {
 func (*ReadPayloadsResponse) ProtoMessage() {}
 
 func (x *ReadPayloadsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2186,7 +2805,7 @@ func (x *ReadPayloadsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadPayloadsResponse.ProtoReflect.Descriptor instead.
 func (*ReadPayloadsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{31}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ReadPayloadsResponse) GetPayloads() [][]byte {
@@ -2207,7 +2826,7 @@ type WatchLedgerRequest struct {
 
 func (x *WatchLedgerRequest) Reset() {
 	*x = WatchLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2219,7 +2838,7 @@ func (x *WatchLedgerRequest) String() string {
 func (*WatchLedgerRequest) ProtoMessage() {}
 
 func (x *WatchLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2232,7 +2851,7 @@ func (x *WatchLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLedgerRequest.ProtoReflect.Descriptor instead.
 func (*WatchLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{32}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *WatchLedgerRequest) GetRunId() string {
@@ -2253,7 +2872,7 @@ type WatchLedgerResponse struct {
 
 func (x *WatchLedgerResponse) Reset() {
 	*x = WatchLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2265,7 +2884,7 @@ func (x *WatchLedgerResponse) String() string {
 func (*WatchLedgerResponse) ProtoMessage() {}
 
 func (x *WatchLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2278,7 +2897,7 @@ func (x *WatchLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLedgerResponse.ProtoReflect.Descriptor instead.
 func (*WatchLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{33}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *WatchLedgerResponse) GetState() *LedgerState {
@@ -2301,7 +2920,7 @@ type TrimPayloadsRequest struct {
 
 func (x *TrimPayloadsRequest) Reset() {
 	*x = TrimPayloadsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2313,7 +2932,7 @@ func (x *TrimPayloadsRequest) String() string {
 func (*TrimPayloadsRequest) ProtoMessage() {}
 
 func (x *TrimPayloadsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2326,7 +2945,7 @@ func (x *TrimPayloadsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimPayloadsRequest.ProtoReflect.Descriptor instead.
 func (*TrimPayloadsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{34}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *TrimPayloadsRequest) GetRunId() string {
@@ -2354,7 +2973,7 @@ type TrimPayloadsResponse struct {
 
 func (x *TrimPayloadsResponse) Reset() {
 	*x = TrimPayloadsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2366,7 +2985,7 @@ func (x *TrimPayloadsResponse) String() string {
 func (*TrimPayloadsResponse) ProtoMessage() {}
 
 func (x *TrimPayloadsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2379,7 +2998,7 @@ func (x *TrimPayloadsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimPayloadsResponse.ProtoReflect.Descriptor instead.
 func (*TrimPayloadsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{35}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *TrimPayloadsResponse) GetBytes() uint64 {
@@ -2400,7 +3019,7 @@ type ExportLedgerRequest struct {
 
 func (x *ExportLedgerRequest) Reset() {
 	*x = ExportLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2412,7 +3031,7 @@ func (x *ExportLedgerRequest) String() string {
 func (*ExportLedgerRequest) ProtoMessage() {}
 
 func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2425,7 +3044,7 @@ func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerRequest.ProtoReflect.Descriptor instead.
 func (*ExportLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{36}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ExportLedgerRequest) GetRunId() string {
@@ -2456,7 +3075,7 @@ type ExportLedgerResponse struct {
 
 func (x *ExportLedgerResponse) Reset() {
 	*x = ExportLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2468,7 +3087,7 @@ func (x *ExportLedgerResponse) String() string {
 func (*ExportLedgerResponse) ProtoMessage() {}
 
 func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2481,7 +3100,7 @@ func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerResponse.ProtoReflect.Descriptor instead.
 func (*ExportLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{37}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ExportLedgerResponse) GetLedger() *LedgerRecord {
@@ -2547,7 +3166,7 @@ type LedgerRecord struct {
 
 func (x *LedgerRecord) Reset() {
 	*x = LedgerRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2559,7 +3178,7 @@ func (x *LedgerRecord) String() string {
 func (*LedgerRecord) ProtoMessage() {}
 
 func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2572,7 +3191,7 @@ func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LedgerRecord.ProtoReflect.Descriptor instead.
 func (*LedgerRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{38}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *LedgerRecord) GetConfig() *LedgerConfig {
@@ -2640,7 +3259,7 @@ type SegmentRecord struct {
 
 func (x *SegmentRecord) Reset() {
 	*x = SegmentRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2652,7 +3271,7 @@ func (x *SegmentRecord) String() string {
 func (*SegmentRecord) ProtoMessage() {}
 
 func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2665,7 +3284,7 @@ func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentRecord.ProtoReflect.Descriptor instead.
 func (*SegmentRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{39}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *SegmentRecord) GetNumber() uint32 {
@@ -2730,7 +3349,7 @@ type WeightsRecord struct {
 
 func (x *WeightsRecord) Reset() {
 	*x = WeightsRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2742,7 +3361,7 @@ func (x *WeightsRecord) String() string {
 func (*WeightsRecord) ProtoMessage() {}
 
 func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2755,7 +3374,7 @@ func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsRecord.ProtoReflect.Descriptor instead.
 func (*WeightsRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{40}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *WeightsRecord) GetVersion() uint64 {
@@ -2801,7 +3420,7 @@ type SampleRecord struct {
 
 func (x *SampleRecord) Reset() {
 	*x = SampleRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2813,7 +3432,7 @@ func (x *SampleRecord) String() string {
 func (*SampleRecord) ProtoMessage() {}
 
 func (x *SampleRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2826,7 +3445,7 @@ func (x *SampleRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SampleRecord.ProtoReflect.Descriptor instead.
 func (*SampleRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{41}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *SampleRecord) GetRef() *SampleRef {
@@ -2903,7 +3522,7 @@ var File_rollout_buffer_v1_buffer_proto protoreflect.FileDescriptor
 
 const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\n" +
-	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xf3\x02\n" +
+	"\x1erollout/buffer/v1/buffer.proto\x12\x11rollout.buffer.v1\x1a\x1bbuf/validate/validate.proto\x1a&rollout/trajectory/v1/trajectory.proto\"\xb0\x03\n" +
 	"\fLedgerConfig\x12/\n" +
 	"\x0fgroups_per_step\x18\x01 \x01(\rB\a\xbaH\x04*\x02(\x01R\rgroupsPerStep\x12&\n" +
 	"\n" +
@@ -2916,7 +3535,10 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x0egroup_attempts\x18\a \x01(\rR\rgroupAttempts\x12%\n" +
 	"\x0efirst_position\x18\b \x01(\x04R\rfirstPosition\x12\x1d\n" +
 	"\n" +
-	"first_step\x18\t \x01(\x04R\tfirstStep\"P\n" +
+	"first_step\x18\t \x01(\x04R\tfirstStep\x12!\n" +
+	"\fdraw_batches\x18\n" +
+	" \x01(\rR\vdrawBatches\x12\x18\n" +
+	"\apartial\x18\v \x01(\bR\apartial\"P\n" +
 	"\bGroupKey\x12\x14\n" +
 	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x04R\x05index\x12\x18\n" +
@@ -2943,14 +3565,16 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06reward\x18\x06 \x01(\x01R\x06reward\x128\n" +
 	"\aoutcome\x18\a \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeR\aoutcome\x12\x1f\n" +
 	"\vpayload_ref\x18\b \x01(\tR\n" +
-	"payloadRef\"\xb9\x01\n" +
+	"payloadRef\"\x94\x02\n" +
 	"\x05Batch\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x04R\x04step\x12\x19\n" +
 	"\bbatch_id\x18\x03 \x01(\tR\abatchId\x126\n" +
 	"\asamples\x18\x04 \x03(\v2\x1c.rollout.buffer.v1.SampleRefR\asamples\x12\x16\n" +
 	"\x06groups\x18\x05 \x01(\rR\x06groups\x12\x1a\n" +
-	"\bexcluded\x18\x06 \x01(\rR\bexcluded\"\xc6\x01\n" +
+	"\bexcluded\x18\x06 \x01(\rR\bexcluded\x12%\n" +
+	"\x0ezero_advantage\x18\a \x01(\rR\rzeroAdvantage\x122\n" +
+	"\x15zero_advantage_reward\x18\b \x01(\x01R\x13zeroAdvantageReward\"\x90\x02\n" +
 	"\n" +
 	"StepRecord\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x19\n" +
@@ -2959,7 +3583,9 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06groups\x18\x04 \x01(\rR\x06groups\x12\x18\n" +
 	"\asamples\x18\x05 \x01(\rR\asamples\x12\x14\n" +
 	"\x05chain\x18\x06 \x01(\tR\x05chain\x12\x1a\n" +
-	"\bexcluded\x18\a \x01(\rR\bexcluded\"\xa0\x03\n" +
+	"\bexcluded\x18\a \x01(\rR\bexcluded\x12%\n" +
+	"\x0ezero_advantage\x18\b \x01(\rR\rzeroAdvantage\x12!\n" +
+	"\fend_position\x18\t \x01(\x04R\vendPosition\"\xad\x04\n" +
 	"\vLedgerState\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12\x12\n" +
 	"\x04open\x18\x02 \x01(\x04R\x04open\x12\x14\n" +
@@ -2976,20 +3602,61 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	" \x01(\x04R\arefused\x12%\n" +
 	"\x0eweights_digest\x18\v \x01(\tR\rweightsDigest\x12'\n" +
 	"\x0fweights_version\x18\f \x01(\x04R\x0eweightsVersion\x12!\n" +
-	"\finfra_failed\x18\r \x01(\x04R\vinfraFailed\"t\n" +
+	"\finfra_failed\x18\r \x01(\x04R\vinfraFailed\x12%\n" +
+	"\x0estalled_reason\x18\x0e \x01(\tR\rstalledReason\x12'\n" +
+	"\x0fstalled_message\x18\x0f \x01(\tR\x0estalledMessage\x12!\n" +
+	"\fsample_bytes\x18\x10 \x01(\x04R\vsampleBytes\x12\x18\n" +
+	"\askipped\x18\x11 \x01(\x04R\askipped\"\x96\x01\n" +
 	"\x11OpenLedgerRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12?\n" +
-	"\x06config\x18\x02 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigB\x06\xbaH\x03\xc8\x01\x01R\x06config\"J\n" +
+	"\x06config\x18\x02 \x01(\v2\x1f.rollout.buffer.v1.LedgerConfigB\x06\xbaH\x03\xc8\x01\x01R\x06config\x12 \n" +
+	"\vincarnation\x18\x03 \x01(\rR\vincarnation\"J\n" +
 	"\x12OpenLedgerResponse\x124\n" +
-	"\x05state\x18\x01 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\"4\n" +
+	"\x05state\x18\x01 \x01(\v2\x1e.rollout.buffer.v1.LedgerStateR\x05state\"V\n" +
 	"\x12CloseLedgerRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\x15\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12 \n" +
+	"\vincarnation\x18\x02 \x01(\rR\vincarnation\"\x15\n" +
 	"\x13CloseLedgerResponse\"\x86\x01\n" +
 	"\x14RecordWeightsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x124\n" +
 	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\"\x17\n" +
-	"\x15RecordWeightsResponse\"u\n" +
+	"\x15RecordWeightsResponse\"4\n" +
+	"\x12LendSegmentRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\xc3\x01\n" +
+	"\x13LendSegmentResponse\x12\x18\n" +
+	"\asegment\x18\x01 \x01(\rR\asegment\x12\x12\n" +
+	"\x04path\x18\x02 \x01(\tR\x04path\x12\x14\n" +
+	"\x05inode\x18\x03 \x01(\x04R\x05inode\x12\x16\n" +
+	"\x06offset\x18\x04 \x01(\x04R\x06offset\x12\x1d\n" +
+	"\n" +
+	"roll_bytes\x18\x05 \x01(\x04R\trollBytes\x12\x18\n" +
+	"\alending\x18\x06 \x01(\x06R\alending\x12\x17\n" +
+	"\aboot_id\x18\a \x01(\tR\x06bootId\"\xb4\x01\n" +
+	"\x16PutTrajectoriesRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12B\n" +
+	"\x04puts\x18\x02 \x03(\v2&.rollout.trajectory.v1.TrajectoryBatchB\x06\xbaH\x03\xd8\x01\x03R\x04puts\x12\x1a\n" +
+	"\bfinished\x18\x03 \x03(\rR\bfinished\x12\x1a\n" +
+	"\breturned\x18\x04 \x03(\x06R\breturned\"Q\n" +
+	"\x17PutTrajectoriesResponse\x126\n" +
+	"\aresults\x18\x01 \x03(\v2\x1c.rollout.buffer.v1.PutResultR\aresults\"`\n" +
+	"\x19StreamTrajectoriesRequest\x12C\n" +
+	"\x03put\x18\x01 \x01(\v2).rollout.buffer.v1.PutTrajectoriesRequestB\x06\xbaH\x03\xc8\x01\x01R\x03put\"`\n" +
+	"\x1aStreamTrajectoriesResponse\x12B\n" +
+	"\x06answer\x18\x01 \x01(\v2*.rollout.buffer.v1.PutTrajectoriesResponseR\x06answer\"\x98\x01\n" +
+	"\tPutResult\x12\x1a\n" +
+	"\baccepted\x18\x01 \x01(\rR\baccepted\x12\x1e\n" +
+	"\n" +
+	"duplicates\x18\x02 \x01(\rR\n" +
+	"duplicates\x12\x16\n" +
+	"\x06failed\x18\x03 \x01(\rR\x06failed\x127\n" +
+	"\arefused\x18\x04 \x03(\v2\x1d.rollout.buffer.v1.PutRefusalR\arefused\"D\n" +
+	"\n" +
+	"PutRefusal\x12\x1e\n" +
+	"\n" +
+	"trajectory\x18\x01 \x01(\rR\n" +
+	"trajectory\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\"u\n" +
 	"\x11GetMissingRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12@\n" +
 	"\x06groups\x18\x02 \x03(\v2\x1b.rollout.buffer.v1.GroupKeyB\v\xbaH\b\x92\x01\x05\b\x01\x10\x80 R\x06groups\"O\n" +
@@ -3029,15 +3696,17 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06states\x18\x04 \x03(\x0e2\x1d.rollout.buffer.v1.GroupStateB\r\xbaH\n" +
 	"\x92\x01\a\"\x05\x82\x01\x02\x10\x01R\x06states\"L\n" +
 	"\x12ListGroupsResponse\x126\n" +
-	"\x06groups\x18\x01 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\"\x96\x01\n" +
+	"\x06groups\x18\x01 \x03(\v2\x1e.rollout.buffer.v1.GroupRecordR\x06groups\"\xb8\x01\n" +
 	"\x14ExcludeGroupsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12=\n" +
 	"\x06groups\x18\x02 \x03(\v2\x1b.rollout.buffer.v1.GroupKeyB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\x12\x1f\n" +
-	"\x06reason\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06reason\"\x17\n" +
-	"\x15ExcludeGroupsResponse\"u\n" +
+	"\x06reason\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06reason\x12 \n" +
+	"\vincarnation\x18\x04 \x01(\rR\vincarnation\"\x17\n" +
+	"\x15ExcludeGroupsResponse\"\x97\x01\n" +
 	"\x14ReissueGroupsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12=\n" +
-	"\x06groups\x18\x02 \x03(\v2\x1b.rollout.buffer.v1.GroupKeyB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\"\x17\n" +
+	"\x06groups\x18\x02 \x03(\v2\x1b.rollout.buffer.v1.GroupKeyB\b\xbaH\x05\x92\x01\x02\b\x01R\x06groups\x12 \n" +
+	"\vincarnation\x18\x03 \x01(\rR\vincarnation\"\x17\n" +
 	"\x15ReissueGroupsResponse\"R\n" +
 	"\x13ReadPayloadsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
@@ -3108,12 +3777,15 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12GROUP_STATE_LEASED\x10\x03\x12\x18\n" +
 	"\x14GROUP_STATE_CONSUMED\x10\x04\x12\x18\n" +
 	"\x14GROUP_STATE_EXCLUDED\x10\x05\x12\x19\n" +
-	"\x15GROUP_STATE_DISSOLVED\x10\x062\x94\v\n" +
+	"\x15GROUP_STATE_DISSOLVED\x10\x062\xd3\r\n" +
 	"\rBufferService\x12Y\n" +
 	"\n" +
 	"OpenLedger\x12$.rollout.buffer.v1.OpenLedgerRequest\x1a%.rollout.buffer.v1.OpenLedgerResponse\x12\\\n" +
 	"\vCloseLedger\x12%.rollout.buffer.v1.CloseLedgerRequest\x1a&.rollout.buffer.v1.CloseLedgerResponse\x12b\n" +
-	"\rRecordWeights\x12'.rollout.buffer.v1.RecordWeightsRequest\x1a(.rollout.buffer.v1.RecordWeightsResponse\x12Y\n" +
+	"\rRecordWeights\x12'.rollout.buffer.v1.RecordWeightsRequest\x1a(.rollout.buffer.v1.RecordWeightsResponse\x12\\\n" +
+	"\vLendSegment\x12%.rollout.buffer.v1.LendSegmentRequest\x1a&.rollout.buffer.v1.LendSegmentResponse\x12h\n" +
+	"\x0fPutTrajectories\x12).rollout.buffer.v1.PutTrajectoriesRequest\x1a*.rollout.buffer.v1.PutTrajectoriesResponse\x12u\n" +
+	"\x12StreamTrajectories\x12,.rollout.buffer.v1.StreamTrajectoriesRequest\x1a-.rollout.buffer.v1.StreamTrajectoriesResponse(\x010\x01\x12Y\n" +
 	"\n" +
 	"GetMissing\x12$.rollout.buffer.v1.GetMissingRequest\x1a%.rollout.buffer.v1.GetMissingResponse\x12Y\n" +
 	"\n" +
@@ -3145,123 +3817,143 @@ func file_rollout_buffer_v1_buffer_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_buffer_v1_buffer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
 var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
-	(LeaseOrder)(0),               // 0: rollout.buffer.v1.LeaseOrder
-	(GroupState)(0),               // 1: rollout.buffer.v1.GroupState
-	(*LedgerConfig)(nil),          // 2: rollout.buffer.v1.LedgerConfig
-	(*GroupKey)(nil),              // 3: rollout.buffer.v1.GroupKey
-	(*GroupRecord)(nil),           // 4: rollout.buffer.v1.GroupRecord
-	(*SampleRef)(nil),             // 5: rollout.buffer.v1.SampleRef
-	(*Batch)(nil),                 // 6: rollout.buffer.v1.Batch
-	(*StepRecord)(nil),            // 7: rollout.buffer.v1.StepRecord
-	(*LedgerState)(nil),           // 8: rollout.buffer.v1.LedgerState
-	(*OpenLedgerRequest)(nil),     // 9: rollout.buffer.v1.OpenLedgerRequest
-	(*OpenLedgerResponse)(nil),    // 10: rollout.buffer.v1.OpenLedgerResponse
-	(*CloseLedgerRequest)(nil),    // 11: rollout.buffer.v1.CloseLedgerRequest
-	(*CloseLedgerResponse)(nil),   // 12: rollout.buffer.v1.CloseLedgerResponse
-	(*RecordWeightsRequest)(nil),  // 13: rollout.buffer.v1.RecordWeightsRequest
-	(*RecordWeightsResponse)(nil), // 14: rollout.buffer.v1.RecordWeightsResponse
-	(*GetMissingRequest)(nil),     // 15: rollout.buffer.v1.GetMissingRequest
-	(*GetMissingResponse)(nil),    // 16: rollout.buffer.v1.GetMissingResponse
-	(*MissingSamples)(nil),        // 17: rollout.buffer.v1.MissingSamples
-	(*LeaseBatchRequest)(nil),     // 18: rollout.buffer.v1.LeaseBatchRequest
-	(*LeaseBatchResponse)(nil),    // 19: rollout.buffer.v1.LeaseBatchResponse
-	(*CommitStepRequest)(nil),     // 20: rollout.buffer.v1.CommitStepRequest
-	(*CommitStepResponse)(nil),    // 21: rollout.buffer.v1.CommitStepResponse
-	(*GetBatchRequest)(nil),       // 22: rollout.buffer.v1.GetBatchRequest
-	(*GetBatchResponse)(nil),      // 23: rollout.buffer.v1.GetBatchResponse
-	(*ListStepsRequest)(nil),      // 24: rollout.buffer.v1.ListStepsRequest
-	(*ListStepsResponse)(nil),     // 25: rollout.buffer.v1.ListStepsResponse
-	(*ListGroupsRequest)(nil),     // 26: rollout.buffer.v1.ListGroupsRequest
-	(*ListGroupsResponse)(nil),    // 27: rollout.buffer.v1.ListGroupsResponse
-	(*ExcludeGroupsRequest)(nil),  // 28: rollout.buffer.v1.ExcludeGroupsRequest
-	(*ExcludeGroupsResponse)(nil), // 29: rollout.buffer.v1.ExcludeGroupsResponse
-	(*ReissueGroupsRequest)(nil),  // 30: rollout.buffer.v1.ReissueGroupsRequest
-	(*ReissueGroupsResponse)(nil), // 31: rollout.buffer.v1.ReissueGroupsResponse
-	(*ReadPayloadsRequest)(nil),   // 32: rollout.buffer.v1.ReadPayloadsRequest
-	(*ReadPayloadsResponse)(nil),  // 33: rollout.buffer.v1.ReadPayloadsResponse
-	(*WatchLedgerRequest)(nil),    // 34: rollout.buffer.v1.WatchLedgerRequest
-	(*WatchLedgerResponse)(nil),   // 35: rollout.buffer.v1.WatchLedgerResponse
-	(*TrimPayloadsRequest)(nil),   // 36: rollout.buffer.v1.TrimPayloadsRequest
-	(*TrimPayloadsResponse)(nil),  // 37: rollout.buffer.v1.TrimPayloadsResponse
-	(*ExportLedgerRequest)(nil),   // 38: rollout.buffer.v1.ExportLedgerRequest
-	(*ExportLedgerResponse)(nil),  // 39: rollout.buffer.v1.ExportLedgerResponse
-	(*LedgerRecord)(nil),          // 40: rollout.buffer.v1.LedgerRecord
-	(*SegmentRecord)(nil),         // 41: rollout.buffer.v1.SegmentRecord
-	(*WeightsRecord)(nil),         // 42: rollout.buffer.v1.WeightsRecord
-	(*SampleRecord)(nil),          // 43: rollout.buffer.v1.SampleRecord
-	(*v1.TrajectoryKey)(nil),      // 44: rollout.trajectory.v1.TrajectoryKey
-	(v1.Outcome)(0),               // 45: rollout.trajectory.v1.Outcome
-	(*v1.VersionSpan)(nil),        // 46: rollout.trajectory.v1.VersionSpan
+	(LeaseOrder)(0),                    // 0: rollout.buffer.v1.LeaseOrder
+	(GroupState)(0),                    // 1: rollout.buffer.v1.GroupState
+	(*LedgerConfig)(nil),               // 2: rollout.buffer.v1.LedgerConfig
+	(*GroupKey)(nil),                   // 3: rollout.buffer.v1.GroupKey
+	(*GroupRecord)(nil),                // 4: rollout.buffer.v1.GroupRecord
+	(*SampleRef)(nil),                  // 5: rollout.buffer.v1.SampleRef
+	(*Batch)(nil),                      // 6: rollout.buffer.v1.Batch
+	(*StepRecord)(nil),                 // 7: rollout.buffer.v1.StepRecord
+	(*LedgerState)(nil),                // 8: rollout.buffer.v1.LedgerState
+	(*OpenLedgerRequest)(nil),          // 9: rollout.buffer.v1.OpenLedgerRequest
+	(*OpenLedgerResponse)(nil),         // 10: rollout.buffer.v1.OpenLedgerResponse
+	(*CloseLedgerRequest)(nil),         // 11: rollout.buffer.v1.CloseLedgerRequest
+	(*CloseLedgerResponse)(nil),        // 12: rollout.buffer.v1.CloseLedgerResponse
+	(*RecordWeightsRequest)(nil),       // 13: rollout.buffer.v1.RecordWeightsRequest
+	(*RecordWeightsResponse)(nil),      // 14: rollout.buffer.v1.RecordWeightsResponse
+	(*LendSegmentRequest)(nil),         // 15: rollout.buffer.v1.LendSegmentRequest
+	(*LendSegmentResponse)(nil),        // 16: rollout.buffer.v1.LendSegmentResponse
+	(*PutTrajectoriesRequest)(nil),     // 17: rollout.buffer.v1.PutTrajectoriesRequest
+	(*PutTrajectoriesResponse)(nil),    // 18: rollout.buffer.v1.PutTrajectoriesResponse
+	(*StreamTrajectoriesRequest)(nil),  // 19: rollout.buffer.v1.StreamTrajectoriesRequest
+	(*StreamTrajectoriesResponse)(nil), // 20: rollout.buffer.v1.StreamTrajectoriesResponse
+	(*PutResult)(nil),                  // 21: rollout.buffer.v1.PutResult
+	(*PutRefusal)(nil),                 // 22: rollout.buffer.v1.PutRefusal
+	(*GetMissingRequest)(nil),          // 23: rollout.buffer.v1.GetMissingRequest
+	(*GetMissingResponse)(nil),         // 24: rollout.buffer.v1.GetMissingResponse
+	(*MissingSamples)(nil),             // 25: rollout.buffer.v1.MissingSamples
+	(*LeaseBatchRequest)(nil),          // 26: rollout.buffer.v1.LeaseBatchRequest
+	(*LeaseBatchResponse)(nil),         // 27: rollout.buffer.v1.LeaseBatchResponse
+	(*CommitStepRequest)(nil),          // 28: rollout.buffer.v1.CommitStepRequest
+	(*CommitStepResponse)(nil),         // 29: rollout.buffer.v1.CommitStepResponse
+	(*GetBatchRequest)(nil),            // 30: rollout.buffer.v1.GetBatchRequest
+	(*GetBatchResponse)(nil),           // 31: rollout.buffer.v1.GetBatchResponse
+	(*ListStepsRequest)(nil),           // 32: rollout.buffer.v1.ListStepsRequest
+	(*ListStepsResponse)(nil),          // 33: rollout.buffer.v1.ListStepsResponse
+	(*ListGroupsRequest)(nil),          // 34: rollout.buffer.v1.ListGroupsRequest
+	(*ListGroupsResponse)(nil),         // 35: rollout.buffer.v1.ListGroupsResponse
+	(*ExcludeGroupsRequest)(nil),       // 36: rollout.buffer.v1.ExcludeGroupsRequest
+	(*ExcludeGroupsResponse)(nil),      // 37: rollout.buffer.v1.ExcludeGroupsResponse
+	(*ReissueGroupsRequest)(nil),       // 38: rollout.buffer.v1.ReissueGroupsRequest
+	(*ReissueGroupsResponse)(nil),      // 39: rollout.buffer.v1.ReissueGroupsResponse
+	(*ReadPayloadsRequest)(nil),        // 40: rollout.buffer.v1.ReadPayloadsRequest
+	(*ReadPayloadsResponse)(nil),       // 41: rollout.buffer.v1.ReadPayloadsResponse
+	(*WatchLedgerRequest)(nil),         // 42: rollout.buffer.v1.WatchLedgerRequest
+	(*WatchLedgerResponse)(nil),        // 43: rollout.buffer.v1.WatchLedgerResponse
+	(*TrimPayloadsRequest)(nil),        // 44: rollout.buffer.v1.TrimPayloadsRequest
+	(*TrimPayloadsResponse)(nil),       // 45: rollout.buffer.v1.TrimPayloadsResponse
+	(*ExportLedgerRequest)(nil),        // 46: rollout.buffer.v1.ExportLedgerRequest
+	(*ExportLedgerResponse)(nil),       // 47: rollout.buffer.v1.ExportLedgerResponse
+	(*LedgerRecord)(nil),               // 48: rollout.buffer.v1.LedgerRecord
+	(*SegmentRecord)(nil),              // 49: rollout.buffer.v1.SegmentRecord
+	(*WeightsRecord)(nil),              // 50: rollout.buffer.v1.WeightsRecord
+	(*SampleRecord)(nil),               // 51: rollout.buffer.v1.SampleRecord
+	(*v1.TrajectoryKey)(nil),           // 52: rollout.trajectory.v1.TrajectoryKey
+	(v1.Outcome)(0),                    // 53: rollout.trajectory.v1.Outcome
+	(*v1.TrajectoryBatch)(nil),         // 54: rollout.trajectory.v1.TrajectoryBatch
+	(*v1.VersionSpan)(nil),             // 55: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
 	3,  // 1: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
 	1,  // 2: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
-	44, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	45, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
+	52, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	53, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
 	5,  // 5: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
 	4,  // 6: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
 	2,  // 7: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
 	8,  // 8: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	3,  // 9: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	17, // 10: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
-	6,  // 11: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	7,  // 12: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
-	6,  // 13: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	7,  // 14: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	1,  // 15: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
-	4,  // 16: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	3,  // 17: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	3,  // 18: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	8,  // 19: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	40, // 20: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	41, // 21: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
-	42, // 22: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
-	7,  // 23: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	4,  // 24: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	43, // 25: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	2,  // 26: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
-	8,  // 27: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
-	5,  // 28: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
-	44, // 29: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	46, // 30: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
-	9,  // 31: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
-	11, // 32: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
-	13, // 33: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
-	15, // 34: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
-	18, // 35: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
-	20, // 36: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
-	22, // 37: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
-	24, // 38: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
-	26, // 39: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
-	28, // 40: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
-	30, // 41: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
-	32, // 42: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
-	34, // 43: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	38, // 44: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
-	36, // 45: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	10, // 46: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	12, // 47: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	14, // 48: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	16, // 49: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	19, // 50: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	21, // 51: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	23, // 52: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	25, // 53: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	27, // 54: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	29, // 55: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	31, // 56: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	33, // 57: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	35, // 58: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	39, // 59: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
-	37, // 60: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	46, // [46:61] is the sub-list for method output_type
-	31, // [31:46] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	54, // 9: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
+	21, // 10: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
+	17, // 11: rollout.buffer.v1.StreamTrajectoriesRequest.put:type_name -> rollout.buffer.v1.PutTrajectoriesRequest
+	18, // 12: rollout.buffer.v1.StreamTrajectoriesResponse.answer:type_name -> rollout.buffer.v1.PutTrajectoriesResponse
+	22, // 13: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
+	3,  // 14: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	25, // 15: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
+	6,  // 16: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	7,  // 17: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
+	6,  // 18: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	7,  // 19: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	1,  // 20: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
+	4,  // 21: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	3,  // 22: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	3,  // 23: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	8,  // 24: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	48, // 25: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	49, // 26: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	50, // 27: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	7,  // 28: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	4,  // 29: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	51, // 30: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	2,  // 31: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
+	8,  // 32: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
+	5,  // 33: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
+	52, // 34: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	55, // 35: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	9,  // 36: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
+	11, // 37: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
+	13, // 38: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
+	15, // 39: rollout.buffer.v1.BufferService.LendSegment:input_type -> rollout.buffer.v1.LendSegmentRequest
+	17, // 40: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
+	19, // 41: rollout.buffer.v1.BufferService.StreamTrajectories:input_type -> rollout.buffer.v1.StreamTrajectoriesRequest
+	23, // 42: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
+	26, // 43: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
+	28, // 44: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
+	30, // 45: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
+	32, // 46: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
+	34, // 47: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
+	36, // 48: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
+	38, // 49: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
+	40, // 50: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
+	42, // 51: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
+	46, // 52: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	44, // 53: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
+	10, // 54: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	12, // 55: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	14, // 56: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	16, // 57: rollout.buffer.v1.BufferService.LendSegment:output_type -> rollout.buffer.v1.LendSegmentResponse
+	18, // 58: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
+	20, // 59: rollout.buffer.v1.BufferService.StreamTrajectories:output_type -> rollout.buffer.v1.StreamTrajectoriesResponse
+	24, // 60: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	27, // 61: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	29, // 62: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	31, // 63: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	33, // 64: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	35, // 65: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	37, // 66: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	39, // 67: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	41, // 68: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	43, // 69: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	47, // 70: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	45, // 71: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	54, // [54:72] is the sub-list for method output_type
+	36, // [36:54] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_rollout_buffer_v1_buffer_proto_init() }
@@ -3275,7 +3967,7 @@ func file_rollout_buffer_v1_buffer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_buffer_v1_buffer_proto_rawDesc), len(file_rollout_buffer_v1_buffer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   42,
+			NumMessages:   50,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -387,8 +387,8 @@ type DrGrpoConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-	// 3.2; others are not sampled in their place: the step is smaller).
+	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -614,8 +614,8 @@ type DapoConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-	// 3.2; others are not sampled in their place: the step is smaller).
+	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -841,8 +841,8 @@ type GspoConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-	// 3.2; others are not sampled in their place: the step is smaller).
+	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -1068,8 +1068,8 @@ type CispoConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-	// 3.2; others are not sampled in their place: the step is smaller).
+	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -1295,8 +1295,8 @@ type RlooConfig struct {
 	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-	// 3.2; others are not sampled in their place: the step is smaller).
+	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
 	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -1763,6 +1763,72 @@ func (x *DpoConfig) GetLabelSmoothing() float64 {
 	return 0
 }
 
+// OnlineDpoConfig sets online DPO (arXiv 2402.04792): the policy samples groups, and of each the sample of the highest reward is
+// preferred to that of the lowest. Groups whose rewards are all equal make no pair.
+type OnlineDpoConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How strongly the policy is held to the initial model.
+	Beta *float64 `protobuf:"fixed64,1,opt,name=beta,proto3,oneof" json:"beta,omitempty"`
+	// Loss of a pair: DPO's (`sigmoid`), or IPO's (arXiv 2310.12036) on sums over tokens.
+	Loss *string `protobuf:"bytes,2,opt,name=loss,proto3,oneof" json:"loss,omitempty"`
+	// Whether others are sampled in place of groups that make no pair, within `sampling.refill_rounds`; off, the step has fewer
+	// pairs.
+	DynamicSampling *bool `protobuf:"varint,3,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *OnlineDpoConfig) Reset() {
+	*x = OnlineDpoConfig{}
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OnlineDpoConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OnlineDpoConfig) ProtoMessage() {}
+
+func (x *OnlineDpoConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OnlineDpoConfig.ProtoReflect.Descriptor instead.
+func (*OnlineDpoConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *OnlineDpoConfig) GetBeta() float64 {
+	if x != nil && x.Beta != nil {
+		return *x.Beta
+	}
+	return 0
+}
+
+func (x *OnlineDpoConfig) GetLoss() string {
+	if x != nil && x.Loss != nil {
+		return *x.Loss
+	}
+	return ""
+}
+
+func (x *OnlineDpoConfig) GetDynamicSampling() bool {
+	if x != nil && x.DynamicSampling != nil {
+		return *x.DynamicSampling
+	}
+	return false
+}
+
 // IpoConfig sets Identity Preference Optimization (arXiv 2310.12036) on preference pairs.
 type IpoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1776,7 +1842,7 @@ type IpoConfig struct {
 
 func (x *IpoConfig) Reset() {
 	*x = IpoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1788,7 +1854,7 @@ func (x *IpoConfig) String() string {
 func (*IpoConfig) ProtoMessage() {}
 
 func (x *IpoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1801,7 +1867,7 @@ func (x *IpoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IpoConfig.ProtoReflect.Descriptor instead.
 func (*IpoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{9}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *IpoConfig) GetBeta() float64 {
@@ -1837,7 +1903,7 @@ type KtoConfig struct {
 
 func (x *KtoConfig) Reset() {
 	*x = KtoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1849,7 +1915,7 @@ func (x *KtoConfig) String() string {
 func (*KtoConfig) ProtoMessage() {}
 
 func (x *KtoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1862,7 +1928,7 @@ func (x *KtoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KtoConfig.ProtoReflect.Descriptor instead.
 func (*KtoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *KtoConfig) GetBeta() float64 {
@@ -1897,7 +1963,7 @@ func (x *KtoConfig) GetReferencePoint() bool {
 // each token was (reverse KL on sampled tokens; arXiv 2306.13649, arXiv 2306.08543).
 type DistillationConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Folder of the teacher's model in the Hugging Face layout.
+	// Folder of the teacher's model in the Hugging Face layout, which the learner loads; or `[algorithm.distillation.endpoint]`.
 	Teacher *string `protobuf:"bytes,1,opt,name=teacher,proto3,oneof" json:"teacher,omitempty"`
 	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
 	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
@@ -1908,13 +1974,15 @@ type DistillationConfig struct {
 	Minibatches *uint32 `protobuf:"varint,4,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
 	// In async mode, cap of the importance weight against the engine's logprobs.
 	ImportanceCap *float64 `protobuf:"fixed64,5,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
+	// A teacher that an engine serves, instead of a folder.
+	Endpoint      *TeacherEndpointConfig `protobuf:"bytes,6,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DistillationConfig) Reset() {
 	*x = DistillationConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1926,7 +1994,7 @@ func (x *DistillationConfig) String() string {
 func (*DistillationConfig) ProtoMessage() {}
 
 func (x *DistillationConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1939,7 +2007,7 @@ func (x *DistillationConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DistillationConfig.ProtoReflect.Descriptor instead.
 func (*DistillationConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *DistillationConfig) GetTeacher() string {
@@ -1973,6 +2041,116 @@ func (x *DistillationConfig) GetMinibatches() uint32 {
 func (x *DistillationConfig) GetImportanceCap() float64 {
 	if x != nil && x.ImportanceCap != nil {
 		return *x.ImportanceCap
+	}
+	return 0
+}
+
+func (x *DistillationConfig) GetEndpoint() *TeacherEndpointConfig {
+	if x != nil {
+		return x.Endpoint
+	}
+	return nil
+}
+
+// TeacherEndpointConfig is a teacher behind an OpenAI-compatible endpoint, such as vLLM or SGLang. The inference workers ask it for
+// the log-probabilities of the tokens that they sampled and put them beside the sample, so that the learner loads no teacher and a
+// replay asks nobody. A call that fails makes samples INFRA_FAILED. Its tokens must be the model's; they are compared in each answer.
+type TeacherEndpointConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where its API begins.
+	BaseUrl *string `protobuf:"bytes,1,opt,name=base_url,json=baseUrl,proto3,oneof" json:"base_url,omitempty"`
+	// The model's name there.
+	Model *string `protobuf:"bytes,2,opt,name=model,proto3,oneof" json:"model,omitempty"`
+	// Where its key is, never the key itself: `file:PATH` (absolute) or `env:NAME` (of rolloutd). Empty: it asks for none.
+	ApiKey *string `protobuf:"bytes,3,opt,name=api_key,json=apiKey,proto3,oneof" json:"api_key,omitempty"`
+	// How it is asked for the log-probabilities of a prompt: `echo` with `logprobs` as OpenAI's completions have it, or vLLM's
+	// `prompt_logprobs`, whose answers name tokens by their ids.
+	Protocol *string `protobuf:"bytes,4,opt,name=protocol,proto3,oneof" json:"protocol,omitempty"`
+	// Longest time for one call, in seconds.
+	TimeoutSeconds *float64 `protobuf:"fixed64,5,opt,name=timeout_seconds,json=timeoutSeconds,proto3,oneof" json:"timeout_seconds,omitempty"`
+	// Further tries of a call that failed and may work again.
+	Retries *uint32 `protobuf:"varint,6,opt,name=retries,proto3,oneof" json:"retries,omitempty"`
+	// Calls that an inference worker has open at a time.
+	Concurrency   *uint32 `protobuf:"varint,7,opt,name=concurrency,proto3,oneof" json:"concurrency,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TeacherEndpointConfig) Reset() {
+	*x = TeacherEndpointConfig{}
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TeacherEndpointConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TeacherEndpointConfig) ProtoMessage() {}
+
+func (x *TeacherEndpointConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TeacherEndpointConfig.ProtoReflect.Descriptor instead.
+func (*TeacherEndpointConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *TeacherEndpointConfig) GetBaseUrl() string {
+	if x != nil && x.BaseUrl != nil {
+		return *x.BaseUrl
+	}
+	return ""
+}
+
+func (x *TeacherEndpointConfig) GetModel() string {
+	if x != nil && x.Model != nil {
+		return *x.Model
+	}
+	return ""
+}
+
+func (x *TeacherEndpointConfig) GetApiKey() string {
+	if x != nil && x.ApiKey != nil {
+		return *x.ApiKey
+	}
+	return ""
+}
+
+func (x *TeacherEndpointConfig) GetProtocol() string {
+	if x != nil && x.Protocol != nil {
+		return *x.Protocol
+	}
+	return ""
+}
+
+func (x *TeacherEndpointConfig) GetTimeoutSeconds() float64 {
+	if x != nil && x.TimeoutSeconds != nil {
+		return *x.TimeoutSeconds
+	}
+	return 0
+}
+
+func (x *TeacherEndpointConfig) GetRetries() uint32 {
+	if x != nil && x.Retries != nil {
+		return *x.Retries
+	}
+	return 0
+}
+
+func (x *TeacherEndpointConfig) GetConcurrency() uint32 {
+	if x != nil && x.Concurrency != nil {
+		return *x.Concurrency
 	}
 	return 0
 }
@@ -2502,7 +2680,17 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x0flabel_smoothing\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x11\x00\x00\x00\x00\x00\x00\xe0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.0H\x01R\x0elabelSmoothing\x88\x01\x01B\a\n" +
 	"\x05_betaB\x12\n" +
-	"\x10_label_smoothing\"\xa0\x01\n" +
+	"\x10_label_smoothing\"\xed\x01\n" +
+	"\x0fOnlineDpoConfig\x129\n" +
+	"\x04beta\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.1H\x00R\x04beta\x88\x01\x01\x12;\n" +
+	"\x04loss\x18\x02 \x01(\tB\"\xbaH\x10r\x0eR\asigmoidR\x03ipo\xca\xda\x18\v\n" +
+	"\t\"sigmoid\"H\x01R\x04loss\x88\x01\x01\x12;\n" +
+	"\x10dynamic_sampling\x18\x03 \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x02R\x0fdynamicSampling\x88\x01\x01B\a\n" +
+	"\x05_betaB\a\n" +
+	"\x05_lossB\x13\n" +
+	"\x11_dynamic_sampling\"\xa0\x01\n" +
 	"\tIpoConfig\x129\n" +
 	"\x04beta\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.1H\x00R\x04beta\x88\x01\x01\x12:\n" +
@@ -2524,9 +2712,9 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x05_betaB\x13\n" +
 	"\x11_desirable_weightB\x15\n" +
 	"\x13_undesirable_weightB\x12\n" +
-	"\x10_reference_point\"\xa8\x03\n" +
-	"\x12DistillationConfig\x12A\n" +
-	"\ateacher\x18\x01 \x01(\tB\"\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x14\x12\x10\"models/teacher\"\x18\x01H\x00R\ateacher\x88\x01\x01\x12P\n" +
+	"\x10_reference_point\"\xf5\x03\n" +
+	"\x12DistillationConfig\x12@\n" +
+	"\ateacher\x18\x01 \x01(\tB!\xbaH\x04r\x02\x10\x01\xca\xda\x18\x16\x12\x10\"models/teacher\"\x18\x01 \x01H\x00R\ateacher\x88\x01\x01\x12P\n" +
 	"\treduction\x18\x02 \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
 	"\a\"token\"H\x01R\treduction\x88\x01\x01\x12-\n" +
 	"\x06epochs\x18\x03 \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
@@ -2534,14 +2722,37 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\vminibatches\x18\x04 \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
 	"\x011H\x03R\vminibatches\x88\x01\x01\x12L\n" +
 	"\x0eimportance_cap\x18\x05 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
-	"\x032.0H\x04R\rimportanceCap\x88\x01\x01B\n" +
+	"\x032.0H\x04R\rimportanceCap\x88\x01\x01\x12L\n" +
+	"\bendpoint\x18\x06 \x01(\v2(.rollout.config.v1.TeacherEndpointConfigB\x06\xca\xda\x18\x02 \x01R\bendpointB\n" +
 	"\n" +
 	"\b_teacherB\f\n" +
 	"\n" +
 	"_reductionB\t\n" +
 	"\a_epochsB\x0e\n" +
 	"\f_minibatchesB\x11\n" +
-	"\x0f_importance_capB\xd1\x01\n" +
+	"\x0f_importance_cap\"\xe4\x04\n" +
+	"\x15TeacherEndpointConfig\x12Y\n" +
+	"\bbase_url\x18\x01 \x01(\tB9\xbaH\x16\xc8\x01\x01r\x112\x0f^https?://[^/]+\xca\xda\x18\x1c\x12\x1a\"http://127.0.0.1:8000/v1\"H\x00R\abaseUrl\x88\x01\x01\x124\n" +
+	"\x05model\x18\x02 \x01(\tB\x19\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\v\x12\t\"teacher\"H\x01R\x05model\x88\x01\x01\x12U\n" +
+	"\aapi_key\x18\x03 \x01(\tB7\xbaH,r*2(^(|env:[A-Za-z_][A-Za-z0-9_]*|file:/.+)$\xca\xda\x18\x04\n" +
+	"\x02\"\"H\x02R\x06apiKey\x88\x01\x01\x12I\n" +
+	"\bprotocol\x18\x04 \x01(\tB(\xbaH\x19r\x17R\x04echoR\x0fprompt_logprobs\xca\xda\x18\b\n" +
+	"\x06\"echo\"H\x03R\bprotocol\x88\x01\x01\x12O\n" +
+	"\x0ftimeout_seconds\x18\x05 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
+	"\x0460.0H\x04R\x0etimeoutSeconds\x88\x01\x01\x12-\n" +
+	"\aretries\x18\x06 \x01(\rB\x0e\xbaH\x04*\x02\x18d\xca\xda\x18\x03\n" +
+	"\x012H\x05R\aretries\x88\x01\x01\x128\n" +
+	"\vconcurrency\x18\a \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
+	"\x018H\x06R\vconcurrency\x88\x01\x01B\v\n" +
+	"\t_base_urlB\b\n" +
+	"\x06_modelB\n" +
+	"\n" +
+	"\b_api_keyB\v\n" +
+	"\t_protocolB\x12\n" +
+	"\x10_timeout_secondsB\n" +
+	"\n" +
+	"\b_retriesB\x0e\n" +
+	"\f_concurrencyB\xd1\x01\n" +
 	"\x15com.rollout.config.v1B\x0eAlgorithmProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/config/v1;configv1\xa2\x02\x03RCX\xaa\x02\x11Rollout.Config.V1\xca\x02\x11Rollout\\Config\\V1\xe2\x02\x1dRollout\\Config\\V1\\GPBMetadata\xea\x02\x13Rollout::Config::V1b\x06proto3"
 
 var (
@@ -2556,27 +2767,30 @@ func file_rollout_config_v1_algorithm_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_algorithm_proto_rawDescData
 }
 
-var file_rollout_config_v1_algorithm_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
+var file_rollout_config_v1_algorithm_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_rollout_config_v1_algorithm_proto_goTypes = []any{
-	(*RewardModelConfig)(nil),  // 0: rollout.config.v1.RewardModelConfig
-	(*PpoConfig)(nil),          // 1: rollout.config.v1.PpoConfig
-	(*DrGrpoConfig)(nil),       // 2: rollout.config.v1.DrGrpoConfig
-	(*DapoConfig)(nil),         // 3: rollout.config.v1.DapoConfig
-	(*GspoConfig)(nil),         // 4: rollout.config.v1.GspoConfig
-	(*CispoConfig)(nil),        // 5: rollout.config.v1.CispoConfig
-	(*RlooConfig)(nil),         // 6: rollout.config.v1.RlooConfig
-	(*ReinforcePpConfig)(nil),  // 7: rollout.config.v1.ReinforcePpConfig
-	(*DpoConfig)(nil),          // 8: rollout.config.v1.DpoConfig
-	(*IpoConfig)(nil),          // 9: rollout.config.v1.IpoConfig
-	(*KtoConfig)(nil),          // 10: rollout.config.v1.KtoConfig
-	(*DistillationConfig)(nil), // 11: rollout.config.v1.DistillationConfig
+	(*RewardModelConfig)(nil),     // 0: rollout.config.v1.RewardModelConfig
+	(*PpoConfig)(nil),             // 1: rollout.config.v1.PpoConfig
+	(*DrGrpoConfig)(nil),          // 2: rollout.config.v1.DrGrpoConfig
+	(*DapoConfig)(nil),            // 3: rollout.config.v1.DapoConfig
+	(*GspoConfig)(nil),            // 4: rollout.config.v1.GspoConfig
+	(*CispoConfig)(nil),           // 5: rollout.config.v1.CispoConfig
+	(*RlooConfig)(nil),            // 6: rollout.config.v1.RlooConfig
+	(*ReinforcePpConfig)(nil),     // 7: rollout.config.v1.ReinforcePpConfig
+	(*DpoConfig)(nil),             // 8: rollout.config.v1.DpoConfig
+	(*OnlineDpoConfig)(nil),       // 9: rollout.config.v1.OnlineDpoConfig
+	(*IpoConfig)(nil),             // 10: rollout.config.v1.IpoConfig
+	(*KtoConfig)(nil),             // 11: rollout.config.v1.KtoConfig
+	(*DistillationConfig)(nil),    // 12: rollout.config.v1.DistillationConfig
+	(*TeacherEndpointConfig)(nil), // 13: rollout.config.v1.TeacherEndpointConfig
 }
 var file_rollout_config_v1_algorithm_proto_depIdxs = []int32{
-	0, // [0:0] is the sub-list for method output_type
-	0, // [0:0] is the sub-list for method input_type
-	0, // [0:0] is the sub-list for extension type_name
-	0, // [0:0] is the sub-list for extension extendee
-	0, // [0:0] is the sub-list for field type_name
+	13, // 0: rollout.config.v1.DistillationConfig.endpoint:type_name -> rollout.config.v1.TeacherEndpointConfig
+	1,  // [1:1] is the sub-list for method output_type
+	1,  // [1:1] is the sub-list for method input_type
+	1,  // [1:1] is the sub-list for extension type_name
+	1,  // [1:1] is the sub-list for extension extendee
+	0,  // [0:1] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_algorithm_proto_init() }
@@ -2597,13 +2811,15 @@ func file_rollout_config_v1_algorithm_proto_init() {
 	file_rollout_config_v1_algorithm_proto_msgTypes[9].OneofWrappers = []any{}
 	file_rollout_config_v1_algorithm_proto_msgTypes[10].OneofWrappers = []any{}
 	file_rollout_config_v1_algorithm_proto_msgTypes[11].OneofWrappers = []any{}
+	file_rollout_config_v1_algorithm_proto_msgTypes[12].OneofWrappers = []any{}
+	file_rollout_config_v1_algorithm_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_algorithm_proto_rawDesc), len(file_rollout_config_v1_algorithm_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   12,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -32,7 +32,9 @@ type FieldMeta struct {
 	// One example value, written as a TOML value.
 	Example string `protobuf:"bytes,2,opt,name=example,proto3" json:"example,omitempty"`
 	// Whether the field names a file or folder, resolved against the folder of the configuration file.
-	Path          bool `protobuf:"varint,3,opt,name=path,proto3" json:"path,omitempty"`
+	Path bool `protobuf:"varint,3,opt,name=path,proto3" json:"path,omitempty"`
+	// Whether absence has a meaning of its own: there is no such table, though nothing in it must be given, or no such value.
+	Absent        bool `protobuf:"varint,4,opt,name=absent,proto3" json:"absent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -88,6 +90,13 @@ func (x *FieldMeta) GetPath() bool {
 	return false
 }
 
+func (x *FieldMeta) GetAbsent() bool {
+	if x != nil {
+		return x.Absent
+	}
+	return false
+}
+
 var file_rollout_config_v1_options_proto_extTypes = []protoimpl.ExtensionInfo{
 	{
 		ExtendedType:  (*descriptorpb.FieldOptions)(nil),
@@ -111,11 +120,12 @@ var File_rollout_config_v1_options_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_options_proto_rawDesc = "" +
 	"\n" +
-	"\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"S\n" +
+	"\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"k\n" +
 	"\tFieldMeta\x12\x18\n" +
 	"\adefault\x18\x01 \x01(\tR\adefault\x12\x18\n" +
 	"\aexample\x18\x02 \x01(\tR\aexample\x12\x12\n" +
-	"\x04path\x18\x03 \x01(\bR\x04path:Q\n" +
+	"\x04path\x18\x03 \x01(\bR\x04path\x12\x16\n" +
+	"\x06absent\x18\x04 \x01(\bR\x06absent:Q\n" +
 	"\x04meta\x12\x1d.google.protobuf.FieldOptions\x18\xa9\x8b\x03 \x01(\v2\x1c.rollout.config.v1.FieldMetaR\x04metaB\xcf\x01\n" +
 	"\x15com.rollout.config.v1B\fOptionsProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/config/v1;configv1\xa2\x02\x03RCX\xaa\x02\x11Rollout.Config.V1\xca\x02\x11Rollout\\Config\\V1\xe2\x02\x1dRollout\\Config\\V1\\GPBMetadata\xea\x02\x13Rollout::Config::V1b\x06proto3"
 

@@ -56,7 +56,13 @@ type RunConfig struct {
 	// Retries and time limits.
 	Limits *LimitsConfig `protobuf:"bytes,15,opt,name=limits,proto3" json:"limits,omitempty"`
 	// Low-rank adapters: absent, all weights are trained.
-	Lora          *LoraConfig `protobuf:"bytes,20,opt,name=lora,proto3" json:"lora,omitempty"`
+	Lora *LoraConfig `protobuf:"bytes,20,opt,name=lora,proto3" json:"lora,omitempty"`
+	// Which sampled completions are kept to be looked at.
+	Completions *CompletionsConfig `protobuf:"bytes,40,opt,name=completions,proto3" json:"completions,omitempty"`
+	// How new weights get to the inference workers.
+	Weights *WeightsConfig `protobuf:"bytes,24,opt,name=weights,proto3" json:"weights,omitempty"`
+	// Where metrics go beside the control plane's own storage.
+	Sinks         *SinksConfig `protobuf:"bytes,41,opt,name=sinks,proto3" json:"sinks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -199,6 +205,27 @@ func (x *RunConfig) GetLimits() *LimitsConfig {
 func (x *RunConfig) GetLora() *LoraConfig {
 	if x != nil {
 		return x.Lora
+	}
+	return nil
+}
+
+func (x *RunConfig) GetCompletions() *CompletionsConfig {
+	if x != nil {
+		return x.Completions
+	}
+	return nil
+}
+
+func (x *RunConfig) GetWeights() *WeightsConfig {
+	if x != nil {
+		return x.Weights
+	}
+	return nil
+}
+
+func (x *RunConfig) GetSinks() *SinksConfig {
+	if x != nil {
+		return x.Sinks
 	}
 	return nil
 }
@@ -410,9 +437,15 @@ type SamplingConfig struct {
 	// Keep tokens with at least this share of the most likely token's probability. 0 keeps all.
 	MinP *float64 `protobuf:"fixed64,6,opt,name=min_p,json=minP,proto3,oneof" json:"min_p,omitempty"`
 	// Texts that end a completion; they are not part of it.
-	Stop          []string `protobuf:"bytes,7,rep,name=stop,proto3" json:"stop,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Stop []string `protobuf:"bytes,7,rep,name=stop,proto3" json:"stop,omitempty"`
+	// With `algorithm.*.dynamic_sampling`: most prompts that a step may draw until it has `train.groups_per_step` groups whose rewards
+	// differ, in multiples of that number. 1 draws none in place of those left out: the step is smaller.
+	RefillRounds *uint32 `protobuf:"varint,8,opt,name=refill_rounds,json=refillRounds,proto3,oneof" json:"refill_rounds,omitempty"`
+	// What a step does that has drawn all of those: `train` on the groups it has and tell of it, or `fail` the run
+	// (DYNAMIC_SAMPLING_EXHAUSTED). Without a single group the run always fails.
+	RefillShortfall *string `protobuf:"bytes,9,opt,name=refill_shortfall,json=refillShortfall,proto3,oneof" json:"refill_shortfall,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *SamplingConfig) Reset() {
@@ -494,16 +527,40 @@ func (x *SamplingConfig) GetStop() []string {
 	return nil
 }
 
-// RewardConfig names the function that scores completions.
+func (x *SamplingConfig) GetRefillRounds() uint32 {
+	if x != nil && x.RefillRounds != nil {
+		return *x.RefillRounds
+	}
+	return 0
+}
+
+func (x *SamplingConfig) GetRefillShortfall() string {
+	if x != nil && x.RefillShortfall != nil {
+		return *x.RefillShortfall
+	}
+	return ""
+}
+
+// RewardConfig says what scores a completion: exactly one of `plugin`, `expression`, `[reward.model]` and
+// `[reward.composite.*]`. Whatever goes wrong makes samples INFRA_FAILED, counted by reason; it never makes a reward of 0.
 type RewardConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// `file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`), returns a list of floats, or of
-	// mappings with `reward` and further named metrics.
+	// `file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`), returns a list of floats, or of
+	// mappings with `reward` and further named metrics, or with `token_rewards` or `step_rewards`.
 	Plugin *string `protobuf:"bytes,1,opt,name=plugin,proto3,oneof" json:"plugin,omitempty"`
-	// Longest time for one call, in seconds. A call that takes longer is an infrastructure failure, never a reward of 0.
+	// Longest time for one call, in seconds. A call that takes longer is an infrastructure failure, never a reward of 0. Of
+	// `[reward.composite.*]`, for those that set none of their own.
 	TimeoutSeconds *float64 `protobuf:"fixed64,2,opt,name=timeout_seconds,json=timeoutSeconds,proto3,oneof" json:"timeout_seconds,omitempty"`
 	// Further tries of a failed call before its samples are counted as INFRA_FAILED.
-	Retries       *uint32 `protobuf:"varint,3,opt,name=retries,proto3,oneof" json:"retries,omitempty"`
+	Retries *uint32 `protobuf:"varint,3,opt,name=retries,proto3,oneof" json:"retries,omitempty"`
+	// An expression in CEL over `prompt`, `completion` and the fields of the dataset's `row`; a number, or a truth value that
+	// counts as 1 or 0. It reads nothing else and changes nothing.
+	Expression *string `protobuf:"bytes,4,opt,name=expression,proto3,oneof" json:"expression,omitempty"`
+	// A trained reward model, which the run serves beside its inference workers.
+	Model *ScoringModelConfig `protobuf:"bytes,5,opt,name=model,proto3" json:"model,omitempty"`
+	// Several rewards, each in a table with a name of its own, such as `[reward.composite.format]`: the reward is their sum by
+	// weight, and each is a metric, `reward/NAME`. Where one fails the sample has no reward.
+	Composite     map[string]*RewardPartConfig `protobuf:"bytes,6,rep,name=composite,proto3" json:"composite,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -559,6 +616,193 @@ func (x *RewardConfig) GetRetries() uint32 {
 	return 0
 }
 
+func (x *RewardConfig) GetExpression() string {
+	if x != nil && x.Expression != nil {
+		return *x.Expression
+	}
+	return ""
+}
+
+func (x *RewardConfig) GetModel() *ScoringModelConfig {
+	if x != nil {
+		return x.Model
+	}
+	return nil
+}
+
+func (x *RewardConfig) GetComposite() map[string]*RewardPartConfig {
+	if x != nil {
+		return x.Composite
+	}
+	return nil
+}
+
+// ScoringModelConfig is a reward model that a worker of the run serves: it reads the tokens of prompt and completion, so its tokens
+// are those of the model that is trained.
+type ScoringModelConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Folder of a sequence classifier with one label in the Hugging Face layout, such as the weights of a run with
+	// `[algorithm.reward_model]`.
+	Path *string `protobuf:"bytes,1,opt,name=path,proto3,oneof" json:"path,omitempty"`
+	// Precision that it is loaded in.
+	Dtype *string `protobuf:"bytes,2,opt,name=dtype,proto3,oneof" json:"dtype,omitempty"`
+	// Most tokens, padding included, that one forward pass holds. In deterministic mode each completion is scored alone.
+	TokensPerBatch *uint32 `protobuf:"varint,3,opt,name=tokens_per_batch,json=tokensPerBatch,proto3,oneof" json:"tokens_per_batch,omitempty"`
+	// CPU threads of its worker. 0: as many as an inference worker has.
+	Threads       *uint32 `protobuf:"varint,4,opt,name=threads,proto3,oneof" json:"threads,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ScoringModelConfig) Reset() {
+	*x = ScoringModelConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ScoringModelConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ScoringModelConfig) ProtoMessage() {}
+
+func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ScoringModelConfig.ProtoReflect.Descriptor instead.
+func (*ScoringModelConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ScoringModelConfig) GetPath() string {
+	if x != nil && x.Path != nil {
+		return *x.Path
+	}
+	return ""
+}
+
+func (x *ScoringModelConfig) GetDtype() string {
+	if x != nil && x.Dtype != nil {
+		return *x.Dtype
+	}
+	return ""
+}
+
+func (x *ScoringModelConfig) GetTokensPerBatch() uint32 {
+	if x != nil && x.TokensPerBatch != nil {
+		return *x.TokensPerBatch
+	}
+	return 0
+}
+
+func (x *ScoringModelConfig) GetThreads() uint32 {
+	if x != nil && x.Threads != nil {
+		return *x.Threads
+	}
+	return 0
+}
+
+// RewardPartConfig is one of several rewards: exactly one of `plugin`, `expression` and `[reward.composite.NAME.model]`.
+type RewardPartConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What its score counts in the sum.
+	Weight *float64 `protobuf:"fixed64,1,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
+	// `file.py:function`, as `reward.plugin`.
+	Plugin *string `protobuf:"bytes,2,opt,name=plugin,proto3,oneof" json:"plugin,omitempty"`
+	// A trained reward model, as `[reward.model]`.
+	Model *ScoringModelConfig `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
+	// An expression in CEL, as `reward.expression`.
+	Expression *string `protobuf:"bytes,3,opt,name=expression,proto3,oneof" json:"expression,omitempty"`
+	// Longest time for one call, in seconds. Absent: `reward.timeout_seconds`.
+	TimeoutSeconds *float64 `protobuf:"fixed64,5,opt,name=timeout_seconds,json=timeoutSeconds,proto3,oneof" json:"timeout_seconds,omitempty"`
+	// Further tries of a failed call. Absent: `reward.retries`.
+	Retries       *uint32 `protobuf:"varint,6,opt,name=retries,proto3,oneof" json:"retries,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RewardPartConfig) Reset() {
+	*x = RewardPartConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RewardPartConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RewardPartConfig) ProtoMessage() {}
+
+func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RewardPartConfig.ProtoReflect.Descriptor instead.
+func (*RewardPartConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *RewardPartConfig) GetWeight() float64 {
+	if x != nil && x.Weight != nil {
+		return *x.Weight
+	}
+	return 0
+}
+
+func (x *RewardPartConfig) GetPlugin() string {
+	if x != nil && x.Plugin != nil {
+		return *x.Plugin
+	}
+	return ""
+}
+
+func (x *RewardPartConfig) GetModel() *ScoringModelConfig {
+	if x != nil {
+		return x.Model
+	}
+	return nil
+}
+
+func (x *RewardPartConfig) GetExpression() string {
+	if x != nil && x.Expression != nil {
+		return *x.Expression
+	}
+	return ""
+}
+
+func (x *RewardPartConfig) GetTimeoutSeconds() float64 {
+	if x != nil && x.TimeoutSeconds != nil {
+		return *x.TimeoutSeconds
+	}
+	return 0
+}
+
+func (x *RewardPartConfig) GetRetries() uint32 {
+	if x != nil && x.Retries != nil {
+		return *x.Retries
+	}
+	return 0
+}
+
 // AlgorithmConfig is a tagged union: the name of the table is the algorithm.
 type AlgorithmConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -580,6 +824,7 @@ type AlgorithmConfig struct {
 	//	*AlgorithmConfig_Ipo
 	//	*AlgorithmConfig_Kto
 	//	*AlgorithmConfig_Distillation
+	//	*AlgorithmConfig_OnlineDpo
 	Kind          isAlgorithmConfig_Kind `protobuf_oneof:"kind"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -587,7 +832,7 @@ type AlgorithmConfig struct {
 
 func (x *AlgorithmConfig) Reset() {
 	*x = AlgorithmConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -599,7 +844,7 @@ func (x *AlgorithmConfig) String() string {
 func (*AlgorithmConfig) ProtoMessage() {}
 
 func (x *AlgorithmConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -612,7 +857,7 @@ func (x *AlgorithmConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AlgorithmConfig.ProtoReflect.Descriptor instead.
 func (*AlgorithmConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *AlgorithmConfig) GetKind() isAlgorithmConfig_Kind {
@@ -748,6 +993,15 @@ func (x *AlgorithmConfig) GetDistillation() *DistillationConfig {
 	return nil
 }
 
+func (x *AlgorithmConfig) GetOnlineDpo() *OnlineDpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_OnlineDpo); ok {
+			return x.OnlineDpo
+		}
+	}
+	return nil
+}
+
 type isAlgorithmConfig_Kind interface {
 	isAlgorithmConfig_Kind()
 }
@@ -822,6 +1076,11 @@ type AlgorithmConfig_Distillation struct {
 	Distillation *DistillationConfig `protobuf:"bytes,14,opt,name=distillation,proto3,oneof"`
 }
 
+type AlgorithmConfig_OnlineDpo struct {
+	// Online DPO: the best and the worst of a group's own samples are a preference pair.
+	OnlineDpo *OnlineDpoConfig `protobuf:"bytes,15,opt,name=online_dpo,json=onlineDpo,proto3,oneof"`
+}
+
 func (*AlgorithmConfig_Sft) isAlgorithmConfig_Kind() {}
 
 func (*AlgorithmConfig_Grpo) isAlgorithmConfig_Kind() {}
@@ -850,6 +1109,8 @@ func (*AlgorithmConfig_Kto) isAlgorithmConfig_Kind() {}
 
 func (*AlgorithmConfig_Distillation) isAlgorithmConfig_Kind() {}
 
+func (*AlgorithmConfig_OnlineDpo) isAlgorithmConfig_Kind() {}
+
 // SftConfig sets supervised fine-tuning: mean negative log-likelihood over the trained tokens of the whole batch.
 type SftConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -861,7 +1122,7 @@ type SftConfig struct {
 
 func (x *SftConfig) Reset() {
 	*x = SftConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -873,7 +1134,7 @@ func (x *SftConfig) String() string {
 func (*SftConfig) ProtoMessage() {}
 
 func (x *SftConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -886,7 +1147,7 @@ func (x *SftConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SftConfig.ProtoReflect.Descriptor instead.
 func (*SftConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *SftConfig) GetTrainOnPrompt() bool {
@@ -933,8 +1194,8 @@ type GrpoConfig struct {
 	Epochs *uint32 `protobuf:"varint,13,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
 	Minibatches *uint32 `protobuf:"varint,14,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out of the batch and of its mean (DAPO, arXiv 2503.14476, section
-	// 3.2; others are not sampled in their place: the step is smaller).
+	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
+	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
 	DynamicSampling *bool `protobuf:"varint,15,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
 	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
@@ -960,7 +1221,7 @@ type GrpoConfig struct {
 
 func (x *GrpoConfig) Reset() {
 	*x = GrpoConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -972,7 +1233,7 @@ func (x *GrpoConfig) String() string {
 func (*GrpoConfig) ProtoMessage() {}
 
 func (x *GrpoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -985,7 +1246,7 @@ func (x *GrpoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrpoConfig.ProtoReflect.Descriptor instead.
 func (*GrpoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *GrpoConfig) GetClipLow() float64 {
@@ -1142,7 +1403,7 @@ func (x *GrpoConfig) GetImportanceFloor() float64 {
 	return 0
 }
 
-// TrainConfig sets steps, optimizer (AdamW) and learning-rate schedule.
+// TrainConfig sets steps, optimizer and learning-rate schedule.
 type TrainConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Optimizer steps of the run.
@@ -1167,7 +1428,7 @@ type TrainConfig struct {
 	MaxGradNorm *float64 `protobuf:"fixed64,10,opt,name=max_grad_norm,json=maxGradNorm,proto3,oneof" json:"max_grad_norm,omitempty"`
 	// Most tokens, padding included, that one forward and backward pass holds; more are accumulated. Never changes the gradient beyond rounding.
 	TokensPerMicrobatch *uint32 `protobuf:"varint,11,opt,name=tokens_per_microbatch,json=tokensPerMicrobatch,proto3,oneof" json:"tokens_per_microbatch,omitempty"`
-	// CPU threads of the learner. 0: all cores in sync mode, half of them in async mode.
+	// CPU threads of the learner, of each of its ranks. 0: the ranks share all cores in sync mode, half of them in async mode.
 	Threads *uint32 `protobuf:"varint,12,opt,name=threads,proto3,oneof" json:"threads,omitempty"`
 	// Steps between two deliveries of weights to the inference workers. Must be 1 where samples come from the policy; for
 	// SFT 0 delivers only for evaluations and at the end.
@@ -1181,13 +1442,23 @@ type TrainConfig struct {
 	// What a refused gradient does: `stop` ends the run, `skip` goes on with the weights as they were, `restore` goes on with those
 	// of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.
 	OnRefusedGradient *string `protobuf:"bytes,23,opt,name=on_refused_gradient,json=onRefusedGradient,proto3,oneof" json:"on_refused_gradient,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Processes that share the learner's work on this host: each holds a part of every tensor (FSDP2) and computes a part of each
+	// batch. With GPUs one process a GPU.
+	Ranks *uint32 `protobuf:"varint,40,opt,name=ranks,proto3,oneof" json:"ranks,omitempty"`
+	// The optimizer: AdamW with moments in float32, or with one byte for each (`adamw_8bit`, arXiv 2110.02861), which needs the Python
+	// package bitsandbytes.
+	Optimizer *string `protobuf:"bytes,41,opt,name=optimizer,proto3,oneof" json:"optimizer,omitempty"`
+	// Decay of an exponential moving average of the weights, which is kept beside them and moved after every update:
+	// average = decay * average + (1 - decay) * weights. Snapshots hold it (`rollout export weights --average`); sampling and training
+	// never use it. 0: none is kept.
+	EmaDecay      *float64 `protobuf:"fixed64,42,opt,name=ema_decay,json=emaDecay,proto3,oneof" json:"ema_decay,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *TrainConfig) Reset() {
 	*x = TrainConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1199,7 +1470,7 @@ func (x *TrainConfig) String() string {
 func (*TrainConfig) ProtoMessage() {}
 
 func (x *TrainConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1212,7 +1483,7 @@ func (x *TrainConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainConfig.ProtoReflect.Descriptor instead.
 func (*TrainConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *TrainConfig) GetSteps() uint64 {
@@ -1334,8 +1605,29 @@ func (x *TrainConfig) GetOnRefusedGradient() string {
 	return ""
 }
 
-// LoraConfig trains low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353). Inference workers get
-// the merged weights; a snapshot holds both, the adapter as PEFT reads it.
+func (x *TrainConfig) GetRanks() uint32 {
+	if x != nil && x.Ranks != nil {
+		return *x.Ranks
+	}
+	return 0
+}
+
+func (x *TrainConfig) GetOptimizer() string {
+	if x != nil && x.Optimizer != nil {
+		return *x.Optimizer
+	}
+	return ""
+}
+
+func (x *TrainConfig) GetEmaDecay() float64 {
+	if x != nil && x.EmaDecay != nil {
+		return *x.EmaDecay
+	}
+	return 0
+}
+
+// LoraConfig trains low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353). Inference workers
+// get the adapters alone and merge them; a snapshot holds both, the adapter as PEFT reads it.
 type LoraConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Rank of each adapter.
@@ -1352,7 +1644,7 @@ type LoraConfig struct {
 
 func (x *LoraConfig) Reset() {
 	*x = LoraConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1364,7 +1656,7 @@ func (x *LoraConfig) String() string {
 func (*LoraConfig) ProtoMessage() {}
 
 func (x *LoraConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1377,7 +1669,7 @@ func (x *LoraConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoraConfig.ProtoReflect.Descriptor instead.
 func (*LoraConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *LoraConfig) GetRank() uint32 {
@@ -1408,6 +1700,64 @@ func (x *LoraConfig) GetDora() bool {
 	return false
 }
 
+// WeightsConfig sets how new weights get to the inference workers. Those on the learner's host read them from its memory; it is the
+// others that this is about.
+type WeightsConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// `auto` sends what has changed since the version that a worker holds where that is less than half of the whole; `off` always
+	// sends the whole.
+	Patch *string `protobuf:"bytes,1,opt,name=patch,proto3,oneof" json:"patch,omitempty"`
+	// `auto` reads the learner's folder where a worker can open it, and streams from the learner or from a worker that has the version
+	// where it can't; `stream` streams in any case; `store` goes through the storage service and its bucket instead of streaming.
+	Way           *string `protobuf:"bytes,2,opt,name=way,proto3,oneof" json:"way,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WeightsConfig) Reset() {
+	*x = WeightsConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WeightsConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WeightsConfig) ProtoMessage() {}
+
+func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WeightsConfig.ProtoReflect.Descriptor instead.
+func (*WeightsConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *WeightsConfig) GetPatch() string {
+	if x != nil && x.Patch != nil {
+		return *x.Patch
+	}
+	return ""
+}
+
+func (x *WeightsConfig) GetWay() string {
+	if x != nil && x.Way != nil {
+		return *x.Way
+	}
+	return ""
+}
+
 // EngineConfig sets the inference workers.
 type EngineConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1427,7 +1777,7 @@ type EngineConfig struct {
 
 func (x *EngineConfig) Reset() {
 	*x = EngineConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1439,7 +1789,7 @@ func (x *EngineConfig) String() string {
 func (*EngineConfig) ProtoMessage() {}
 
 func (x *EngineConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1452,7 +1802,7 @@ func (x *EngineConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineConfig.ProtoReflect.Descriptor instead.
 func (*EngineConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *EngineConfig) GetKind() string {
@@ -1502,7 +1852,7 @@ type StalenessConfig struct {
 
 func (x *StalenessConfig) Reset() {
 	*x = StalenessConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1514,7 +1864,7 @@ func (x *StalenessConfig) String() string {
 func (*StalenessConfig) ProtoMessage() {}
 
 func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1527,7 +1877,7 @@ func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StalenessConfig.ProtoReflect.Descriptor instead.
 func (*StalenessConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *StalenessConfig) GetMaxSteps() uint32 {
@@ -1552,7 +1902,7 @@ type EvalConfig struct {
 
 func (x *EvalConfig) Reset() {
 	*x = EvalConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1564,7 +1914,7 @@ func (x *EvalConfig) String() string {
 func (*EvalConfig) ProtoMessage() {}
 
 func (x *EvalConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1577,7 +1927,7 @@ func (x *EvalConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalConfig.ProtoReflect.Descriptor instead.
 func (*EvalConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *EvalConfig) GetEverySteps() uint64 {
@@ -1616,7 +1966,7 @@ type SnapshotConfig struct {
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1628,7 +1978,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1641,7 +1991,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -1665,6 +2015,303 @@ func (x *SnapshotConfig) GetKeepPayloads() bool {
 	return false
 }
 
+// CompletionsConfig sets which sampled completions are kept, with their rewards and advantages, for `rollout completions`, the
+// report and sinks that have tables. Texts are cut at 4,000 characters.
+type CompletionsConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Completions kept a step: those of its first prompts. 0: none.
+	PerStep *uint32 `protobuf:"varint,1,opt,name=per_step,json=perStep,proto3,oneof" json:"per_step,omitempty"`
+	// Steps between two that keep theirs; the first does.
+	EverySteps    *uint64 `protobuf:"varint,2,opt,name=every_steps,json=everySteps,proto3,oneof" json:"every_steps,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CompletionsConfig) Reset() {
+	*x = CompletionsConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CompletionsConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CompletionsConfig) ProtoMessage() {}
+
+func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CompletionsConfig.ProtoReflect.Descriptor instead.
+func (*CompletionsConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *CompletionsConfig) GetPerStep() uint32 {
+	if x != nil && x.PerStep != nil {
+		return *x.PerStep
+	}
+	return 0
+}
+
+func (x *CompletionsConfig) GetEverySteps() uint64 {
+	if x != nil && x.EverySteps != nil {
+		return *x.EverySteps
+	}
+	return 0
+}
+
+// SinksConfig names the trackers that get the run's metrics, evaluations and kept completions while it goes on: each table that is
+// there is one. A process of its own feeds them; what becomes of it never matters to the run. `rollout export metrics` does the
+// same afterwards.
+type SinksConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Event files for TensorBoard. Needs the extra `rollout-rl[tensorboard]`.
+	Tensorboard *TensorboardConfig `protobuf:"bytes,1,opt,name=tensorboard,proto3,oneof" json:"tensorboard,omitempty"`
+	// A run of Weights & Biases. Needs the extra `rollout-rl[wandb]`.
+	Wandb *WandbConfig `protobuf:"bytes,2,opt,name=wandb,proto3,oneof" json:"wandb,omitempty"`
+	// A run of MLflow. Needs the extra `rollout-rl[mlflow]`.
+	Mlflow        *MlflowConfig `protobuf:"bytes,3,opt,name=mlflow,proto3,oneof" json:"mlflow,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SinksConfig) Reset() {
+	*x = SinksConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SinksConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SinksConfig) ProtoMessage() {}
+
+func (x *SinksConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SinksConfig.ProtoReflect.Descriptor instead.
+func (*SinksConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *SinksConfig) GetTensorboard() *TensorboardConfig {
+	if x != nil {
+		return x.Tensorboard
+	}
+	return nil
+}
+
+func (x *SinksConfig) GetWandb() *WandbConfig {
+	if x != nil {
+		return x.Wandb
+	}
+	return nil
+}
+
+func (x *SinksConfig) GetMlflow() *MlflowConfig {
+	if x != nil {
+		return x.Mlflow
+	}
+	return nil
+}
+
+// TensorboardConfig sets the event files.
+type TensorboardConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Folder to which `<name>-<run id>` is written, so that one TensorBoard shows many runs. Empty: `sinks` in the run's own folder.
+	Directory     *string `protobuf:"bytes,1,opt,name=directory,proto3,oneof" json:"directory,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TensorboardConfig) Reset() {
+	*x = TensorboardConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TensorboardConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TensorboardConfig) ProtoMessage() {}
+
+func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TensorboardConfig.ProtoReflect.Descriptor instead.
+func (*TensorboardConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *TensorboardConfig) GetDirectory() string {
+	if x != nil && x.Directory != nil {
+		return *x.Directory
+	}
+	return ""
+}
+
+// WandbConfig sets the run of Weights & Biases. Its id is the run's; the key comes from `wandb login` or WANDB_API_KEY.
+type WandbConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Project.
+	Project *string `protobuf:"bytes,1,opt,name=project,proto3,oneof" json:"project,omitempty"`
+	// User or team. Empty: the key's own.
+	Entity *string `protobuf:"bytes,2,opt,name=entity,proto3,oneof" json:"entity,omitempty"`
+	// `offline` writes files that `wandb sync` sends later, `online` sends at once.
+	Mode *string `protobuf:"bytes,3,opt,name=mode,proto3,oneof" json:"mode,omitempty"`
+	// Folder that holds W&B's own folder `wandb`. Empty: `sinks` in the run's own folder.
+	Directory     *string `protobuf:"bytes,4,opt,name=directory,proto3,oneof" json:"directory,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WandbConfig) Reset() {
+	*x = WandbConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WandbConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WandbConfig) ProtoMessage() {}
+
+func (x *WandbConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WandbConfig.ProtoReflect.Descriptor instead.
+func (*WandbConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *WandbConfig) GetProject() string {
+	if x != nil && x.Project != nil {
+		return *x.Project
+	}
+	return ""
+}
+
+func (x *WandbConfig) GetEntity() string {
+	if x != nil && x.Entity != nil {
+		return *x.Entity
+	}
+	return ""
+}
+
+func (x *WandbConfig) GetMode() string {
+	if x != nil && x.Mode != nil {
+		return *x.Mode
+	}
+	return ""
+}
+
+func (x *WandbConfig) GetDirectory() string {
+	if x != nil && x.Directory != nil {
+		return *x.Directory
+	}
+	return ""
+}
+
+// MlflowConfig sets the run of MLflow. It is found again by its tag `rollout.run_id`; credentials come from MLflow's own variables.
+type MlflowConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Tracking server or store, such as `http://127.0.0.1:5000` or `sqlite:////data/mlflow.db`; no user or password. Empty: the file
+	// `mlflow.db` in the folder `sinks` of the run's own folder.
+	TrackingUri *string `protobuf:"bytes,1,opt,name=tracking_uri,json=trackingUri,proto3,oneof" json:"tracking_uri,omitempty"`
+	// Experiment; made where it is not there.
+	Experiment    *string `protobuf:"bytes,2,opt,name=experiment,proto3,oneof" json:"experiment,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MlflowConfig) Reset() {
+	*x = MlflowConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MlflowConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MlflowConfig) ProtoMessage() {}
+
+func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MlflowConfig.ProtoReflect.Descriptor instead.
+func (*MlflowConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *MlflowConfig) GetTrackingUri() string {
+	if x != nil && x.TrackingUri != nil {
+		return *x.TrackingUri
+	}
+	return ""
+}
+
+func (x *MlflowConfig) GetExperiment() string {
+	if x != nil && x.Experiment != nil {
+		return *x.Experiment
+	}
+	return ""
+}
+
 // LimitsConfig sets retries and time limits.
 type LimitsConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1674,13 +2321,18 @@ type LimitsConfig struct {
 	WorkerRestarts *uint32 `protobuf:"varint,2,opt,name=worker_restarts,json=workerRestarts,proto3,oneof" json:"worker_restarts,omitempty"`
 	// Longest time that a worker may take to start and load the model, in seconds.
 	WorkerStartSeconds *float64 `protobuf:"fixed64,3,opt,name=worker_start_seconds,json=workerStartSeconds,proto3,oneof" json:"worker_start_seconds,omitempty"`
+	// Most bytes of samples that may be on their way or wait for the learner; prompts beyond that are held back. The groups of one
+	// step are always let through.
+	QueueBytes *uint64 `protobuf:"varint,4,opt,name=queue_bytes,json=queueBytes,proto3,oneof" json:"queue_bytes,omitempty"`
+	// Longest time that one rank of the learner may keep the others waiting, in seconds; then all are started anew.
+	RankTimeoutSeconds *float64 `protobuf:"fixed64,10,opt,name=rank_timeout_seconds,json=rankTimeoutSeconds,proto3,oneof" json:"rank_timeout_seconds,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
 }
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1692,7 +2344,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1705,7 +2357,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -1729,11 +2381,25 @@ func (x *LimitsConfig) GetWorkerStartSeconds() float64 {
 	return 0
 }
 
+func (x *LimitsConfig) GetQueueBytes() uint64 {
+	if x != nil && x.QueueBytes != nil {
+		return *x.QueueBytes
+	}
+	return 0
+}
+
+func (x *LimitsConfig) GetRankTimeoutSeconds() float64 {
+	if x != nil && x.RankTimeoutSeconds != nil {
+		return *x.RankTimeoutSeconds
+	}
+	return 0
+}
+
 var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xb8:\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xddB\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1743,8 +2409,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\rdeterministic\x18\x04 \x01(\bH\x03R\rdeterministic\x88\x01\x01\x12<\n" +
 	"\x05model\x18\x05 \x01(\v2\x1e.rollout.config.v1.ModelConfigB\x06\xbaH\x03\xc8\x01\x01R\x05model\x129\n" +
 	"\x04data\x18\x06 \x01(\v2\x1d.rollout.config.v1.DataConfigB\x06\xbaH\x03\xc8\x01\x01R\x04data\x12=\n" +
-	"\bsampling\x18\a \x01(\v2!.rollout.config.v1.SamplingConfigR\bsampling\x127\n" +
-	"\x06reward\x18\b \x01(\v2\x1f.rollout.config.v1.RewardConfigR\x06reward\x12H\n" +
+	"\bsampling\x18\a \x01(\v2!.rollout.config.v1.SamplingConfigR\bsampling\x12?\n" +
+	"\x06reward\x18\b \x01(\v2\x1f.rollout.config.v1.RewardConfigB\x06\xca\xda\x18\x02 \x01R\x06reward\x12H\n" +
 	"\talgorithm\x18\t \x01(\v2\".rollout.config.v1.AlgorithmConfigB\x06\xbaH\x03\xc8\x01\x01R\talgorithm\x12<\n" +
 	"\x05train\x18\n" +
 	" \x01(\v2\x1e.rollout.config.v1.TrainConfigB\x06\xbaH\x03\xc8\x01\x01R\x05train\x127\n" +
@@ -1753,25 +2419,31 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04eval\x18\r \x01(\v2\x1d.rollout.config.v1.EvalConfigR\x04eval\x12=\n" +
 	"\bsnapshot\x18\x0e \x01(\v2!.rollout.config.v1.SnapshotConfigR\bsnapshot\x127\n" +
 	"\x06limits\x18\x0f \x01(\v2\x1f.rollout.config.v1.LimitsConfigR\x06limits\x121\n" +
-	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora:\xc42\xbaH\xc02\x1a\xb9\x03\n" +
-	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1a\xc4\x02this.mode != 'sync' || this.staleness.max_steps == 0u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation)].exists(x, x)\x1a\xdf\x02\n" +
-	"\x11run_config.reward\x12(`[algorithm.*]` needs a `[reward]` table\x1a\x9f\x02has(this.reward) || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation)].exists(x, x)\x1a\x84\x03\n" +
-	"\x15run_config.group_size\x12g`sampling.group_size` must be at least 2 for `[algorithm.*]`: advantages compare the samples of a group\x1a\x81\x02this.sampling.group_size >= 2u || (![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo)].exists(x, x) && !this.algorithm.reinforce_pp.group_baseline)\x1a\xa2\x02\n" +
-	"\x11run_config.single\x12T`sampling.group_size` must be 1 for `[algorithm.*]`: each row is trained on as it is\x1a\xb6\x01this.sampling.group_size == 1u || ![has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x)\x1a\xd6\x02\n" +
-	"\x16run_config.temperature\x12h`sampling.temperature` must be above 0 for `[algorithm.*]`: the samples of a group would all be the same\x1a\xd1\x01this.sampling.temperature > 0.0 || ![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo)].exists(x, x)\x1a\xa3\x03\n" +
-	"\x12run_config.deliver\x12W`train.deliver_every_steps` must be 1 for `[algorithm.*]`: samples come from the policy\x1a\xb3\x02this.train.deliver_every_steps == 1u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation)].exists(x, x)\x1a\xdc\a\n" +
+	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora\x12F\n" +
+	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
+	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
+	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\xa79\xbaH\xa39\x1a\xd9\x03\n" +
+	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1a\xe4\x02this.mode != 'sync' || this.staleness.max_steps == 0u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation), has(this.algorithm.online_dpo)].exists(x, x)\x1a\xdd\x02\n" +
+	"\x11run_config.reward\x12(`[algorithm.*]` needs a `[reward]` table\x1a\x9d\x02has(this.reward) || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.online_dpo)].exists(x, x)\x1a\x98\x02\n" +
+	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\x9e\x03\n" +
+	"\x15run_config.group_size\x12a`sampling.group_size` must be at least 2 for `[algorithm.*]`: the samples of a group are compared\x1a\xa1\x02this.sampling.group_size >= 2u || (![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.online_dpo)].exists(x, x) && !this.algorithm.reinforce_pp.group_baseline)\x1a\xa2\x02\n" +
+	"\x11run_config.single\x12T`sampling.group_size` must be 1 for `[algorithm.*]`: each row is trained on as it is\x1a\xb6\x01this.sampling.group_size == 1u || ![has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x)\x1a\xf6\x02\n" +
+	"\x16run_config.temperature\x12h`sampling.temperature` must be above 0 for `[algorithm.*]`: the samples of a group would all be the same\x1a\xf1\x01this.sampling.temperature > 0.0 || ![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.online_dpo)].exists(x, x)\x1a\xc3\x03\n" +
+	"\x12run_config.deliver\x12W`train.deliver_every_steps` must be 1 for `[algorithm.*]`: samples come from the policy\x1a\xd3\x02this.train.deliver_every_steps == 1u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation), has(this.algorithm.online_dpo)].exists(x, x)\x1a\xdc\a\n" +
 	"\x16run_config.minibatches\x12t`algorithm.*.minibatches` must not exceed the samples of a step, `train.groups_per_step` times `sampling.group_size`\x1a\xcb\x06this.algorithm.ppo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.grpo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.dr_grpo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.dapo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.gspo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.cispo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.rloo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.reinforce_pp.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.distillation.minibatches <= this.train.groups_per_step * this.sampling.group_size\x1a\xab\t\n" +
 	"\x17run_config.kl_estimator\x12``algorithm.*.kl_estimator` must not be \"k1\" with `kl_in = \"loss\"`: its gradient has mean 0 there\x1a\xad\b!(this.algorithm.ppo.kl_coefficient > 0.0 && this.algorithm.ppo.kl_in == 'loss' && this.algorithm.ppo.kl_estimator == 'k1') && !(this.algorithm.grpo.kl_coefficient > 0.0 && this.algorithm.grpo.kl_in == 'loss' && this.algorithm.grpo.kl_estimator == 'k1') && !(this.algorithm.dr_grpo.kl_coefficient > 0.0 && this.algorithm.dr_grpo.kl_in == 'loss' && this.algorithm.dr_grpo.kl_estimator == 'k1') && !(this.algorithm.dapo.kl_coefficient > 0.0 && this.algorithm.dapo.kl_in == 'loss' && this.algorithm.dapo.kl_estimator == 'k1') && !(this.algorithm.gspo.kl_coefficient > 0.0 && this.algorithm.gspo.kl_in == 'loss' && this.algorithm.gspo.kl_estimator == 'k1') && !(this.algorithm.cispo.kl_coefficient > 0.0 && this.algorithm.cispo.kl_in == 'loss' && this.algorithm.cispo.kl_estimator == 'k1') && !(this.algorithm.rloo.kl_coefficient > 0.0 && this.algorithm.rloo.kl_in == 'loss' && this.algorithm.rloo.kl_estimator == 'k1') && !(this.algorithm.reinforce_pp.kl_coefficient > 0.0 && this.algorithm.reinforce_pp.kl_in == 'loss' && this.algorithm.reinforce_pp.kl_estimator == 'k1')\x1a\xc5\x01\n" +
 	"\x14run_config.kl_target\x12]`algorithm.ppo.kl_target` needs `algorithm.ppo.kl_coefficient` above 0: it is what is adapted\x1aNthis.algorithm.ppo.kl_target == 0.0 || this.algorithm.ppo.kl_coefficient > 0.0\x1a\xf1\x01\n" +
 	"\x14run_config.dual_clip\x12:`algorithm.*.dual_clip` must be above 1, or 0 for no bound\x1a\x9c\x01(this.algorithm.ppo.dual_clip == 0.0 || this.algorithm.ppo.dual_clip > 1.0) && (this.algorithm.grpo.dual_clip == 0.0 || this.algorithm.grpo.dual_clip > 1.0)\x1a\x91\x02\n" +
 	"\x1brun_config.importance_floor\x12n`algorithm.grpo.importance_floor` must not exceed `algorithm.grpo.importance_cap`: every token would be masked\x1a\x81\x01this.algorithm.grpo.importance_correction != 'mask' || this.algorithm.grpo.importance_floor <= this.algorithm.grpo.importance_cap\x1a\xe3\x01\n" +
-	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a}\n" +
+	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
+	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xdf\x01\n" +
+	"\x1erun_config.teacher_temperature\x12m`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: that is what endpoints answer for\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1at\n" +
 	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\x9e\x01\n" +
-	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1aIthis.eval.every_steps == 0u || (this.data.eval != '' && has(this.reward))\x1a\xa8\x01\n" +
-	"\x1crun_config.reward_model_lora\x12Q`[lora]` is not for `[algorithm.reward_model]`: its head is new and trained whole\x1a5!(has(this.lora) && has(this.algorithm.reward_model))\x1a\xb1\x01\n" +
+	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1aIthis.eval.every_steps == 0u || (this.data.eval != '' && has(this.reward))\x1a\xb1\x01\n" +
 	"\x1crun_config.reward_model_eval\x12N`eval.every_steps` is not for `[algorithm.reward_model]`: it answers no prompt\x1aA!(this.eval.every_steps > 0u && has(this.algorithm.reward_model))\x1a\xb3\x01\n" +
-	"\x16run_config.lora_freeze\x12f`train.freeze` and `[lora]` exclude each other: with adapters every weight of the model stays as it is\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\x86\x01\n" +
+	"\x16run_config.lora_freeze\x12f`train.freeze` and `[lora]` exclude each other: with adapters every weight of the model stays as it is\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\xa0\x01\n" +
+	"\x17run_config.lora_average\x12T`train.ema_decay` is not for `[lora]`: the average is one of the model's own weights\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)\x1a\x86\x01\n" +
 	"\x12run_config.context\x12:`sampling.max_tokens` must be below `engine.max_model_len`\x1a4this.sampling.max_tokens < this.engine.max_model_lenB\a\n" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
@@ -1824,7 +2496,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x0f_rejected_fieldB\x0f\n" +
 	"\r_margin_fieldB\x13\n" +
 	"\x11_completion_fieldB\x0e\n" +
-	"\f_label_field\"\xd7\x03\n" +
+	"\f_label_field\"\x8d\x05\n" +
 	"\x0eSamplingConfig\x125\n" +
 	"\n" +
 	"group_size\x18\x01 \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
@@ -1840,23 +2512,68 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x010H\x04R\x04topK\x88\x01\x01\x12:\n" +
 	"\x05min_p\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.0H\x05R\x04minP\x88\x01\x01\x12\"\n" +
-	"\x04stop\x18\a \x03(\tB\x0e\xbaH\v\x92\x01\b\x10\x10\"\x04r\x02\x10\x01R\x04stopB\r\n" +
+	"\x04stop\x18\a \x03(\tB\x0e\xbaH\v\x92\x01\b\x10\x10\"\x04r\x02\x10\x01R\x04stop\x12<\n" +
+	"\rrefill_rounds\x18\b \x01(\rB\x12\xbaH\a*\x05\x18\xe8\a(\x01\xca\xda\x18\x04\n" +
+	"\x0210H\x06R\frefillRounds\x88\x01\x01\x12O\n" +
+	"\x10refill_shortfall\x18\t \x01(\tB\x1f\xbaH\x0fr\rR\x05trainR\x04fail\xca\xda\x18\t\n" +
+	"\a\"train\"H\aR\x0frefillShortfall\x88\x01\x01B\r\n" +
 	"\v_group_sizeB\r\n" +
 	"\v_max_tokensB\x0e\n" +
 	"\f_temperatureB\b\n" +
 	"\x06_top_pB\b\n" +
 	"\x06_top_kB\b\n" +
-	"\x06_min_p\"\xa3\x02\n" +
-	"\fRewardConfig\x12h\n" +
-	"\x06plugin\x18\x01 \x01(\tBK\xbaH)\xc8\x01\x01r$2\"^[^:]+\\.py:[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x1b\x12\x17\"reward.py:exact_match\"\x18\x01H\x00R\x06plugin\x88\x01\x01\x12O\n" +
+	"\x06_min_pB\x10\n" +
+	"\x0e_refill_roundsB\x13\n" +
+	"\x11_refill_shortfall\"\xb2\x05\n" +
+	"\fRewardConfig\x12g\n" +
+	"\x06plugin\x18\x01 \x01(\tBJ\xbaH&r$2\"^[^:]+\\.py:[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x1d\x12\x17\"reward.py:exact_match\"\x18\x01 \x01H\x00R\x06plugin\x88\x01\x01\x12O\n" +
 	"\x0ftimeout_seconds\x18\x02 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
 	"\x0430.0H\x01R\x0etimeoutSeconds\x88\x01\x01\x12-\n" +
 	"\aretries\x18\x03 \x01(\rB\x0e\xbaH\x04*\x02\x18d\xca\xda\x18\x03\n" +
-	"\x012H\x02R\aretries\x88\x01\x01B\t\n" +
+	"\x012H\x02R\aretries\x88\x01\x01\x12Z\n" +
+	"\n" +
+	"expression\x18\x04 \x01(\tB5\xbaH\x04r\x02\x10\x01\xca\xda\x18*\x12&'completion == row.answer ? 1.0 : 0.0' \x01H\x03R\n" +
+	"expression\x88\x01\x01\x12;\n" +
+	"\x05model\x18\x05 \x01(\v2%.rollout.config.v1.ScoringModelConfigR\x05model\x12\x82\x01\n" +
+	"\tcomposite\x18\x06 \x03(\v2..rollout.config.v1.RewardConfig.CompositeEntryB4\xbaH1\x9a\x01.\",r*2\x16^[a-z][a-z0-9_]{0,62}$Z\x04meanZ\x03stdZ\x05partsR\tcomposite\x1aa\n" +
+	"\x0eCompositeEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x129\n" +
+	"\x05value\x18\x02 \x01(\v2#.rollout.config.v1.RewardPartConfigR\x05value:\x028\x01B\t\n" +
 	"\a_pluginB\x12\n" +
 	"\x10_timeout_secondsB\n" +
 	"\n" +
-	"\b_retries\"\xc5\x06\n" +
+	"\b_retriesB\r\n" +
+	"\v_expression\"\xc4\x02\n" +
+	"\x12ScoringModelConfig\x12:\n" +
+	"\x04path\x18\x01 \x01(\tB!\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x13\x12\x0f\"models/reward\"\x18\x01H\x00R\x04path\x88\x01\x01\x12K\n" +
+	"\x05dtype\x18\x02 \x01(\tB0\xbaH\x1er\x1cR\afloat32R\bbfloat16R\afloat16\xca\xda\x18\v\n" +
+	"\t\"float32\"H\x01R\x05dtype\x88\x01\x01\x12A\n" +
+	"\x10tokens_per_batch\x18\x03 \x01(\rB\x12\xbaH\x04*\x02(\x10\xca\xda\x18\a\n" +
+	"\x0516384H\x02R\x0etokensPerBatch\x88\x01\x01\x12.\n" +
+	"\athreads\x18\x04 \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
+	"\x010H\x03R\athreads\x88\x01\x01B\a\n" +
+	"\x05_pathB\b\n" +
+	"\x06_dtypeB\x13\n" +
+	"\x11_tokens_per_batchB\n" +
+	"\n" +
+	"\b_threads\"\xd9\x05\n" +
+	"\x10RewardPartConfig\x12=\n" +
+	"\x06weight\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x80\x84.A)\x00\x00\x00\x00\x80\x84.\xc1\xca\xda\x18\x05\n" +
+	"\x031.0H\x00R\x06weight\x88\x01\x01\x12g\n" +
+	"\x06plugin\x18\x02 \x01(\tBJ\xbaH&r$2\"^[^:]+\\.py:[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x1d\x12\x17\"reward.py:exact_match\"\x18\x01 \x01H\x01R\x06plugin\x88\x01\x01\x12;\n" +
+	"\x05model\x18\x04 \x01(\v2%.rollout.config.v1.ScoringModelConfigR\x05model\x12Z\n" +
+	"\n" +
+	"expression\x18\x03 \x01(\tB5\xbaH\x04r\x02\x10\x01\xca\xda\x18*\x12&'completion == row.answer ? 1.0 : 0.0' \x01H\x02R\n" +
+	"expression\x88\x01\x01\x12K\n" +
+	"\x0ftimeout_seconds\x18\x05 \x01(\x01B\x1d\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x02 \x01H\x03R\x0etimeoutSeconds\x88\x01\x01\x12,\n" +
+	"\aretries\x18\x06 \x01(\rB\r\xbaH\x04*\x02\x18d\xca\xda\x18\x02 \x01H\x04R\aretries\x88\x01\x01:\xc3\x01\xbaH\xbf\x01\x1a\xbc\x01\n" +
+	"\x16run_config.reward_part\x12N`[reward.composite.*]` takes exactly one of `plugin`, `expression` and `model`\x1aR[has(this.plugin), has(this.expression), has(this.model)].filter(x, x).size() == 1B\t\n" +
+	"\a_weightB\t\n" +
+	"\a_pluginB\r\n" +
+	"\v_expressionB\x12\n" +
+	"\x10_timeout_secondsB\n" +
+	"\n" +
+	"\b_retries\"\x8a\a\n" +
 	"\x0fAlgorithmConfig\x120\n" +
 	"\x03sft\x18\x01 \x01(\v2\x1c.rollout.config.v1.SftConfigH\x00R\x03sft\x123\n" +
 	"\x04grpo\x18\x02 \x01(\v2\x1d.rollout.config.v1.GrpoConfigH\x00R\x04grpo\x12I\n" +
@@ -1872,7 +2589,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x03dpo\x18\v \x01(\v2\x1c.rollout.config.v1.DpoConfigH\x00R\x03dpo\x120\n" +
 	"\x03ipo\x18\f \x01(\v2\x1c.rollout.config.v1.IpoConfigH\x00R\x03ipo\x120\n" +
 	"\x03kto\x18\r \x01(\v2\x1c.rollout.config.v1.KtoConfigH\x00R\x03kto\x12K\n" +
-	"\fdistillation\x18\x0e \x01(\v2%.rollout.config.v1.DistillationConfigH\x00R\fdistillationB\r\n" +
+	"\fdistillation\x18\x0e \x01(\v2%.rollout.config.v1.DistillationConfigH\x00R\fdistillation\x12C\n" +
+	"\n" +
+	"online_dpo\x18\x0f \x01(\v2\".rollout.config.v1.OnlineDpoConfigH\x00R\tonlineDpoB\r\n" +
 	"\x04kind\x12\x05\xbaH\x02\b\x01\"Y\n" +
 	"\tSftConfig\x128\n" +
 	"\x0ftrain_on_prompt\x18\x01 \x01(\bB\v\xca\xda\x18\a\n" +
@@ -1954,7 +2673,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\v_old_policyB\x18\n" +
 	"\x16_importance_correctionB\x13\n" +
 	"\x11_importance_levelB\x13\n" +
-	"\x11_importance_floor\"\x83\v\n" +
+	"\x11_importance_floor\"\xe5\f\n" +
 	"\vTrainConfig\x122\n" +
 	"\x05steps\x18\x01 \x01(\x04B\x17\xbaH\f\xc8\x01\x012\a\x18\x80\xc2\xd7/(\x01\xca\xda\x18\x04\x12\x0240H\x00R\x05steps\x88\x01\x01\x12@\n" +
 	"\x0fgroups_per_step\x18\x02 \x01(\rB\x13\xbaH\b*\x06\x18\x80\x80\x04(\x01\xca\xda\x18\x04\n" +
@@ -1990,7 +2709,14 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x10refuse_grad_norm\x18\x16 \x01(\x01B\x17\xbaH\v\x12\t)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.0H\x0eR\x0erefuseGradNorm\x88\x01\x01\x12[\n" +
 	"\x13on_refused_gradient\x18\x17 \x01(\tB&\xbaH\x17r\x15R\x04stopR\x04skipR\arestore\xca\xda\x18\b\n" +
-	"\x06\"stop\"H\x0fR\x11onRefusedGradient\x88\x01\x01B\b\n" +
+	"\x06\"stop\"H\x0fR\x11onRefusedGradient\x88\x01\x01\x12,\n" +
+	"\x05ranks\x18( \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
+	"\x011H\x10R\x05ranks\x88\x01\x01\x12H\n" +
+	"\toptimizer\x18) \x01(\tB%\xbaH\x15r\x13R\x05adamwR\n" +
+	"adamw_8bit\xca\xda\x18\t\n" +
+	"\a\"adamw\"H\x11R\toptimizer\x88\x01\x01\x12B\n" +
+	"\tema_decay\x18* \x01(\x01B \xbaH\x14\x12\x12\x11\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\x12R\bemaDecay\x88\x01\x01B\b\n" +
 	"\x06_stepsB\x12\n" +
 	"\x10_groups_per_stepB\x10\n" +
 	"\x0e_learning_rateB\v\n" +
@@ -2008,7 +2734,12 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x14_deliver_every_stepsB\x19\n" +
 	"\x17_gradient_checkpointingB\x13\n" +
 	"\x11_refuse_grad_normB\x16\n" +
-	"\x14_on_refused_gradient\"\xe6\x01\n" +
+	"\x14_on_refused_gradientB\b\n" +
+	"\x06_ranksB\f\n" +
+	"\n" +
+	"_optimizerB\f\n" +
+	"\n" +
+	"_ema_decay\"\xe6\x01\n" +
 	"\n" +
 	"LoraConfig\x12.\n" +
 	"\x04rank\x18\x01 \x01(\rB\x15\xbaH\n" +
@@ -2020,7 +2751,14 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05falseH\x02R\x04dora\x88\x01\x01B\a\n" +
 	"\x05_rankB\b\n" +
 	"\x06_alphaB\a\n" +
-	"\x05_dora\"\xde\x02\n" +
+	"\x05_dora\"\x99\x01\n" +
+	"\rWeightsConfig\x127\n" +
+	"\x05patch\x18\x01 \x01(\tB\x1c\xbaH\rr\vR\x04autoR\x03off\xca\xda\x18\b\n" +
+	"\x06\"auto\"H\x00R\x05patch\x88\x01\x01\x12=\n" +
+	"\x03way\x18\x02 \x01(\tB&\xbaH\x17r\x15R\x04autoR\x06streamR\x05store\xca\xda\x18\b\n" +
+	"\x06\"auto\"H\x01R\x03way\x88\x01\x01B\b\n" +
+	"\x06_patchB\x06\n" +
+	"\x04_way\"\xde\x02\n" +
 	"\fEngineConfig\x12@\n" +
 	"\x04kind\x18\x01 \x01(\tB'\xbaH\x10r\x0eR\ftransformers\xca\xda\x18\x10\n" +
 	"\x0e\"transformers\"H\x00R\x04kind\x88\x01\x01\x120\n" +
@@ -2067,17 +2805,71 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05falseH\x02R\fkeepPayloads\x88\x01\x01B\x0e\n" +
 	"\f_every_stepsB\a\n" +
 	"\x05_keepB\x10\n" +
-	"\x0e_keep_payloads\"\xa6\x02\n" +
+	"\x0e_keep_payloads\"\x96\x01\n" +
+	"\x11CompletionsConfig\x12.\n" +
+	"\bper_step\x18\x01 \x01(\rB\x0e\xbaH\x04*\x02\x18@\xca\xda\x18\x03\n" +
+	"\x014H\x00R\aperStep\x88\x01\x01\x124\n" +
+	"\vevery_steps\x18\x02 \x01(\x04B\x0e\xbaH\x042\x02(\x01\xca\xda\x18\x03\n" +
+	"\x011H\x01R\n" +
+	"everySteps\x88\x01\x01B\v\n" +
+	"\t_per_stepB\x0e\n" +
+	"\f_every_steps\"\xf8\x01\n" +
+	"\vSinksConfig\x12K\n" +
+	"\vtensorboard\x18\x01 \x01(\v2$.rollout.config.v1.TensorboardConfigH\x00R\vtensorboard\x88\x01\x01\x129\n" +
+	"\x05wandb\x18\x02 \x01(\v2\x1e.rollout.config.v1.WandbConfigH\x01R\x05wandb\x88\x01\x01\x12<\n" +
+	"\x06mlflow\x18\x03 \x01(\v2\x1f.rollout.config.v1.MlflowConfigH\x02R\x06mlflow\x88\x01\x01B\x0e\n" +
+	"\f_tensorboardB\b\n" +
+	"\x06_wandbB\t\n" +
+	"\a_mlflow\"P\n" +
+	"\x11TensorboardConfig\x12-\n" +
+	"\tdirectory\x18\x01 \x01(\tB\n" +
+	"\xca\xda\x18\x06\n" +
+	"\x02\"\"\x18\x01H\x00R\tdirectory\x88\x01\x01B\f\n" +
+	"\n" +
+	"_directory\"\x88\x02\n" +
+	"\vWandbConfig\x125\n" +
+	"\aproject\x18\x01 \x01(\tB\x16\xbaH\x04r\x02\x10\x01\xca\xda\x18\v\n" +
+	"\t\"rollout\"H\x00R\aproject\x88\x01\x01\x12%\n" +
+	"\x06entity\x18\x02 \x01(\tB\b\xca\xda\x18\x04\n" +
+	"\x02\"\"H\x01R\x06entity\x88\x01\x01\x12>\n" +
+	"\x04mode\x18\x03 \x01(\tB%\xbaH\x13r\x11R\aofflineR\x06online\xca\xda\x18\v\n" +
+	"\t\"offline\"H\x02R\x04mode\x88\x01\x01\x12-\n" +
+	"\tdirectory\x18\x04 \x01(\tB\n" +
+	"\xca\xda\x18\x06\n" +
+	"\x02\"\"\x18\x01H\x03R\tdirectory\x88\x01\x01B\n" +
+	"\n" +
+	"\b_projectB\t\n" +
+	"\a_entityB\a\n" +
+	"\x05_modeB\f\n" +
+	"\n" +
+	"_directory\"\xab\x01\n" +
+	"\fMlflowConfig\x12>\n" +
+	"\ftracking_uri\x18\x01 \x01(\tB\x16\xbaH\vr\t2\a^[^@]*$\xca\xda\x18\x04\n" +
+	"\x02\"\"H\x00R\vtrackingUri\x88\x01\x01\x12;\n" +
+	"\n" +
+	"experiment\x18\x02 \x01(\tB\x16\xbaH\x04r\x02\x10\x01\xca\xda\x18\v\n" +
+	"\t\"rollout\"H\x01R\n" +
+	"experiment\x88\x01\x01B\x0f\n" +
+	"\r_tracking_uriB\r\n" +
+	"\v_experiment\"\xea\x03\n" +
 	"\fLimitsConfig\x12<\n" +
 	"\x0egroup_attempts\x18\x01 \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
 	"\x013H\x00R\rgroupAttempts\x88\x01\x01\x12=\n" +
 	"\x0fworker_restarts\x18\x02 \x01(\rB\x0f\xbaH\x05*\x03\x18\xe8\a\xca\xda\x18\x03\n" +
 	"\x015H\x01R\x0eworkerRestarts\x88\x01\x01\x12Y\n" +
 	"\x14worker_start_seconds\x18\x03 \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
-	"\x05300.0H\x02R\x12workerStartSeconds\x88\x01\x01B\x11\n" +
+	"\x05300.0H\x02R\x12workerStartSeconds\x88\x01\x01\x12>\n" +
+	"\vqueue_bytes\x18\x04 \x01(\x04B\x18\xbaH\x042\x02(\x01\xca\xda\x18\r\n" +
+	"\v17179869184H\x03R\n" +
+	"queueBytes\x88\x01\x01\x12Y\n" +
+	"\x14rank_timeout_seconds\x18\n" +
+	" \x01(\x01B\"\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\a\n" +
+	"\x05600.0H\x04R\x12rankTimeoutSeconds\x88\x01\x01B\x11\n" +
 	"\x0f_group_attemptsB\x12\n" +
 	"\x10_worker_restartsB\x17\n" +
-	"\x15_worker_start_secondsB\xd1\x01\n" +
+	"\x15_worker_start_secondsB\x0e\n" +
+	"\f_queue_bytesB\x17\n" +
+	"\x15_rank_timeout_secondsB\xd1\x01\n" +
 	"\x15com.rollout.config.v1B\x0eRunConfigProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/config/v1;configv1\xa2\x02\x03RCX\xaa\x02\x11Rollout.Config.V1\xca\x02\x11Rollout\\Config\\V1\xe2\x02\x1dRollout\\Config\\V1\\GPBMetadata\xea\x02\x13Rollout::Config::V1b\x06proto3"
 
 var (
@@ -2092,68 +2884,89 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
 	(*ModelConfig)(nil),        // 1: rollout.config.v1.ModelConfig
 	(*DataConfig)(nil),         // 2: rollout.config.v1.DataConfig
 	(*SamplingConfig)(nil),     // 3: rollout.config.v1.SamplingConfig
 	(*RewardConfig)(nil),       // 4: rollout.config.v1.RewardConfig
-	(*AlgorithmConfig)(nil),    // 5: rollout.config.v1.AlgorithmConfig
-	(*SftConfig)(nil),          // 6: rollout.config.v1.SftConfig
-	(*GrpoConfig)(nil),         // 7: rollout.config.v1.GrpoConfig
-	(*TrainConfig)(nil),        // 8: rollout.config.v1.TrainConfig
-	(*LoraConfig)(nil),         // 9: rollout.config.v1.LoraConfig
-	(*EngineConfig)(nil),       // 10: rollout.config.v1.EngineConfig
-	(*StalenessConfig)(nil),    // 11: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),         // 12: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),     // 13: rollout.config.v1.SnapshotConfig
-	(*LimitsConfig)(nil),       // 14: rollout.config.v1.LimitsConfig
-	(*RewardModelConfig)(nil),  // 15: rollout.config.v1.RewardModelConfig
-	(*PpoConfig)(nil),          // 16: rollout.config.v1.PpoConfig
-	(*DrGrpoConfig)(nil),       // 17: rollout.config.v1.DrGrpoConfig
-	(*DapoConfig)(nil),         // 18: rollout.config.v1.DapoConfig
-	(*GspoConfig)(nil),         // 19: rollout.config.v1.GspoConfig
-	(*CispoConfig)(nil),        // 20: rollout.config.v1.CispoConfig
-	(*RlooConfig)(nil),         // 21: rollout.config.v1.RlooConfig
-	(*ReinforcePpConfig)(nil),  // 22: rollout.config.v1.ReinforcePpConfig
-	(*DpoConfig)(nil),          // 23: rollout.config.v1.DpoConfig
-	(*IpoConfig)(nil),          // 24: rollout.config.v1.IpoConfig
-	(*KtoConfig)(nil),          // 25: rollout.config.v1.KtoConfig
-	(*DistillationConfig)(nil), // 26: rollout.config.v1.DistillationConfig
+	(*ScoringModelConfig)(nil), // 5: rollout.config.v1.ScoringModelConfig
+	(*RewardPartConfig)(nil),   // 6: rollout.config.v1.RewardPartConfig
+	(*AlgorithmConfig)(nil),    // 7: rollout.config.v1.AlgorithmConfig
+	(*SftConfig)(nil),          // 8: rollout.config.v1.SftConfig
+	(*GrpoConfig)(nil),         // 9: rollout.config.v1.GrpoConfig
+	(*TrainConfig)(nil),        // 10: rollout.config.v1.TrainConfig
+	(*LoraConfig)(nil),         // 11: rollout.config.v1.LoraConfig
+	(*WeightsConfig)(nil),      // 12: rollout.config.v1.WeightsConfig
+	(*EngineConfig)(nil),       // 13: rollout.config.v1.EngineConfig
+	(*StalenessConfig)(nil),    // 14: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),         // 15: rollout.config.v1.EvalConfig
+	(*SnapshotConfig)(nil),     // 16: rollout.config.v1.SnapshotConfig
+	(*CompletionsConfig)(nil),  // 17: rollout.config.v1.CompletionsConfig
+	(*SinksConfig)(nil),        // 18: rollout.config.v1.SinksConfig
+	(*TensorboardConfig)(nil),  // 19: rollout.config.v1.TensorboardConfig
+	(*WandbConfig)(nil),        // 20: rollout.config.v1.WandbConfig
+	(*MlflowConfig)(nil),       // 21: rollout.config.v1.MlflowConfig
+	(*LimitsConfig)(nil),       // 22: rollout.config.v1.LimitsConfig
+	nil,                        // 23: rollout.config.v1.RewardConfig.CompositeEntry
+	(*RewardModelConfig)(nil),  // 24: rollout.config.v1.RewardModelConfig
+	(*PpoConfig)(nil),          // 25: rollout.config.v1.PpoConfig
+	(*DrGrpoConfig)(nil),       // 26: rollout.config.v1.DrGrpoConfig
+	(*DapoConfig)(nil),         // 27: rollout.config.v1.DapoConfig
+	(*GspoConfig)(nil),         // 28: rollout.config.v1.GspoConfig
+	(*CispoConfig)(nil),        // 29: rollout.config.v1.CispoConfig
+	(*RlooConfig)(nil),         // 30: rollout.config.v1.RlooConfig
+	(*ReinforcePpConfig)(nil),  // 31: rollout.config.v1.ReinforcePpConfig
+	(*DpoConfig)(nil),          // 32: rollout.config.v1.DpoConfig
+	(*IpoConfig)(nil),          // 33: rollout.config.v1.IpoConfig
+	(*KtoConfig)(nil),          // 34: rollout.config.v1.KtoConfig
+	(*DistillationConfig)(nil), // 35: rollout.config.v1.DistillationConfig
+	(*OnlineDpoConfig)(nil),    // 36: rollout.config.v1.OnlineDpoConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	1,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
 	2,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
 	3,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
 	4,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	5,  // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
-	8,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
-	10, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
-	11, // 7: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
-	12, // 8: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	13, // 9: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	14, // 10: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
-	9,  // 11: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
-	6,  // 12: rollout.config.v1.AlgorithmConfig.sft:type_name -> rollout.config.v1.SftConfig
-	7,  // 13: rollout.config.v1.AlgorithmConfig.grpo:type_name -> rollout.config.v1.GrpoConfig
-	15, // 14: rollout.config.v1.AlgorithmConfig.reward_model:type_name -> rollout.config.v1.RewardModelConfig
-	16, // 15: rollout.config.v1.AlgorithmConfig.ppo:type_name -> rollout.config.v1.PpoConfig
-	17, // 16: rollout.config.v1.AlgorithmConfig.dr_grpo:type_name -> rollout.config.v1.DrGrpoConfig
-	18, // 17: rollout.config.v1.AlgorithmConfig.dapo:type_name -> rollout.config.v1.DapoConfig
-	19, // 18: rollout.config.v1.AlgorithmConfig.gspo:type_name -> rollout.config.v1.GspoConfig
-	20, // 19: rollout.config.v1.AlgorithmConfig.cispo:type_name -> rollout.config.v1.CispoConfig
-	21, // 20: rollout.config.v1.AlgorithmConfig.rloo:type_name -> rollout.config.v1.RlooConfig
-	22, // 21: rollout.config.v1.AlgorithmConfig.reinforce_pp:type_name -> rollout.config.v1.ReinforcePpConfig
-	23, // 22: rollout.config.v1.AlgorithmConfig.dpo:type_name -> rollout.config.v1.DpoConfig
-	24, // 23: rollout.config.v1.AlgorithmConfig.ipo:type_name -> rollout.config.v1.IpoConfig
-	25, // 24: rollout.config.v1.AlgorithmConfig.kto:type_name -> rollout.config.v1.KtoConfig
-	26, // 25: rollout.config.v1.AlgorithmConfig.distillation:type_name -> rollout.config.v1.DistillationConfig
-	26, // [26:26] is the sub-list for method output_type
-	26, // [26:26] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	7,  // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	10, // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
+	13, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
+	14, // 7: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
+	15, // 8: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
+	16, // 9: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	22, // 10: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	11, // 11: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
+	17, // 12: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
+	12, // 13: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
+	18, // 14: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
+	5,  // 15: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	23, // 16: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	5,  // 17: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	8,  // 18: rollout.config.v1.AlgorithmConfig.sft:type_name -> rollout.config.v1.SftConfig
+	9,  // 19: rollout.config.v1.AlgorithmConfig.grpo:type_name -> rollout.config.v1.GrpoConfig
+	24, // 20: rollout.config.v1.AlgorithmConfig.reward_model:type_name -> rollout.config.v1.RewardModelConfig
+	25, // 21: rollout.config.v1.AlgorithmConfig.ppo:type_name -> rollout.config.v1.PpoConfig
+	26, // 22: rollout.config.v1.AlgorithmConfig.dr_grpo:type_name -> rollout.config.v1.DrGrpoConfig
+	27, // 23: rollout.config.v1.AlgorithmConfig.dapo:type_name -> rollout.config.v1.DapoConfig
+	28, // 24: rollout.config.v1.AlgorithmConfig.gspo:type_name -> rollout.config.v1.GspoConfig
+	29, // 25: rollout.config.v1.AlgorithmConfig.cispo:type_name -> rollout.config.v1.CispoConfig
+	30, // 26: rollout.config.v1.AlgorithmConfig.rloo:type_name -> rollout.config.v1.RlooConfig
+	31, // 27: rollout.config.v1.AlgorithmConfig.reinforce_pp:type_name -> rollout.config.v1.ReinforcePpConfig
+	32, // 28: rollout.config.v1.AlgorithmConfig.dpo:type_name -> rollout.config.v1.DpoConfig
+	33, // 29: rollout.config.v1.AlgorithmConfig.ipo:type_name -> rollout.config.v1.IpoConfig
+	34, // 30: rollout.config.v1.AlgorithmConfig.kto:type_name -> rollout.config.v1.KtoConfig
+	35, // 31: rollout.config.v1.AlgorithmConfig.distillation:type_name -> rollout.config.v1.DistillationConfig
+	36, // 32: rollout.config.v1.AlgorithmConfig.online_dpo:type_name -> rollout.config.v1.OnlineDpoConfig
+	19, // 33: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	20, // 34: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	21, // 35: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	6,  // 36: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	37, // [37:37] is the sub-list for method output_type
+	37, // [37:37] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -2168,7 +2981,9 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[2].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[3].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[4].OneofWrappers = []any{}
-	file_rollout_config_v1_run_config_proto_msgTypes[5].OneofWrappers = []any{
+	file_rollout_config_v1_run_config_proto_msgTypes[5].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[6].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[7].OneofWrappers = []any{
 		(*AlgorithmConfig_Sft)(nil),
 		(*AlgorithmConfig_Grpo)(nil),
 		(*AlgorithmConfig_RewardModel)(nil),
@@ -2183,9 +2998,8 @@ func file_rollout_config_v1_run_config_proto_init() {
 		(*AlgorithmConfig_Ipo)(nil),
 		(*AlgorithmConfig_Kto)(nil),
 		(*AlgorithmConfig_Distillation)(nil),
+		(*AlgorithmConfig_OnlineDpo)(nil),
 	}
-	file_rollout_config_v1_run_config_proto_msgTypes[6].OneofWrappers = []any{}
-	file_rollout_config_v1_run_config_proto_msgTypes[7].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[8].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[9].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[10].OneofWrappers = []any{}
@@ -2193,13 +3007,21 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[12].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[13].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[14].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[15].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[16].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[17].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[18].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[19].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[20].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[21].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[22].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   15,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

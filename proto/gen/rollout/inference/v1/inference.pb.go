@@ -381,7 +381,10 @@ func (*Prompt_Tokens) isPrompt_Kind() {}
 type LoadWeightsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Manifest.
-	Weights       *v1.WeightsManifest `protobuf:"bytes,1,opt,name=weights,proto3" json:"weights,omitempty"`
+	Weights *v1.WeightsManifest `protobuf:"bytes,1,opt,name=weights,proto3" json:"weights,omitempty"`
+	// How they are to be had without the manifest's folder, one after the other: patches upon the version that the worker holds, or
+	// the whole. Empty: the folder is read.
+	Offers        []*v1.WeightsOffer `protobuf:"bytes,2,rep,name=offers,proto3" json:"offers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -419,6 +422,13 @@ func (*LoadWeightsRequest) Descriptor() ([]byte, []int) {
 func (x *LoadWeightsRequest) GetWeights() *v1.WeightsManifest {
 	if x != nil {
 		return x.Weights
+	}
+	return nil
+}
+
+func (x *LoadWeightsRequest) GetOffers() []*v1.WeightsOffer {
+	if x != nil {
+		return x.Offers
 	}
 	return nil
 }
@@ -1469,9 +1479,10 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x120\n" +
 	"\x04chat\x18\x02 \x01(\v2\x1a.rollout.inference.v1.ChatH\x00R\x04chat\x128\n" +
 	"\x06tokens\x18\x03 \x01(\v2\x1e.rollout.inference.v1.TokenIdsH\x00R\x06tokensB\r\n" +
-	"\x04kind\x12\x05\xbaH\x02\b\x01\"[\n" +
+	"\x04kind\x12\x05\xbaH\x02\b\x01\"\x95\x01\n" +
 	"\x12LoadWeightsRequest\x12E\n" +
-	"\aweights\x18\x01 \x01(\v2#.rollout.weights.v1.WeightsManifestB\x06\xbaH\x03\xc8\x01\x01R\aweights\"S\n" +
+	"\aweights\x18\x01 \x01(\v2#.rollout.weights.v1.WeightsManifestB\x06\xbaH\x03\xc8\x01\x01R\aweights\x128\n" +
+	"\x06offers\x18\x02 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"S\n" +
 	"\x13LoadWeightsResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\"\xee\x01\n" +
 	"\x0fGenerateRequest\x12&\n" +
@@ -1598,46 +1609,48 @@ var file_rollout_inference_v1_inference_proto_goTypes = []any{
 	(*GetInferenceStatusResponse)(nil), // 21: rollout.inference.v1.GetInferenceStatusResponse
 	nil,                                // 22: rollout.inference.v1.EvalSample.MetricsEntry
 	(*v1.WeightsManifest)(nil),         // 23: rollout.weights.v1.WeightsManifest
-	(*v1.WeightsReceipt)(nil),          // 24: rollout.weights.v1.WeightsReceipt
-	(*v11.VersionSpan)(nil),            // 25: rollout.trajectory.v1.VersionSpan
-	(v11.Outcome)(0),                   // 26: rollout.trajectory.v1.Outcome
+	(*v1.WeightsOffer)(nil),            // 24: rollout.weights.v1.WeightsOffer
+	(*v1.WeightsReceipt)(nil),          // 25: rollout.weights.v1.WeightsReceipt
+	(*v11.VersionSpan)(nil),            // 26: rollout.trajectory.v1.VersionSpan
+	(v11.Outcome)(0),                   // 27: rollout.trajectory.v1.Outcome
 }
 var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
 	1,  // 0: rollout.inference.v1.Chat.messages:type_name -> rollout.inference.v1.ChatMessage
 	2,  // 1: rollout.inference.v1.Prompt.chat:type_name -> rollout.inference.v1.Chat
 	3,  // 2: rollout.inference.v1.Prompt.tokens:type_name -> rollout.inference.v1.TokenIds
 	23, // 3: rollout.inference.v1.LoadWeightsRequest.weights:type_name -> rollout.weights.v1.WeightsManifest
-	24, // 4: rollout.inference.v1.LoadWeightsResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	4,  // 5: rollout.inference.v1.GenerateRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	0,  // 6: rollout.inference.v1.GenerateRequest.params:type_name -> rollout.inference.v1.SamplingParams
-	25, // 7: rollout.inference.v1.GenerateResponse.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	11, // 8: rollout.inference.v1.EvaluateResponse.samples:type_name -> rollout.inference.v1.EvalSample
-	22, // 9: rollout.inference.v1.EvalSample.metrics:type_name -> rollout.inference.v1.EvalSample.MetricsEntry
-	26, // 10: rollout.inference.v1.EvalSample.outcome:type_name -> rollout.trajectory.v1.Outcome
-	4,  // 11: rollout.inference.v1.TokenizeRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	3,  // 12: rollout.inference.v1.TokenizeResponse.prompts:type_name -> rollout.inference.v1.TokenIds
-	24, // 13: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	5,  // 14: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
-	7,  // 15: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
-	9,  // 16: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
-	12, // 17: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
-	14, // 18: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
-	16, // 19: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
-	18, // 20: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
-	20, // 21: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
-	6,  // 22: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
-	8,  // 23: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
-	10, // 24: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
-	13, // 25: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
-	15, // 26: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
-	17, // 27: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
-	19, // 28: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
-	21, // 29: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
-	22, // [22:30] is the sub-list for method output_type
-	14, // [14:22] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	24, // 4: rollout.inference.v1.LoadWeightsRequest.offers:type_name -> rollout.weights.v1.WeightsOffer
+	25, // 5: rollout.inference.v1.LoadWeightsResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	4,  // 6: rollout.inference.v1.GenerateRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	0,  // 7: rollout.inference.v1.GenerateRequest.params:type_name -> rollout.inference.v1.SamplingParams
+	26, // 8: rollout.inference.v1.GenerateResponse.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	11, // 9: rollout.inference.v1.EvaluateResponse.samples:type_name -> rollout.inference.v1.EvalSample
+	22, // 10: rollout.inference.v1.EvalSample.metrics:type_name -> rollout.inference.v1.EvalSample.MetricsEntry
+	27, // 11: rollout.inference.v1.EvalSample.outcome:type_name -> rollout.trajectory.v1.Outcome
+	4,  // 12: rollout.inference.v1.TokenizeRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	3,  // 13: rollout.inference.v1.TokenizeResponse.prompts:type_name -> rollout.inference.v1.TokenIds
+	25, // 14: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	5,  // 15: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
+	7,  // 16: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
+	9,  // 17: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
+	12, // 18: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
+	14, // 19: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
+	16, // 20: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
+	18, // 21: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
+	20, // 22: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
+	6,  // 23: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
+	8,  // 24: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
+	10, // 25: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
+	13, // 26: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
+	15, // 27: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
+	17, // 28: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
+	19, // 29: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
+	21, // 30: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
+	23, // [23:31] is the sub-list for method output_type
+	15, // [15:23] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_rollout_inference_v1_inference_proto_init() }

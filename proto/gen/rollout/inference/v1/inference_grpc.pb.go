@@ -38,7 +38,9 @@ const (
 // InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream.
 type InferenceWorkerServiceClient interface {
 	// LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-	// FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
+	// FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
+	// WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
+	// else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
 	LoadWeights(ctx context.Context, in *LoadWeightsRequest, opts ...grpc.CallOption) (*LoadWeightsResponse, error)
 	// Generate answers requests with the policy as it is; pieces arrive as they are sampled.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
@@ -169,7 +171,9 @@ func (c *inferenceWorkerServiceClient) GetInferenceStatus(ctx context.Context, i
 // InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream.
 type InferenceWorkerServiceServer interface {
 	// LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-	// FAILED_PRECONDITION, reason WEIGHTS_DIGEST_MISMATCH, leaves the old version working.
+	// FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
+	// WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
+	// else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
 	LoadWeights(context.Context, *LoadWeightsRequest) (*LoadWeightsResponse, error)
 	// Generate answers requests with the policy as it is; pieces arrive as they are sampled.
 	Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error

@@ -345,7 +345,10 @@ type StopRunRequest struct {
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Whether the step in hand is finished and a snapshot taken first.
-	Drain         bool `protobuf:"varint,2,opt,name=drain,proto3" json:"drain,omitempty"`
+	Drain bool `protobuf:"varint,2,opt,name=drain,proto3" json:"drain,omitempty"`
+	// Incarnation of the run that whoever asks conducts. Below the one that is driven: refused with FAILED_PRECONDITION, reason
+	// STALE_INCARNATION. 0: nothing is compared.
+	Incarnation   uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -392,6 +395,13 @@ func (x *StopRunRequest) GetDrain() bool {
 		return x.Drain
 	}
 	return false
+}
+
+func (x *StopRunRequest) GetIncarnation() uint32 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
 }
 
 // StopRunResponse holds the last progress.
@@ -977,7 +987,9 @@ type TrainResult struct {
 	// The published weights, where they were asked for.
 	Weights *v1.WeightsManifest `protobuf:"bytes,3,opt,name=weights,proto3" json:"weights,omitempty"`
 	// Metrics by the field's names.
-	Metrics       map[string]float64 `protobuf:"bytes,4,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	Metrics map[string]float64 `protobuf:"bytes,4,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	// The samples of the step that the configuration asks to keep (`[completions]`).
+	Completions   []*Completion `protobuf:"bytes,5,rep,name=completions,proto3" json:"completions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1040,6 +1052,131 @@ func (x *TrainResult) GetMetrics() map[string]float64 {
 	return nil
 }
 
+func (x *TrainResult) GetCompletions() []*Completion {
+	if x != nil {
+		return x.Completions
+	}
+	return nil
+}
+
+// Completion is one sample that was trained on, for people.
+type Completion struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Epoch.
+	Epoch uint32 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	// Place of the prompt in the epoch's order, from 0.
+	Index uint64 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`
+	// Sample in the group, from 0.
+	Sample uint32 `protobuf:"varint,3,opt,name=sample,proto3" json:"sample,omitempty"`
+	// Prompt as text, cut where it is long.
+	Prompt string `protobuf:"bytes,4,opt,name=prompt,proto3" json:"prompt,omitempty"`
+	// Completion as text, cut where it is long.
+	Completion string `protobuf:"bytes,5,opt,name=completion,proto3" json:"completion,omitempty"`
+	// Reward.
+	Reward float64 `protobuf:"fixed64,6,opt,name=reward,proto3" json:"reward,omitempty"`
+	// What the reward was worth beside the others (over a sample's tokens: the mean); absent where the algorithm has none.
+	Advantage *float64 `protobuf:"fixed64,7,opt,name=advantage,proto3,oneof" json:"advantage,omitempty"`
+	// Tokens of the completion.
+	Tokens uint32 `protobuf:"varint,8,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	// Whether it was cut off at the longest completion.
+	Truncated     bool `protobuf:"varint,9,opt,name=truncated,proto3" json:"truncated,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Completion) Reset() {
+	*x = Completion{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Completion) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Completion) ProtoMessage() {}
+
+func (x *Completion) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Completion.ProtoReflect.Descriptor instead.
+func (*Completion) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *Completion) GetEpoch() uint32 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *Completion) GetIndex() uint64 {
+	if x != nil {
+		return x.Index
+	}
+	return 0
+}
+
+func (x *Completion) GetSample() uint32 {
+	if x != nil {
+		return x.Sample
+	}
+	return 0
+}
+
+func (x *Completion) GetPrompt() string {
+	if x != nil {
+		return x.Prompt
+	}
+	return ""
+}
+
+func (x *Completion) GetCompletion() string {
+	if x != nil {
+		return x.Completion
+	}
+	return ""
+}
+
+func (x *Completion) GetReward() float64 {
+	if x != nil {
+		return x.Reward
+	}
+	return 0
+}
+
+func (x *Completion) GetAdvantage() float64 {
+	if x != nil && x.Advantage != nil {
+		return *x.Advantage
+	}
+	return 0
+}
+
+func (x *Completion) GetTokens() uint32 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
+func (x *Completion) GetTruncated() bool {
+	if x != nil {
+		return x.Truncated
+	}
+	return false
+}
+
 // PublishWeightsRequest names a run.
 type PublishWeightsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1051,7 +1188,7 @@ type PublishWeightsRequest struct {
 
 func (x *PublishWeightsRequest) Reset() {
 	*x = PublishWeightsRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1063,7 +1200,7 @@ func (x *PublishWeightsRequest) String() string {
 func (*PublishWeightsRequest) ProtoMessage() {}
 
 func (x *PublishWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[15]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1076,7 +1213,7 @@ func (x *PublishWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishWeightsRequest.ProtoReflect.Descriptor instead.
 func (*PublishWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{15}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PublishWeightsRequest) GetRunId() string {
@@ -1097,7 +1234,7 @@ type PublishWeightsResponse struct {
 
 func (x *PublishWeightsResponse) Reset() {
 	*x = PublishWeightsResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1109,7 +1246,7 @@ func (x *PublishWeightsResponse) String() string {
 func (*PublishWeightsResponse) ProtoMessage() {}
 
 func (x *PublishWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[16]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1122,12 +1259,141 @@ func (x *PublishWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PublishWeightsResponse.ProtoReflect.Descriptor instead.
 func (*PublishWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{16}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PublishWeightsResponse) GetWeights() *v1.WeightsManifest {
 	if x != nil {
 		return x.Weights
+	}
+	return nil
+}
+
+// OfferWeightsRequest names a version and what the worker that wants it holds.
+type OfferWeightsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Weights digest of the version.
+	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
+	// Weights digest that the worker holds; empty: no patch is wanted.
+	BaseDigest string `protobuf:"bytes,3,opt,name=base_digest,json=baseDigest,proto3" json:"base_digest,omitempty"`
+	// Whether the storage service is to have it.
+	Store bool `protobuf:"varint,4,opt,name=store,proto3" json:"store,omitempty"`
+	// Whether it is wanted in no other form than whole.
+	Whole         bool `protobuf:"varint,5,opt,name=whole,proto3" json:"whole,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OfferWeightsRequest) Reset() {
+	*x = OfferWeightsRequest{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OfferWeightsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OfferWeightsRequest) ProtoMessage() {}
+
+func (x *OfferWeightsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OfferWeightsRequest.ProtoReflect.Descriptor instead.
+func (*OfferWeightsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *OfferWeightsRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *OfferWeightsRequest) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *OfferWeightsRequest) GetBaseDigest() string {
+	if x != nil {
+		return x.BaseDigest
+	}
+	return ""
+}
+
+func (x *OfferWeightsRequest) GetStore() bool {
+	if x != nil {
+		return x.Store
+	}
+	return false
+}
+
+func (x *OfferWeightsRequest) GetWhole() bool {
+	if x != nil {
+		return x.Whole
+	}
+	return false
+}
+
+// OfferWeightsResponse says how it is to be had.
+type OfferWeightsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// To be taken one after the other: patches upon what the worker holds where they are small, adapters, or the whole. Without peers:
+	// this worker streams each.
+	Offers        []*v1.WeightsOffer `protobuf:"bytes,1,rep,name=offers,proto3" json:"offers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OfferWeightsResponse) Reset() {
+	*x = OfferWeightsResponse{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OfferWeightsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OfferWeightsResponse) ProtoMessage() {}
+
+func (x *OfferWeightsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OfferWeightsResponse.ProtoReflect.Descriptor instead.
+func (*OfferWeightsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *OfferWeightsResponse) GetOffers() []*v1.WeightsOffer {
+	if x != nil {
+		return x.Offers
 	}
 	return nil
 }
@@ -1147,7 +1413,7 @@ type SaveStateRequest struct {
 
 func (x *SaveStateRequest) Reset() {
 	*x = SaveStateRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1159,7 +1425,7 @@ func (x *SaveStateRequest) String() string {
 func (*SaveStateRequest) ProtoMessage() {}
 
 func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[17]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1172,7 +1438,7 @@ func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateRequest.ProtoReflect.Descriptor instead.
 func (*SaveStateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{17}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SaveStateRequest) GetRunId() string {
@@ -1209,7 +1475,7 @@ type SaveStateResponse struct {
 
 func (x *SaveStateResponse) Reset() {
 	*x = SaveStateResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1221,7 +1487,7 @@ func (x *SaveStateResponse) String() string {
 func (*SaveStateResponse) ProtoMessage() {}
 
 func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[18]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1234,7 +1500,7 @@ func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateResponse.ProtoReflect.Descriptor instead.
 func (*SaveStateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{18}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SaveStateResponse) GetFiles() []*v13.SnapshotFile {
@@ -1260,7 +1526,7 @@ type GetLearnerStatusRequest struct {
 
 func (x *GetLearnerStatusRequest) Reset() {
 	*x = GetLearnerStatusRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1272,7 +1538,7 @@ func (x *GetLearnerStatusRequest) String() string {
 func (*GetLearnerStatusRequest) ProtoMessage() {}
 
 func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[19]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1285,7 +1551,7 @@ func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusRequest.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{19}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{22}
 }
 
 // GetLearnerStatusResponse says where the worker stands.
@@ -1307,7 +1573,7 @@ type GetLearnerStatusResponse struct {
 
 func (x *GetLearnerStatusResponse) Reset() {
 	*x = GetLearnerStatusResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1319,7 +1585,7 @@ func (x *GetLearnerStatusResponse) String() string {
 func (*GetLearnerStatusResponse) ProtoMessage() {}
 
 func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1332,7 +1598,7 @@ func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusResponse.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GetLearnerStatusResponse) GetStep() uint64 {
@@ -1391,10 +1657,11 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\vincarnation\x18\x03 \x01(\rR\vincarnation\x12#\n" +
 	"\rrun_directory\x18\x04 \x01(\tR\frunDirectory\x12#\n" +
 	"\rfrom_snapshot\x18\x05 \x01(\tR\ffromSnapshot\"\x12\n" +
-	"\x10StartRunResponse\"F\n" +
+	"\x10StartRunResponse\"h\n" +
 	"\x0eStopRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x14\n" +
-	"\x05drain\x18\x02 \x01(\bR\x05drain\"K\n" +
+	"\x05drain\x18\x02 \x01(\bR\x05drain\x12 \n" +
+	"\vincarnation\x18\x03 \x01(\rR\vincarnation\"K\n" +
 	"\x0fStopRunResponse\x128\n" +
 	"\bprogress\x18\x01 \x01(\v2\x1c.rollout.learner.v1.ProgressR\bprogress\"4\n" +
 	"\x12GetProgressRequest\x12\x1e\n" +
@@ -1425,19 +1692,44 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\x04kind\"9\n" +
 	"\rTrainProgress\x12\x12\n" +
 	"\x04done\x18\x01 \x01(\rR\x04done\x12\x14\n" +
-	"\x05total\x18\x02 \x01(\rR\x05total\"\x8b\x02\n" +
+	"\x05total\x18\x02 \x01(\rR\x05total\"\xcd\x02\n" +
 	"\vTrainResult\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12%\n" +
 	"\x0eweights_digest\x18\x02 \x01(\tR\rweightsDigest\x12=\n" +
 	"\aweights\x18\x03 \x01(\v2#.rollout.weights.v1.WeightsManifestR\aweights\x12F\n" +
-	"\ametrics\x18\x04 \x03(\v2,.rollout.learner.v1.TrainResult.MetricsEntryR\ametrics\x1a:\n" +
+	"\ametrics\x18\x04 \x03(\v2,.rollout.learner.v1.TrainResult.MetricsEntryR\ametrics\x12@\n" +
+	"\vcompletions\x18\x05 \x03(\v2\x1e.rollout.learner.v1.CompletionR\vcompletions\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"7\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\x87\x02\n" +
+	"\n" +
+	"Completion\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\rR\x05epoch\x12\x14\n" +
+	"\x05index\x18\x02 \x01(\x04R\x05index\x12\x16\n" +
+	"\x06sample\x18\x03 \x01(\rR\x06sample\x12\x16\n" +
+	"\x06prompt\x18\x04 \x01(\tR\x06prompt\x12\x1e\n" +
+	"\n" +
+	"completion\x18\x05 \x01(\tR\n" +
+	"completion\x12\x16\n" +
+	"\x06reward\x18\x06 \x01(\x01R\x06reward\x12!\n" +
+	"\tadvantage\x18\a \x01(\x01H\x00R\tadvantage\x88\x01\x01\x12\x16\n" +
+	"\x06tokens\x18\b \x01(\rR\x06tokens\x12\x1c\n" +
+	"\ttruncated\x18\t \x01(\bR\ttruncatedB\f\n" +
+	"\n" +
+	"_advantage\"7\n" +
 	"\x15PublishWeightsRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"W\n" +
 	"\x16PublishWeightsResponse\x12=\n" +
-	"\aweights\x18\x01 \x01(\v2#.rollout.weights.v1.WeightsManifestR\aweights\"m\n" +
+	"\aweights\x18\x01 \x01(\v2#.rollout.weights.v1.WeightsManifestR\aweights\"\xb8\x01\n" +
+	"\x13OfferWeightsRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x124\n" +
+	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x1f\n" +
+	"\vbase_digest\x18\x03 \x01(\tR\n" +
+	"baseDigest\x12\x14\n" +
+	"\x05store\x18\x04 \x01(\bR\x05store\x12\x14\n" +
+	"\x05whole\x18\x05 \x01(\bR\x05whole\"P\n" +
+	"\x14OfferWeightsResponse\x128\n" +
+	"\x06offers\x18\x01 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"m\n" +
 	"\x10SaveStateRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x04R\x04step\x12%\n" +
@@ -1471,12 +1763,13 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\bStartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n" +
 	"\aStopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n" +
 	"\vGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a'.rollout.learner.v1.GetProgressResponse\x12f\n" +
-	"\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x012\xf5\x03\n" +
+	"\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x012\xd8\x04\n" +
 	"\x14LearnerWorkerService\x12[\n" +
 	"\n" +
 	"Initialize\x12%.rollout.learner.v1.InitializeRequest\x1a&.rollout.learner.v1.InitializeResponse\x12N\n" +
 	"\x05Train\x12 .rollout.learner.v1.TrainRequest\x1a!.rollout.learner.v1.TrainResponse0\x01\x12g\n" +
-	"\x0ePublishWeights\x12).rollout.learner.v1.PublishWeightsRequest\x1a*.rollout.learner.v1.PublishWeightsResponse\x12X\n" +
+	"\x0ePublishWeights\x12).rollout.learner.v1.PublishWeightsRequest\x1a*.rollout.learner.v1.PublishWeightsResponse\x12a\n" +
+	"\fOfferWeights\x12'.rollout.learner.v1.OfferWeightsRequest\x1a(.rollout.learner.v1.OfferWeightsResponse\x12X\n" +
 	"\tSaveState\x12$.rollout.learner.v1.SaveStateRequest\x1a%.rollout.learner.v1.SaveStateResponse\x12m\n" +
 	"\x10GetLearnerStatus\x12+.rollout.learner.v1.GetLearnerStatusRequest\x1a,.rollout.learner.v1.GetLearnerStatusResponseB\xd6\x01\n" +
 	"\x16com.rollout.learner.v1B\fLearnerProtoP\x01ZDgithub.com/rollout-rl/rollout/proto/gen/rollout/learner/v1;learnerv1\xa2\x02\x03RLX\xaa\x02\x12Rollout.Learner.V1\xca\x02\x12Rollout\\Learner\\V1\xe2\x02\x1eRollout\\Learner\\V1\\GPBMetadata\xea\x02\x14Rollout::Learner::V1b\x06proto3"
@@ -1494,7 +1787,7 @@ func file_rollout_learner_v1_learner_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_learner_v1_learner_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(Phase)(0),                       // 0: rollout.learner.v1.Phase
 	(*Progress)(nil),                 // 1: rollout.learner.v1.Progress
@@ -1512,55 +1805,63 @@ var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(*TrainResponse)(nil),            // 13: rollout.learner.v1.TrainResponse
 	(*TrainProgress)(nil),            // 14: rollout.learner.v1.TrainProgress
 	(*TrainResult)(nil),              // 15: rollout.learner.v1.TrainResult
-	(*PublishWeightsRequest)(nil),    // 16: rollout.learner.v1.PublishWeightsRequest
-	(*PublishWeightsResponse)(nil),   // 17: rollout.learner.v1.PublishWeightsResponse
-	(*SaveStateRequest)(nil),         // 18: rollout.learner.v1.SaveStateRequest
-	(*SaveStateResponse)(nil),        // 19: rollout.learner.v1.SaveStateResponse
-	(*GetLearnerStatusRequest)(nil),  // 20: rollout.learner.v1.GetLearnerStatusRequest
-	(*GetLearnerStatusResponse)(nil), // 21: rollout.learner.v1.GetLearnerStatusResponse
-	nil,                              // 22: rollout.learner.v1.TrainResult.MetricsEntry
-	(*v1.WeightsManifest)(nil),       // 23: rollout.weights.v1.WeightsManifest
-	(*v11.Plan)(nil),                 // 24: rollout.plan.v1.Plan
-	(*v12.Batch)(nil),                // 25: rollout.buffer.v1.Batch
-	(*v13.SnapshotFile)(nil),         // 26: rollout.snapshot.v1.SnapshotFile
+	(*Completion)(nil),               // 16: rollout.learner.v1.Completion
+	(*PublishWeightsRequest)(nil),    // 17: rollout.learner.v1.PublishWeightsRequest
+	(*PublishWeightsResponse)(nil),   // 18: rollout.learner.v1.PublishWeightsResponse
+	(*OfferWeightsRequest)(nil),      // 19: rollout.learner.v1.OfferWeightsRequest
+	(*OfferWeightsResponse)(nil),     // 20: rollout.learner.v1.OfferWeightsResponse
+	(*SaveStateRequest)(nil),         // 21: rollout.learner.v1.SaveStateRequest
+	(*SaveStateResponse)(nil),        // 22: rollout.learner.v1.SaveStateResponse
+	(*GetLearnerStatusRequest)(nil),  // 23: rollout.learner.v1.GetLearnerStatusRequest
+	(*GetLearnerStatusResponse)(nil), // 24: rollout.learner.v1.GetLearnerStatusResponse
+	nil,                              // 25: rollout.learner.v1.TrainResult.MetricsEntry
+	(*v1.WeightsManifest)(nil),       // 26: rollout.weights.v1.WeightsManifest
+	(*v11.Plan)(nil),                 // 27: rollout.plan.v1.Plan
+	(*v12.Batch)(nil),                // 28: rollout.buffer.v1.Batch
+	(*v1.WeightsOffer)(nil),          // 29: rollout.weights.v1.WeightsOffer
+	(*v13.SnapshotFile)(nil),         // 30: rollout.snapshot.v1.SnapshotFile
 }
 var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	0,  // 0: rollout.learner.v1.Progress.phase:type_name -> rollout.learner.v1.Phase
-	23, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
-	24, // 2: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
+	26, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
+	27, // 2: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
 	1,  // 3: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
 	1,  // 4: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
 	1,  // 5: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	25, // 6: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
+	28, // 6: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
 	14, // 7: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
 	15, // 8: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
-	23, // 9: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
-	22, // 10: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
-	23, // 11: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	26, // 12: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	2,  // 13: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	4,  // 14: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	6,  // 15: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	8,  // 16: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	10, // 17: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	12, // 18: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	16, // 19: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	18, // 20: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	20, // 21: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	3,  // 22: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	5,  // 23: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	7,  // 24: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	9,  // 25: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	11, // 26: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	13, // 27: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	17, // 28: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	19, // 29: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	21, // 30: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	22, // [22:31] is the sub-list for method output_type
-	13, // [13:22] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	26, // 9: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
+	25, // 10: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
+	16, // 11: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
+	26, // 12: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	29, // 13: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	30, // 14: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	2,  // 15: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	4,  // 16: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	6,  // 17: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	8,  // 18: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	10, // 19: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	12, // 20: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	17, // 21: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	19, // 22: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	21, // 23: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	23, // 24: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	3,  // 25: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	5,  // 26: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	7,  // 27: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	9,  // 28: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	11, // 29: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	13, // 30: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	18, // 31: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	20, // 32: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	22, // 33: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	24, // 34: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	25, // [25:35] is the sub-list for method output_type
+	15, // [15:25] is the sub-list for method input_type
+	15, // [15:15] is the sub-list for extension type_name
+	15, // [15:15] is the sub-list for extension extendee
+	0,  // [0:15] is the sub-list for field type_name
 }
 
 func init() { file_rollout_learner_v1_learner_proto_init() }
@@ -1572,13 +1873,14 @@ func file_rollout_learner_v1_learner_proto_init() {
 		(*TrainResponse_Progress)(nil),
 		(*TrainResponse_Result)(nil),
 	}
+	file_rollout_learner_v1_learner_proto_msgTypes[15].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_learner_v1_learner_proto_rawDesc), len(file_rollout_learner_v1_learner_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

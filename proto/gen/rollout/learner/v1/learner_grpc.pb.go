@@ -257,6 +257,7 @@ const (
 	LearnerWorkerService_Initialize_FullMethodName       = "/rollout.learner.v1.LearnerWorkerService/Initialize"
 	LearnerWorkerService_Train_FullMethodName            = "/rollout.learner.v1.LearnerWorkerService/Train"
 	LearnerWorkerService_PublishWeights_FullMethodName   = "/rollout.learner.v1.LearnerWorkerService/PublishWeights"
+	LearnerWorkerService_OfferWeights_FullMethodName     = "/rollout.learner.v1.LearnerWorkerService/OfferWeights"
 	LearnerWorkerService_SaveState_FullMethodName        = "/rollout.learner.v1.LearnerWorkerService/SaveState"
 	LearnerWorkerService_GetLearnerStatus_FullMethodName = "/rollout.learner.v1.LearnerWorkerService/GetLearnerStatus"
 )
@@ -275,6 +276,9 @@ type LearnerWorkerServiceClient interface {
 	Train(ctx context.Context, in *TrainRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TrainResponse], error)
 	// PublishWeights writes the weights of the current step where inference workers read them.
 	PublishWeights(ctx context.Context, in *PublishWeightsRequest, opts ...grpc.CallOption) (*PublishWeightsResponse, error)
+	// OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
+	// that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+	OfferWeights(ctx context.Context, in *OfferWeightsRequest, opts ...grpc.CallOption) (*OfferWeightsResponse, error)
 	// SaveState writes the training state of the current step into a folder.
 	SaveState(ctx context.Context, in *SaveStateRequest, opts ...grpc.CallOption) (*SaveStateResponse, error)
 	// GetLearnerStatus says where it stands.
@@ -328,6 +332,16 @@ func (c *learnerWorkerServiceClient) PublishWeights(ctx context.Context, in *Pub
 	return out, nil
 }
 
+func (c *learnerWorkerServiceClient) OfferWeights(ctx context.Context, in *OfferWeightsRequest, opts ...grpc.CallOption) (*OfferWeightsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(OfferWeightsResponse)
+	err := c.cc.Invoke(ctx, LearnerWorkerService_OfferWeights_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *learnerWorkerServiceClient) SaveState(ctx context.Context, in *SaveStateRequest, opts ...grpc.CallOption) (*SaveStateResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(SaveStateResponse)
@@ -362,6 +376,9 @@ type LearnerWorkerServiceServer interface {
 	Train(*TrainRequest, grpc.ServerStreamingServer[TrainResponse]) error
 	// PublishWeights writes the weights of the current step where inference workers read them.
 	PublishWeights(context.Context, *PublishWeightsRequest) (*PublishWeightsResponse, error)
+	// OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
+	// that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+	OfferWeights(context.Context, *OfferWeightsRequest) (*OfferWeightsResponse, error)
 	// SaveState writes the training state of the current step into a folder.
 	SaveState(context.Context, *SaveStateRequest) (*SaveStateResponse, error)
 	// GetLearnerStatus says where it stands.
@@ -384,6 +401,9 @@ func (UnimplementedLearnerWorkerServiceServer) Train(*TrainRequest, grpc.ServerS
 }
 func (UnimplementedLearnerWorkerServiceServer) PublishWeights(context.Context, *PublishWeightsRequest) (*PublishWeightsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method PublishWeights not implemented")
+}
+func (UnimplementedLearnerWorkerServiceServer) OfferWeights(context.Context, *OfferWeightsRequest) (*OfferWeightsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method OfferWeights not implemented")
 }
 func (UnimplementedLearnerWorkerServiceServer) SaveState(context.Context, *SaveStateRequest) (*SaveStateResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method SaveState not implemented")
@@ -459,6 +479,24 @@ func _LearnerWorkerService_PublishWeights_Handler(srv interface{}, ctx context.C
 	return interceptor(ctx, in, info, handler)
 }
 
+func _LearnerWorkerService_OfferWeights_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(OfferWeightsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(LearnerWorkerServiceServer).OfferWeights(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: LearnerWorkerService_OfferWeights_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(LearnerWorkerServiceServer).OfferWeights(ctx, req.(*OfferWeightsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _LearnerWorkerService_SaveState_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(SaveStateRequest)
 	if err := dec(in); err != nil {
@@ -509,6 +547,10 @@ var LearnerWorkerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "PublishWeights",
 			Handler:    _LearnerWorkerService_PublishWeights_Handler,
+		},
+		{
+			MethodName: "OfferWeights",
+			Handler:    _LearnerWorkerService_OfferWeights_Handler,
 		},
 		{
 			MethodName: "SaveState",

@@ -596,7 +596,9 @@ type CreatePlanResponse struct {
 	// The plan, where there is no problem.
 	Plan *Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
 	// The bytes of `plan.lock`: canonical JSON of the plan.
-	Lock          []byte `protobuf:"bytes,3,opt,name=lock,proto3" json:"lock,omitempty"`
+	Lock []byte `protobuf:"bytes,3,opt,name=lock,proto3" json:"lock,omitempty"`
+	// What may be meant, and should be looked at; it keeps nobody from the plan.
+	Warnings      []*Problem `protobuf:"bytes,4,rep,name=warnings,proto3" json:"warnings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -648,6 +650,13 @@ func (x *CreatePlanResponse) GetPlan() *Plan {
 func (x *CreatePlanResponse) GetLock() []byte {
 	if x != nil {
 		return x.Lock
+	}
+	return nil
+}
+
+func (x *CreatePlanResponse) GetWarnings() []*Problem {
+	if x != nil {
+		return x.Warnings
 	}
 	return nil
 }
@@ -933,11 +942,12 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x124\n" +
 	"\x06config\x18\x02 \x01(\v2\x1c.rollout.config.v1.RunConfigR\x06config\"R\n" +
 	"\x11CreatePlanRequest\x12=\n" +
-	"\x06source\x18\x01 \x01(\v2\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01R\x06source\"\x89\x01\n" +
+	"\x06source\x18\x01 \x01(\v2\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01R\x06source\"\xbf\x01\n" +
 	"\x12CreatePlanResponse\x124\n" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x12)\n" +
 	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x12\n" +
-	"\x04lock\x18\x03 \x01(\fR\x04lock\"d\n" +
+	"\x04lock\x18\x03 \x01(\fR\x04lock\x124\n" +
+	"\bwarnings\x18\x04 \x03(\v2\x18.rollout.plan.v1.ProblemR\bwarnings\"d\n" +
 	"\x11VerifyPlanRequest\x12 \n" +
 	"\x04lock\x18\x01 \x01(\fB\f\xbaH\tz\a\x10\x01\x18\x80\x80\x80\bR\x04lock\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12\x19\n" +
@@ -1009,24 +1019,25 @@ var file_rollout_plan_v1_plan_proto_depIdxs = []int32{
 	4,  // 7: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
 	3,  // 8: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
 	1,  // 9: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	3,  // 10: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	1,  // 11: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	1,  // 12: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
-	3,  // 13: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	1,  // 14: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	5,  // 15: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
-	7,  // 16: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
-	9,  // 17: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
-	11, // 18: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
-	6,  // 19: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
-	8,  // 20: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
-	10, // 21: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
-	12, // 22: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
-	19, // [19:23] is the sub-list for method output_type
-	15, // [15:19] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	3,  // 10: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
+	3,  // 11: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	1,  // 12: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	1,  // 13: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
+	3,  // 14: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	1,  // 15: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	5,  // 16: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
+	7,  // 17: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
+	9,  // 18: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
+	11, // 19: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
+	6,  // 20: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
+	8,  // 21: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
+	10, // 22: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
+	12, // 23: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
+	20, // [20:24] is the sub-list for method output_type
+	16, // [16:20] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_rollout_plan_v1_plan_proto_init() }

@@ -499,7 +499,7 @@ type Worker struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `<kind>-<number>`, e.g. `inference-0`.
 	WorkerId string `protobuf:"bytes,1,opt,name=worker_id,json=workerId,proto3" json:"worker_id,omitempty"`
-	// `inference` or `learner`.
+	// `inference`, `learner` or `reward`.
 	Kind string `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
 	// gRPC address, host:port; empty until it registered.
 	Address string `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
@@ -808,7 +808,7 @@ type WorkerSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `<kind>-<number>`, unique in the run.
 	WorkerId string `protobuf:"bytes,1,opt,name=worker_id,json=workerId,proto3" json:"worker_id,omitempty"`
-	// `inference` or `learner`.
+	// `inference`, `learner`, `reward` or `sinks`.
 	Kind string `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
 	// Run that it works for.
 	RunId string `protobuf:"bytes,3,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
@@ -820,11 +820,11 @@ type WorkerSpec struct {
 	RunDirectory string `protobuf:"bytes,6,opt,name=run_directory,json=runDirectory,proto3" json:"run_directory,omitempty"`
 	// NATS URL.
 	NatsUrl string `protobuf:"bytes,7,opt,name=nats_url,json=natsUrl,proto3" json:"nats_url,omitempty"`
-	// NATS token.
+	// NATS token, a reference: `file:PATH` or `env:NAME`.
 	NatsToken string `protobuf:"bytes,8,opt,name=nats_token,json=natsToken,proto3" json:"nats_token,omitempty"`
 	// Address of the Consul agent or the embedded registry, host:port.
 	ConsulAddress string `protobuf:"bytes,9,opt,name=consul_address,json=consulAddress,proto3" json:"consul_address,omitempty"`
-	// Bearer token of the mesh: sent with each call and asked of each caller.
+	// Bearer token of the mesh, a reference: sent with each call and asked of each caller.
 	Token string `protobuf:"bytes,10,opt,name=token,proto3" json:"token,omitempty"`
 	// Incarnation of the run.
 	Incarnation uint32 `protobuf:"varint,11,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
@@ -836,12 +836,18 @@ type WorkerSpec struct {
 	InitialWeights string `protobuf:"bytes,14,opt,name=initial_weights,json=initialWeights,proto3" json:"initial_weights,omitempty"`
 	// Version of `initial_weights`.
 	InitialVersion uint64 `protobuf:"varint,15,opt,name=initial_version,json=initialVersion,proto3" json:"initial_version,omitempty"`
-	// Consul ACL token; empty where none is asked for.
+	// Consul ACL token, a reference; empty where none is asked for.
 	ConsulToken string `protobuf:"bytes,16,opt,name=consul_token,json=consulToken,proto3" json:"consul_token,omitempty"`
 	// How to reach NATS beyond `nats_url` and `nats_token`.
 	Nats *NatsAccess `protobuf:"bytes,17,opt,name=nats,proto3" json:"nats,omitempty"`
 	// PEM file of the authority of an agent at `https://`; empty: the system's.
-	ConsulCaFile  string `protobuf:"bytes,18,opt,name=consul_ca_file,json=consulCaFile,proto3" json:"consul_ca_file,omitempty"`
+	ConsulCaFile string `protobuf:"bytes,18,opt,name=consul_ca_file,json=consulCaFile,proto3" json:"consul_ca_file,omitempty"`
+	// PEM file of the certificate to show to that agent; empty for none.
+	ConsulCertFile string `protobuf:"bytes,19,opt,name=consul_cert_file,json=consulCertFile,proto3" json:"consul_cert_file,omitempty"`
+	// PEM file of its key.
+	ConsulKeyFile string `protobuf:"bytes,20,opt,name=consul_key_file,json=consulKeyFile,proto3" json:"consul_key_file,omitempty"`
+	// Mutual TLS of the mesh; absent: plain text.
+	Tls           *WorkerTls `protobuf:"bytes,21,opt,name=tls,proto3" json:"tls,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1002,14 +1008,99 @@ func (x *WorkerSpec) GetConsulCaFile() string {
 	return ""
 }
 
+func (x *WorkerSpec) GetConsulCertFile() string {
+	if x != nil {
+		return x.ConsulCertFile
+	}
+	return ""
+}
+
+func (x *WorkerSpec) GetConsulKeyFile() string {
+	if x != nil {
+		return x.ConsulKeyFile
+	}
+	return ""
+}
+
+func (x *WorkerSpec) GetTls() *WorkerTls {
+	if x != nil {
+		return x.Tls
+	}
+	return nil
+}
+
+// WorkerTls is PEM files. A worker serves and calls with them, and reads them again when they were renewed.
+type WorkerTls struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Authority of everybody in the mesh.
+	CaFile string `protobuf:"bytes,1,opt,name=ca_file,json=caFile,proto3" json:"ca_file,omitempty"`
+	// Certificate to show.
+	CertFile string `protobuf:"bytes,2,opt,name=cert_file,json=certFile,proto3" json:"cert_file,omitempty"`
+	// Its key.
+	KeyFile       string `protobuf:"bytes,3,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WorkerTls) Reset() {
+	*x = WorkerTls{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WorkerTls) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WorkerTls) ProtoMessage() {}
+
+func (x *WorkerTls) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WorkerTls.ProtoReflect.Descriptor instead.
+func (*WorkerTls) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *WorkerTls) GetCaFile() string {
+	if x != nil {
+		return x.CaFile
+	}
+	return ""
+}
+
+func (x *WorkerTls) GetCertFile() string {
+	if x != nil {
+		return x.CertFile
+	}
+	return ""
+}
+
+func (x *WorkerTls) GetKeyFile() string {
+	if x != nil {
+		return x.KeyFile
+	}
+	return ""
+}
+
 // NatsAccess is credentials and TLS of a connection to NATS. Token, user and NKEY are alternatives.
 type NatsAccess struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// User; empty where a token or an NKEY is used.
 	User string `protobuf:"bytes,1,opt,name=user,proto3" json:"user,omitempty"`
-	// Password of the user.
+	// Password of the user, a reference: `file:PATH` or `env:NAME`.
 	Password string `protobuf:"bytes,2,opt,name=password,proto3" json:"password,omitempty"`
-	// Seed of an NKEY (`SU..`).
+	// Seed of an NKEY (`SU..`), a reference.
 	NkeySeed string `protobuf:"bytes,3,opt,name=nkey_seed,json=nkeySeed,proto3" json:"nkey_seed,omitempty"`
 	// PEM file of the authority of the servers; empty: the system's.
 	CaFile string `protobuf:"bytes,4,opt,name=ca_file,json=caFile,proto3" json:"ca_file,omitempty"`
@@ -1023,7 +1114,7 @@ type NatsAccess struct {
 
 func (x *NatsAccess) Reset() {
 	*x = NatsAccess{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[7]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1035,7 +1126,7 @@ func (x *NatsAccess) String() string {
 func (*NatsAccess) ProtoMessage() {}
 
 func (x *NatsAccess) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[7]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1048,7 +1139,7 @@ func (x *NatsAccess) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NatsAccess.ProtoReflect.Descriptor instead.
 func (*NatsAccess) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{7}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *NatsAccess) GetUser() string {
@@ -1110,7 +1201,7 @@ type CreateRunRequest struct {
 
 func (x *CreateRunRequest) Reset() {
 	*x = CreateRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[8]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1122,7 +1213,7 @@ func (x *CreateRunRequest) String() string {
 func (*CreateRunRequest) ProtoMessage() {}
 
 func (x *CreateRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[8]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1135,7 +1226,7 @@ func (x *CreateRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateRunRequest.ProtoReflect.Descriptor instead.
 func (*CreateRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{8}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CreateRunRequest) GetLock() []byte {
@@ -1177,7 +1268,7 @@ type CreateRunResponse struct {
 
 func (x *CreateRunResponse) Reset() {
 	*x = CreateRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[9]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1189,7 +1280,7 @@ func (x *CreateRunResponse) String() string {
 func (*CreateRunResponse) ProtoMessage() {}
 
 func (x *CreateRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[9]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1202,7 +1293,7 @@ func (x *CreateRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateRunResponse.ProtoReflect.Descriptor instead.
 func (*CreateRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{9}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CreateRunResponse) GetRun() *Run {
@@ -1223,7 +1314,7 @@ type GetRunRequest struct {
 
 func (x *GetRunRequest) Reset() {
 	*x = GetRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[10]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1235,7 +1326,7 @@ func (x *GetRunRequest) String() string {
 func (*GetRunRequest) ProtoMessage() {}
 
 func (x *GetRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[10]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1248,7 +1339,7 @@ func (x *GetRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRunRequest.ProtoReflect.Descriptor instead.
 func (*GetRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{10}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *GetRunRequest) GetRunId() string {
@@ -1269,7 +1360,7 @@ type GetRunResponse struct {
 
 func (x *GetRunResponse) Reset() {
 	*x = GetRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[11]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1281,7 +1372,7 @@ func (x *GetRunResponse) String() string {
 func (*GetRunResponse) ProtoMessage() {}
 
 func (x *GetRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[11]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1294,7 +1385,7 @@ func (x *GetRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRunResponse.ProtoReflect.Descriptor instead.
 func (*GetRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{11}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *GetRunResponse) GetStatus() *RunStatus {
@@ -1319,7 +1410,7 @@ type ListRunsRequest struct {
 
 func (x *ListRunsRequest) Reset() {
 	*x = ListRunsRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[12]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1331,7 +1422,7 @@ func (x *ListRunsRequest) String() string {
 func (*ListRunsRequest) ProtoMessage() {}
 
 func (x *ListRunsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[12]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1344,7 +1435,7 @@ func (x *ListRunsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRunsRequest.ProtoReflect.Descriptor instead.
 func (*ListRunsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{12}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ListRunsRequest) GetStates() []RunState {
@@ -1381,7 +1472,7 @@ type ListRunsResponse struct {
 
 func (x *ListRunsResponse) Reset() {
 	*x = ListRunsResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[13]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1393,7 +1484,7 @@ func (x *ListRunsResponse) String() string {
 func (*ListRunsResponse) ProtoMessage() {}
 
 func (x *ListRunsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[13]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1406,7 +1497,7 @@ func (x *ListRunsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRunsResponse.ProtoReflect.Descriptor instead.
 func (*ListRunsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{13}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListRunsResponse) GetRuns() []*Run {
@@ -1436,7 +1527,7 @@ type CancelRunRequest struct {
 
 func (x *CancelRunRequest) Reset() {
 	*x = CancelRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[14]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1448,7 +1539,7 @@ func (x *CancelRunRequest) String() string {
 func (*CancelRunRequest) ProtoMessage() {}
 
 func (x *CancelRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[14]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1461,7 +1552,7 @@ func (x *CancelRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRunRequest.ProtoReflect.Descriptor instead.
 func (*CancelRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{14}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *CancelRunRequest) GetRunId() string {
@@ -1489,7 +1580,7 @@ type CancelRunResponse struct {
 
 func (x *CancelRunResponse) Reset() {
 	*x = CancelRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[15]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1501,7 +1592,7 @@ func (x *CancelRunResponse) String() string {
 func (*CancelRunResponse) ProtoMessage() {}
 
 func (x *CancelRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[15]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1514,7 +1605,7 @@ func (x *CancelRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRunResponse.ProtoReflect.Descriptor instead.
 func (*CancelRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{15}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *CancelRunResponse) GetRun() *Run {
@@ -1535,7 +1626,7 @@ type PauseRunRequest struct {
 
 func (x *PauseRunRequest) Reset() {
 	*x = PauseRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[16]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1547,7 +1638,7 @@ func (x *PauseRunRequest) String() string {
 func (*PauseRunRequest) ProtoMessage() {}
 
 func (x *PauseRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[16]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1560,7 +1651,7 @@ func (x *PauseRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRunRequest.ProtoReflect.Descriptor instead.
 func (*PauseRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{16}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PauseRunRequest) GetRunId() string {
@@ -1581,7 +1672,7 @@ type PauseRunResponse struct {
 
 func (x *PauseRunResponse) Reset() {
 	*x = PauseRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[17]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1593,7 +1684,7 @@ func (x *PauseRunResponse) String() string {
 func (*PauseRunResponse) ProtoMessage() {}
 
 func (x *PauseRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[17]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1606,7 +1697,7 @@ func (x *PauseRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRunResponse.ProtoReflect.Descriptor instead.
 func (*PauseRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{17}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PauseRunResponse) GetRun() *Run {
@@ -1627,7 +1718,7 @@ type ResumeRunRequest struct {
 
 func (x *ResumeRunRequest) Reset() {
 	*x = ResumeRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[18]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1639,7 +1730,7 @@ func (x *ResumeRunRequest) String() string {
 func (*ResumeRunRequest) ProtoMessage() {}
 
 func (x *ResumeRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[18]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1652,7 +1743,7 @@ func (x *ResumeRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRunRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{18}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ResumeRunRequest) GetRunId() string {
@@ -1673,7 +1764,7 @@ type ResumeRunResponse struct {
 
 func (x *ResumeRunResponse) Reset() {
 	*x = ResumeRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[19]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1685,7 +1776,7 @@ func (x *ResumeRunResponse) String() string {
 func (*ResumeRunResponse) ProtoMessage() {}
 
 func (x *ResumeRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[19]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1698,7 +1789,7 @@ func (x *ResumeRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRunResponse.ProtoReflect.Descriptor instead.
 func (*ResumeRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{19}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ResumeRunResponse) GetRun() *Run {
@@ -1719,7 +1810,7 @@ type WatchRunRequest struct {
 
 func (x *WatchRunRequest) Reset() {
 	*x = WatchRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[20]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1731,7 +1822,7 @@ func (x *WatchRunRequest) String() string {
 func (*WatchRunRequest) ProtoMessage() {}
 
 func (x *WatchRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[20]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1744,7 +1835,7 @@ func (x *WatchRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRunRequest.ProtoReflect.Descriptor instead.
 func (*WatchRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{20}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *WatchRunRequest) GetRunId() string {
@@ -1765,7 +1856,7 @@ type WatchRunResponse struct {
 
 func (x *WatchRunResponse) Reset() {
 	*x = WatchRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1777,7 +1868,7 @@ func (x *WatchRunResponse) String() string {
 func (*WatchRunResponse) ProtoMessage() {}
 
 func (x *WatchRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1790,7 +1881,7 @@ func (x *WatchRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRunResponse.ProtoReflect.Descriptor instead.
 func (*WatchRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{21}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *WatchRunResponse) GetStatus() *RunStatus {
@@ -1819,7 +1910,7 @@ type CompleteRunRequest struct {
 
 func (x *CompleteRunRequest) Reset() {
 	*x = CompleteRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1831,7 +1922,7 @@ func (x *CompleteRunRequest) String() string {
 func (*CompleteRunRequest) ProtoMessage() {}
 
 func (x *CompleteRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1844,7 +1935,7 @@ func (x *CompleteRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteRunRequest.ProtoReflect.Descriptor instead.
 func (*CompleteRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{22}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CompleteRunRequest) GetRunId() string {
@@ -1891,7 +1982,7 @@ type CompleteRunResponse struct {
 
 func (x *CompleteRunResponse) Reset() {
 	*x = CompleteRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1903,7 +1994,7 @@ func (x *CompleteRunResponse) String() string {
 func (*CompleteRunResponse) ProtoMessage() {}
 
 func (x *CompleteRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1916,7 +2007,7 @@ func (x *CompleteRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteRunResponse.ProtoReflect.Descriptor instead.
 func (*CompleteRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{23}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{24}
 }
 
 // GetCursorRequest names a run.
@@ -1930,7 +2021,7 @@ type GetCursorRequest struct {
 
 func (x *GetCursorRequest) Reset() {
 	*x = GetCursorRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1942,7 +2033,7 @@ func (x *GetCursorRequest) String() string {
 func (*GetCursorRequest) ProtoMessage() {}
 
 func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1955,7 +2046,7 @@ func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorRequest.ProtoReflect.Descriptor instead.
 func (*GetCursorRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{24}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GetCursorRequest) GetRunId() string {
@@ -1976,7 +2067,7 @@ type GetCursorResponse struct {
 
 func (x *GetCursorResponse) Reset() {
 	*x = GetCursorResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1988,7 +2079,7 @@ func (x *GetCursorResponse) String() string {
 func (*GetCursorResponse) ProtoMessage() {}
 
 func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2001,7 +2092,7 @@ func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorResponse.ProtoReflect.Descriptor instead.
 func (*GetCursorResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{25}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetCursorResponse) GetCursor() *Cursor {
@@ -2081,11 +2172,11 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\vwaiting_for\x18\x05 \x01(\tR\n" +
 	"waitingFor\x12.\n" +
 	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
-	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\"\x97\x05\n" +
+	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\"\xa5\x06\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
-	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12-\n" +
-	"\x04kind\x18\x02 \x01(\tB\x19\xbaH\x16r\x14R\tinferenceR\alearnerR\x04kind\x12\x1e\n" +
+	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12<\n" +
+	"\x04kind\x18\x02 \x01(\tB(\xbaH%r#R\tinferenceR\alearnerR\x06rewardR\x05sinksR\x04kind\x12\x1e\n" +
 	"\x06run_id\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x121\n" +
 	"\x04plan\x18\x04 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12\x19\n" +
 	"\bbase_dir\x18\x05 \x01(\tR\abaseDir\x12#\n" +
@@ -2103,7 +2194,14 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x0finitial_version\x18\x0f \x01(\x04R\x0einitialVersion\x12!\n" +
 	"\fconsul_token\x18\x10 \x01(\tR\vconsulToken\x12.\n" +
 	"\x04nats\x18\x11 \x01(\v2\x1a.rollout.run.v1.NatsAccessR\x04nats\x12$\n" +
-	"\x0econsul_ca_file\x18\x12 \x01(\tR\fconsulCaFile\"\xaa\x01\n" +
+	"\x0econsul_ca_file\x18\x12 \x01(\tR\fconsulCaFile\x12(\n" +
+	"\x10consul_cert_file\x18\x13 \x01(\tR\x0econsulCertFile\x12&\n" +
+	"\x0fconsul_key_file\x18\x14 \x01(\tR\rconsulKeyFile\x12+\n" +
+	"\x03tls\x18\x15 \x01(\v2\x19.rollout.run.v1.WorkerTlsR\x03tls\"w\n" +
+	"\tWorkerTls\x12 \n" +
+	"\aca_file\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06caFile\x12$\n" +
+	"\tcert_file\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bcertFile\x12\"\n" +
+	"\bkey_file\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\akeyFile\"\xaa\x01\n" +
 	"\n" +
 	"NatsAccess\x12\x12\n" +
 	"\x04user\x18\x01 \x01(\tR\x04user\x12\x1a\n" +
@@ -2197,7 +2295,7 @@ func file_rollout_run_v1_run_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_run_v1_run_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_rollout_run_v1_run_proto_goTypes = []any{
 	(RunState)(0),                 // 0: rollout.run.v1.RunState
 	(*Run)(nil),                   // 1: rollout.run.v1.Run
@@ -2207,73 +2305,75 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*Queues)(nil),                // 5: rollout.run.v1.Queues
 	(*RunStatus)(nil),             // 6: rollout.run.v1.RunStatus
 	(*WorkerSpec)(nil),            // 7: rollout.run.v1.WorkerSpec
-	(*NatsAccess)(nil),            // 8: rollout.run.v1.NatsAccess
-	(*CreateRunRequest)(nil),      // 9: rollout.run.v1.CreateRunRequest
-	(*CreateRunResponse)(nil),     // 10: rollout.run.v1.CreateRunResponse
-	(*GetRunRequest)(nil),         // 11: rollout.run.v1.GetRunRequest
-	(*GetRunResponse)(nil),        // 12: rollout.run.v1.GetRunResponse
-	(*ListRunsRequest)(nil),       // 13: rollout.run.v1.ListRunsRequest
-	(*ListRunsResponse)(nil),      // 14: rollout.run.v1.ListRunsResponse
-	(*CancelRunRequest)(nil),      // 15: rollout.run.v1.CancelRunRequest
-	(*CancelRunResponse)(nil),     // 16: rollout.run.v1.CancelRunResponse
-	(*PauseRunRequest)(nil),       // 17: rollout.run.v1.PauseRunRequest
-	(*PauseRunResponse)(nil),      // 18: rollout.run.v1.PauseRunResponse
-	(*ResumeRunRequest)(nil),      // 19: rollout.run.v1.ResumeRunRequest
-	(*ResumeRunResponse)(nil),     // 20: rollout.run.v1.ResumeRunResponse
-	(*WatchRunRequest)(nil),       // 21: rollout.run.v1.WatchRunRequest
-	(*WatchRunResponse)(nil),      // 22: rollout.run.v1.WatchRunResponse
-	(*CompleteRunRequest)(nil),    // 23: rollout.run.v1.CompleteRunRequest
-	(*CompleteRunResponse)(nil),   // 24: rollout.run.v1.CompleteRunResponse
-	(*GetCursorRequest)(nil),      // 25: rollout.run.v1.GetCursorRequest
-	(*GetCursorResponse)(nil),     // 26: rollout.run.v1.GetCursorResponse
-	(*v1.Plan)(nil),               // 27: rollout.plan.v1.Plan
-	(*timestamppb.Timestamp)(nil), // 28: google.protobuf.Timestamp
+	(*WorkerTls)(nil),             // 8: rollout.run.v1.WorkerTls
+	(*NatsAccess)(nil),            // 9: rollout.run.v1.NatsAccess
+	(*CreateRunRequest)(nil),      // 10: rollout.run.v1.CreateRunRequest
+	(*CreateRunResponse)(nil),     // 11: rollout.run.v1.CreateRunResponse
+	(*GetRunRequest)(nil),         // 12: rollout.run.v1.GetRunRequest
+	(*GetRunResponse)(nil),        // 13: rollout.run.v1.GetRunResponse
+	(*ListRunsRequest)(nil),       // 14: rollout.run.v1.ListRunsRequest
+	(*ListRunsResponse)(nil),      // 15: rollout.run.v1.ListRunsResponse
+	(*CancelRunRequest)(nil),      // 16: rollout.run.v1.CancelRunRequest
+	(*CancelRunResponse)(nil),     // 17: rollout.run.v1.CancelRunResponse
+	(*PauseRunRequest)(nil),       // 18: rollout.run.v1.PauseRunRequest
+	(*PauseRunResponse)(nil),      // 19: rollout.run.v1.PauseRunResponse
+	(*ResumeRunRequest)(nil),      // 20: rollout.run.v1.ResumeRunRequest
+	(*ResumeRunResponse)(nil),     // 21: rollout.run.v1.ResumeRunResponse
+	(*WatchRunRequest)(nil),       // 22: rollout.run.v1.WatchRunRequest
+	(*WatchRunResponse)(nil),      // 23: rollout.run.v1.WatchRunResponse
+	(*CompleteRunRequest)(nil),    // 24: rollout.run.v1.CompleteRunRequest
+	(*CompleteRunResponse)(nil),   // 25: rollout.run.v1.CompleteRunResponse
+	(*GetCursorRequest)(nil),      // 26: rollout.run.v1.GetCursorRequest
+	(*GetCursorResponse)(nil),     // 27: rollout.run.v1.GetCursorResponse
+	(*v1.Plan)(nil),               // 28: rollout.plan.v1.Plan
+	(*timestamppb.Timestamp)(nil), // 29: google.protobuf.Timestamp
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
-	27, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
+	28, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
-	28, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
-	28, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
+	29, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
+	29, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
 	1,  // 4: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
 	5,  // 5: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
 	4,  // 6: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
 	3,  // 7: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	28, // 8: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	27, // 9: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
-	8,  // 10: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
-	1,  // 11: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 12: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 13: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
-	1,  // 14: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
-	1,  // 15: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 16: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 17: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 18: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 19: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	3,  // 20: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	9,  // 21: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	11, // 22: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	13, // 23: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	15, // 24: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	17, // 25: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	19, // 26: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	21, // 27: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	23, // 28: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	25, // 29: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	10, // 30: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	12, // 31: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	14, // 32: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	16, // 33: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	18, // 34: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	20, // 35: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	22, // 36: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	24, // 37: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	26, // 38: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	30, // [30:39] is the sub-list for method output_type
-	21, // [21:30] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	29, // 8: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	28, // 9: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	9,  // 10: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
+	8,  // 11: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
+	1,  // 12: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 13: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 14: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
+	1,  // 15: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
+	1,  // 16: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 17: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 18: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 19: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 20: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
+	3,  // 21: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	10, // 22: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	12, // 23: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	14, // 24: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	16, // 25: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	18, // 26: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	20, // 27: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	22, // 28: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	24, // 29: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	26, // 30: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 31: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 32: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 33: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 34: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 35: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 36: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 37: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	25, // 38: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	27, // 39: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	31, // [31:40] is the sub-list for method output_type
+	22, // [22:31] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }
@@ -2287,7 +2387,7 @@ func file_rollout_run_v1_run_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_run_v1_run_proto_rawDesc), len(file_rollout_run_v1_run_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   26,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -516,7 +516,9 @@ func (x *ArtifactInfo) GetExists() bool {
 type GetArtifactRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `blake3-<hex>`.
-	ContentId     string `protobuf:"bytes,1,opt,name=content_id,json=contentId,proto3" json:"content_id,omitempty"`
+	ContentId string `protobuf:"bytes,1,opt,name=content_id,json=contentId,proto3" json:"content_id,omitempty"`
+	// First byte wanted, so that a transfer that broke off goes on. From 0 the content is verified on its way, else by the caller.
+	Offset        uint64 `protobuf:"varint,2,opt,name=offset,proto3" json:"offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -556,6 +558,13 @@ func (x *GetArtifactRequest) GetContentId() string {
 		return x.ContentId
 	}
 	return ""
+}
+
+func (x *GetArtifactRequest) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
 }
 
 // GetArtifactResponse is a chunk.
@@ -1326,10 +1335,11 @@ const file_rollout_storage_v1_storage_proto_rawDesc = "" +
 	"\n" +
 	"content_id\x18\x01 \x01(\tR\tcontentId\x12\x14\n" +
 	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x16\n" +
-	"\x06exists\x18\x03 \x01(\bR\x06exists\"Q\n" +
+	"\x06exists\x18\x03 \x01(\bR\x06exists\"i\n" +
 	"\x12GetArtifactRequest\x12;\n" +
 	"\n" +
-	"content_id\x18\x01 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\tcontentId\"+\n" +
+	"content_id\x18\x01 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\tcontentId\x12\x16\n" +
+	"\x06offset\x18\x02 \x01(\x04R\x06offset\"+\n" +
 	"\x13GetArtifactResponse\x12\x14\n" +
 	"\x05chunk\x18\x01 \x01(\fR\x05chunk\"A\n" +
 	"\x14StatArtifactsRequest\x12)\n" +

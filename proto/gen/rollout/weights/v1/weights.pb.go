@@ -24,6 +24,63 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// WeightsForm is what is written or sent of a version.
+type WeightsForm int32
+
+const (
+	// Not set: the whole.
+	WeightsForm_WEIGHTS_FORM_UNSPECIFIED WeightsForm = 0
+	// Every tensor, as a safetensors file.
+	WeightsForm_WEIGHTS_FORM_WHOLE WeightsForm = 1
+	// The values that differ from another version's.
+	WeightsForm_WEIGHTS_FORM_PATCH WeightsForm = 2
+	// The adapters alone, as a safetensors file; merged into the plan's model they give the version.
+	WeightsForm_WEIGHTS_FORM_ADAPTER WeightsForm = 3
+)
+
+// Enum value maps for WeightsForm.
+var (
+	WeightsForm_name = map[int32]string{
+		0: "WEIGHTS_FORM_UNSPECIFIED",
+		1: "WEIGHTS_FORM_WHOLE",
+		2: "WEIGHTS_FORM_PATCH",
+		3: "WEIGHTS_FORM_ADAPTER",
+	}
+	WeightsForm_value = map[string]int32{
+		"WEIGHTS_FORM_UNSPECIFIED": 0,
+		"WEIGHTS_FORM_WHOLE":       1,
+		"WEIGHTS_FORM_PATCH":       2,
+		"WEIGHTS_FORM_ADAPTER":     3,
+	}
+)
+
+func (x WeightsForm) Enum() *WeightsForm {
+	p := new(WeightsForm)
+	*p = x
+	return p
+}
+
+func (x WeightsForm) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (WeightsForm) Descriptor() protoreflect.EnumDescriptor {
+	return file_rollout_weights_v1_weights_proto_enumTypes[0].Descriptor()
+}
+
+func (WeightsForm) Type() protoreflect.EnumType {
+	return &file_rollout_weights_v1_weights_proto_enumTypes[0]
+}
+
+func (x WeightsForm) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use WeightsForm.Descriptor instead.
+func (WeightsForm) EnumDescriptor() ([]byte, []int) {
+	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{0}
+}
+
 // WeightsManifest names the tensors of one version and where their bytes are.
 type WeightsManifest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -42,7 +99,9 @@ type WeightsManifest struct {
 	// Type that the tensors are transported in, e.g. `float32`.
 	Dtype string `protobuf:"bytes,7,opt,name=dtype,proto3" json:"dtype,omitempty"`
 	// Size of all tensors in bytes.
-	Bytes         uint64 `protobuf:"varint,8,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Bytes uint64 `protobuf:"varint,8,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// What the folder holds: the whole, or adapters. The digest is of the whole in either case.
+	Form          WeightsForm `protobuf:"varint,9,opt,name=form,proto3,enum=rollout.weights.v1.WeightsForm" json:"form,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -131,6 +190,13 @@ func (x *WeightsManifest) GetBytes() uint64 {
 		return x.Bytes
 	}
 	return 0
+}
+
+func (x *WeightsManifest) GetForm() WeightsForm {
+	if x != nil {
+		return x.Form
+	}
+	return WeightsForm_WEIGHTS_FORM_UNSPECIFIED
 }
 
 // Tensor is one tensor under its Hugging Face name.
@@ -325,11 +391,275 @@ func (x *WeightsReceipt) GetCacheEpoch() uint64 {
 	return 0
 }
 
+// WeightsOffer is one form of a version and where it is to be had.
+type WeightsOffer struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Version that it gives.
+	Version uint64 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
+	// Weights digest of that version, `blake3-<hex>`.
+	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
+	// What is sent of it.
+	Form WeightsForm `protobuf:"varint,3,opt,name=form,proto3,enum=rollout.weights.v1.WeightsForm" json:"form,omitempty"`
+	// Version that a patch is applied to.
+	BaseVersion uint64 `protobuf:"varint,4,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
+	// Weights digest of that version; of a patch only.
+	BaseDigest string `protobuf:"bytes,5,opt,name=base_digest,json=baseDigest,proto3" json:"base_digest,omitempty"`
+	// Bytes to be sent.
+	Bytes uint64 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// Content id under which the storage service has these bytes; empty where it does not.
+	ContentId string `protobuf:"bytes,7,opt,name=content_id,json=contentId,proto3" json:"content_id,omitempty"`
+	// Workers that stream these bytes (host:port), in the order in which they are to be asked.
+	Peers         []string `protobuf:"bytes,8,rep,name=peers,proto3" json:"peers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WeightsOffer) Reset() {
+	*x = WeightsOffer{}
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WeightsOffer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WeightsOffer) ProtoMessage() {}
+
+func (x *WeightsOffer) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WeightsOffer.ProtoReflect.Descriptor instead.
+func (*WeightsOffer) Descriptor() ([]byte, []int) {
+	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *WeightsOffer) GetVersion() uint64 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *WeightsOffer) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *WeightsOffer) GetForm() WeightsForm {
+	if x != nil {
+		return x.Form
+	}
+	return WeightsForm_WEIGHTS_FORM_UNSPECIFIED
+}
+
+func (x *WeightsOffer) GetBaseVersion() uint64 {
+	if x != nil {
+		return x.BaseVersion
+	}
+	return 0
+}
+
+func (x *WeightsOffer) GetBaseDigest() string {
+	if x != nil {
+		return x.BaseDigest
+	}
+	return ""
+}
+
+func (x *WeightsOffer) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *WeightsOffer) GetContentId() string {
+	if x != nil {
+		return x.ContentId
+	}
+	return ""
+}
+
+func (x *WeightsOffer) GetPeers() []string {
+	if x != nil {
+		return x.Peers
+	}
+	return nil
+}
+
+// FetchWeightsRequest names one form of a version.
+type FetchWeightsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Weights digest of the version.
+	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
+	// What is wanted of it.
+	Form WeightsForm `protobuf:"varint,3,opt,name=form,proto3,enum=rollout.weights.v1.WeightsForm" json:"form,omitempty"`
+	// Weights digest of the version that a patch is to be applied to.
+	BaseDigest string `protobuf:"bytes,4,opt,name=base_digest,json=baseDigest,proto3" json:"base_digest,omitempty"`
+	// First byte wanted.
+	Offset        uint64 `protobuf:"varint,5,opt,name=offset,proto3" json:"offset,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchWeightsRequest) Reset() {
+	*x = FetchWeightsRequest{}
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchWeightsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchWeightsRequest) ProtoMessage() {}
+
+func (x *FetchWeightsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchWeightsRequest.ProtoReflect.Descriptor instead.
+func (*FetchWeightsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *FetchWeightsRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *FetchWeightsRequest) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *FetchWeightsRequest) GetForm() WeightsForm {
+	if x != nil {
+		return x.Form
+	}
+	return WeightsForm_WEIGHTS_FORM_UNSPECIFIED
+}
+
+func (x *FetchWeightsRequest) GetBaseDigest() string {
+	if x != nil {
+		return x.BaseDigest
+	}
+	return ""
+}
+
+func (x *FetchWeightsRequest) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+// FetchWeightsResponse is a chunk.
+type FetchWeightsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where the chunk begins.
+	Offset uint64 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"`
+	// At most 1 MiB.
+	Chunk []byte `protobuf:"bytes,2,opt,name=chunk,proto3" json:"chunk,omitempty"`
+	// CRC-32C of the chunk.
+	Crc32C uint32 `protobuf:"varint,3,opt,name=crc32c,proto3" json:"crc32c,omitempty"`
+	// Bytes of the whole transfer.
+	TotalBytes    uint64 `protobuf:"varint,4,opt,name=total_bytes,json=totalBytes,proto3" json:"total_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchWeightsResponse) Reset() {
+	*x = FetchWeightsResponse{}
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchWeightsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchWeightsResponse) ProtoMessage() {}
+
+func (x *FetchWeightsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchWeightsResponse.ProtoReflect.Descriptor instead.
+func (*FetchWeightsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *FetchWeightsResponse) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *FetchWeightsResponse) GetChunk() []byte {
+	if x != nil {
+		return x.Chunk
+	}
+	return nil
+}
+
+func (x *FetchWeightsResponse) GetCrc32C() uint32 {
+	if x != nil {
+		return x.Crc32C
+	}
+	return 0
+}
+
+func (x *FetchWeightsResponse) GetTotalBytes() uint64 {
+	if x != nil {
+		return x.TotalBytes
+	}
+	return 0
+}
+
 var File_rollout_weights_v1_weights_proto protoreflect.FileDescriptor
 
 const file_rollout_weights_v1_weights_proto_rawDesc = "" +
 	"\n" +
-	" rollout/weights/v1/weights.proto\x12\x12rollout.weights.v1\x1a\x1bbuf/validate/validate.proto\"\xb8\x02\n" +
+	" rollout/weights/v1/weights.proto\x12\x12rollout.weights.v1\x1a\x1bbuf/validate/validate.proto\"\xed\x02\n" +
 	"\x0fWeightsManifest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x124\n" +
@@ -338,7 +668,8 @@ const file_rollout_weights_v1_weights_proto_rawDesc = "" +
 	"\x05files\x18\x05 \x03(\v2\x1f.rollout.weights.v1.WeightsFileR\x05files\x12\x1c\n" +
 	"\tdirectory\x18\x06 \x01(\tR\tdirectory\x12\x14\n" +
 	"\x05dtype\x18\a \x01(\tR\x05dtype\x12\x14\n" +
-	"\x05bytes\x18\b \x01(\x04R\x05bytes\"\x87\x01\n" +
+	"\x05bytes\x18\b \x01(\x04R\x05bytes\x123\n" +
+	"\x04form\x18\t \x01(\x0e2\x1f.rollout.weights.v1.WeightsFormR\x04form\"\x87\x01\n" +
 	"\x06Tensor\x12\x1b\n" +
 	"\x04name\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04name\x12\x14\n" +
 	"\x05dtype\x18\x02 \x01(\tR\x05dtype\x12\x14\n" +
@@ -351,7 +682,38 @@ const file_rollout_weights_v1_weights_proto_rawDesc = "" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x12\x16\n" +
 	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x1f\n" +
 	"\vcache_epoch\x18\x03 \x01(\x04R\n" +
-	"cacheEpochB\xd6\x01\n" +
+	"cacheEpoch\"\xa2\x02\n" +
+	"\fWeightsOffer\x12\x18\n" +
+	"\aversion\x18\x01 \x01(\x04R\aversion\x124\n" +
+	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x123\n" +
+	"\x04form\x18\x03 \x01(\x0e2\x1f.rollout.weights.v1.WeightsFormR\x04form\x12!\n" +
+	"\fbase_version\x18\x04 \x01(\x04R\vbaseVersion\x12\x1f\n" +
+	"\vbase_digest\x18\x05 \x01(\tR\n" +
+	"baseDigest\x12\x14\n" +
+	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\x12\x1d\n" +
+	"\n" +
+	"content_id\x18\a \x01(\tR\tcontentId\x12\x14\n" +
+	"\x05peers\x18\b \x03(\tR\x05peers\"\xe3\x01\n" +
+	"\x13FetchWeightsRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x124\n" +
+	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12=\n" +
+	"\x04form\x18\x03 \x01(\x0e2\x1f.rollout.weights.v1.WeightsFormB\b\xbaH\x05\x82\x01\x02\x10\x01R\x04form\x12\x1f\n" +
+	"\vbase_digest\x18\x04 \x01(\tR\n" +
+	"baseDigest\x12\x16\n" +
+	"\x06offset\x18\x05 \x01(\x04R\x06offset\"}\n" +
+	"\x14FetchWeightsResponse\x12\x16\n" +
+	"\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x14\n" +
+	"\x05chunk\x18\x02 \x01(\fR\x05chunk\x12\x16\n" +
+	"\x06crc32c\x18\x03 \x01(\rR\x06crc32c\x12\x1f\n" +
+	"\vtotal_bytes\x18\x04 \x01(\x04R\n" +
+	"totalBytes*u\n" +
+	"\vWeightsForm\x12\x1c\n" +
+	"\x18WEIGHTS_FORM_UNSPECIFIED\x10\x00\x12\x16\n" +
+	"\x12WEIGHTS_FORM_WHOLE\x10\x01\x12\x16\n" +
+	"\x12WEIGHTS_FORM_PATCH\x10\x02\x12\x18\n" +
+	"\x14WEIGHTS_FORM_ADAPTER\x10\x032u\n" +
+	"\x0eWeightsService\x12c\n" +
+	"\fFetchWeights\x12'.rollout.weights.v1.FetchWeightsRequest\x1a(.rollout.weights.v1.FetchWeightsResponse0\x01B\xd6\x01\n" +
 	"\x16com.rollout.weights.v1B\fWeightsProtoP\x01ZDgithub.com/rollout-rl/rollout/proto/gen/rollout/weights/v1;weightsv1\xa2\x02\x03RWX\xaa\x02\x12Rollout.Weights.V1\xca\x02\x12Rollout\\Weights\\V1\xe2\x02\x1eRollout\\Weights\\V1\\GPBMetadata\xea\x02\x14Rollout::Weights::V1b\x06proto3"
 
 var (
@@ -366,21 +728,31 @@ func file_rollout_weights_v1_weights_proto_rawDescGZIP() []byte {
 	return file_rollout_weights_v1_weights_proto_rawDescData
 }
 
-var file_rollout_weights_v1_weights_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
+var file_rollout_weights_v1_weights_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_rollout_weights_v1_weights_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_rollout_weights_v1_weights_proto_goTypes = []any{
-	(*WeightsManifest)(nil), // 0: rollout.weights.v1.WeightsManifest
-	(*Tensor)(nil),          // 1: rollout.weights.v1.Tensor
-	(*WeightsFile)(nil),     // 2: rollout.weights.v1.WeightsFile
-	(*WeightsReceipt)(nil),  // 3: rollout.weights.v1.WeightsReceipt
+	(WeightsForm)(0),             // 0: rollout.weights.v1.WeightsForm
+	(*WeightsManifest)(nil),      // 1: rollout.weights.v1.WeightsManifest
+	(*Tensor)(nil),               // 2: rollout.weights.v1.Tensor
+	(*WeightsFile)(nil),          // 3: rollout.weights.v1.WeightsFile
+	(*WeightsReceipt)(nil),       // 4: rollout.weights.v1.WeightsReceipt
+	(*WeightsOffer)(nil),         // 5: rollout.weights.v1.WeightsOffer
+	(*FetchWeightsRequest)(nil),  // 6: rollout.weights.v1.FetchWeightsRequest
+	(*FetchWeightsResponse)(nil), // 7: rollout.weights.v1.FetchWeightsResponse
 }
 var file_rollout_weights_v1_weights_proto_depIdxs = []int32{
-	1, // 0: rollout.weights.v1.WeightsManifest.tensors:type_name -> rollout.weights.v1.Tensor
-	2, // 1: rollout.weights.v1.WeightsManifest.files:type_name -> rollout.weights.v1.WeightsFile
-	2, // [2:2] is the sub-list for method output_type
-	2, // [2:2] is the sub-list for method input_type
-	2, // [2:2] is the sub-list for extension type_name
-	2, // [2:2] is the sub-list for extension extendee
-	0, // [0:2] is the sub-list for field type_name
+	2, // 0: rollout.weights.v1.WeightsManifest.tensors:type_name -> rollout.weights.v1.Tensor
+	3, // 1: rollout.weights.v1.WeightsManifest.files:type_name -> rollout.weights.v1.WeightsFile
+	0, // 2: rollout.weights.v1.WeightsManifest.form:type_name -> rollout.weights.v1.WeightsForm
+	0, // 3: rollout.weights.v1.WeightsOffer.form:type_name -> rollout.weights.v1.WeightsForm
+	0, // 4: rollout.weights.v1.FetchWeightsRequest.form:type_name -> rollout.weights.v1.WeightsForm
+	6, // 5: rollout.weights.v1.WeightsService.FetchWeights:input_type -> rollout.weights.v1.FetchWeightsRequest
+	7, // 6: rollout.weights.v1.WeightsService.FetchWeights:output_type -> rollout.weights.v1.FetchWeightsResponse
+	6, // [6:7] is the sub-list for method output_type
+	5, // [5:6] is the sub-list for method input_type
+	5, // [5:5] is the sub-list for extension type_name
+	5, // [5:5] is the sub-list for extension extendee
+	0, // [0:5] is the sub-list for field type_name
 }
 
 func init() { file_rollout_weights_v1_weights_proto_init() }
@@ -393,13 +765,14 @@ func file_rollout_weights_v1_weights_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_weights_v1_weights_proto_rawDesc), len(file_rollout_weights_v1_weights_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   4,
+			NumEnums:      1,
+			NumMessages:   7,
 			NumExtensions: 0,
-			NumServices:   0,
+			NumServices:   1,
 		},
 		GoTypes:           file_rollout_weights_v1_weights_proto_goTypes,
 		DependencyIndexes: file_rollout_weights_v1_weights_proto_depIdxs,
+		EnumInfos:         file_rollout_weights_v1_weights_proto_enumTypes,
 		MessageInfos:      file_rollout_weights_v1_weights_proto_msgTypes,
 	}.Build()
 	File_rollout_weights_v1_weights_proto = out.File

@@ -1,0 +1,105 @@
+package infer
+
+import (
+	"fmt"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/config"
+)
+
+// Changes are what a command line sets beside a configuration; nil leaves a value as it is.
+type Changes struct {
+	Samples, MaxTokens, TopK    *uint32
+	Temperature, TopP, MinP     *float64
+	Stop                        []string
+	Seed                        *uint64
+	PromptField, Reward         *string // Reward: file.py:function
+	ChatTemplate                *bool
+	Slots, MaxModelLen, Threads *uint32
+}
+
+// bare is a configuration that has what no batch uses and each configuration must have.
+const bare = "name = \"infer\"\nmodel.path = \"model\"\ndata.train = \"data\"\nalgorithm.sft = {}\ntrain.steps = 1\ntrain.groups_per_step = 1\n"
+
+// Read reads a configuration; nil for toml is one of defaults. All that is wrong is in the problems.
+func Read(source *planv1.ConfigSource) (*configv1.RunConfig, []*planv1.Problem, error) {
+	reader, err := config.NewReader()
+	if err != nil {
+		return nil, nil, err
+	}
+	if source.GetFile() == "" {
+		source.Toml = []byte(bare)
+	}
+	reading := reader.Read(source)
+	return reading.Config, reading.Sorted(), nil
+}
+
+// Apply sets what the command line sets, and checks it by the contract's rules.
+func (c Changes) Apply(given *configv1.RunConfig) (*configv1.RunConfig, error) {
+	out := proto.CloneOf(given)
+	if out.Sampling == nil {
+		out.Sampling = &configv1.SamplingConfig{}
+	}
+	if out.Engine == nil {
+		out.Engine = &configv1.EngineConfig{}
+	}
+	s, e := out.Sampling, out.Engine
+	set(&s.GroupSize, c.Samples)
+	set(&s.MaxTokens, c.MaxTokens)
+	set(&s.TopK, c.TopK)
+	set(&s.Temperature, c.Temperature)
+	set(&s.TopP, c.TopP)
+	set(&s.MinP, c.MinP)
+	set(&out.Seed, c.Seed)
+	set(&out.Data.PromptField, c.PromptField)
+	set(&out.Model.ChatTemplate, c.ChatTemplate)
+	set(&e.Slots, c.Slots)
+	set(&e.MaxModelLen, c.MaxModelLen)
+	set(&e.Threads, c.Threads)
+	if c.Stop != nil {
+		s.Stop = c.Stop
+	}
+	if c.Reward != nil {
+		out.Reward = nil
+		if *c.Reward != "" {
+			out.Reward = &configv1.RewardConfig{Plugin: c.Reward}
+		}
+	}
+	reader, err := config.NewReader()
+	if err != nil {
+		return nil, err
+	}
+	reading := reader.Again(out)
+	for _, p := range reading.Sorted() { // rules of training are not a batch's
+		if field, message := p.GetField(), p.GetMessage(); concerns(field) {
+			return nil, exit.New(exit.Usage, p.GetMend(), "%s", strings.TrimSuffix(message, ", got "))
+		}
+	}
+	out = reading.Config
+	if tokens, longest := out.GetSampling().GetMaxTokens(), out.GetEngine().GetMaxModelLen(); tokens >= longest {
+		return nil, exit.New(exit.Usage, fmt.Sprintf("lower --max-tokens below %d, or raise --max-model-len", longest),
+			"%d new tokens leave no room for a prompt in a context of %d", tokens, longest)
+	}
+	return out, nil
+}
+
+func set[T any](field **T, value *T) {
+	if value != nil {
+		*field = value
+	}
+}
+
+// concerns reports whether a batch uses a field.
+func concerns(field string) bool {
+	switch field {
+	case "", "sampling.group_size": // group_size: the rules of algorithms
+		return false
+	}
+	table, _, _ := strings.Cut(field, ".")
+	return table == "sampling" || table == "engine" || table == "reward" || table == "seed" || field == "data.prompt_field"
+}

@@ -1,0 +1,116 @@
+package record
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/replay"
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
+	"github.com/rollout-rl/rollout/services/snapshot"
+	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
+	"github.com/rollout-rl/rollout/services/storage"
+	storagestore "github.com/rollout-rl/rollout/services/storage/sqlstore"
+)
+
+// Folder reads a state folder. Close it.
+type Folder struct {
+	state     string
+	runs      *schedulerstore.Store
+	events    *storagestore.Store
+	snapshots *snapshotstore.Store
+}
+
+// Open opens the databases of a state folder.
+func Open(ctx context.Context, state string) (_ *Folder, err error) {
+	place := sqldb.Files(filepath.Join(state, "db"))
+	for _, service := range []string{"scheduler", "storage", "snapshot"} {
+		if _, err := os.Stat(filepath.Join(string(place), service+".sqlite")); err != nil {
+			return nil, exit.New(exit.NoInput, "name the state folder with --state-dir, or a running control plane with --server",
+				"no %s database to read: %w", service, err)
+		}
+	}
+	f := &Folder{state: state}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, f.Close())
+		}
+	}()
+	if f.runs, err = schedulerstore.Open(ctx, place); err != nil {
+		return nil, err
+	}
+	if f.events, err = storagestore.Open(ctx, place); err != nil {
+		return nil, err
+	}
+	f.snapshots, err = snapshotstore.Open(ctx, place)
+	return f, err
+}
+
+// Close closes the databases.
+func (f *Folder) Close() error {
+	var errs []error
+	if f.runs != nil {
+		errs = append(errs, f.runs.Close())
+	}
+	if f.events != nil {
+		errs = append(errs, f.events.Close())
+	}
+	if f.snapshots != nil {
+		errs = append(errs, f.snapshots.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Run implements Reader. Queues and workers are those of nobody: nothing runs.
+func (f *Folder) Run(ctx context.Context, name string) (*runv1.RunStatus, error) {
+	run, err := f.runs.Resolve(ctx, name)
+	return &runv1.RunStatus{Run: run}, err
+}
+
+// Events implements Reader.
+func (f *Folder) Events(ctx context.Context, filter *storagev1.EventFilter, limit int, newest bool) ([]*eventv1.Event, error) {
+	return f.events.List(ctx, storage.FilterOf(filter), limit, newest)
+}
+
+// Metrics implements Reader.
+func (f *Folder) Metrics(ctx context.Context, runID string) ([]*storagev1.Series, error) {
+	return f.events.Series(ctx, runID, nil, 0)
+}
+
+// Snapshot implements Reader.
+func (f *Folder) Snapshot(ctx context.Context, id string) (*snapshotv1.Snapshot, error) {
+	return f.snapshots.Get(ctx, id)
+}
+
+// NewestSnapshot implements Reader.
+func (f *Folder) NewestSnapshot(ctx context.Context, runID string) (*snapshotv1.Snapshot, error) {
+	all, err := f.snapshots.List(ctx, snapshot.Filter{Run: runID})
+	if err != nil {
+		return nil, err
+	}
+	all = slices.DeleteFunc(all, func(s *snapshotv1.Snapshot) bool {
+		return s.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
+	})
+	if len(all) == 0 {
+		return nil, nil
+	}
+	return slices.MaxFunc(all, func(a, b *snapshotv1.Snapshot) int { return int(int64(a.GetStep()) - int64(b.GetStep())) }), nil
+}
+
+// Materialize implements Reader.
+func (f *Folder) Materialize(ctx context.Context, s *snapshotv1.Snapshot, folder string) error {
+	artifacts, err := audit.Folder(f.state).CAS()
+	if err != nil {
+		return err
+	}
+	return replay.Artifacts{CAS: artifacts}.Snapshot(ctx, s, folder)
+}

@@ -1,0 +1,55 @@
+package record
+
+import (
+	"context"
+
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+// Services asks running services. They write snapshots to their own host's disk.
+type Services struct{ Client *client.Client }
+
+// Run implements Reader.
+func (s Services) Run(ctx context.Context, name string) (*runv1.RunStatus, error) {
+	got, err := s.Client.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
+	return got.GetStatus(), err
+}
+
+// Events implements Reader.
+func (s Services) Events(ctx context.Context, filter *storagev1.EventFilter, limit int, newest bool) ([]*eventv1.Event, error) {
+	got, err := s.Client.Events.ListEvents(ctx, &storagev1.ListEventsRequest{Filter: filter, Limit: uint32(limit), Newest: newest})
+	return got.GetEvents(), err
+}
+
+// Metrics implements Reader.
+func (s Services) Metrics(ctx context.Context, runID string) ([]*storagev1.Series, error) {
+	got, err := s.Client.Events.QueryMetrics(ctx, &storagev1.QueryMetricsRequest{RunId: runID})
+	return got.GetSeries(), err
+}
+
+// Snapshot implements Reader.
+func (s Services) Snapshot(ctx context.Context, id string) (*snapshotv1.Snapshot, error) {
+	got, err := s.Client.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: id})
+	return got.GetSnapshot(), err
+}
+
+// NewestSnapshot implements Reader.
+func (s Services) NewestSnapshot(ctx context.Context, runID string) (*snapshotv1.Snapshot, error) {
+	got, err := s.Client.Snapshot.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{
+		RunId: runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, PageSize: 1,
+	})
+	if err != nil || len(got.GetSnapshots()) == 0 {
+		return nil, err
+	}
+	return got.GetSnapshots()[0], nil
+}
+
+// Materialize implements Reader.
+func (s Services) Materialize(ctx context.Context, snap *snapshotv1.Snapshot, folder string) error {
+	_, err := s.Client.Snapshot.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Directory: folder})
+	return err
+}

@@ -1,0 +1,301 @@
+package main
+
+import (
+	"crypto/x509"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/cert"
+)
+
+const (
+	day           = 24 * time.Hour
+	authorityDays = 3650
+	issuedDays    = 30
+)
+
+const certsLong = `Make the certificates with which services, workers and people show each other who they are.
+
+An authority issues them: made once by init, its key stays in one place, its certificate (ca.pem) goes to every host. What it issues
+lives for days, and is renewed in place; who uses the files takes the new ones without a restart. docs/security.md has the rest.`
+
+const certsExample = `  rollout certs init
+  rollout certs issue service control --host control.internal
+  rollout certs issue worker gpu
+  rollout certs issue person ada
+  rollout certs renew --all
+  rollout certs show`
+
+func (a *app) certsCommand() *cobra.Command {
+	cmd := parent("certs", "Make, renew and show the certificates of a mesh", a.certsInit(), a.certsIssue(), a.certsRenew(), a.certsShow())
+	cmd.Long, cmd.Example = certsLong, certsExample
+	return cmd
+}
+
+// certsFolder adds the flag that all of them have.
+func (a *app) certsFolder(cmd *cobra.Command) func() (cert.Folder, error) {
+	dir := cmd.Flags().String("dir", "", "`folder` of the certificates (default: $XDG_CONFIG_HOME/rollout/certs, else ~/.config/rollout/certs)")
+	return func() (cert.Folder, error) {
+		path := *dir
+		if path == "" {
+			home := a.env("XDG_CONFIG_HOME")
+			if home == "" && a.env("HOME") != "" {
+				home = filepath.Join(a.env("HOME"), ".config")
+			}
+			if home == "" {
+				return cert.Folder{}, usage("no folder: name one with --dir, or set HOME")
+			}
+			path = filepath.Join(home, "rollout", "certs")
+		}
+		path, err := filepath.Abs(path)
+		return cert.Folder{Path: path, Now: a.clock()}, err
+	}
+}
+
+func (a *app) clock() func() time.Time {
+	if a.now != nil {
+		return a.now
+	}
+	return time.Now
+}
+
+func (a *app) certsInit() *cobra.Command {
+	var name string
+	var days uint
+	cmd := &cobra.Command{
+		Use: "init", Short: "Make an authority", Args: cobra.NoArgs,
+		Long: `Make an authority: ca.pem, which every host needs, and ca-key.pem, which only issues certificates and belongs to nobody else.
+One that is there already is never overwritten.`,
+		Example: "  rollout certs init\n  rollout certs init --dir /etc/rollout/certs --name \"training cluster\"",
+	}
+	folder := a.certsFolder(cmd)
+	cmd.Flags().StringVar(&name, "name", "rollout", "`name` of the authority, for people")
+	cmd.Flags().UintVar(&days, "days", authorityDays, "how many days it lives")
+	cmd.RunE = func(*cobra.Command, []string) error {
+		f, err := folder()
+		if err != nil {
+			return err
+		}
+		if days == 0 {
+			return usage("invalid argument 0 for --days: it lives for one day at least")
+		}
+		if _, err := f.Init(name, time.Duration(days)*day); err != nil {
+			return err
+		}
+		a.note("made the authority %s; keep %s to yourself", f.CAFile(), f.CAKeyFile())
+		return a.certsTable(f, []cert.Files{{Cert: f.CAFile(), Key: f.CAKeyFile(), CA: f.CAFile()}})
+	}
+	return cmd
+}
+
+func (a *app) certsIssue() *cobra.Command {
+	var hosts []string
+	var days uint
+	cmd := &cobra.Command{
+		Use: "issue service|worker|person NAME", Short: "Issue a certificate", Args: cobra.ExactArgs(2),
+		Long: `Issue a certificate and its key, KIND-NAME.pem and KIND-NAME-key.pem in the folder. Those of services and workers are for this
+machine (localhost, 127.0.0.1, ::1 and its name) and the hosts that --host names: what others call them by. A person's only calls.`,
+		Example: `  rollout certs issue service control --host control.internal --host 10.0.0.7
+  rollout certs issue worker gpu --days 7
+  rollout certs issue person ada`,
+		ValidArgs: []string{"service", "worker", "person"},
+	}
+	folder := a.certsFolder(cmd)
+	cmd.Flags().StringArrayVar(&hosts, "host", nil, "`host` name or address that it is for, besides this machine's; as often as needed")
+	cmd.Flags().UintVar(&days, "days", issuedDays, "how many days it lives")
+	cmd.RunE = func(_ *cobra.Command, args []string) error {
+		f, err := folder()
+		if err != nil {
+			return err
+		}
+		if days == 0 {
+			return usage("invalid argument 0 for --days: it lives for one day at least")
+		}
+		id := cert.Identity{Kind: cert.Kind(args[0]), Name: args[1]}
+		if id.Kind != cert.Person {
+			hosts = append(thisMachine(), hosts...)
+		}
+		if _, err := f.Issue(id, hosts, time.Duration(days)*day); err != nil {
+			return err
+		}
+		return a.certsTable(f, []cert.Files{files(f, id)})
+	}
+	return cmd
+}
+
+func (a *app) certsRenew() *cobra.Command {
+	var days, within uint
+	var all bool
+	cmd := &cobra.Command{
+		Use: "renew [KIND-NAME...]", Short: "Issue certificates anew, in place",
+		Long: `Issue certificates anew for the same hosts, with new keys, in place of the old ones. Without names those that end soon, so that it
+can run each day; processes that use the files take the new ones at their next connection.`,
+		Example: `  rollout certs renew
+  rollout certs renew service-control
+  rollout certs renew --all --days 7`,
+	}
+	folder := a.certsFolder(cmd)
+	cmd.Flags().UintVar(&days, "days", issuedDays, "how many days they live")
+	cmd.Flags().UintVar(&within, "within", 10, "without names: those that end within so many days")
+	cmd.Flags().BoolVar(&all, "all", false, "every certificate of the folder")
+	cmd.RunE = func(_ *cobra.Command, args []string) error {
+		f, err := folder()
+		if err != nil {
+			return err
+		}
+		if days == 0 {
+			return usage("invalid argument 0 for --days: it lives for one day at least")
+		}
+		chosen, err := a.certsDue(f, args, all, time.Duration(within)*day)
+		if err != nil {
+			return err
+		}
+		var renewed []cert.Files
+		for _, id := range chosen {
+			if _, err := f.Renew(id, time.Duration(days)*day); err != nil {
+				return err
+			}
+			renewed = append(renewed, files(f, id))
+		}
+		if len(renewed) == 0 {
+			a.note("none of %s ends within %d days", f.Path, within)
+		}
+		return a.certsTable(f, renewed)
+	}
+	return cmd
+}
+
+// certsDue is the certificates that were named, or those to renew.
+func (a *app) certsDue(f cert.Folder, names []string, all bool, within time.Duration) (due []cert.Identity, err error) {
+	if all && len(names) > 0 {
+		return nil, usage("--all stands alone, here it stands with %s", strings.Join(names, " "))
+	}
+	for _, n := range names {
+		kind, name, _ := strings.Cut(n, "-")
+		due = append(due, cert.Identity{Kind: cert.Kind(kind), Name: name})
+	}
+	if len(names) > 0 {
+		return due, nil
+	}
+	issued, err := f.Issued()
+	for _, id := range issued {
+		list, readErr := cert.Read(f.CertFile(id))
+		if readErr != nil {
+			return nil, readErr
+		}
+		if all || a.clock()().Add(within).After(list[0].NotAfter) {
+			due = append(due, id)
+		}
+	}
+	return due, err
+}
+
+func (a *app) certsShow() *cobra.Command {
+	cmd := &cobra.Command{
+		Use: "show", Short: "Show the certificates of the folder and what is wrong with them", Args: cobra.NoArgs,
+		Long:    "Show the certificates of the folder: whose they are, for which hosts and until when, and what is wrong with them. `rollout doctor` looks\nat those that rolloutd.toml names.",
+		Example: "  rollout certs show\n  rollout certs show --dir /etc/rollout/certs --format json",
+	}
+	folder := a.certsFolder(cmd)
+	cmd.RunE = func(*cobra.Command, []string) error {
+		f, err := folder()
+		if err != nil {
+			return err
+		}
+		issued, err := f.Issued()
+		if err != nil {
+			return err
+		}
+		var list []cert.Files
+		if _, err := os.Stat(f.CAFile()); err == nil {
+			list = append(list, cert.Files{Cert: f.CAFile(), CA: f.CAFile()})
+		}
+		for _, id := range issued {
+			list = append(list, files(f, id))
+		}
+		return a.certsTable(f, list)
+	}
+	return cmd
+}
+
+func files(f cert.Folder, id cert.Identity) cert.Files {
+	return cert.Files{Cert: f.CertFile(id), Key: f.KeyFile(id), CA: f.CAFile()}
+}
+
+// certJSON is a certificate as programs read it.
+type certJSON struct {
+	Name  string    `json:"name"`
+	Cert  string    `json:"cert_file"`
+	Key   string    `json:"key_file"`
+	CA    string    `json:"ca_file"`
+	Hosts []string  `json:"hosts"`
+	Ends  time.Time `json:"ends"`
+	Wrong string    `json:"wrong,omitempty"`
+}
+
+func (a *app) certsTable(f cert.Folder, list []cert.Files) error {
+	now, rows := a.clock()(), []certJSON{}
+	for _, c := range list {
+		row := certJSON{Name: strings.TrimSuffix(filepath.Base(c.Cert), ".pem"), Cert: c.Cert, Key: c.Key, CA: c.CA, Hosts: []string{}}
+		leaf, err := checkCert(f, c, now)
+		if leaf != nil {
+			row.Ends, row.Hosts = leaf.NotAfter.UTC(), append(row.Hosts, cert.Hosts(leaf)...)
+		}
+		if err != nil {
+			row.Wrong = err.Error()
+		}
+		rows = append(rows, row)
+	}
+	if a.format == formatJSON {
+		return output.Value(a.stdout, map[string]any{"folder": f.Path, "certificates": rows})
+	}
+	s := a.style()
+	var table output.Table
+	table.Row(s.Bold("NAME"), s.Bold("ENDS"), s.Bold("LEFT"), s.Bold("HOSTS"), s.Bold("STATE"))
+	for _, r := range rows {
+		state := s.Green("good")
+		if r.Wrong != "" {
+			state = s.Red(r.Wrong)
+		}
+		table.Row(r.Name, a.timeOf(r.Ends), fmt.Sprintf("%d d", max(0, r.Ends.Sub(now).Round(day)/day)), strings.Join(r.Hosts, " "), state)
+	}
+	if len(rows) == 0 {
+		return nil
+	}
+	_, err := fmt.Fprintf(a.stdout, "%sin %s\n", table.String(), f.Path)
+	return err
+}
+
+// checkCert looks at an issued certificate; of the authority only at its time, as its key may be elsewhere.
+func checkCert(f cert.Folder, c cert.Files, now time.Time) (*x509.Certificate, error) {
+	if c.Cert != f.CAFile() {
+		return cert.Check(c, now)
+	}
+	list, err := cert.Read(c.Cert)
+	if err != nil {
+		return nil, err
+	}
+	if now.After(list[0].NotAfter) {
+		return list[0], cert.ErrExpired
+	}
+	if info, err := os.Stat(f.CAKeyFile()); err == nil && info.Mode().Perm()&0o077 != 0 {
+		return list[0], cert.ErrFile.WithMessage("others may read %s", f.CAKeyFile())
+	}
+	return list[0], nil
+}
+
+// thisMachine is what processes of one host call each other by.
+func thisMachine() []string {
+	hosts := []string{"localhost", "127.0.0.1", "::1"}
+	if name, err := os.Hostname(); err == nil && name != "" && !slices.Contains(hosts, name) {
+		hosts = append(hosts, name)
+	}
+	return hosts
+}

@@ -1,0 +1,64 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// TestCerts runs the commands one after another on one folder, a renewal twenty-five days later.
+func TestCerts(t *testing.T) {
+	t.Parallel()
+	home := t.TempDir()
+	machine := strings.Join(thisMachine(), " ")
+	now := time.Now()
+	c := command{env: map[string]string{"HOME": home}, now: func() time.Time { return now }}
+	var log strings.Builder
+	run := func(args ...string) {
+		t.Helper()
+		got := c.run(t, append([]string{"certs"}, args...)...)
+		log.WriteString("$ rollout certs " + strings.Join(args, " ") + "\n" + got.text())
+	}
+	run("show")
+	run("issue", "person", "ada")
+	run("init")
+	run("init")
+	run("issue", "service", "control", "--host", "control.internal")
+	run("issue", "worker", "gpu", "--days", "7")
+	run("issue", "person", "ada", "--days", "90")
+	run("issue", "robot", "x")
+	run("issue", "service", "control", "--host", "h:1")
+	run("issue", "person", "ada", "--days", "0")
+	now = now.Add(25 * day)
+	run("show")
+	run("renew")
+	run("renew")
+	run("renew", "worker-none")
+	run("renew", "--all", "person-ada")
+	if err := os.Chmod(filepath.Join(home, ".config/rollout/certs/service-control-key.pem"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	run("show")
+	text := strings.NewReplacer(home, "HOME").Replace(log.String())
+	for _, host := range strings.Fields(machine)[1:] { // Go orders names before addresses
+		text = strings.ReplaceAll(text, host+" ", "")
+	}
+	for days := range 130 {
+		text = strings.ReplaceAll(text, now.Add(time.Duration(days-25)*day).UTC().Format("2006-01-02 15:04:05"), fmt.Sprint("DAY", days))
+		text = strings.ReplaceAll(text, now.Add(time.Duration(days-25)*day).UTC().Format(time.RFC3339), "DAY")
+	}
+	text = strings.ReplaceAll(text, now.Add((authorityDays-25)*day).UTC().Format("2006-01-02 15:04:05"), "LAST")
+	golden(t, "testdata/certs.text", squeeze(text))
+}
+
+// squeeze takes the padding of tables out, whose width depends on this machine's name.
+func squeeze(text string) string {
+	var out []string
+	for line := range strings.SplitSeq(text, "\n") {
+		out = append(out, strings.Join(strings.Fields(line), " "))
+	}
+	return strings.Join(out, "\n")
+}

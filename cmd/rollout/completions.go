@@ -1,0 +1,111 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+)
+
+func (a *app) completionsCommand() *cobra.Command {
+	var step uint64
+	var all bool
+	cmd := &cobra.Command{
+		Use:   "completions RUN",
+		Short: "Show completions that were trained on, with their rewards and advantages",
+		Long: `Show completions that were trained on, with their rewards and advantages: those of the newest step that keeps some, of one step,
+or of all. [completions] of the configuration says how many a step are kept.
+
+Where a control plane runs it is asked; else its state folder is read, and nothing is started. ` + runArgument,
+		Example: `  rollout completions addition-grpo
+  rollout completions addition-grpo --step 40
+  rollout completions addition-grpo --all --format json`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.records(cmd, func(ctx context.Context, r record.Reader) error {
+				status, err := r.Run(ctx, args[0])
+				if err != nil {
+					return err
+				}
+				run := status.GetRun().GetRunId()
+				if step == 0 && !all {
+					newest, err := record.NewestCompletions(ctx, r, run)
+					if err != nil {
+						return err
+					}
+					return a.kept(run, newest)
+				}
+				found := false
+				if err := record.Completions(ctx, r, run, func(k record.Kept) error {
+					if !all && k.Step != step {
+						return nil
+					}
+					found = true
+					return a.kept(run, k)
+				}); err != nil || found {
+					return err
+				}
+				return a.kept(run, record.Kept{Step: step})
+			})
+		},
+	}
+	cmd.Flags().Uint64Var(&step, "step", 0, "`step` whose completions are shown (default: the newest that has some)")
+	cmd.Flags().BoolVar(&all, "all", false, "show those of every step")
+	cmd.MarkFlagsMutuallyExclusive("step", "all")
+	return cmd
+}
+
+// kept prints the completions of a step: a line of JSON each, or prompt by prompt.
+func (a *app) kept(run string, k record.Kept) error {
+	if len(k.Completions) == 0 {
+		what := "no completions"
+		if k.Step > 0 {
+			what = fmt.Sprintf("no completions of step %d", k.Step)
+		}
+		return exit.New(exit.NoInput, "see `per_step` and `every_steps` of [completions] in its configuration; what is not sampled has none",
+			"run %s keeps %s", run, what)
+	}
+	if a.format == formatJSON {
+		for _, c := range k.Completions {
+			if err := output.ValueLine(a.stdout, struct {
+				Step uint64 `json:"step"`
+				record.Completion
+			}{k.Step, c}); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	_, err := fmt.Fprint(a.stdout, a.keptText(k))
+	return err
+}
+
+func (a *app) keptText(k record.Kept) string {
+	s := a.style()
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s\n", s.Bold(fmt.Sprintf("step %d", k.Step)))
+	var table output.Table
+	for i, c := range k.Completions {
+		if i == 0 || c.Index != k.Completions[i-1].Index || c.Epoch != k.Completions[i-1].Epoch {
+			b.WriteString(table.String())
+			table = output.Table{}
+			fmt.Fprintf(&b, "prompt %d/%d  %s\n", c.Epoch, c.Index, s.Cyan(fmt.Sprintf("%q", c.Prompt)))
+		}
+		advantage := "-"
+		if c.Advantage != nil {
+			advantage = fmt.Sprintf("%+.3f", *c.Advantage)
+		}
+		text := fmt.Sprintf("%q", c.Completion)
+		if c.Truncated {
+			text += s.Dim(" (cut off)")
+		}
+		table.Row(fmt.Sprintf("  %d", c.Sample), "reward "+output.Number(c.Reward), "advantage "+advantage, fmt.Sprintf("%d tokens", c.Tokens), text)
+	}
+	b.WriteString(table.String())
+	return b.String()
+}

@@ -1,0 +1,110 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/blob"
+	blobfiles "github.com/rollout-rl/rollout/libs/blob/files"
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	"github.com/rollout-rl/rollout/services/scheduler"
+	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
+	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
+	storagestore "github.com/rollout-rl/rollout/services/storage/sqlstore"
+)
+
+// stored is a state folder with a run and two of its snapshots, the older one with an adapter.
+func stored(t *testing.T) (state string) {
+	t.Helper()
+	state = t.TempDir()
+	place := sqldb.Files(filepath.Join(state, "db"))
+	run := (&fake{}).run(runv1.RunState_RUN_STATE_SUCCEEDED, 3)
+	if _, err := sqldbtest.Store(t, place, schedulerstore.Open).Create(t.Context(), run, "", scheduler.Cursor{}); err != nil {
+		t.Fatal(err)
+	}
+	sqldbtest.Store(t, place, storagestore.Open)
+	artifacts, err := blobfiles.Open(filepath.Join(state, "artifacts"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	cas, snapshots := blob.NewCAS(artifacts, artifacts.Spool()), sqldbtest.Store(t, place, snapshotstore.Open)
+	for step, paths := range map[uint64][]string{
+		2: {"weights/config.json", "adapter/adapter_config.json", "average/config.json", "state.json"}, 3: {"weights/config.json", "weights/model.safetensors", "state.json"},
+	} {
+		s := proto.CloneOf(snapshot())
+		s.SnapshotId, s.Step, s.Files = map[uint64]string{2: "snap-older", 3: "snap-newest"}[step], step, nil
+		for _, path := range paths {
+			content, err := cas.PutBytes(t.Context(), []byte(path+" of step "+string(rune('0'+step))))
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.Files = append(s.Files, &snapshotv1.SnapshotFile{Path: path, Digest: content})
+		}
+		if _, err := snapshots.Record(t.Context(), s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return state
+}
+
+func TestExportWeightsOfAStateFolder(t *testing.T) {
+	t.Parallel()
+	state, out := stored(t), t.TempDir()
+	export := func(args ...string) result {
+		return command{}.run(t, append([]string{"export", "weights", "--state-dir", state}, args...)...)
+	}
+	got := export("addition-grpo", "--to", filepath.Join(out, "new/weights"))
+	if got.code != 0 || read(t, filepath.Join(out, "new/weights/model.safetensors")) != "weights/model.safetensors of step 3" {
+		t.Fatal(got.text())
+	}
+	if got := export("snap-old", "--to", filepath.Join(out, "adapter"), "--adapter"); got.code != 0 || read(t, filepath.Join(out, "adapter/adapter_config.json")) != "adapter/adapter_config.json of step 2" {
+		t.Fatal(got.text())
+	}
+	if got := export("snap-old", "--to", filepath.Join(out, "average"), "--average"); got.code != 0 || read(t, filepath.Join(out, "average/config.json")) != "average/config.json of step 2" {
+		t.Fatal(got.text())
+	}
+	for text, args := range map[string][]string{
+		"snapshot snap-newest holds no average": {"addition-grpo", "--to", filepath.Join(out, "none"), "--average"},
+		"were all set":                          {"addition-grpo", "--to", filepath.Join(out, "none"), "--average", "--adapter"},
+		"is there already":                      {"addition-grpo", "--to", filepath.Join(out, "adapter")},
+		"snapshot snap-newest holds no adapter": {"addition-grpo", "--to", filepath.Join(out, "none"), "--adapter"},
+		"nobody":                                {"nobody", "--to", filepath.Join(out, "none")},
+		`required flag(s) "to" not set`:         {"addition-grpo"},
+	} {
+		if got := export(args...); got.code == 0 || !strings.Contains(got.stderr, text) {
+			t.Errorf("%s: %s", text, got.text())
+		}
+	}
+	left, err := os.ReadDir(out)
+	if err != nil || len(left) != 3 { // new, adapter and average, no scratch
+		t.Errorf("%v, %v", left, err)
+	}
+}
+
+// A file that is not what was stored is never exported.
+func TestExportWeightsRefusesADamagedFile(t *testing.T) {
+	t.Parallel()
+	state, out := stored(t), filepath.Join(t.TempDir(), "weights")
+	err := filepath.WalkDir(filepath.Join(state, "artifacts"), func(path string, entry os.DirEntry, err error) error {
+		if err != nil || entry.IsDir() || !strings.Contains(read(t, path), "model.safetensors") {
+			return err
+		}
+		return os.WriteFile(path, []byte("flipped"), 0o600)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := (command{}).run(t, "export", "weights", "addition-grpo", "--state-dir", state, "--to", out); got.code == 0 {
+		t.Error(got.text())
+	}
+	if _, err := os.Stat(out); !os.IsNotExist(err) {
+		t.Errorf("something was left: %v", err)
+	}
+}

@@ -1,0 +1,331 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/infer"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/problem"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+)
+
+func (a *app) inferCommand() *cobra.Command {
+	return parent("infer", "Answer a dataset with a model", a.inferBatch())
+}
+
+// inferFlags are those of `rollout infer batch`.
+type inferFlags struct {
+	cmd                                *cobra.Command
+	config                             configFlags
+	model, run, snapshot               string
+	data, output, worker               string
+	reward, promptField                string
+	stop                               []string
+	samples, maxTokens, topK           uint32
+	slots, maxModelLen, threads        uint32
+	temperature, topP, minP            float64
+	seed, limit                        uint64
+	chatTemplate, noReward             bool
+	restart, allowFailures, overwrites bool
+}
+
+func (a *app) inferBatch() *cobra.Command {
+	flags := &inferFlags{}
+	cmd := &cobra.Command{
+		Use:   "batch --output FILE (--model FOLDER | --run RUN | --snapshot ID | --config FILE)",
+		Short: "Write completions and scores for a dataset to Parquet or JSON Lines; resumable",
+		Long: `Answer each row of a dataset with a model and write completions and scores to FILE (.parquet or .jsonl).
+
+The model is a folder (--model), the newest snapshot of a run (--run) or a snapshot (--snapshot). Prompt field, chat template, sampling
+and reward are those of --config, else of the run; flags override them. The dataset is --data, else data.eval of the configuration.
+
+What is done stands in FILE.journal: the same command goes on from there after Ctrl-C, a crash or a kill. Changed inputs are refused
+and named. The same command gives the same bytes, interrupted or not. A sample whose reward fails is INFRA_FAILED and has no score; FILE
+is written only when there is none of them, unless --allow-failures. docs/inference.md has the columns.
+
+With --run and --snapshot a control plane that runs is asked, else its state folder is read. Nothing is started but the worker.`,
+		Example: `  rollout infer batch --run addition-grpo --output answers.parquet
+  rollout infer batch --model models/tiny --data test.jsonl --output answers.jsonl --samples 4 --temperature 0.7 --seed 1
+  rollout infer batch --config grpo.toml --model models/tiny --output answers.parquet --limit 1000 --format json`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			flags.cmd = cmd
+			return a.infer(cmd, flags)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVarP(&flags.output, "output", "o", "", "new `file` to write, .parquet or .jsonl")
+	f.StringVarP(&flags.model, "model", "m", "", "`folder` of a model in the Hugging Face layout")
+	f.StringVar(&flags.run, "run", "", "`run` whose newest snapshot answers: its name, id or a prefix of it")
+	f.StringVar(&flags.snapshot, "snapshot", "", "`id` of the snapshot that answers, or a unique prefix of it")
+	flags.config.add(cmd)
+	f.StringVar(&flags.data, "data", "", "dataset `file`, .jsonl or .parquet (default: data.eval of the configuration)")
+	f.Uint64Var(&flags.limit, "limit", 0, "only the first `rows` of the dataset (default: all)")
+	f.Uint32VarP(&flags.samples, "samples", "n", 1, "completions a row")
+	f.Uint32Var(&flags.maxTokens, "max-tokens", 0, "most new tokens a completion (default: the configuration's)")
+	f.Float64Var(&flags.temperature, "temperature", 0, "softmax temperature, 0 takes the most likely token (default: the configuration's)")
+	f.Float64Var(&flags.topP, "top-p", 0, "nucleus probability (default: the configuration's)")
+	f.Uint32Var(&flags.topK, "top-k", 0, "only the k most likely tokens, 0 is off (default: the configuration's)")
+	f.Float64Var(&flags.minP, "min-p", 0, "least share of the most likely token's probability, 0 is off (default: the configuration's)")
+	f.StringArrayVar(&flags.stop, "stop", nil, "`text` that ends a completion; may be given several times (default: the configuration's)")
+	f.Uint64Var(&flags.seed, "seed", 0, "seed of the sampling (default: the configuration's)")
+	f.StringVar(&flags.promptField, "prompt-field", "", "`field` of a row that holds the prompt (default: the configuration's)")
+	f.BoolVar(&flags.chatTemplate, "chat-template", false, "render prompts through the chat template (default: the configuration's)")
+	f.StringVar(&flags.reward, "reward", "", "`file.py:function` that scores (default: the reward of the configuration)")
+	f.BoolVar(&flags.noReward, "no-reward", false, "score nothing")
+	f.Uint32Var(&flags.slots, "slots", 0, "sequences decoded at a time (default: the configuration's)")
+	f.Uint32Var(&flags.maxModelLen, "max-model-len", 0, "longest sequence, prompt and completion together (default: the configuration's)")
+	f.Uint32Var(&flags.threads, "threads", 0, "CPU threads, which bits depend on; 0: all cores (default: the configuration's)")
+	f.BoolVar(&flags.restart, "restart", false, "forget what an interrupted command has done")
+	f.BoolVar(&flags.overwrites, "overwrite", false, "replace an output that is there")
+	f.BoolVar(&flags.allowFailures, "allow-failures", false, "write the output with samples that are INFRA_FAILED, without a score")
+	f.StringVar(&flags.worker, "worker", "", "`command` that starts a worker (default: rollout-worker beside rollout, or on PATH)")
+	_ = cmd.MarkFlagRequired("output")
+	_ = cmd.MarkFlagDirname("model")
+	_ = cmd.MarkFlagFilename("data", "jsonl", "parquet")
+	_ = cmd.MarkFlagFilename("output", "jsonl", "parquet")
+	cmd.MarkFlagsMutuallyExclusive("model", "run", "snapshot")
+	cmd.MarkFlagsMutuallyExclusive("reward", "no-reward")
+	return cmd
+}
+
+func (a *app) infer(cmd *cobra.Command, flags *inferFlags) error {
+	job := &infer.Job{
+		Limit: flags.limit, Restart: flags.restart, AllowFailures: flags.allowFailures, Worker: strings.Fields(flags.worker),
+	}
+	if len(job.Worker) == 0 {
+		job.Worker = []string{findWorker()}
+	}
+	if err := flags.destination(job); err != nil {
+		return err
+	}
+	scratch, err := os.MkdirTemp(filepath.Dir(job.Output), ".infer-")
+	if err != nil {
+		return exit.New(exit.CannotMake, "name another output with --output", "make a scratch folder: %w", err)
+	}
+	defer func() { _ = os.RemoveAll(scratch) }()
+	job.Scratch = scratch
+	if flags.run+flags.snapshot != "" {
+		err = a.records(cmd, func(ctx context.Context, r record.Reader) error { return flags.recorded(ctx, r, job) })
+	}
+	if err == nil {
+		err = a.configure(flags, job)
+	}
+	if err != nil {
+		return err
+	}
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	return a.answer(ctx, job)
+}
+
+// destination checks the names, and the output, before anything is done.
+func (flags *inferFlags) destination(job *infer.Job) (err error) {
+	if flags.snapshot != "" && !strings.HasPrefix(flags.snapshot, "snap-") {
+		return usage("invalid argument %q for --snapshot: an id begins with snap-", flags.snapshot)
+	}
+	if ending := filepath.Ext(flags.output); ending != ".parquet" && ending != ".jsonl" {
+		return usage("invalid argument %q for --output: it ends in .parquet or .jsonl", flags.output)
+	}
+	if job.Output, err = filepath.Abs(flags.output); err != nil {
+		return err
+	}
+	if _, err := os.Lstat(job.Output); err == nil && !flags.overwrites {
+		return exit.New(exit.CannotMake, "name another file, or replace it with --overwrite", "%s is there already", flags.output)
+	}
+	if info, err := os.Stat(filepath.Dir(job.Output)); err != nil || !info.IsDir() {
+		return exit.New(exit.CannotMake, "make it, or name another output", "there is no folder %s", filepath.Dir(job.Output))
+	}
+	return nil
+}
+
+// recorded takes the weights of a snapshot, and the configuration of its run.
+func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *infer.Job) error {
+	snapshot, err := snapshotOf(ctx, r, flags.run+flags.snapshot) // one of them
+	if err != nil {
+		return err
+	}
+	status, err := r.Run(ctx, snapshot.GetRunId())
+	if err != nil {
+		return err
+	}
+	job.Config, job.BaseDir = status.GetRun().GetPlan().GetConfig(), status.GetRun().GetBaseDir()
+	job.WeightsDigest, job.Model = snapshot.GetWeightsDigest(), filepath.Join(job.Scratch, "weights")
+	return writePart(ctx, r, snapshot, "weights", job.Model)
+}
+
+// configure settles what is asked of the model: of a run, of a file or of defaults, with what the flags change.
+func (a *app) configure(flags *inferFlags, job *infer.Job) (err error) {
+	source := &planv1.ConfigSource{Set: flags.config.set}
+	switch {
+	case flags.config.file != "":
+		if source, err = flags.config.source(); err != nil {
+			return err
+		}
+	case job.Config != nil && len(source.GetSet()) > 0:
+		return usage("--set changes a --config; a run's configuration is changed by the other flags")
+	case job.Config == nil && flags.model == "":
+		return usage("name what answers with --model, --run, --snapshot or --config")
+	default:
+		if source.BaseDir, err = os.Getwd(); err != nil {
+			return err
+		}
+	}
+	if flags.config.file != "" || job.Config == nil {
+		config, problems, err := infer.Read(source)
+		if err != nil {
+			return err
+		}
+		if len(problems) > 0 {
+			fmt.Fprint(a.stderr, problem.Render(problems, a.errStyle()))
+			return problemExit(problems)
+		}
+		job.WeightsDigest = "" // of the precision that the run had
+		job.Config, job.BaseDir = config, source.GetBaseDir()
+	}
+	if job.Model == "" {
+		job.Model = filepath.Join(job.BaseDir, job.Config.GetModel().GetPath())
+		if path := job.Config.GetModel().GetPath(); filepath.IsAbs(path) {
+			job.Model = path
+		}
+		if flags.model != "" {
+			if job.Model, err = filepath.Abs(flags.model); err != nil {
+				return err
+			}
+		}
+	}
+	if err := flags.dataset(job); err != nil {
+		return err
+	}
+	changes, err := flags.changes()
+	if err != nil {
+		return err
+	}
+	job.Config, err = changes.Apply(job.Config)
+	job.Threads = int(job.Config.GetEngine().GetThreads())
+	return err
+}
+
+// dataset settles what is answered.
+func (flags *inferFlags) dataset(job *infer.Job) (err error) {
+	if flags.data != "" {
+		job.Data, err = filepath.Abs(flags.data)
+	} else if job.Data = job.Config.GetData().GetEval(); job.Data == "" {
+		return usage("name the dataset with --data: the configuration has no data.eval")
+	} else if !filepath.IsAbs(job.Data) {
+		job.Data = filepath.Join(job.BaseDir, job.Data)
+	}
+	if err != nil {
+		return err
+	}
+	if _, err := os.Stat(job.Data); err != nil {
+		var path *os.PathError
+		if errors.As(err, &path) {
+			err = path.Err
+		}
+		return exit.New(exit.NoInput, "correct the path", "can't read the dataset %s: %w", job.Data, err)
+	}
+	return nil
+}
+
+// changes are the flags that were given. Without --samples a row has one completion, whatever the run's groups are.
+func (flags *inferFlags) changes() (infer.Changes, error) {
+	c := infer.Changes{
+		Samples: &flags.samples, MaxTokens: given(flags, "max-tokens", &flags.maxTokens), TopK: given(flags, "top-k", &flags.topK),
+		Temperature: given(flags, "temperature", &flags.temperature), TopP: given(flags, "top-p", &flags.topP), MinP: given(flags, "min-p", &flags.minP),
+		Stop: flags.stop, Seed: given(flags, "seed", &flags.seed), PromptField: given(flags, "prompt-field", &flags.promptField),
+		ChatTemplate: given(flags, "chat-template", &flags.chatTemplate), Slots: given(flags, "slots", &flags.slots),
+		MaxModelLen: given(flags, "max-model-len", &flags.maxModelLen), Threads: given(flags, "threads", &flags.threads),
+	}
+	if flags.samples < 1 || flags.samples > 1024 {
+		return c, usage("invalid argument %d for --samples: it is from 1 to 1,024", flags.samples)
+	}
+	if flags.noReward {
+		c.Reward = new(string)
+	}
+	if flags.reward != "" {
+		path, err := filepath.Abs(flags.reward)
+		if err != nil {
+			return c, err
+		}
+		c.Reward = &path
+	}
+	return c, nil
+}
+
+func given[T any](flags *inferFlags, name string, value *T) *T {
+	if flags.cmd.Flags().Changed(name) {
+		return value
+	}
+	return nil
+}
+
+// answer runs the job and says what came of it.
+func (a *app) answer(ctx context.Context, job *infer.Job) error {
+	var mu sync.Mutex // the worker speaks on two channels
+	kept, drawn := 0, false
+	clear := func() {
+		if drawn {
+			fmt.Fprint(a.stdout, "\r\x1b[K")
+			drawn = false
+		}
+	}
+	done, err := job.Run(ctx, func(e infer.Event) {
+		mu.Lock()
+		defer mu.Unlock()
+		switch e.Event {
+		case "begin":
+			if kept = e.Kept; kept > 0 {
+				a.note("going on after %s of %s rows", output.Count(e.Kept), output.Count(e.Rows))
+			}
+		case "progress":
+			if a.terminal && a.format != formatJSON {
+				clear()
+				fmt.Fprint(a.stdout, infer.Progress(e, kept))
+				drawn = true
+			}
+		default:
+			clear()
+		}
+	}, func(line string) {
+		mu.Lock()
+		defer mu.Unlock()
+		clear()
+		a.note("%s", line)
+	})
+	clear()
+	if err != nil {
+		return err
+	}
+	if a.format == formatJSON {
+		return output.Value(a.stdout, map[string]any{
+			"output": done.Output, "rows": done.Rows, "samples": done.Samples, "tokens": done.Tokens, "statuses": done.Statuses,
+			"failures": done.Failures, "mean_score": done.MeanScore, "model_digest": done.ModelDigest, "kept_rows": kept,
+		})
+	}
+	var table output.Table
+	table.Row("output", done.Output)
+	table.Row("rows", fmt.Sprintf("%s, %s samples, %s tokens", output.Count(done.Rows), output.Count(done.Samples), output.Count(done.Tokens)))
+	if done.MeanScore != nil {
+		table.Row("mean score", output.Number(*done.MeanScore))
+	}
+	table.Row("samples", infer.Failures(done.Statuses))
+	if failed := infer.Failures(done.Failures); failed != "" {
+		table.Row("failed", a.style().Red(failed))
+	}
+	table.Row("model", done.ModelDigest)
+	_, err = fmt.Fprint(a.stdout, table.String())
+	return err
+}

@@ -1,0 +1,162 @@
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/rollout-rl/rollout/cmd/internal/infer"
+)
+
+const batchConfig = `name = "sums"
+model.path = "models/tiny"
+data.train = "train.jsonl"
+data.eval = "test.jsonl"
+data.prompt_field = "question"
+sampling.group_size = 8
+sampling.temperature = 0.5
+reward.plugin = "reward.py:score"
+algorithm.grpo = {}
+train.steps = 1
+train.groups_per_step = 1
+engine.threads = 2
+`
+
+const batchEnd = `{"event": "begin", "rows": 120, "samples": 2, "kept": 40}
+{"event": "progress", "rows": 80, "of": 120, "samples": 80, "tokens": 400, "seconds": 2}
+{"event": "end", "output": "/out/answers.parquet", "rows": 120, "samples": 240, "tokens": 1234, "statuses": {"COMPLETED": 200, "TRUNCATED": 37, "INFRA_FAILED": 3}, "failures": {"REWARD_TIMEOUT": 3}, "mean_score": 0.625, "model_digest": "blake3-ef"}`
+
+// batchFolder has a configuration and a dataset.
+func batchFolder(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	write(t, filepath.Join(dir, "sums.toml"), batchConfig)
+	write(t, filepath.Join(dir, "test.jsonl"), "{\"question\": \"1+1=\"}\n")
+	return dir
+}
+
+func TestInferBatchAsksForWhatTheFlagsSay(t *testing.T) {
+	t.Parallel()
+	dir := batchFolder(t)
+	answering, kept := worker(t, "a library prints\n"+batchEnd, "0")
+	run := func(args ...string) (result, map[string]any) {
+		got := command{}.run(t, append([]string{"infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "answers.parquet")}, args...)...)
+		var spec map[string]any
+		if err := json.Unmarshal([]byte(read(t, kept)), &spec); err != nil {
+			t.Fatal(err)
+		}
+		return got, spec
+	}
+	got, spec := run("--config", filepath.Join(dir, "sums.toml"), "--samples", "2", "--seed", "7", "--stop", ";", "--limit", "120", "--set", "sampling.top_p=0.9")
+	golden(t, "testdata/command/infer-batch.text", got.text())
+	config := spec["config"].(map[string]any)
+	sampling := config["sampling"].(map[string]any)
+	for name, pair := range map[string][2]any{
+		"data": {spec["data"], filepath.Join(dir, "test.jsonl")}, "model": {spec["model"], filepath.Join(dir, "models/tiny")},
+		"base_dir": {spec["base_dir"], dir}, "limit": {spec["limit"], 120.0}, "threads": {spec["threads"], 2.0},
+		"samples": {sampling["group_size"], 2.0}, "temperature": {sampling["temperature"], 0.5}, "top_p": {sampling["top_p"], 0.9},
+		"stop": {sampling["stop"].([]any)[0], ";"}, "seed": {config["seed"], "7"}, "reward": {config["reward"].(map[string]any)["plugin"], "reward.py:score"},
+		"prompt": {config["data"].(map[string]any)["prompt_field"], "question"},
+	} {
+		if pair[0] != pair[1] {
+			t.Errorf("%s is %v, want %v", name, pair[0], pair[1])
+		}
+	}
+	got, spec = run("--config", filepath.Join(dir, "sums.toml"), "--model", "other", "--no-reward", "--format", "json")
+	golden(t, "testdata/command/infer-batch.json", got.text())
+	config = spec["config"].(map[string]any)
+	if here, _ := filepath.Abs("other"); spec["model"] != here || config["reward"] != nil || config["sampling"].(map[string]any)["group_size"] != 1.0 {
+		t.Errorf("%v", spec)
+	}
+	if left, _ := filepath.Glob(filepath.Join(dir, ".infer-*")); left != nil {
+		t.Errorf("left are %v", left)
+	}
+}
+
+// The weights of a run are those of its newest snapshot, and its configuration is the run's.
+func TestInferBatchOfARun(t *testing.T) {
+	t.Parallel()
+	dir, state := batchFolder(t), stored(t)
+	answering, kept := worker(t, batchEnd, "0")
+	run := func(args ...string) result {
+		return command{}.run(t, append([]string{"infer", "batch", "--worker", answering, "--state-dir", state, "--output", filepath.Join(dir, "a.jsonl"),
+			"--data", filepath.Join(dir, "test.jsonl")}, args...)...)
+	}
+	for name, digest := range map[string]string{"--run=addition-grpo": "newest", "--snapshot=snap-old": "older"} {
+		if got := run(name); got.code != 0 {
+			t.Fatalf("%s: %s", digest, got.text())
+		}
+		spec := read(t, kept)
+		for _, wanted := range []string{`/weights"`, `"weights_digest":"` + snapshot().GetWeightsDigest(), `"base_dir":"/home/me/addition"`} {
+			if !strings.Contains(spec, wanted) {
+				t.Errorf("%s: %s is not in %s", name, wanted, spec)
+			}
+		}
+	}
+	if left, _ := filepath.Glob(filepath.Join(dir, ".infer-*")); left != nil {
+		t.Errorf("left are %v", left)
+	}
+}
+
+func TestInferBatchRefuses(t *testing.T) {
+	t.Parallel()
+	dir := batchFolder(t)
+	write(t, filepath.Join(dir, "there.jsonl"), "")
+	ending := func(line, code string) string { command, _ := worker(t, line, code); return command }
+	data, out := " --data DIR/test.jsonl", " --output DIR/new.jsonl"
+	var table strings.Builder
+	for _, c := range []struct{ name, args, worker string }{
+		{"no output", "--model m" + data, ""},
+		{"another kind of output", "--model m --output x.csv" + data, ""},
+		{"an output that is there", "--model m --output DIR/there.jsonl" + data, ""},
+		{"a folder that is not there", "--model m --output DIR/none/x.jsonl" + data, ""},
+		{"nothing that answers", out + data, ""},
+		{"two models", "--model m --run r" + out + data, ""},
+		{"no dataset named", "--model m" + out, ""},
+		{"no dataset there", "--model m --data DIR/none.jsonl" + out, ""},
+		{"no configuration there", "--config DIR/none.toml" + out, ""},
+		{"a wrong configuration", "--config DIR/sums.toml --set sampling.temprature=1" + out, ""},
+		{"no snapshot's id", "--snapshot addition-grpo" + out + data, ""},
+		{"no state folder", "--run addition-grpo --state-dir DIR/none" + out + data, ""},
+		{"too hot", "--model m --temperature 11" + out + data, ""},
+		{"no nucleus", "--model m --top-p 0" + out + data, ""},
+		{"no samples", "--model m --samples 0" + out + data, ""},
+		{"no room", "--model m --max-tokens 4096" + out + data, ""},
+		{"no function", "--model m --reward reward.py" + out + data, ""},
+		{"a reward and none", "--model m --reward reward.py:f --no-reward" + out + data, ""},
+		{"no worker", "--model m" + out + data, "/no/such/worker"},
+		{"what the worker refuses", "--model m" + out + data, ending(`{"event":"error","code":65,"reason":"INPUTS_CHANGED","message":"the seed was 1, is 2","mend":"begin anew with --restart"}`, "65")},
+		{"an interruption", "--model m" + out + data, ending(`{"event":"interrupted","rows":40,"of":120}`, "130")},
+		{"a crash", "--model m" + out + data, ending(`{"event":"begin","rows":120}`, "1")},
+	} {
+		args := strings.Fields(strings.ReplaceAll("infer batch "+c.args, "DIR", dir))
+		if c.worker != "" {
+			args = append(args, "--worker", c.worker)
+		}
+		got := command{}.run(t, args...)
+		if got.code == 0 {
+			t.Errorf("%s: nothing was refused", c.name)
+		}
+		table.WriteString("=== " + c.name + "\n" + strings.ReplaceAll(got.text(), dir, "DIR"))
+		if _, err := os.Stat(filepath.Join(dir, "new.jsonl")); err == nil {
+			t.Errorf("%s: something was written", c.name)
+		}
+	}
+	here, _ := os.Getwd()
+	golden(t, "testdata/command/infer-batch-refused.txt", strings.ReplaceAll(table.String(), here, "HERE"))
+}
+
+func TestInferProgress(t *testing.T) {
+	t.Parallel()
+	mean := 0.625
+	got := infer.Progress(infer.Event{Rows: 80, Of: 120, Samples: 80, Tokens: 400, Seconds: 2, MeanScore: &mean, Failures: map[string]uint64{"REWARD_TIMEOUT": 3}}, 40)
+	want := "████████████████░░░░░░░░  67%  80 of 120 rows  20 rows/s  200 tokens/s  2.0 s left  mean score 0.625  failed: REWARD_TIMEOUT 3"
+	if got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	if got := infer.Progress(infer.Event{}, 0); !strings.Contains(got, "0 of 0 rows") {
+		t.Error(got)
+	}
+}

@@ -1,0 +1,6 @@
+//go:build race
+
+package main
+
+// raced tells that the race detector is compiled in.
+const raced = true

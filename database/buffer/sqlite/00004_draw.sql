@@ -1,0 +1,13 @@
+-- +goose Up
+ALTER TABLE ledger ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0; -- excluded groups that a step goes without
+ALTER TABLE prompt_group ADD COLUMN token_rewards INTEGER NOT NULL DEFAULT 0; -- samples of equal reward may differ
+ALTER TABLE step ADD COLUMN zero_count INTEGER NOT NULL DEFAULT 0; -- of the excluded ones, those of equal rewards
+ALTER TABLE step ADD COLUMN zero_reward REAL NOT NULL DEFAULT 0; -- their mean
+ALTER TABLE step ADD COLUMN end_position INTEGER NOT NULL DEFAULT 0; -- where the next step begins
+
+-- +goose Down
+ALTER TABLE step DROP COLUMN end_position;
+ALTER TABLE step DROP COLUMN zero_reward;
+ALTER TABLE step DROP COLUMN zero_count;
+ALTER TABLE prompt_group DROP COLUMN token_rewards;
+ALTER TABLE ledger DROP COLUMN skipped;

@@ -1,0 +1,198 @@
+// Package apikey is the keys with which people and their programs call a control plane. A key is 256 random bits, shown once; a file
+// keeps its hash, name and scope (Keep), and every process that is called reads that file again when it has changed (Ring).
+package apikey
+
+import (
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// Scope is what a key may do. Each holds those before it.
+type Scope string
+
+// The scopes. Mesh is of no key: it is what only processes of the mesh may do, with its token.
+const (
+	Read   Scope = "read"   // look at everything
+	Submit Scope = "submit" // plan, start and steer runs, and sample their policies
+	Admin  Scope = "admin"  // delete, and change what others made
+	Mesh   Scope = "mesh"
+)
+
+var ranks = []Scope{Read, Submit, Admin, Mesh}
+
+// Allows reports whether a key of this scope may do what another asks for.
+func (s Scope) Allows(needed Scope) bool {
+	have, want := slices.Index(ranks, s), slices.Index(ranks, needed)
+	return have >= 0 && want >= 0 && have >= want
+}
+
+// Errors, compared with errors.Is.
+var (
+	ErrScope   = rpcerr.New(codes.InvalidArgument, "API_KEY_SCOPE", "a scope is read, submit or admin")
+	ErrName    = rpcerr.New(codes.InvalidArgument, "API_KEY_NAME", "a name is at most 64 of a-z, 0-9, and . @ _ - between")
+	ErrExists  = rpcerr.New(codes.AlreadyExists, "API_KEY_EXISTS", "there is a key of that name")
+	ErrMissing = rpcerr.New(codes.NotFound, "API_KEY_MISSING", "there is no key of that name")
+	ErrFile    = rpcerr.New(codes.FailedPrecondition, "API_KEY_FILE", "the file of API keys can't be used")
+)
+
+const prefix = "rk-" // tells a key from other secrets, for scanners of repositories
+
+var name = regexp.MustCompile(`^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$`)
+
+// Record is what is kept of a key.
+type Record struct {
+	Name    string    `json:"name"`
+	Scope   Scope     `json:"scope"`
+	Hash    string    `json:"sha256"` // of the key; it is random, so nothing slower is needed
+	Created time.Time `json:"created"`
+}
+
+// Keep is a file of keys. Who changes it holds a lock beside it.
+type Keep struct{ Path string }
+
+// List is the keys that are there; none where the file is not. ErrFile.
+func (k Keep) List() ([]Record, error) {
+	data, err := os.ReadFile(k.Path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	var list []Record
+	if err == nil {
+		err = json.Unmarshal(data, &list)
+	}
+	if err != nil {
+		return nil, ErrFile.WithMessage("the file of API keys %s can't be read: %v", k.Path, err)
+	}
+	if info, err := os.Stat(k.Path); err == nil && info.Mode().Perm()&0o022 != 0 {
+		return nil, ErrFile.WithMessage("others may write %s, and with it give themselves keys", k.Path).Mend("chmod 600 " + k.Path)
+	}
+	return list, nil
+}
+
+// Create makes a key and keeps its hash. The key is not to be had again. ErrName, ErrScope, ErrExists.
+func (k Keep) Create(who string, scope Scope, now time.Time) (key string, err error) {
+	if !name.MatchString(who) {
+		return "", ErrName
+	}
+	if !slices.Contains(ranks, scope) || scope == Mesh {
+		return "", ErrScope
+	}
+	key = prefix + strings.ToLower(rand.Text()+rand.Text())
+	return key, k.change(func(list []Record) ([]Record, error) {
+		if slices.ContainsFunc(list, func(r Record) bool { return r.Name == who }) {
+			return nil, ErrExists.WithMessage("there is a key of the name %s", who).Mend("revoke it first, or choose another name")
+		}
+		sum := sha256.Sum256([]byte(key))
+		return append(list, Record{Name: who, Scope: scope, Hash: hex.EncodeToString(sum[:]), Created: now.UTC().Truncate(time.Second)}), nil
+	})
+}
+
+// Revoke takes a key out: whoever has it is refused from the next call on. ErrMissing.
+func (k Keep) Revoke(who string) error {
+	return k.change(func(list []Record) ([]Record, error) {
+		rest := slices.DeleteFunc(slices.Clone(list), func(r Record) bool { return r.Name == who })
+		if len(rest) == len(list) {
+			return nil, ErrMissing.WithMessage("there is no key of the name %s", who).Mend("`rollout keys list` shows them")
+		}
+		return rest, nil
+	})
+}
+
+func (k Keep) change(by func([]Record) ([]Record, error)) error {
+	if err := os.MkdirAll(filepath.Dir(k.Path), 0o700); err != nil {
+		return fmt.Errorf("make the folder of API keys: %w", err)
+	}
+	lock, err := os.OpenFile(k.Path+".lock", os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return fmt.Errorf("lock the API keys: %w", err)
+	}
+	defer lock.Close()
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX); err != nil {
+		return fmt.Errorf("lock the API keys: %w", err)
+	}
+	list, err := k.List()
+	if err == nil {
+		list, err = by(list)
+	}
+	if err != nil {
+		return err
+	}
+	data, err := json.MarshalIndent(list, "", "  ")
+	if err != nil {
+		return err
+	}
+	tmp, err := os.CreateTemp(filepath.Dir(k.Path), ".keys-*") // 0600
+	if err != nil {
+		return fmt.Errorf("write the API keys: %w", err)
+	}
+	defer os.Remove(tmp.Name())
+	_, err = tmp.Write(append(data, '\n'))
+	if err = errors.Join(err, tmp.Sync(), tmp.Close()); err != nil {
+		return fmt.Errorf("write the API keys: %w", err)
+	}
+	return os.Rename(tmp.Name(), k.Path)
+}
+
+// Ring is the keys of a file as a process checks them. Its methods may be called from many goroutines.
+type Ring struct {
+	keep Keep
+
+	mu    sync.Mutex
+	seen  os.FileInfo // of the file that was read last; nil: none
+	list  []Record
+	fails error
+}
+
+// Open makes a Ring; the file need not be there yet.
+func Open(path string) *Ring { return &Ring{keep: Keep{path}} }
+
+// Find is whose key a text is. All keys are compared, each in constant time. A file that can't be read any more lets nobody in.
+// ErrFile.
+func (r *Ring) Find(key string) (found Record, ok bool, err error) {
+	list, err := r.current()
+	sum := sha256.Sum256([]byte(key))
+	digest := []byte(hex.EncodeToString(sum[:]))
+	for _, k := range list {
+		if subtle.ConstantTimeCompare(digest, []byte(k.Hash)) == 1 {
+			found, ok = k, true
+		}
+	}
+	return found, ok && err == nil, err
+}
+
+func (r *Ring) current() ([]Record, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	info, err := os.Stat(r.keep.Path)
+	if err != nil {
+		r.seen, r.list, r.fails = nil, nil, nil
+		if !errors.Is(err, fs.ErrNotExist) {
+			r.fails = ErrFile.Wrap(err)
+		}
+		return r.list, r.fails
+	}
+	if r.seen != nil && os.SameFile(r.seen, info) && r.seen.ModTime().Equal(info.ModTime()) && r.seen.Size() == info.Size() && r.seen.Mode() == info.Mode() {
+		return r.list, r.fails
+	}
+	r.seen = info
+	r.list, r.fails = r.keep.List()
+	return r.list, r.fails
+}

@@ -1,0 +1,28 @@
+package bus
+
+import (
+	"errors"
+	"net/http"
+	"testing"
+
+	"github.com/nats-io/nats.go/jetstream"
+)
+
+// What passes by itself is ErrUnavailable: messages with an id are published again then.
+func TestErrorsThatPass(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		api  jetstream.APIError
+		want error
+	}{
+		{jetstream.APIError{Code: http.StatusServiceUnavailable, ErrorCode: 10008}, ErrUnavailable},
+		{jetstream.APIError{Code: http.StatusConflict, ErrorCode: codeInProcess}, ErrUnavailable},
+		{jetstream.APIError{Code: http.StatusBadRequest, ErrorCode: codeNoPeers}, ErrReplicas},
+		{jetstream.APIError{Code: http.StatusBadRequest, ErrorCode: 10060}, nil}, // a wrong last sequence: the same the next time
+	} {
+		err := mapError(&c.api)
+		if c.want != nil && !errors.Is(err, c.want) || c.want == nil && errors.Is(err, ErrUnavailable) {
+			t.Errorf("%d/%d is %v, want %v", c.api.Code, c.api.ErrorCode, err, c.want)
+		}
+	}
+}

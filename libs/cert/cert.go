@@ -1,0 +1,102 @@
+// Package cert is the certificates that processes of a mesh and people show each other: an authority that issues them (Folder), and
+// what a running process uses, read again when the files were renewed (Source).
+//
+// A certificate says in an URI who has it: rollout://mesh/service/NAME, rollout://mesh/worker/NAME or rollout://mesh/person/NAME.
+// Certificates of somebody else's authority may lack it; then nothing follows from who has them but that the authority knows them.
+package cert
+
+import (
+	"crypto/x509"
+	"encoding/pem"
+	"fmt"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// Errors, compared with errors.Is.
+var (
+	ErrMissing = rpcerr.New(codes.NotFound, "CERT_MISSING", "there is no such certificate")
+	ErrExists  = rpcerr.New(codes.AlreadyExists, "CERT_EXISTS", "there is one already")
+	ErrFile    = rpcerr.New(codes.FailedPrecondition, "CERT_FILE", "the certificate or its key can't be used")
+	ErrName    = rpcerr.New(codes.InvalidArgument, "CERT_NAME", "a certificate can't be made for that")
+	ErrExpired = rpcerr.New(codes.FailedPrecondition, "CERT_EXPIRED", "the certificate has ended")
+)
+
+// Kind is what a certificate is for.
+type Kind string
+
+// The kinds. A person's certificate serves nobody: it can only call.
+const (
+	Service Kind = "service"
+	Worker  Kind = "worker"
+	Person  Kind = "person"
+)
+
+// Kinds is all of them.
+func Kinds() []Kind { return []Kind{Service, Worker, Person} }
+
+const (
+	uriScheme = "rollout"
+	uriHost   = "mesh"
+)
+
+var name = regexp.MustCompile(`^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$`)
+
+// Identity is whose certificate it is.
+type Identity struct {
+	Kind Kind
+	Name string // of a service, a host or a person; a-z, 0-9, and . @ _ - between
+}
+
+// String is KIND-NAME, as files are named.
+func (id Identity) String() string { return string(id.Kind) + "-" + id.Name }
+
+func (id Identity) check() error {
+	if !slices.Contains(Kinds(), id.Kind) {
+		return ErrName.WithMessage("%q is no kind of certificate", id.Kind).Mend("choose service, worker or person")
+	}
+	if !name.MatchString(id.Name) {
+		return ErrName.WithMessage("%q is no name", id.Name).Mend("use at most 64 of a-z, 0-9, and . @ _ - between")
+	}
+	return nil
+}
+
+// Of is who has a certificate; false where it doesn't say.
+func Of(c *x509.Certificate) (Identity, bool) {
+	for _, u := range c.URIs {
+		kind, name, ok := strings.Cut(strings.TrimPrefix(u.Path, "/"), "/")
+		if id := (Identity{Kind(kind), name}); ok && u.Scheme == uriScheme && u.Host == uriHost && id.check() == nil {
+			return id, true
+		}
+	}
+	return Identity{}, false
+}
+
+// Read reads the certificates of a PEM file, the leaf first.
+func Read(path string) ([]*x509.Certificate, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("read certificate: %w", err)
+	}
+	var out []*x509.Certificate
+	for block, rest := pem.Decode(data); block != nil; block, rest = pem.Decode(rest) {
+		if block.Type != "CERTIFICATE" {
+			continue
+		}
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, ErrFile.WithMessage("%s: %v", path, err)
+		}
+		out = append(out, c)
+	}
+	if len(out) == 0 {
+		return nil, ErrFile.WithMessage("%s holds no certificate in PEM", path)
+	}
+	return out, nil
+}

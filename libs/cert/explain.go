@@ -1,0 +1,77 @@
+package cert
+
+import (
+	"strings"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// Errors of a handshake, see Explain.
+var (
+	ErrRequired = rpcerr.New(codes.Unauthenticated, "CERT_REQUIRED", "the other side asks for a certificate, and none was shown").
+			Mend("issue one (`rollout certs issue`) and name it: --cert-file and --key-file of rollout, tls.cert_file and tls.key_file of rolloutd")
+	ErrOurs = rpcerr.New(codes.Unauthenticated, "CERT_REFUSED", "the other side does not accept our certificate, or we showed none").
+		Mend("show a certificate of the authority that the other side names in tls.ca_file")
+	ErrOursEnded = rpcerr.New(codes.Unauthenticated, "CERT_EXPIRED", "our certificate has ended").Mend("renew it: `rollout certs renew`")
+	ErrTheirs    = rpcerr.New(codes.Unauthenticated, "CERT_UNTRUSTED", "the certificate of the other side is of no authority that is trusted here").
+			Mend("name its authority: --ca-file of rollout, tls.ca_file of rolloutd")
+	ErrTheirsEnded = rpcerr.New(codes.Unauthenticated, "CERT_PEER_EXPIRED", "the certificate of the other side has ended, or a clock is wrong").
+			Mend("renew it there: `rollout certs renew`; compare the clocks of both hosts")
+	ErrHost = rpcerr.New(codes.Unauthenticated, "CERT_HOST", "the certificate of the other side is not for the host that was called").
+		Mend("issue it with that host: `rollout certs issue .. --host HOST`, or call the host that it is for")
+	ErrPerson = rpcerr.New(codes.Unauthenticated, "CERT_KIND", "a person's certificate was shown to what services and workers alone call").
+			Mend("show a service's or a worker's: `rollout certs issue worker NAME`")
+	ErrNoTLS = rpcerr.New(codes.Unavailable, "TLS_NOT_SPOKEN", "the other side speaks no TLS").
+			Mend("give it a certificate, or call it in plain text where it is on this host")
+)
+
+// phrases is how crypto/tls and crypto/x509 word what went wrong, also in the name of the other side (an alert). They come to us as
+// text: gRPC flattens the errors of a handshake.
+var phrases = []struct {
+	text string
+	err  *rpcerr.Error
+}{
+	{"remote error: tls: certificate required", ErrRequired},
+	{"the other side asks for a certificate", ErrRequired},
+	{"remote error: tls: bad certificate", ErrOurs},
+	{"remote error: tls: expired certificate", ErrOursEnded},
+	{"our certificate has ended", ErrOursEnded},
+	{"remote error: tls: unknown certificate authority", ErrOurs},
+	{"remote error: tls: unknown certificate", ErrOurs},
+	{"certificate signed by unknown authority", ErrTheirs},
+	{"certificate has expired or is not yet valid", ErrTheirsEnded},
+	{"x509: certificate is valid for", ErrHost},
+	{"x509: cannot validate certificate for", ErrHost},
+	{"x509: certificate is not valid for any names", ErrHost},
+	{"first record does not look like a TLS handshake", ErrNoTLS},
+}
+
+// errShowsNone is a client that a server refused, in the server's log.
+var errShowsNone = rpcerr.New(codes.Unauthenticated, ErrRequired.Reason(), "it showed no certificate")
+
+// Refusal says why a server refused a client, or a client the server, for the server's log.
+func Refusal(err error) error {
+	switch text := err.Error(); {
+	case strings.Contains(text, "client didn't provide a certificate"):
+		return errShowsNone
+	case strings.Contains(text, "remote error: "):
+		return rpcerr.New(codes.Unauthenticated, ErrTheirs.Reason(), "it does not accept our certificate (%s)", text)
+	}
+	return Explain(err)
+}
+
+// Explain says what a failed handshake means, and how to mend it. It returns other errors, and nil, as they are.
+func Explain(err error) error {
+	if err == nil {
+		return nil
+	}
+	text := err.Error()
+	for _, p := range phrases {
+		if strings.Contains(text, p.text) {
+			return p.err.WithMessage("%s (%s)", p.err.Error(), text)
+		}
+	}
+	return err
+}

@@ -1,0 +1,115 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+)
+
+// Ref says where a secret is, for it never stands in a configuration itself: "env:NAME" is a variable, "file:PATH" a file that its
+// owner alone may read. The zero value: there is none. A Ref may be logged; what it reads may not.
+type Ref struct{ text string }
+
+// File is a reference to a file.
+func File(path string) Ref { return Ref{"file:" + path} }
+
+// Env is a reference to a variable.
+func Env(name string) Ref { return Ref{"env:" + name} }
+
+// String is what UnmarshalText reads.
+func (r Ref) String() string { return r.text }
+
+var variableName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
+
+// ErrLiteral says that a secret stands where its place should. It doesn't repeat what stands there.
+var ErrLiteral = errors.New(`no secret stands in a configuration: put it in a file (chmod 600) and write "file:PATH", or in a variable and write "env:NAME"`)
+
+// UnmarshalText refuses everything that is no reference.
+func (r *Ref) UnmarshalText(text []byte) error {
+	got := Ref{strings.TrimSpace(string(text))}
+	if err := got.check(); err != nil {
+		return err
+	}
+	*r = got
+	return nil
+}
+
+func (r Ref) check() error {
+	kind, rest, _ := strings.Cut(r.text, ":")
+	switch {
+	case r == Ref{}, kind == "file" && rest != "", kind == "env" && variableName.MatchString(rest):
+		return nil
+	case kind == "env":
+		return errors.New(`after "env:" comes the name of a variable`)
+	case kind == "file":
+		return errors.New(`after "file:" comes a path`)
+	}
+	return ErrLiteral
+}
+
+// absolute makes the path of a file independent of the folder that the process is in.
+func (r *Ref) absolute() error {
+	path, ok := strings.CutPrefix(r.text, "file:")
+	if !ok {
+		return nil
+	}
+	path, err := filepath.Abs(path)
+	*r = File(path)
+	return err
+}
+
+// Read reads the secret; "" where there is none. key is the setting's name, for errors: "nats.token". environ is os.Environ(). What
+// it returns belongs in no log, event or file.
+func (r Ref) Read(key string, environ []string) (string, error) {
+	if err := r.check(); err != nil {
+		return "", fmt.Errorf("%s: %w", key, err)
+	}
+	kind, rest, _ := strings.Cut(r.text, ":")
+	switch kind {
+	case "env":
+		text := strings.TrimSpace(environment(environ)[rest])
+		if text == "" {
+			return "", fmt.Errorf("%s: the variable %s is not set or empty", key, rest)
+		}
+		return text, nil
+	case "file":
+		data, err := os.ReadFile(rest)
+		if err != nil {
+			return "", fmt.Errorf("%s: %w", key, err)
+		}
+		if info, err := os.Stat(rest); err == nil && info.Mode().Perm()&0o077 != 0 {
+			return "", fmt.Errorf("%s: others may read %s; chmod 600 it", key, rest)
+		}
+		text := strings.TrimSpace(string(data))
+		if text == "" {
+			return "", fmt.Errorf("%s: %s is empty", key, rest)
+		}
+		return text, nil
+	}
+	return "", nil
+}
+
+// replaced is keys of before, by what stands for them now. A reference says itself whether it is a file or a variable.
+var replaced = map[string]string{
+	"gateway.api_keys_file": "api_keys_file, with the keys that `rollout keys create` makes",
+	"nats.token_file":       `nats.token = "file:PATH"`, "nats.token_env": `nats.token = "env:NAME"`,
+	"nats.password_file": `nats.password = "file:PATH"`, "nats.password_env": `nats.password = "env:NAME"`,
+	"nats.nkey_file":    `nats.nkey = "file:PATH"`,
+	"consul.token_file": `consul.token = "file:PATH"`, "consul.token_env": `consul.token = "env:NAME"`,
+	"blob.secret_key_file": `blob.secret_key = "file:PATH"`, "blob.secret_key_env": `blob.secret_key = "env:NAME"`,
+	"blob.credentials_file": `blob.credentials = "file:PATH"`,
+	"database.url_file":     `database.url = "file:PATH"`, "database.url_env": `database.url = "env:NAME"`,
+}
+
+// replacedBy is what stands now for a name of before, in the shape of one source; "" where it is none.
+func replacedBy(name string, shape func(key) string) string {
+	for before, now := range replaced {
+		if shape(key{name: before}) == name {
+			return now
+		}
+	}
+	return ""
+}

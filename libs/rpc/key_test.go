@@ -1,0 +1,61 @@
+package rpc_test
+
+import (
+	"path/filepath"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+// A key does what its scope allows; what it may not is told with a mend, and a revoked one is nobody's.
+func TestAPIKeys(t *testing.T) {
+	t.Parallel()
+	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "keys.json")}
+	b := setup(t, &events{list: ok, tail: ok}, rpc.ServerOptions{Keys: apikey.Open(keep.Path)})
+	for _, scope := range []apikey.Scope{apikey.Read, apikey.Submit, apikey.Admin} {
+		key, err := keep.Create(string(scope), scope, time.Now())
+		if err != nil {
+			t.Fatal(err)
+		}
+		conn, err := rpc.DialWorker(b.address, key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		list := func() error {
+			_, err := storagev1.NewEventServiceClient(conn).ListEvents(t.Context(), &storagev1.ListEventsRequest{})
+			return err
+		}
+		put := func() error {
+			s, err := storagev1.NewArtifactServiceClient(conn).PutArtifact(t.Context())
+			if err != nil {
+				return err
+			}
+			_, err = s.CloseAndRecv()
+			return err
+		}
+		if err := list(); err != nil {
+			t.Errorf("%s lists: %v", scope, err)
+		}
+		if err := put(); scope == apikey.Read && (rpcerr.Code(err) != codes.PermissionDenied || rpcerr.Reason(err) != "SCOPE_INSUFFICIENT" || rpcerr.Mend(err) == "") ||
+			scope != apikey.Read && err != nil {
+			t.Errorf("%s puts: %v", scope, err)
+		}
+		_, err = storagev1.NewEventServiceClient(conn).AppendEvents(t.Context(), &storagev1.AppendEventsRequest{})
+		if rpcerr.Reason(err) != "SCOPE_INSUFFICIENT" {
+			t.Errorf("%s does what only the mesh may: %v", scope, err)
+		}
+		if err := keep.Revoke(string(scope)); err != nil {
+			t.Fatal(err)
+		}
+		if err := list(); rpcerr.Reason(err) != rpcerr.ReasonUnauthenticated {
+			t.Errorf("%s after it was revoked: %v", scope, err)
+		}
+	}
+}

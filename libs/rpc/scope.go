@@ -1,0 +1,80 @@
+package rpc
+
+import (
+	"strings"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/apikey"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// ErrScope says that a key is known and may not do what it was used for.
+var ErrScope = rpcerr.New(codes.PermissionDenied, "SCOPE_INSUFFICIENT", "the API key may not do that")
+
+// scopes is what each method asks of a caller. One that is not here is for the mesh alone; a test names those that are missing.
+var scopes = table(map[apikey.Scope]map[string]string{
+	apikey.Read: {
+		"rollout.plan.v1.PlannerService":              "ValidateConfig",
+		"rollout.run.v1.SchedulerService":             "GetRun ListRuns WatchRun",
+		"rollout.gateway.v1.RolloutGatewayService":    "ListModels GetSession",
+		"rollout.buffer.v1.BufferService":             "GetMissing GetBatch ListSteps ListGroups ReadPayloads WatchLedger ExportLedger",
+		"rollout.learner.v1.LearnerControllerService": "GetProgress WatchProgress",
+		"rollout.snapshot.v1.SnapshotService":         "GetSnapshot ListSnapshots",
+		"rollout.storage.v1.ArtifactService":          "GetArtifact StatArtifacts",
+		"rollout.storage.v1.EventService":             "ListEvents TailEvents QueryMetrics",
+		"grpc.reflection.v1.ServerReflection":         "ServerReflectionInfo",
+		"grpc.reflection.v1alpha.ServerReflection":    "ServerReflectionInfo",
+	},
+	apikey.Submit: {
+		// To plan is to import the reward that a configuration names, and so to run somebody's code.
+		"rollout.plan.v1.PlannerService":           "CreatePlan RenewPlan VerifyPlan",
+		"rollout.run.v1.SchedulerService":          "CreateRun CancelRun PauseRun ResumeRun",
+		"rollout.gateway.v1.RolloutGatewayService": "Complete",
+		// MaterializeSnapshot writes into a folder of the host that the caller names, and `rollout replay` and `rollout export` need it. It
+		// is no more than the shell that submit is anyway: a snapshot's files and nothing else, as the control plane's user.
+		"rollout.snapshot.v1.SnapshotService": "CreateSnapshot MaterializeSnapshot RestoreSnapshot PinSnapshot",
+		"rollout.storage.v1.ArtifactService":  "PutArtifact",
+	},
+	apikey.Admin: {
+		"rollout.snapshot.v1.SnapshotService": "DeleteSnapshot",
+		// These read and write files of the host that the caller names.
+		"rollout.storage.v1.ArtifactService": "ImportArtifacts ExportArtifacts DeleteArtifacts",
+		"rollout.buffer.v1.BufferService":    "ExcludeGroups ReissueGroups TrimPayloads",
+	},
+	apikey.Mesh: {
+		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor",
+		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights LendSegment PutTrajectories StreamTrajectories LeaseBatch CommitStep",
+		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun",
+		"rollout.storage.v1.EventService":             "AppendEvents",
+	},
+})
+
+func table(by map[apikey.Scope]map[string]string) map[string]apikey.Scope {
+	out := map[string]apikey.Scope{}
+	for scope, services := range by {
+		for service, methods := range services {
+			for method := range strings.FieldsSeq(methods) {
+				out["/"+service+"/"+method] = scope
+			}
+		}
+	}
+	return out
+}
+
+// scopeOf is what a method asks for.
+func scopeOf(method string) apikey.Scope {
+	if scope, ok := scopes[method]; ok {
+		return scope
+	}
+	return apikey.Mesh
+}
+
+func insufficient(key apikey.Record, needed apikey.Scope) error {
+	e := ErrScope.WithMessage("the API key %s has the scope %s, and this asks for %s", key.Name, key.Scope, needed).
+		With("scope", string(key.Scope)).With("needed", string(needed))
+	if needed == apikey.Mesh {
+		return e.Mend("no key may: it is what processes of the mesh do among themselves")
+	}
+	return e.Mend("use a key of that scope; who runs the control plane makes one: `rollout keys create NAME --scope " + string(needed) + "`")
+}

@@ -1,0 +1,76 @@
+package rpc
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"sync"
+
+	"google.golang.org/grpc/credentials"
+
+	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// handshake is TLS with the certificates of the moment: each connection takes what the files hold then. In-memory connections are
+// left as they are.
+type handshake struct {
+	source *cert.Source
+	log    *slog.Logger
+	told   *sync.Map // failures that the log names
+}
+
+// Credentials is how a Server or a client uses a Source. log may be nil.
+func Credentials(source *cert.Source, log *slog.Logger) credentials.TransportCredentials {
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	return handshake{source, log, &sync.Map{}}
+}
+
+// ClientHandshake implements credentials.TransportCredentials. A failure says what is wrong and how to mend it.
+func (h handshake) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	conn, info, err := credentials.NewTLS(h.source.Client()).ClientHandshake(ctx, authority, raw)
+	if err = cert.Explain(err); err != nil {
+		h.tell("no TLS connection to a server", authority, err)
+		return nil, nil, err
+	}
+	h.told.Clear() // what comes next is news again
+	return conn, info, nil
+}
+
+// ServerHandshake implements credentials.TransportCredentials.
+func (h handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	if raw.LocalAddr().Network() == "bufconn" {
+		return raw, nil, nil
+	}
+	conn, info, err := credentials.NewTLS(h.source.Server("h2")).ServerHandshake(raw)
+	if err != nil {
+		host, _, _ := net.SplitHostPort(raw.RemoteAddr().String())
+		h.tell("no TLS connection with a client", host, cert.Refusal(err))
+	}
+	return conn, info, err
+}
+
+// tell logs each reason of a peer once: who fails tries on, several times a second. A connection that just ends is no news.
+func (h handshake) tell(what, peer string, err error) {
+	reason := rpcerr.Reason(err)
+	if reason == "" {
+		h.log.Debug(what, "peer", peer, "error", err)
+		return
+	}
+	if _, told := h.told.LoadOrStore(peer+" "+reason, true); !told {
+		h.log.Warn(what, "peer", peer, "error", err, "mend", rpcerr.Mend(err))
+	}
+}
+
+// Info implements credentials.TransportCredentials.
+func (h handshake) Info() credentials.ProtocolInfo {
+	return credentials.ProtocolInfo{SecurityProtocol: "tls"}
+}
+
+// Clone implements credentials.TransportCredentials.
+func (h handshake) Clone() credentials.TransportCredentials { return h }
+
+// OverrideServerName implements credentials.TransportCredentials; the authority of the connection says the name.
+func (h handshake) OverrideServerName(string) error { return nil }

@@ -1,0 +1,118 @@
+package buffer_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	"github.com/rollout-rl/rollout/services/buffer"
+)
+
+// onSmallDisk is a buffer whose segments lie on a file system of 4 MiB.
+func onSmallDisk(t *testing.T, reserve uint64) *bench {
+	t.Helper()
+	dir := t.TempDir()
+	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=4m"); err != nil {
+		t.Skipf("a tmpfs can't be mounted here: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	s := setup(t)
+	s.stop()
+	s.cfg.Segments, s.cfg.ReserveBytes = dir, reserve
+	s.start()
+	s.open(ledgerConfig())
+	s.record(0)
+	return s
+}
+
+// fill leaves so many bytes free; nothing: until a write fails.
+func (s *bench) fill(leave uint64) (ballast string) {
+	s.Helper()
+	var st syscall.Statfs_t
+	if err := syscall.Statfs(s.cfg.Segments, &st); err != nil {
+		s.Fatal(err)
+	}
+	ballast = filepath.Join(s.cfg.Segments, "ballast")
+	err := os.WriteFile(ballast, make([]byte, st.Bavail*uint64(st.Bsize)-leave), 0o600)
+	if err == nil && leave == 0 {
+		f, _ := os.OpenFile(ballast, os.O_APPEND|os.O_WRONLY, 0)
+		defer f.Close()
+		_, err = f.Write(make([]byte, 1<<16))
+	}
+	if err != nil && !errors.Is(err, syscall.ENOSPC) {
+		s.Fatal(err)
+	}
+	return ballast
+}
+
+func stalled(l *bufferv1.LedgerState) bool { return l.GetStalledReason() == buffer.ReasonDiskFull }
+
+// consumedWhole fails unless both groups are there once.
+func (s *bench) consumedWhole() {
+	s.Helper()
+	batch := s.lease(1)
+	if got, err := s.payloads(1); err != nil || len(got) != 2*size || len(positions(s, batch)) != 2 {
+		s.Fatalf("%d payloads: %v", len(got), err)
+	}
+	s.commit(batch)
+	state := s.until("the step", func(l *bufferv1.LedgerState) bool { return l.GetStep() == 1 })
+	if state.GetDuplicates() != 0 || state.GetConsumed() != 2 || stalled(state) {
+		s.Errorf("state %v", state)
+	}
+	if told := s.events.reasons(); told["DISK_FULL"] != 1 || told["DISK_SPACE"] != 1 {
+		s.Errorf("told %v", told)
+	}
+}
+
+// Ingest stands still when the reserve is reached, before anything fails, and goes on when there is space again.
+func TestReserveIsKept(t *testing.T) {
+	t.Parallel()
+	s := onSmallDisk(t, 0)
+	ballast := s.fill(200 << 10) // a tenth of 4 MiB is the reserve
+	s.publish(groupOf(0, 0, 0)...)
+	state := s.until("a full disk", stalled)
+	if state.GetSamples() != size || state.GetStalledMessage() == "" {
+		t.Errorf("state %v", state)
+	}
+	s.publish(groupOf(1, 0, 0)...)
+	if waiting := s.waiting(1); waiting == "" {
+		t.Error("step 1 waits for nothing")
+	}
+	if err := os.Remove(ballast); err != nil {
+		t.Fatal(err)
+	}
+	s.samples(2 * size)
+	s.consumedWhole()
+	if told := s.events.reasons(); told["INGEST_FAILED"] != 0 {
+		t.Errorf("told %v", told)
+	}
+}
+
+// A write that fails for want of space loses nothing either: the stream delivers again until it succeeds.
+func TestDiskThatIsFullToTheBrim(t *testing.T) {
+	t.Parallel()
+	s := onSmallDisk(t, 1)
+	ballast := s.fill(0)
+	s.publish(groupOf(0, 0, 0)...)
+	s.publish(groupOf(1, 0, 0)...)
+	if state := s.until("a full disk", stalled); state.GetSamples() != 0 {
+		t.Errorf("state %v", state)
+	}
+	s.restart() // what is not ingested is nowhere but on the stream
+	s.until("a full disk after a restart", stalled)
+	if err := os.Remove(ballast); err != nil {
+		t.Fatal(err)
+	}
+	s.samples(2 * size)
+	batch := s.lease(1)
+	if got, err := s.payloads(1); err != nil || len(got) != 2*size || len(positions(t, batch)) != 2 {
+		t.Fatalf("%d payloads: %v", len(got), err)
+	}
+}

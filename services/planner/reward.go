@@ -1,0 +1,202 @@
+package planner
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/reward"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/document"
+	"github.com/rollout-rl/rollout/services/planner/input"
+	"github.com/rollout-rl/rollout/services/planner/probe"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+)
+
+// dryCall is a reward with the request that calls it once, and what came of that.
+type dryCall struct {
+	part    reward.Part
+	field   string // the key that names it
+	request *probe.Reward
+	answer  *probe.Answer
+	err     error
+}
+
+// readRewards checks that the files of rewards are there, and reads their models.
+func (d *draft) readRewards() {
+	for _, part := range reward.Parts(d.Config) {
+		if part.Model != nil {
+			d.readScoringModel(part)
+		}
+		if field := part.Field + ".plugin"; part.Plugin != "" && d.Readable(field) {
+			file, _, _ := strings.Cut(part.Plugin, ".py:")
+			d.exists(field, file+".py", false)
+		}
+	}
+}
+
+// readScoringModel reads the folder of a reward model, whose tokens must be those of the model that is trained.
+func (d *draft) readScoringModel(part reward.Part) {
+	field, path := part.Field+".model.path", part.Model.GetPath()
+	if path == "" || !d.Readable(field) || !d.exists(field, path, true) {
+		return
+	}
+	before := d.Problems.Len()
+	folder := input.Resolve(d.baseDir, path)
+	scorer := input.ReadModel(folder, path, field, &d.Problems)
+	const mend = "name the weights of a run with [algorithm.reward_model], or a sequence classifier with one label"
+	switch {
+	case d.Problems.Len() > before:
+		return
+	case scorer.Architecture != "" && !strings.HasSuffix(scorer.Architecture, "ForSequenceClassification"):
+		d.Problems.At(d.Place(field), problem.BadModel, field, fmt.Sprintf("%s is no reward model: it holds a %s", path, scorer.Architecture), mend)
+	case len(scorer.Tensors) > 0 && !slices.Contains(scorer.Tensors, "score.weight"):
+		d.Problems.At(d.Place(field), problem.BadModel, field, path+" is no reward model: it has no tensor `score.weight`, the head that scores", mend)
+	case d.model != nil && d.model.OtherTokens(scorer) != "":
+		d.Problems.At(d.Place(field), problem.BadModel, field, "the reward model has another vocabulary: "+d.model.OtherTokens(scorer),
+			"take one that was trained from a model with the same tokenizer")
+	case scorer.Context > 0 && int64(d.Config.GetEngine().GetMaxModelLen()) > scorer.Context:
+		d.Problems.At(d.Place(field), problem.OutOfRange, field,
+			fmt.Sprintf("the reward model has %d positions, fewer than the %d of `engine.max_model_len`", scorer.Context, d.Config.GetEngine().GetMaxModelLen()),
+			fmt.Sprintf("write `max_model_len = %d` in [engine]", scorer.Context))
+	}
+	if d.Problems.Len() > before {
+		return
+	}
+	for _, name := range scorer.Files {
+		d.inputs = append(d.inputs, &planv1.Input{
+			Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path),
+		})
+	}
+}
+
+// dryCalls asks for one call of each reward on the first rows: one sample that answers as the row does, one that says nothing, as
+// a policy may.
+func (d *draft) dryCalls() []*dryCall {
+	if d.first == nil || len(d.first.First) == 0 {
+		return nil
+	}
+	var calls []*dryCall
+	for _, part := range reward.Parts(d.Config) {
+		if !d.Readable(part.Field) || part.Model != nil {
+			continue
+		}
+		request := &probe.Reward{Expression: part.Expression, Plugin: part.Plugin, BaseDir: d.baseDir, TimeoutSeconds: part.Timeout}
+		field := part.Field + ".expression"
+		if part.Expression == "" {
+			field = part.Field + ".plugin"
+			file, _, _ := strings.Cut(part.Plugin, ".py:")
+			if info, err := os.Stat(input.Resolve(d.baseDir, file+".py")); part.Plugin == "" || err != nil || info.IsDir() {
+				continue // said already
+			}
+		} else {
+			for _, data := range d.scoredData() {
+				request.Files = append(request.Files, probe.Rows{Path: input.Resolve(d.baseDir, data.Path), Name: data.Path})
+			}
+		}
+		for i, row := range d.first.First {
+			sample := probe.Sample{Prompt: row.Prompt, Row: row.JSON}
+			if i == 0 {
+				sample.Completion = d.first.Reference(row)
+			}
+			request.Samples = append(request.Samples, sample)
+		}
+		if d.model != nil {
+			request.Model = input.Resolve(d.baseDir, d.Config.GetModel().GetPath())
+		}
+		calls = append(calls, &dryCall{part: part, field: field, request: request})
+	}
+	return calls
+}
+
+// scoredData are the datasets whose rows a reward sees.
+func (d *draft) scoredData() []*input.Dataset {
+	var out []*input.Dataset
+	for _, data := range d.datasets() {
+		if data != d.train || !algorithm.FromData(d.Config) {
+			out = append(out, data)
+		}
+	}
+	return out
+}
+
+// heard says what was wrong with a reward, and pins its files.
+func (d *draft) heard(call *dryCall, pythonWorks bool) {
+	var python *probe.Error
+	switch {
+	case errors.As(call.err, &python):
+		d.Problems.Add(d.pythonProblem(python, call.field))
+		return
+	case call.err != nil && pythonWorks: // then it was the reward that ended the process
+		d.Problems.At(d.Place(call.field), "REWARD_RAISED", call.field,
+			fmt.Sprintf("`%s` ended its whole process: %v", call.part.Plugin+call.part.Expression, call.err), "call it alone in Python to see why")
+		return
+	case call.err != nil || call.answer.Reward == nil:
+		return // said already
+	}
+	if e := call.answer.Reward.Error; e != nil {
+		if call.part.Expression != "" {
+			d.expressionProblem(e, call.field)
+			return
+		}
+		d.Problems.Add(d.pythonProblem(e, call.field))
+		return
+	}
+	if call.answer.Reward.Parts && !algorithm.TakesTokenRewards(d.Config) {
+		d.Problems.At(d.Place(call.field), problem.Conflict, call.field,
+			fmt.Sprintf("`%s` rewards parts of a completion, and %s can't use that", call.part.Plugin, algorithm.Title(d.Config)),
+			"take [algorithm.ppo], [algorithm.reinforce_pp] or [algorithm.grpo], or return one number a sample")
+		return
+	}
+	for _, file := range call.answer.Reward.Files {
+		d.inputs = append(d.inputs, &planv1.Input{
+			Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: input.Relative(d.baseDir, file, call.part.Plugin),
+		})
+	}
+}
+
+// expressionProblem places an error at its column in the expression.
+func (d *draft) expressionProblem(e *probe.Error, field string) {
+	d.Problems.At(inText(d.Place(field), e.Line, e.Column), e.Reason, field, e.Message, e.Mend)
+}
+
+// inText narrows the span of a text's value to a line and column of the text, from 1; characters count. A text with escapes keeps
+// its span: there columns differ.
+func inText(span document.Span, line, column uint32) document.Span {
+	if !span.Valid() || line == 0 || column == 0 {
+		return span
+	}
+	raw := string(span.Source.Data[span.Offset : span.Offset+span.Length])
+	quotes := 1
+	if strings.HasPrefix(raw, "\"\"\"") || strings.HasPrefix(raw, "'''") {
+		quotes = 3
+	}
+	if len(raw) < 2*quotes || raw[0] == '"' && strings.Contains(raw, "\\") || raw[0] != '"' && raw[0] != '\'' {
+		return span
+	}
+	at := quotes
+	body := raw[quotes : len(raw)-quotes]
+	if quotes == 3 && strings.HasPrefix(body, "\n") { // TOML drops it
+		at, body = at+1, body[1:]
+	}
+	for ; line > 1; line-- {
+		_, rest, ok := strings.Cut(body, "\n")
+		if !ok {
+			return span
+		}
+		at, body = at+len(body)-len(rest), rest
+	}
+	for ; column > 1 && body != ""; column-- {
+		_, size := utf8.DecodeRuneInString(body)
+		at, body = at+size, body[size:]
+	}
+	length := len(body) - len(strings.TrimLeft(body, wordBytes))
+	return document.Span{Source: span.Source, Offset: span.Offset + at, Length: max(1, length)}
+}
+
+const wordBytes = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_"

@@ -1,0 +1,72 @@
+package planner
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/probe"
+)
+
+// What a sink lacks is said before the run.
+func TestSinksAreCheckedWithThePlan(t *testing.T) {
+	t.Parallel()
+	dir := project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
+	s := server(t)
+	if err := os.WriteFile(filepath.Join(dir, "file"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	s.prober.Env = append(s.prober.Env, "WANDB_API_KEY=", "NETRC="+filepath.Join(dir, "file"))
+	for set, want := range map[string]string{
+		`sinks.wandb={}`:                                      "",
+		`sinks.wandb={mode="online"}`:                         "there is no key of Weights & Biases",
+		`sinks.wandb={mode="onlin"}`:                          `did you mean "online"?`,
+		`sinks.tensorboard={directory="file"}`:                "file is a file, not a folder",
+		`sinks.tensorboard={}`:                                "",
+		`sinks.mlflow={tracking_uri="http://me:secret@host"}`: "`sinks.mlflow.tracking_uri`",
+		`sinks.aim={}`:                                        "unknown table [sinks.aim]",
+		`sinks={}`:                                            "",
+	} {
+		told := ""
+		for _, p := range create(t, s, dir, set).GetProblems() {
+			told += fmt.Sprintln(p.GetReason(), p.GetField(), p.GetMessage(), p.GetMend())
+		}
+		if want == "" && told != "" || !strings.Contains(told, want) {
+			t.Errorf("%s: %q, want %q", set, told, want)
+		}
+	}
+	with := server(t)
+	with.prober.Env = append(with.prober.Env, "WANDB_API_KEY=k")
+	if got := create(t, with, dir, `sinks.wandb={mode="online"}`); got.GetPlan() == nil {
+		t.Error(got.GetProblems())
+	}
+	if plan := create(t, s, dir).GetPlan(); plan.GetConfig().GetSinks() != nil {
+		t.Errorf("sinks were made up: %v", plan.GetConfig().GetSinks())
+	}
+}
+
+func draftOf(t *testing.T, s *Server, dir string, set ...string) *draft {
+	t.Helper()
+	return &draft{Reading: s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), File: "run.toml", BaseDir: dir, Set: set}), server: s, baseDir: dir}
+}
+
+func TestAMissingLibraryOfASinkIsNamedWithItsExtra(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	dir := project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
+	d := draftOf(t, s, dir, "sinks.mlflow={}", "sinks.tensorboard={}")
+	there := "2.21.0"
+	d.sinkAnswer(&probe.Answer{Packages: map[string]*string{"tensorboard": &there}})
+	problems := d.Sorted()
+	if len(problems) != 1 || problems[0].GetReason() != "PACKAGE_MISSING" || !strings.Contains(problems[0].GetMend(), "rollout-rl[mlflow]") {
+		t.Errorf("%v", problems)
+	}
+	d = draftOf(t, s, dir, "sinks.mlflow={}")
+	d.sinkAnswer(&probe.Answer{Packages: map[string]*string{"mlflow-skinny": &there}})
+	if problems := d.Sorted(); len(problems) != 0 {
+		t.Errorf("%v", problems)
+	}
+}
