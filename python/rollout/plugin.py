@@ -6,9 +6,14 @@ A reward is a function in a file of the user's, named in the configuration as ``
         return [float(sample.completion == sample.row["answer"]) for sample in samples]
 
 It takes a list of :class:`Sample` and returns one item for each, in order: a number, or a mapping with the number
-``reward`` and further named numbers (metrics). It may be ``async def``. Whatever goes wrong has a type of its own and
-is never a reward of 0: :class:`RewardImportError`, :class:`RewardFailed`, :class:`RewardShapeError` and
-:class:`RewardTimeout`.
+``reward`` and further named numbers (metrics). A mapping may reward parts of a completion too, beside ``reward`` or
+instead: with ``token_rewards``, one number for each of ``sample.token_ids``, or with ``step_rewards``, mappings of
+``start``, ``end`` (characters of the completion) and ``reward``, which counts at the last token of its step::
+
+    return [{"reward": 1.0, "step_rewards": [{"start": 0, "end": 17, "reward": 0.5}]} for _ in samples]
+
+A function may be ``async def``. Whatever goes wrong has a type of its own and is never a reward of 0:
+:class:`RewardImportError`, :class:`RewardFailed`, :class:`RewardShapeError` and :class:`RewardTimeout`.
 
     >>> function = load_reward("reward.py:exact_match", base_dir="/home/me/run")
     >>> call_reward(function, [Sample("1+1=", "2", {"prompt": "1+1=", "answer": "2"})])
@@ -47,6 +52,7 @@ __all__ = [
     "RewardTimeout",
     "Sample",
     "Score",
+    "Step",
     "call_reward",
     "call_reward_async",
     "load_reward",
@@ -61,6 +67,16 @@ class Sample:
     prompt: str  # as the model read it, special tokens left out
     completion: str  # what the model said, special tokens and stop text left out
     row: Mapping[str, Any] = field(default_factory=lambda: {})  # the dataset's row that the prompt came from
+    token_ids: Sequence[int] = ()  # tokens of the completion, its end among them
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a part of a completion is worth: its characters ``start`` to ``end``, the latter left out."""
+
+    start: int
+    end: int
+    reward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +85,8 @@ class Score:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=lambda: {})
+    token_rewards: Sequence[float] = ()  # one a token of the completion, or none
+    steps: Sequence[Step] = ()  # ascending, none over another
 
 
 RewardFunction = Callable[[Sequence[Sample]], Any]
@@ -141,7 +159,7 @@ def call_reward(function: RewardFunction, samples: Sequence[Sample]) -> list[Sco
         result = function(list(samples))
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
-    return _scores(function, result, len(samples))
+    return _scores(function, result, samples)
 
 
 async def call_reward_async(
@@ -172,7 +190,7 @@ async def call_reward_async(
             mend="make it faster or raise `reward.timeout_seconds`",
             place=_definition(function),
         ) from None
-    return _scores(function, result, len(batch))
+    return _scores(function, result, batch)
 
 
 def _call(function: RewardFunction, batch: list[Sample]) -> Any:
@@ -202,7 +220,7 @@ def _raised(function: RewardFunction) -> Generator[None]:
         ) from error
 
 
-def _scores(function: RewardFunction, result: Any, wanted: int) -> list[Score]:
+def _scores(function: RewardFunction, result: Any, samples: Sequence[Sample]) -> list[Score]:
     def bad(what: str, mend: str) -> RewardShapeError:
         return RewardShapeError(f"`{_name(function)}` returned {what}", mend=mend, place=_definition(function))
 
@@ -212,22 +230,63 @@ def _scores(function: RewardFunction, result: Any, wanted: int) -> list[Score]:
         mend = "return a list with one number, or one mapping with `reward`, for each sample"
         raise bad(_kind(cast(object, result)), mend)
     items = cast(Sequence[Any], result)
-    if len(items) != wanted:
-        raise bad(f"{len(items)} items for {wanted} samples", "return exactly one item for each sample, in order")
-    return [_score(item, index, bad) for index, item in enumerate(items)]
+    if len(items) != len(samples):
+        raise bad(f"{len(items)} items for {len(samples)} samples", "return exactly one item for each sample, in order")
+    return [_score(item, sample, index, bad) for index, (item, sample) in enumerate(zip(items, samples, strict=True))]
 
 
-def _score(item: Any, index: int, bad: Callable[[str, str], RewardShapeError]) -> Score:
+Bad = Callable[[str, str], RewardShapeError]
+
+
+def _score(item: Any, sample: Sample, index: int, bad: Bad) -> Score:
     if not isinstance(item, Mapping):
         return Score(_number(item, f"item {index}", bad))
-    entries = cast(Mapping[Any, Any], item)
-    if "reward" not in entries:
+    entries = dict(cast(Mapping[Any, Any], item))
+    tokens, steps = entries.pop("token_rewards", None), entries.pop("step_rewards", None)
+    if tokens is None and steps is None and "reward" not in entries:
         raise bad(f"a mapping without `reward` as item {index}", 'add the key: {"reward": 1.0, ...}')
     numbers = {str(key): _number(value, f"`{key}` of item {index}", bad) for key, value in entries.items()}
-    return Score(numbers.pop("reward"), numbers)
+    return Score(
+        numbers.pop("reward", 0.0),
+        numbers,
+        () if tokens is None else _token_rewards(tokens, sample, f"`token_rewards` of item {index}", bad),
+        () if steps is None else _steps(steps, sample, f"`step_rewards` of item {index}", bad),
+    )
 
 
-def _number(value: Any, where: str, bad: Callable[[str, str], RewardShapeError]) -> float:
+def _token_rewards(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[float, ...]:
+    items = _list(value, where, bad)
+    if len(items) != len(sample.token_ids):
+        told = f"{len(items)} `token_rewards` for the {len(sample.token_ids)} tokens of a completion"
+        raise bad(told, "return one number for each of `sample.token_ids`, or `step_rewards` with characters")
+    return tuple(_number(item, f"an item of {where}", bad) for item in items)
+
+
+def _steps(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[Step, ...]:
+    mend = 'write {"start": 0, "end": 17, "reward": 0.5}: characters of the completion, ascending, none over another'
+    found: list[Step] = []
+    for item in _list(value, where, bad):
+        if not isinstance(item, Mapping) or set(cast(Mapping[Any, Any], item)) != {"start", "end", "reward"}:
+            raise bad(f"no mapping of `start`, `end` and `reward` as an item of {where}", mend)
+        entries = cast(Mapping[str, Any], item)
+        start, end = entries["start"], entries["end"]
+        before = found[-1].end if found else 0
+        if not isinstance(start, int) or not isinstance(end, int) or not before <= start < end <= len(sample.completion):
+            told = f"the step {start!r} to {end!r} in {where}, of a completion with {len(sample.completion)} characters"
+            raise bad(told + (f" and a step before it that ends at {before}" if found else ""), mend)
+        found.append(Step(start, end, _number(entries["reward"], f"the reward of a step in {where}", bad)))
+    return tuple(found)
+
+
+def _list(value: Any, where: str, bad: Bad) -> Sequence[Any]:
+    if hasattr(value, "tolist"):  # numpy, torch
+        value = value.tolist()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise bad(f"{_kind(cast(object, value))} as {where}", "return a list")
+    return cast(Sequence[Any], value)
+
+
+def _number(value: Any, where: str, bad: Bad) -> float:
     mend = "return one finite number for each sample"
     try:
         number = float(value) if isinstance(value, SupportsFloat) else None

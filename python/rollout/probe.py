@@ -8,26 +8,36 @@ torch: the answer is there within a second.
 Request (every part may be absent)::
 
     {"packages": ["torch", ...],
-     "reward": {"plugin": "reward.py:exact", "base_dir": "/...", "timeout_seconds": 30.0,
-                "samples": [{"prompt": "...", "completion": "...", "row": {...}}]},
+     "reward": {"plugin": "reward.py:exact" (or "expression": "..."), "base_dir": "/...", "timeout_seconds": 30.0,
+                "samples": [{"prompt": "...", "completion": "...", "row": {...}}], "model": "/...",
+                "files": [{"path": "/...", "name": "train.jsonl"}]},
      "tokenizer": {"model": "/...", "chat_template": false,
-                   "files": [{"path": "/...", "prompt_field": "prompt", "answer_fields": [], "limit": 1920}]}}
+                   "files": [{"path": "/...", "prompt_field": "prompt", "answer_fields": [], "limit": 1920}]},
+     "teacher": {"model": "/...", "base_url": "http://...", "name": "teacher", "api_key": "env:KEY", "protocol": "echo",
+                 "timeout_seconds": 60.0, "prompt": "..."},
+     "wandb_key": true}
 
 Answer::
 
     {"python": "3.11.7", "packages": {"torch": "2.15.0", "absent": null},
-     "reward": {"scores": [{"reward": 1.0, "metrics": {}}], "files": ["/.../reward.py"], "seconds": 0.1} | {"error": ...},
+     "reward": {"scores": [{"reward": 1.0, "metrics": {}}], "parts": false, "files": ["/.../reward.py"], "seconds": 0.1}
+               | {"error": ...},
      "tokenizer": {"files": [{"longest": 12, "rows": 9500, "over": 2, "examples": [{"row": 7, "tokens": 2101}], "empty": []}]}
-                  | {"error": ...}}
+                  | {"error": ...},
+     "teacher": {"tokens": 12} | {"error": ...},
+     "wandb_key": false}
 
 with ``error`` being ``{"reason", "message", "mend", "file", "line", "column", "text"}``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib.metadata
 import itertools
 import json
+import netrc
 import os
 import platform
 import sys
@@ -36,11 +46,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
 
 from rollout.dataset import Prompt, rows
 from rollout.errors import Place, RolloutError
-from rollout.plugin import RewardTimeout, Sample, call_reward, load_reward, split_plugin
+from rollout.plugin import RewardFunction, RewardTimeout, Sample, call_reward, load_reward, split_plugin
+
+if TYPE_CHECKING:
+    from rollout.expression import FieldUse
 
 Json = dict[str, Any]
 
@@ -61,8 +75,12 @@ def main() -> None:
             answer.flush()
 
     body: Json = {"python": platform.python_version(), "packages": versions(request.get("packages", []))}
+    if request.get("wandb_key"):
+        body["wandb_key"] = has_wandb_key()
     if "tokenizer" in request:
         body["tokenizer"] = guarded(lambda: measure(request["tokenizer"]))
+    if "teacher" in request:
+        body["teacher"] = guarded(lambda: ask_teacher(request["teacher"]))
     if "reward" in request:
 
         def hung(error: RewardTimeout) -> None:
@@ -84,6 +102,17 @@ def versions(names: list[str]) -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def has_wandb_key() -> bool:
+    """Whether W&B's library will find a key: in its variable, or in the netrc file that ``wandb login`` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def guarded(part: Callable[[], Json]) -> Json:
@@ -113,10 +142,12 @@ def describe(error: RolloutError) -> Json:
 
 def dry_call(request: Json, hung: Callable[[RewardTimeout], None]) -> Json:
     """Import the reward and call it once. ``hung`` is told from another thread when that takes too long."""
-    plugin, base_dir = request["plugin"], request["base_dir"]
+    expression, base_dir = request.get("expression"), request["base_dir"]
+    plugin = request.get("plugin", "")
     limit = float(request["timeout_seconds"])
-    samples = [Sample(s["prompt"], s["completion"], s["row"]) for s in request["samples"]]
-    folders = {Path(os.path.abspath(os.path.join(base_dir, split_plugin(plugin)[0]))).parent, Path(base_dir)}
+    folders = {Path(base_dir)}
+    if not expression:
+        folders.add(Path(os.path.abspath(os.path.join(base_dir, split_plugin(plugin)[0]))).parent)
     caller = threading.get_ident()
 
     def watch(what: str) -> threading.Timer:
@@ -136,18 +167,63 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None]) -> Json:
         timer.start()
         return timer
 
-    timer = watch(f"importing {split_plugin(plugin)[0]}")
-    function = load_reward(plugin, base_dir)
-    timer.cancel()
+    function: RewardFunction
+    if expression:
+        function = compiled(expression, request.get("files", []))
+    else:
+        timer = watch(f"importing {split_plugin(plugin)[0]}")
+        function = load_reward(plugin, base_dir)
+        timer.cancel()
+    samples = samples_of(request)
     began = time.monotonic()
-    timer = watch(f"`{split_plugin(plugin)[1]}`")
+    timer = watch(f"`{'reward.expression' if expression else split_plugin(plugin)[1]}`")
     scores = call_reward(function, samples)
     timer.cancel()
     return {
         "scores": [{"reward": score.reward, "metrics": dict(score.metrics)} for score in scores],
-        "files": local_files(folders),
+        "parts": any(score.token_rewards or score.steps for score in scores),
+        "files": [] if expression else local_files(folders),
         "seconds": time.monotonic() - began,
     }
+
+
+def samples_of(request: Json) -> list[Sample]:
+    """The samples, with tokens where the model's tokenizer is at hand."""
+    samples: list[Json] = request["samples"]
+    ids: list[list[int]] = [[] for _ in samples]
+    if request.get("model"):
+        with contextlib.suppress(BadModel):  # which another part says
+            tokenizer = tokenizer_of(Path(request["model"]))
+            texts = [sample["completion"] for sample in samples]
+            ids = [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    return [Sample(s["prompt"], s["completion"], s["row"], tokens) for s, tokens in zip(samples, ids, strict=True)]
+
+
+def compiled(text: str, files: list[Json]) -> RewardFunction:
+    """The expression, all of whose fields the rows have. Raises ``ExpressionError``."""
+    from rollout.expression import Expression
+
+    expression = Expression(text)
+    for use in expression.fields:
+        for file in files:
+            if not use.guarded:
+                check_field(use, file)
+    return expression
+
+
+def check_field(use: FieldUse, file: Json) -> None:
+    """Raises ``ExpressionError`` where a row lacks a field that the expression takes for granted."""
+    from rollout.expression import ExpressionError
+
+    for number, row in enumerate(rows(file["path"]), 1):
+        if use.name in row:
+            continue
+        near = difflib.get_close_matches(use.name, row, n=1)
+        mend = f"did you mean `{near[0]}`?" if near else f"the row has {', '.join(f'`{name}`' for name in row)}"
+        if number > 1:
+            mend = f"ask first: `has(row.{use.name}) ? ... : 0.0`"
+        place = Place("reward.expression", use.line, use.column)
+        raise ExpressionError(f"row {number} of {file['name']} has no `{use.name}`", mend=mend, place=place)
 
 
 def last_of(frames: traceback.StackSummary, folders: set[Path]) -> Place | None:
@@ -185,16 +261,57 @@ def is_local(path: Path, folders: set[Path]) -> bool:
 
 def measure(request: Json) -> Json:
     """Tokenise every prompt and name those that leave no room for a completion."""
+    folder = Path(request["model"])
+    tokenizer = tokenizer_of(folder)
+    render = chat_renderer(folder) if request["chat_template"] else None
+    return {"files": [measure_file(file, tokenizer, render) for file in request["files"]]}
+
+
+def ask_teacher(request: Json) -> Json:
+    """Ask a teacher's endpoint once, about the tokens of a prompt. Raises ``TeacherError``, :class:`SecretMissing`."""
+    from rollout.teacher import TeacherEndpoint
+
+    tokenizer = tokenizer_of(Path(request["model"]))
+    ids: list[int] = tokenizer.encode(request["prompt"]).ids
+    ids = ids if len(ids) > 1 else [*ids, 0, 0][:2]
+    endpoint = TeacherEndpoint(
+        request["base_url"],
+        request["name"],
+        api_key=secret(request["api_key"]),
+        protocol=request["protocol"],
+        timeout_seconds=request["timeout_seconds"],
+        pieces=lambda token: [str(tokenizer.id_to_token(token)), tokenizer.decode([token], skip_special_tokens=False)],
+    )
+    return {"tokens": len(endpoint.logprobs(ids, 1))}
+
+
+class SecretMissing(RolloutError):
+    """A reference names no secret."""
+
+    reason = "SECRET_REFERENCE"
+
+
+def secret(reference: str) -> str:
+    """What ``env:NAME`` or ``file:PATH`` holds. Raises :class:`SecretMissing`."""
+    kind, _, rest = reference.partition(":")
+    try:
+        text = (os.environ.get(rest, "") if kind == "env" else Path(rest).read_text() if rest else "").strip()
+    except OSError as error:
+        raise SecretMissing(f"can't read {rest}: {error.strerror}", mend="correct `api_key`") from error
+    if reference and not text:
+        raise SecretMissing(f"`{reference}` holds nothing", mend="set it where rolloutd runs")
+    return text
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer of a model's folder. Raises :class:`BadModel`."""
     from tokenizers import Tokenizer  # a small package of its own: transformers would take seconds
 
-    folder = Path(request["model"])
     try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:
         mend = "save the tokenizer again with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`"
         raise BadModel(f"the tokenizer can't be read: {error}", mend=mend, place=Place(str(folder / "tokenizer.json"))) from error
-    render = chat_renderer(folder) if request["chat_template"] else None
-    return {"files": [measure_file(file, tokenizer, render) for file in request["files"]]}
 
 
 class BadModel(RolloutError):
@@ -207,11 +324,19 @@ def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt], str] | N
     """Count the tokens of each row: of its prompt, and of its longest completion and the end where ``answer_fields`` name any."""
     over: list[Json] = []
     empty: list[int] = []
-    counted, longest, too_long = 0, 0, 0
+    strange: list[Json] = []
+    counted, longest, too_long, unknown = 0, 0, 0, 0
+    stand_in = unknown_token(tokenizer)
     answer_fields: list[str] = file.get("answer_fields") or []
     for chunk in chunks(rows(file["path"]), CHUNK):
         texts = [text_of(row[file["prompt_field"]], render) for row in chunk]
-        lengths = [len(e) for e in tokenizer.encode_batch(texts, add_special_tokens=render is None)]
+        encoded = tokenizer.encode_batch(texts, add_special_tokens=render is None)
+        lengths = [len(e) for e in encoded]
+        for row, (text, ids) in enumerate(zip(texts, encoded, strict=True), counted):
+            if stand_in is not None and stand_in in ids.ids:
+                unknown += 1
+                start, end = ids.offsets[ids.ids.index(stand_in)]
+                strange.append({"row": row, "text": text[start:end]})
         longest_of = [0] * len(chunk)
         for field in answer_fields:
             answers = tokenizer.encode_batch([row[field] for row in chunk], add_special_tokens=False)
@@ -225,8 +350,18 @@ def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt], str] | N
                 too_long += 1
                 over.append({"row": row, "tokens": length})
         counted += len(chunk)
-        del over[EXAMPLES:], empty[EXAMPLES:]
-    return {"rows": counted, "longest": longest, "over": too_long, "examples": over, "empty": empty}
+        del over[EXAMPLES:], empty[EXAMPLES:], strange[EXAMPLES:]
+    return {"rows": counted, "longest": longest, "over": too_long, "examples": over, "empty": empty} | {
+        "unknown": unknown,
+        "strange": strange,
+    }
+
+
+def unknown_token(tokenizer: Any) -> int | None:
+    """The token that stands in for what the vocabulary has not; ``None`` where it has everything."""
+    model: Json = json.loads(tokenizer.to_str())["model"]
+    token, number = model.get("unk_token"), model.get("unk_id")
+    return tokenizer.token_to_id(token) if token else number
 
 
 def text_of(prompt: Prompt, render: Callable[[Prompt], str] | None) -> str:

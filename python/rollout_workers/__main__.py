@@ -1,6 +1,8 @@
-"""``rollout-worker inference|learner``: one worker of one run, started by the scheduler (docs/wire.md).
+"""``rollout-worker inference|learner|reward|sinks``: one worker of one run, started by the scheduler (docs/wire.md).
 
-``rollout-worker replay``: train a run's recorded batches again, for ``rollout replay``."""
+``rollout-worker replay``: train a run's recorded batches again, for ``rollout replay``.
+``rollout-worker export``: write a run's metrics to trackers, for ``rollout export metrics``.
+``rollout-worker infer``: completions and scores for a dataset, for ``rollout infer batch``."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import sys
 
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.mesh.events import EventHandler, Events
-from rollout_workers.mesh.lifecycle import EXIT_CRASH, LEAVE_SECONDS, Lifecycle, leave_now, prepare_process
+from rollout_workers.mesh.lifecycle import EXIT_CRASH, LEAVE_SECONDS, Lifecycle, leave_now, prepare_process, watch_stdin
 from rollout_workers.mesh.pulse import Pulse
 from rollout_workers.mesh.spec import SPEC_VARIABLE, Identity, SpecError, identity, load_spec
 from rollout_workers.mesh.telemetry import configure, flush
@@ -33,17 +35,27 @@ EXIT_NO_INPUT = 66
 def main() -> None:
     """Run a worker until it is told to leave."""
     parser = argparse.ArgumentParser(prog="rollout-worker", description=__doc__)
-    parser.add_argument("kind", choices=("inference", "learner", "replay"))
+    parser.add_argument("kind", choices=("inference", "learner", "reward", "sinks", "replay", "export", "infer"))
     parser.add_argument("--spec", help="the worker's spec (default: $ROLLOUT_WORKER_SPEC)")
     arguments = parser.parse_args()
     prepare_process()
     sys.setswitchinterval(0.0003)  # seconds: what dispatches tensor operations must not wait 5 ms for the event loop's thread
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of what it could do faster, which nobody uses here
     if arguments.kind == "replay":
         from rollout_workers.learning.replay import replay
 
         sys.exit(replay(arguments.spec or os.environ.get(SPEC_VARIABLE, "")))
+    if arguments.kind == "export":
+        from rollout_workers.sinks.worker import export
+
+        sys.exit(export(arguments.spec))
+    if arguments.kind == "infer":
+        from rollout_workers.batch.process import infer
+
+        watch_stdin()
+        leave_now(infer(arguments.spec or ""))
     try:
         spec = load_spec(arguments.spec)
     except SpecError as error:
@@ -54,6 +66,10 @@ def main() -> None:
         sys.exit(EXIT_USAGE)
     if spec.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
+    if spec.kind == "learner" and os.environ.get("RANK", "0") != "0":  # torchrun started several
+        from rollout_workers.learning.ranks import follow_leader, place
+
+        leave_now(follow_leader(place(spec.plan.config)))
     who = identity(spec)
     configure(spec.otlp_endpoint, who)
     asyncio.run(_run(spec, who))
@@ -63,6 +79,11 @@ async def _run(spec: WorkerSpec, who: Identity) -> None:
     """Does not return: threads that load a model or compute need no farewell."""
     lifecycle = Lifecycle(patience=LEAVE_SECONDS)
     lifecycle.watch()
+    if spec.kind == "sinks":
+        from rollout_workers.sinks.worker import run_sinks_worker
+
+        await run_sinks_worker(spec, who, lifecycle)
+        leave_now(lifecycle.exit_code)
     pulse = Pulse(spec.nats_url, spec.nats_token, name=who.registration, access=spec.nats, leaving=lambda: lifecycle.leaving)
     pulse.start()
     events = Events(who, pulse)
@@ -73,10 +94,17 @@ async def _run(spec: WorkerSpec, who: Identity) -> None:
             from rollout_workers.inference.worker import run_inference_worker
 
             await run_inference_worker(spec, who, lifecycle, pulse, events)
+        elif spec.kind == "reward":
+            from rollout_workers.scoring.worker import run_reward_worker
+
+            await run_reward_worker(spec, who, lifecycle)
         else:
+            from rollout_workers.learning.ranks import Team
+
+            team = Team(spec.plan.config, lifecycle.lost)
             from rollout_workers.learning.worker import run_learner_worker
 
-            await run_learner_worker(spec, who, lifecycle, pulse, events)
+            await run_learner_worker(spec, who, lifecycle, pulse, events, team)
     except Exception:
         log.exception("the %s failed", who.service)
         lifecycle.crash("an error that the log names")

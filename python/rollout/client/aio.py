@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 import grpc
 
-from rollout.client.connection import OPTIONS, Server, locate
+from rollout.client.connection import Server, locate
 from rollout.client.errors import remote_errors
 from rollout.client.planned import ENDED, Planned, create_request, event_filter, plan_request, planned, points
 from rollout.event.v1.event_pb2 import LEVEL_UNSPECIFIED, Event, Level
@@ -35,7 +35,7 @@ class AsyncClient:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self._channel = grpc.aio.insecure_channel(server.address, options=OPTIONS)
+        self._channel = server.channel(grpc.aio)
         self._planner = cast(Any, PlannerServiceStub(self._channel))
         self._scheduler = cast(Any, SchedulerServiceStub(self._channel))
         self._events = cast(Any, EventServiceStub(self._channel))

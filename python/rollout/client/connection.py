@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import grpc
+
 from rollout.errors import RolloutError
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.max_send_message_length", 256 << 20),
 )
+
+
+_FILE_VARIABLES = ("ROLLOUT_CA_FILE", "ROLLOUT_CERT_FILE", "ROLLOUT_KEY_FILE")
 
 
 class NoDaemon(RolloutError):
@@ -25,10 +30,21 @@ class NoDaemon(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A gRPC address (``host:port``) and its bearer token, which ``repr`` leaves out."""
+    """A gRPC address (``host:port``), its bearer token, which ``repr`` leaves out, and the PEM files of TLS; none: plain text."""
 
     address: str
     token: str = field(default="", repr=False)
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+
+    def channel(self, transport: Any = grpc) -> Any:
+        """A channel to it, with TLS where files are named. transport: ``grpc``, or ``grpc.aio`` for asyncio. Raises OSError
+        where a file can't be read."""
+        if not (self.ca_file or self.cert_file):
+            return transport.insecure_channel(self.address, options=OPTIONS)
+        ca, cert, key = (Path(file).read_bytes() if file else None for file in (self.ca_file, self.cert_file, self.key_file))
+        return transport.secure_channel(self.address, grpc.ssl_channel_credentials(ca, key, cert), options=OPTIONS)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -51,7 +67,8 @@ def local_server(state: str | os.PathLike[str] | None = None) -> Server:
     path = folder / "rolloutd.json"
     try:
         told = cast(dict[str, Any], json.loads(path.read_text()))
-        return Server(str(told["grpc"]), Path(str(told["token_file"])).read_text().strip())
+        files = (str(told.get(name, "")) for name in ("ca_file", "cert_file", "key_file"))
+        return Server(str(told["grpc"]), Path(str(told["token_file"])).read_text().strip(), *files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoDaemon(
             f"{path} names no running rolloutd ({type(error).__name__}: {error})",
@@ -60,12 +77,14 @@ def local_server(state: str | os.PathLike[str] | None = None) -> Server:
 
 
 def locate(server: str | None, token: str | None, state: str | os.PathLike[str] | None) -> Server:
-    """The named server, else the local one. Without a token a named server gets the local token, where there is one."""
+    """The named server, else the local one. A named server is called with ``$ROLLOUT_CA_FILE``, ``$ROLLOUT_CERT_FILE`` and
+    ``$ROLLOUT_KEY_FILE``, and without a token with ``$ROLLOUT_API_KEY``, else the local token, where there is one."""
     if server is None:
         return local_server(state)
+    token = token or os.environ.get("ROLLOUT_API_KEY") or None
     if token is None:
         try:
             token = local_server(state).token
         except NoDaemon:
             token = ""
-    return Server(server, token)
+    return Server(server, token, *(os.environ.get(name, "") for name in _FILE_VARIABLES))

@@ -9,6 +9,7 @@ from rollout_workers.algorithms.grpo import GrpoConfig
 from rollout_workers.algorithms.gspo import GspoConfig
 from rollout_workers.algorithms.ipo import IpoConfig
 from rollout_workers.algorithms.kto import KtoConfig
+from rollout_workers.algorithms.online_dpo import OnlineDpoConfig
 from rollout_workers.algorithms.ppo import PpoConfig
 from rollout_workers.algorithms.registry import UnknownAlgorithm, build_algorithm, config_type
 from rollout_workers.algorithms.reinforce_pp import ReinforcePpConfig
@@ -46,6 +47,7 @@ __all__ = [
     "KtoConfig",
     "LossTerms",
     "Needs",
+    "OnlineDpoConfig",
     "PairBatch",
     "PpoConfig",
     "ReinforcePpConfig",

@@ -21,8 +21,9 @@ class DapoConfig(GrpoConfig):
 def dapo(config: DapoConfig) -> Algorithm:
     """DAPO as an algorithm.
 
-    Its four parts: ``clip_high`` above ``clip_low``; ``dynamic_sampling``, by which groups of equal rewards are left out of
-    the batch and of its mean (the paper samples others in their place; here the step is smaller); ``reduction = "token"``;
-    and the soft overlong punishment (``overlong_share``, ``overlong_penalty``).
+    Its four parts: ``clip_high`` above ``clip_low``; ``dynamic_sampling``, by which groups of equal rewards are left out
+    and others are sampled in their place (by the buffer's ledger, before a batch gets here; what is equal only after the overlong
+    penalty is left out of the mean here); ``reduction = "token"``; and the soft overlong punishment (``overlong_share``,
+    ``overlong_penalty``).
     """
     return compare("dapo", config)

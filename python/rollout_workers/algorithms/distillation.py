@@ -30,7 +30,7 @@ class DistillationConfig:
     max_tokens: int = 0
     """Longest completion that may be sampled; ``constant`` needs it."""
     teacher: str = ""
-    """Folder of the teacher's model, for the learner."""
+    """Folder of the teacher's model, for the learner. Empty where samples carry the logprobs of a teacher elsewhere."""
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, REDUCTIONS)

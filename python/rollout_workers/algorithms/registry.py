@@ -15,6 +15,7 @@ from rollout_workers.algorithms.grpo import GrpoConfig, grpo
 from rollout_workers.algorithms.gspo import GspoConfig, gspo
 from rollout_workers.algorithms.ipo import IpoConfig, ipo
 from rollout_workers.algorithms.kto import KtoConfig, kto
+from rollout_workers.algorithms.online_dpo import OnlineDpoConfig, online_dpo
 from rollout_workers.algorithms.ppo import PpoConfig, ppo
 from rollout_workers.algorithms.reinforce_pp import ReinforcePpConfig, reinforce_pp
 from rollout_workers.algorithms.reward_model import RewardModelConfig, reward_model
@@ -37,6 +38,7 @@ BUILDERS: dict[str, tuple[type[Any], Callable[[Any], Algorithm]]] = {
     "ipo": (IpoConfig, ipo),
     "kto": (KtoConfig, kto),
     "distillation": (DistillationConfig, distillation),
+    "online_dpo": (OnlineDpoConfig, online_dpo),
 }
 
 

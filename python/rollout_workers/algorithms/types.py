@@ -10,6 +10,7 @@ Which record a loss takes is the algorithm's ``family``:
 |---|---|---|
 | ``tokens`` | ``TokenBatch`` | SFT, PPO, the GRPO family, distillation |
 | ``pairs`` | ``PairBatch`` | DPO, IPO |
+| ``ranked`` | ``PairBatch``, of the best and the worst of a group's samples | online DPO |
 | ``unpaired`` | ``UnpairedBatch`` | KTO |
 | ``scores`` | ``ScoreBatch`` | reward model |
 
@@ -24,7 +25,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-Family = Literal["tokens", "pairs", "unpaired", "scores"]
+Family = Literal["tokens", "pairs", "ranked", "unpaired", "scores"]
 
 
 @dataclass(frozen=True, slots=True)

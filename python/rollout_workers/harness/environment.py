@@ -18,6 +18,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.plugin import Step
+
 Outcome = Literal["completed", "truncated", "aborted", "infra_failed"]
 
 
@@ -48,7 +50,7 @@ class Observation:
 class Turn:
     """One answer of the policy. sample: which of the task. number: from 0. text: without special tokens and stop text.
 
-    prompt: text of the first observation. truncated: the answer ended at the token limit.
+    prompt, prompt_ids: text and tokens (int32[N]) of the first observation. truncated: the answer ended at the token limit.
     """
 
     task: Task
@@ -58,16 +60,24 @@ class Turn:
     token_ids: NDArray[np.int32]
     text: str
     truncated: bool
+    prompt_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How an episode ended. reward, metrics: meaningful for completed and truncated ones. reason: of the other two."""
+    """How an episode ended. reward, metrics: meaningful for completed and truncated ones. reason: of the other two.
+
+    token_rewards, teacher_logprobs: one a token of the completion, or none. steps: rewards of parts of the completion, which
+    become ``token_rewards`` before an environment hands the result over (``process_reward.spread``).
+    """
 
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome = "completed"
     reason: str = ""
+    token_rewards: tuple[float, ...] = ()
+    teacher_logprobs: tuple[float, ...] = ()
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ class Episode:
 
     def spans(self) -> list[VersionSpan]:
         """Weights of the completion, without gaps: observations between two turns count to the turn after them."""
+        if len(self.parts) == 1 and isinstance(self.parts[0], SampleOutput):
+            return list(self.parts[0].version_spans)
         spans: list[VersionSpan] = []
         start = at = 0
         for part in self.parts:
@@ -80,10 +82,12 @@ class EpisodeRunner:
 
     def __init__(self, engine: Engine, environment: Environment, text: Text, params: SamplingParams) -> None:
         self._engine, self._environment, self._text, self._params = engine, environment, text, params
+        self.sampled: Callable[[str], None] = lambda key: None
+        """Told the key of a task whenever the engine has finished the first turn of one of its samples."""
 
     async def run(self, tasks: Sequence[Task]) -> AsyncGenerator[list[FinishedGroup], None]:
         """Yield groups as they end, those that ended together at once. Closing the iterator aborts the rest."""
-        run = _Run(self._engine, self._environment, self._text, self._params)
+        run = _Run(self._engine, self._environment, self._text, self._params, self.sampled)
         try:
             await run.begin(tasks)
             while run.open:
@@ -93,8 +97,11 @@ class EpisodeRunner:
 
 
 class _Run:
-    def __init__(self, engine: Engine, environment: Environment, text: Text, params: SamplingParams) -> None:
+    def __init__(
+        self, engine: Engine, environment: Environment, text: Text, params: SamplingParams, sampled: Callable[[str], None]
+    ) -> None:
         self._engine, self._environment, self._text, self._params = engine, environment, text, params
+        self._sampled = sampled
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups: dict[str, list[Episode]] = {}
         self._left: dict[str, int] = {}  # episodes without a result, by task
@@ -170,7 +177,10 @@ class _Run:
 
     def _take(self, output: SampleOutput) -> None:
         episodes, missing = self._requests[output.request_id]
-        episodes[output.sample].parts.append(output)
+        episode = episodes[output.sample]
+        episode.parts.append(output)
+        if len(episode.parts) == 1:
+            self._sampled(episode.task.key)
         if missing > 1:
             self._requests[output.request_id] = (episodes, missing - 1)
             return
@@ -229,6 +239,7 @@ class _Run:
             token_ids=output.token_ids,
             text=text,
             truncated=output.finish_reason == "length",
+            prompt_ids=episode.prompt.token_ids,
         )
 
     def _go_on(self, episodes: list[Episode], turns: list[Turn], answers: Sequence[Observation | Result]) -> None:
@@ -239,7 +250,7 @@ class _Run:
             if isinstance(answer, Result):
                 cut = turn.truncated and answer.outcome == "completed"
                 ended.append(episode)
-                results.append(Result(answer.reward, answer.metrics, "truncated") if cut else answer)
+                results.append(replace(answer, outcome="truncated") if cut else answer)
                 continue
             episode.parts.append(answer)
             episode.texts.append(answer.text)

@@ -11,18 +11,17 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.plugin import RewardError, RewardFailed, RewardImportError, RewardShapeError, RewardTimeout
+from rollout.expression import ExpressionError
+from rollout.plugin import RewardError, RewardFailed, RewardImportError, RewardShapeError, RewardTimeout, Score
 
 _START_SECONDS = 120.0
 _LENGTH = struct.Struct("<Q")
 _ERRORS: dict[str, type[RewardError]] = {
-    error.reason: error for error in (RewardFailed, RewardImportError, RewardShapeError, RewardTimeout)
+    error.reason: error for error in (RewardFailed, RewardImportError, RewardShapeError, RewardTimeout, ExpressionError)
 }
-
-Score = tuple[float, dict[str, float]]
 
 
 class RewardProcess:
@@ -37,8 +36,9 @@ class RewardProcess:
         return self._process.pid
 
     @classmethod
-    async def start(cls, plugin: str, base_dir: str) -> RewardProcess:
-        """Start and import. Raises ``RewardImportError``, or ``RewardTimeout`` after two minutes."""
+    async def start(cls, reward: Mapping[str, str]) -> RewardProcess:
+        """Start and load ``{"plugin": "file.py:function", "base_dir": "/..."}`` or ``{"expression": "..."}``. Raises
+        ``RewardImportError``, ``ExpressionError``, or ``RewardTimeout`` after two minutes."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -51,15 +51,15 @@ class RewardProcess:
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         self = cls(process, reader, writer)
         try:
-            await self._exchange({"plugin": plugin, "base_dir": base_dir}, _START_SECONDS, "importing the reward")
+            await self._exchange(dict(reward), _START_SECONDS, "importing the reward")
         except BaseException:
             self.kill()
             raise
         return self
 
-    async def call(self, groups: Sequence[tuple[bytes, Sequence[tuple[str, str]]]], timeout: float) -> list[Score]:
-        """Scores of all samples in order. groups: (row as JSON, its (prompt, completion) pairs). Raises ``RewardError``;
-        after a timeout or a crash the process is ``broken``."""
+    async def call(self, groups: Sequence[tuple[bytes, Sequence[tuple[str, str, bytes]]]], timeout: float) -> list[Score]:
+        """Scores of all samples in order. groups: (row as JSON, (prompt, completion, its tokens as int32) of each sample). Raises
+        ``RewardError``; after a timeout or a crash the process is ``broken``."""
         samples = sum(len(pairs) for _, pairs in groups)
         return await self._exchange(groups, timeout, f"the reward of {samples} samples")
 

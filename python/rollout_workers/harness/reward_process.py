@@ -13,15 +13,16 @@ import queue
 import struct
 import sys
 import threading
+from array import array
 from typing import Any, BinaryIO
 
-from rollout.plugin import RewardFunction, Sample, call_reward, load_reward
+from rollout.plugin import RewardFunction, Sample, Score, call_reward, load_reward
 
 _LENGTH = struct.Struct("<Q")
 
 
 def main() -> None:
-    """Answer requests until the socket ends. The first one names the plugin."""
+    """Answer requests until the socket ends. The first one names the plugin or holds the expression."""
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(0), "wb")
     with open(os.devnull, "rb") as nothing:
@@ -33,7 +34,7 @@ def main() -> None:
         request = arrived.get()
         try:
             if function is None:
-                function = load_reward(request["plugin"], request["base_dir"])
+                function = _load(request)
                 answer: dict[str, Any] = {"value": None}
             else:
                 answer = {"value": _score(function, request)}
@@ -45,20 +46,32 @@ def main() -> None:
         answers.flush()
 
 
-def _score(function: RewardFunction, groups: Any) -> list[tuple[float, dict[str, float]]]:
+def _load(request: dict[str, str]) -> RewardFunction:
+    if "expression" not in request:
+        return load_reward(request["plugin"], request["base_dir"])
+    from rollout.expression import Expression
+
+    return Expression(request["expression"])
+
+
+def _score(function: RewardFunction, groups: Any) -> list[Score]:
     samples: list[Sample] = []
-    for row_json, pairs in groups:
+    for row_json, scorables in groups:
         row = json.loads(row_json)
-        samples.extend(Sample(prompt, completion, row) for prompt, completion in pairs)
-    return [(score.reward, dict(score.metrics)) for score in call_reward(function, samples)]
+        samples.extend(Sample(prompt, completion, row, array("i", ids)) for prompt, completion, ids in scorables)
+    return call_reward(function, samples)
 
 
 def _read(pipe: BinaryIO, arrived: queue.SimpleQueue[Any]) -> None:
-    while True:
-        head = pipe.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
-            os._exit(0)
-        arrived.put(pickle.loads(pipe.read(_LENGTH.unpack(head)[0])))
+    """Take requests until the socket ends, be it in the middle of one, and end the process then."""
+    try:
+        while len(head := pipe.read(_LENGTH.size)) == _LENGTH.size:
+            (size,) = _LENGTH.unpack(head)
+            if len(body := pipe.read(size)) < size:
+                return
+            arrived.put(pickle.loads(body))
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Rewards, scored in a process of their own.
+"""Rewards, asked for in batches, with a time limit and retries.
 
-A reward is the user's code: it may hang, crash, print, or hold the interpreter for seconds. In its own process none of that
-reaches the sampling loop, and a call that takes too long is ended for good. Whatever goes wrong makes the samples
-INFRA_FAILED with a reason; it never makes a reward of 0.
+What scores is a :class:`RewardSource`: a process with the user's code (``reward_pool``) or a reward worker
+(``reward_worker_client``). Whatever goes wrong with it makes the samples INFRA_FAILED with a reason; it never makes a reward
+of 0.
 
 Groups that finish while a call runs are scored together by the next call. When a call for several groups fails, each group is
 called alone, so a bad sample costs its own group only.
@@ -16,23 +16,72 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from rollout.plugin import RewardError
+from rollout.plugin import RewardError, Score
 from rollout_workers.harness.environment import Result, failed, reason_of
-from rollout_workers.harness.reward_client import RewardProcess
 
 log = logging.getLogger(__name__)
 
-_PROCESSES = 4
 _MOST_GROUPS = 4096
+
+
+class Scorable(NamedTuple):
+    """One completion to be scored. prompt_ids, token_ids: int32, little-endian, of prompt and completion."""
+
+    prompt: str
+    completion: str
+    prompt_ids: bytes = b""
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardGroup:
-    """Samples of one row: (prompt, completion) each."""
+    """Samples of one row."""
 
     row_json: bytes
-    samples: tuple[tuple[str, str], ...]
+    samples: tuple[Scorable, ...]
+
+
+class RewardSource(Protocol):
+    """What scores samples. Calls may overlap."""
+
+    async def start(self) -> None:
+        """Make ready. Raises ``RewardError``."""
+        ...
+
+    async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
+        """Scores of all samples of all groups, in order. Raises ``RewardError``, after ``timeout`` seconds at the latest."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started; idempotent."""
+        ...
+
+
+class Scorer(Protocol):
+    """What an environment scores completions with: one reward or several. Belongs to one event loop.
+
+    failures: samples that no try could score. retries: calls that were repeated after a failure.
+    """
+
+    @property
+    def failures(self) -> int: ...
+
+    @property
+    def retries(self) -> int: ...
+
+    async def start(self) -> None:
+        """Make ready. Raises ``RewardError``."""
+        ...
+
+    async def score(self, groups: Sequence[RewardGroup]) -> list[list[Result]]:
+        """One list of results a group, in order. Never raises for what a reward does."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started; whoever waits gets REWARD_CLOSED."""
+        ...
 
 
 @dataclass(slots=True)
@@ -42,24 +91,22 @@ class _Waiting:
 
 
 class Rewards:
-    """Scores groups with a plugin. Belongs to one event loop."""
+    """Scores groups with one source: the :class:`Scorer` of a single reward."""
 
-    def __init__(self, plugin: str, base_dir: str, *, timeout_seconds: float, retries: int) -> None:
-        """plugin: ``file.py:function``. timeout_seconds: of one call. retries: further tries of a failed call."""
-        self._plugin, self._base_dir = plugin, base_dir
+    def __init__(self, source: RewardSource, *, timeout_seconds: float, retries: int) -> None:
+        """timeout_seconds: of one call. retries: further tries of a failed call."""
+        self._source = source
         self._timeout, self._retries = timeout_seconds, retries
         self._waiting: deque[_Waiting] = deque()
         self._most_groups = _MOST_GROUPS
-        self._idle: list[RewardProcess] = []
-        self._slots = asyncio.Semaphore(_PROCESSES)
         self._caller: asyncio.Task[None] | None = None
         self._isolating: set[asyncio.Task[None]] = set()
         self.failures = 0  # samples that no try could score
         self.retries = 0  # calls that were repeated after a failure
 
     async def start(self) -> None:
-        """Start the process and import the plugin. Raises ``RewardImportError`` or ``RewardTimeout``."""
-        self._idle.append(await RewardProcess.start(self._plugin, self._base_dir))
+        """Start the source. Raises ``RewardError``."""
+        await self._source.start()
 
     async def score(self, groups: Sequence[RewardGroup]) -> list[list[Result]]:
         """One list of results a group, in order."""
@@ -70,7 +117,7 @@ class Rewards:
         return [await w.done for w in waiting]
 
     async def close(self) -> None:
-        """End the processes; whoever waits gets REWARD_CLOSED."""
+        """End the source; whoever waits gets REWARD_CLOSED."""
         tasks = [t for t in (self._caller, *self._isolating) if t is not None]
         for task in tasks:
             task.cancel()
@@ -78,9 +125,7 @@ class Rewards:
         for waiting in self._waiting:
             _settle(waiting, [failed("REWARD_CLOSED")] * len(waiting.group.samples))
         self._waiting.clear()
-        for process in self._idle:
-            process.kill()
-        self._idle.clear()
+        await self._source.close()
 
     async def _call_all(self) -> None:
         """Score what waits, a batch a call, until nothing does."""
@@ -130,19 +175,13 @@ class Rewards:
             _settle(waiting, [failed(reason_of(error, "REWARD_RAISED"))] * len(waiting.group.samples))
 
     async def _call(self, groups: list[RewardGroup]) -> list[list[Result]]:
-        """One call of the function over all samples. Raises ``RewardError``."""
-        async with self._slots:
-            process = self._idle.pop() if self._idle else await RewardProcess.start(self._plugin, self._base_dir)
-            try:
-                scores = iter(await process.call([(g.row_json, g.samples) for g in groups], self._timeout))
-            except BaseException:
-                if process.broken:
-                    process.kill()
-                raise
-            finally:
-                if not process.broken:
-                    self._idle.append(process)
-            return [[Result(*next(scores)) for _ in group.samples] for group in groups]
+        """One call over all samples. Raises ``RewardError``."""
+        scores = iter(await self._source.call(groups, self._timeout))
+        return [[_result(next(scores)) for _ in group.samples] for group in groups]
+
+
+def _result(score: Score) -> Result:
+    return Result(score.reward, score.metrics, token_rewards=tuple(score.token_rewards), steps=tuple(score.steps))
 
 
 def _settle(waiting: _Waiting, results: list[Result]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-import google_crc32c
+import crc32c
 import numpy as np
 
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.trajectory.v1 import trajectory_pb2 as pb
 from rollout_workers.engines.base import SampleOutput
-from rollout_workers.harness.environment import Refusal
+from rollout_workers.harness.environment import Observation, Refusal
 from rollout_workers.harness.episode import Episode, FinishedGroup
 from rollout_workers.harness.supervised import Example
 from rollout_workers.inference.receipt import Holdings
@@ -29,22 +29,27 @@ if sys.byteorder != "little":
 
 def encode_group(group: PromptGroup, finished: FinishedGroup, holdings: Holdings, worker: str) -> list[pb.TrajectoryEnvelope]:
     """One envelope an episode. worker: the worker's id, which stands in the header alone."""
-    prompt = finished.episodes[0].prompt.token_ids if finished.episodes else np.zeros(0, np.int32)
-    head = _Head(prompt)
-    return [_encode_episode(group, episode, head, holdings, worker) for episode in finished.episodes]
+    if not finished.episodes:
+        return []
+    head = _Head(group, finished.episodes[0].prompt, worker)
+    return [_encode_episode(episode, head, holdings) for episode in finished.episodes]
 
 
 class _Head:
-    """What the samples of a group share."""
+    """What the samples of a group share. The messages are filled in for one sample after the other: to make new ones, with their
+    parts copied in, took most of the time of a short sample."""
 
-    def __init__(self, prompt: np.ndarray) -> None:
-        self.tokens = len(prompt)
-        self.ids = prompt.astype(np.int32, copy=False).tobytes()
+    def __init__(self, group: PromptGroup, prompt: Observation, worker: str) -> None:
+        self.tokens = len(prompt.token_ids)
+        self.ids = prompt.token_ids.astype(np.int32, copy=False).tobytes()
         self.zeros = bytes(4 * self.tokens)
         self.mask = bytes(self.tokens)
+        key = _key(group, 0)
+        self.trajectory = pb.Trajectory(key=key, prompt_tokens=self.tokens, prompt=prompt.text)
+        self.header = pb.TrajectoryHeader(key=key, group_size=group.group_size, worker_id=worker, row=group.row)
 
 
-def _encode_episode(group: PromptGroup, episode: Episode, head: _Head, holdings: Holdings, worker: str) -> pb.TrajectoryEnvelope:
+def _encode_episode(episode: Episode, head: _Head, holdings: Holdings) -> pb.TrajectoryEnvelope:
     result = episode.result
     assert result is not None
     trained = result.outcome in ("completed", "truncated")
@@ -63,42 +68,44 @@ def _encode_episode(group: PromptGroup, episode: Episode, head: _Head, holdings:
             raw.append(bytes(4 * size))
             mask.append(bytes(size))
     spans = episode.spans()
-    key = _key(group, episode.sample)
     outcome = _OUTCOMES[result.outcome]
-    payload = pb.Trajectory(
-        key=key,
-        token_ids=b"".join(ids),
-        logprobs=b"".join(logprobs),
-        raw_logprobs=b"".join(raw),
-        loss_mask=b"".join(mask),
-        prompt_tokens=head.tokens,
-        version_spans=[
-            pb.VersionSpan(version=s.version, start=s.start, end=s.end, digest=_digest(holdings, s.version)) for s in spans
-        ],
-        reward=result.reward,
-        metrics=result.metrics,
-        outcome=outcome,
-        reason=result.reason,
-        prompt=episode.prompt.text,
-        completion="".join(episode.texts),
-    ).SerializeToString(deterministic=True)
+    trajectory = head.trajectory
+    trajectory.key.sample = episode.sample
+    trajectory.token_ids = b"".join(ids)
+    trajectory.logprobs = b"".join(logprobs)
+    trajectory.raw_logprobs = b"".join(raw)
+    trajectory.loss_mask = b"".join(mask)
+    del trajectory.version_spans[:]
+    for span in spans:
+        digest = _digest(holdings, span.version)
+        trajectory.version_spans.add(version=span.version, start=span.start, end=span.end, digest=digest)
+    trajectory.reward = result.reward
+    trajectory.metrics.clear()
+    for name, value in result.metrics.items():
+        trajectory.metrics[name] = value
+    trajectory.outcome = outcome
+    trajectory.reason = result.reason
+    trajectory.completion = "".join(episode.texts)
+    trajectory.token_rewards = _by_token(result.token_rewards, head.tokens, completion)
+    trajectory.teacher_logprobs = _by_token(result.teacher_logprobs, head.tokens, completion)
+    payload = trajectory.SerializeToString(deterministic=True)
+
     receipt = holdings.of(spans[-1].version if spans else None)
-    versions = [s.version for s in spans] or [receipt.version]
-    header = pb.TrajectoryHeader(
-        key=key,
-        group_size=group.group_size,
-        outcome=outcome,
-        reason=result.reason,
-        reward=result.reward,
-        min_version=min(versions),
-        max_version=max(versions),
-        receipt=receipt,
-        tokens=head.tokens + completion,
-        completion_tokens=completion,
-        worker_id=worker,
-        row=group.row,
-    )
-    return pb.TrajectoryEnvelope(header=header, payload=payload, crc32c=google_crc32c.value(payload))
+    versions = [span.version for span in spans] or [receipt.version]
+    envelope = pb.TrajectoryEnvelope(payload=payload, crc32c=crc32c.crc32c(payload))
+    header = envelope.header
+    header.CopyFrom(head.header)
+    header.key.sample = episode.sample
+    header.outcome = outcome
+    header.reason = result.reason
+    header.reward = result.reward
+    header.min_version = min(versions)
+    header.max_version = max(versions)
+    header.receipt.CopyFrom(receipt)
+    header.tokens = head.tokens + completion
+    header.completion_tokens = completion
+    header.token_rewards = bool(trajectory.token_rewards)
+    return envelope
 
 
 def encode_row(group: PromptGroup, made: Sequence[Example] | Example | Refusal, worker: str) -> list[pb.TrajectoryEnvelope]:
@@ -142,7 +149,7 @@ def encode_example(group: PromptGroup, example: Example | Refusal, worker: str, 
         worker_id=worker,
         row=group.row,
     )
-    return pb.TrajectoryEnvelope(header=header, payload=payload, crc32c=google_crc32c.value(payload))
+    return pb.TrajectoryEnvelope(header=header, payload=payload, crc32c=crc32c.crc32c(payload))
 
 
 def in_messages(envelopes: Iterable[pb.TrajectoryEnvelope], most_bytes: int) -> list[pb.TrajectoryBatch]:
@@ -160,6 +167,15 @@ def in_messages(envelopes: Iterable[pb.TrajectoryEnvelope], most_bytes: int) -> 
     if held:
         batches.append(pb.TrajectoryBatch(trajectories=held))
     return batches
+
+
+def _by_token(values: Sequence[float], prompt: int, completion: int) -> bytes:
+    """float32[prompt + completion], 0 over the prompt; empty where there are none."""
+    if not values:
+        return b""
+    found = np.zeros(prompt + completion, np.float32)
+    found[prompt:] = values
+    return found.tobytes()
 
 
 def _digest(holdings: Holdings, version: int) -> str:

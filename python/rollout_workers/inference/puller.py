@@ -1,9 +1,13 @@
-"""Which work is in hand: pulled as slots free up, held until the engine has the weights that it asks for."""
+"""Which work is in hand: pulled as slots free up, held until the engine has the weights that it asks for, and a slot for it.
+
+What is held with its weights there was not begun: an idle worker may have it (``sharing``).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from math import ceil
 
@@ -23,19 +27,27 @@ class Puller:
         holdings: Holdings | None,
         *,
         capacity: int,
+        slots: int | None = None,
+        group_size: int = 1,
         prepare: Callable[[list[WorkItem]], None],
         begin: Callable[[list[WorkItem]], None],
     ) -> None:
-        """capacity: most groups in hand. holdings: None where work needs no weights (data).
+        """capacity: groups whose samples may all be left to sample; one with some samples done counts for the rest of them, so
+        that a few long ones do not idle the others' slots. slots: samples that the engine works on at a time; a group is begun
+        when one of them is free (None: at once, and capacity is the most groups in hand). holdings: None where work needs no
+        weights (data).
 
         prepare: called with each batch when it arrives, while the weights may still be on their way. begin: called when it may
         be sampled; must not block.
         """
         self._pulse, self._holdings = pulse, holdings
-        self._capacity, self._prepare, self._begin = capacity, prepare, begin
+        self._capacity, self._slots, self._group_size = capacity, slots, group_size
+        self._prepare, self._begin = prepare, begin
         self._queue: WorkQueue | None = None
-        self._held: dict[str, WorkItem] = {}  # waits for weights
+        self._held: dict[str, WorkItem] = {}  # waits for weights, or for a slot
         self._active: dict[str, WorkItem] = {}
+        self._left: dict[str, int] = {}  # samples of active groups that the engine has not finished
+        self._modest = False  # somebody else is idle: nothing is fetched ahead before the engine has caught up
         self._twins: dict[str, list[WorkItem]] = {}  # deliveries of items that are in hand already
         self._stopped = False
         self._watch: asyncio.Task[None] | None = None
@@ -44,13 +56,22 @@ class Puller:
 
     @property
     def waiting(self) -> int:
-        """Groups that wait for weights."""
+        """Groups that wait for weights or a slot."""
         return len(self._held)
 
     @property
     def active(self) -> int:
         """Groups that are worked on."""
         return len(self._active)
+
+    @property
+    def free(self) -> int:
+        """Samples that the engine could begin now. Negative: so many more than its slots were begun."""
+        return (self._slots or 0) - sum(self._left.values())
+
+    def untouched(self) -> list[WorkItem]:
+        """What could be sampled, had the engine a slot for it; by position."""
+        return in_order([item for item in self._held.values() if self._has_weights(item)])
 
     def start(self, queue: WorkQueue) -> None:
         """Begin to ask for work."""
@@ -75,23 +96,44 @@ class Puller:
 
     async def done(self, items: list[WorkItem]) -> None:
         """These are finished: acknowledge them and make room."""
-        for item in items:
-            self._active.pop(item.key, None)
-        if not self._active:
-            self.idle.set()
+        self._end(items)
+        self._deal()
         self._ask()
         if self._queue is not None:
             await self._queue.ack([twin for item in items for twin in (item, *self._twins.pop(item.key, ()))])
 
     async def drop(self, items: list[WorkItem]) -> None:
         """These could not be done here: somebody else shall have them."""
-        for item in items:
-            self._active.pop(item.key, None)
-        if not self._active:
-            self.idle.set()
+        self._end(items)
         if self._queue is not None:
             await self._queue.give_back([twin for item in items for twin in (item, *self._twins.pop(item.key, ()))])
+        self._deal()
         self._ask()
+
+    def sampled(self, key: str) -> None:
+        """The engine has finished a sample of this group: there is a slot for another."""
+        left = self._left.get(key, 0)
+        if left > 1:
+            self._left[key] = left - 1
+        elif left:
+            del self._left[key]
+        self._modest = False
+        self._deal()
+        self._ask()
+
+    async def share(self, groups: int, age: float) -> list[WorkItem]:
+        """Give back at most so many groups that were not begun within ``age`` seconds, the last ones first, as somebody has slots
+        for them. Returns them."""
+        before = time.monotonic() - age
+        given = [item for item in self.untouched() if item.arrived < before][-groups:] if groups > 0 else []
+        if self._queue is None or not given:
+            return []
+        self._modest = True
+        for item in given:
+            del self._held[item.key]
+        self._ask()
+        await self._queue.give_back([twin for item in given for twin in (item, *self._twins.pop(item.key, ()))])
+        return given
 
     async def stop(self) -> None:
         """Ask for no more and give back what was not begun. What is active goes on."""
@@ -114,19 +156,39 @@ class Puller:
     def _deal(self) -> None:
         if self._stopped:
             return
-        version = self._holdings.version if self._holdings is not None else None
-        batch = [i for i in self._held.values() if version is None or i.group.min_version <= version]
-        if not batch:
-            return
-        for item in batch:
+        batch: list[WorkItem] = []
+        for item in self.untouched():
+            if self._slots is not None and self.free <= 0:
+                break
             del self._held[item.key]
             self._active[item.key] = item
-        self.idle.clear()
-        self._begin(in_order(batch))
+            self._left[item.key] = item.group.group_size
+            batch.append(item)
+        if batch:
+            self.idle.clear()
+            self._begin(batch)
+
+    def _has_weights(self, item: WorkItem) -> bool:
+        return self._holdings is None or item.group.min_version <= self._holdings.version
+
+    def _end(self, items: list[WorkItem]) -> None:
+        for item in items:
+            self._active.pop(item.key, None)
+            self._left.pop(item.key, None)
+        if not self._active:
+            self.idle.set()
 
     def _ask(self) -> None:
         if self._queue is not None and not self._stopped:
-            self._queue.set_room(max(0, self._capacity - len(self._held) - len(self._active)))
+            self._queue.set_room(0 if self._modest and self.free <= 0 else max(0, self._wanted()))
+
+    def _wanted(self) -> int:
+        in_hand = len(self._held) + len(self._active)
+        if self._slots is None:
+            return self._capacity - in_hand
+        left = sum(self._left.values()) + len(self._held) * self._group_size
+        # Groups that are scored or published hold no slot: who is slow at that shall not pile them up.
+        return min(self._capacity - -(-left // self._group_size), max(self._capacity, self._slots) - in_hand)
 
 
 def capacity(slots: int, group_size: int) -> int:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from rollout.errors import RolloutError
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
-from rollout_workers.engines.base import Engine, WeightsMismatch
+from rollout_workers.delivery.depot import ADAPTER_FILE
+from rollout_workers.engines.base import Engine, WeightsMismatch, WeightsSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _REMEMBERED = 128
 
@@ -24,14 +30,15 @@ class WeightsDigestMismatch(RolloutError):
             f"weights version {version} should be {expected}, {where} {got}",
             mend="the worker leaves and is started again" if held else "the old version stays; deliver this version again",
         )
-        self.metadata = {"version": str(version), "expected": expected, "got": got}
+        self.metadata = {"version": str(version), "expected": expected, "got": got, "held": str(held).lower()}
 
 
 class Holdings:
     """Receipts by version: of the weights that are held now, and of the last ones before."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, merge: Callable[[Path], Mapping[str, Tensor]] | None = None) -> None:
+        """merge: makes whole weights of a folder that holds adapters alone; None where the run trains none."""
+        self._engine, self._merge = engine, merge
         self._receipts: dict[int, WeightsReceipt] = {}
         self._reading: asyncio.Task[WeightsReceipt] | None = None
         self._turn = asyncio.Lock()  # swap and read back, or verify
@@ -44,6 +51,10 @@ class Holdings:
     def of(self, version: int | None) -> WeightsReceipt:
         """The receipt of the weights that sampled a token; of the current ones where nothing is known."""
         return self.current if version is None else self._receipts.get(version, self.current)
+
+    def holds(self, version: int, digest: str) -> bool:
+        """Whether the engine holds a version, by what was read back."""
+        return self.current.version == version and self.current.digest == digest
 
     async def settled(self) -> None:
         """Return when what the engine samples with has its receipt. Raises :class:`HeldWeightsMismatch` where it holds other
@@ -70,14 +81,17 @@ class Holdings:
         Sampling may begin with the swap, while the tensors are read back. Unless the mismatch is ``held`` the old version
         goes on working.
         """
-        if self.current.version == version and self.current.digest == digest:
+        if self.holds(version, digest):
             return self.current
         stats = self._engine.stats()
         if self.version == version and (stats.active or stats.queued):
             # A step was made twice, not to the same bits. A sample in flight would mix the two under one receipt.
             raise HeldWeightsMismatch(version, digest, self.current.digest)
         try:
-            staged = await self._engine.stage_weights(directory, digest)
+            source: WeightsSource = directory
+            if self._merge is not None and (Path(directory) / ADAPTER_FILE).is_file():
+                source = await asyncio.to_thread(self._merge, Path(directory))
+            staged = await self._engine.stage_weights(source, digest)
         except WeightsMismatch as error:
             raise WeightsDigestMismatch(version, f"{digest} ({error.tensor}: {error.expected})", error.got, held=False) from error
         if staged != digest:

@@ -11,8 +11,9 @@ import grpc
 
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceServicer
+from rollout_workers.delivery.depot import Depot, described
 from rollout_workers.engines.base import Engine
-from rollout_workers.harness.rewards import Rewards
+from rollout_workers.harness.rewards import Scorer
 from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.puller import Puller
@@ -43,13 +44,15 @@ class InferenceServer(InferenceWorkerServiceServicer):
         throughput: Throughput,
         lifecycle: Lifecycle,
         max_model_len: int,
-        rewards: Rewards | None = None,
+        rewards: Scorer | None = None,
+        depot: Depot | None = None,
     ) -> None:
-        """model: name of the policy for the gateway. evaluation, rewards: None where the plan has none."""
+        """model: name of the policy for the gateway. evaluation, rewards: None where the plan has none. depot: None: weights come
+        by folder alone."""
         self._who, self._model, self._engine, self._holdings = who, model, engine, holdings
         self._generation, self._evaluation = generation, evaluation
         self._puller, self._throughput, self._lifecycle = puller, throughput, lifecycle
-        self._max_model_len, self._rewards = max_model_len, rewards
+        self._max_model_len, self._rewards, self._depot = max_model_len, rewards, depot
         self._loading = asyncio.Lock()
         self._fencing: asyncio.TimerHandle | None = None
 
@@ -57,15 +60,24 @@ class InferenceServer(InferenceWorkerServiceServicer):
         weights = request.weights
         self._check_run(weights.run_id)
         async with self._loading:
+            folder = weights.directory
+            if request.offers and self._depot is not None and not self._holdings.holds(weights.version, weights.digest):
+                self._clear_doubt()  # while the right ones may be on their way
+                folder = await self._depot.bring(request.offers)
+                log.info("weights version %d came over the network: %s", weights.version, described(request.offers))
             try:
-                receipt = await self._holdings.take_over(weights.version, weights.digest, weights.directory)
+                receipt = await self._holdings.take_over(weights.version, weights.digest, folder)
             except HeldWeightsMismatch as error:
                 self._lifecycle.fence(str(error))
                 raise
             except WeightsDigestMismatch as error:
+                if self._depot is not None:
+                    await self._depot.discard(weights.digest)
                 self._doubt(str(error))
                 raise
             self._clear_doubt()
+            if self._depot is not None:
+                self._depot.note(weights.digest, folder)
         return pb.LoadWeightsResponse(receipt=receipt)
 
     async def Generate(

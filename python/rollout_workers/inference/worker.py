@@ -6,9 +6,10 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from nats.aio.client import Client
 
@@ -16,13 +17,21 @@ from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.inference.v1 import inference_pb2
 from rollout.inference.v1.inference_pb2_grpc import add_InferenceWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
+from rollout_workers.delivery import service as delivery
+from rollout_workers.delivery.depot import ADAPTER_FILE, Depot
+from rollout_workers.delivery.fetch import Fetcher
 from rollout_workers.engines.base import Engine
 from rollout_workers.harness.episode import EpisodeRunner
 from rollout_workers.harness.preference import Labelled, Pairs
+from rollout_workers.harness.process_reward import TAKEN_BY
 from rollout_workers.harness.prompts import PromptReader, Text
-from rollout_workers.harness.rewards import Rewards
+from rollout_workers.harness.reward_config import scorer_of
+from rollout_workers.harness.reward_worker_client import RewardWorker
+from rollout_workers.harness.rewards import RewardSource, Scorer
 from rollout_workers.harness.single_turn import SingleTurn
 from rollout_workers.harness.supervised import Supervised
+from rollout_workers.harness.teaching import taught
 from rollout_workers.inference.evaluation import Evaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.params import of_run
@@ -30,6 +39,7 @@ from rollout_workers.inference.puller import Puller, capacity
 from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings
 from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
 from rollout_workers.inference.server import InferenceServer
+from rollout_workers.inference.sharing import Sharing
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.mesh.bus import connect
 from rollout_workers.mesh.discovery import Services
@@ -41,8 +51,8 @@ from rollout_workers.mesh.registration import Registration
 from rollout_workers.mesh.serving import Server
 from rollout_workers.mesh.spec import Identity, is_deterministic, model_directory, resolve
 from rollout_workers.mesh.stream import WorkItem, WorkQueue
+from rollout_workers.mesh.tls import of_agent, of_mesh
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceWorkerService"].full_name
@@ -58,6 +68,8 @@ class Model:
 
     engine: Engine
     text: Text
+    merge: Callable[[Path], Mapping[str, Any]] | None = None
+    """Makes whole weights of adapters, where the run trains some."""
 
 
 async def run_inference_worker(
@@ -66,18 +78,21 @@ async def run_inference_worker(
     """Load, serve and sample until ``lifecycle`` says to leave; then drain. model: given by tests, else loaded."""
     config = spec.plan.config
     connecting = asyncio.create_task(_connect(spec, who, lifecycle))
-    rewards = _rewards(spec)
+    services = Services(
+        spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
+    )
+    rewards = _rewards(spec, services)
     starting = asyncio.create_task(rewards.start() if rewards else asyncio.sleep(0))
     link: _Link | None = None
     server: Server | None = None
-    services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token, ca_file=spec.consul_ca_file)
+    depot = Depot(spec.run_id, spec.run_directory, spec.worker_id, Fetcher(spec.run_id, services))
     try:
         loading = asyncio.create_task(_loaded(spec, model))
-        model, _ = await asyncio.gather(_unless_leaving(loading, lifecycle), _unless_leaving(starting, lifecycle))
-        link = await _unless_leaving(connecting, lifecycle)
+        model, _ = await asyncio.gather(lifecycle.unless_leaving(loading), lifecycle.unless_leaving(starting))
+        link = await lifecycle.unless_leaving(connecting)
         if model is None or link is None or lifecycle.leaving:
             return
-        holdings = Holdings(model.engine)
+        holdings = Holdings(model.engine, model.merge)
         receipt = await holdings.read_back()
         log.info("holds weights version %d, %s", receipt.version, receipt.digest)
         gc.collect()
@@ -85,7 +100,8 @@ async def run_inference_worker(
 
         throughput = Throughput(model.engine.stats)
         prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
-        environment = SingleTurn(prompts, rewards) if rewards else None
+        takes = config.algorithm.WhichOneof("kind") in TAKEN_BY
+        environment = SingleTurn(prompts, rewards, model.text, takes_token_rewards=takes)
         params = of_run(config.sampling)
         outlet = Outlet(Publisher(link.client, who.trajectory_subject, who.process), services, throughput)
         worker: Sampler | RowSender
@@ -94,19 +110,21 @@ async def run_inference_worker(
             worker = RowSender(who, rows, outlet)
             puller = Puller(pulse, None, capacity=_ROWS_IN_HAND, prepare=_nothing, begin=worker.begin)
         else:
-            assert environment is not None
-            runner = EpisodeRunner(model.engine, environment, model.text, params)
+            runner = EpisodeRunner(model.engine, taught(config, environment, model.text), model.text, params)
             worker = Sampler(who, runner, holdings, outlet, services)
             puller = Puller(
                 pulse,
                 holdings,
                 capacity=capacity(config.engine.slots, config.sampling.group_size),
+                slots=config.engine.slots,
+                group_size=config.sampling.group_size,
                 prepare=lambda items: _prepare(prompts, items),
                 begin=worker.begin,
             )
+            runner.sampled = puller.sampled
         outlet.puller = puller
         evaluation = None
-        if environment is not None and config.data.eval:
+        if rewards is not None and config.data.eval:
             held_out = resolve(spec, config.data.eval)
             evaluation = Evaluation(model.engine, environment, model.text, params, holdings, held_out)
         limit = config.engine.max_model_len
@@ -122,25 +140,23 @@ async def run_inference_worker(
             lifecycle,
             limit,
             rewards,
+            depot,
         )
-        server = Server(spec.token)
+        server = Server(spec.token, tls=of_mesh(spec))
         add_InferenceWorkerServiceServicer_to_server(servicer, server.grpc)
-        address = await server.start([SERVICE])
-        registration = Registration(
-            who,
-            agent=spec.consul_address,
-            address=address,
-            consul_token=spec.consul_token,
-            ca_file=spec.consul_ca_file,
-            superseded=lifecycle.superseded,
-        )
+        add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, depot), server.grpc)
+        address = await server.start([SERVICE, delivery.SERVICE])
+        registration = Registration.of(spec, who, address, lifecycle)
         await asyncio.to_thread(registration.start)
         queue = WorkQueue(link.client, pulse, who.work_stream, puller.deliver)
         link.queue = queue
         await queue.start()
         puller.start(queue)
         log.info("serving on %s", address)
+        group_slots = min(config.engine.slots, config.sampling.group_size) or 1
+        sharing = Sharing(link.client, who.idle_subject, puller, queue, group_slots)
         background = [
+            asyncio.create_task(sharing.run(), name="sharing"),
             asyncio.create_task(_tell(throughput, events, holdings), name="tell"),
             asyncio.create_task(_verify(holdings, lifecycle), name="verify"),
         ]
@@ -164,6 +180,7 @@ async def run_inference_worker(
             await link.client.close()
         if rewards is not None:
             await rewards.close()
+        depot.close()
         await services.close()
 
 
@@ -193,7 +210,9 @@ async def _loaded(spec: WorkerSpec, model: Model | None) -> Model:
 
 def load(spec: WorkerSpec) -> Model:
     """Load engine and tokenizer. Blocks for as long as the model is large."""
-    folder = spec.initial_weights or model_directory(spec)
+    folder, version = spec.initial_weights or model_directory(spec), spec.initial_version
+    if (Path(folder) / ADAPTER_FILE).is_file():  # its version comes when the worker serves
+        folder, version = model_directory(spec), 0
     if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: it must be a model's folder")
     import torch
@@ -211,12 +230,26 @@ def load(spec: WorkerSpec) -> Model:
             threads=spec.threads or None,
         ),
         dtype=getattr(torch, config.model.dtype),
-        version=spec.initial_version,
+        version=version,
     )
     text = Text.load(model_directory(spec))
     text.warm()
     log.info("loaded %s in %.1f s", folder, time.monotonic() - began)
-    return Model(engine, text)
+    return Model(engine, text, _merging(spec))
+
+
+def _merging(spec: WorkerSpec) -> Callable[[Path], Mapping[str, Any]] | None:
+    config = spec.plan.config
+    if not config.HasField("lora"):
+        return None
+    import torch
+
+    from rollout_workers.inference.merging import Merging
+    from rollout_workers.learner.adapter import LoraConfig
+
+    lora = config.lora
+    settings = LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
+    return Merging(model_directory(spec), getattr(torch, config.model.dtype), settings)
 
 
 @dataclass(slots=True)
@@ -247,23 +280,15 @@ async def _connect(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle) -> _Li
     return links[0]
 
 
-def _rewards(spec: WorkerSpec) -> Rewards | None:
+def _rewards(spec: WorkerSpec, services: Services) -> Scorer | None:
     config = spec.plan.config
     if not config.HasField("reward"):
         return None
-    reward = config.reward
-    return Rewards(reward.plugin, spec.base_dir, timeout_seconds=reward.timeout_seconds, retries=reward.retries)
 
+    def worker(number: int) -> RewardSource:
+        return RewardWorker(services, spec.run_id, f"reward-{number}", start_seconds=config.limits.worker_start_seconds or 300.0)
 
-async def _unless_leaving(task: asyncio.Task[T], lifecycle: Lifecycle) -> T | None:
-    """The task's result, or None where the worker was told to leave first."""
-    leaving = asyncio.create_task(lifecycle.wait())
-    await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    leaving.cancel()
-    if task.done():
-        return task.result()
-    task.cancel()
-    return None
+    return scorer_of(config.reward, spec.base_dir, worker)
 
 
 def _prepare(prompts: PromptReader, items: list[WorkItem]) -> None:

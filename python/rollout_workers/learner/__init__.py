@@ -1,7 +1,7 @@
 """The learner: packs batches, computes losses, moves the weights, saves and restores its state."""
 
 from rollout_workers.learner.adapter import LoraConfig
-from rollout_workers.learner.optimizer import AdamWConfig
+from rollout_workers.learner.moments import AdamWConfig
 from rollout_workers.learner.schedule import Schedule
 from rollout_workers.learner.trainer import Trainer, TrainerConfig
 from rollout_workers.learner.types import (
@@ -10,6 +10,7 @@ from rollout_workers.learner.types import (
     ExplodingGradient,
     LearnerError,
     NonFiniteGradient,
+    RankLost,
     StateUnreadable,
     StepOutOfTurn,
     StepResult,
@@ -24,6 +25,7 @@ __all__ = [
     "LearnerError",
     "LoraConfig",
     "NonFiniteGradient",
+    "RankLost",
     "Schedule",
     "StateUnreadable",
     "StepOutOfTurn",

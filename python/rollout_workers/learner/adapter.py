@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +17,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollout_workers.learner.shards import gathered, whole
 from rollout_workers.learner.types import BadSettings
 from rollout_workers.weights import named_weights
 
 NAME = "default"
 _BASE = ".base_layer."
+HEAD = "score"
+"""What a sequence classifier scores with. It is new, so it is trained whole, and a part of the adapter."""
+_WHOLE = f".modules_to_save.{NAME}."
+_UNTRAINED = ".original_module."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,10 @@ class LoraConfig:
 
 
 class Adapter:
-    """The adapters of one model, which is changed in place. They begin as nothing: the model answers as before."""
+    """The adapters of one model, which is changed in place. They begin as nothing: the model answers as before.
+
+    Of a sequence classifier the head is trained beside them, whole.
+    """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> None:
         """Freeze the model and put an adapter on each target. Raises ``BadSettings`` where a target names no linear layer.
@@ -47,12 +55,14 @@ class Adapter:
         The same model, settings and seed give the same adapters, whatever was drawn before.
         """
         _check_targets(model, config.targets)
+        classifies = hasattr(model, HEAD)
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
             target_modules=list(config.targets) or "all-linear",
             use_dora=config.dora,
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if classifies else "CAUSAL_LM",
+            modules_to_save=[HEAD] if classifies else None,
             fan_in_fan_out=model.config.model_type == "gpt2",
         )
         with torch.random.fork_rng():
@@ -73,10 +83,15 @@ class Adapter:
         inside = tuple(f"{name}." for name in self._layers)
         for name, tensor in named_weights(self.model):
             layer, base, rest = name.rpartition(_BASE)
-            if base:
-                yield f"{layer}.{rest}", self._merged(layer) if rest == "weight" else tensor
+            module, saved, leaf = name.partition(_WHOLE)
+            if saved:
+                yield f"{module}.{leaf}", whole(tensor)
+            elif _UNTRAINED in name:
+                continue
+            elif base:
+                yield f"{layer}.{rest}", self._merged(layer) if rest == "weight" else whole(tensor)
             elif not name.startswith(inside):
-                yield name, tensor
+                yield name, whole(tensor)
 
     def tensors(self) -> dict[str, Tensor]:
         """The live adapters under PEFT's names."""
@@ -84,25 +99,33 @@ class Adapter:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write a folder that ``PeftModel.from_pretrained`` loads onto the model that the run began with."""
+        self.write(directory, self.tensors())
+
+    def write(self, directory: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+        """``save`` with tensors that were taken before, whole."""
         Path(directory).mkdir(parents=True, exist_ok=True)
-        settings = replace(self._peft.peft_config[NAME], base_model_name_or_path=None, inference_mode=True)
+        self.save_settings(directory)
+        copied = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(copied, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    def save_settings(self, directory: str | os.PathLike[str], base: str | None = None) -> None:
+        """Write ``adapter_config.json``. base: folder of the model that they belong to."""
+        settings = replace(self._peft.peft_config[NAME], base_model_name_or_path=base, inference_mode=True)
         settings.save_pretrained(str(directory))
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()}
-        save_file(tensors, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
 
     def _merged(self, name: str) -> Tensor:
         """Merge one layer as PEFT does, and put its weight back bit for bit."""
         layer: Any = self._layers[name]
-        base = layer.get_base_layer()
-        kept = base.weight.data
-        base.weight.data = kept.clone()
-        try:
-            with torch.no_grad():
+        with gathered(layer), torch.no_grad():
+            base = layer.get_base_layer()
+            kept = base.weight.data
+            base.weight.data = kept.clone()
+            try:
                 layer.merge(adapter_names=[NAME])
-            return base.weight.data
-        finally:
-            base.weight.data = kept
-            layer.merged_adapters.clear()
+                return base.weight.data
+            finally:
+                base.weight.data = kept
+                layer.merged_adapters.clear()
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
@@ -110,7 +133,7 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     linear: set[str] = set()
     for name, module in model.named_modules():
-        if module in (head, embedding) or type(module).__name__ not in ("Linear", "Conv1D"):
+        if module in (head, embedding) or name == HEAD or type(module).__name__ not in ("Linear", "Conv1D"):
             continue
         linear.add(name.rpartition(".")[2])
     for target in targets:

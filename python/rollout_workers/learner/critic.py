@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy, call_packed
+from rollout_workers.learner.ranks import ALONE, Inside, Ranks
 
 
 class Critic(nn.Module):
@@ -20,6 +21,8 @@ class Critic(nn.Module):
     On the policy's (``on_policy``) the value loss moves the policy's trunk too, and one optimizer holds both; a network, which
     begins as a copy of the policy's trunk, is left alone by the policy's loss and has its own learning rate.
     """
+
+    _inside: Inside
 
     def __init__(self, policy: Policy, directory: str | os.PathLike[str] | None = None) -> None:
         """directory: the model's folder, for a network of its own."""
@@ -33,6 +36,14 @@ class Critic(nn.Module):
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self._enter(ALONE)
+
+    def shard(self, ranks: Ranks) -> None:
+        """Keep this rank's part."""
+        self._enter(ranks)
+
+    def _enter(self, ranks: Ranks) -> None:
+        self.__dict__["_inside"] = ranks.shard(self)  # as an attribute it would be a module of this one
 
     @property
     def on_policy(self) -> bool:
@@ -41,6 +52,9 @@ class Critic(nn.Module):
 
     def values(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """float32 [N], with gradient: the value before each trained token. hidden: [M, H], the policy's at each predictor."""
+        return self._inside(self._values, batch, hidden)
+
+    def _values(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         predictor = torch.from_numpy(batch.predictor).to(self.head.weight.device)
         if self.trunk is not None:
             states = call_packed(self.trunk, batch, device=self.trunk.device, dtype=self.trunk.dtype).last_hidden_state.flatten(

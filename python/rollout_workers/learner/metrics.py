@@ -4,6 +4,7 @@
 |---|---|
 | ``loss`` | the loss of the whole batch |
 | ``reward/mean``, ``reward/std`` | over the batch's samples; std divides by their number |
+| ``reward/NAME`` | mean of a metric that the reward returned, or of a part of it, over the samples that have it |
 | ``zero_advantage_groups`` | share of groups whose rewards are all equal |
 | ``entropy`` | nats, mean over trained tokens that were computed |
 | ``kl/engine_learner`` | KL(engine || learner), k3, mean over the same tokens |
@@ -51,11 +52,21 @@ def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) 
         rewards = np.array([sample.reward for sample in samples])
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
+        metrics = _of_rewards(samples) | metrics
         behind = [step - 1 - sample.version for sample in samples]
         metrics["staleness/max"] = float(max(behind))
         if metrics["staleness/max"] > 0:
             metrics |= staleness_histogram(behind)
     return metrics
+
+
+def _of_rewards(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Means of what the reward returned beside itself."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.metrics.items():
+            found.setdefault(f"reward/{name.removeprefix('reward/')}", []).append(value)
+    return {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
 class TokenSums:
@@ -70,6 +81,14 @@ class TokenSums:
         self._tokens += tokens
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    def merge(self, others: Sequence[TokenSums]) -> None:
+        """Become the sum of several."""
+        self._sums, self._tokens, parts = {}, 0, [(other._tokens, dict(other._sums)) for other in others]
+        for tokens, sums in parts:
+            self._tokens += tokens
+            for name, value in sums.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value
 
     def means(self) -> dict[str, float]:
         """Mean of each over all tokens added; empty where there was none."""

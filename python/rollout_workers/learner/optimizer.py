@@ -2,29 +2,19 @@
 
 Many small tensors cost more in calls than in arithmetic (tiny model, 46 tensors, 2 threads: 4.2 ms a step one by one, 0.5 ms
 flat). The parameters of the model become views of the flat vectors. A model in bfloat16 keeps a float32 master copy,
-since an update of 1e-6 would round away.
+since an update of 1e-6 would round away. Of a parameter that is sharded over ranks the vector holds this rank's rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, slots=True)
-class AdamWConfig:
-    """Settings of AdamW (Loshchilov and Hutter, arXiv 1711.05101). ``max_grad_norm`` 0 turns clipping off."""
-
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
+from rollout_workers.learner.flat import Flat
+from rollout_workers.learner.moments import KINDS, MOMENTS, AdamWConfig, Moments
+from rollout_workers.learner.shards import assign, sharded_like
 
 
 class FlatAdamW:
@@ -35,7 +25,8 @@ class FlatAdamW:
     """
 
     def __init__(self, model: nn.Module, config: AdamWConfig, *, beside: nn.Module | None = None) -> None:
-        """beside: what is trained with the model but is no part of it; its names begin with ``beside.``."""
+        """beside: what is trained with the model but is no part of it; its names begin with ``beside.``. Raises ``BadSettings``
+        where the config asks for what is not installed."""
         self.config = config
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if beside is not None:
@@ -43,23 +34,12 @@ class FlatAdamW:
         self.parameters = [p for _, p in named]
         kinds = sorted({_kind(p) for p in self.parameters}, key=str)
         self._groups = [
-            _Flat([(name, p) for name, p in named if _kind(p) == kind], config.weight_decay if kind[0] else 0.0) for kind in kinds
+            Flat([(name, p) for name, p in named if _kind(p) == kind], config.weight_decay if kind[0] else 0.0) for kind in kinds
         ]
-        gradients = dict(self._named("gradient"))
+        gradients = {name: part for flat in self._groups for name, part in flat.views(flat.gradient)}
         self._gradients = [gradients[name] for name, _ in named]
-        self._adamw = torch.optim.AdamW(
-            [{"params": [flat.master], "weight_decay": flat.weight_decay} for flat in self._groups],
-            lr=0.0,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            fused=True,
-        )
-        for flat in self._groups:
-            self._adamw.state[flat.master] = {
-                "step": flat.steps,
-                "exp_avg": flat.exp_avg,
-                "exp_avg_sq": flat.exp_avg_sq,
-            }
+        self._moments: Moments = MOMENTS[config.kind](self._groups, config)
+        self._averages = [flat.master.clone() for flat in self._groups] if config.ema_decay else []
         self._empty = True
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
@@ -74,7 +54,8 @@ class FlatAdamW:
         self._empty = False
 
     def norm(self) -> float:
-        """Euclidean norm of the whole gradient; infinite or not a number where an element is."""
+        """Euclidean norm of the whole gradient, of this rank's part where it is sharded; infinite or not a number where an
+        element is."""
         if self._empty:
             return 0.0
         return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(f.gradient) for f in self._groups])))
@@ -84,14 +65,14 @@ class FlatAdamW:
         if self._empty:
             self._zero()
         limit = self.config.max_grad_norm
-        for flat, group in zip(self._groups, self._adamw.param_groups, strict=True):
-            group["lr"] = rate
-            if limit and norm > limit:
+        if limit and norm > limit:
+            for flat in self._groups:
                 flat.gradient.mul_(limit / (norm + 1e-6))
-            flat.master.grad = flat.gradient
-        self._adamw.step()
+        self._moments.update(rate)
         for flat in self._groups:
             flat.publish()
+        for average, flat in zip(self._averages, self._groups, strict=False):
+            average.lerp_(flat.master, 1 - self.config.ema_decay)
         self._empty = True
 
     def clear(self) -> None:
@@ -101,76 +82,84 @@ class FlatAdamW:
     @property
     def steps(self) -> int:
         """Updates made; the bias correction counts them."""
-        return int(self._groups[0].steps)
+        return self._moments.steps
 
     def moments(self) -> dict[str, Tensor]:
-        """The live state by name: ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>``, and ``master/<parameter>`` where the
-        model is not float32 itself. float32, in the shape of the parameter."""
-        kinds = [*_MOMENTS, *(["master"] if any(flat.separate for flat in self._groups) else [])]
-        return {f"{kind}/{name}": tensor for kind in kinds for name, tensor in self._named(kind)}
+        """The state by name: ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>``, ``master/<parameter>`` where the model is not
+        float32 itself, and ``average/<parameter>`` where one is kept. float32, in the parameter's shape and sharded as it is;
+        live ones, but for moments in 8 bits."""
+        found: dict[str, Tensor] = {}
+        for kind in KINDS:
+            found |= self._named(kind, [self._moments.vector(kind, number) for number in range(len(self._groups))])
+        if any(flat.rounds for flat in self._groups):
+            found |= self._named("master", [flat.master for flat in self._groups])
+        return found | self.averages()
 
-    def load_moments(self, tensors: Mapping[str, Tensor], *, steps: int) -> None:
-        """Set what ``moments`` names, and the count of steps for the bias correction. Raises ``KeyError`` for a missing one."""
-        for flat in self._groups:
-            flat.steps.fill_(steps)
-        for name, live in self.moments().items():
-            live.copy_(tensors[name])
-        for flat in self._groups:
+    def averages(self) -> dict[str, Tensor]:
+        """``average/<parameter>``: of the parameters over the updates, as ``moments`` has it; empty where none is kept."""
+        return self._named("average", self._averages)
+
+    def scales(self) -> dict[str, Tensor]:
+        """Of moments in 8 bits, of this rank: what tells their bits, beside ``moments``."""
+        return self._moments.scales()
+
+    def load_moments(self, tensors: Mapping[str, Tensor], *, steps: int, scales: Mapping[str, Tensor] | None = None) -> None:
+        """Set what ``moments`` names, and the count of steps for the bias correction, once the parameters are set. scales: this
+        rank's, where it had the same part. An average that ``tensors`` lacks begins at the parameters. Raises ``KeyError`` for
+        another one that is missing."""
+        self._moments.steps = steps
+        for number, flat in enumerate(self._groups):
+            flat.read()
+            if flat.rounds:
+                self._fill(flat, flat.master, "master", tensors)
+            for kind in KINDS:
+                vector = self._moments.vector(kind, number)
+                self._fill(flat, vector, kind, tensors)
+                self._moments.put(kind, number, vector, (scales or {}).get(f"{kind}/{number}"))
             flat.publish()
+        kept = any(name.startswith("average/") for name in tensors)
+        for average, flat in zip(self._averages, self._groups, strict=False):
+            if kept:
+                self._fill(flat, average, "average", tensors)
+            else:
+                average.copy_(flat.master)
         self._empty = True
 
     def remember(self) -> list[Tensor]:
         """A copy of all that ``step`` changes."""
-        return [t.clone() for flat in self._groups for t in (flat.master, flat.exp_avg, flat.exp_avg_sq, flat.steps)]
+        return [tensor.clone() for tensor in self._held()]
 
     def recall(self, copies: Sequence[Tensor]) -> None:
         """Stand where ``remember`` stood."""
-        held = [t for flat in self._groups for t in (flat.master, flat.exp_avg, flat.exp_avg_sq, flat.steps)]
-        for tensor, copy in zip(held, copies, strict=True):
+        for tensor, copy in zip(self._held(), copies, strict=True):
             tensor.copy_(copy)
         for flat in self._groups:
             flat.publish()
         self._empty = True
 
+    def _held(self) -> Iterator[Tensor]:
+        yield from (flat.master for flat in self._groups)
+        yield from self._moments.held()
+        yield from self._averages
+
+    def _named(self, kind: str, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """``<kind>/<parameter>`` of a vector for each group; none of no vectors."""
+        return {
+            f"{kind}/{name}": sharded_like(part, parameter)
+            for flat, vector in zip(self._groups, vectors, strict=False)
+            for (name, part), (_, parameter) in zip(flat.views(vector), flat.named, strict=True)
+        }
+
+    def _fill(self, flat: Flat, vector: Tensor, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        """Set a vector from whole tensors by the parameters' names."""
+        for (name, parameter), (_, part) in zip(flat.named, flat.views(vector), strict=True):
+            assign(sharded_like(part, parameter), tensors[f"{kind}/{name}"])
+
     def _zero(self) -> None:
         for flat in self._groups:
             flat.gradient.zero_()
-
-    def _named(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        for flat in self._groups:
-            yield from flat.views(getattr(flat, kind))
 
 
 def _kind(parameter: nn.Parameter) -> tuple[bool, torch.dtype]:
     """What lies in one flat vector: whether it decays, and the type."""
     return parameter.dim() >= 2, parameter.dtype
-
-
-class _Flat:
-    """One flat vector of parameters with its master copy, gradient and moments, float32 [n] each."""
-
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], weight_decay: float) -> None:
-        self.names = [name for name, _ in named]
-        self.shapes = [p.shape for _, p in named]
-        self.weight_decay = weight_decay
-        held = torch.cat([p.detach().reshape(-1) for _, p in named])
-        self.separate = held.dtype.itemsize < 4
-        self._held = held
-        self.master = held.float() if self.separate else held
-        self.gradient = torch.zeros_like(self.master)
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
-        self.steps = torch.zeros((), dtype=torch.float32, device=held.device)
-        for (_, parameter), (_, view) in zip(named, self.views(held), strict=True):
-            parameter.data = view
-
-    def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's part of a vector [n], in its shape."""
-        parts = vector.split([shape.numel() for shape in self.shapes])
-        for name, shape, part in zip(self.names, self.shapes, parts, strict=True):
-            yield name, part.view(shape)
-
-    def publish(self) -> None:
-        """Bring the model's own type up to date with the master copy."""
-        if self.separate:
-            self._held.copy_(self.master)

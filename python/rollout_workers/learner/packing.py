@@ -15,8 +15,9 @@ Only what the loss needs is computed: a sequence ends before its last trained to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,36 +69,109 @@ def pack(
     tokens: int,
     share_prefixes: bool = True,
     whole: Sequence[int] | None = None,
+    ranks: int = 1,
 ) -> list[MicroBatch]:
     """Micro-batches of the samples with the indices ``chosen``, each of at most ``tokens`` positions, padding included.
 
     whole: a number for each sample; those with the same one come into the same micro-batch, however large (a pair, whose loss
     is one term). A single sequence or such a unit that is longer gets a micro-batch of its own. Samples without a trained token
     are left out. Order and content are a function of the arguments alone; the order of ``chosen`` doesn't matter.
+
+    ranks: they work on as many at a time. Each is then as small as can be without one more turn of all: none works much longer
+    than the others.
     """
+    flat = _Flat(samples, chosen)
     if whole is not None:
-        return [_assemble(part, samples) for part in _units(samples, chosen, whole, tokens, share_prefixes)]
-    sequences = [sequence for index in chosen if (sequence := _sequence(samples[index], index)) is not None]
-    sequences.sort(key=lambda sequence: (sequence.key, sequence.index))
+        bundles = _bundles(flat, whole, tokens, share_prefixes)
+        return [_assemble(part, flat) for part in _spread(lambda limit: _gather(bundles, limit), tokens, ranks)]
+    sequences = sorted(flat.sequences, key=_by_tokens)
     rows = _rows(sequences, min(ROW_LIMIT, tokens)) if share_prefixes else [_Row.of(s) for s in sequences]
     rows.sort(key=lambda row: row.size)  # stable: rows of one size keep the order of their tokens
-    return [_assemble(part, samples) for part in _cut(rows, tokens)]
+    return [_assemble(part, flat) for part in _spread(lambda limit: _cut(rows, limit), tokens, ranks)]
 
 
-def _units(
-    samples: Sequence[TrainSample], chosen: Sequence[int], whole: Sequence[int], tokens: int, share_prefixes: bool
-) -> list[list[_Row]]:
-    """Rows by micro-batch, no unit cut in two. Sequences of different units share nothing: it is the unit that has a prompt."""
+def _spread(cut: Callable[[int], list[list[_Row]]], tokens: int, ranks: int) -> list[list[_Row]]:
+    """``cut(tokens)``, or for several ranks with the lowest limit that takes no more turns."""
+    parts = cut(tokens)
+    if ranks == 1:
+        return parts
+    most = -(-len(parts) // ranks) * ranks
+    low, high = 1, tokens
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= most else (middle + 1, high)
+    return cut(low)
+
+
+class _Flat:
+    """The samples one behind the other, so that what is done to each is done to all at once.
+
+    token_ids int32 [T], logprobs float32 [T]. trained int64 [N]: the trained tokens' places in these; place, owner int64 [N]:
+    their places in their samples, and whose they are. sequences: of the samples with a trained token, by their indices.
+    """
+
+    def __init__(self, samples: Sequence[TrainSample], chosen: Sequence[int]) -> None:
+        indices = sorted(chosen)
+        held = [samples[index] for index in indices]
+        lengths = np.array([len(sample.token_ids) for sample in held], np.int64)
+        starts = np.cumsum(lengths) - lengths
+        self.token_ids = _joined([sample.token_ids for sample in held], np.int32)
+        self.logprobs = _joined([sample.logprobs for sample in held], np.float32)
+        mask = _joined([sample.loss_mask for sample in held], np.uint8) != 0
+        mask[starts[lengths > 0]] = False  # nothing precedes the first token
+        number = np.repeat(np.arange(len(held)), lengths)
+        self.trained = mask.nonzero()[0]
+        number = number[self.trained]
+        self.place = self.trained - starts[number]
+        self.owner = np.array(indices, np.int64)[number]
+        stops = np.searchsorted(number, np.arange(len(held)), "right").tolist()
+        keys = self.token_ids.astype(">u4").tobytes()
+        self.sequences: list[_Sequence] = []
+        first = 0
+        for index, start, stop in zip(indices, starts.tolist(), stops, strict=True):
+            if stop > first:
+                end = int(self.trained[stop - 1])
+                self.sequences.append(
+                    _Sequence(index, self.token_ids[start:end], first, stop, self.place[first:stop], keys[4 * start : 4 * end])
+                )
+            first = stop
+
+
+def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A sample's tokens up to the last one that must be computed."""
+
+    index: int
+    inputs: NDArray[np.int32]  # [L]
+    first: int  # of its trained tokens among all
+    stop: int
+    trained: NDArray[np.int64]  # [n] positions of trained tokens in the sample, each in 1 .. L
+    key: bytes  # sorts as the tokens do
+
+
+def _by_tokens(sequence: _Sequence) -> tuple[bytes, int]:
+    return sequence.key, sequence.index
+
+
+def _bundles(flat: _Flat, whole: Sequence[int], tokens: int, share_prefixes: bool) -> list[list[_Row]]:
+    """The rows of each unit. Sequences of different units share nothing: it is the unit that has a prompt."""
     units: dict[int, list[_Sequence]] = {}
-    for index in sorted(chosen):
-        sequence = _sequence(samples[index], index)
-        if sequence is not None:
-            units.setdefault(whole[index], []).append(sequence)
+    for sequence in flat.sequences:
+        units.setdefault(whole[sequence.index], []).append(sequence)
     bundles: list[list[_Row]] = []
     for unit in units.values():
-        unit.sort(key=lambda sequence: (sequence.key, sequence.index))
+        unit.sort(key=_by_tokens)
         bundles.append(_rows(unit, min(ROW_LIMIT, tokens)) if share_prefixes else [_Row.of(s) for s in unit])
     bundles.sort(key=lambda rows: max(row.size for row in rows))
+    return bundles
+
+
+def _gather(bundles: Sequence[list[_Row]], tokens: int) -> list[list[_Row]]:
+    """Rows by micro-batch, no bundle cut in two."""
     parts: list[list[_Row]] = []
     for bundle in bundles:
         width = max(row.size for row in bundle)  # the widest so far
@@ -110,35 +184,16 @@ def _units(
 
 
 @dataclass(slots=True)
-class _Sequence:
-    """A sample's tokens up to the last one that must be computed."""
-
-    index: int
-    inputs: NDArray[np.int32]  # [L]
-    trained: NDArray[np.int64]  # [n] positions of trained tokens in the sample, each in 1 .. L
-    key: bytes  # sorts as the tokens do
-
-
-def _sequence(sample: TrainSample, index: int) -> _Sequence | None:
-    trained = sample.loss_mask.nonzero()[0]
-    if trained.size and trained[0] == 0:
-        trained = trained[1:]  # nothing precedes the first token
-    if not trained.size:
-        return None
-    inputs = sample.token_ids[: trained[-1]]
-    return _Sequence(index, inputs, trained, inputs.astype(">u4").tobytes())
-
-
-@dataclass(slots=True)
 class _Row:
     """A prefix tree that grows by one sequence at a time, in the order of their tokens."""
 
     size: int = 0
     sequences: list[_Sequence] = field(default_factory=list)
-    nodes: list[NDArray[np.int64]] = field(default_factory=list)  # per sequence: the position of each of its inputs
+    nodes: list[NDArray[np.int64]] = field(default_factory=list)  # per sequence: what predicts each of its trained tokens
     pieces: list[tuple[int, NDArray[np.int32], int]] = field(default_factory=list)  # start, tokens, depth of the first
     closed: list[tuple[int, int, int]] = field(default_factory=list)  # start, stop, end of their subtrees
     path: list[tuple[int, int, int]] = field(default_factory=list)  # open pieces: start, depth, length
+    branch: NDArray[np.int64] = field(default_factory=lambda: np.zeros(256, np.int64))  # position at each depth of the newest
 
     @staticmethod
     def of(sequence: _Sequence) -> _Row:
@@ -155,16 +210,17 @@ class _Row:
     def add(self, sequence: _Sequence, shared: int) -> None:
         """Add a sequence whose first ``shared`` inputs are those of the one added before it."""
         self._close(shared)
-        fresh = sequence.inputs[shared:]
-        nodes = np.arange(self.size, self.size + len(fresh))
-        if shared:
-            nodes = np.concatenate((self.nodes[-1][:shared], nodes))
+        length = len(sequence.inputs)
+        fresh = length - shared
+        if length > len(self.branch):
+            self.branch = np.resize(self.branch, 2 * length)
+        if fresh:
+            self.branch[shared:length] = np.arange(self.size, self.size + fresh)
+            self.pieces.append((self.size, sequence.inputs[shared:], shared))
+            self.path.append((self.size, shared, fresh))
+            self.size += fresh
         self.sequences.append(sequence)
-        self.nodes.append(nodes)
-        if len(fresh):
-            self.pieces.append((self.size, fresh, shared))
-            self.path.append((self.size, shared, len(fresh)))
-            self.size += len(fresh)
+        self.nodes.append(self.branch[sequence.trained - 1])
 
     def _close(self, depth: int) -> None:
         """End the subtrees of all open positions at ``depth`` or below."""
@@ -180,7 +236,7 @@ class _Row:
         self._close(0)
         for start, tokens, depth in self.pieces:
             token_ids[start : start + len(tokens)] = tokens
-            positions[start : start + len(tokens)] = range(depth, depth + len(tokens))
+            positions[start : start + len(tokens)] = np.arange(depth, depth + len(tokens))
         for start, stop, subtree_end in self.closed:
             end[start:stop] = subtree_end
 
@@ -191,7 +247,7 @@ def _rows(sequences: Sequence[_Sequence], limit: int) -> list[_Row]:
     for sequence in sequences:
         if rows:
             row = rows[-1]
-            shared = _common(row.sequences[-1].inputs, sequence.inputs)
+            shared = _common(row.sequences[-1].key, sequence.key)
             size = row.size + len(sequence.inputs) - shared
             worth = shared >= WORTH_SHARING * len(sequence.inputs)
             if size <= min(ROW_TARGET, limit) or (worth and size <= limit):
@@ -201,11 +257,11 @@ def _rows(sequences: Sequence[_Sequence], limit: int) -> list[_Row]:
     return rows
 
 
-def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Length of the common prefix."""
-    length = min(len(a), len(b))
-    different = (a[:length] != b[:length]).nonzero()[0]
-    return int(different[0]) if different.size else length
+def _common(a: bytes, b: bytes) -> int:
+    """Tokens in the common prefix of two keys: the highest bit in which they differ tells, read as numbers."""
+    size = min(len(a), len(b))
+    different = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
+    return (8 * size - different.bit_length()) // 32
 
 
 def _cut(rows: Sequence[_Row], tokens: int) -> list[list[_Row]]:
@@ -220,36 +276,26 @@ def _cut(rows: Sequence[_Row], tokens: int) -> list[list[_Row]]:
     return parts
 
 
-def _assemble(rows: Sequence[_Row], samples: Sequence[TrainSample]) -> MicroBatch:
+def _assemble(rows: Sequence[_Row], flat: _Flat) -> MicroBatch:
     width = max(row.size for row in rows)
     token_ids = np.zeros((len(rows), width), np.int64)
     positions = np.zeros((len(rows), width), np.int64)
     end = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding sees itself alone
-    flat: list[NDArray[np.int64]] = []
-    target: list[NDArray[np.int32]] = []
-    place: list[NDArray[np.int64]] = []
-    engine: list[NDArray[np.float32]] = []
-    owners: list[int] = []
-    counts: list[int] = []
     for number, row in enumerate(rows):
         row.write(token_ids[number], positions[number], end[number])
-        for sequence, nodes in zip(row.sequences, row.nodes, strict=True):
-            sample = samples[sequence.index]
-            flat.append(nodes[sequence.trained - 1] + number * width)
-            target.append(sample.token_ids[sequence.trained])
-            place.append(sequence.trained)
-            engine.append(sample.logprobs[sequence.trained])
-            owners.append(sequence.index)
-            counts.append(len(sequence.trained))
-    predictors, predictor = np.unique(np.concatenate(flat), return_inverse=True)
+    nodes = [np.concatenate(row.nodes) + number * width for number, row in enumerate(rows)]
+    predictors, predictor = np.unique(np.concatenate(nodes), return_inverse=True)
+    every = np.arange(len(flat.trained))
+    taken = np.concatenate([every[s.first : s.stop] for row in rows for s in row.sequences])
+    at = flat.trained[taken]
     return MicroBatch(
         token_ids=token_ids,
         positions=positions,
         subtree_end=None if all(row.single for row in rows) else end,
         predictors=predictors,
         predictor=predictor,
-        target=np.concatenate(target).astype(np.int64),
-        sample=np.repeat(np.array(owners, np.int64), counts),
-        place=np.concatenate(place),
-        engine_logprobs=np.concatenate(engine).astype(np.float32),
+        target=flat.token_ids[at].astype(np.int64),
+        sample=flat.owner[taken],
+        place=flat.place[taken],
+        engine_logprobs=flat.logprobs[at].astype(np.float32, copy=False),
     )

@@ -17,8 +17,10 @@ from rollout_workers.learner.adapter import Adapter, LoraConfig
 from rollout_workers.learner.freezing import checkpoint_gradients, freeze
 from rollout_workers.learner.logprob import token_logprobs
 from rollout_workers.learner.packing import MicroBatch, pack
+from rollout_workers.learner.ranks import ALONE, Ranks
+from rollout_workers.learner.shards import whole
 from rollout_workers.learner.types import TrainSample
-from rollout_workers.weights import named_weights
+from rollout_workers.weights import LiveWeights
 
 # Largest difference of a logprob by which two ways to compute it may differ and count as the same.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -44,20 +46,36 @@ class Policy:
     (``linear_head``; not where the model scales or caps its logits). Dropout is off.
     """
 
+    _live: LiveWeights | None = None  # made at the first use, when the model is what it will be
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         self.adapter: Adapter | None = None
+        self._inside = ALONE.shard(model)
         self.linear_head = True
         self.share_prefixes = True
         self.linear_head = self._agrees(share_prefixes=False)
         self.share_prefixes = attends_everywhere(model.config) and self._agrees(share_prefixes=True)
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Policy:
-        """Load a folder in the Hugging Face layout onto the GPU where there is one, else the CPU."""
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device | None = None,
+    ) -> Policy:
+        """Load a folder in the Hugging Face layout; onto the GPU where there is one, else the CPU, unless told otherwise."""
+        return cls(cls.load_model(directory, dtype=dtype, device=device))
+
+    @staticmethod
+    def load_model(
+        directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None
+    ) -> PreTrainedModel:
+        """The model alone, where ``load`` puts it."""
         transformers_logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-        return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+        return model.to(device or ALONE.loading_device)
 
     @classmethod
     def prepare(
@@ -69,9 +87,10 @@ class Policy:
         frozen: Sequence[str] = (),
         checkpointing: bool = False,
         seed: int = 0,
+        device: str | torch.device | None = None,
     ) -> Policy:
         """Load a model to be trained. Raises ``BadSettings`` where the settings don't fit it."""
-        policy = cls.load(directory, dtype=dtype)
+        policy = cls.load(directory, dtype=dtype, device=device)
         if checkpointing:
             checkpoint_gradients(policy.model)
         freeze(policy.model, frozen)
@@ -79,13 +98,25 @@ class Policy:
             policy.adapter = Adapter(policy.model, lora, seed=seed)
         return policy
 
+    def shard(self, ranks: Ranks) -> None:
+        """Keep this rank's part, once the model is as it is to be trained; all ranks then make the same calls."""
+        self._inside, self._live = ranks.shard(self.model), None
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, adapters merged in."""
-        return named_weights(self.model) if self.adapter is None else self.adapter.merged()
+        """The weights under their Hugging Face names, whole, adapters merged in."""
+        if self.adapter is not None:
+            return self.adapter.merged()
+        if self._live is None:
+            self._live = LiveWeights(self.model)
+        return ((name, whole(tensor)) for name, tensor in self._live)
 
     def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0, hidden: bool = False) -> Logprobs:
         """Log-probabilities of a micro-batch's trained tokens, of the policy at ``temperature``. hidden: also what they come
         from."""
+        return Logprobs(*self._inside(self._logprobs, batch, temperature, hidden))
+
+    def _logprobs(self, batch: MicroBatch, temperature: float, hidden: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The fields of ``Logprobs``."""
         device = self.model.device
         predictors, predictor, target = (
             torch.from_numpy(array).to(device) for array in (batch.predictors, batch.predictor, batch.target)
@@ -96,11 +127,11 @@ class Policy:
             every = logits.log_softmax(-1)
             entropy = -(every.exp() * every).sum(-1)
             states = output.hidden_states[-1].flatten(0, 1).index_select(0, predictors) if hidden else None
-            return Logprobs(every[predictor, target], entropy, states)
+            return every[predictor, target], entropy, states
         states = self._call(self.model.base_model, batch).last_hidden_state.flatten(0, 1).index_select(0, predictors)
         head: Any = self.model.get_output_embeddings()
         tokens, entropy = token_logprobs(states, head.weight, head.bias, predictor, target, temperature=temperature)
-        return Logprobs(tokens, entropy, states if hidden else None)
+        return tokens, entropy, states if hidden else None
 
     def _call(self, module: torch.nn.Module, batch: MicroBatch, **options: bool) -> Any:
         return call_packed(module, batch, device=self.model.device, dtype=self.model.dtype, **options)

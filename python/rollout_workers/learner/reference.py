@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy
+from rollout_workers.learner.ranks import Ranks
 from rollout_workers.learner.types import TrainSample
 
 if TYPE_CHECKING:
@@ -28,7 +29,14 @@ class Reference:
     def __init__(self, policy: Policy, directory: str | os.PathLike[str]) -> None:
         """Load ``directory`` where the policy has no adapters. Raises ``OSError`` where it can't be loaded."""
         self._adapter = policy.adapter
-        self._policy = policy if self._adapter is not None else Policy.load(directory, dtype=policy.model.dtype)
+        self._policy = policy
+        if self._adapter is None:
+            self._policy = Policy.load(directory, dtype=policy.model.dtype, device=policy.model.device)
+
+    def shard(self, ranks: Ranks) -> None:
+        """Keep this rank's part of the copy; without one there is nothing to do."""
+        if self._adapter is None:
+            self._policy.shard(ranks)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Tensor:

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.policy import TOLERANCE, Policy, attends_everywhere, call_packed, probe_samples
+from rollout_workers.learner.ranks import ALONE
 from rollout_workers.learner.types import BadSettings
 
 
@@ -21,12 +22,19 @@ class Scorer(Policy):
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
         self.adapter = None
+        self._inside = ALONE.shard(model)
         self.linear_head = False
         self.share_prefixes = attends_everywhere(model.config)
         self.share_prefixes = self.share_prefixes and self._scores_agree()
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Scorer:
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device | None = None,
+    ) -> Scorer:
         """Load a folder in the Hugging Face layout. Raises ``BadSettings`` for an architecture without a classifier."""
         transformers_logging.disable_progress_bar()
         level = transformers_logging.get_verbosity()
@@ -45,10 +53,13 @@ class Scorer(Policy):
             raise BadSettings(
                 f"{type(model).__name__} has no linear `score` head; reward models are trained from decoders that have"
             )
-        return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+        return cls(model.to(device or ALONE.loading_device))
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """float32 [N], with gradient: the score read at the position that predicts each trained token."""
+        return self._inside(self._scores, batch)
+
+    def _scores(self, batch: MicroBatch) -> Tensor:
         model: Any = self.model
         states = call_packed(model.base_model, batch, device=model.device, dtype=model.dtype).last_hidden_state.flatten(0, 1)
         places = torch.from_numpy(batch.predictors[batch.predictor]).to(model.device)

@@ -2,6 +2,7 @@
 
 <dir>/weights/...             the weights as a folder that from_pretrained loads, adapters merged in
 <dir>/adapter/...             the adapters where there are any, as a folder that PEFT loads
+<dir>/average/...             the average of the weights where one is kept, as a folder that from_pretrained loads
 <dir>/optimizer.safetensors   moments by parameter (and master copies), state of torch's random numbers
 <dir>/critic.safetensors      weights and moments of a critic, where there is one
 <dir>/state.json              step, optimizer steps, KL coefficient, digests; written last: it makes the state valid
@@ -15,6 +16,8 @@ import json
 import os
 import random
 import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rollout_workers.learner.optimizer import FlatAdamW
+from rollout_workers.learner.policy import Policy
+from rollout_workers.learner.shards import assign, whole
 from rollout_workers.learner.types import StateUnreadable
-from rollout_workers.weights import read_weights, weights_digest, write_weights
+from rollout_workers.weights import named_weights, read_weights, weights_digest, write_weights
 
 if TYPE_CHECKING:
     from rollout_workers.learner.trainer import Trainer
@@ -32,8 +38,48 @@ if TYPE_CHECKING:
 FORMAT = "rollout.train_state.v1"
 
 
-def save_state(directory: Path, trainer: Trainer) -> list[Path]:
-    """Write the state of ``trainer`` into ``directory`` (made where absent); durable when it returns.
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is written. Tensors are whole, whatever number of ranks holds them: a state knows nothing of ranks."""
+
+    policy: Policy
+    companions: Path
+    weights: Mapping[str, Tensor]
+    averages: Mapping[str, Tensor]
+    adapters: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    critic: Mapping[str, Tensor]
+    numbers: Mapping[str, Any]
+
+
+def capture(trainer: Trainer) -> State:
+    """The state of ``trainer``: views of what is live where there is one rank."""
+    adapter = trainer.policy.adapter
+    tensors = trainer.optimizer.moments() | _scales(trainer, trainer.optimizer) | _torch_random_state()
+    if len(trainer.machine.cache):
+        tensors |= trainer.machine.cache.tensors()
+    return State(
+        policy=trainer.policy,
+        companions=trainer.companions,
+        weights=dict(trainer.policy.named_weights()),
+        averages=_averages(trainer),
+        adapters=_whole(adapter.tensors()) if adapter else {},
+        tensors=_whole(tensors),
+        critic=_whole(_critic_tensors(trainer) | _scales(trainer, trainer.critic_optimizer)),
+        numbers={
+            "format": FORMAT,
+            "step": trainer.step,
+            "optimizer_steps": trainer.optimizer.steps,
+            "critic_optimizer_steps": trainer.critic_optimizer.steps if trainer.critic_optimizer else 0,
+            "kl_coefficient": trainer.machine.kl_coefficient,
+            "algorithm": trainer.algorithm.name,
+            "random": _random_state(),
+        },
+    )
+
+
+def write_state(directory: Path, state: State) -> list[Path]:
+    """Write a state into ``directory`` (made where absent); durable when it returns.
 
     A state that was there is replaced; cut off in between, the folder holds no valid state. Returns the files, sorted,
     relative to the folder.
@@ -42,38 +88,82 @@ def save_state(directory: Path, trainer: Trainer) -> list[Path]:
     (directory / "state.json").unlink(missing_ok=True)
     manifest = write_weights(
         directory / "weights",
-        trainer.named_weights(),
-        config_source_dir=trainer.companions,
-        version=trainer.step,
+        state.weights.items(),
+        config_source_dir=state.companions,
+        version=state.numbers["step"],
     )
-    adapter = trainer.policy.adapter
+    if state.averages:
+        write_weights(
+            directory / "average",
+            state.averages.items(),
+            config_source_dir=state.companions,
+            version=state.numbers["step"],
+        )
+    adapter = state.policy.adapter
     if adapter is not None:
-        adapter.save(directory / "adapter")
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in trainer.optimizer.moments().items()}
-    tensors |= _torch_random_state()
-    if len(trainer.machine.cache):
-        tensors |= trainer.machine.cache.tensors()
-    _replace(directory / "optimizer.safetensors", lambda path: save_file(tensors, path))
-    critic = {name: tensor.detach().cpu().contiguous() for name, tensor in _critic_tensors(trainer).items()}
-    if critic:
-        _replace(directory / "critic.safetensors", lambda path: save_file(critic, path))
-    state = {
-        "format": FORMAT,
-        "step": trainer.step,
-        "optimizer_steps": trainer.optimizer.steps,
-        "critic_optimizer_steps": trainer.critic_optimizer.steps if trainer.critic_optimizer else 0,
-        "kl_coefficient": trainer.machine.kl_coefficient,
-        "algorithm": trainer.algorithm.name,
+        adapter.write(directory / "adapter", state.adapters)
+    _replace(directory / "optimizer.safetensors", lambda path: save_file(dict(state.tensors), path))
+    if state.critic:
+        _replace(directory / "critic.safetensors", lambda path: save_file(dict(state.critic), path))
+    digests = {
         "weights_digest": manifest.digest,
-        "adapter_digest": weights_digest(adapter.tensors().items()).root if adapter else "",
-        "random": _random_state(),
+        "adapter_digest": weights_digest(state.adapters.items()).root if adapter else "",
     }
-    _replace(directory / "state.json", lambda path: path.write_text(json.dumps(state) + "\n"))
+    _replace(directory / "state.json", lambda path: path.write_text(json.dumps({**state.numbers, **digests}) + "\n"))
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
+def _averages(trainer: Trainer) -> dict[str, Tensor]:
+    """The averages under the weights' names and in their types, with what is not trained as it is; none of adapters."""
+    averages = trainer.optimizer.averages()
+    if not averages or trainer.policy.adapter is not None:
+        return {}
+    return {
+        name: whole(averages[f"average/{name}"]).to(tensor.dtype) if f"average/{name}" in averages else tensor
+        for name, tensor in trainer.policy.named_weights()
+    }
+
+
+def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gathered, on the CPU, as files hold them."""
+    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
+
+
 def load_state(directory: Path, trainer: Trainer) -> None:
-    """Set ``trainer`` to a saved state. Everything is read and checked before anything is changed."""
+    """Set ``trainer`` to a saved state, of any number of ranks. Everything is read and checked before anything is changed; where
+    one rank can't read it, all refuse."""
+    read, told = None, ""
+    try:
+        read = _read(directory, trainer)
+    except StateUnreadable as error:
+        told = str(error)
+    refusal = next((text for text in trainer.ranks.exchange(told) if text), "")
+    if refusal or read is None:
+        raise StateUnreadable(refusal)
+    state, live, weights, saved, critic = read
+    with torch.no_grad():
+        for name, tensor in live.items():
+            assign(tensor, weights[name])
+        for name, tensor in _critic_tensors(trainer).items():
+            assign(tensor, critic[name])
+    if trainer.critic_optimizer is not None:
+        moments = {name.removeprefix("optimizer/"): tensor for name, tensor in critic.items()}
+        scales = _own_scales(trainer, critic)
+        trainer.critic_optimizer.load_moments(moments, steps=int(state["critic_optimizer_steps"]), scales=scales)
+    trainer.machine.kl_coefficient = float(state.get("kl_coefficient", trainer.machine.kl_coefficient))
+    if "reference/keys" in saved:
+        trainer.machine.cache.load(saved["reference/keys"], saved["reference/sums"])
+    trainer.optimizer.load_moments(saved, steps=int(state["optimizer_steps"]), scales=_own_scales(trainer, saved))
+    trainer.step = int(state["step"])
+    _restore_random(state["random"], saved)
+
+
+_Tensors = Mapping[str, Tensor]
+
+
+def _read(directory: Path, trainer: Trainer) -> tuple[dict[str, Any], _Tensors, _Tensors, _Tensors, _Tensors]:
+    """What ``state.json`` says, the live tensors to be set, their new values, and the files of optimizer and critic. Raises
+    ``StateUnreadable``."""
     try:
         state = json.loads((directory / "state.json").read_text())
         if state.get("format") != FORMAT:
@@ -86,33 +176,22 @@ def load_state(directory: Path, trainer: Trainer) -> None:
         raise
     except Exception as error:
         raise StateUnreadable(f"{directory} holds no readable training state: {error}") from error
-    if weights_digest(weights.items()).root != state["weights_digest"]:
+    verifies = trainer.ranks.rank == 0  # once is enough
+    if verifies and weights_digest(weights.items()).root != state["weights_digest"]:
         raise StateUnreadable(f"{directory}/weights: the tensors don't hash to {state['weights_digest']}; they were damaged")
     if (trainer.policy.adapter is not None) != bool(adapters):
         kind = "with" if adapters else "without"
         raise StateUnreadable(f"{directory} is a state {kind} adapters, the run's config says otherwise")
-    if adapters and weights_digest(adapters.items()).root != state["adapter_digest"]:
+    if verifies and adapters and weights_digest(adapters.items()).root != state["adapter_digest"]:
         raise StateUnreadable(f"{directory}/adapter: the tensors don't hash to {state['adapter_digest']}; they were damaged")
-    live = trainer.policy.adapter.tensors() if trainer.policy.adapter else dict(trainer.named_weights())
+    live = trainer.policy.adapter.tensors() if trainer.policy.adapter else dict(named_weights(trainer.policy.model))
     weights = adapters or weights
     _same_shapes(directory / ("adapter" if adapters else "weights"), live, weights)
-    _same_shapes(directory / "optimizer.safetensors", trainer.optimizer.moments(), saved)
+    averages = trainer.optimizer.averages()
+    wanted = {name: t for name, t in trainer.optimizer.moments().items() if name not in averages or name in saved}
+    _same_shapes(directory / "optimizer.safetensors", wanted, saved)
     _same_shapes(directory / "critic.safetensors", _critic_tensors(trainer), critic)
-
-    with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(weights[name])
-        for name, tensor in _critic_tensors(trainer).items():
-            tensor.copy_(critic[name])
-    if trainer.critic_optimizer is not None:
-        moments = {name.removeprefix("optimizer/"): tensor for name, tensor in critic.items()}
-        trainer.critic_optimizer.load_moments(moments, steps=int(state["critic_optimizer_steps"]))
-    trainer.machine.kl_coefficient = float(state.get("kl_coefficient", trainer.machine.kl_coefficient))
-    if "reference/keys" in saved:
-        trainer.machine.cache.load(saved["reference/keys"], saved["reference/sums"])
-    trainer.optimizer.load_moments(saved, steps=int(state["optimizer_steps"]))
-    trainer.step = int(state["step"])
-    _restore_random(state["random"], saved)
+    return state, live, weights, saved, critic
 
 
 def _critic_tensors(trainer: Trainer) -> dict[str, Tensor]:
@@ -123,6 +202,23 @@ def _critic_tensors(trainer: Trainer) -> dict[str, Tensor]:
     if trainer.critic_optimizer is not None:
         tensors |= {f"optimizer/{name}": tensor for name, tensor in trainer.critic_optimizer.moments().items()}
     return tensors
+
+
+def _scales(trainer: Trainer, optimizer: FlatAdamW | None) -> dict[str, Tensor]:
+    """The scales of moments in 8 bits of every rank: ``scales/<ranks>/<rank>/<kind>/<number>``. Every rank must ask."""
+    if optimizer is None:
+        return {}
+    own = {name: tensor.cpu() for name, tensor in optimizer.scales().items()}
+    if not own:
+        return {}
+    found = enumerate(trainer.ranks.exchange(own))
+    return {f"scales/{trainer.ranks.size}/{rank}/{name}": t for rank, scales in found for name, t in scales.items()}
+
+
+def _own_scales(trainer: Trainer, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's of a state that as many ranks saved."""
+    prefix = f"scales/{trainer.ranks.size}/{trainer.ranks.rank}/"
+    return {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
 
 
 def _same_shapes(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
@@ -157,7 +253,7 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _restore_random(state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _restore_random(state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     held = state["numpy"]

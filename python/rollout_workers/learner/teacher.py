@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy
+from rollout_workers.learner.ranks import Ranks
 from rollout_workers.learner.types import BadSettings
 
 
@@ -17,13 +18,17 @@ class Teacher:
 
     def __init__(self, directory: str | os.PathLike[str], policy: Policy) -> None:
         """Load ``directory``. Raises ``OSError`` where it can't be loaded, ``BadSettings`` for another vocabulary."""
-        self._policy = Policy.load(directory, dtype=policy.model.dtype)
+        self._policy = Policy.load(directory, dtype=policy.model.dtype, device=policy.model.device)
         theirs, ours = (model.config.get_text_config().vocab_size for model in (self._policy.model, policy.model))
         if theirs != ours:
             raise BadSettings(
                 f"the teacher in {os.fspath(directory)} has a vocabulary of {theirs} tokens, the model one of {ours}; "
                 "take a teacher with the same tokenizer"
             )
+
+    def shard(self, ranks: Ranks) -> None:
+        """Keep this rank's part."""
+        self._policy.shard(ranks)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Tensor:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,27 @@ from rollout_workers.learner.adapter import LoraConfig
 from rollout_workers.learner.companions import companions_of
 from rollout_workers.learner.critic import Critic
 from rollout_workers.learner.metrics import TokenSums, describe_batch
+from rollout_workers.learner.moments import AdamWConfig
 from rollout_workers.learner.objective import FAMILIES, Machine, Objective
-from rollout_workers.learner.optimizer import AdamWConfig, FlatAdamW
+from rollout_workers.learner.optimizer import FlatAdamW
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy
+from rollout_workers.learner.ranks import ALONE, Ranks
 from rollout_workers.learner.reference import Reference
 from rollout_workers.learner.refusal import Refusals
 from rollout_workers.learner.schedule import Schedule
 from rollout_workers.learner.scorer import Scorer
-from rollout_workers.learner.state import load_state, save_state
+from rollout_workers.learner.state import State, capture, load_state, write_state
 from rollout_workers.learner.teacher import Teacher
 from rollout_workers.learner.types import (
     BadBatch,
-    BadSettings,
     ExplodingGradient,
     NonFiniteGradient,
     StepOutOfTurn,
     StepResult,
     TrainSample,
 )
-from rollout_workers.weights import WeightsDigest, WeightsManifest, weights_digest, write_weights
+from rollout_workers.weights import WeightsDigest, WeightsManifest, weights_digest, write_adapter, write_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +73,22 @@ class Trainer:
     """A model in training.
 
     Deterministic: the same model, config and batches give the same bits, whatever the order within a batch, with the same
-    number of threads. Not safe for use from two threads at a time; ``train_step`` blocks: call it from a thread beside an
-    event loop. A step that raises leaves weights, optimizer and step as they were.
+    number of threads and ranks. Not safe for use from two threads at a time; ``train_step`` blocks: call it from a thread beside
+    an event loop. A step that raises leaves weights, optimizer and step as they were.
+
+    Over several ranks there is one of it in each process, and every call must be made on all of them, with the same arguments
+    (``leading``). A ``LearnerError`` is then raised on all; after any other one that reaches only some of them none can go on.
     """
 
-    def __init__(self, model_dir: str | os.PathLike[str], config: TrainerConfig) -> None:
+    def __init__(self, model_dir: str | os.PathLike[str], config: TrainerConfig, ranks: Ranks = ALONE) -> None:
         """Load the model of a folder in the Hugging Face layout, at step 0. Raises ``OSError`` where it can't be loaded."""
+        self.ranks = ranks
         self.model_dir = Path(model_dir)
         self.config = config
         self.algorithm: Algorithm = build_algorithm(config.algorithm, config.settings)
         self.step = 0
         self._use_threads()
         torch.manual_seed(config.seed)
-        if self.algorithm.needs.score_head and config.lora is not None:
-            raise BadSettings("a reward model's head is new and trained whole: remove the table `[lora]`")
         kind = Scorer if self.algorithm.needs.score_head else Policy
         self.policy: Policy = kind.prepare(
             model_dir,
@@ -94,6 +97,7 @@ class Trainer:
             frozen=config.freeze,
             checkpointing=config.gradient_checkpointing,
             seed=config.seed,
+            device=ranks.loading_device,
         )
         self.machine = Machine(
             self.policy,
@@ -105,14 +109,20 @@ class Trainer:
             critic=_critic(self.policy, self.algorithm, config, model_dir),
             teacher=_teacher(self.policy, self.algorithm, config),
             kl_coefficient=self.algorithm.initial_kl_coefficient,
+            ranks=ranks,
         )
         critic = self.machine.critic
+        for model in (self.policy, self.machine.reference, critic, self.machine.teacher):
+            if model is not None:
+                model.shard(ranks)
         self.optimizer = FlatAdamW(self.policy.model, config.optimizer, beside=critic if critic and critic.on_policy else None)
-        self.critic_optimizer = FlatAdamW(critic, config.optimizer) if critic and not critic.on_policy else None
+        self.critic_optimizer = (
+            FlatAdamW(critic, replace(config.optimizer, ema_decay=0.0)) if critic and not critic.on_policy else None
+        )
         self._parameters = [*self.optimizer.parameters, *(self.critic_optimizer.parameters if self.critic_optimizer else [])]
         self.companions = companions_of(self.policy, self.model_dir)
         self._point: tuple[list[list[Tensor]], float] | None = None
-        self._mark()
+        self.mark()
 
     def train_step(
         self,
@@ -156,12 +166,13 @@ class Trainer:
             for batches in objective.updates():
                 if not updates.count:
                     metrics["time/pack"] = time.perf_counter() - started
-                loss = 0.0
-                for done, batch in enumerate(batches):
-                    loss += self._accumulate(objective, batch, sums, clock)
+                loss, done = 0.0, 0
+                for batch, mine in self.ranks.deal(batches):
+                    loss += self._accumulate(objective, batch, mine, sums, clock)
+                    done = min(done + self.ranks.size, len(batches))
                     if on_progress is not None:
-                        on_progress(done + 1, len(batches))
-                norms = [optimizer.norm() for optimizer in self._optimizers]
+                        on_progress(done, len(batches))
+                loss, norms = self._agree(loss, [optimizer.norm() for optimizer in self._optimizers])
                 self._check(step, loss, norms, rate)
                 with clock.measure("optimizer"):
                     self.optimizer.step(rate, norms[0])
@@ -175,6 +186,7 @@ class Trainer:
                 self._recall(before)
             raise
         self.step = step
+        sums.merge(self.ranks.exchange(sums))
         seconds = time.perf_counter() - started
         metrics |= objective.metrics | sums.means() | clock.seconds() | updates.metrics()
         metrics |= {
@@ -184,48 +196,90 @@ class Trainer:
             "time/step": seconds,
         }
         self._control_kl(metrics)
-        return StepResult(step=step, metrics=metrics)
+        return StepResult(step=step, metrics=metrics, advantages=objective.advantages())
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The live weights under their Hugging Face names; they change with the next step. Adapters are merged in."""
+        """The weights under their Hugging Face names, adapters merged in. Live ones where there is one rank: they change with the
+        next step; over several they are gathered, each when it is asked for, so every rank must ask for all."""
         return self.policy.named_weights()
 
     def weights_digest(self) -> WeightsDigest:
         """Digest of the weights as they stand."""
         return weights_digest(self.named_weights())
 
-    def write_weights(self, directory: str | os.PathLike[str], *, fsync: bool = True) -> WeightsManifest:
-        """Write the weights as a folder that ``from_pretrained`` loads; the step is their version."""
-        return write_weights(directory, self.named_weights(), config_source_dir=self.companions, version=self.step, fsync=fsync)
+    def write_weights(
+        self, directory: str | os.PathLike[str], *, fsync: bool = True, staging: Path | None = None
+    ) -> WeightsManifest:
+        """Write the weights as a folder that ``from_pretrained`` loads; the step is their version. Arguments of the module's
+        ``write_weights``."""
+        return write_weights(
+            directory, self.named_weights(), config_source_dir=self.companions, version=self.step, fsync=fsync, staging=staging
+        )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters alone are trained."""
+        return self.policy.adapter is not None
+
+    def write_adapter(self, directory: str | os.PathLike[str]) -> WeightsManifest:
+        """Write the adapters alone as a folder that ``from_pretrained`` loads, too, while the run's model is where it was."""
+        adapter = self.policy.adapter
+        assert adapter is not None
+        return write_adapter(
+            directory,
+            adapter.tensors(),
+            adapter.merged(),
+            settings=lambda folder: adapter.save_settings(folder, str(self.model_dir.absolute())),
+            config_source_dir=self.companions,
+            version=self.step,
+        )
 
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write all that ``load_state`` needs to go on bit for bit. Returns the files, relative to the folder."""
-        files = save_state(Path(directory), self)
-        self._mark()
+        files = write_state(Path(directory), self.capture())
+        self.mark()
         return files
+
+    def capture(self) -> State:
+        """All that a state holds, whole."""
+        return capture(self)
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """Stand where ``save_state`` stood. Raises ``StateUnreadable``, and then the trainer is as it was."""
         load_state(Path(directory), self)
-        self._mark()
+        self.mark()
+
+    def mark(self) -> None:
+        """The state was saved or loaded: what a refusal goes back to, where it does."""
+        if self.config.refusals.action == "restore":
+            self._point = (self._remember(), self.machine.kl_coefficient)
 
     @property
     def _optimizers(self) -> list[FlatAdamW]:
         return [self.optimizer] if self.critic_optimizer is None else [self.optimizer, self.critic_optimizer]
 
-    def _accumulate(self, objective: Objective, batch: MicroBatch, sums: TokenSums, clock: _Clock) -> float:
-        """Add a micro-batch's gradient; returns its part of the loss."""
+    def _accumulate(self, objective: Objective, batch: MicroBatch, mine: bool, sums: TokenSums, clock: _Clock) -> float:
+        """Add a micro-batch's gradient; returns its part of the loss. mine: whether it counts; else another rank counts it."""
         with clock.measure("forward"):
             part = objective.part(batch)
-            loss = float(part.loss.detach())
-            sums.add(part.count, part.sums)
+            loss = float(part.loss.detach()) if mine else 0.0
+            if mine:
+                sums.add(part.count, part.sums)
         with clock.measure("backward"):
-            gradients = torch.autograd.grad(part.loss, self._parameters, allow_unused=True)
+            gradients = self.ranks.gradients(part.loss if mine else part.loss * 0.0, self._parameters)
             held = len(self.optimizer.parameters)
             self.optimizer.add(gradients[:held])
             if self.critic_optimizer is not None:
                 self.critic_optimizer.add(gradients[held:])
         return loss
+
+    def _agree(self, loss: float, norms: list[float]) -> tuple[float, list[float]]:
+        """Loss and norms of the whole batch from those of each rank, the same numbers on all."""
+        if self.ranks.size == 1:
+            return loss, norms
+        found = self.ranks.exchange((loss, norms))
+        squares = [sum(norm * norm for norm in of_one) for of_one in zip(*(norms for _, norms in found), strict=True)]
+        return sum(loss for loss, _ in found), [math.sqrt(square) for square in squares]
 
     def _check(self, step: int, loss: float, norms: Sequence[float], rate: float) -> None:
         """Refuse an update that would spoil the weights."""
@@ -247,11 +301,6 @@ class Trainer:
     def _critic_rate(self, step: int) -> float:
         peak = getattr(self.config.settings, "critic_learning_rate", self.config.schedule.peak)
         return peak * self.config.schedule.rate(step) / self.config.schedule.peak
-
-    def _mark(self) -> None:
-        """What a refusal goes back to, where it does."""
-        if self.config.refusals.action == "restore":
-            self._point = (self._remember(), self.machine.kl_coefficient)
 
     def _remember(self) -> list[list[Tensor]]:
         return [optimizer.remember() for optimizer in self._optimizers]

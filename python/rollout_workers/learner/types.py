@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TrainSample:
-    """One trajectory as the learner reads it. T tokens: the prompt, then the completion.
+    """One trajectory as the learner reads it, never changed. T tokens: the prompt, then the completion.
 
     Example: ``17+25=`` answered with ``42`` and the end of sequence: ``token_ids`` of 9, ``prompt_length`` 6,
     ``loss_mask`` [0, 0, 0, 0, 0, 0, 1, 1, 1].
@@ -38,6 +38,11 @@ class TrainSample:
     """float32 [T]: process or token rewards, beside ``reward``."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """float32 [T]: logprobs of a teacher, for distillation."""
+    prompt: str = ""
+    completion: str = ""
+    """Texts, for people: nothing is computed from them."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers that the reward returned; told of, never trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class StepResult:
     step: int
     metrics: Mapping[str, float]
     """By the field's names; see ``rollout_workers.learner.metrics``."""
+    advantages: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """(group_key, sample) -> advantage, over a sample's tokens the mean; empty where the algorithm estimates none."""
 
 
 class LearnerError(Exception):
@@ -83,6 +90,12 @@ class BadSettings(LearnerError):
     """Settings that don't fit the model: the run can't begin."""
 
     reason = "BAD_SETTINGS"
+
+
+class RankLost(LearnerError):
+    """A rank of the learner died, hung or stands elsewhere than the others: new processes go on from the last state."""
+
+    reason = "RANK_LOST"
 
 
 class StateUnreadable(LearnerError):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -16,15 +17,18 @@ from blake3 import blake3
 from rollout.buffer.v1.buffer_pb2 import Batch
 from rollout.learner.v1 import learner_pb2 as pb
 from rollout.snapshot.v1.snapshot_pb2 import SnapshotFile
-from rollout.weights.v1.weights_pb2 import WeightsManifest
+from rollout.weights.v1.weights_pb2 import WeightsManifest, WeightsOffer
 from rollout_workers.learner import StepOutOfTurn, Trainer
 from rollout_workers.learner.types import TrainSample
+from rollout_workers.learning.completions import Keep
 from rollout_workers.learning.publication import Publication
 from rollout_workers.mesh.status import EdgeError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
+
+_PREPARE_SECONDS = 0.02
 
 
 class NotInitialized(EdgeError):
@@ -51,8 +55,9 @@ class _Made:
 class Learner:
     """Runs the trainer in a thread of its own. Methods belong to one event loop and may overlap; they take turns."""
 
-    def __init__(self, publication: Publication) -> None:
-        self._publication = publication
+    def __init__(self, publication: Publication, keep: Keep | None = None) -> None:
+        """keep: which completions go with a step's result; None: none."""
+        self._publication, self._keep = publication, keep
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
         self._trainer: Trainer | None = None
         self._made: _Made | None = None
@@ -118,8 +123,16 @@ class Learner:
         """Write the weights of the current step."""
         trainer = self._model()
         manifest = await self._run(lambda: self._publication.publish(trainer))
+        self._prepare(trainer)
         self.digest = manifest.digest
         return manifest
+
+    async def offers(self, digest: str, base_digest: str, *, whole: bool, store: bool) -> list[WeightsOffer]:
+        """How a published version is to be had without its folder. Raises ``NotHeld``, and what storing raises."""
+        if whole and self._publication.catalog.adapts(digest):
+            trainer = self._model()
+            await self._run(lambda: self._publication.make_whole(trainer))
+        return await self._publication.catalog.offers(digest, base_digest, whole=whole, store=store)
 
     async def save(self, step: int, directory: str) -> tuple[list[SnapshotFile], str]:
         """Write the state of ``step`` into a folder; the files with their digests, and the digest of the weights."""
@@ -164,6 +177,8 @@ class Learner:
             self.activity = f"training step {batch.step} on {len(samples)} samples"
             progress = _throttled(loop, self._tell_progress)
             result = await self._run(lambda: self._step(trainer, samples, batch.step, publish, progress))
+            if publish:
+                self._prepare(trainer)
             result.metrics["time/read"] = read_seconds
             self.digest = result.weights_digest
             self._made = _Made(batch.step, batch.batch_id, result)
@@ -175,6 +190,8 @@ class Learner:
         """Make a step and digest its weights, or write them; in the trainer's thread."""
         made = trainer.train_step(samples, step, progress)
         result = pb.TrainResult(step=step, metrics=dict(made.metrics))
+        if self._keep is not None:
+            result.completions.extend(self._keep.of(step, samples, made.advantages))
         began = time.perf_counter()
         if publish:
             result.weights.CopyFrom(self._publication.publish(trainer))
@@ -183,6 +200,15 @@ class Learner:
             result.weights_digest = trainer.weights_digest().root
         result.metrics["time/publish"] = time.perf_counter() - began
         return result
+
+    def _prepare(self, trainer: Trainer) -> None:
+        """Make room for the next weights in the trainer's thread, a moment later: now these are on their way, and others wait."""
+
+        def prepare() -> None:
+            with contextlib.suppress(RuntimeError):  # closed
+                self._thread.submit(self._publication.prepare, trainer).add_done_callback(_log_failure)
+
+        asyncio.get_running_loop().call_later(_PREPARE_SECONDS, prepare)
 
     def _tell_progress(self, done: int, total: int) -> None:
         for listener in list(self._listeners):
@@ -195,6 +221,11 @@ class Learner:
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _log_failure(done: Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.warning("no room could be made for the next weights: %s", error)
 
 
 def _throttled(loop: asyncio.AbstractEventLoop, tell: Progress, seconds: float = 0.2) -> Progress:

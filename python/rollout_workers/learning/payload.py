@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
-import google_crc32c
+import crc32c
 import numpy as np
 
 from rollout.buffer.v1.buffer_pb2 import Batch, ReadPayloadsRequest, SampleRef
@@ -21,7 +21,7 @@ from rollout_workers.mesh.discovery import Services
 
 log = logging.getLogger(__name__)
 
-_PARTS = 1 << 12  # pieces of one sample, for the order
+PARTS = 1 << 12  # pieces of one sample, for the order
 
 
 class PayloadCorrupt(RolloutError):
@@ -71,28 +71,38 @@ def _mapped(paths: Sequence[str]) -> Iterator[dict[str, mmap.mmap]]:
 
 def _sample(ref: SampleRef, payload: bytes) -> TrainSample:
     """Check and parse. Arrays are views of the parsed bytes."""
-    if google_crc32c.value(payload) != ref.crc32c:
+    if crc32c.crc32c(payload) != ref.crc32c:
         raise PayloadCorrupt(f"the payload of {_name(ref.key)} has another checksum than was recorded")
     trajectory = Trajectory.FromString(payload)
     ids = np.frombuffer(trajectory.token_ids, "<i4")
     logprobs = np.frombuffer(trajectory.logprobs, "<f4")
     mask = np.frombuffer(trajectory.loss_mask, np.uint8)
-    if not len(ids) == len(logprobs) == len(mask) >= trajectory.prompt_tokens:
+    rewards = np.frombuffer(trajectory.token_rewards, "<f4") if trajectory.token_rewards else None
+    teacher = np.frombuffer(trajectory.teacher_logprobs, "<f4") if trajectory.teacher_logprobs else None
+    fits = len(ids) == len(logprobs) == len(mask) >= trajectory.prompt_tokens
+    if not fits or any(values is not None and len(values) != len(ids) for values in (rewards, teacher)):
         raise PayloadCorrupt(
             f"the arrays of {_name(ref.key)} don't fit: {len(ids)} tokens, {len(logprobs)} logprobs, {len(mask)} mask values, "
+            f"{len(ids) if rewards is None else len(rewards)} token rewards, "
+            f"{len(ids) if teacher is None else len(teacher)} logprobs of a teacher, "
             f"prompt of {trajectory.prompt_tokens}"
         )
-    key = trajectory.key
+    key, spans = trajectory.key, trajectory.version_spans
     return TrainSample(
         group_key=f"{key.epoch:010d}/{key.index:020d}",  # in the order of positions
-        sample=key.sample * _PARTS + key.part,
+        sample=key.sample * PARTS + key.part,
         token_ids=ids,
         prompt_length=trajectory.prompt_tokens,
         loss_mask=mask,
         logprobs=logprobs,
         reward=trajectory.reward,
-        version=min((span.version for span in trajectory.version_spans), default=0),
+        version=spans[0].version if len(spans) == 1 else min((span.version for span in spans), default=0),
         truncated=trajectory.outcome == OUTCOME_TRUNCATED,
+        prompt=trajectory.prompt,
+        completion=trajectory.completion,
+        token_rewards=rewards,
+        teacher_logprobs=teacher,
+        metrics=dict(trajectory.metrics),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
@@ -10,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout.weights.v1 import weights_pb2 as pb
+from rollout_workers.delivery.catalog import Catalog
+from rollout_workers.delivery.depot import ADAPTER_FILE
+from rollout_workers.delivery.shelf import Shelf
 from rollout_workers.learner import Trainer
-from rollout_workers.learning.shelf import Shelf
-from rollout_workers.weights import WeightsManifest
+from rollout_workers.weights import WeightsManifest, stage_folder
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +29,17 @@ class Publication:
     those that ``lasting`` names, are written here.
     """
 
-    def __init__(self, run: str, run_directory: str, *, lasting: Callable[[int], bool], shelf: Shelf) -> None:
-        """lasting: whether the weights of a step must outlive the process."""
+    def __init__(
+        self, run: str, run_directory: str, *, lasting: Callable[[int], bool], shelf: Shelf, catalog: Catalog | None = None
+    ) -> None:
+        """lasting: whether the weights of a step must outlive the process. catalog: for those who can't open the folder."""
         self._run, self._root = run, Path(run_directory) / "weights"
+        self.catalog = catalog or Catalog()
         self._lasting, self._shelf = lasting, shelf
         self._newest: Path | None = None
         self._bytes = 0
+        self._staging: Path | None = None  # for the next version
+        self._whole = False
 
     def publish(self, trainer: Trainer) -> pb.WeightsManifest:
         """Write the weights as they stand, complete and renamed into place; blocks.
@@ -45,9 +53,10 @@ class Publication:
         if written is None:
             if folder.is_symlink():
                 folder.unlink()
-            written = trainer.write_weights(folder, fsync=False)
+            sent = self._adapters(trainer) and not self._lasting(step)
+            written = trainer.write_adapter(folder) if sent else trainer.write_weights(folder, fsync=False)
         self._newest = folder
-        self._prune(step)
+        self.catalog.published(step, written.digest, folder)
         return self._manifest(folder, written)
 
     def _shelve(self, trainer: Trainer, folder: Path) -> WeightsManifest | None:
@@ -56,27 +65,61 @@ class Publication:
         if shelf is None or not self._shelf.fits(self._size(trainer)):
             return None
         held = shelf / folder.name
+        staging, self._staging = self._staging, None
         try:
-            written = trainer.write_weights(held, fsync=False)
+            if self._adapters(trainer):
+                written = trainer.write_adapter(held)
+            else:
+                written = trainer.write_weights(held, fsync=False, staging=staging)
         except OSError as error:  # somebody else took the room
             log.warning("%s takes no weights (%s); they go to the run's folder", shelf, error)
             return None
         _point(folder, held)
         return written
 
+    def prepare(self, trainer: Trainer) -> None:
+        """Make room for the next version, while nobody waits: remove the old ones, reserve memory; blocks."""
+        self._prune(trainer.step)
+        shelf = self._shelf.folder
+        if self._adapters(trainer):
+            return
+        if self._staging is None and shelf is not None and self._bytes and self._shelf.fits(self._bytes):
+            with contextlib.suppress(OSError):
+                self._staging = stage_folder(shelf, trainer.companions, self._bytes)
+
+    def make_whole(self, trainer: Trainer) -> None:
+        """From now on write every tensor, and those of the newest version at once where the trainer still stands at it: somebody
+        got something else of the adapters."""
+        if self._adapters(trainer):
+            self._whole = True
+            if self._newest is not None and self._newest.name == f"v{trainer.step:06d}":
+                self.publish(trainer)
+
+    def _adapters(self, trainer: Trainer) -> bool:
+        """Whether adapters alone are written of a version that is only passed on."""
+        return trainer.adapts and not self._whole
+
     def close(self) -> None:
-        """Bring the newest version out of memory, and give the memory back."""
+        """Bring the newest version out of memory, and give the memory back.
+
+        A learner that took over may publish in the same folder already: its versions stay.
+        """
         newest = self._newest
-        if newest is not None and newest.is_symlink():
+        if newest is not None and self._mine(newest):
             held, staging = newest.resolve(), newest.parent / f".{newest.name}.{uuid.uuid4().hex}.tmp"
             if held.is_dir():
                 shutil.copytree(held, staging)
                 newest.unlink()
                 staging.rename(newest)
         for path, _ in self._versions():
-            if path.is_symlink():
-                path.unlink()
+            if self._mine(path) or (path.is_symlink() and not path.exists()):
+                path.unlink(missing_ok=True)
         self._shelf.close()
+
+    def _mine(self, path: Path) -> bool:
+        """Whether a version is a link into this process's memory."""
+        shelf = self._shelf.folder
+        return shelf is not None and path.is_symlink() and path.resolve().parent == shelf.resolve()
 
     def _manifest(self, folder: Path, written: WeightsManifest) -> pb.WeightsManifest:
         return pb.WeightsManifest(
@@ -88,6 +131,7 @@ class Publication:
             directory=str(folder.absolute()),
             dtype=written.tensors[0].dtype if written.tensors else "",
             bytes=sum(file.bytes for file in written.files if file.path.endswith(".safetensors")),
+            form=pb.WEIGHTS_FORM_ADAPTER if (folder / ADAPTER_FILE).is_file() else pb.WEIGHTS_FORM_WHOLE,
         )
 
     def _size(self, trainer: Trainer) -> int:

@@ -29,6 +29,7 @@ from rollout.plan.v1.plan_pb2 import Plan
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.learner import Trainer
 from rollout_workers.learning.payload import PayloadCorrupt, read_segments
+from rollout_workers.learning.ranks import Team
 from rollout_workers.learning.settings import trainer_config
 from rollout_workers.mesh.spec import model_directory
 
@@ -46,10 +47,13 @@ class ReplaySpecError(RolloutError):
 
 def replay(path: str) -> int:
     """Train what the spec at ``path`` says. Returns the exit code."""
+    team: Team | None = None
     try:
         lines = _lines(path)
         head = next(lines)
-        trainer = _trainer(head)
+        plan = json_format.ParseDict(head["plan"], Plan(), ignore_unknown_fields=True)
+        team = Team(plan.config, lambda _: None)
+        trainer = _trainer(head, plan, team)
         if not _tell(trainer, trainer.step, head["digest"], 0):
             return EXIT_DATA
         for line in lines:
@@ -64,13 +68,16 @@ def replay(path: str) -> int:
     except (PayloadCorrupt, OSError, ValueError) as error:
         log.error("%s", error)
         return EXIT_DATA
+    finally:
+        if team is not None:
+            team.close()
     return 0
 
 
-def _trainer(head: dict[str, Any]) -> Trainer:
-    plan = json_format.ParseDict(head["plan"], Plan(), ignore_unknown_fields=True)
+def _trainer(head: dict[str, Any], plan: Plan, team: Team) -> Trainer:
+    """As many ranks as the run had: their number is part of what makes its bits."""
     spec = WorkerSpec(plan=plan, base_dir=head["base_dir"])
-    trainer = Trainer(model_directory(spec), trainer_config(plan.config, int(head["threads"]), spec.base_dir))
+    trainer = team.trainer(model_directory(spec), trainer_config(plan.config, int(head["threads"]), spec.base_dir))
     if head["state_directory"]:
         trainer.load_state(head["state_directory"])
     if trainer.step != int(head["step"]):

@@ -67,6 +67,11 @@ class LearnerServer(LearnerWorkerServiceServicer):
         self._check_run(request.run_id)
         return pb.PublishWeightsResponse(weights=await self._learner.publish())
 
+    async def OfferWeights(self, request: pb.OfferWeightsRequest, context: grpc.aio.ServicerContext) -> pb.OfferWeightsResponse:
+        self._check_run(request.run_id)
+        offers = await self._learner.offers(request.digest, request.base_digest, whole=request.whole, store=request.store)
+        return pb.OfferWeightsResponse(offers=offers)
+
     async def SaveState(self, request: pb.SaveStateRequest, context: grpc.aio.ServicerContext) -> pb.SaveStateResponse:
         self._check_run(request.run_id)
         files, digest = await self._learner.save(request.step, request.directory)

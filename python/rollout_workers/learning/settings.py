@@ -37,6 +37,8 @@ def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> Train
             beta2=train.beta2,
             epsilon=train.epsilon,
             max_grad_norm=train.max_grad_norm,
+            kind=train.optimizer or "adamw",
+            ema_decay=train.ema_decay,
         ),
         temperature=config.sampling.temperature,
         tokens_per_microbatch=train.tokens_per_microbatch,

@@ -7,16 +7,22 @@ import gc
 import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from rollout.learner.v1 import learner_pb2
 from rollout.learner.v1.learner_pb2_grpc import add_LearnerWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
-from rollout_workers.learner import Trainer
+from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
+from rollout_workers.delivery import service as delivery
+from rollout_workers.delivery.catalog import Catalog
+from rollout_workers.delivery.shelf import Shelf
+from rollout_workers.delivery.stored import Stored
+from rollout_workers.learning.completions import keep_of
 from rollout_workers.learning.learner import Learner
 from rollout_workers.learning.publication import Publication
+from rollout_workers.learning.ranks import Team
 from rollout_workers.learning.server import LearnerServer
 from rollout_workers.learning.settings import lasting, refusals, trainer_config
-from rollout_workers.learning.shelf import Shelf
 from rollout_workers.mesh.discovery import Services
 from rollout_workers.mesh.events import Events
 from rollout_workers.mesh.lifecycle import Lifecycle
@@ -24,6 +30,7 @@ from rollout_workers.mesh.pulse import Pulse
 from rollout_workers.mesh.registration import Registration
 from rollout_workers.mesh.serving import Server
 from rollout_workers.mesh.spec import Identity, model_directory
+from rollout_workers.mesh.tls import of_agent, of_mesh
 
 log = logging.getLogger(__name__)
 
@@ -31,40 +38,44 @@ SERVICE = learner_pb2.DESCRIPTOR.services_by_name["LearnerWorkerService"].full_n
 _GRACE_SECONDS = 30.0
 
 
-async def run_learner_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, pulse: Pulse, events: Events) -> None:
-    """Load the model, register and serve until ``lifecycle`` says to leave; a step that runs is finished first."""
-    publication = Publication(
-        spec.run_id, spec.run_directory, lasting=lambda step: lasting(spec.plan.config, step), shelf=Shelf(spec.run_id)
+async def run_learner_worker(
+    spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, pulse: Pulse, events: Events, team: Team | None = None
+) -> None:
+    """Load the model, register and serve until ``lifecycle`` says to leave; a step that runs is finished first.
+
+    team: the learner's ranks where they were started before; they end with it.
+    """
+    services = Services(
+        spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
     )
-    learner = Learner(publication)
-    services = Services(spec.consul_address, spec.token, consul_token=spec.consul_token, ca_file=spec.consul_ca_file)
+    catalog = Catalog(Stored(spec.run_id, Path(spec.run_directory) / "weights" / "stored", services))
+    team = team or Team(spec.plan.config, lifecycle.lost)
+    publication = Publication(
+        spec.run_id,
+        spec.run_directory,
+        lasting=lambda step: lasting(spec.plan.config, step),
+        shelf=Shelf(spec.run_id),
+        catalog=catalog,
+    )
+    learner = Learner(publication, keep_of(spec.plan.config))
     try:
         began = time.monotonic()
         settings = replace(
             trainer_config(spec.plan.config, spec.threads, spec.base_dir),
             refusals=refusals(spec.plan.config, spec.run_directory, events),
         )
-        loading = asyncio.create_task(learner.load(lambda: Trainer(model_directory(spec), settings)))
-        leaving = asyncio.create_task(lifecycle.wait())
-        await asyncio.wait({loading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
+        loading = asyncio.create_task(learner.load(lambda: team.trainer(model_directory(spec), settings)))
+        await lifecycle.unless_leaving(loading)
         if lifecycle.leaving:
             return
-        await loading
         log.info("loaded %s in %.1f s", model_directory(spec), time.monotonic() - began)
         gc.collect()
         gc.freeze()  # a full collection over the imported libraries would take 100 ms, in the middle of a step
-        server = Server(spec.token)
+        server = Server(spec.token, tls=of_mesh(spec))
         add_LearnerWorkerServiceServicer_to_server(LearnerServer(who, learner, services, lifecycle), server.grpc)
-        address = await server.start([SERVICE])
-        registration = Registration(
-            who,
-            agent=spec.consul_address,
-            address=address,
-            consul_token=spec.consul_token,
-            ca_file=spec.consul_ca_file,
-            superseded=lifecycle.superseded,
-        )
+        add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, catalog), server.grpc)
+        address = await server.start([SERVICE, delivery.SERVICE])
+        registration = Registration.of(spec, who, address, lifecycle)
         await asyncio.to_thread(registration.start)
         log.info("serving on %s", address)
 
@@ -74,5 +85,7 @@ async def run_learner_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecyc
         await server.stop(_GRACE_SECONDS)
     finally:
         learner.close()
+        await catalog.close()
+        await asyncio.to_thread(team.close)
         await asyncio.to_thread(publication.close)
         await services.close()

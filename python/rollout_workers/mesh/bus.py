@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ from nats.aio.client import Client
 from nats.errors import NoServersError
 
 from rollout.run.v1.run_pb2 import NatsAccess
+from rollout_workers.mesh.tls import of_nats
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +22,7 @@ def tls_of(access: NatsAccess, url: str) -> ssl.SSLContext | None:
     """The TLS that a connection needs; None: plain text. Raises OSError where a file can't be read."""
     if not (access.ca_file or access.cert_file or url.startswith(("tls://", "wss://"))):
         return None
-    context = ssl.create_default_context(cafile=access.ca_file or None)
-    if access.cert_file:
-        context.load_cert_chain(access.cert_file, access.key_file)
-    return context
+    return of_nats(access).context()
 
 
 def credentials(access: NatsAccess, token: str) -> dict[str, Any]:
@@ -62,6 +61,9 @@ async def connect(
             log.debug("the connection to NATS ended (%s)", name)
             return
         log.warning("lost the connection to NATS (%s); reconnecting", name)
+        if context is not None:
+            with contextlib.suppress(OSError):  # half of a renewal; what was read before is shown again
+                of_nats(access).reload(context)
 
     async def on_reconnect() -> None:
         log.info("connected to NATS again (%s)", name)

@@ -15,6 +15,7 @@ import grpc
 from rollout.errors import RolloutError
 from rollout_workers.mesh.agent import agent
 from rollout_workers.mesh.telemetry import outgoing
+from rollout_workers.mesh.tls import NO_FILES, PemFiles
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,17 @@ CHANNEL_OPTIONS = (
 )
 
 
+_RENEWAL_GRACE_SECONDS = 60.0
+
+
+def connect(address: str, tls: PemFiles | None) -> grpc.aio.Channel:
+    """A channel to a service or a worker at host:port. tls: what to call it with; None: plain text. Raises
+    :class:`~rollout_workers.mesh.tls.CertificateError`."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.channel(), options=CHANNEL_OPTIONS)
+
+
 class ServiceUnavailable(RolloutError):
     """No instance of a service passes its health check."""
 
@@ -36,37 +48,66 @@ class ServiceUnavailable(RolloutError):
 class Services:
     """Stubs of the mesh's services by their name in the registry (``buffer``, ``storage``)."""
 
-    def __init__(self, agent: str, token: str, *, consul_token: str = "", ca_file: str = "") -> None:
-        """agent: host:port of the Consul agent, or its URL; ca_file: of an agent at https. token: bearer token of the mesh."""
-        self._agent, self._ca_file = agent, ca_file
+    def __init__(
+        self, agent: str, token: str, *, consul_token: str = "", agent_files: PemFiles = NO_FILES, tls: PemFiles | None = None
+    ) -> None:
+        """agent: host:port of the Consul agent, or its URL; agent_files: of an agent at https. token: bearer token of the mesh.
+        tls: what to call services with; None: plain text."""
+        self._agent, self._agent_files, self._tls = agent, agent_files, tls
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._headers = {"X-Consul-Token": consul_token} if consul_token else {}
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stamp = tls.stamp() if tls else ()
+        self._closing: set[asyncio.Task[None]] = set()
 
-    async def stub(self, service: str, make: Callable[[grpc.aio.Channel], Stub]) -> Stub:
-        """A stub on the kept channel; the first call looks the service up. Raises :class:`ServiceUnavailable`."""
-        channel = self._channels.get(service)
+    async def stub(
+        self, service: str, make: Callable[[grpc.aio.Channel], Stub], *, worker: tuple[str, str] | None = None
+    ) -> Stub:
+        """A stub on the kept channel; the first call looks the service up, and so does the first after certificates were renewed.
+        worker: (run, worker id) where it is a worker's service. Raises :class:`ServiceUnavailable`."""
+        self._renew()
+        name = _name(service, worker)
+        channel = self._channels.get(name)
         if channel is None:
-            address = await asyncio.to_thread(self._look_up, service)
-            channel = self._channels.setdefault(service, grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
+            address = await asyncio.to_thread(self._look_up, service, worker)
+            channel = self._channels.setdefault(name, connect(address, self._tls))
         return make(channel)
+
+    def peer(self, address: str, make: Callable[[grpc.aio.Channel], Stub]) -> Stub:
+        """A stub of another worker at host:port, on a kept channel."""
+        self._renew()
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = connect(address, self._tls)
+        return make(channel)
+
+    def _renew(self) -> None:
+        """A channel shows for its life what it was made with: after a renewal make new ones, and let calls in hand end."""
+        if self._tls is None or (stamp := self._tls.stamp()) == self._stamp:
+            return
+        self._stamp = stamp
+        for channel in self._channels.values():
+            task = asyncio.create_task(channel.close(_RENEWAL_GRACE_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        self._channels.clear()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What to send with each call: the token and the trace."""
         return self._metadata + tuple(outgoing().items())
 
-    async def forget(self, service: str) -> None:
+    async def forget(self, service: str, *, worker: tuple[str, str] | None = None) -> None:
         """Look the service up again at the next call: it answered UNAVAILABLE and may have moved."""
-        channel = self._channels.pop(service, None)
+        channel = self._channels.pop(_name(service, worker), None)
         if channel is not None:
             await channel.close()
 
     async def close(self) -> None:
-        for service in list(self._channels):
-            await self.forget(service)
+        for name in list(self._channels):
+            await self._channels.pop(name).close()
 
-    def _look_up(self, service: str) -> str:
-        connection = agent(self._agent, timeout=5, ca_file=self._ca_file)
+    def _look_up(self, service: str, worker: tuple[str, str] | None) -> str:
+        connection = agent(self._agent, timeout=5, files=self._agent_files)
         try:
             connection.request("GET", f"/v1/health/service/{quote(service)}?passing=true", headers=self._headers)
             response = connection.getresponse()
@@ -78,11 +119,23 @@ class Services:
         if response.status != 200:
             raise ServiceUnavailable(f"the registry at {self._agent} answered HTTP {response.status} for `{service}`")
         entries: list[dict[str, Any]] = json.loads(body) or []
+        if worker is not None:
+            entries = [e for e in entries if _worker_of(e["Service"].get("Meta") or {}) == worker]
+            if not entries:
+                raise ServiceUnavailable(f"{worker[1]} of run {worker[0]} is not in the registry", mend="see its log")
         if not entries:
             raise ServiceUnavailable(f"no instance of `{service}` is healthy", mend=f"start rolloutd with `{service}`")
         entry = entries[0]
         host = entry["Service"].get("Address") or entry["Node"]["Address"]
         return f"{host}:{entry['Service']['Port']}"
+
+
+def _name(service: str, worker: tuple[str, str] | None) -> str:
+    return service if worker is None else "/".join((service, *worker))
+
+
+def _worker_of(meta: dict[str, str]) -> tuple[str, str]:
+    return meta.get("run", ""), meta.get("worker", "")
 
 
 async def call(services: Services, service: str, make: Callable[[grpc.aio.Channel], Stub], method: str, request: Any,

@@ -16,6 +16,7 @@ import signal
 import stat
 import sys
 import threading
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ EXIT_FENCED = 3
 EXIT_HARD = 130
 LEAVE_SECONDS = 10.0
 """How long a worker that was fenced, or crashed, may take to leave in good order."""
+
+T = TypeVar("T")
 
 
 class Lifecycle:
@@ -50,6 +53,16 @@ class Lifecycle:
         """Whether the worker drains or was fenced."""
         return self._leaving.is_set()
 
+    async def unless_leaving(self, task: asyncio.Task[T]) -> T | None:
+        """The task's result, or None where the worker is to leave first."""
+        leaving = asyncio.create_task(self.wait())
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
+
     def drain(self) -> None:
         """Finish what was begun, then leave."""
         self._leaving.set()
@@ -65,6 +78,10 @@ class Lifecycle:
     def superseded(self, incarnation: int) -> None:
         """A newer incarnation of the run has its workers. From any thread."""
         self._loop.call_soon_threadsafe(self.fence, f"incarnation {incarnation} of the run exists")
+
+    def lost(self, reason: str) -> None:
+        """``crash``, from any thread."""
+        self._loop.call_soon_threadsafe(self.crash, reason)
 
     def crash(self, reason: str) -> None:
         """A part of the worker failed for good. From the event loop."""

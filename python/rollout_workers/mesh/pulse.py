@@ -91,7 +91,8 @@ class Pulse:
         beating.cancel()
         if connecting.done() and not connecting.cancelled():
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(connecting.result().close(), 2)
+                async with asyncio.timeout(2):
+                    await connecting.result().close()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()

@@ -14,8 +14,11 @@ import threading
 from collections.abc import Callable
 from urllib.parse import quote
 
+from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.mesh.agent import agent as connection_to
+from rollout_workers.mesh.lifecycle import Lifecycle
 from rollout_workers.mesh.spec import Identity
+from rollout_workers.mesh.tls import NO_FILES, PemFiles, of_agent
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +39,17 @@ class Registration:
         agent: str,
         address: str,
         consul_token: str = "",
-        ca_file: str = "",
+        files: PemFiles = NO_FILES,
         superseded: Callable[[int], None] | None = None,
     ) -> None:
-        """agent: host:port of the agent, or its URL. ca_file: the authority of one at https.
+        """agent: host:port of the agent, or its URL. files: of one at https.
 
         address: host:port where the worker's gRPC server answers.
 
         superseded: called once, in this thread, with the newer incarnation of the run that other workers register for.
         """
         self._identity = identity
-        self._agent, self._ca_file = agent, ca_file
+        self._agent, self._files = agent, files
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._headers = {"Content-Type": "application/json"} | ({"X-Consul-Token": consul_token} if consul_token else {})
@@ -57,6 +60,18 @@ class Registration:
         self._reachable = True
         self._registered = False
         self._thread = threading.Thread(target=self._keep, name="registration", daemon=True)
+
+    @classmethod
+    def of(cls, spec: WorkerSpec, who: Identity, address: str, lifecycle: Lifecycle) -> Registration:
+        """The entry of the worker of a spec, which leaves when a newer one has its place."""
+        return cls(
+            who,
+            agent=spec.consul_address,
+            address=address,
+            consul_token=spec.consul_token,
+            files=of_agent(spec),
+            superseded=lifecycle.superseded,
+        )
 
     @property
     def check_id(self) -> str:
@@ -135,7 +150,8 @@ class Registration:
             self._register()
 
     def _look_for_successors(self) -> None:
-        status, answer = self._send("GET", f"/v1/health/service/{quote(self._identity.service)}?passing=true")
+        """Each incarnation has one learner. To look among all inference workers would cost the registry their square."""
+        status, answer = self._send("GET", "/v1/health/service/learner-worker?passing=true")
         if status != 200 or self._superseded is None:
             return
         metas: list[dict[str, str]] = [entry["Service"].get("Meta") or {} for entry in json.loads(answer) or []]
@@ -152,7 +168,7 @@ class Registration:
 
     def _send(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         if self._connection is None:
-            self._connection = connection_to(self._agent, timeout=_HTTP_TIMEOUT, ca_file=self._ca_file)
+            self._connection = connection_to(self._agent, timeout=_HTTP_TIMEOUT, files=self._files)
         payload = json.dumps(body).encode() if body is not None else b""
         self._connection.request(method, path, payload, self._headers)
         response = self._connection.getresponse()

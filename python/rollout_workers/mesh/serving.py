@@ -1,10 +1,12 @@
-"""The worker's gRPC server: loopback, a bearer token on every call but health, typed errors, traces, validated requests."""
+"""The worker's gRPC server: a bearer token on every call but health, TLS, typed errors, traces, validated requests."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import grpc
@@ -16,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from rollout_workers.mesh.discovery import CHANNEL_OPTIONS
 from rollout_workers.mesh.status import Unauthenticated, abort
 from rollout_workers.mesh.telemetry import incoming, span
+from rollout_workers.mesh.tls import PemFiles
 from rollout_workers.mesh.validation import validate
 
 log = logging.getLogger(__name__)
@@ -24,11 +27,38 @@ _HEALTH = "/grpc.health.v1.Health/"
 _REFLECTION = "/grpc.reflection."
 
 
-class Server:
-    """A server on 127.0.0.1 and a free port."""
+HOST_VARIABLE = "ROLLOUT_WORKER_HOST"
+"""Address of this host on which a worker serves and under which others reach it; without it only this host does."""
+INSECURE_VARIABLE = "ROLLOUT_WORKER_INSECURE_LISTEN"
+"""`true` allows a host that is not loopback in plain text: only on a private network."""
 
-    def __init__(self, token: str, host: str = "127.0.0.1") -> None:
-        self._host = host
+
+class PlainText(Exception):
+    """Tokens would cross a network in plain text."""
+
+    reason = "PLAIN_TEXT_LISTENER"
+
+
+def host_of(environment: Mapping[str, str], secure: bool = False) -> str:
+    """Where this process serves. secure: over TLS. Raises ``PlainText``."""
+    host = environment.get(HOST_VARIABLE, "") or "127.0.0.1"
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not secure and not loopback and environment.get(INSECURE_VARIABLE) != "true":
+        mend = f"set ca_file in [tls] of rolloutd.toml, or {INSECURE_VARIABLE}=true where the network is private"
+        raise PlainText(f"{HOST_VARIABLE}={host} is not loopback: {mend}")
+    return host
+
+
+class Server:
+    """A server on a free port of the host that ``ROLLOUT_WORKER_HOST`` names."""
+
+    def __init__(self, token: str, tls: PemFiles | None = None) -> None:
+        """tls: what to serve with, asking callers for a certificate of the same authority; None: plain text.
+        Raises ``PlainText``."""
+        self._host, self._tls = host_of(os.environ, tls is not None), tls
         self._server = grpc.aio.server(interceptors=[_Edge(token)], options=CHANNEL_OPTIONS)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -44,7 +74,9 @@ class Server:
         """Serve; returns host:port. services: full names, for reflection and health."""
         self._names = [*services]
         reflection.enable_server_reflection((*services, SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        self.address = f"{self._host}:{self._server.add_insecure_port(f'{self._host}:0')}"
+        free = f"{self._host}:0"
+        port = self._server.add_secure_port(free, self._tls.server()) if self._tls else self._server.add_insecure_port(free)
+        self.address = f"{self._host}:{port}"
         await self._server.start()
         for name in ("", *services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -12,7 +12,8 @@ from google.protobuf import json_format
 
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.errors import RolloutError
-from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout.run.v1.run_pb2 import NatsAccess, WorkerSpec
+from rollout_workers.mesh.secret import SecretError, read_secret
 
 SPEC_VARIABLE = "ROLLOUT_WORKER_SPEC"
 
@@ -32,7 +33,7 @@ class Identity:
 
     run: str
     worker: str
-    kind: str  # "inference" or "learner"
+    kind: str  # "inference", "learner" or "reward"
     incarnation: int
     process: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -60,12 +61,18 @@ class Identity:
         return f"rollout.traj.{self.run}"
 
     @property
+    def idle_subject(self) -> str:
+        """Where workers without work say so (``rollout_workers.inference.sharing``)."""
+        return f"rollout.idle.{self.run}"
+
+    @property
     def event_subject(self) -> str:
         return f"rollout.events.{self.run}"
 
 
 def load_spec(path: str | None = None) -> WorkerSpec:
-    """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names. Raises :class:`SpecError`."""
+    """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names; secrets stand where their references
+    were. Raises :class:`SpecError`."""
     path = path or os.environ.get(SPEC_VARIABLE, "")
     if not path:
         raise SpecError(f"{SPEC_VARIABLE} is not set", mend="workers are started by the scheduler; see docs/wire.md")
@@ -78,9 +85,26 @@ def load_spec(path: str | None = None) -> WorkerSpec:
     for name in ("worker_id", "run_id", "nats_url", "consul_address"):
         if not getattr(spec, name):
             raise SpecError(f"{path} has no `{name}`")
-    if spec.kind not in ("inference", "learner"):
-        raise SpecError(f"{path} has kind `{spec.kind}`", mend="it is `inference` or `learner`")
+    if spec.kind not in ("inference", "learner", "reward", "sinks"):
+        raise SpecError(f"{path} has kind `{spec.kind}`", mend="it is `inference`, `learner`, `reward` or `sinks`")
+    try:
+        _resolve_secrets(spec)
+    except SecretError as error:
+        raise SpecError(f"{path}: {error}") from error
     return spec
+
+
+def _resolve_secrets(spec: WorkerSpec) -> None:
+    for message, name in secrets_of(spec):
+        setattr(message, name, read_secret(getattr(message, name), name))
+
+
+def secrets_of(spec: WorkerSpec) -> list[tuple[WorkerSpec | NatsAccess, str]]:
+    """The fields that hold a secret, or in a file its reference: message and name."""
+    fields: list[tuple[WorkerSpec | NatsAccess, str]] = [(spec, "nats_token"), (spec, "consul_token"), (spec, "token")]
+    if spec.HasField("nats"):
+        fields += [(spec.nats, "password"), (spec.nats, "nkey_seed")]
+    return fields
 
 
 def identity(spec: WorkerSpec) -> Identity:

@@ -7,6 +7,7 @@ worker at once; JetStream deals the items out among the requests of all workers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -179,10 +180,9 @@ class WorkQueue:
             if wanted > 0 and not waiting and (wanted >= self._room // 4 or not self.outstanding):
                 await self._ask(wanted)
             self._wake.clear()
-            try:
-                await asyncio.wait_for(self._wake.wait(), waiting or HEARTBEAT_SECONDS)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(waiting or HEARTBEAT_SECONDS):
+                    await self._wake.wait()
 
     async def _ask(self, items: int) -> None:
         self._serial += 1

@@ -7,6 +7,7 @@ pattern, bytes and repeated sizes, numeric bounds, enum defined_only and not_in,
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -26,11 +27,45 @@ _NUMBERS = ("float", "double", "int32", "int64", "uint32", "uint64", "fixed32", 
 
 def validate(request: Message) -> None:
     """Raises :class:`InvalidRequest` with every violation."""
+    if _sound(type(request).DESCRIPTOR)(request):
+        return
     violations = list(_message(request, ""))
     if violations:
         told = "; ".join(f"{path}: {what}" for path, what in violations[:3])
         more = f" and {len(violations) - 3} more" if len(violations) > 3 else ""
         raise InvalidRequest(f"invalid {type(request).__name__}: {told}{more}", violations=violations)
+
+
+@cache
+def _sound(descriptor: Descriptor) -> Callable[[Message], bool]:
+    """Whether a message of this type keeps its rules: says so of most requests at a tenth of what naming the fields takes, which
+    for a batch of 256 samples is a millisecond. What it can't tell at once is left to the visitors."""
+    tests: list[Callable[[Message], bool]] = []
+    for oneof in descriptor.oneofs:
+        if _oneof_required(oneof):
+            tests.append(lambda message, name=oneof.name: message.WhichOneof(name) is not None)
+    for field in descriptor.fields:
+        nested = field.message_type if field.message_type is not None and _ruled(field.message_type) else None
+        if _field_ruled(field) or nested is not None:
+            rules = field.GetOptions().Extensions[validate_pb2.field]  # type: ignore[index]
+            tests.append(_field_sound(field, rules, nested))
+
+    return tests[0] if len(tests) == 1 else lambda message: all(test(message) for test in tests)
+
+
+def _field_sound(field: FieldDescriptor, rules: Any, nested: Descriptor | None) -> Callable[[Message], bool]:
+    name, own = field.name, _checks(field, rules)
+    if field.is_repeated and nested is not None and not rules.HasField("repeated") and not nested.GetOptions().map_entry:
+        # Looked up at the first use: a type may hold itself.
+        return lambda message: all(map(_sound(nested), getattr(message, name)))
+    if field.message_type is not None and not field.is_repeated and not own:
+        return lambda message: (
+            nested is None or _sound(nested)(getattr(message, name)) if message.HasField(name) else not rules.required
+        )
+    if len(own) == 1 and not (field.is_repeated or field.has_presence or rules.required):
+        return lambda message, check=own[0]: check(getattr(message, name)) is None
+    visit = _field_visit(field, rules)
+    return lambda message: next(visit(message, ""), None) is None
 
 
 def _message(message: Message, path: str) -> Iterator[Violation]:
@@ -92,13 +127,14 @@ def _field_visit(field: FieldDescriptor, rules: Any) -> Callable[[Message, str],
     nested = field.message_type is not None and not is_map and _ruled(field.message_type)
     own = [] if repeated else _checks(field, rules)
     items = _checks(field, rules.repeated.items) if repeated and rules.HasField("repeated") else []
+    size = _size(rules.repeated, "items") if repeated and rules.HasField("repeated") else None
 
     def visit(message: Message, path: str) -> Iterator[Violation]:
         here = _join(path, field.name)
         value = getattr(message, field.name)
         if repeated:
-            if rules.HasField("repeated"):
-                yield from _size(rules.repeated, "items", len(value), here)
+            if size is not None and (what := size(value)):
+                yield here, what
             if items or nested:
                 for index, item in enumerate(value):
                     at = f"{here}[{index}]"
@@ -123,7 +159,7 @@ def _checks(field: FieldDescriptor, rules: Any) -> list[Check]:
     if kind == "string":
         return _text(rules.string)
     if kind == "bytes":
-        return [lambda value, r=rules.bytes: _first(_size(r, "len", len(value), ""))]
+        return [_size(rules.bytes, "len")]
     if kind == "enum" and field.enum_type is not None:
         return _enum(field.enum_type, rules.enum)
     if kind in _NUMBERS:
@@ -132,7 +168,7 @@ def _checks(field: FieldDescriptor, rules: Any) -> list[Check]:
 
 
 def _text(rules: Any) -> list[Check]:
-    checks: list[Check] = [lambda value: _first(_size(rules, "len", len(value), ""))]
+    checks = [_size(rules, "len")]
     if len(getattr(rules, "in")):
         allowed = tuple(getattr(rules, "in"))
         checks.append(lambda value: None if value in allowed else f"must be one of {', '.join(allowed)}")
@@ -152,33 +188,42 @@ def _enum(descriptor: EnumDescriptor, rules: Any) -> list[Check]:
 
 
 def _number(rules: Any) -> list[Check]:
+    bounds = [
+        (getattr(rules, bound), breaks, words)
+        for bound, breaks, words in (
+            ("gte", operator.lt, "at least"),
+            ("gt", operator.le, "above"),
+            ("lte", operator.gt, "at most"),
+            ("lt", operator.ge, "below"),
+        )
+        if rules.HasField(bound)
+    ]
+    finite = getattr(rules, "finite", False)
+
     def check(value: float) -> str | None:
-        for bound, holds, words in (
-            ("gte", lambda b: value >= b, "at least"),
-            ("gt", lambda b: value > b, "above"),
-            ("lte", lambda b: value <= b, "at most"),
-            ("lt", lambda b: value < b, "below"),
-        ):
-            if rules.HasField(bound) and not holds(getattr(rules, bound)):
-                return f"must be {words} {getattr(rules, bound):g}"
-        if isinstance(value, float) and getattr(rules, "finite", False) and not math.isfinite(value):
+        for bound, breaks, words in bounds:
+            if breaks(value, bound) or value != value:
+                return f"must be {words} {bound:g}"
+        if finite and not math.isfinite(value):
             return "must be finite"
         return None
 
     return [check]
 
 
-def _size(rules: Any, unit: str, size: int, path: str) -> Iterator[Violation]:
-    least, most = f"min_{unit}", f"max_{unit}"
+def _size(rules: Any, unit: str) -> Check:
+    """A check of a number of things, with the bounds looked up once."""
+    least = getattr(rules, f"min_{unit}") if rules.HasField(f"min_{unit}") else 0
+    most = getattr(rules, f"max_{unit}") if rules.HasField(f"max_{unit}") else math.inf
     what = "items" if unit == "items" else "characters or bytes"
-    if rules.HasField(least) and size < getattr(rules, least):
-        yield path, f"must have at least {getattr(rules, least)} {what}"
-    if rules.HasField(most) and size > getattr(rules, most):
-        yield path, f"must have at most {getattr(rules, most)} {what}"
 
+    def check(value: Any) -> str | None:
+        size = len(value)
+        if size < least:
+            return f"must have at least {least} {what}"
+        return f"must have at most {most} {what}" if size > most else None
 
-def _first(violations: Iterator[Violation]) -> str | None:
-    return next((what for _, what in violations), None)
+    return check
 
 
 def _join(path: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,11 +26,21 @@ from rollout_workers.sim.journal import Journal
 
 
 class SimEngine:
-    """Implements ``Engine``. seconds: what a sample takes at most; part of it, by its seed, so that groups end apart."""
+    """Implements ``Engine``. seconds: what a sample takes at most; part of it, by its seed, so that groups end apart. began: is
+    told when a group begins (``time.time`` seconds)."""
 
-    def __init__(self, folder: str, version: int, slots: int, journal: Journal | None = None, seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: str,
+        version: int,
+        slots: int,
+        journal: Journal | None = None,
+        seconds: float = 0.0,
+        began: Journal | None = None,
+    ) -> None:
         self.words = policy.read(folder)
         self._staged: policy.Words | None = None
+        self._began = began
         self._version, self._slots, self._journal, self._seconds = version, slots, journal, seconds
         self._epoch = self._samples = self._prompts = 0
         self._running: dict[str, bool] = {}  # request -> aborted
@@ -45,6 +56,8 @@ class SimEngine:
         self._running |= {request.request_id: False for request in batch}
         try:
             for request in batch:
+                if self._began is not None:
+                    self._began.write(request=request.request_id, at=time.time())
                 for sample in range(len(request.seeds)):
                     yield await self._sample(request, sample)
         finally:
@@ -93,7 +106,7 @@ class SimEngine:
 
     async def stage_weights(self, source: WeightsSource, expected: str | None = None) -> str:
         assert not isinstance(source, Mapping)
-        self._staged = policy.read(source)
+        self._staged = policy.read_version(source)
         return policy.digest(self._staged).root
 
     async def swap_weights(self, version: int) -> None:

@@ -45,7 +45,7 @@ def install() -> None:
     from rollout_workers.sim import policy
 
     weights = _package("rollout_workers.weights")
-    _fill(weights, WeightsDigest=policy.WeightsDigest, WeightsManifest=policy.WeightsManifest)
+    _fill(weights, WeightsDigest=policy.WeightsDigest, WeightsManifest=policy.WeightsManifest, stage_folder=policy.stage_folder)
     learner = _package("rollout_workers.learner")
     types = importlib.import_module("rollout_workers.learner.types")
     _fill(learner, **{name: getattr(types, name) for name in _LEARNER_TYPES})
@@ -55,6 +55,7 @@ def install() -> None:
     settings = ModuleType("rollout_workers.learning.settings")
     _fill(settings, trainer_config=trainer_config, lasting=lasting, refusals=lambda *_: None)
     sys.modules[settings.__name__] = settings
+    _fill(importlib.import_module("rollout_workers.learning.completions"), keep_of=keep_of)
     worker = importlib.import_module("rollout_workers.inference.worker")
     _fill(worker, load=load)
     loader = importlib.import_module("rollout_workers.mesh.spec").load_spec
@@ -84,6 +85,13 @@ def lasting(config: RunConfig, step: int) -> bool:
     return step >= config.train.steps or bool(every and step % every == 0)
 
 
+def keep_of(config: RunConfig) -> Any:
+    """As ``rollout_workers.learning.completions.keep_of``."""
+    from rollout_workers.learning.completions import Keep
+
+    return Keep(config.completions.per_step, config.completions.every_steps or 1)
+
+
 def load(spec: WorkerSpec, *_: Any) -> Any:
     """As ``rollout_workers.inference.worker.load``."""
     from rollout_workers.inference.worker import Model
@@ -93,8 +101,8 @@ def load(spec: WorkerSpec, *_: Any) -> Any:
 
     folder = spec.initial_weights or model_directory(spec)
     pace = float(os.environ.get(PACE_VARIABLE, "0"))
-    journal = Journal(spec.run_directory, spec.worker_id)
-    return Model(SimEngine(folder, spec.initial_version, spec.plan.config.engine.slots, journal, pace), SimText())
+    journal, began = (Journal(spec.run_directory, name) for name in (spec.worker_id, f"began-{spec.worker_id}"))
+    return Model(SimEngine(folder, spec.initial_version, spec.plan.config.engine.slots, journal, pace, began), SimText())
 
 
 def _watching(load_spec: Callable[..., WorkerSpec]) -> Callable[..., WorkerSpec]:

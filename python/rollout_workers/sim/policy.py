@@ -22,6 +22,12 @@ _MANIFEST_FILE = "rollout_weights.json"
 Words = NDArray[np.uint64]
 
 
+class WeightsUnreadable(ValueError):
+    """As ``rollout_workers.weights.store.WeightsUnreadable``."""
+
+    reason = "WEIGHTS_UNREADABLE"
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsDigest:
     """As ``rollout_workers.weights.WeightsDigest``."""
@@ -77,14 +83,24 @@ def write_model(folder: Path, seed: int = 0) -> None:
 
 
 def read(folder: str | os.PathLike[str]) -> Words:
-    """The weights of a model's or a version's folder. Raises ``ValueError`` for one of another kind, ``OSError``."""
+    """The weights of a model's or a version's folder. Raises ``ValueError`` for one of another kind, ``OSError``,
+    :class:`WeightsUnreadable`."""
     path = Path(folder)
     kind = json.loads((path / "config.json").read_text()).get("model_type")
     if kind != MODEL_TYPE:
         raise ValueError(f"{path} is a model of type {kind!r}: a worker without a model takes its own kind alone ({MODEL_TYPE})")
-    data = (path / _TENSOR_FILE).read_bytes()
+    return read_version(path)
+
+
+def read_version(folder: str | os.PathLike[str]) -> Words:
+    """The weights of a version's folder, which need hold nothing else. Raises :class:`WeightsUnreadable`."""
+    path = Path(folder) / _TENSOR_FILE
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise WeightsUnreadable(f"{path}: {error}") from error
     if len(data) < 8 * WORDS:
-        raise ValueError(f"{path / _TENSOR_FILE} is cut off")
+        raise WeightsUnreadable(f"{path} is cut off")
     return np.frombuffer(data[-8 * WORDS :], "<u8").copy()
 
 
@@ -121,6 +137,11 @@ def write(folder: Path, words: Words, version: int, source: Path, fsync: bool) -
     if fsync:
         sync(folder.parent)
     return manifest
+
+
+def stage_folder(parent: Path, config_source_dir: Path, reserve: int = 0) -> Path:
+    """As ``rollout_workers.weights.stage_folder``, where there is no room: weights this small need none ahead of time."""
+    raise OSError(f"{parent} takes nothing")
 
 
 def sync(path: Path) -> None:

@@ -22,9 +22,11 @@ class SimTrainer:
     """Has what the learner's shell asks of ``Trainer``. The config is ``Settings``."""
 
     journal: Journal | None = None  # of the process
+    adapts = False
 
     def __init__(self, model_dir: str | os.PathLike[str], config: Any) -> None:
         self.model_dir, self.config = Path(model_dir), config
+        self.companions = self.model_dir
         self.step = 0
         self.words = policy.read(model_dir)
 
@@ -59,7 +61,9 @@ class SimTrainer:
     def weights_digest(self) -> policy.WeightsDigest:
         return policy.digest(self.words)
 
-    def write_weights(self, directory: str | os.PathLike[str], *, fsync: bool = True) -> policy.WeightsManifest:
+    def write_weights(
+        self, directory: str | os.PathLike[str], *, fsync: bool = True, staging: Path | None = None
+    ) -> policy.WeightsManifest:
         return policy.write(Path(directory), self.words, self.step, self.model_dir, fsync)
 
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:

@@ -1,20 +1,25 @@
 """Weights as the mesh moves them: digests, files on disk, and the names that both ends agree on."""
 
 from rollout_workers.weights.digest import WeightsDigest, weights_digest
-from rollout_workers.weights.naming import named_weights
+from rollout_workers.weights.naming import LiveWeights, named_weights
 from rollout_workers.weights.store import (
     WeightsManifest,
     read_manifest,
     read_weights,
+    stage_folder,
+    write_adapter,
     write_weights,
 )
 
 __all__ = [
+    "LiveWeights",
     "WeightsDigest",
     "WeightsManifest",
     "named_weights",
     "read_manifest",
     "read_weights",
+    "stage_folder",
     "weights_digest",
+    "write_adapter",
     "write_weights",
 ]

@@ -48,3 +48,20 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         seen.add(id(tensor))
         yield name, tensor.detach()
+
+
+class LiveWeights:
+    """``named_weights`` of one module, again and again: parameters are found once, since the walk over a small model's modules
+    takes longer than the copy of its tensors. Where some are buffers, which a move replaces, every use walks anew.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        live = module.state_dict(keep_vars=True)
+        found = tuple((name, live[name]) for name, _ in named_weights(module))
+        self._parameters = found if all(isinstance(tensor, nn.Parameter) for _, tensor in found) else None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._parameters is None:
+            return named_weights(self._module)
+        return ((name, parameter.detach()) for name, parameter in self._parameters)

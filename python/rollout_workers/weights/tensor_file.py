@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
@@ -38,14 +39,22 @@ _Layout = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write contiguous CPU tensors (any shape) as ``path``, not synced. Raises ``ValueError`` for a dtype that can't travel,
-    ``OSError`` for the disk."""
+    """Write contiguous CPU tensors (any shape) as ``path``, not synced. A file that is there is written over where it lies, in
+    the memory that was reserved for it. Raises ``ValueError`` for a dtype that can't travel, ``OSError`` for the disk."""
     header, order = _header(tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()))
-    with open(path, "wb", buffering=0) as file:
-        for data in (memoryview(header), *(raw_bytes(tensors[name]) for name in order)):
-            written = 0
-            while written < len(data):  # one call takes 2 GiB at most
-                written += file.write(data[written:])
+    pieces = [memoryview(header), *(piece for name in order if (piece := raw_bytes(tensors[name])))]
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        size = sum(map(len, pieces))
+        while pieces:  # one call takes 2 GiB and some thousand pieces at most
+            written = os.writev(file, pieces[:_MOST_PIECES])
+            while pieces and written >= len(pieces[0]):
+                written -= len(pieces.pop(0))
+            if written:
+                pieces[0] = pieces[0][written:]
+        os.ftruncate(file, size)
+    finally:
+        os.close(file)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -70,6 +79,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
+_MOST_PIECES = 1024
 _LARGEST_HEADER = 100 << 20  # the library's own bound
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 

@@ -135,6 +135,7 @@ NEEDS = {
     "gspo": Needs(sampled=True, group_rewards=True, old_logprobs=True, every_token=False),
     "ppo": Needs(sampled=True, reference=True, old_logprobs=True, critic=True),
     "distillation": Needs(sampled=True, teacher=True),
+    "online_dpo": Needs(sampled=True, group_rewards=True, reference=True),
 }
 
 
@@ -174,6 +175,8 @@ def test_engine_logprobs_are_needed_off_policy_alone(settings: dict[str, Any], n
         ("dpo", {"label_smoothing": 0.5}, "label_smoothing 0.5"),
         ("kto", {"desirable_weight": -1.0}, "must not be below 0"),
         ("distillation", {"minibatches": 0}, "minibatches"),
+        ("online_dpo", {"loss": "hinge"}, "loss 'hinge' is unknown"),
+        ("online_dpo", {"beta": 0.0}, "beta 0.0 must be above 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(name: str, settings: dict[str, Any], told: str) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +17,8 @@ import pytest
 
 from rollout.plugin import RewardImportError
 from rollout_workers.harness.environment import Result
-from rollout_workers.harness.rewards import RewardGroup, Rewards
+from rollout_workers.harness.reward_pool import RewardPool
+from rollout_workers.harness.rewards import RewardGroup, Rewards, Scorable
 from rollout_workers.mesh.testing.waiting import until
 
 PLUGIN = """
@@ -55,14 +61,15 @@ def plugin(tmp_path: Path) -> Path:
 
 
 async def make(plugin: Path, function: str = "score", timeout: float = 20.0, retries: int = 0) -> Rewards:
-    rewards = Rewards(f"{plugin.name}:{function}", str(plugin.parent), timeout_seconds=timeout, retries=retries)
+    pool = RewardPool({"plugin": f"{plugin.name}:{function}", "base_dir": str(plugin.parent)})
+    rewards = Rewards(pool, timeout_seconds=timeout, retries=retries)
     await rewards.start()
     return rewards
 
 
 def group(do: str = "", *completions: str, file: str = "") -> RewardGroup:
     row = json.dumps({"do": do, "file": file})
-    return RewardGroup(row.encode(), tuple(("17+25=", c) for c in completions or ("42", "4")))
+    return RewardGroup(row.encode(), tuple(Scorable("17+25=", c) for c in completions or ("42", "4")))
 
 
 async def test_scores_with_metrics_in_order(plugin: Path) -> None:
@@ -156,9 +163,11 @@ async def test_a_plugin_that_cannot_be_imported_says_so_at_the_start(plugin: Pat
 
 async def test_closing_ends_the_process_and_answers_who_waits(plugin: Path) -> None:
     rewards = await make(plugin, timeout=60)
-    pid = rewards._idle[0].pid
+    pool = rewards._source
+    assert isinstance(pool, RewardPool)
+    pid = pool._idle[0].pid
     waiting = asyncio.create_task(rewards.score([group("hang")]))
-    await until(lambda: not rewards._idle)
+    await until(lambda: not pool._idle)
     await rewards.close()
     [[result, _]] = await waiting
     assert result.reason == "REWARD_CLOSED"
@@ -171,3 +180,17 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.parametrize("cut", [0, 3, 8, 20], ids=["between", "in a length", "after a length", "in a request"])
+def test_a_reward_process_ends_with_its_worker(cut: int) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-m", "rollout_workers.harness.reward_process"], stdin=theirs.fileno())
+    body = pickle.dumps({"plugin": "reward.py:f", "base_dir": "/nowhere"})
+    ours.sendall((struct.pack("<Q", len(body)) + body)[:cut])
+    ours.close()  # as when the worker is killed
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_workers.mesh.registration import Registration
+from rollout_workers.mesh.spec import Identity
 from rollout_workers.mesh.testing.daemon import Daemon
 from rollout_workers.mesh.testing.run import Example, RunStreams, by_key, config, prompt_group, spec, write_spec
 from rollout_workers.mesh.testing.waiting import until
@@ -105,10 +107,12 @@ async def test_a_newer_incarnation_fences_the_older(
     old = Process(spec(daemon, config(example), run=run), tmp_path)
     processes.append(old)
     await old.registered()
-    new = await InProcess(spec(daemon, config(example), run=run, number=1, incarnation=2)).start()
+    learner = Identity(run, "learner-0", "learner", 2)
+    new = Registration(learner, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:1")
+    await asyncio.to_thread(new.start)
     assert await old.wait() == 3
     assert "incarnation 2" in old.log.read_text()
-    await new.stop()
+    await asyncio.to_thread(new.stop)
 
 
 async def test_what_cannot_start_says_why(

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import google_crc32c
+import crc32c
 import numpy as np
 import pytest
 
@@ -63,7 +63,7 @@ async def test_a_group_becomes_trajectories(
     envelopes = pb.TrajectoryBatch.FromString(message.data).trajectories
     assert len(envelopes) == 4
     for number, envelope in enumerate(envelopes):
-        assert envelope.crc32c == google_crc32c.value(envelope.payload)
+        assert envelope.crc32c == crc32c.crc32c(envelope.payload)
         sample = trajectory(envelope)
         completion = "42" if number == 0 else str(number)
         assert sample.key == envelope.header.key == pb.TrajectoryKey(run_id=run, index=7, sample=number)
@@ -159,7 +159,7 @@ async def test_a_large_payload_goes_by_reference(
     envelopes = {e.header.key.sample: e for e in await streams.collect(4)}
     assert [bool(envelopes[sample].payload) for sample in range(4)] == [True, True, False, True]
     stored = host[1].artifacts[envelopes[2].payload_ref]
-    assert google_crc32c.value(stored) == envelopes[2].crc32c
+    assert crc32c.crc32c(stored) == envelopes[2].crc32c
     assert len(np.frombuffer(pb.Trajectory.FromString(stored).token_ids, "<i4")) == 30_006
     await made.stop()
 

@@ -145,6 +145,6 @@ def flip(model: Model) -> None:
     """One bit of one tensor that the engine holds."""
     engine = model.engine
     assert isinstance(engine, TransformersEngine)
-    weight = next(iter(engine._held._module.parameters()))
+    _, weight = next(iter(engine._held._tensors))
     with torch.inference_mode():
         weight.view(torch.int32)[0, 0] ^= 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rollout_workers.algorithms import GrpoConfig
 from rollout_workers.learner import BadSettings, LoraConfig, Schedule, StateUnreadable, Trainer, TrainerConfig
@@ -16,6 +16,7 @@ from rollout_workers.weights import read_weights
 
 from .addition import sampled_batch
 from .oracle import sample_logprobs
+from .test_families import pairs
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 CONFIG = TrainerConfig(settings=GrpoConfig(kl_coefficient=0.05), schedule=Schedule(peak=1e-2), threads=1, lora=LORA)
@@ -117,3 +118,28 @@ def test_a_state_of_the_other_kind_is_refused(model_dir: Path, tmp_path: Path) -
 def test_a_target_that_is_no_linear_layer_is_refused(model_dir: Path, target: str) -> None:
     with pytest.raises(BadSettings, match=rf"{target}.*it has .*q_proj"):
         Trainer(model_dir, dataclasses.replace(CONFIG, lora=LoraConfig(targets=(target,))))
+
+
+def test_the_head_of_a_reward_model_is_trained_whole_beside_adapters(model_dir: Path, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, algorithm="reward_model", settings=None)
+    learner, samples = Trainer(model_dir, config), pairs(2)
+    begin = {name: tensor.clone() for name, tensor in learner.named_weights()}
+    for step in range(1, 16):
+        metrics = learner.train_step(samples, step).metrics
+    assert metrics["rewards/accuracy"] >= 0.9
+
+    learner.save_state(tmp_path)
+    merged = read_weights(tmp_path / "weights")
+    assert set(merged) == set(begin)
+    moved = {name for name, tensor in merged.items() if not torch.equal(tensor, begin[name])}
+    assert "score.weight" in moved and all("proj" in name or name == "score.weight" for name in moved)
+
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "weights")
+    base = AutoModelForSequenceClassification.from_pretrained(model_dir, num_labels=1, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    with torch.no_grad():
+        for sample in samples[:4]:
+            ids = torch.from_numpy(sample.token_ids).long()[None]
+            wanted = learner.policy.model(input_ids=ids).logits
+            for found in (plain(input_ids=ids).logits, adapted(input_ids=ids).logits):
+                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rollout_workers.algorithms.kto import mismatch
+from rollout_workers.algorithms.online_dpo import OnlineDpoConfig
 from rollout_workers.algorithms.ppo import PpoConfig
 from rollout_workers.learner import BadBatch, LoraConfig, Schedule, Trainer, TrainerConfig, TrainSample
 from rollout_workers.learner.objective.score import ending
@@ -44,9 +45,9 @@ def labelled(seed: int) -> list[TrainSample]:
     return [dataclasses.replace(s, group_key=f"0/{n:06d}", sample=0, reward=float(n % 3 > 0)) for n, s in enumerate(pairs(seed))]
 
 
-def totals(model: torch.nn.Module, samples: list[TrainSample]) -> torch.Tensor:
+def totals(model: torch.nn.Module, samples: list[TrainSample], temperature: float = 1.0) -> torch.Tensor:
     """Sums of trained logprobs, one plain call a sample."""
-    parts = [sample_logprobs(model, s)[torch.from_numpy(s.loss_mask[1:]).bool()].sum() for s in samples]  # pyright: ignore
+    parts = [sample_logprobs(model, s, temperature)[torch.from_numpy(s.loss_mask[1:]).bool()].sum() for s in samples]  # pyright: ignore
     return torch.stack(parts)
 
 
@@ -66,6 +67,37 @@ def test_dpo_agrees_with_the_oracle(model_dir: Path) -> None:
     wanted = oracle_gradient(learner, -logsigmoid(0.1 * (ratio[::2] - ratio[1::2])).mean())
     torch.testing.assert_close(gradient(learner, samples), wanted, atol=1e-6, rtol=1e-4)
     assert wanted.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_online_dpo_agrees_with_the_oracle(model_dir: Path, loss: str) -> None:
+    config = dataclasses.replace(CONFIG, algorithm="online_dpo", settings=OnlineDpoConfig(loss=loss), temperature=0.7)
+    learner, samples = moved(model_dir, config, sampled_batch), sampled_batch(2)
+    groups = [[s for s in samples if s.group_key == key] for key in dict.fromkeys(s.group_key for s in samples)]
+    unequal = [group for group in groups if len({s.reward for s in group}) > 1]
+    assert 0 < len(unequal) < len(groups)
+    picked = [next(s for s in group if s.reward == wanted) for group in unequal for wanted in (1.0, 0.0)]
+    sums = totals(learner.policy.model, picked, 0.7)
+    with torch.no_grad():
+        reference = totals(AutoModelForCausalLM.from_pretrained(model_dir), picked, 0.7)
+    margin = (sums - reference)[::2] - (sums - reference)[1::2]
+    per_pair = -logsigmoid(0.1 * margin) if loss == "sigmoid" else (margin - 5).square()
+    wanted = oracle_gradient(learner, per_pair.mean())
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=2e-6, rtol=2e-4)
+    learner.step = 1
+    metrics = learner.train_step(samples, 2).metrics
+    assert (metrics["pairs"], metrics["groups/equal_rewards"]) == (len(unequal), len(groups) - len(unequal))
+
+
+def test_online_dpo_learns_nothing_of_ties(model_dir: Path) -> None:
+    learner = Trainer(model_dir, dataclasses.replace(CONFIG, algorithm="online_dpo"))
+    tied = [dataclasses.replace(sample, reward=0.5) for sample in sampled_batch(1)]
+    before = learner.weights_digest().root
+    metrics = learner.train_step(tied, 1).metrics
+    assert (metrics["pairs"], metrics["loss"], metrics["grad_norm"], metrics["groups/equal_rewards"]) == (0, 0, 0, 6)
+    assert learner.weights_digest().root == before
+    with pytest.raises(BadBatch, match="not a number"):
+        learner.train_step([dataclasses.replace(tied[0], reward=float("nan")), *tied[1:]], 2)
 
 
 def test_kto_agrees_with_the_oracle(model_dir: Path) -> None:
@@ -110,6 +142,7 @@ CASES = {
     "dpo with adapters": (dataclasses.replace(CONFIG, lora=LoraConfig(rank=4)), pairs),
     "kto": (dataclasses.replace(CONFIG, algorithm="kto"), labelled),
     "reward model": (dataclasses.replace(CONFIG, algorithm="reward_model"), pairs),
+    "reward model with adapters": (dataclasses.replace(CONFIG, algorithm="reward_model", lora=LoraConfig(rank=4)), pairs),
     "ppo": (PPO, sampled_batch),
     "ppo, own critic": (CRITIC, sampled_batch),
     "reinforce++": (dataclasses.replace(CONFIG, algorithm="reinforce_pp"), sampled_batch),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_workers.learner.optimizer import AdamWConfig, FlatAdamW
+from rollout_workers.learner.moments import AdamWConfig
+from rollout_workers.learner.optimizer import FlatAdamW
 from rollout_workers.learner.schedule import Schedule
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,43 @@ def test_a_bfloat16_trainer_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path)
     assert other.weights_digest() == learner.weights_digest()
     for (name, a), b in zip(learner.optimizer.moments().items(), other.optimizer.moments().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_average_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    kept = TrainerConfig(schedule=Schedule(peak=1e-3), threads=1, dtype=dtype, optimizer=AdamWConfig(ema_decay=0.75))
+    learner, other = Trainer(model_dir, kept), Trainer(model_dir, kept)
+    masters = learner.optimizer.moments()
+    wanted = {name: tensor.float().clone() for name, tensor in learner.policy.model.named_parameters()}
+    for step in (1, 2, 3):
+        learner.train_step(sampled_batch(step), step)
+        for name, parameter in learner.policy.model.named_parameters():
+            weight = masters.get(f"master/{name}", parameter).detach()  # what is trained, and not what it is rounded to
+            wanted[name] = 0.75 * wanted[name] + 0.25 * weight
+        if step == 2:
+            learner.save_state(tmp_path)
+            saved = {name: tensor.clone() for name, tensor in wanted.items()}
+    other.load_state(tmp_path)
+    other.train_step(sampled_batch(3), 3)
+    averages = learner.optimizer.averages()
+    assert averages.keys() == {f"average/{name}" for name in wanted}
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(averages[f"average/{name}"], tensor, rtol=1e-5, atol=1e-7)
+        assert torch.equal(averages[f"average/{name}"], other.optimizer.averages()[f"average/{name}"]), name
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "average", dtype=dtype)
+    for name, parameter in written.named_parameters():
+        torch.testing.assert_close(
+            parameter.detach(), saved[name].to(dtype), rtol=0, atol=0.01 if dtype == torch.bfloat16 else 1e-6
+        )
+
+
+def test_an_average_that_was_not_kept_begins_at_the_weights(model_dir: Path, tmp_path: Path) -> None:
+    trained(model_dir, 1).save_state(tmp_path)
+    learner = Trainer(model_dir, replace(CONFIG, optimizer=replace(CONFIG.optimizer, ema_decay=0.9)))
+    learner.load_state(tmp_path)
+    assert not (tmp_path / "average").exists()
+    for name, parameter in learner.policy.model.named_parameters():
+        assert torch.equal(learner.optimizer.averages()[f"average/{name}"], parameter), name
 
 
 def test_random_numbers_go_on_where_they_were(model_dir: Path, tmp_path: Path) -> None:

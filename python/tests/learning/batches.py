@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-import google_crc32c
+import crc32c
 import numpy as np
 from blake3 import blake3
 
@@ -57,7 +57,7 @@ def batch(run: str, step: int, payloads: Sequence[bytes], segments: Path | None)
     body = bytearray(b"RSEG0001")
     path = (segments or Path("/not/here")) / f"{step}.seg"
     for payload in payloads:
-        crc = google_crc32c.value(payload)
+        crc = crc32c.crc32c(payload)
         body += struct.pack("<II", len(payload), crc)
         sample = pb.Trajectory.FromString(payload)
         refs.append(

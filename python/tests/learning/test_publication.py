@@ -8,22 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout_workers.delivery.shelf import Shelf
 from rollout_workers.learning.publication import Publication
-from rollout_workers.learning.shelf import Shelf
 from rollout_workers.weights import WeightsManifest, read_weights, write_weights
 
 
 class Trainer:
     """The part of a trainer that a publication uses."""
 
+    adapts = False
+
     def __init__(self, model: Path) -> None:
-        self.step, self._model = 0, model
+        self.step, self.companions = 0, model
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         return [("w", torch.full((4, 4), float(self.step)))]
 
-    def write_weights(self, folder: Path, *, fsync: bool) -> WeightsManifest:
-        return write_weights(folder, self.named_weights(), config_source_dir=self._model, version=self.step, fsync=fsync)
+    def write_weights(self, folder: Path, *, fsync: bool, staging: Path | None = None) -> WeightsManifest:
+        return write_weights(
+            folder, self.named_weights(), config_source_dir=self.companions, version=self.step, fsync=fsync, staging=staging
+        )
 
 
 def publication(tmp_path: Path, *lasting: int) -> tuple[Publication, Trainer]:
@@ -49,6 +53,7 @@ def test_versions_pass_through_memory_and_those_that_last_do_not(tmp_path: Path)
     for trainer.step in (1, 2, 3):
         manifest = made.publish(trainer)  # type: ignore[arg-type]
         assert held(manifest.directory) == trainer.step
+        made.prepare(trainer)  # type: ignore[arg-type]
     assert versions(tmp_path) == {"v000002": False, "v000003": True}
     [folder] = (tmp_path / "memory").glob("rollout-*/run-*")
     assert sorted(path.name for path in folder.glob("v*")) == ["v000003"]  # what was pruned gave its memory back
@@ -67,9 +72,23 @@ def test_the_newest_outlives_the_process(tmp_path: Path) -> None:
     made, trainer = publication(tmp_path)
     for trainer.step in (1, 2):
         manifest = made.publish(trainer)  # type: ignore[arg-type]
+        made.prepare(trainer)  # type: ignore[arg-type]
     made.close()
     assert versions(tmp_path) == {"v000002": False} and held(manifest.directory) == 2
     assert list((tmp_path / "memory").glob("rollout-*/run-*")) == []
+
+
+def test_one_that_was_replaced_leaves_what_its_successor_published(tmp_path: Path) -> None:
+    old, trainer = publication(tmp_path)
+    for trainer.step in (1, 2):
+        old.publish(trainer)  # type: ignore[arg-type]
+    new, _ = publication(tmp_path)
+    for trainer.step in (2, 3):
+        manifest = new.publish(trainer)  # type: ignore[arg-type]
+    old.close()
+    assert versions(tmp_path) == {"v000002": True, "v000003": True} and held(manifest.directory) == 3
+    new.close()
+    assert versions(tmp_path) == {"v000003": False} and held(manifest.directory) == 3
 
 
 def test_what_a_dead_process_left_serves_its_run_and_is_then_removed(tmp_path: Path) -> None:
@@ -105,7 +124,7 @@ def test_memory_that_fills_up_between_is_no_failure(tmp_path: Path, monkeypatch:
     made, trainer = publication(tmp_path)
     write = trainer.write_weights
 
-    def full(folder: Path, *, fsync: bool) -> WeightsManifest:
+    def full(folder: Path, *, fsync: bool, staging: Path | None = None) -> WeightsManifest:
         if "memory" in folder.parts:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, fsync=fsync)
@@ -114,3 +133,16 @@ def test_memory_that_fills_up_between_is_no_failure(tmp_path: Path, monkeypatch:
     trainer.step = 1
     assert held(made.publish(trainer).directory) == 1  # type: ignore[arg-type]
     assert versions(tmp_path) == {"v000001": False}
+
+
+def test_the_next_version_is_written_into_memory_that_was_reserved_for_it(tmp_path: Path) -> None:
+    made, trainer = publication(tmp_path)
+    trainer.step = 1
+    made.publish(trainer)  # type: ignore[arg-type]
+    made.prepare(trainer)  # type: ignore[arg-type]
+    [reserved] = (tmp_path / "memory").glob("rollout-*/run-*/.*.tmp/model.safetensors")
+    inode = reserved.stat().st_ino
+    trainer.step = 2
+    manifest = made.publish(trainer)  # type: ignore[arg-type]
+    assert held(manifest.directory) == 2
+    assert (Path(manifest.directory) / "model.safetensors").stat().st_ino == inode

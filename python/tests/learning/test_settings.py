@@ -19,6 +19,7 @@ OF_THE_RUN = {"off_policy", "max_tokens"}
 NOT_EVERYWHERE = {"normalize_std", "dual_clip", "kl_target", "kl_horizon"}  # not every table offers them
 # What has no default: the config must say it.
 REQUIRED = {"teacher"}
+OF_THE_WORKERS = {"endpoint"}  # keys that the learner has no use for
 
 
 def table(name: str) -> dict[str, object]:
@@ -26,6 +27,8 @@ def table(name: str) -> dict[str, object]:
     message = AlgorithmConfig.DESCRIPTOR.fields_by_name[name].message_type
     values: dict[str, object] = {}
     for field in message.fields:
+        if field.name in OF_THE_WORKERS:
+            continue
         default = field.GetOptions().Extensions[options_pb2.meta].default
         values[field.name] = tomllib.loads(f"v = {default}")["v"] if default else "x"
     return values
@@ -62,6 +65,11 @@ def test_the_teacher_is_looked_for_beside_the_config() -> None:
     given = {"mode": "sync", "algorithm": {"distillation": {"teacher": "models/big"}}}
     config = json_format.ParseDict(given, RunConfig())
     assert algorithm_settings(config, "/runs").teacher == "/runs/models/big"
+
+
+def test_a_teacher_behind_an_endpoint_is_not_the_learners() -> None:
+    given = {"mode": "sync", "algorithm": {"distillation": {"endpoint": {"base_url": "http://h/v1", "model": "t"}}}}
+    assert algorithm_settings(json_format.ParseDict(given, RunConfig()), "/runs").teacher == ""
 
 
 def test_a_plan_from_before_a_key_existed_keeps_its_meaning() -> None:

@@ -58,14 +58,14 @@ async def test_an_agent_that_is_away_is_no_error(who: Identity) -> None:
     registration.stop()
 
 
-async def test_says_when_a_newer_incarnation_has_workers(daemon: Daemon, who: Identity) -> None:
+async def test_says_when_a_newer_incarnation_has_a_learner(daemon: Daemon, who: Identity) -> None:
     told: list[int] = []
     registration = Registration(
         who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:1", superseded=told.append
     )
     registration.start()
     newer = Registration(
-        Identity(who.run, "inference-1", "inference", 2), agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:2"
+        Identity(who.run, "learner-0", "learner", 2), agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:2"
     )
     newer.start()
     await until(lambda: told, 10)

@@ -17,7 +17,7 @@ from rollout.inference.v1.inference_pb2_grpc import (
     InferenceWorkerServiceStub,
     add_InferenceWorkerServiceServicer_to_server,
 )
-from rollout_workers.mesh.serving import Server
+from rollout_workers.mesh.serving import HOST_VARIABLE, INSECURE_VARIABLE, PlainText, Server, host_of
 from rollout_workers.mesh.status import EdgeError
 from rollout_workers.mesh.telemetry import outgoing
 
@@ -148,3 +148,12 @@ async def test_a_trace_goes_on_without_an_exporter(served: tuple) -> None:
     await stub.Tokenize(request, metadata=GOOD)
     assert servicer.traces == [{"traceparent": parent}, {}]
     assert not trace.get_current_span().get_span_context().is_valid
+
+
+def test_serves_on_loopback_unless_somebody_says_that_the_network_is_private() -> None:
+    assert host_of({}) == "127.0.0.1"
+    assert host_of({HOST_VARIABLE: "127.0.3.4"}) == "127.0.3.4"
+    for host in ("10.0.0.7", "0.0.0.0", "worker-7"):
+        with pytest.raises(PlainText, match=INSECURE_VARIABLE):
+            host_of({HOST_VARIABLE: host})
+        assert host_of({HOST_VARIABLE: host, INSECURE_VARIABLE: "true"}) == host

@@ -32,6 +32,26 @@ def test_reads_the_file_that_the_variable_names(tmp_path: Path, monkeypatch: pyt
     assert resolve(spec, "/data") == "/data"
 
 
+def test_secrets_are_read_where_the_spec_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = made()
+    secret.token, secret.nats.password, secret.consul_token = "mesh", "pass", "acl"
+    path = write_spec(tmp_path / "spec.json", secret)
+    assert not any(word in path.read_text() for word in ('"mesh"', '"pass"', '"acl"'))
+    assert load_spec(str(path)) == secret
+    monkeypatch.setenv("ACL", "from-env")
+    path.write_text(path.read_text().replace(f"file:{tmp_path}/spec.consul_token", "env:ACL"))
+    assert load_spec(str(path)).consul_token == "from-env"
+
+
+@pytest.mark.parametrize("reference", ["hunter2", "env:", "file:", "env:NOBODY_SETS_THIS", "file:/none"])
+def test_what_is_no_reference_is_refused(tmp_path: Path, reference: str) -> None:
+    path = write_spec(tmp_path / "spec.json", made())
+    path.write_text(path.read_text().replace("{", f'{{"token": "{reference}", ', 1))
+    with pytest.raises(SpecError, match="token: ") as refused:
+        load_spec(str(path))
+    assert "hunter2" not in str(refused.value)
+
+
 def test_names_follow_from_the_spec() -> None:
     who, again = identity(made()), identity(made())
     assert who.registration == "run-01/inference-3"

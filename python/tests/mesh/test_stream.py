@@ -93,6 +93,20 @@ async def test_what_is_given_back_goes_to_another_worker_at_once(
     await close(second)
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_stops_although_it_is_woken_in_the_same_moment(
+    daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, turns: int
+) -> None:
+    queue, _ = await queue_for(daemon.nats_url, daemon, who, pulse)
+    await asyncio.sleep(0.05)  # it waits now
+    queue.reconnected()  # wakes it
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await queue.stop()
+    await close(queue)
+
+
 async def test_a_blocked_event_loop_loses_no_item(
     daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, groups: list
 ) -> None:

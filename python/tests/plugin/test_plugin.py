@@ -18,6 +18,7 @@ from rollout.plugin import (
     RewardTimeout,
     Sample,
     Score,
+    Step,
     call_reward,
     call_reward_async,
     load_reward,
@@ -95,6 +96,37 @@ def test_bad_results_are_refused_at_the_definition(tmp_path: Path, result: str, 
     place = caught.value.place
     assert place is not None
     assert (Path(place.file).name, place.line) == ("reward.py", 3)
+
+
+def test_parts_of_a_completion_are_rewarded(tmp_path: Path) -> None:
+    samples = [Sample("1+1=", "1+1=2", token_ids=[4, 5, 6]), Sample("1+1=", "", token_ids=[7])]
+    function = reward(tmp_path, "def reward(s): return [{'token_rewards': [0.5] * len(x.token_ids)} for x in s]")
+    assert call_reward(function, samples) == [Score(0.0, token_rewards=(0.5, 0.5, 0.5)), Score(0.0, token_rewards=(0.5,))]
+    steps = "[{'start': 0, 'end': 3, 'reward': 1}, {'start': 3, 'end': 5, 'reward': -1.0}] if x.completion else []"
+    function = reward(tmp_path, f"def reward(s): return [{{'reward': 2, 'ok': 1, 'step_rewards': {steps}}} for x in s]")
+    assert call_reward(function, samples) == [
+        Score(2.0, {"ok": 1.0}, steps=(Step(0, 3, 1.0), Step(3, 5, -1.0))),
+        Score(2.0, {"ok": 1.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("{'token_rewards': [1.0]}", "1 `token_rewards` for the 2 tokens"),
+        ("{'token_rewards': 'ab'}", "a str as `token_rewards`"),
+        ("{'token_rewards': [1.0, float('nan')]}", "nan as an item of `token_rewards`"),
+        ("{'step_rewards': [{'start': 0, 'end': 9, 'reward': 1}]}", "the step 0 to 9"),
+        ("{'step_rewards': [{'start': 1, 'end': 1, 'reward': 1}]}", "the step 1 to 1"),
+        ("{'step_rewards': [{'start': 0, 'end': 2, 'reward': 1}, {'start': 1, 'end': 3, 'reward': 1}]}", "ends at 2"),
+        ("{'step_rewards': [(0, 1, 1.0)]}", "no mapping of `start`"),
+        ("{'step_rewards': [{'start': 0, 'end': 1, 'reward': None}]}", "None as the reward of a step"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, item: str, message: str) -> None:
+    function = reward(tmp_path, f"def reward(s): return [{item} for _ in s]")
+    with pytest.raises(RewardShapeError, match=message):
+        call_reward(function, [Sample("p", "a+b", token_ids=[1, 2])])
 
 
 def test_an_error_names_the_innermost_line_of_the_users_files(tmp_path: Path) -> None:

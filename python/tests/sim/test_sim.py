@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from rollout_workers.engines.base import GroupRequest, NothingStaged, SampleOutput, SamplingParams
+from rollout_workers.mesh.status import status_of
 from rollout_workers.sim import journal, policy
 from rollout_workers.sim.engine import SimEngine, SimText
 from rollout_workers.sim.journal import Journal
@@ -97,7 +99,8 @@ import json, sys
 from rollout_workers.sim.install import install
 install()
 from rollout_workers.inference.worker import load, run_inference_worker
-from rollout_workers.learning.worker import Trainer, run_learner_worker, trainer_config
+from rollout_workers.learner import Trainer
+from rollout_workers.learning.worker import run_learner_worker, trainer_config
 print(json.dumps([load.__module__, Trainer.__module__, [m for m in ("torch", "transformers") if m in sys.modules]]))
 try:
     import torch
@@ -110,3 +113,10 @@ def test_the_shells_start_without_torch() -> None:
     told = subprocess.run([sys.executable, "-c", _SHELLS], capture_output=True, text=True, check=True).stdout.splitlines()
     assert json.loads(told[0]) == ["rollout_workers.sim.install", "rollout_workers.sim.trainer", []]
     assert "imports torch" in told[1]
+
+
+def test_weights_that_are_not_there_are_refused_with_the_reason_of_the_real_engine(model: Path, tmp_path: Path) -> None:
+    engine = SimEngine(str(model), 0, 4)
+    with pytest.raises(policy.WeightsUnreadable, match="v000003") as refused:
+        asyncio.run(engine.stage_weights(str(tmp_path / "v000003")))
+    assert status_of(refused.value).code == grpc.StatusCode.FAILED_PRECONDITION.value[0]

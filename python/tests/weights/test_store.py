@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rollout_workers.weights import named_weights, read_manifest, read_weights, weights_digest, write_weights
+from rollout_workers.weights import named_weights, read_manifest, read_weights, store, weights_digest, write_weights
 from rollout_workers.weights.store import WeightsUnreadable
 
 
@@ -36,7 +36,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
     return model, folder
 
 
-def test_what_is_read_is_what_was_written(model: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [0, 1 << 30], ids=["hashed while written", "hashed after"])
+def test_what_is_read_is_what_was_written(
+    model: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    monkeypatch.setattr(store, "_TOGETHER_BYTES", least)
     module, source = model
     manifest = write_weights(tmp_path / "v000003", module, config_source_dir=source, version=3)
     tensors = read_weights(tmp_path / "v000003")
@@ -81,6 +85,19 @@ def test_a_failed_write_leaves_nothing(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_weights(tmp_path / "v", [("w", torch.zeros(3))], config_source_dir=model[1], version=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_while_tensors_are_hashed_is_told(
+    model: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(store, "_TOGETHER_BYTES", 0)
+    monkeypatch.setattr(store, "write_tensors", full)
     with pytest.raises(OSError, match="no space"):
         write_weights(tmp_path / "v", [("w", torch.zeros(3))], config_source_dir=model[1], version=1)
     assert list(tmp_path.iterdir()) == []

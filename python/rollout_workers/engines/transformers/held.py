@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from rollout_workers.engines.base import NothingStaged, WeightsMismatch, WeightsSource
-from rollout_workers.weights import WeightsDigest, named_weights, read_manifest, read_weights, weights_digest
+from rollout_workers.weights import LiveWeights, WeightsDigest, named_weights, read_manifest, read_weights, weights_digest
 from rollout_workers.weights.naming import dtype_name
 from rollout_workers.weights.store import MANIFEST_FILE
 
@@ -20,9 +20,7 @@ class HeldWeights:
     """``stage`` and ``digest`` may run in any thread, beside forward passes; ``load`` only between them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        # The live parameters, found once: a walk over the module takes longer than copying a small model's weights.
-        self._parameters = _parameters(module)
+        self._tensors = LiveWeights(module)
         self._staged: Mapping[str, Tensor] | None = None
         self.still = threading.Lock()
         """Held while tensors are digested, changed or moved: a digest reads their memory in a thread of its own."""
@@ -52,20 +50,17 @@ class HeldWeights:
             raise NothingStaged("swap_weights needs stage_weights first")
         staged, self._staged = self._staged, None
         with self.still:
-            for name, tensor in self._tensors():
+            for name, tensor in self._tensors:
                 tensor.copy_(staged[name])
             self._transport = {name: tensor.dtype for name, tensor in staged.items()}
 
     def digest(self) -> WeightsDigest:
         """The digest of what the module holds, in the dtypes in which its weights travelled."""
         with self.still:
-            return weights_digest((name, tensor.to(self._transport[name])) for name, tensor in self._tensors())
-
-    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return named_weights(self._module) if self._parameters is None else self._parameters
+            return weights_digest((name, tensor.to(self._transport[name])) for name, tensor in self._tensors)
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
-        held = dict(self._tensors())
+        held = dict(self._tensors)
         for name in sorted(held.keys() | tensors.keys()):
             if name not in tensors:
                 raise WeightsMismatch(name, "a tensor", "nothing")
@@ -78,14 +73,6 @@ class HeldWeights:
                 raise WeightsMismatch(
                     name, f"a dtype that {dtype_name(expected.dtype)} holds without loss", dtype_name(got.dtype)
                 )
-
-
-def _parameters(module: nn.Module) -> tuple[tuple[str, Tensor], ...] | None:
-    """The entries of ``named_weights`` as the parameters themselves, which stay when the module moves between devices; None
-    where some are buffers, which do not."""
-    live = module.state_dict(keep_vars=True)
-    found = tuple((name, live[name]) for name, _ in named_weights(module))
-    return found if all(isinstance(tensor, nn.Parameter) for _, tensor in found) else None
 
 
 def _check_manifest(folder: Path, digest: WeightsDigest) -> None:

@@ -14,6 +14,7 @@ from rollout_workers.algorithms import Algorithm
 from rollout_workers.learner.critic import Critic
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.policy import Policy
+from rollout_workers.learner.ranks import ALONE, Ranks
 from rollout_workers.learner.reference import Reference, ReferenceCache
 from rollout_workers.learner.teacher import Teacher
 from rollout_workers.learner.types import TrainSample
@@ -36,22 +37,28 @@ class Machine:
     """Absent where samples carry the teacher's logprobs themselves."""
     kl_coefficient: float = 0.0
     cache: ReferenceCache = field(default_factory=ReferenceCache)
+    ranks: Ranks = ALONE
+    """Who computes with this machine: it must be asked for the same on each."""
 
     def pack(self, samples: Sequence[TrainSample], chosen: Sequence[int], whole: Sequence[int] | None = None) -> list[MicroBatch]:
         """``packing.pack`` with this machine's settings."""
-        return pack(samples, chosen, tokens=self.tokens, share_prefixes=self.policy.share_prefixes, whole=whole)
+        return pack(
+            samples, chosen, tokens=self.tokens, share_prefixes=self.policy.share_prefixes, whole=whole, ranks=self.ranks.size
+        )
 
     @torch.no_grad()
     def totals(self, samples: Sequence[TrainSample], *, reference: bool = False) -> Tensor:
         """float64 [S]: the sum of each sample's trained logprobs under the policy, or the reference; 0 for one without."""
         sums = torch.zeros(len(samples), dtype=torch.float64)
-        for batch in self.pack(samples, range(len(samples))):
+        for batch, mine in self.ranks.deal(self.pack(samples, range(len(samples)))):
             if reference:
                 assert self.reference is not None
                 logprobs = self.reference.logprobs(batch, temperature=self.temperature)
             else:
                 logprobs = self.policy.logprobs(batch, temperature=self.temperature).tokens
-            sums.index_add_(0, torch.from_numpy(batch.sample), logprobs.double().cpu())
+            if mine:
+                sums.index_add_(0, torch.from_numpy(batch.sample), logprobs.double().cpu())
+        self.ranks.add_up([sums])
         return sums
 
 
@@ -81,6 +88,10 @@ class Objective(Protocol):
 
     def part(self, batch: MicroBatch) -> Part:
         """The loss of a micro-batch of the update in hand."""
+        ...
+
+    def advantages(self) -> Mapping[tuple[str, int], float]:
+        """(group_key, sample) -> advantage, over a sample's tokens the mean; empty where there are none."""
         ...
 
 

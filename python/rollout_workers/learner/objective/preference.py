@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollout_workers.algorithms import PairBatch
 from rollout_workers.learner.objective.base import Machine, Part, sequence_sums, trained_lengths
@@ -24,12 +25,20 @@ class Preferences:
         self._machine, self._samples = machine, samples
         self._pairs = pairs_of(samples, step)
         self._lengths = trained_lengths(samples)
-        self._reference = machine.cache.totals(machine, samples).float()
+        self._reference = self._totals().float()
         self.metrics: dict[str, float] = {"pairs": float(len(self._pairs)), "tokens/trained": float(self._lengths.sum())}
+
+    def _totals(self) -> Tensor:
+        """float64 [S]: sums of the reference's logprobs."""
+        return self._machine.cache.totals(self._machine, self._samples)
 
     def updates(self) -> Iterator[list[MicroBatch]]:
         """One update."""
         yield self._machine.pack(self._samples, range(len(self._samples)), [index // 2 for index in range(len(self._samples))])
+
+    def advantages(self) -> Mapping[tuple[str, int], float]:
+        """None: nothing was sampled."""
+        return {}
 
     def part(self, batch: MicroBatch) -> Part:
         """The loss of the micro-batch's pairs."""

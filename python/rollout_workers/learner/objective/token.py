@@ -41,6 +41,7 @@ class Tokens:
         self._whole: list[MicroBatch] | None = None
         self._count = float(len(samples))
         self._normalizer = _trained(samples)
+        self._check_teacher(samples)
         if not self._normalizer:
             raise BadBatch(f"step {step}: no token of the {len(samples)} samples is trained on; see their loss masks")
         self.metrics["tokens/trained"] = self._normalizer
@@ -91,6 +92,17 @@ class Tokens:
             sums |= value.sums
         return Part(loss, len(batch.target), sums | self._measured(batch, policy))
 
+    def advantages(self) -> Mapping[tuple[str, int], float]:
+        """(group_key, sample) -> advantage; where tokens have their own, the mean over the trained ones."""
+        if self._advantages is None:
+            return {}
+        values = self._advantages.double()
+        if self._by_token:
+            assert self._index is not None
+            count = torch.bincount(self._index.sample, minlength=len(self._samples)).clamp(min=1)
+            values = torch.zeros(len(self._samples), dtype=torch.float64).index_add_(0, self._index.sample, values) / count
+        return {(s.group_key, s.sample): value for s, value in zip(self._samples, values.tolist(), strict=True)}
+
     def _begin(self, chosen: Sequence[int]) -> list[MicroBatch]:
         """The micro-batches of an update over some samples, and its normalisers. A sample whose advantages are all 0 gives no
         gradient unless the loss has other terms: it counts, and is not computed."""
@@ -112,6 +124,14 @@ class Tokens:
             active = np.bincount(self._index.sample.numpy(), weights=active, minlength=len(self._samples)) > 0
         return [index for index in chosen if active[index]]
 
+    def _check_teacher(self, samples: Sequence[TrainSample]) -> None:
+        """Before anything is computed: a rank must not fail alone. Raises ``BadBatch``."""
+        if not self._needs.teacher or self._machine.teacher is not None:
+            return
+        for sample in samples:
+            if sample.teacher_logprobs is None and sample.loss_mask[1:].any():
+                raise BadBatch(f"sample {sample.sample} of group {sample.group_key} has no logprobs of the teacher")
+
     def _rewards(self, samples: Sequence[TrainSample]) -> Tensor:
         """float64 [S], shaped. Raises ``BadBatch``."""
         rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
@@ -125,10 +145,17 @@ class Tokens:
         """bool [S]: samples that count in no loss, now that advantages are known."""
         left_out = _truncated(self._samples) & self._algorithm.mask_truncated
         if self._algorithm.drop_equal_groups:
-            equal = equal_groups(rewards, self._groups)
+            equal = self._without_gradient() if _by_parts(self._samples) else equal_groups(rewards, self._groups)
             self.metrics["groups/equal_rewards"] = float(len(set(self._groups[equal].tolist())))
             left_out = left_out | equal
         return left_out
+
+    def _without_gradient(self) -> Tensor:
+        """bool [S]: samples of groups none of whose tokens has an advantage; equal sums of token rewards may still differ."""
+        assert self._index is not None and self._advantages is not None
+        tokens = (self._advantages != 0).float()
+        active = torch.zeros(self._number).index_add_(0, self._groups[self._index.sample], tokens)
+        return (active == 0)[self._groups]
 
     def _ahead(self) -> bool:
         by_estimate = self._algorithm.advantages is None and self._algorithm.estimate is not None
@@ -146,23 +173,27 @@ class Tokens:
         self._whole = machine.pack(self._samples, range(len(self._samples)))
         wanted = {"logprobs": self._needs.old_logprobs, "reference": self._needs.reference, "values": self._needs.critic}
         self._known = {name: torch.zeros(index.size) for name, needed in wanted.items() if needed}
-        for batch in self._whole:
+        for batch, mine in machine.ranks.deal(self._whole):
             slots = index.of(batch)
+            found: dict[str, Tensor] = {}
             on_policy = machine.critic is not None and machine.critic.on_policy
             policy = None
             if "logprobs" in self._known or on_policy:
                 policy = machine.policy.logprobs(batch, temperature=machine.temperature, hidden=on_policy)
-            if "logprobs" in self._known and policy is not None:
-                self._known["logprobs"][slots] = policy.tokens.cpu()
+            if policy is not None:
+                found["logprobs"] = policy.tokens
             if machine.critic is not None:
-                self._known["values"][slots] = machine.critic.values(batch, policy.hidden if policy else None).cpu()
+                found["values"] = machine.critic.values(batch, policy.hidden if policy else None)
             if machine.reference is not None:
-                self._known["reference"][slots] = machine.reference.logprobs(batch, temperature=machine.temperature).cpu()
+                found["reference"] = machine.reference.logprobs(batch, temperature=machine.temperature)
+            for name in self._known.keys() & found.keys() if mine else ():
+                self._known[name][slots] = found[name].cpu()
+        machine.ranks.add_up(list(self._known.values()))
 
     def _estimate(self, rewards: Tensor) -> None:
         """Set the advantages, and what is to be told of them."""
         algorithm, samples = self._algorithm, self._samples
-        by_token = any(sample.token_rewards is not None for sample in samples)
+        by_token = _by_parts(samples)
         if algorithm.advantages is not None and not by_token:
             advantages = algorithm.advantages(rewards, self._groups)
             active = torch.zeros(self._number).index_add_(0, self._groups, (advantages != 0).float())
@@ -191,16 +222,15 @@ class Tokens:
         )
 
     def _taught(self, batch: MicroBatch, like: Tensor) -> Tensor:
-        """float32 [N]: the teacher's logprobs, from the samples where they carry them. Raises ``BadBatch``."""
+        """float32 [N]: the teacher's logprobs, from the samples where they carry them."""
         machine = self._machine
         if machine.teacher is not None:
             return machine.teacher.logprobs(batch, temperature=machine.temperature)
         found = np.empty(len(batch.sample), np.float32)
         for number in np.unique(batch.sample):
-            sample, here = self._samples[number], batch.sample == number
-            if sample.teacher_logprobs is None:
-                raise BadBatch(f"sample {sample.sample} of group {sample.group_key} has no logprobs of the teacher")
-            found[here] = sample.teacher_logprobs[batch.place[here]]
+            logprobs, here = self._samples[number].teacher_logprobs, batch.sample == number
+            assert logprobs is not None
+            found[here] = logprobs[batch.place[here]]
         return torch.from_numpy(found).to(like.device)
 
     def _tokens(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None) -> TokenBatch:
@@ -255,6 +285,10 @@ class Tokens:
 
 def _trained(samples: Sequence[TrainSample]) -> float:
     return float(sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples))
+
+
+def _by_parts(samples: Sequence[TrainSample]) -> bool:
+    return any(sample.token_rewards is not None for sample in samples)
 
 
 def _without_loss(sample: TrainSample) -> TrainSample:

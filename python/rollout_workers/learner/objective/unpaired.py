@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ class Unpaired:
     def updates(self) -> Iterator[list[MicroBatch]]:
         """One update."""
         yield self._machine.pack(self._samples, range(len(self._samples)))
+
+    def advantages(self) -> Mapping[tuple[str, int], float]:
+        """None: nothing was sampled."""
+        return {}
 
     def part(self, batch: MicroBatch) -> Part:
         """The loss of the micro-batch's samples."""

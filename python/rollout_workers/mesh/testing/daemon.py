@@ -1,4 +1,4 @@
-"""A ``rolloutd`` with NATS and the registry alone."""
+"""A ``rolloutd`` with NATS and the registry alone, or with what a test names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ _START_SECONDS = 20.0
 class Daemon:
     """A child process with its own state folder. ``stop`` and ``start`` again: the same folder, other ports."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, *, targets: str = "nats,registry", options: Sequence[str] = ()) -> None:
+        """targets: what it hosts. options: further flags."""
         self.state = state
+        self._flags = ["--target", targets, "--state-dir", str(state), *options]
         self._process: subprocess.Popen[bytes] | None = None
         self.nats_url = ""
         self.consul = ""
@@ -30,9 +33,7 @@ class Daemon:
         (self.state / "rolloutd.json").unlink(missing_ok=True)
         self.state.mkdir(parents=True, exist_ok=True)
         with open(self.state / "rolloutd.log", "ab") as log:
-            self._process = subprocess.Popen(
-                [binary(), "--target", "nats,registry", "--state-dir", str(self.state)], stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen([binary(), *self._flags], stdout=log, stderr=log)
         told = self._wait_for_file()
         self.nats_url, self.consul = told["nats"], told["consul"]
         self.token = Path(told["token_file"]).read_text().strip()

@@ -20,6 +20,7 @@ from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.run.v1.run_pb2 import PromptGroup, WorkerSpec
 from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryBatch, TrajectoryEnvelope
 from rollout_workers.harness.episode import sample_seed
+from rollout_workers.mesh.spec import secrets_of
 from rollout_workers.mesh.testing.daemon import REPOSITORY, Daemon
 
 RUN = "run-test"
@@ -93,6 +94,7 @@ def config(example: Example, algorithm: str = "grpo", **changes: Any) -> RunConf
         },
         "engine": {"kind": "transformers", "workers": 1, "slots": 32, "max_model_len": 64, "threads": 1},
         "staleness": {"max_steps": 0},
+        "completions": {"per_step": 4, "every_steps": 1},
     }
     for name, change in changes.items():
         tables[name] = {**tables.get(name, {}), **change} if isinstance(change, dict) else change
@@ -222,7 +224,14 @@ def trajectory(envelope: TrajectoryEnvelope) -> Trajectory:
 
 
 def write_spec(path: Path, made: WorkerSpec) -> Path:
-    """The spec as the scheduler writes it."""
-    path.write_text(json.dumps(json_format.MessageToDict(made, preserving_proto_field_name=True)))
+    """The spec as the scheduler writes it: secrets in files beside it."""
+    written = WorkerSpec.FromString(made.SerializeToString())
+    for message, name in secrets_of(written):
+        if secret := getattr(message, name):
+            beside = path.with_suffix(f".{name}")
+            beside.write_text(secret)
+            beside.chmod(0o600)
+            setattr(message, name, f"file:{beside}")
+    path.write_text(json.dumps(json_format.MessageToDict(written, preserving_proto_field_name=True)))
     path.chmod(0o600)
     return path

@@ -56,7 +56,8 @@ class InProcess:
     async def ended(self) -> int:
         """Return when it has left by itself."""
         assert self.task is not None
-        await asyncio.wait_for(self.task, 30)
+        async with asyncio.timeout(30):
+            await self.task
         if self.channel is not None:
             await self.channel.close()
         await asyncio.to_thread(self.events.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollout_workers.algorithms import Needs, build_algorithm, config_type
+from rollout_workers.algorithms.advantage import NORMALIZATIONS
+from rollout_workers.algorithms.divergence import ESTIMATORS
+from rollout_workers.algorithms.importance import CORRECTIONS, LEVELS
+from rollout_workers.algorithms.reduction import REDUCTIONS
 from rollout_workers.algorithms.registry import BUILDERS
+from rollout_workers.learner.schedule import SHAPES
 
 from . import ours
 from .batches import CASES, batch
@@ -52,6 +58,7 @@ TITLES = {
     "ipo": "IPO",
     "kto": "KTO",
     "distillation": "On-policy distillation",
+    "online_dpo": "Online DPO",
 }
 CLIPPED = "-Σ min(r A, clip(r, 1 - low, 1 + high) A)"
 FORMULAS = {
@@ -70,18 +77,58 @@ FORMULAS = {
     "kto": "mean of w (1 - sigmoid(β (m - z))) desirable, w (1 - sigmoid(β (z - m))) not; "
     "z = max(0, mean log-ratio of mismatched completions)",
     "distillation": "-Σ r constant(log p_teacher - log p) / N",
+    "online_dpo": "DPO's (or IPO's, on sums over tokens) of the best and the worst sample of a group, by reward",
 }
+# What several algorithms have in common: key -> its values where they are names, and what it sets.
+SETTINGS: dict[str, tuple[Iterable[str], str]] = {
+    "reduction": (REDUCTIONS, "how token losses become one number: mean over tokens, over samples, or a sum over a constant"),
+    "normalization": (NORMALIZATIONS, "what rewards are compared with and scaled by"),
+    "baseline": (("group", "leave_one_out"), "whose mean reward is taken off"),
+    "normalize_std": ((), "whether advantages are divided by the standard deviation"),
+    "epochs": ((), "passes over a batch, each of `minibatches` updates"),
+    "clip_low": ((), "how far the ratio may fall below 1"),
+    "clip_high": ((), "how far it may rise above 1"),
+    "dual_clip": ((), "bound of the ratio where the advantage is negative (arXiv 1912.09729)"),
+    "kl_coefficient": ((), "weight of the divergence from the model that training began with"),
+    "kl_estimator": (ESTIMATORS, "how that is estimated from sampled tokens"),
+    "kl_in": (("loss", "reward"), "where it counts"),
+    "kl_target": ((), "divergence that the adaptive controller steers the coefficient to (arXiv 1909.08593)"),
+    "entropy_coefficient": ((), "weight of an entropy bonus"),
+    "overlong_share": ((), "last share of the longest completion, over which length costs reward (arXiv 2503.14476)"),
+    "mask_truncated": ((), "whether completions that were cut off carry no loss"),
+    "old_policy": (("proximal", "engine"), "whose logprobs the ratio is taken against"),
+    "importance_correction": (CORRECTIONS, "in async mode, what is done about older weights: cap, mask (IcePop) or nothing"),
+    "importance_level": (LEVELS, "of what the weight is: a token, a sample, or the mean over a sample"),
+}
+BESIDE = """
+## Beside the loss
+
+Rewards come from a function, a served reward model, an expression, or a weighted sum of several, for a sample or each of its
+steps or tokens ([rewards](rewards.md)); with `[algorithm.distillation]` a teacher stands in their place. Every loss can have:
+
+- full fine-tuning, LoRA or DoRA (`[lora]`), frozen tensors, gradient checkpointing, bfloat16 with float32 master weights;
+- AdamW in float32 or with moments in 8 bits, on one process or several ([the learner](learner.md)): the gradient is that of the
+  whole batch, however it is cut into micro-batches and dealt out to ranks;
+- learning rates that are {schedules} after a warm-up;
+- a gradient that is not finite, or beyond a limit, is refused, and the batch kept (`train.on_refused_gradient`);
+- prompts that samples share are computed once, and logits for trained tokens alone.
+
+A snapshot holds weights, moments, step, random numbers, the KL controller's coefficient, critic and the reference's sums, and
+the moving average of the weights where `train.ema_decay` keeps one, which no loss uses: the reference is the model that training
+began with. Nothing else has a state.
+"""
 OF_NO_ORACLE = [
     "The overlong penalty and process rewards have no counterpart that can be called alone; they are tested against numbers "
     "worked out by hand.",
-    "DAPO's dynamic sampling samples other groups in the place of those whose rewards are all equal; here they are left out of "
-    "the batch and of its mean, and the step is smaller.",
+    "DAPO's dynamic sampling happens before a batch is made (ADR 27) and compares rewards as they were given; a group that is "
+    "equal only after the overlong penalty is left out of the batch's mean here.",
     "Advantages are float64 from float64 rewards; a group whose rewards are all equal gets exactly 0, where the oracles leave a "
     "rounding residue over their epsilon.",
     "The ratio of a token is held within exp(±20), as verl's is; TRL's is not. verl also holds k3 at 10, where its gradient then "
     "vanishes; ours goes on pulling.",
     "verl refuses to whiten a batch of one token; ours gets advantage 0.",
     "In verl a completion without tokens loses its reward; here its reward counts in the mean of its group.",
+    "Online DPO takes the first of samples with the same reward; TRL's makes a pair of two equal samples too.",
     "KTO's reference point is that of the whole batch, TRL's that of a micro-batch: ours doesn't change with how a batch is cut.",
 ]
 
@@ -101,6 +148,9 @@ def rows(golden: dict[str, Tensor]) -> dict[str, dict[str, float]]:
             for part, tensor in zip(("loss", "gradient"), answer(batch(case)), strict=True):
                 if (what, case, part) not in DIFFERENCES:
                     note(what, distance(tensor, golden[f"{what}@{case}#{part}"]))
+        for part, tensor in zip(("loss", "gradient"), ours.pairs(batch(case), "online_dpo"), strict=True):
+            row, difference = found["online_dpo"], distance(tensor, golden[f"trl/dpo@{case}#{part}"])
+            row["trl/dpo"] = max(row.get("trl/dpo", 0.0), difference)
         for what, tensor in ours.estimates(batch(case)).items():
             note(f"verl/{what}", distance(tensor, golden[f"verl/{what}@{case}#estimate"]))
     return found
@@ -119,6 +169,10 @@ def render(differences: dict[str, dict[str, str]]) -> str:
     for name in BUILDERS:
         compared = ", ".join(f"{what} {difference}" for what, difference in sorted(differences[name].items()))
         text += f"| `{name}` | {_needs(name)} | {compared} |\n"
+    text += "\n## Settings that several share\n\n| key | values | default | what it sets |\n|---|---|---|---|\n"
+    for key, (values, what) in SETTINGS.items():
+        text += f"| `{key}` | {', '.join(f'`{value}`' for value in values) or ''} | {_defaults(key)} | {what} |\n"
+    text += BESIDE.format(schedules=f"{', '.join(SHAPES[:-1])} or {SHAPES[-1]}")
     text += "\n## Deliberate differences\n\n"
     seen: dict[str, list[str]] = {}
     for (what, case, part), reason in DIFFERENCES.items():
@@ -148,6 +202,20 @@ def read(text: str) -> dict[str, dict[str, str]]:
 def _documentation(name: str) -> str:
     module = importlib.import_module(BUILDERS[name][1].__module__)
     return (module.__doc__ or "") + (config_type(name).__doc__ or "")
+
+
+def _defaults(key: str) -> str:
+    """``0.2``; where algorithms differ ``0.2 (ppo, grpo), 0.0003 (gspo)``. Those that lack the key are left out."""
+    found: dict[str, list[str]] = {}
+    for name in BUILDERS:
+        for field in fields(config_type(name)):
+            if field.name == key:
+                found.setdefault(f"{field.default}".lower(), []).append(name)
+    if not found:
+        raise KeyError(f"no algorithm has the setting {key}")
+    if len(found) == 1:
+        return f"`{next(iter(found))}`"
+    return ", ".join(f"`{value}` ({', '.join(names)})" for value, names in found.items())
 
 
 def _needs(name: str) -> str:

@@ -1,0 +1,27 @@
+"""Producers and consumers of the trajectory buffer, for programs that bring their own sampler or learner. Imports no torch.
+
+    from rollout.client.buffer import Ledger, Sample, connect
+
+    with connect() as buffer:  # the local rolloutd; or connect("host:port", token="..")
+        buffer.open("my-run", Ledger(group_size=8, groups_per_step=32, rows=10_000))
+
+        with buffer.producer("my-run") as producer:
+            put = producer.put(0, [Sample(token_ids, logprobs, loss_mask) for ...])  # group 0; 8 samples
+            put.result()  # the samples are durable
+
+        for batch in buffer.consumer("my-run", steps=100):
+            train([sample for group in batch.groups for sample in group])
+            batch.commit()
+
+A group is leased whole, once all of its samples are there; a sample that was put before is dropped and counted, so a put may be
+repeated. On the buffer's host payloads are written once, by the producer, into a segment file that the buffer has lent it, and
+consumers map that file; elsewhere they travel by gRPC. Needs the extra ``buffer``: ``pip install rollout-rl[buffer]``.
+"""
+
+from rollout.client.buffer.buffer import Buffer, connect
+from rollout.client.buffer.consumer import Consumer, Leased, NotReady
+from rollout.client.buffer.producer import Producer, Put
+from rollout.client.buffer.sample import PayloadCorrupt, Sample
+from rollout.client.buffer.settings import Ledger
+
+__all__ = ["Buffer", "Consumer", "Leased", "Ledger", "NotReady", "PayloadCorrupt", "Producer", "Put", "Sample", "connect"]

@@ -1,0 +1,391 @@
+"""Puts groups of samples into the ledger.
+
+A put of some size writes its payloads into the segment that the buffer has lent, where there is one, and hands headers and places
+to the sender; a small one hands it everything. The sender keeps a stream open. Puts that come while a request is under way travel
+together with the next one, so small ones share messages and syncs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Self, cast
+
+import crc32c
+import grpc
+
+from rollout.buffer.v1 import buffer_pb2 as pb
+from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
+from rollout.client.buffer.calls import call
+from rollout.client.buffer.sample import Piece, Sample, pieces
+from rollout.client.buffer.segment import LentSegment
+from rollout.client.errors import RemoteError
+from rollout.trajectory.v1.trajectory_pb2 import TrajectoryBatch
+from rollout.weights.v1.weights_pb2 import WeightsReceipt
+
+_HEADER = struct.Struct("<II")  # length and CRC-32C before each payload
+_REQUESTS = 2  # unanswered ones of a stream: one is on its way while another is made durable
+_MOST_PUTS = 256  # of one request
+_MOST_BYTES = 32 << 20  # of inline payloads of one request
+_SMALL_BYTES = 256 << 10  # of payloads up to which a request waits for more puts
+_INLINE_BYTES = 64 << 10  # of a put that travels: a file of its own costs more than the copies, and a wait for the disk
+_WAIT_SECONDS = 0.001
+_WAKE = object()
+
+
+class Put(Future[pb.PutResult]):
+    """``result()`` returns when the samples are durable: how many were accepted, had been there, or were refused and why. It
+    can't be cancelled: what is on its way may arrive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A put on its way. segment, begin, size: its records, where they are in a file.
+    lengths: of the payloads."""
+
+    batch: TrajectoryBatch
+    segment: LentSegment | None
+    begin: int
+    size: int
+    lengths: list[int]
+    done: Put = field(default_factory=Put)
+
+    @property
+    def carried(self) -> int:
+        """Bytes that travel with the call."""
+        return 0 if self.segment else self.size
+
+
+class _Stream:
+    """Puts that went into one stream and are not answered yet, oldest first."""
+
+    def __init__(self, first: list[_Pending]) -> None:
+        self.unanswered, self.ended = deque([first]), False
+        self._lock = threading.Lock()
+        self._room = threading.Semaphore(_REQUESTS - 1)
+
+    def room(self) -> bool:
+        """Wait until another request may be sent; False where the stream has ended."""
+        self._room.acquire()
+        return not self.ended
+
+    def add(self, held: list[_Pending]) -> bool:
+        with self._lock:
+            if not self.ended:
+                self.unanswered.append(held)
+            return not self.ended
+
+    def answered(self) -> list[_Pending]:
+        with self._lock:
+            held = self.unanswered.popleft()
+        self._room.release()
+        return held
+
+    def end(self) -> list[list[_Pending]]:
+        """Nothing is added any more; what was not answered."""
+        with self._lock:
+            self.ended = True
+        self._room.release()
+        return list(self.unanswered)
+
+
+class Producer:
+    """Puts of one run, from any thread. Leaving its ``with`` waits for all of them."""
+
+    def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int) -> None:
+        self._stub = cast(Any, BufferServiceStub(channel))
+        self._metadata, self._run = metadata, run
+        self._room: SimpleQueue[None] = SimpleQueue()
+        for _ in range(in_flight):
+            self._room.put(None)
+        self._in_flight = in_flight
+        self._queue: SimpleQueue[Any] = SimpleQueue()  # of _Pending, _WAKE, and None at the end
+        self._writing = threading.Lock()  # of the segment and of which is lent
+        self._gathering = threading.Lock()  # one thread at a time
+        self._counting = threading.Lock()  # of _calling
+        self._calling = 0  # puts that are in requests
+        self._segment: LentSegment | None = None
+        self._old: list[LentSegment] = []
+        self._local = True
+        self._ended = False  # the end was taken from the queue
+        self._sender = threading.Thread(target=self._send, name="put", daemon=True)
+        self._sender.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def put(
+        self,
+        index: int,
+        samples: Sequence[Sample],
+        *,
+        epoch: int = 0,
+        attempt: int = 0,
+        first: int = 0,
+        group_size: int = 0,
+        receipt: WeightsReceipt | None = None,
+    ) -> Put:
+        """Put the samples of group ``index`` of an epoch; the arrays may be changed when this returns.
+
+        first: number of the first sample in the group. group_size: samples that make the group complete, without it those given.
+        receipt: the weights that the engine held. Waits while as many puts as may be in flight are. Raises ``ValueError`` for
+        arrays that don't fit; of a put that does not travel ``RemoteError`` where the buffer can't be asked for a segment,
+        ``OSError`` for a full disk. What else fails, the put's ``result()`` raises.
+        """
+        batch, records, lengths = TrajectoryBatch(), list[Piece](), list[int]()
+        for number, sample in enumerate(samples, first):
+            key = sample.about.key
+            key.run_id, key.epoch, key.index, key.attempt, key.sample = self._run, epoch, index, attempt, number
+            payload = pieces(sample)
+            length = crc = 0
+            for piece in payload:
+                crc = crc32c.crc32c(piece, crc)
+                length += len(piece)
+            envelope = batch.trajectories.add()
+            envelope.crc32c = crc
+            _describe(envelope.header, sample, group_size or len(samples), receipt)
+            records.append(_HEADER.pack(length, crc))
+            records += payload
+            lengths.append(length)
+        self._room.get()
+        try:
+            pending = self._write(batch, records, lengths)
+        except BaseException:
+            self._room.put(None)
+            raise
+        self._queue.put(pending)
+        return pending.done
+
+    def flush(self) -> None:
+        """Wait until everything that was put is durable, or has failed."""
+        for _ in range(self._in_flight):
+            self._room.get()
+        for _ in range(self._in_flight):
+            self._room.put(None)
+
+    def close(self) -> None:
+        """Wait for what was put, and let the segments go. Puts that failed say so where they are asked."""
+        self.flush()
+        self._queue.put(None)
+        self._sender.join()
+        with self._writing:
+            if self._segment is not None:
+                self._retire(self._segment)
+            self._local = False
+        if self._old:
+            with contextlib.suppress(RemoteError):  # else they are idle soon
+                self._call([])
+
+    def _write(self, batch: TrajectoryBatch, records: list[Piece], lengths: list[int]) -> _Pending:
+        size, begin = sum(lengths) + _HEADER.size * len(lengths), 0
+        if size <= _INLINE_BYTES:
+            _carry(batch, b"".join(records), lengths)
+            return _Pending(batch, None, begin, size, lengths)
+        with self._writing:
+            segment = self._current()
+            if segment is not None:
+                try:
+                    begin = segment.append(records, size)
+                except OSError:
+                    self._retire(segment)
+                    raise
+                segment.unanswered += 1
+        if segment is None:
+            _carry(batch, b"".join(records), lengths)
+            return _Pending(batch, None, begin, size, lengths)
+        _name(batch, segment, begin, lengths)
+        return _Pending(batch, segment, begin, size, lengths)
+
+    def _current(self) -> LentSegment | None:
+        """The segment to append to; None where payloads travel inline. Under the lock."""
+        if self._segment is not None and self._segment.full:
+            self._retire(self._segment)
+        if self._segment is None and self._local:
+            request = pb.LendSegmentRequest(run_id=self._run)
+            try:
+                lent = call(self._stub.LendSegment, request, self._metadata)
+            except RemoteError as error:
+                if error.reason != "SEGMENTS_NOT_LENT":
+                    raise
+                self._local = False
+                return None
+            self._segment = LentSegment.open(lent)
+            self._local = self._segment is not None
+        return self._segment
+
+    def _retire(self, segment: LentSegment) -> None:
+        if self._segment is segment:
+            self._segment = None
+            self._old.append(segment)
+
+    def _send(self) -> None:
+        """Put what is queued, stream after stream, until the end. Runs in the sender."""
+        while not self._ended and (held := self._gather(None)):
+            self._follow(_Stream(held))
+
+    def _follow(self, stream: _Stream) -> None:
+        """Put through one stream until it ends. What it leaves unanswered is put by calls, which say why where that fails too."""
+        try:
+            for answer in self._stub.StreamTrajectories(self._requests(stream), metadata=self._metadata):
+                self._settle(stream.answered(), answer.answer.results)
+        except grpc.RpcError:
+            pass  # a call tells
+        left = stream.end()
+        self._queue.put(_WAKE)  # who gathers for it
+        for held in left:
+            try:
+                results = self._call(held)
+            except BaseException as error:
+                self._settle(held, error)
+            else:
+                self._settle(held, results)
+
+    def _requests(self, stream: _Stream) -> Iterator[pb.StreamTrajectoriesRequest]:
+        """The requests of a stream. Runs in a thread of gRPC's, which takes one when it can send it."""
+        yield pb.StreamTrajectoriesRequest(put=self._request(stream.unanswered[0]))
+        while stream.room():
+            held = self._gather(stream)
+            if not held:
+                return
+            if not stream.add(held):  # it ended meanwhile
+                with self._counting:
+                    self._calling -= len(held)
+                for pending in held:
+                    self._queue.put(pending)
+                return
+            yield pb.StreamTrajectoriesRequest(put=self._request(held))
+
+    def _gather(self, stream: _Stream | None) -> list[_Pending]:
+        """The next puts of one request; nothing at the end, or where the stream has ended. Small ones wait a moment for company,
+        unless all that may be in flight are here."""
+        with self._gathering:
+            first = self._queue.get()
+            while first is _WAKE:
+                if stream is not None and stream.ended:
+                    return []
+                first = self._queue.get()
+            if first is None:
+                self._ended = True
+                return []
+            held, size, carried = [first], first.size, first.carried
+            while len(held) < _MOST_PUTS and carried < _MOST_BYTES:
+                wait = size < _SMALL_BYTES and len(held) + self._calling < self._in_flight
+                try:
+                    pending = self._queue.get(wait, _WAIT_SECONDS) if wait else self._queue.get_nowait()
+                except Empty:
+                    break
+                if pending is _WAKE:
+                    continue
+                if pending is None:
+                    self._queue.put(None)  # the end, once this is sent
+                    break
+                held.append(pending)
+                size += pending.size
+                carried += pending.carried
+            with self._counting:
+                self._calling += len(held)
+            return held
+
+    def _request(self, held: Sequence[_Pending]) -> pb.PutTrajectoriesRequest:
+        with self._writing:
+            finished = [segment for segment in self._old if not segment.unanswered]
+            self._old = [segment for segment in self._old if segment.unanswered]
+        for segment in finished:
+            segment.close()
+        returned = [segment.lending for segment in finished]
+        return pb.PutTrajectoriesRequest(run_id=self._run, puts=[pending.batch for pending in held], returned=returned)
+
+    def _call(self, held: Sequence[_Pending]) -> Sequence[pb.PutResult]:
+        while True:
+            try:
+                return call(self._stub.PutTrajectories, self._request(held), self._metadata).results
+            except RemoteError as error:
+                if error.reason != "SEGMENT_NOT_LENT":
+                    raise
+            self._rewrite(held)
+
+    def _rewrite(self, held: Sequence[_Pending]) -> None:
+        """The buffer began anew and does not know the segments: write the records again, into one that it lends now."""
+        with self._writing:
+            if self._segment is not None and any(pending.segment is self._segment for pending in held):
+                self._retire(self._segment)
+            for pending in held:
+                old = pending.segment
+                if old is None:
+                    continue
+                data = old.read(pending.begin, pending.size)
+                new = self._current()
+                if new is None:
+                    _carry(pending.batch, data, pending.lengths)
+                else:
+                    pending.begin = new.append([data], pending.size)
+                    new.unanswered += 1
+                    _name(pending.batch, new, pending.begin, pending.lengths)
+                old.unanswered -= 1  # together with the segment, so that each is counted down once, whatever fails
+                pending.segment = new
+
+    def _settle(self, held: Sequence[_Pending], outcome: Sequence[pb.PutResult] | BaseException) -> None:
+        with self._writing:
+            for pending in held:
+                if pending.segment is not None:
+                    pending.segment.unanswered -= 1
+        with self._counting:
+            self._calling -= len(held)
+        for _ in held:
+            self._room.put(None)
+        if isinstance(outcome, BaseException):
+            for pending in held:
+                pending.done.set_exception(outcome)
+            return
+        for pending, result in zip(held, outcome, strict=True):
+            pending.done.set_result(result)
+
+
+def _name(batch: TrajectoryBatch, segment: LentSegment, begin: int, lengths: Sequence[int]) -> None:
+    """Say where the payloads of a put lie."""
+    at = begin
+    for envelope, length in zip(batch.trajectories, lengths, strict=True):
+        place = envelope.place
+        place.segment, place.offset, place.length = segment.number, at + _HEADER.size, length
+        place.lending = segment.lending
+        at += _HEADER.size + length
+
+
+def _carry(batch: TrajectoryBatch, records: bytes, lengths: Sequence[int]) -> None:
+    """Let the payloads of a put travel with it."""
+    at = 0
+    for envelope, length in zip(batch.trajectories, lengths, strict=True):
+        at += _HEADER.size
+        envelope.payload = records[at : at + length]
+        envelope.ClearField("place")
+        at += length
+
+
+def _describe(header: Any, sample: Sample, group_size: int, receipt: WeightsReceipt | None) -> None:
+    about = sample.about
+    header.key.CopyFrom(about.key)
+    header.group_size = group_size
+    header.outcome = about.outcome
+    header.reward = about.reward
+    header.tokens = len(sample.token_ids)
+    header.completion_tokens = header.tokens - about.prompt_tokens
+    if about.reason:
+        header.reason = about.reason
+    if about.version_spans:
+        versions = [span.version for span in about.version_spans]
+        header.min_version, header.max_version = min(versions), max(versions)
+    if receipt is not None:
+        header.receipt.CopyFrom(receipt)

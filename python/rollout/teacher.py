@@ -1,0 +1,199 @@
+"""Asking an OpenAI-compatible endpoint how likely tokens are: the teacher of on-policy distillation. Imports no torch.
+
+    teacher = TeacherEndpoint("http://127.0.0.1:8000/v1", "teacher", protocol="prompt_logprobs")
+    teacher.logprobs([5, 9, 3, 7], prompt_tokens=2)      # of tokens 3 and 7
+
+The tokens travel as ids, so nothing is tokenised again; the answer's tokens are compared with them all the same: a server that
+puts a begin token before them, or has another vocabulary, would teach nonsense.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import requests
+
+from rollout.errors import RolloutError
+
+__all__ = [
+    "Pieces",
+    "TeacherBadAnswer",
+    "TeacherEndpoint",
+    "TeacherError",
+    "TeacherRefused",
+    "TeacherTimeout",
+    "TeacherTokensDiffer",
+    "TeacherUnreachable",
+]
+
+Pieces = Callable[[int], Sequence[str]]
+"""The texts that a token of ours may be called by."""
+Protocol = Literal["echo", "prompt_logprobs"]
+_EXCERPT = 300
+
+
+class TeacherError(RolloutError):
+    """Base of everything that can go wrong with a teacher. ``again``: whether the same call may work later."""
+
+    again = False
+
+
+class TeacherUnreachable(TeacherError):
+    """Nobody answers there, or the server has a failure of its own."""
+
+    reason = "TEACHER_UNREACHABLE"
+    again = True
+
+
+class TeacherTimeout(TeacherError):
+    """It did not answer within the time limit."""
+
+    reason = "TEACHER_TIMEOUT"
+    again = True
+
+
+class TeacherRefused(TeacherError):
+    """It refused the request: a wrong key or model's name, or something that it can't do."""
+
+    reason = "TEACHER_REFUSED"
+
+
+class TeacherBadAnswer(TeacherError):
+    """The answer lacks the log-probabilities."""
+
+    reason = "TEACHER_BAD_ANSWER"
+
+
+class TeacherTokensDiffer(TeacherError):
+    """The answer is of other tokens than were sent."""
+
+    reason = "TEACHER_TOKENS_DIFFER"
+
+
+class TeacherEndpoint:
+    """A client. Calls block, and may be made from several threads at a time."""
+
+    def __init__(
+        self, base_url: str, model: str, *, api_key: str = "", protocol: str = "echo", timeout_seconds: float = 60.0,
+        pieces: Pieces | None = None,
+    ) -> None:  # fmt: skip
+        """base_url: where its API begins. api_key: the key itself. pieces: to compare tokens by their texts, where ids don't come
+        back."""
+        self._url = base_url.rstrip("/") + "/completions"
+        self._model, self._key, self._protocol = model, api_key, protocol
+        self._timeout, self._pieces = timeout_seconds, pieces
+        self._local = threading.local()
+
+    def logprobs(self, token_ids: Sequence[int], prompt_tokens: int) -> list[float]:
+        """The teacher's log-probability of each token from ``prompt_tokens`` (at least 1) on, given those before it, at
+        temperature 1. Raises :class:`TeacherError`."""
+        if not 1 <= prompt_tokens <= len(token_ids):
+            raise ValueError(f"prompt_tokens must be from 1 to {len(token_ids)}, it is {prompt_tokens}")
+        body: dict[str, Any] = {"model": self._model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 1.0}
+        body |= {"prompt_logprobs": 1} if self._protocol == "prompt_logprobs" else {"echo": True, "logprobs": 1}
+        answer = self._post(body)
+        try:
+            choice = answer["choices"][0]
+            given = self._by_id(choice, token_ids) if self._protocol == "prompt_logprobs" else self._by_text(choice, token_ids)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise TeacherBadAnswer(
+                f"the answer of {self._url} has no log-probabilities of the prompt ({self._protocol})",
+                mend='try the other `protocol`: "echo" or "prompt_logprobs"',
+            ) from error
+        found = given[prompt_tokens:]
+        for place, value in enumerate(found, prompt_tokens):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value > 1e-3:
+                raise TeacherBadAnswer(f"the log-probability of token {place} is {value!r}")
+        return [float(cast(float, value)) for value in found]
+
+    def _by_id(self, choice: dict[str, Any], ids: Sequence[int]) -> list[object]:
+        """vLLM: for each token of the prompt a mapping from ids to what is known of them, among them the prompt's own."""
+        entries: list[dict[str, dict[str, Any]] | None] = choice["prompt_logprobs"]
+        self._check_count(len(entries), ids, more=0)
+        for place, (entry, token) in enumerate(zip(entries, ids, strict=True)):
+            if entry is not None and str(token) not in entry:
+                raise self._differ(place, token, ", ".join(entry))
+        return [None if entry is None else entry[str(token)]["logprob"] for entry, token in zip(entries, ids, strict=True)]
+
+    def _by_text(self, choice: dict[str, Any], ids: Sequence[int]) -> list[object]:
+        """OpenAI: tokens by their texts, and after those of the prompt the one that was sampled."""
+        texts: list[str] = choice["logprobs"]["tokens"]
+        values: list[object] = choice["logprobs"]["token_logprobs"]
+        self._check_count(len(texts), ids, more=1)
+        if len(values) != len(texts):
+            raise TeacherBadAnswer(f"the answer has {len(texts)} tokens and {len(values)} log-probabilities")
+        for place, (text, token) in enumerate(zip(texts, ids, strict=False)):
+            if not self._same(text, token):
+                raise self._differ(place, token, repr(text))
+        return values[: len(ids)]
+
+    def _check_count(self, count: int, ids: Sequence[int], more: int) -> None:
+        if not len(ids) <= count <= len(ids) + more:
+            raise TeacherTokensDiffer(
+                f"{len(ids)} tokens were sent and the answer of {self._url} has {count}",
+                mend="the server must take tokens as they are: without a begin token put before them",
+            )
+
+    def _same(self, text: str, token: int) -> bool:
+        if text.startswith("token_id:"):
+            return text == f"token_id:{token}"
+        if self._pieces is None or "�" in text or text.startswith("bytes:"):  # a part of a character
+            return True
+        names = [_plain(name) for name in self._pieces(token)]
+        return _plain(text) in names or any("�" in name for name in names)
+
+    def _differ(self, place: int, token: int, theirs: str) -> TeacherTokensDiffer:
+        ours = f" ({', '.join(sorted({repr(name) for name in self._pieces(token)}))})" if self._pieces else ""
+        return TeacherTokensDiffer(
+            f"token {place} was sent as {token}{ours} and came back as {theirs}", mend="take a teacher with the same tokenizer"
+        )
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            response = self._session().post(self._url, json=body, timeout=self._timeout)
+            if not response.ok:
+                raise self._refused(response)
+            answer: object = response.json()
+        except requests.Timeout as error:
+            raise self._late() from error
+        except requests.JSONDecodeError as error:
+            raise TeacherBadAnswer(f"the answer of {self._url} is no JSON: {error}", mend="correct `base_url`") from error
+        except requests.RequestException as error:
+            raise TeacherUnreachable(
+                f"can't reach the teacher at {self._url}: {error}", mend="start its server, or correct `base_url`"
+            ) from error
+        if not isinstance(answer, dict):
+            raise TeacherBadAnswer(f"the answer of {self._url} is no JSON object", mend="correct `base_url`")
+        return cast(dict[str, Any], answer)
+
+    def _session(self) -> requests.Session:
+        """This thread's: its connection stays open from one call to the next."""
+        held = getattr(self._local, "session", None)
+        if held is None:
+            held = self._local.session = requests.Session()
+            if self._key:
+                held.headers["Authorization"] = f"Bearer {self._key}"
+        return held
+
+    def _late(self) -> TeacherTimeout:
+        return TeacherTimeout(
+            f"the teacher at {self._url} took longer than {self._timeout:g} s",
+            mend="raise `timeout_seconds`, or lower `concurrency`",
+        )
+
+    def _refused(self, response: requests.Response) -> TeacherError:
+        told = " ".join(response.text.split())[:_EXCERPT]
+        message = f"the teacher at {self._url} answers {response.status_code}: {told}"
+        if response.status_code in (408, 429) or response.status_code >= 500:
+            return TeacherUnreachable(message, mend="see its log; lower `concurrency` where it is too busy")
+        if response.status_code in (401, 403):
+            return TeacherRefused(message, mend="name its key with `api_key`")
+        return TeacherRefused(message, mend="correct `base_url`, `model` or `protocol`")
+
+
+def _plain(text: str) -> str:
+    """A piece without the marks of blanks, which servers write in several ways."""
+    return text.replace("▁", " ").replace("Ġ", " ").replace("Ċ", "\n").strip()

@@ -1,0 +1,96 @@
+"""What can be wrong with a batch before or while it runs. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rollout.errors import RolloutError
+
+EXIT_DATA = 65
+EXIT_NO_INPUT = 66
+EXIT_SOFTWARE = 70
+EXIT_CANNOT_MAKE = 73
+EXIT_INTERRUPTED = 130
+
+
+class BatchError(RolloutError):
+    """Base; ``code`` is the exit code (sysexits)."""
+
+    code: ClassVar[int] = EXIT_DATA
+
+
+class SpecInvalid(BatchError):
+    """The file that says what to do is missing or can't be read."""
+
+    reason: ClassVar[str] = "BATCH_SPEC_INVALID"
+    code: ClassVar[int] = EXIT_NO_INPUT
+
+
+class MissingFile(BatchError):
+    """The dataset or the model is not there."""
+
+    reason: ClassVar[str] = "MISSING_FILE"
+    code: ClassVar[int] = EXIT_NO_INPUT
+
+
+class BadDataset(BatchError):
+    """The dataset holds no rows, or something that is no row."""
+
+    reason: ClassVar[str] = "BAD_ROW"
+
+
+class BadPrompt(BatchError):
+    """Rows that no prompt can be made of, or none that fits."""
+
+    reason: ClassVar[str] = "PROMPT_INVALID"
+
+
+class BadModel(BatchError):
+    """The folder holds no model that can be loaded."""
+
+    reason: ClassVar[str] = "BAD_MODEL"
+
+
+class WeightsDiffer(BatchError):
+    """The weights that were loaded are not those that the snapshot names."""
+
+    reason: ClassVar[str] = "WEIGHTS_MISMATCH"
+
+
+class InputsChanged(BatchError):
+    """The journal was begun with other inputs."""
+
+    reason: ClassVar[str] = "INPUTS_CHANGED"
+
+
+class JournalDamaged(BatchError):
+    """The journal can't be read."""
+
+    reason: ClassVar[str] = "JOURNAL_DAMAGED"
+
+
+class JournalBusy(BatchError):
+    """Another process writes the same journal."""
+
+    reason: ClassVar[str] = "JOURNAL_BUSY"
+    code: ClassVar[int] = EXIT_CANNOT_MAKE
+
+
+class CannotWrite(BatchError):
+    """The output or the journal can't be written."""
+
+    reason: ClassVar[str] = "CANNOT_WRITE"
+    code: ClassVar[int] = EXIT_CANNOT_MAKE
+
+
+class LibraryMissing(BatchError):
+    """Parquet needs a library that is not installed."""
+
+    reason: ClassVar[str] = "LIBRARY_MISSING"
+    code: ClassVar[int] = EXIT_NO_INPUT
+
+
+class SamplesFailed(BatchError):
+    """Some samples are INFRA_FAILED; the output was not written."""
+
+    reason: ClassVar[str] = "SAMPLES_FAILED"

@@ -1,0 +1,66 @@
+"""What of a safetensors file matters to those who send it: where its tensors begin, and how wide their elements are."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+_ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring elements of one width: first byte in the file, bytes an element, elements."""
+
+    start: int
+    width: int
+    count: int
+
+
+def read_layout(file: Any) -> tuple[bytes, list[Span]]:
+    """What stands before the tensors, and the tensors as spans in the order of their bytes. file: a buffer of bytes.
+
+    Raises ``ValueError`` for what is no safetensors file or is cut short.
+    """
+    view = memoryview(file).cast("B")
+    size = struct.unpack_from("<Q", view)[0] if len(view) >= 8 else 0
+    if not 2 <= size <= len(view) - 8:
+        raise ValueError(f"no safetensors file: {len(view)} bytes, of which the header should take {size}")
+    head = bytes(view[: 8 + size])
+    try:
+        entries = [entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"]
+        places = sorted((*map(int, entry["data_offsets"]), _ITEM_BYTES[entry["dtype"]]) for entry in entries)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the header is no safetensors header: {error!r}") from error
+    spans: list[Span] = []
+    at = 0
+    for start, stop, width in places:
+        if start != at or stop < start or (stop - start) % width:
+            raise ValueError(f"a tensor lies from {start} to {stop}, where one should begin at {at}")
+        count = (stop - start) // width
+        if spans and spans[-1].width == width:
+            spans[-1] = Span(spans[-1].start, width, spans[-1].count + count)
+        elif count:
+            spans.append(Span(len(head) + start, width, count))
+        at = stop
+    if len(head) + at != len(view):
+        raise ValueError(f"{len(view)} bytes; the header tells of {len(head) + at}")
+    return head, spans

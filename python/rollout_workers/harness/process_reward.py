@@ -1,0 +1,29 @@
+"""Process rewards: what parts of a completion are worth, laid on its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollout.plugin import Step
+
+TAKEN_BY = frozenset({"ppo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "cispo"})
+"""Algorithms with an advantage of its own for each token. The others (GSPO, RLOO) take a completion as one action."""
+
+
+def spread(steps: Sequence[Step], tokens: int, text_of: Callable[[int], str]) -> tuple[float, ...]:
+    """The reward of each token: that of a step stands at the token that completes it. ``tokens`` floats.
+
+    text_of: text of the first n tokens. Example: tokens ``3 * 4`` | `` = 12`` and a step of 7 characters: (0.0, reward).
+    """
+    rewards = [0.0] * tokens
+    for step in steps:
+        low, high = 1, tokens
+        while low < high:  # the fewest tokens whose text reaches the end of the step
+            middle = (low + high) // 2
+            if len(text_of(middle)) >= step.end:
+                high = middle
+            else:
+                low = middle + 1
+        if tokens:
+            rewards[low - 1] += step.reward
+    return tuple(rewards)

@@ -1,0 +1,80 @@
+"""Work that a slow worker has not begun moves to idle ones.
+
+A worker that has slots free and gets nothing says so, with how many groups it has room for. One of those that hold untouched work
+hears it (a NATS queue group, so it is one alone) and gives some back to JetStream, whose redelivery carries it over. Where nobody
+is idle, or nobody holds anything, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from rollout_workers.inference.puller import Puller
+from rollout_workers.mesh.stream import WorkQueue
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+"""Between two looks; and how long a worker is idle before it says so, and work untouched before it is given back."""
+_MOST_LOOKS = 16  # between two calls of a worker that stays idle, as when all wait for the learner
+_HOLDERS = "holders"
+
+
+class Sharing:
+    """Belongs to the worker's event loop."""
+
+    def __init__(self, client: Client, subject: str, puller: Puller, queue: WorkQueue, group_slots: int) -> None:
+        """subject: of the run's idle workers. group_slots: slots that must be free for a worker to want a group."""
+        self._client, self._subject, self._puller, self._queue = client, subject, puller, queue
+        self._group_slots = group_slots
+        self._listening: Subscription | None = None
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        idle, call = 0, 1  # looks in a row that found nothing to do, and the one at which to say so
+        try:
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                await self._listen(bool(self._puller.untouched()))
+                wanted = self._wanted()
+                idle = idle + 1 if wanted else 0
+                if not idle:
+                    call = 1
+                elif idle >= call:
+                    await self._say(wanted)
+                    call = idle + min(_MOST_LOOKS, 2 * call)
+        finally:
+            await self._listen(False)
+
+    def _wanted(self) -> int:
+        """Groups that there are slots for and that were asked for in vain."""
+        if self._puller.waiting:
+            return 0
+        return max(0, min(self._puller.free // self._group_slots, self._queue.outstanding))
+
+    async def _say(self, groups: int) -> None:
+        try:
+            await self._client.publish(self._subject, str(groups).encode())
+        except NatsError as error:
+            log.debug("idle: %r", error)
+
+    async def _listen(self, wanted: bool) -> None:
+        try:
+            if wanted and self._listening is None:
+                self._listening = await self._client.subscribe(self._subject, queue=_HOLDERS, cb=self._heard)
+            elif not wanted and self._listening is not None:
+                listening, self._listening = self._listening, None
+                await listening.unsubscribe()
+        except NatsError as error:
+            log.debug("listen to idle workers: %r", error)
+
+    async def _heard(self, message: Msg) -> None:
+        given = await self._puller.share(int(message.data), LOOK_SECONDS)
+        if given:
+            log.info("gave %d groups that were not begun to an idle worker", len(given))

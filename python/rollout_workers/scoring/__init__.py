@@ -1,0 +1,1 @@
+"""The reward worker: serves a trained reward model to the inference workers of its run."""

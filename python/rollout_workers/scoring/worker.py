@@ -1,0 +1,67 @@
+"""The process of a reward worker: everything is made, started and stopped here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from rollout.reward.v1 import reward_pb2
+from rollout.reward.v1.reward_pb2_grpc import add_RewardWorkerServiceServicer_to_server
+from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.harness.prompts import Text
+from rollout_workers.harness.reward_config import models_of
+from rollout_workers.mesh.lifecycle import Lifecycle
+from rollout_workers.mesh.registration import Registration
+from rollout_workers.mesh.serving import Server
+from rollout_workers.mesh.spec import Identity, SpecError, is_deterministic, model_directory, resolve
+from rollout_workers.mesh.tls import of_mesh
+from rollout_workers.scoring.model import RewardModel
+from rollout_workers.scoring.server import RewardServer
+
+log = logging.getLogger(__name__)
+
+SERVICE = reward_pb2.DESCRIPTOR.services_by_name["RewardWorkerService"].full_name
+_GRACE_SECONDS = 10.0
+
+
+async def run_reward_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle) -> None:
+    """Load the model that this worker's number stands for, register and serve until ``lifecycle`` says to leave."""
+    model = await lifecycle.unless_leaving(asyncio.create_task(asyncio.to_thread(load, spec)))
+    if model is None or lifecycle.leaving:
+        return
+    servicer = RewardServer(who, model)
+    server = Server(spec.token, tls=of_mesh(spec))
+    add_RewardWorkerServiceServicer_to_server(servicer, server.grpc)
+    address = await server.start([SERVICE])
+    registration = Registration.of(spec, who, address, lifecycle)
+    await asyncio.to_thread(registration.start)
+    log.info("serving on %s", address)
+    await lifecycle.wait()
+    await asyncio.to_thread(registration.stop)
+    await server.stop(_GRACE_SECONDS)
+    servicer.close()
+
+
+def load(spec: WorkerSpec) -> RewardModel:
+    """The worker's model. Blocks. Raises :class:`SpecError` where the plan has no such reward model, ``BadSettings``."""
+    import torch
+
+    models = models_of(spec.plan.config.reward)
+    number = int(spec.worker_id.rpartition("-")[2])
+    if number >= len(models):
+        raise SpecError(f"the plan has {len(models)} reward models, none for {spec.worker_id}")
+    model = models[number]
+    if threads := model.threads or spec.threads:
+        torch.set_num_threads(threads)
+    began = time.monotonic()
+    folder = resolve(spec, model.path)
+    loaded = RewardModel(
+        folder,
+        dtype=getattr(torch, model.dtype or "float32"),
+        end=Text.load(model_directory(spec)).eos_id,
+        tokens=model.tokens_per_batch or 16_384,
+        alone=is_deterministic(spec.plan.config),
+    )
+    log.info("loaded %s in %.1f s", folder, time.monotonic() - began)
+    return loaded

@@ -1,0 +1,161 @@
+"""Producer and consumer against a real rolloutd."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout.buffer.v1 import buffer_pb2 as pb
+from rollout.client import RemoteError
+from rollout.client.buffer import Buffer, Ledger, NotReady, Sample, connect
+from rollout.client.buffer import consumer as consumer_module
+from rollout.client.buffer.segment import LentSegment, boot_id
+from rollout_workers.mesh.testing.daemon import Daemon
+
+SIZE = 4
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    options = ["--buffer-segment-bytes", "200000"]
+    started = Daemon(tmp_path / "state", targets="nats,registry,buffer", options=options).start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def buffer(daemon: Daemon) -> Iterator[Buffer]:
+    with connect(state=daemon.state) as connected:
+        connected.open("r", Ledger(group_size=SIZE, groups_per_step=2, rows=100, in_order=True))
+        yield connected
+
+
+def group(number: int, tokens: int = 50) -> list[Sample]:
+    ids = np.arange(tokens, dtype=np.int32)
+    return [Sample(ids + 1000 * number + n, np.full(tokens, -n, np.float32), np.ones(tokens, np.uint8)) for n in range(SIZE)]
+
+
+def same(got: list[Sample], want: list[Sample]) -> bool:
+    return len(got) == len(want) and all(
+        np.array_equal(a.token_ids, b.token_ids)
+        and np.array_equal(a.logprobs, b.logprobs)
+        and np.array_equal(a.loss_mask, b.loss_mask)
+        for a, b in zip(got, want, strict=True)
+    )
+
+
+def test_groups_arrive_whole_and_once(buffer: Buffer) -> None:
+    sizes = [50, 20_000, 3, 9_000, 1, 60_000]  # bytes and mapped files, several segments
+    with buffer.producer("r", in_flight=3) as producer:
+        puts = [producer.put(n, group(n, tokens)) for n, tokens in enumerate(sizes)]
+        twin = producer.put(0, group(0, 50))
+    assert [put.result().accepted for put in puts] == [SIZE] * len(sizes)
+    assert twin.result().duplicates == SIZE
+    for batch in buffer.consumer("r", steps=3):
+        for got in batch.groups:
+            number = got[0].about.key.index
+            assert same(got, group(number, sizes[number]))
+        record = batch.commit()
+        assert (record.step, record.groups) == (batch.step, 2)
+        assert batch.commit().chain == record.chain  # it may be repeated
+    with pytest.raises(NotReady, match="inference workers"):
+        buffer.consumer("r").lease(4, wait_seconds=0)
+
+
+def test_arrays_may_change_after_a_put(buffer: Buffer) -> None:
+    samples = group(0)
+    with buffer.producer("r") as producer:
+        for n in range(2):
+            samples[0].token_ids[0] = n
+            producer.put(n, samples)
+    batch = buffer.consumer("r").lease(1)
+    assert [got[0].token_ids[0] for got in batch.groups] == [0, 1]
+
+
+def test_elsewhere_payloads_travel(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LentSegment, "open", lambda *_: None)  # as if the buffer were on another host
+
+    def not_here(*_: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(consumer_module.SegmentReader, "read", not_here)
+    with buffer.producer("r") as producer:
+        for n in range(2):
+            producer.put(n, group(n, 9_000))
+    batch = buffer.consumer("r").lease(1)
+    assert all(same(got, group(n, 9_000)) for n, got in enumerate(batch.groups))
+
+
+def test_a_file_of_another_host_is_not_written_to(buffer: Buffer, tmp_path: Path) -> None:
+    path = tmp_path / "000001.seg"
+    path.write_bytes(b"RSEG0001")
+    lent = pb.LendSegmentResponse(
+        segment=1, path=str(path), inode=path.stat().st_ino, offset=8, roll_bytes=100, boot_id=boot_id()
+    )
+    here = LentSegment.open(lent)
+    assert here is not None
+    here.close()
+    for field, value in (("inode", lent.inode + 1), ("path", str(tmp_path / "none")), ("boot_id", "of another host")):
+        other = pb.LendSegmentResponse()
+        other.CopyFrom(lent)
+        setattr(other, field, value)
+        assert LentSegment.open(other) is None, field
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_puts_survive_the_end_of_the_buffer(daemon: Daemon, buffer: Buffer, how: signal.Signals) -> None:
+    with buffer.producer("r", in_flight=4) as producer:
+        first = producer.put(0, group(0, 2_000)).result()
+        daemon.stop(how)
+        later = [producer.put(n, group(n, 50 if n == 2 else 2_000)) for n in (1, 2, 3)]  # but one into files of the dead buffer
+        daemon.start()
+        assert first.accepted == SIZE
+        for put in later:
+            result = put.result(60)
+            assert result.accepted + result.duplicates == SIZE
+    for batch in buffer.consumer("r", steps=2):
+        assert all(same(got, group(n := got[0].about.key.index, 50 if n == 2 else 2_000)) for got in batch.groups)
+        batch.commit()
+
+
+def test_damage_is_never_handed_out(buffer: Buffer) -> None:
+    with buffer.producer("r") as producer:
+        for n in range(2):
+            producer.put(n, group(n))
+    batch = buffer.consumer("r").lease(1).batch
+    ref = batch.samples[5]
+    path = Path(ref.segment)
+    spoiled = bytearray(path.read_bytes())
+    spoiled[ref.offset + 60] ^= 4
+    path.write_bytes(spoiled)
+    with pytest.raises(RemoteError) as caught:
+        buffer.consumer("r").lease(1)
+    assert caught.value.reason == "PAYLOAD_LOST"
+    assert caught.value.metadata["group"] == "0/1" and caught.value.metadata["offset"] == str(ref.offset)
+
+
+def test_refusals_name_the_sample(buffer: Buffer) -> None:
+    samples = group(0)
+    with buffer.producer("r") as producer:
+        result = producer.put(0, samples, group_size=SIZE + 1).result()
+        assert {refused.reason for refused in result.refused} == {"GROUP_SIZE_MISMATCH"}
+        with pytest.raises(RemoteError) as caught:
+            buffer.producer("no-such-run").put(0, samples).result(60)
+        assert caught.value.reason == "LEDGER_NOT_FOUND"
+        with pytest.raises(ValueError, match="wanted"):
+            producer.put(1, [Sample(np.zeros(3))])  # type: ignore[arg-type]
+        for n in (1, 2, 3):  # and the producer goes on
+            producer.put(n, group(n))
+
+
+def test_trim_frees_what_is_consumed(buffer: Buffer) -> None:
+    with buffer.producer("r") as producer:
+        for n in range(6):
+            producer.put(n, group(n, 20_000))
+    for batch in buffer.consumer("r", steps=3):
+        batch.commit()
+    assert buffer.trim("r", 3) > 1_000_000

@@ -1,0 +1,129 @@
+"""Adapters alone travel, and the engine holds what the learner has merged, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout.weights.v1 import weights_pb2 as pb
+from rollout_workers.delivery.shelf import Shelf
+from rollout_workers.engines.transformers.held import HeldWeights
+from rollout_workers.inference.merging import Merging
+from rollout_workers.learner import LoraConfig, Trainer, TrainerConfig
+from rollout_workers.learning.publication import Publication
+from rollout_workers.mesh.testing.run import Example
+from rollout_workers.weights import named_weights, weights_digest
+from rollout_workers.weights.store import WeightsUnreadable
+
+KINDS = {
+    "lora": TrainerConfig(lora=LoraConfig(rank=4, alpha=8.0)),
+    "dora": TrainerConfig(lora=LoraConfig(rank=4, alpha=8.0, dora=True)),
+    "some layers in bf16": TrainerConfig(
+        lora=LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "down_proj")), dtype=torch.bfloat16
+    ),
+}
+
+
+class Run:
+    """A learner that publishes, and a worker's engine that takes over."""
+
+    def __init__(self, example: Example, tmp_path: Path, config: TrainerConfig) -> None:
+        assert config.lora is not None
+        self.trainer = Trainer(example.model, config)
+        memory = tmp_path / "memory"
+        memory.mkdir()
+        shelf = Shelf("run-1", memory)
+        self.publication = Publication("run-1", str(tmp_path / "run"), lasting=lambda step: step == 9, shelf=shelf)
+        self.module = AutoModelForCausalLM.from_pretrained(example.model, dtype=config.dtype).requires_grad_(False)
+        self.engine = HeldWeights(self.module)
+        self.merge = Merging(str(example.model), config.dtype, config.lora)
+
+    def step(self) -> pb.WeightsManifest:
+        """Move the adapters, as a step does."""
+        assert self.trainer.policy.adapter is not None
+        with torch.no_grad():
+            for number, tensor in enumerate(self.trainer.policy.adapter.tensors().values()):
+                torch.manual_seed(self.trainer.step * 1000 + number)
+                tensor += 0.05 * torch.randn_like(tensor)
+        self.trainer.step += 1
+        return self.publication.publish(self.trainer)
+
+    def take_over(self, manifest: pb.WeightsManifest) -> str:
+        self.engine.stage(self.merge(Path(manifest.directory)), manifest.digest)
+        self.engine.load()
+        return self.engine.digest().root
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_holds_what_the_learner_merged(kind: str, example: Example, tmp_path: Path) -> None:
+    run = Run(example, tmp_path, KINDS[kind])
+    ids = torch.arange(3, 15)[None] % 11
+    for _ in range(3):
+        manifest = run.step()
+        files = {file.name for file in manifest.files}
+        assert manifest.form == pb.WEIGHTS_FORM_ADAPTER and "model.safetensors" not in files
+        adapters = sum(t.nbytes for t in run.trainer.policy.adapter.tensors().values())  # type: ignore[union-attr]
+        assert manifest.bytes < adapters + 10_000
+        assert run.take_over(manifest) == manifest.digest == run.trainer.weights_digest().root
+        with torch.no_grad():
+            held = run.module(ids).logits.log_softmax(-1)
+            policy = run.trainer.policy.model(ids).logits.log_softmax(-1)
+        assert (held - policy).abs().max() < (0.1 if run.module.dtype is torch.bfloat16 else 1e-5)
+
+
+def test_the_digest_covers_base_and_adapters(example: Example, tmp_path: Path) -> None:
+    run = Run(example, tmp_path, KINDS["lora"])
+    manifest = run.step()
+    with torch.no_grad():
+        next(iter(run.merge._adapter.model.parameters())).view(torch.int32)[0, 0] ^= 1
+    assert weights_digest(run.merge(Path(manifest.directory)).items()).root != manifest.digest
+    with torch.no_grad():
+        next(iter(run.merge._adapter.model.parameters())).view(torch.int32)[0, 0] ^= 1
+    assert weights_digest(run.merge(Path(manifest.directory)).items()).root == manifest.digest
+    file = Path(manifest.directory).resolve() / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 0x40
+    file.write_bytes(bytes(data))
+    assert weights_digest(run.merge(Path(manifest.directory)).items()).root != manifest.digest
+    file.write_bytes(bytes(data[:-4]))
+    with pytest.raises(WeightsUnreadable):
+        run.merge(Path(manifest.directory))
+
+
+def test_adapters_of_another_shape_are_refused(example: Example, tmp_path: Path) -> None:
+    run = Run(example, tmp_path, KINDS["lora"])
+    manifest = run.step()
+    other = Merging(str(example.model), torch.float32, LoraConfig(rank=8, alpha=8.0))
+    with pytest.raises(WeightsUnreadable, match="lora"):
+        other(Path(manifest.directory))
+
+
+def test_versions_that_last_are_whole(example: Example, tmp_path: Path) -> None:
+    run = Run(example, tmp_path, KINDS["lora"])
+    run.trainer.step = 8
+    assert run.step().form == pb.WEIGHTS_FORM_WHOLE
+    manifest = run.step()
+    assert manifest.form == pb.WEIGHTS_FORM_ADAPTER
+    loaded = AutoModelForCausalLM.from_pretrained(manifest.directory)  # PEFT finds the model by the adapters' settings
+    ids = torch.arange(3, 15)[None] % 11
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids).logits, run.trainer.policy.model(ids).logits, atol=1e-5)
+
+
+async def test_who_gets_something_else_of_them_is_sent_the_whole(example: Example, tmp_path: Path) -> None:
+    run = Run(example, tmp_path, KINDS["lora"])
+    manifest = run.step()
+    catalog = run.publication.catalog
+    [offer] = await catalog.offers(manifest.digest, "blake3-" + "0" * 64, whole=False, store=False)
+    assert (offer.form, offer.bytes) == (pb.WEIGHTS_FORM_ADAPTER, manifest.bytes)
+    run.publication.make_whole(run.trainer)
+    [offer] = await catalog.offers(manifest.digest, "", whole=True, store=False)
+    assert offer.form == pb.WEIGHTS_FORM_WHOLE
+    run.engine.stage(manifest.directory, manifest.digest)
+    run.engine.load()
+    assert weights_digest(named_weights(run.module)).root == manifest.digest
+    assert run.step().form == pb.WEIGHTS_FORM_WHOLE
+    await catalog.close()

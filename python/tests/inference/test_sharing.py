@@ -1,0 +1,177 @@
+"""Work that was not begun: held back while the engine has no slot, given to workers that have."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from rollout.run.v1.run_pb2 import PromptGroup
+from rollout_workers.harness.prompts import Text
+from rollout_workers.inference.puller import Puller
+from rollout_workers.inference.worker import Model
+from rollout_workers.mesh.pulse import Pulse
+from rollout_workers.mesh.stream import WorkItem, WorkQueue
+from rollout_workers.mesh.testing.daemon import Daemon
+from rollout_workers.mesh.testing.engine import ScriptedEngine
+from rollout_workers.mesh.testing.run import Example, RunStreams, config, prompt_group, spec
+from rollout_workers.mesh.testing.services import Host, buffer_double
+from rollout_workers.mesh.testing.waiting import until
+from rollout_workers.mesh.testing.worker import InProcess
+
+GROUP = 4
+
+
+class Recorder:
+    """A work queue that only notes what it is told."""
+
+    def __init__(self) -> None:
+        self.rooms: list[int] = []
+        self.back: list[WorkItem] = []
+
+    def set_room(self, items: int) -> None:
+        self.rooms.append(items)
+
+    async def ack(self, items: list[WorkItem]) -> None:
+        pass
+
+    async def give_back(self, items: list[WorkItem]) -> None:
+        self.back.extend(items)
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def queue() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def begun() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def puller(queue: Recorder, begun: list[int]) -> Puller:
+    """Two groups fill the engine; two more may be in hand."""
+    made = Puller(
+        cast(Pulse, None),
+        None,
+        capacity=4,
+        slots=2 * GROUP,
+        group_size=GROUP,
+        prepare=lambda items: None,
+        begin=lambda items: begun.extend(item.group.position for item in items),
+    )
+    made.start(cast(WorkQueue, queue))
+    return made
+
+
+def items(*positions: int, arrived: float = 0.0) -> list[WorkItem]:
+    return [
+        WorkItem(PromptGroup(position=n, index=n, group_size=GROUP), f"reply.{n}", deliveries=1, arrived=arrived)
+        for n in positions
+    ]
+
+
+async def test_a_group_is_begun_when_a_slot_is_free(puller: Puller, begun: list[int], queue: Recorder) -> None:
+    puller.deliver(items(3, 1, 0, 2))
+    assert begun == [0, 1] and puller.waiting == 2 and queue.rooms[-1] == 0
+    puller.sampled("0/0/0")
+    assert begun == [0, 1, 2], "one of the slots is free"
+    for _ in range(GROUP - 1):
+        puller.sampled("0/0/0")
+    assert begun == [0, 1, 2], "four more samples than slots were begun, and four have ended"
+    puller.sampled("0/1/0")
+    assert begun == [0, 1, 2, 3]
+    await puller.done(items(0))
+    assert queue.rooms[-1] == 1
+
+
+async def test_groups_with_a_few_samples_left_do_not_hold_up_others(puller: Puller, begun: list[int], queue: Recorder) -> None:
+    puller.deliver(items(0, 1, 2, 3))
+    for group in range(2):
+        for _ in range(GROUP - 1):
+            puller.sampled(f"0/{group}/0")
+    assert begun == [0, 1, 2, 3], "one sample of each is left, and there were slots for six more"
+    assert queue.rooms[-1] == 1, "ten samples are left: there is room for one whole group of the sixteen"
+    puller.deliver(items(4))
+    assert begun[-1] != 4 and puller.waiting == 1
+
+
+async def test_groups_that_wait_for_their_reward_are_bounded(puller: Puller, queue: Recorder) -> None:
+    for group in range(2 * GROUP):
+        puller.deliver(items(group))
+        for _ in range(GROUP):
+            puller.sampled(f"0/{group}/0")
+    assert puller.active == 2 * GROUP and queue.rooms[-1] == 0
+
+
+async def test_a_group_that_fails_frees_its_slots(puller: Puller, begun: list[int]) -> None:
+    puller.deliver(items(0, 1, 2))
+    await puller.drop(items(0))
+    assert begun == [0, 1, 2] and puller.free == 0
+
+
+async def test_what_was_not_begun_is_shared_last_first(puller: Puller, begun: list[int], queue: Recorder) -> None:
+    puller.deliver(items(0, 1, 2, 3))
+    assert [item.group.position for item in await puller.share(1, age=0.5)] == [3]
+    assert [item.group.position for item in queue.back] == [3]
+    assert queue.rooms[-1] == 0, "what is given away is not asked for again"
+    assert await puller.share(5, age=1e12) == [], "it has just come"
+    assert [item.group.position for item in await puller.share(5, age=0.5)] == [2]
+    assert await puller.share(5, age=0.5) == [], "what was begun stays"
+    puller.sampled("0/0/0")
+    assert queue.rooms[-1] == 2, "it has caught up"
+    assert begun == [0, 1]
+
+
+async def test_without_weights_nothing_is_untouched(queue: Recorder) -> None:
+    class Old:
+        version = 3
+        changed = asyncio.Event()
+
+    made = Puller(cast(Pulse, None), cast(Any, Old()), capacity=4, slots=4, prepare=lambda i: None, begin=lambda i: None)
+    made.start(cast(WorkQueue, queue))
+    waits = WorkItem(PromptGroup(position=9, group_size=GROUP, min_version=4), "reply.9", deliveries=1)
+    made.deliver([waits])
+    assert made.waiting == 1 and made.untouched() == [] and await made.share(1, age=0.5) == []
+    await made.stop()
+
+
+async def test_an_idle_worker_gets_what_a_slow_one_has_not_begun(
+    daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text
+) -> None:
+    buffer = buffer_double()
+    host = Host(daemon)
+    host.buffer(buffer)
+    await host.start()
+    few = config(example, engine={"slots": GROUP})
+    slow, idle = (ScriptedEngine(lambda request, sample: [5, 0]) for _ in range(2))
+    await slow.pause()
+    first = await InProcess(spec(daemon, few, run=run), model=Model(slow, text)).start()
+    rows = example.rows(2)
+    await streams.issue([prompt_group(n, rows[n], run=run) for n in range(2)])
+    await until(lambda: _in_hand(streams, 2))
+    second = await InProcess(spec(daemon, few, run=run, number=1), model=Model(idle, text)).start()
+    shared = await streams.collect(GROUP)
+    assert {(e.header.key.index, e.header.worker_id) for e in shared} == {(1, "inference-1")}
+    assert buffer.asked == [(0, 1)], "it was delivered before, so the ledger is asked what it lacks"
+    await slow.resume()
+    own = await streams.collect(GROUP)
+    assert {(e.header.key.index, e.header.worker_id) for e in own} == {(0, "inference-0")}
+    await until(lambda: _left(streams, 0))
+    assert (len(slow.requests), len(idle.requests)) == (1, 1)
+    await first.stop()
+    await second.stop()
+    await host.stop()
+
+
+async def _in_hand(streams: RunStreams, groups: int) -> bool:
+    return (await streams.js.consumer_info(f"WORK_{streams.run}", "workers")).num_ack_pending == groups
+
+
+async def _left(streams: RunStreams, groups: int) -> bool:
+    return await streams.work_left() == groups

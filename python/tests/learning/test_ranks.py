@@ -1,0 +1,35 @@
+"""Which rank a process is, and that the first one sees the others leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+from queue import Queue
+
+import pytest
+
+from rollout.config.v1.run_config_pb2 import LimitsConfig, RunConfig, TrainConfig
+from rollout_workers.learning.ranks import Place, RanksMismatch, Team, place
+
+
+def config(ranks: int) -> RunConfig:
+    """A plan's, with so many ranks."""
+    return RunConfig(train=TrainConfig(ranks=ranks), limits=LimitsConfig(rank_timeout_seconds=30))
+
+
+def test_a_place_is_what_torchrun_says() -> None:
+    assert place(RunConfig(), {}) == Place(0, 1, "", 600.0)
+    assert place(config(2), {}) == Place(0, 2, "", 30.0)
+    assert place(config(2), {"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, "env://", 30.0)
+    with pytest.raises(RanksMismatch, match=r"4 ranks were started, the plan has `train.ranks` = 2"):
+        place(config(2), {"RANK": "0", "WORLD_SIZE": "4"})
+
+
+def test_a_rank_that_leaves_is_told_and_one_that_is_ended_is_not() -> None:
+    told: Queue[str] = Queue()
+    team = Team(config(3), told.put)
+    first, second = team._processes
+    os.kill(first.pid, signal.SIGKILL)
+    assert told.get(timeout=60) == "rank 1 of the learner was ended by SIGKILL; the learner begins anew from its last state"
+    team.close()
+    assert second.returncode == -signal.SIGKILL and told.empty()
