@@ -14,6 +14,8 @@ MODEL ?= tiny
 KILLS ?= 10
 SEED ?= 1
 SHAPE ?= embedded
+TORCH ?= 0
+ASYNC ?= 0
 # Spinning OpenMP threads of two torch processes starve each other.
 export OMP_WAIT_POLICY := PASSIVE
 
@@ -50,8 +52,30 @@ bench: build venv-bench ## Measure throughput as ratios against TRL and plain ge
 	@scripts/bench
 
 .PHONY: bench-train
-bench-train: build venv-bench ## Measure the learner on data (SFT, DPO, reward model) as ratios against TRL
+bench-train: build venv-bench ## Measure training against TRL: SFT, DPO, reward model on data, GRPO with long prompts
 	@$(PYTHON) bench/train.py
+	@$(PYTHON) bench/grpo_long.py
+
+.PHONY: bench-takeover
+bench-takeover: build venv-dev $(SERVERS) ## Measure takeover of scheduler, buffer and controller, and redispatch, medians of 20 kills
+	@scripts/postgres && PYTHONPATH=python:e2e $(PYTHON) bench/takeover.py --check $(ARGS)
+
+.PHONY: bench-stealing
+bench-stealing: build venv-dev ## Measure pulled work against a static split, two of 16 workers at half speed
+	@PYTHONPATH=python $(PYTHON) bench/stealing.py --check $(ARGS)
+
+.PHONY: bench-scale
+bench-scale: build venv-dev ## Measure what one control plane carries, played by 10, 100 and 1,000 workers
+	@PYTHONPATH=python:e2e $(PYTHON) bench/scale.py --check $(ARGS)
+
+.PHONY: bench-buffer
+bench-buffer: build venv-dev ## Measure the buffer against TransferQueue, Ray objects, ZeroMQ and the bare disk
+	@scripts/venv_buffer
+	@$(PYTHON) bench/buffer.py $(ARGS)
+
+.PHONY: bench-weights
+bench-weights: build venv-bench ## Measure patches of weights against XOR + zstd, and their delivery against a plain copy
+	@$(PYTHON) bench/weights.py $(ARGS)
 
 # ---- check ------------------------------------------------------------------------------------
 
@@ -85,22 +109,26 @@ check: ## Do everything that CI does
 	@.ci/run
 
 .PHONY: check-full
-check-full: check check-race bench ## CI, the race detector over all Go tests, and the benches
+check-full: check check-race check-vllm bench ## CI, the race detector over all Go tests, vLLM, and the benches
 
 .PHONY: check-race
 check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
 	@scripts/test --race
+
+.PHONY: check-vllm
+check-vllm: venv-dev ## Load trained weights in vLLM, in an environment of its own (6 GB), and compare what it answers
+	@scripts/vllm
 
 .PHONY: check-oracles
 check-oracles: venv-dev ## Ask TRL and verl again what our losses are compared with, in an environment of their own
 	@scripts/oracles --check
 	@cd python && $(PYTHON) -m pytest tests/algorithms/test_oracles.py tests/algorithms/test_document.py
 
-FAMILIES ?= sft,grpo,dpo,ppo,kto,reward_model
+FAMILIES ?=
 SEEDS ?= 0,1,2
 .PHONY: learn-check
-learn-check: build ## Train every family of algorithms past its threshold (FAMILIES=dpo,ppo SEEDS=0 for some of it)
-	@$(PYTHON) bench/learn.py --families $(FAMILIES) --seeds $(SEEDS)
+learn-check: build ## Train every family of algorithms past its threshold (FAMILIES=dpo,ppo SEEDS=0 MODEL=smollm2 RESUME=1)
+	@$(PYTHON) bench/learn.py --model $(if $(filter smollm2,$(MODEL)),smollm2,addition) --families '$(FAMILIES)' --seeds $(SEEDS) $(if $(RESUME),--resume)
 
 .PHONY: check-compose
 check-compose: venv-dev ## Check docker-compose.yml: that it parses, and what it may publish
@@ -110,12 +138,16 @@ check-compose: venv-dev ## Check docker-compose.yml: that it parses, and what it
 servers: $(SERVERS) ## Build the real servers that check-servers starts (Consul, NATS, S3, GCS) into .tools, once
 
 .PHONY: chaos
-chaos: build venv-dev ## Kill processes of a running job at random (KILLS=n SEED=s SHAPE=embedded|servers)
-	@scripts/chaos --kills $(KILLS) --seed $(SEED) --shape $(SHAPE)
+chaos: build venv-dev $(if $(filter servers,$(SHAPE)),$(SERVERS)) ## Hurt a running job at random (KILLS=n SEED=s SHAPE=embedded|servers TORCH=0|1 ASYNC=0|1)
+	@scripts/chaos --kills $(KILLS) --seed $(SEED) --shape $(SHAPE) --torch $(TORCH) --asynchronous $(ASYNC)
 
 .PHONY: check-servers
-check-servers: $(SERVERS) ## Run the suites that need a real server: PostgreSQL, Consul, NATS, S3, GCS, started by the tests
+check-servers: build venv-dev $(SERVERS) ## Run the suites that need a real server: PostgreSQL, Consul, NATS, S3, GCS, started by the tests
 	@scripts/check_servers
+
+.PHONY: check-hosts
+check-hosts: build venv-dev $(SERVERS) ## Cut off hosts (network namespaces) of a running job; needs root, else it says that it was skipped
+	@scripts/postgres && scripts/e2e e2e/test_hosts.py
 
 .PHONY: check-e2e
 check-e2e: build venv-dev $(GRPCURL) ## Run the end-to-end scenarios: one process, then seven

@@ -29,7 +29,7 @@ from rollout.storage.v1 import storage_pb2  # noqa: E402
 CACHE = ROOT / ".cache" / "bench"
 CONFIG = ROOT / "examples" / "addition" / "grpo.toml"
 SKIP = 10
-ALONE = {"samples_per_second": 1.0, "threads": 0, "micro_batches": 0, "completion_tokens_per_sample": 0}
+ALONE = {"samples_per_second": 1.0, "own_share": 0.0, "threads": 0, "micro_batches": 0, "completion_tokens_per_sample": 0}
 LEARNER = ("time/forward", "time/backward", "time/optimizer")
 
 
@@ -48,7 +48,8 @@ def main() -> None:
             results["trl"].append(peer["samples_per_second"])
             print(
                 f"round {number}: TRL {peer['samples_per_second']:,.0f} samples/s ({peer['threads']} threads, "
-                f"{peer['micro_batches']} micro-batches, {peer['completion_tokens_per_sample']} tokens a sample)",
+                f"{peer['micro_batches']} micro-batches, {peer['completion_tokens_per_sample']} tokens a sample, "
+                f"{peer['own_share']:.1%} of a step outside of model and optimizer)",
                 flush=True,
             )
             for name in ("free", "deterministic"):
@@ -77,15 +78,9 @@ def warm_model(running: Mesh) -> Path:
     return folder
 
 
-def trl(model: Path) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        str(ROOT / "bench" / "trl_peer.py"),
-        "--model",
-        str(model),
-        "--data",
-        str(ROOT / "models" / "addition-data" / "train.jsonl"),
-    ]
+def trl(model: Path, data: Path = ROOT / "models" / "addition-data" / "train.jsonl", *more: str) -> dict[str, Any]:
+    """The fastest of TRL's settings. more: arguments of trl_peer.py."""
+    command = [sys.executable, str(ROOT / "bench" / "trl_peer.py"), "--model", str(model), "--data", str(data), *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"TRL did not run:\n{done.stderr[-3000:]}")
@@ -94,14 +89,21 @@ def trl(model: Path) -> dict[str, Any]:
 
 def measure(running: Mesh, model: Path, steps: int, *, deterministic: bool) -> dict[str, Any]:
     """Seconds of a step and of its parts, each a mean over the measured steps."""
-    run = running.submit(
+    return timed(
+        running,
+        steps,
+        SKIP,
         CONFIG,
         f'model.path="{model}"',
-        f"train.steps={SKIP + steps}",
         f"deterministic={str(deterministic).lower()}",
         "eval.every_steps=0",
         "snapshot.every_steps=0",
     )
+
+
+def timed(running: Mesh, steps: int, skip: int, config: Path, *sets: str) -> dict[str, Any]:
+    """Run a config for ``skip`` and then ``steps`` measured steps."""
+    run = running.submit(config, *sets, f"train.steps={skip + steps}")
     running.finish(run)
     listed = running.events.ListEvents(
         storage_pb2.ListEventsRequest(
@@ -109,13 +111,13 @@ def measure(running: Mesh, model: Path, steps: int, *, deterministic: bool) -> d
         )
     )
     committed = [event for event in listed.events if event.kind == "step.committed"]
-    first, last = committed[SKIP - 1], committed[-1]
+    first, last = committed[skip - 1], committed[-1]
     seconds = (last.time.ToNanoseconds() - first.time.ToNanoseconds()) / 1e9 / steps
-    parts = {name: statistics.fmean(event.metrics[name] for event in committed[SKIP:]) for name in first.metrics}
+    parts = {name: statistics.fmean(event.metrics[name] for event in committed[skip:]) for name in first.metrics}
     engine = [event.metrics for event in listed.events if event.kind == "sampling"]
     totals = {name: sum(metrics[name] for metrics in engine) / len(committed) for name in ("time/engine", "time/engine_forward")}
-    samples = statistics.fmean(event.metrics["samples"] for event in committed[SKIP:])
-    return {"seconds": seconds, "samples_per_second": samples / seconds, **parts, **totals}
+    samples = statistics.fmean(event.metrics["samples"] for event in committed[skip:])
+    return {**parts, **totals, "seconds": seconds, "samples_per_second": samples / seconds}
 
 
 def breakdown(ours: dict[str, Any]) -> None:

@@ -1,120 +1,128 @@
-"""Does every family of algorithms learn? Each trains the addition example's model through the mesh and must move its target.
+"""Does every family of algorithms learn? Each trains a small model through the mesh and must move its own target.
 
-    python bench/learn.py [--families sft,grpo,dpo,ppo,kto,reward_model] [--seeds 0,1,2]
+    python bench/learn.py [--model addition|smollm2] [--families sft,grpo,...] [--seeds 0,1,2] [--resume]
 
-Supervised fine-tuning begins at random weights; the others begin at what it ends with, once a seed. A family passes where its
-number reaches its threshold with every seed; the exit status is 1 where one does not. What is measured:
-
-    accuracy    share of held-out sums that are answered right, greedily (`eval/reward`) after the last step
-    gain        how much of that came with the run
-    preferred   share of pairs whose right answer has the higher (implicit) reward, mean over the last ten steps
-    margin      implicit reward of desirable completions less that of others, mean over the last ten steps
+On sums, supervised fine-tuning begins at random weights and the others with what it ends with, once a seed; on SmolLM2 both of
+its families begin with the model. A family passes where its number (families.py) reaches its threshold with every seed; the exit
+status is 1 where one does not. Each result is written to .cache/learn/results.json when it is there, and all are printed as a
+table at the end. --resume keeps what that file holds; without it those that are asked for are made anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import shutil
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "e2e"), str(ROOT / "python")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "e2e"), str(ROOT / "python")]
 
+from families import EXAMPLES, MODELS, WEAK, Family  # noqa: E402
 from mesh import Mesh, mesh  # noqa: E402
 
+from rollout.plan.v1 import plan_pb2  # noqa: E402
 from rollout.run.v1 import run_pb2  # noqa: E402
 from rollout.storage.v1 import storage_pb2  # noqa: E402
 
 CACHE = ROOT / ".cache" / "learn"
-EXAMPLES = ROOT / "examples"
-LAST = 10
+RESULTS = CACHE / "results.json"
+TABLE = re.compile(r"^\[algorithm\.\w+\]\n(?:(?!\[).*\n)*", re.MULTILINE)
 
-Steps = Sequence[Mapping[str, float]]
-Evaluations = Sequence[Mapping[str, float]]
-
-
-def accuracy(_: Steps, evaluations: Evaluations) -> float:
-    return evaluations[-1]["eval/reward"]
-
-
-def gain(_: Steps, evaluations: Evaluations) -> float:
-    return evaluations[-1]["eval/reward"] - evaluations[0]["eval/reward"]
-
-
-def preferred(steps: Steps, _: Evaluations) -> float:
-    return statistics.fmean(step["rewards/accuracy"] for step in steps[-LAST:])
-
-
-def margin(steps: Steps, _: Evaluations) -> float:
-    return statistics.fmean(
-        step["rewards/chosen"] / step["desirable"] - step["rewards/rejected"] / (1 - step["desirable"]) for step in steps[-LAST:]
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What trains it, from where, and what must come of it."""
-
-    config: Path
-    overrides: tuple[str, ...]
-    measure: Callable[[Steps, Evaluations], float]
-    threshold: float
-
-
-FAMILIES = {
-    "sft": Family(EXAMPLES / "addition" / "sft.toml", ("eval.every_steps=375",), accuracy, 0.3),
-    "grpo": Family(EXAMPLES / "addition" / "grpo.toml", ("train.steps=80", "eval.every_steps=80"), gain, 0.08),
-    "dpo": Family(EXAMPLES / "addition" / "dpo.toml", ("eval.every_steps=100",), preferred, 0.8),
-    "ppo": Family(EXAMPLES / "ppo-tiny.toml", ("train.steps=60", "eval.every_steps=60"), gain, 0.03),
-    "kto": Family(EXAMPLES / "addition" / "kto.toml", ("eval.every_steps=100",), margin, 0.1),
-    "reward_model": Family(EXAMPLES / "addition" / "reward_model.toml", (), preferred, 0.75),
-}
+Result = dict[str, Any]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train every family and hold what it reaches against a threshold.")
-    parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated (default: all)")
+    parser.add_argument("--model", default="addition", choices=list(MODELS), help="the example that is trained on")
+    parser.add_argument("--families", default="", help="comma-separated (default: all of the model's)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
+    parser.add_argument("--resume", action="store_true", help="keep what results.json holds, and make what it lacks")
     options = parser.parse_args()
-    families, seeds = options.families.split(","), [int(seed) for seed in options.seeds.split(",")]
-    unknown = [name for name in families if name not in FAMILIES]
+    table = MODELS[options.model]
+    families, seeds = options.families.split(",") if options.families else list(table), options.seeds.split(",")
+    unknown = [name for name in families if name not in table]
     if unknown:
-        parser.error(f"there is no family {', '.join(unknown)}; take some of {', '.join(FAMILIES)}")
-    shutil.rmtree(CACHE, ignore_errors=True)
-    subprocess.run([sys.executable, str(EXAMPLES / "addition" / "prepare.py")], check=True, capture_output=True)
-    failed = 0
-    with mesh(CACHE / "state") as running:
-        for seed in seeds:
-            warm = ""
-            for name in dict.fromkeys(["sft", *families]):
-                began = time.monotonic()
-                reached, weights = train(running, FAMILIES[name], seed, warm)
-                warm = warm or weights
-                if name not in families:
-                    continue
-                family = FAMILIES[name]
-                passed = reached >= family.threshold
-                failed += not passed
-                print(
-                    f"{'ok  ' if passed else 'FAIL'}  {name:<13} seed {seed}  {family.measure.__name__} {reached:.3f} "
-                    f"(wanted {family.threshold:g})  {time.monotonic() - began:.0f} s",
-                    flush=True,
-                )
-    return 1 if failed else 0
+        parser.error(f"{options.model} has no family {', '.join(unknown)}; take some of {', '.join(table)}")
+    asked = {f"{options.model}/{name}/{seed}": (name, int(seed)) for seed in seeds for name in families}
+    results = load()
+    if not options.resume:
+        results = {key: result for key, result in results.items() if key not in asked}
+    missing = {key: named for key, named in asked.items() if key not in results}
+    subprocess.run([sys.executable, str(EXAMPLES / options.model / "prepare.py")], check=True, capture_output=True)
+    shutil.rmtree(CACHE / "state", ignore_errors=True)
+    if missing:
+        with mesh(CACHE / "state") as running:
+            starts = Starts(running, keep=options.resume)
+            for key, (name, seed) in missing.items():
+                results[key] = measure(running, table[name], seed, starts) | {"model": options.model, "family": name}
+                save(results)
+                print(line(results[key]), flush=True)
+    found = [results[key] for key in asked]
+    print("\n" + as_table(found))
+    return 0 if all(passed(result) for result in found) else 1
 
 
-def train(running: Mesh, family: Family, seed: int, warm: str) -> tuple[float, str]:
-    """What the family reached, and the folder of the weights that it ended with."""
-    start = [f'model.path="{warm}"'] if warm else []
-    run = running.submit(family.config, f"seed={seed}", *family.overrides, *start)
+class Starts:
+    """Weights that families begin with, made when they are first asked for."""
+
+    def __init__(self, running: Mesh, *, keep: bool) -> None:
+        """keep: take those of an earlier call where there are any."""
+        self._running = running
+        if not keep:
+            shutil.rmtree(CACHE / "starts", ignore_errors=True)
+
+    def folder(self, name: str, seed: int) -> Path:
+        """The folder of ``warm`` or ``weak``."""
+        folder = CACHE / "starts" / f"{name}-{seed}"
+        if not folder.exists():
+            family = MODELS["addition"]["sft"] if name == "warm" else WEAK
+            self.put(name, seed, train(self._running, family, seed, ())[0])
+        return folder
+
+    def put(self, name: str, seed: int, run: run_pb2.Run) -> None:
+        """Keep the weights that a run ended with."""
+        folder = CACHE / "starts" / f"{name}-{seed}"
+        staged = folder.with_name(f".{folder.name}")
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(run.weights_directory, staged)
+        staged.rename(folder)
+
+
+def measure(running: Mesh, family: Family, seed: int, starts: Starts) -> Result:
+    """Train a family with a seed, and say what it reached."""
+    sets = [f'model.path="{starts.folder(family.start, seed)}"'] if family.start else []
+    if family.start == "weak":
+        sets.append(f'algorithm.distillation.teacher="{starts.folder("warm", seed)}"')
+    began = time.monotonic()
+    run, steps, evaluations = train(running, family, seed, sets)
+    seconds = time.monotonic() - began
+    if family is MODELS["addition"]["sft"]:
+        shutil.rmtree(CACHE / "starts" / f"warm-{seed}", ignore_errors=True)
+        starts.put("warm", seed, run)
+    return {
+        "seed": seed,
+        "measure": family.measure.__name__,
+        "reached": round(family.measure(steps, evaluations), 4),
+        "wanted": family.threshold,
+        "steps": len(steps),
+        "seconds": round(seconds),
+    }
+
+
+def train(
+    running: Mesh, family: Family, seed: int, sets: Sequence[str]
+) -> tuple[run_pb2.Run, Sequence[Mapping[str, float]], Sequence[Mapping[str, float]]]:
+    """The run at its end, and the metrics of its steps and evaluations."""
+    run = submit(running, family, f"seed={seed}", *family.overrides, *sets)
     ended = finish(running, run)
     if ended.state != run_pb2.RUN_STATE_SUCCEEDED:
         raise SystemExit(f"{run} ended as {run_pb2.RunState.Name(ended.state)}: {ended.message}")
@@ -125,7 +133,20 @@ def train(running: Mesh, family: Family, seed: int, warm: str) -> tuple[float, s
     ).events
     steps = [event.metrics for event in listed if event.kind == "step.committed"]
     evaluations = [event.metrics for event in listed if event.kind == "eval.finished"]
-    return family.measure(steps, evaluations), ended.weights_directory
+    return ended, steps, evaluations
+
+
+def submit(running: Mesh, family: Family, *sets: str) -> str:
+    """Begin a run of the family's config, with its own table of the algorithm."""
+    toml, folder = family.config.read_text(), str(family.config.parent)
+    if family.table:
+        toml, replaced = TABLE.subn(family.table + "\n\n", toml)
+        assert replaced == 1, family.config
+    source = plan_pb2.ConfigSource(toml=toml.encode(), file=family.config.name, base_dir=folder, set=sets)
+    planned = running.planner.CreatePlan(plan_pb2.CreatePlanRequest(source=source))
+    if planned.problems:
+        raise SystemExit(f"{family.config}: {planned.problems}")
+    return running.scheduler.CreateRun(run_pb2.CreateRunRequest(lock=planned.lock, base_dir=folder)).run.run_id
 
 
 def finish(running: Mesh, run: str) -> run_pb2.Run:
@@ -136,6 +157,39 @@ def finish(running: Mesh, run: str) -> run_pb2.Run:
         except grpc.RpcError as error:
             if not isinstance(error, grpc.Call) or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
+
+
+def passed(result: Result) -> bool:
+    return result["reached"] >= result["wanted"]
+
+
+def line(result: Result) -> str:
+    return (
+        f"{'ok  ' if passed(result) else 'FAIL'}  {result['family']:<13} seed {result['seed']}  {result['measure']} "
+        f"{result['reached']:.3f} (wanted {result['wanted']:g})  {result['seconds']} s"
+    )
+
+
+def as_table(results: list[Result]) -> str:
+    """Markdown: a line a family, what each seed reached."""
+    rows: dict[tuple[str, str, float], list[str]] = {}
+    for result in results:
+        mark = "" if passed(result) else " (missed)"
+        rows.setdefault((result["family"], result["measure"], result["wanted"]), []).append(f"{result['reached']:.3f}{mark}")
+    lines = ["| family | measure | wanted | reached, a seed each |", "|---|---|---|---|"]
+    lines += [f"| {name} | {what} | {wanted:g} | {', '.join(found)} |" for (name, what, wanted), found in rows.items()]
+    return "\n".join(lines)
+
+
+def load() -> dict[str, Result]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def save(results: Mapping[str, Result]) -> None:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    staged = RESULTS.with_suffix(".new")
+    staged.write_text(json.dumps(results, indent=1) + "\n")
+    staged.rename(RESULTS)
 
 
 if __name__ == "__main__":

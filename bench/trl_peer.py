@@ -11,11 +11,14 @@ fastest counts. A step is timed from the end of the one before it to its own: sa
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
+# As in examples/addition/reward.py and bench/vowels.py.
+REWARDS: dict[str, Callable[[str, str], float]] = {
+    "exact": lambda completion, answer: float(completion == answer),
+    "vowels": lambda completion, _: sum(letter in "aeiou" for letter in completion) / max(1, len(completion)),
+}
+
+
 def main() -> None:
     """Measure every candidate and print them all."""
     arguments = parse()
     candidates = [
         measure(arguments, threads=threads, parts=parts)
-        for threads in sorted({1, arguments.threads})
+        for threads in sorted({arguments.threads if arguments.all_threads else 1, arguments.threads})
         for parts in arguments.parts
     ]
     best = max(candidates, key=lambda candidate: candidate["samples_per_second"])
@@ -55,7 +65,49 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=5, help="steps made before, and not measured")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="most threads")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 2], help="micro-batches a step, each is a candidate")
+    parser.add_argument("--all-threads", action="store_true", help="measure no candidate with one thread")
+    parser.add_argument("--reward", choices=list(REWARDS), default="exact", help="what a completion is worth")
     return parser.parse_args()
+
+
+class ModelClock:
+    """Seconds inside the model: its forward while it generates, the loss with its forward, backward and the optimizer's step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.seconds: list[float] = []
+        """Of each step."""
+        self._step = 0.0
+        self._depth = 0
+        trainer.model.forward = self._timed(trainer.model.forward)
+        trainer.compute_loss = self._timed(trainer.compute_loss)
+        trainer.accelerator.backward = self._timed(trainer.accelerator.backward)
+        create = trainer.create_optimizer
+
+        def timed_optimizer(*arguments: Any, **named: Any) -> Any:
+            optimizer = create(*arguments, **named)
+            optimizer.step = self._timed(optimizer.step)
+            return optimizer
+
+        trainer.create_optimizer = timed_optimizer
+
+    def end_step(self) -> None:
+        """The next call belongs to another step."""
+        self.seconds.append(self._step)
+        self._step = 0.0
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self._depth += 1
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self._step += time.perf_counter() - began
+
+        return timed
 
 
 def measure(arguments: argparse.Namespace, *, threads: int, parts: int) -> dict[str, Any]:
@@ -75,9 +127,12 @@ def measure(arguments: argparse.Namespace, *, threads: int, parts: int) -> dict[
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
+            inside.end_step()
 
-    def exact_match(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        scores = [float(completion == wanted) for completion, wanted in zip(completions, answer, strict=True)]
+    worth = REWARDS[arguments.reward]
+
+    def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        scores = [worth(completion, wanted) for completion, wanted in zip(completions, answer, strict=True)]
         rewards.append(statistics.fmean(scores))
         lengths.append(sum(len(ids) for ids in completion_ids))
         return scores
@@ -113,24 +168,28 @@ def measure(arguments: argparse.Namespace, *, threads: int, parts: int) -> dict[
         )
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, attn_implementation="sdpa"),
-            reward_funcs=exact_match,
+            reward_funcs=reward,
             args=config,
             train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
             callbacks=[Clock()],
         )
         trainer.remove_callback(PrinterCallback)
+        inside = ModelClock(trainer)
         trainer.train()
     seconds = [later - earlier for earlier, later in zip(ends[arguments.skip - 1 :], ends[arguments.skip :], strict=False)]
     step = statistics.median(seconds)
+    in_model = statistics.fmean(inside.seconds[-arguments.steps :])
     measured = lengths[-arguments.steps :]
     return {
         "samples_per_second": round(samples / step, 1),
         "seconds_per_step": round(step, 5),
+        "own_share": round(1 - in_model / statistics.fmean(seconds), 3),
         "threads": threads,
         "micro_batches": parts,
         "steps": len(seconds),
         "samples_per_step": samples,
+        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         "completion_tokens_per_sample": round(statistics.fmean(measured) / samples, 3),
         "reward_first": round(rewards[0], 3),
         "reward_last": round(statistics.fmean(rewards[-5:]), 3),

@@ -1,12 +1,20 @@
-"""Random kills of a running job without a model: `make chaos KILLS=n SEED=s SHAPE=embedded|servers`.
+"""Random faults of a running job: `make chaos KILLS=n SEED=s SHAPE=embedded|servers`.
 
-A round is one run that is disturbed a few times: kill -9 or SIGSTOP of a control plane's process or of a worker, at random
-moments, in recovery too. After the round `rollout audit` must pass, the weights must be those of an undisturbed run, and the
-ledger must agree with what learner and engines wrote down themselves. What was done is kept after each round, so that a harness
-that was interrupted goes on where it stopped.
+A round is one run that is disturbed a few times at random moments, in recovery too, also while an earlier fault lasts
+(``faults``). After the round `rollout audit` must pass, the weights must be those of an undisturbed run, and the ledger must
+agree with what learner and engines wrote down themselves. What was done is kept after each round, so that a harness that was
+interrupted goes on where it stopped.
 
     embedded   one rolloutd hosts everything
-    servers    one rolloutd a service, and one for NATS and the registry
+    servers    one rolloutd a service and a replica of scheduler, buffer and controller, on PostgreSQL, Consul, a NATS cluster
+               and S3, every connection between them through a proxy
+
+With ASYNC=1 the run is an asynchronous one, whose weights depend on when samples came: instead of being compared with an
+undisturbed run's, the recorded batches are trained again (`rollout replay`), and each step must reach the weights that it is
+recorded with.
+
+With TORCH=1 the workers are the real ones, on the addition example's untrained model; they write no journals, so the ledger alone
+is asked whether each prompt was consumed once.
 """
 
 from __future__ import annotations
@@ -14,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import shutil
 import signal
@@ -25,13 +32,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-from mesh import ENDED, SERVICES, Mesh, describe
-from sim import Job, audited, journals_agree, sim_mesh, stop, submit
+from faults import Faults
+from mesh import ENDED, Mesh, describe
+from model import ModelJob
+from production import PACE, Production
+from sim import Job, audited, audited_offline, replay, sim_mesh, submit
 
 from rollout.run.v1 import run_pb2
 
-KILLS_A_ROUND = 5
-STALLED_SECONDS = 240.0
+FAULTS_A_ROUND = {"embedded": 5, "servers": 10}
+STALLED_SECONDS = 400.0
+TORCH_STALLED_SECONDS = 900.0
+"""On a busy machine a worker imports torch for minutes, and begins anew when it is killed."""
+UNTOUCHED = random.Random(0)
 
 
 @dataclass
@@ -59,148 +72,126 @@ class Tally:
         staging.write_text(json.dumps(kept, indent=1))
         staging.rename(self.path)
 
-
-class Disturber:
-    """Picks victims of one run and hurts them. Whatever it stopped or killed it brings back."""
-
-    def __init__(self, running: Mesh, run: str, dice: random.Random) -> None:
-        self.running, self.run, self.dice = running, run, dice
-        self.done: Counter[str] = Counter()
-
-    def disturb(self) -> None:
-        """One kill or stop of a random victim."""
-        workers = self._workers()
-        planes = list(self.running.processes)
-        victim = self.dice.choice(planes if not workers or self.dice.random() < 0.5 else workers)
-        stopping = self.dice.random() < 0.3
-        name = victim if isinstance(victim, str) else victim[0]
-        pid = self.running.processes[victim].pid if isinstance(victim, str) else victim[1]
-        with contextlib.suppress(ProcessLookupError):
-            if stopping:
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(self.dice.uniform(0.05, 6.0))
-                os.kill(pid, signal.SIGCONT)
-            else:
-                os.kill(pid, signal.SIGKILL)
-        if isinstance(victim, str) and not stopping:
-            self.running.processes[victim].wait(10)
-            time.sleep(self.dice.uniform(0, 0.5))
-            self._start(victim)
-        self.done[f"{'SIGSTOP' if stopping else 'kill -9'} {name}"] += 1
-
-    def _start(self, name: str) -> None:
-        if name in SERVICES:
-            self.running.start_service(name)
-        elif name == "servers":
-            self.running.start_servers()
-        else:
-            self.running.start()
-
-    def _workers(self) -> list[tuple[str, int]]:
-        with contextlib.suppress(grpc.RpcError, OSError, KeyError, ValueError):
-            return [(w.worker_id, w.pid) for w in status(self.running, self.run).workers if w.pid]
-        return []
+    def print(self, shape: str, seed: int, replayed: bool) -> None:
+        print(f"\n{shape}, seed {seed}: {self.kills} faults in {self.rounds} runs, {self.seconds:.0f} s")
+        for name, count in sorted(self.by_victim.items()):
+            print(f"  {count:5} {name}")
+        f = self.figures
+        print(f"  {f['steps']} steps committed ({f['steps_made']} made), {f['trained']} samples trained ({f['sampled']} sampled)")
+        print(f"  {f['excluded']} groups excluded for a reason, {f['infra_failed']} samples failed, {f['twins_dropped']} twins")
+        digests = "reached again by replay" if replayed else "equal to the undisturbed run's"
+        print(f"  0 lost, 0 twice, 0 partial groups, every digest {digests}")
 
 
-def status(running: Mesh, run: str) -> run_pb2.RunStatus:
-    return running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run), timeout=10).status
-
-
-def survive(running: Mesh, job: Job, lock: bytes, kills: int, dice: random.Random) -> tuple[str, Counter[str]]:
-    """One run with so many disturbances. Returns its id and what was done to it."""
+def survive(
+    running: Mesh, faults: Faults, lock: bytes, job: Job | ModelJob, kills: int, dice: random.Random
+) -> tuple[str, Counter[str]]:
+    """One run with so many faults. Returns its id and what was done to it."""
     run = submit(running, lock, job)
-    disturber = Disturber(running, run, dice)
-    due, moved, step = time.monotonic() + dice.uniform(0, 3), time.monotonic(), 0
+    faults.begin(run, dice)
+    due, moved, step, seen = time.monotonic() + dice.uniform(0, 3), time.monotonic(), 0, None
     while True:
         now = time.monotonic()
-        if kills and now >= due:
-            disturber.disturb()
-            kills -= 1
-            due = time.monotonic() + dice.choice((dice.uniform(0, 0.3), dice.uniform(0.5, 6)))  # in recovery, or in work
-            moved = time.monotonic()
-        seen = None
+        if faults.total() < kills and now >= due:
+            faults.strike()
+            due = now + dice.choice((dice.uniform(0, 0.3), dice.uniform(0.5, 6)))  # in recovery, or in work
+            moved = now
+        faults.mend()
         with contextlib.suppress(grpc.RpcError, OSError, KeyError, ValueError):
-            seen = status(running, run)
-            if seen.run.state == run_pb2.RUN_STATE_INTERRUPTED:
+            seen = running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run), timeout=3).status
+            faults.see(seen)
+            if seen.run.state == run_pb2.RUN_STATE_INTERRUPTED and running.shape == "all":  # replicas go on by themselves
                 running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run), timeout=10)
                 continue
-        if seen is not None and seen.run.step > step:
-            step, moved = seen.run.step, now
-        if seen is not None and seen.run.state == run_pb2.RUN_STATE_SUCCEEDED:
-            return run, disturber.done
-        if seen is not None and seen.run.state in ENDED:
-            raise AssertionError(describe(seen))
-        if now - moved > STALLED_SECONDS:
-            raise AssertionError(f"nothing moved for {STALLED_SECONDS:.0f} s: {describe(seen) if seen else 'no answer'}")
+            if seen.run.step > step:
+                step, moved = seen.run.step, now
+            if seen.run.state == run_pb2.RUN_STATE_SUCCEEDED:
+                return run, faults.end()
+            if seen.run.state in ENDED - {run_pb2.RUN_STATE_INTERRUPTED}:
+                raise AssertionError(describe(seen))
+        patience = TORCH_STALLED_SECONDS if isinstance(job, ModelJob) else STALLED_SECONDS
+        if now - moved > patience:
+            raise AssertionError(f"nothing moved for {patience:.0f} s: {describe(seen) if seen else 'no answer'}")
         time.sleep(0.05)
 
 
+def check(running: Mesh, run: str, job: Job | ModelJob, reference: str) -> Counter[str]:
+    """Everything that must hold after a run; its figures."""
+    digest = running.status(run).run.weights_digest
+    asynchronous = job if isinstance(job, Job) and job.mode == "async" else None
+    if reference and not asynchronous and digest != reference:
+        raise AssertionError(f"{run} ended with {digest}, undisturbed it is {reference}")
+    report = audited(running, run)
+    if running.config:
+        offline = audited_offline(running, run)
+        assert offline == report, f"read without the services: {offline}, by them: {report}"
+    if asynchronous:
+        replayed = replay(running, run)
+        assert replayed["same"] and replayed["steps"][-1]["step"] == asynchronous.steps, replayed
+    figures = Counter(job.agree(running, run))
+    figures.update({name: report["counts"][name] for name in ("twins_dropped", "infra_failed")})
+    return figures
+
+
 def main() -> int:
-    """Go on until so many kills were survived."""
+    """Go on until so many faults were survived."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything is stopped
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shape", choices=("embedded", "servers"), default="embedded")
+    parser.add_argument("--torch", type=int, choices=(0, 1), default=0, help="1: the workers are the real ones")
+    parser.add_argument("--asynchronous", type=int, choices=(0, 1), default=0, help="1: an asynchronous run, replayed")
     parser.add_argument("--folder", type=Path, help="where everything lies (default: .cache/chaos/<shape>-<seed>)")
     given = parser.parse_args()
-    folder = (given.folder or Path(".cache/chaos") / f"{given.shape}-{given.seed}").absolute()
+    name = f"{given.shape}-{given.seed}" + ("-torch" if given.torch else "") + ("-async" if given.asynchronous else "")
+    folder = (given.folder or Path(".cache/chaos") / name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     tally = Tally.load(folder / "tally.json")
     if tally.kills:
-        print(f"going on after {tally.kills} kills in {tally.rounds} rounds")
-    job = Job(folder / "job", steps=30)
-    config = job.write()
-    (job.folder / "tried").unlink(missing_ok=True)
+        print(f"going on after {tally.kills} faults in {tally.rounds} rounds")
     shutil.rmtree(folder / "state", ignore_errors=True)
-    running = sim_mesh(folder / "state", "all" if given.shape == "embedded" else "seven", seconds=0.1)
-    try:
-        running.start()
-        lock = running.plan(config)
-        if not tally.reference:
-            run, _ = survive(running, job, lock, 0, random.Random(0))
-            tally.reference = status(running, run).run.weights_digest
-            audited(running, run)
-            tally.save()
-            print(f"undisturbed: {tally.reference}", flush=True)
-        while tally.kills < given.kills:
-            began = time.monotonic()
-            dice = random.Random(f"{given.seed}/{tally.rounds}")
-            run, done = survive(running, job, lock, min(KILLS_A_ROUND, given.kills - tally.kills), dice)
-            digest = status(running, run).run.weights_digest
-            if digest != tally.reference:
-                raise AssertionError(f"{run} ended with {digest}, undisturbed it is {tally.reference}")
-            report = audited(running, run)
-            figures = Counter(journals_agree(running, run, job))
-            figures.update({"twins_dropped": report["counts"]["twins_dropped"], "infra_failed": report["counts"]["infra_failed"]})
-            tally.rounds += 1
-            tally.kills += done.total()
-            tally.seconds += time.monotonic() - began
-            tally.by_victim += done
-            tally.figures += figures
-            tally.save()
-            print(
-                f"round {tally.rounds}: {done.total()} kills in {time.monotonic() - began:.0f} s, same weights; {dict(done)}",
-                flush=True,
-            )
-        running.stop()
-    except BaseException:
-        print(f"round {tally.rounds + 1} of seed {given.seed} failed; everything is left in {folder}", file=sys.stderr)
-        raise
-    finally:
-        stop(running)
-    told(tally, given.shape, given.seed)
+    if given.torch and given.asynchronous:
+        parser.error("TORCH=1 and ASYNC=1 don't go together: the run with a model is synchronous")
+    asynchronous = {"mode": "async", "staleness": 2, "keep_payloads": True} if given.asynchronous else {}
+    job = ModelJob() if given.torch else Job(folder / "job", steps=30, **asynchronous)
+    (job.folder / "tried").unlink(missing_ok=True)
+    shape = "all" if given.shape == "embedded" else "replicas"
+    state = folder / "state"
+    place = state if shape == "all" else state / "mesh"
+    running = Mesh(place, shape) if given.torch else sim_mesh(place, shape, seconds=PACE)
+    with Production(state, running) as production:
+        try:
+            go_on(production, job, tally, given)
+        except BaseException:
+            print(f"round {tally.rounds + 1} of seed {given.seed} failed; everything is left in {folder}", file=sys.stderr)
+            raise
+    tally.print(f"{given.shape}, {'torch' if given.torch else 'no model'}", given.seed, bool(given.asynchronous))
     return 0
 
 
-def told(tally: Tally, shape: str, seed: int) -> None:
-    """The figures."""
-    print(f"\n{shape}, seed {seed}: {tally.kills} kills in {tally.rounds} runs, {tally.seconds:.0f} s")
-    for name, count in sorted(tally.by_victim.items()):
-        print(f"  {count:5} {name}")
-    f = tally.figures
-    print(f"  {f['steps']} steps committed ({f['steps_made']} made), {f['trained']} samples trained ({f['sampled']} sampled)")
-    print(f"  {f['excluded']} groups excluded for a reason, {f['infra_failed']} samples failed, {f['twins_dropped']} twins")
-    print("  0 lost, 0 twice, 0 partial groups, every digest equal to the undisturbed run's")
+def go_on(production: Production, job: Job | ModelJob, tally: Tally, given: argparse.Namespace) -> None:
+    running, faults = production.running, Faults(production)
+    lock = job.plan(running)
+    if not tally.reference:
+        run, _ = survive(running, faults, lock, job, 0, UNTOUCHED)
+        check(running, run, job, "")
+        tally.reference = running.status(run).run.weights_digest
+        tally.save()
+        print(f"undisturbed: {tally.reference}", flush=True)
+    while tally.kills < given.kills:
+        began, dice = time.monotonic(), random.Random(f"{given.seed}/{tally.rounds}")
+        most = min(FAULTS_A_ROUND[given.shape], given.kills - tally.kills)
+        run, done = survive(running, faults, lock, job, most, dice)
+        tally.figures += check(running, run, job, tally.reference)
+        seconds = time.monotonic() - began
+        tally.rounds += 1
+        tally.kills += done.total()
+        tally.seconds += seconds
+        tally.by_victim += done
+        tally.save()
+        same = "the same weights by replay" if given.asynchronous else "same weights"
+        print(f"round {tally.rounds}: {done.total()} faults in {seconds:.0f} s, {same}; {dict(done)}", flush=True)
 
 
 if __name__ == "__main__":

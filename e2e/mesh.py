@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
+from hosts import enter
 
 from rollout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from rollout.inference.v1 import inference_pb2_grpc
@@ -25,12 +27,14 @@ from rollout.storage.v1 import storage_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVICES = ("planner", "scheduler", "rollout-gateway", "learner-controller", "buffer", "snapshot", "storage")
+REPLICATED = ("scheduler", "buffer", "learner-controller")
 ENDED = {run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_FAILED, run_pb2.RUN_STATE_CANCELLED, run_pb2.RUN_STATE_INTERRUPTED}
 
 
 @dataclass
 class Mesh:
-    """`shape` is `all` (one process hosts every target) or `seven` (one process a service, and one for NATS and registry)."""
+    """`shape` is `all` (one process hosts every target), `seven` (one process a service, and one for NATS and registry) or
+    `replicas` (one process a service on servers that run already, and `scheduler-2`, `buffer-2`, `learner-controller-2`)."""
 
     state: Path
     shape: str = "all"
@@ -40,44 +44,84 @@ class Mesh:
     environment: dict[str, str] = field(default_factory=dict)
     """Further variables of each `rolloutd`, and so of the workers."""
     binary: Path = ROOT / "bin" / "rolloutd"
+    own_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Further arguments of single processes."""
+    config: Path | None = None
+    """The rolloutd.toml of every process; the shape `replicas` needs one."""
+    namespace: str | None = None
+    """The network namespace of every process."""
+    frozen: set[str] = field(default_factory=set)
+    """Processes that answer nobody now, and are not asked."""
+    _channels: dict[str, grpc.Channel] = field(default_factory=dict)
 
     def start(self) -> Mesh:
-        if self.shape == "all":
-            self._spawn("all", self.state, "--target", "all")
-            return self
-        self.start_servers()
-        for service in SERVICES:
-            self.start_service(service)
+        for name in self.members():
+            self.launch(name)
+            if name == "servers":
+                self.wait(name)
+        for name in self.members():
+            self.wait(name)
         return self
 
-    def start_servers(self) -> None:
-        """Start the `rolloutd` of NATS and registry of the shape `seven`."""
-        self._spawn("servers", self.state, "--target", "nats,registry")
+    def members(self) -> tuple[str, ...]:
+        """The name of every process."""
+        if self.shape == "all":
+            return ("all",)
+        if self.shape == "seven":
+            return ("servers", *SERVICES)
+        return (*SERVICES, *(f"{name}-2" for name in REPLICATED))
 
-    def start_service(self, service: str) -> None:
-        """Start the `rolloutd` of one service of the shape `seven`."""
-        self._spawn(service, self.state / service, "--target", service, "--join", str(self.state))
+    def start_service(self, name: str) -> None:
+        """Start the `rolloutd` of that name, and wait until it serves."""
+        self.launch(name)
+        self.wait(name)
 
-    def _spawn(self, name: str, state: Path, *arguments: str) -> None:
+    def launch(self, name: str) -> None:
+        """Start the `rolloutd` of that name, without waiting."""
+        state = self.folder(name)
         state.mkdir(parents=True, exist_ok=True)
         (state / "rolloutd.json").unlink(missing_ok=True)
-        log = (self.state / f"{name}.log").open("ab")
-        command = [str(self.binary), "--state-dir", str(state), *self.arguments, *arguments]
-        with log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **self.environment}
+        target = {"all": "all", "servers": "nats,registry"}.get(name, name.removesuffix("-2"))
+        command = [str(self.binary), "--state-dir", str(state), "--target", target]
+        command += ["--config", str(self.config)] if self.config else []
+        command += [*self.arguments, *self.own_arguments.get(name, ())]
+        if self.shape == "seven" and name != "servers":
+            command += ["--join", str(self.state)]
+        with (self.state / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **self.environment},
+                preexec_fn=partial(enter, self.namespace),
             )
-        self.processes[name] = process
-        until(lambda: (state / "rolloutd.json").exists() or process.poll() is not None, f"{name} to serve", 20)
+
+    def wait(self, name: str, seconds: float = 30) -> None:
+        """Wait until a process serves."""
+        process = self.processes[name]
+        until(lambda: self.serves(name) or process.poll() is not None, f"{name} to serve", seconds)
         if process.poll() is not None:
             raise AssertionError(f"rolloutd {name} left with {process.returncode}:\n{self.log(name)}")
+
+    def serves(self, name: str) -> bool:
+        return (self.folder(name) / "rolloutd.json").exists()
 
     def log(self, name: str) -> str:
         return (self.state / f"{name}.log").read_text(errors="replace")[-4000:]
 
+    def folder(self, name: str) -> Path:
+        """The state folder of a process."""
+        return self.state if name in ("all", "servers") else self.state / name
+
     def daemon(self, service: str = "scheduler") -> dict[str, object]:
-        folder = self.state if self.shape == "all" else self.state / service
-        return json.loads((folder / "rolloutd.json").read_text())
+        """What a process that hosts the service says of itself: of replicas any that serves, for each passes calls on."""
+        names = ("all",) if self.shape == "all" else (service, f"{service}-2")
+        serving = (name for name in names if self.alive(name) and name not in self.frozen and self.serves(name))
+        return json.loads((self.folder(next(serving, names[0])) / "rolloutd.json").read_text())
+
+    def alive(self, name: str) -> bool:
+        return name in self.processes and self.processes[name].poll() is None
 
     def kill(self, name: str) -> None:
         """Kill -9 of one `rolloutd`, and wait until the kernel has it."""
@@ -98,7 +142,18 @@ class Mesh:
         return Path(str(self.daemon()["token_file"])).read_text().strip()
 
     def channel(self, address: str) -> grpc.Channel:
-        return grpc.intercept_channel(grpc.insecure_channel(address), _Bearer(self.token()))
+        if address not in self._channels:
+            channel = grpc.insecure_channel(address, _RECONNECT)
+            if files := self.certificates():
+                ca, cert, key = (Path(file).read_bytes() for file in files)
+                channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), _RECONNECT)
+            self._channels[address] = grpc.intercept_channel(channel, _Bearer(self.token()))
+        return self._channels[address]
+
+    def certificates(self) -> list[str]:
+        """Files of authority, certificate and key, where the mesh speaks TLS."""
+        told = self.daemon()
+        return [str(told[name]) for name in ("ca_file", "cert_file", "key_file") if name in told]
 
     def _service(self, name: str) -> grpc.Channel:
         return self.channel(str(self.daemon(name)["grpc"]))
@@ -140,8 +195,16 @@ class Mesh:
         return self.scheduler.CreateRun(run_pb2.CreateRunRequest(lock=lock, base_dir=str(config.parent))).run.run_id
 
     def watch(self, run: str) -> Iterator[run_pb2.RunStatus]:
-        for update in self.scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run), timeout=300):
-            yield update.status
+        """Each status until the end, also when another replica begins to lead meanwhile."""
+        while True:
+            try:
+                for update in self.scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run), timeout=300):
+                    yield update.status
+                return
+            except grpc.RpcError as error:
+                if self.shape != "replicas" or error.code() != grpc.StatusCode.UNAVAILABLE:  # type: ignore[attr-defined]
+                    raise
+                time.sleep(0.1)
 
     def status(self, run: str) -> run_pb2.RunStatus:
         return self.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run)).status
@@ -172,6 +235,9 @@ class Mesh:
         steps = self.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=run)).steps
         state = next(iter(self.buffer.WatchLedger(buffer_pb2.WatchLedgerRequest(run_id=run)))).state
         return list(groups), list(steps), state
+
+
+_RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 
 
 class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
@@ -220,8 +286,8 @@ def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def mesh(state: Path, shape: str = "all") -> Iterator[Mesh]:
-    running = Mesh(state, shape)
+def mesh(state: Path, shape: str = "all", config: Path | None = None) -> Iterator[Mesh]:
+    running = Mesh(state, shape, config=config)
     try:
         yield running.start()
         running.stop()

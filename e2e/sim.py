@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from mesh import ROOT, Mesh, describe
 
@@ -40,7 +41,7 @@ max_tokens = 12
 plugin = "reward.py:letters"
 retries = 0
 
-[algorithm.grpo]
+[algorithm.{algorithm}]
 
 [train]
 steps = {steps}
@@ -62,6 +63,9 @@ max_steps = {staleness}
 [snapshot]
 every_steps = {snapshot}
 keep_payloads = {keep}
+
+[weights]
+way = "{way}"
 """
 
 _REWARD = '''"""The share of letters. Row 7 can't be scored; row 13 not the first time that anybody tries."""
@@ -80,6 +84,16 @@ def letters(samples):
 '''
 
 
+_FLAT = """
+
+_letters = letters
+
+
+def letters(samples):
+    return [0.5 if int(sample.prompt[4:-1]) % 3 == 0 else score for sample, score in zip(samples, _letters(samples))]
+"""
+
+
 @dataclass(frozen=True)
 class Job:
     """A run without a model. Its data are few, so that it passes over them several times."""
@@ -91,6 +105,10 @@ class Job:
     workers: int = 2
     snapshot: int = 5
     keep_payloads: bool = False
+    way: str = "auto"
+    """How weights get to the workers."""
+    draws: bool = False
+    """Dynamic sampling, with a reward that is the same for all answers to every third prompt."""
 
     def write(self) -> Path:
         """The config, with everything that it names beside it."""
@@ -98,7 +116,7 @@ class Job:
         policy.write_model(self.folder / "model")
         rows = [json.dumps({"prompt": f"row {n}:", "answer": str(n)}) for n in range(ROWS)]
         (self.folder / "train.jsonl").write_text("\n".join(rows) + "\n")
-        (self.folder / "reward.py").write_text(_REWARD)
+        (self.folder / "reward.py").write_text(_REWARD + (_FLAT if self.draws else ""))
         path = self.folder / "job.toml"
         path.write_text(
             _CONFIG.format(
@@ -111,25 +129,43 @@ class Job:
                 staleness=self.staleness,
                 snapshot=self.snapshot,
                 keep="true" if self.keep_payloads else "false",
+                way=self.way,
+                algorithm="dapo" if self.draws else "grpo",
             )
         )
         return path
 
+    def plan(self, running: Mesh) -> bytes:
+        """The lock of the plan."""
+        return running.plan(self.write())
 
-def sim_mesh(state: Path, shape: str = "all", seconds: float = 0.0, **environment: str) -> Mesh:
-    """A control plane whose workers have no model. seconds: what a sample takes at most."""
+    def agree(self, running: Mesh, run: str) -> dict[str, int]:
+        """Hold the journals against the ledger."""
+        return journals_agree(running, run, self)
+
+
+def sim_mesh(state: Path, shape: str = "all", seconds: float = 0.0, arguments: tuple[str, ...] = (), **environment: str) -> Mesh:
+    """A control plane whose workers have no model. seconds: what a sample takes at most. arguments: more of `rolloutd`."""
     return Mesh(
         state,
         shape,
         arguments=(
             *("--worker-command", f"{sys.executable} -m rollout_workers.sim", "--worker-python", sys.executable),
             *("--buffer-segment-bytes", "8192"),  # so that snapshots free some
+            *arguments,
         ),
         environment={"PYTHONPATH": str(ROOT / "python"), "ROLLOUT_SIM_SECONDS": str(seconds), **environment},
     )
 
 
-def submit(running: Mesh, lock: bytes, job: Job) -> str:
+class HasFolder(Protocol):
+    """A job, of whatever kind."""
+
+    @property
+    def folder(self) -> Path: ...
+
+
+def submit(running: Mesh, lock: bytes, job: HasFolder) -> str:
     """Start a run of a plan that was made before."""
     return running.scheduler.CreateRun(run_pb2.CreateRunRequest(lock=lock, base_dir=str(job.folder))).run.run_id
 
@@ -137,13 +173,16 @@ def submit(running: Mesh, lock: bytes, job: Job) -> str:
 def audited(running: Mesh, run: str, gone: Callable[[], bool] = lambda: False) -> dict:
     """What `rollout audit` says of a run. Fails where it finds a break. gone: whether a service was killed meanwhile, and the
     audit can't be had."""
-    state = running.state
     command = [str(ROOT / "bin" / "rollout"), "--format", "json", "audit", run]
+    if running.namespace:
+        command += ["--insecure"]
     if running.shape == "all":
-        command += ["--state-dir", str(state)]
+        command += ["--state-dir", str(running.state)]
     else:
-        command += ["--consul", str(json.loads((state / "rolloutd.json").read_text())["consul"])]
-        command += ["--token-file", str(state / "token")]
+        daemon = running.daemon()
+        command += ["--consul", str(daemon["consul"]), "--token-file", str(daemon["token_file"])]
+        for flag, file in zip(("--ca-file", "--cert-file", "--key-file"), running.certificates(), strict=False):
+            command += [flag, file]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120)
     for _ in range(60):  # a service that has just come back is not known to everybody yet
         if told.returncode != UNAVAILABLE or gone():
@@ -153,6 +192,34 @@ def audited(running: Mesh, run: str, gone: Callable[[], bool] = lambda: False) -
     if told.returncode == UNAVAILABLE and gone():
         return {}
     assert told.returncode == 0, f"{told.returncode}: {told.stdout[-6000:]}{told.stderr[-3000:]}"
+    return json.loads(told.stdout)
+
+
+def audited_offline(running: Mesh, run: str) -> dict:
+    """The same from databases and bucket alone."""
+    command = [str(ROOT / "bin" / "rollout"), "--format", "json", "audit", run, "--config", str(running.config)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, f"{told.returncode}: {told.stdout[-6000:]}{told.stderr[-3000:]}"
+    return json.loads(told.stdout)
+
+
+def replay(running: Mesh, run: str, code: int = 0) -> dict:
+    """What `rollout replay` says."""
+    worker = f"{sys.executable} -m rollout_workers.sim"
+    command = [
+        str(ROOT / "bin" / "rollout"),
+        "--format",
+        "json",
+        "replay",
+        run,
+        "--worker",
+        worker,
+        *(("--config", str(running.config)) if running.config else ("--state-dir", str(running.state))),
+    ]
+    told = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", **running.environment}
+    )
+    assert told.returncode == code, f"{told.returncode}: {told.stdout[-3000:]}{told.stderr[-3000:]}"
     return json.loads(told.stdout)
 
 
@@ -202,9 +269,9 @@ def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
                 f"{name}: no engine wrote that it sampled it with version {version}"
             )
     left_out = sum(step.excluded for step in steps)
-    assert len(used) == (len(steps) * GROUPS - left_out) * SAMPLES, (
-        f"{len(used)} samples in {len(steps)} steps, {left_out} excluded"
-    )
+    for step in steps:
+        assert step.groups + (0 if job.draws else step.excluded) == GROUPS, f"step {step.step}: {step}"
+    assert len(used) == sum(step.groups for step in steps) * SAMPLES, f"{len(used)} samples in {len(steps)} steps"
     return {"steps": len(steps), "trained": len(used), "sampled": len(sampled), "steps_made": len(trained), "excluded": left_out}
 
 

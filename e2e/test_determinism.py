@@ -32,13 +32,22 @@ def test_another_seed_gives_another_digest(reference: str, config: Path, tmp_pat
         assert running.finish(run).weights_digest != reference
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
-def test_interrupted_after_a_step(step: int, reference: str, config: Path, tmp_path: Path) -> None:
-    with mesh(tmp_path) as running:
+def interrupted(running: Mesh, config: Path, step: int) -> str:
+    """A run that was cancelled after a step. One that has made its last step by then is no such run: another is begun."""
+    for _ in range(5):
         run = running.submit(config)
         running.until_step(run, step)
         running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=run, drain=step % 2 == 0))
         list(running.watch(run))
+        if running.status(run).run.state != run_pb2.RUN_STATE_SUCCEEDED:
+            return run
+    raise AssertionError("five runs made their last step before they could be cancelled")
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_interrupted_after_a_step(step: int, reference: str, config: Path, tmp_path: Path) -> None:
+    with mesh(tmp_path) as running:
+        run = interrupted(running, config, step)
         running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
         running.finish(run)
         digest = assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)

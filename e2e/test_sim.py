@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from mesh import ROOT, Mesh
-from sim import Job, audited, finish, journals_agree, sim_mesh, stop, submit
+from sim import Job, audited, finish, journals_agree, replay, sim_mesh, stop, submit
 
 
 @pytest.mark.parametrize("shape", ["all", "seven"])
@@ -26,6 +22,25 @@ def test_the_ledger_agrees_with_what_was_written_down_apart(shape: str, tmp_path
         assert journals_agree(running, run, job)["excluded"] == 3
     finally:
         stop(running)
+
+
+def test_weights_over_the_network_give_the_same_run(tmp_path: Path) -> None:
+    """Streamed from worker to worker or through the storage service, as for workers on other hosts."""
+    digests = {}
+    for way in ("auto", "stream", "store"):
+        job = Job(tmp_path / way / "job", steps=6, way=way)
+        running = sim_mesh(tmp_path / way / "state").start()
+        try:
+            run = submit(running, running.plan(job.write()), job)
+            digests[way] = finish(running, run)
+            assert audited(running, run)["whole"]
+            journals_agree(running, run, job)
+            logs = [path.read_text() for path in (running.state / "runs" / run / "workers").glob("inference-*.log")]
+            assert len(logs) == job.workers
+            assert all(("came over the network" in log) is (way != "auto") for log in logs), way
+        finally:
+            stop(running)
+    assert len(set(digests.values())) == 1, digests
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -60,24 +75,3 @@ def test_replay_names_the_step_that_differs(tmp_path: Path) -> None:
     model.write_bytes(model.read_bytes()[:-1] + b"\xff")
     told = replay(running, run, code=65)
     assert not told["same"] and len(told["steps"]) == 1
-
-
-def replay(running: Mesh, run: str, code: int = 0) -> dict:
-    """What `rollout replay` says."""
-    worker = f"{sys.executable} -m rollout_workers.sim"
-    command = [
-        str(ROOT / "bin" / "rollout"),
-        "--state-dir",
-        str(running.state),
-        "--format",
-        "json",
-        "replay",
-        run,
-        "--worker",
-        worker,
-    ]
-    told = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", **running.environment}
-    )
-    assert told.returncode == code, f"{told.returncode}: {told.stdout[-3000:]}{told.stderr[-3000:]}"
-    return json.loads(told.stdout)

@@ -64,8 +64,14 @@ def describe_command(page: str) -> str:
 
 def describe_table(name: str, table: Schema, definitions: Schema) -> Iterator[str]:
     """Yield the section of one table, then those of the tables in it."""
-    keys = {key: field for key, field in table["properties"].items() if "allOf" not in field}
-    tables = {key: definitions[reference(field)] for key, field in table["properties"].items() if "allOf" in field}
+    properties: dict[str, Schema] = table["properties"]
+    inner_of = {key: of_table(field) for key, field in properties.items()}
+    keys = {key: field for key, field in properties.items() if inner_of[key] is None}
+    tables = {
+        f"{key}.NAME" if "additionalProperties" in properties[key] else key: definitions[reference(inner)]
+        for key, inner in inner_of.items()
+        if inner is not None
+    }
     if name:
         yield f"## `[{name}]`\n\n{table['description']}\n"
     if keys:
@@ -74,6 +80,14 @@ def describe_table(name: str, table: Schema, definitions: Schema) -> Iterator[st
         yield "\n".join(describe_key(key, field, key in required) for key, field in keys.items()) + "\n"
     for key, inner in tables.items():
         yield from describe_table(f"{name}.{key}" if name else key, inner, definitions)
+
+
+def of_table(field: Schema) -> Schema | None:
+    """What refers to the table that a field is, or to each of the tables by name; None for a value."""
+    if "allOf" in field:
+        return field
+    inner = field.get("additionalProperties")
+    return inner if isinstance(inner, dict) else None
 
 
 def describe_key(key: str, field: Schema, required: bool) -> str:

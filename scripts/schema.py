@@ -36,7 +36,7 @@ def shape(bundle: Schema, root: Descriptor = run_config_pb2.RunConfig.DESCRIPTOR
         if message.name not in definitions:
             source = bundle["$defs"][f"{message.full_name}.schema.strict.json"]
             definitions[message.name] = shape_message(message, source)
-            pending += [field.message_type for field in message.fields if field.message_type is not None]
+            pending += [table for field in message.fields if (table := table_of(field)) is not None]
     top = definitions.pop(root.name)
     return {"$schema": DRAFT, **top, "definitions": dict(sorted(definitions.items()))}
 
@@ -54,9 +54,14 @@ def shape_message(message: Descriptor, source: Schema) -> Schema:
 
 def shape_field(field: FieldDescriptor, source: Schema) -> Schema:
     shaped: Schema = {"description": text(source)}
-    if field.message_type is not None:
-        target = {"allOf": [{"$ref": f"#/definitions/{field.message_type.name}"}]}
-        shaped |= {"type": "array", "items": target} if field.is_repeated else target
+    table = table_of(field)
+    if table is not None:
+        target = {"allOf": [{"$ref": f"#/definitions/{table.name}"}]}
+        if is_map(field):
+            pattern = field.GetOptions().Extensions[validate_pb2.field].map.keys.string.pattern
+            shaped |= {"type": "object", "propertyNames": {"pattern": pattern}, "additionalProperties": target}
+        else:
+            shaped |= {"type": "array", "items": target} if field.is_repeated else target
     else:
         shaped |= {key: value for key, value in scalar(source).items() if informs(key, value)}
     meta = field.GetOptions().Extensions[options_pb2.meta]
@@ -65,6 +70,17 @@ def shape_field(field: FieldDescriptor, source: Schema) -> Schema:
     if meta.example:
         shaped["examples"] = [toml_value(meta.example)]
     return shaped
+
+
+def is_map(field: FieldDescriptor) -> bool:
+    """Whether the field is tables by a name of the user's."""
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def table_of(field: FieldDescriptor) -> Descriptor | None:
+    """The message of a table, or of each table of a map; None for a value."""
+    message = field.message_type
+    return message.fields_by_name["value"].message_type if message is not None and is_map(field) else message
 
 
 def scalar(source: Schema) -> Schema:

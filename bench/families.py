@@ -1,0 +1,100 @@
+"""The families of algorithms that `make learn-check` trains: from where, on what, and what must come of it.
+
+What is measured of a run:
+
+    accuracy    share of held-out sums that are answered right, greedily, after the last step
+    gain        how much of the held-out reward (of sums: of that accuracy) came with the run
+    preferred   share of pairs whose chosen answer has the higher (implicit) reward, mean over the last ten steps
+    margin      implicit reward of desirable completions less that of others, mean over the last ten steps
+    nearer      share of the divergence from the teacher at the first five steps that is gone over the last ten
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+FIRST, LAST = 5, 10
+
+Steps = Sequence[Mapping[str, float]]
+Evaluations = Sequence[Mapping[str, float]]
+
+
+def accuracy(_: Steps, evaluations: Evaluations) -> float:
+    return evaluations[-1]["eval/reward"]
+
+
+def gain(_: Steps, evaluations: Evaluations) -> float:
+    return evaluations[-1]["eval/reward"] - evaluations[0]["eval/reward"]
+
+
+def preferred(steps: Steps, _: Evaluations) -> float:
+    return statistics.fmean(step["rewards/accuracy"] for step in steps[-LAST:])
+
+
+def margin(steps: Steps, _: Evaluations) -> float:
+    return statistics.fmean(
+        step["rewards/chosen"] / step["desirable"] - step["rewards/rejected"] / (1 - step["desirable"]) for step in steps[-LAST:]
+    )
+
+
+def nearer(steps: Steps, _: Evaluations) -> float:
+    first = statistics.fmean(step["kl/teacher"] for step in steps[:FIRST])
+    return 1 - statistics.fmean(step["kl/teacher"] for step in steps[-LAST:]) / first
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What trains it, from where, and what must come of it."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    measure: Callable[[Steps, Evaluations], float]
+    threshold: float
+    table: str = ""
+    """Lines that stand in the place of the config's `[algorithm]` table and its keys."""
+    start: str = "warm"
+    """Where it begins: `warm` (what sft ends with), `weak` (a short sft), or the config's own model where empty."""
+
+
+def sampled(table: str, *, threshold: float = 0.08, overrides: tuple[str, ...] = ()) -> Family:
+    """A member of the GRPO family, on the example's config with another table."""
+    config = EXAMPLES / "addition" / "grpo.toml"
+    return Family(config, ("train.steps=80", "eval.every_steps=80", *overrides), gain, threshold, table)
+
+
+WEAK = Family(EXAMPLES / "addition" / "sft.toml", ("train.steps=150", "eval.every_steps=0"), accuracy, 0.0, start="")
+"""What distillation begins with. Its teacher is `warm`."""
+
+ADDITION = {
+    "sft": Family(EXAMPLES / "addition" / "sft.toml", ("eval.every_steps=375",), accuracy, 0.3, start=""),
+    "grpo": sampled("[algorithm.grpo]"),
+    "dr_grpo": sampled("[algorithm.dr_grpo]"),
+    "dapo": sampled("[algorithm.dapo]"),
+    "gspo": sampled("[algorithm.gspo]"),
+    "cispo": sampled("[algorithm.cispo]"),
+    "rloo": sampled("[algorithm.rloo]"),
+    "reinforce_pp": sampled("[algorithm.reinforce_pp]"),
+    "ppo": Family(EXAMPLES / "ppo-tiny.toml", ("train.steps=60", "eval.every_steps=60"), gain, 0.03),
+    "dpo": Family(EXAMPLES / "addition" / "dpo.toml", ("eval.every_steps=100",), preferred, 0.8),
+    "ipo": Family(EXAMPLES / "addition" / "dpo.toml", ("eval.every_steps=100",), preferred, 0.8, "[algorithm.ipo]\nbeta = 0.1"),
+    "kto": Family(EXAMPLES / "addition" / "kto.toml", ("eval.every_steps=100",), margin, 0.1),
+    "reward_model": Family(EXAMPLES / "addition" / "reward_model.toml", (), preferred, 0.75),
+    "distillation": Family(
+        EXAMPLES / "rewards" / "distillation.toml",
+        ("train.steps=120", "train.groups_per_step=256", "train.learning_rate=1e-3"),
+        nearer,
+        0.25,
+        start="weak",
+    ),
+}
+
+SMOLLM2 = {
+    "grpo": Family(EXAMPLES / "smollm2" / "grpo.toml", ("eval.every_steps=24",), gain, 0.2, start=""),
+    "dpo": Family(EXAMPLES / "smollm2" / "dpo.toml", (), preferred, 0.8, start=""),
+}
+
+MODELS = {"addition": ADDITION, "smollm2": SMOLLM2}

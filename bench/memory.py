@@ -1,0 +1,58 @@
+"""The most memory that the processes below one have held, while something else goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+EVERY_SECONDS = 0.5
+
+
+class Peaks:
+    """Of each process below ``root`` the most it was seen to have resident. Linux; shared pages count in each that has them."""
+
+    def __init__(self, root: int) -> None:
+        self._root, self._held = root, dict[int, int]()
+
+    @property
+    def megabytes(self) -> float:
+        """The sum over all processes that were seen, each at its own peak: no less than was held at any moment."""
+        return sum(self._held.values()) / 1024
+
+    def look(self) -> None:
+        """Read what the kernel has noted of each."""
+        parents, below, fresh = _parents(), set[int](), {self._root}
+        while fresh := {pid for pid, parent in parents.items() if parent in fresh} - below:
+            below |= fresh
+        for pid in below:
+            with contextlib.suppress(OSError, StopIteration):
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                self._held[pid] = int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+@contextlib.contextmanager
+def peaks(root: int) -> Iterator[Peaks]:
+    """Look now and then until the block ends."""
+    found, done = Peaks(root), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(EVERY_SECONDS):
+            found.look()
+
+    thread = threading.Thread(target=watch, name="memory", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+def _parents() -> dict[int, int]:
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            found[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    return found

@@ -1,0 +1,56 @@
+"""Keeps what a bench showed: its lines as text that can be pasted, and its figures as JSON, in `.cache/bench/`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "bench"
+
+
+class _Twice(io.TextIOBase):
+    """Writes to two places."""
+
+    def __init__(self, one: TextIO, other: TextIO) -> None:
+        self._places = (one, other)
+
+    def write(self, text: str) -> int:
+        for place in self._places:
+            place.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for place in self._places:
+            place.flush()
+
+
+@contextlib.contextmanager
+def recorded(name: str) -> Iterator[dict[str, Any]]:
+    """What is printed inside goes to ``NAME.txt`` too, and what is put into the dict to ``NAME.json``, with the load of the
+    machine before and after, which says whether it was quiet. Both are written whatever happens."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Any] = {}
+    began, before = time.time(), os.getloadavg()[0]
+    with (FOLDER / f"{name}.txt").open("w") as text:
+        try:
+            with contextlib.redirect_stdout(_Twice(sys.stdout, text)):
+                yield figures
+        finally:
+            told = {
+                "arguments": sys.argv[1:],
+                "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+                "minutes": round((time.time() - began) / 60, 2),
+                "processors": os.cpu_count(),
+                "load": [round(before, 2), round(os.getloadavg()[0], 2)],
+                **figures,
+            }
+            (FOLDER / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n")
+            where = os.path.relpath(FOLDER / name)
+            print(f"{told['minutes']} minutes, load {told['load'][0]} before; kept in {where}.txt and .json", flush=True)

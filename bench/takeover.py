@@ -1,0 +1,227 @@
+"""How long until somebody else acts: takeover of scheduler, buffer and controller, and redispatch of a dead worker's prompts.
+
+    make bench-takeover; or PYTHONPATH=python:e2e python bench/takeover.py [--kills 20] [--check]
+
+A run without a model goes on meanwhile, on PostgreSQL, Consul, a NATS cluster and S3, with a replica of each of the three. Its
+leader is killed (-9), or stopped (SIGSTOP) until another one leads, so many times each. Printed are the medians and maxima from
+the signal to the moment when another replica is registered as the leader, and to the next step that is made. Then an inference
+worker that has prompts in hand is killed as often: from the signal until the last of them is begun again, by whomever. `--check`
+ends with 1 where a median of takeover or redispatch is above 5 s, or a kill was not recovered from in two minutes.
+
+A bench that was interrupted goes on where it was: every kill is kept in `.cache/bench/takeover.jsonl`; `--fresh` begins anew.
+140 kills take about 40 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import grpc
+from faults import is_worker
+from mesh import REPLICATED, ROOT, Mesh, until
+from production import Production
+from record import recorded
+from sim import SAMPLES, Job, audited, sim_mesh, submit
+
+from rollout.run.v1 import run_pb2
+from rollout_workers.sim import journal
+
+BAR_SECONDS = 5.0
+PACE = 0.5
+"""Seconds that a sample takes at most, so that workers have prompts in hand."""
+
+WORKER = "worker, kill -9"
+
+
+class Bench:
+    """One run, and what is done to those who conduct it."""
+
+    def __init__(self, production: Production, run: str) -> None:
+        self.running, self.run = production.running, run
+        self.directory = Path(self.status().run.directory)
+
+    def status(self) -> run_pb2.RunStatus:
+        """Asked until somebody answers."""
+        while True:
+            with contextlib.suppress(grpc.RpcError, OSError, ValueError):
+                return self.running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=self.run), timeout=2).status
+
+    def newest(self) -> int:
+        """The newest step that the learner has made."""
+        return max((record["step"] for record in journal.read(self.directory, "learner")), default=0)
+
+    def leader(self, service: str) -> tuple[int, str]:
+        """Epoch and member of the newest registered leader."""
+        url = f"http://{self.running.daemon('planner')['consul']}/v1/health/service/{service}"
+        with urllib.request.urlopen(url, timeout=5) as response:
+            found = [(int(e["Service"]["Meta"]["epoch"]), e["Service"]["Port"]) for e in json.load(response)]
+        epoch, port = max(found)
+        return epoch, next(name for name in self.running.members() if listens(self.running, name) == port)
+
+    def take_over(self, service: str, stopping: bool) -> tuple[float, float]:
+        """Seconds until another one leads, and until the learner has made a step after the signal."""
+        epoch, name = self.leader(service)
+        began, step = time.monotonic(), self.newest()
+        if stopping:
+            self.running.frozen.add(name)
+            self.running.processes[name].send_signal(signal.SIGSTOP)
+        else:
+            self.running.kill(name)
+        until(lambda: self.leader(service)[0] > epoch, f"another {service}", 60)
+        led = time.monotonic() - began
+        until(lambda: self.newest() > step, "the next step", 120)
+        stepped = time.monotonic() - began
+        if stopping:
+            self.running.processes[name].send_signal(signal.SIGCONT)
+            self.running.frozen.discard(name)
+        else:
+            self.running.start_service(name)
+        self.settle()
+        return led, stepped
+
+    def redispatch(self, dice: random.Random) -> float:
+        """Seconds until each prompt that a killed worker had in hand is begun again."""
+        while True:
+            workers = [w for w in self.status().workers if w.kind == "inference" and w.address and is_worker(w.pid)]
+            if workers:
+                victim = dice.choice(workers)
+                if self.in_hand(victim.worker_id):
+                    break
+        os.kill(victim.pid, signal.SIGKILL)
+        killed = time.time()
+        owed = self.in_hand(victim.worker_id)
+        if not owed:
+            return self.redispatch(dice)
+        last: dict[str, float] = {}
+
+        def again() -> bool:
+            for record in journal.read(self.directory, "began-inference"):
+                if record["request"] in owed and record["at"] > killed:
+                    last.setdefault(record["request"], record["at"])
+            return len(last) == len(owed)
+
+        until(again, f"{owed} to be begun again", 60)
+        self.settle()
+        return max(last.values()) - killed
+
+    def in_hand(self, worker: str) -> set[str]:
+        """Groups that a worker has begun and has not sampled whole."""
+        begun = [record["request"] for record in journal.read(self.directory, f"began-{worker}")]
+        done: dict[str, int] = {}
+        for record in journal.read(self.directory, "inference"):
+            done[record["request"]] = done.get(record["request"], 0) + 1
+        return {request for request in begun[-8:] if done.get(request, 0) < SAMPLES}
+
+    def settle(self) -> None:
+        """Wait until the run is at work again: all workers serve, and two more steps are made."""
+        step = self.newest()
+        until(lambda: all(worker.address for worker in self.status().workers), "all workers", 120)
+        until(lambda: self.newest() >= step + 2, "two more steps", 120)
+
+
+def listens(running: Mesh, name: str) -> int:
+    return int(json.loads((running.folder(name) / "ports.json").read_text())["grpc"])
+
+
+KEPT = ROOT / ".cache" / "bench" / "takeover.jsonl"
+"""Every kill that was measured, a line each: a bench that was interrupted goes on from there."""
+
+MOST_FAILURES = 3
+
+
+def read_kept() -> dict[str, list[list[float]]]:
+    """Seconds of each kill, by what was killed how."""
+    kept: dict[str, list[list[float]]] = {}
+    if KEPT.exists():
+        for line in KEPT.read_text().splitlines():
+            with contextlib.suppress(ValueError, KeyError):  # cut off
+                record = json.loads(line)
+                kept.setdefault(record["kill"], []).append(record["seconds"])
+    return kept
+
+
+def rows() -> dict[str, tuple[str, bool]]:
+    """What is killed how, in order."""
+    table = {f"{s}, {'SIGSTOP' if f else 'kill -9'}": (s, f) for s in REPLICATED for f in (False, True)}
+    return table | {WORKER: ("", False)}
+
+
+def measure(kills: int) -> None:
+    """Kill what has not been killed often enough, on one mesh from its start to its end, and keep every figure."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        job = Job(root / "job", steps=1_000_000, snapshot=20)
+        with Production(root / "state", sim_mesh(root / "state" / "mesh", "replicas", seconds=PACE)) as production:
+            bench = Bench(production, submit(production.running, production.running.plan(job.write()), job))
+            bench.settle()
+            dice = random.Random(time.time())
+            for name, (service, stopping) in rows().items():
+                for _ in range(kills - len(read_kept().get(name, []))):
+                    seconds = bench.take_over(service, stopping) if service else (bench.redispatch(dice),)
+                    with KEPT.open("a") as out:
+                        out.write(json.dumps({"kill": name, "seconds": seconds}) + "\n")
+                    print(f"{name:29} {', '.join(f'{s:.2f} s' for s in seconds)}", file=sys.stderr, flush=True)
+            production.running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=bench.run, drain=True))
+            until(lambda: bench.status().run.state == run_pb2.RUN_STATE_CANCELLED, "the run to be cancelled", 60)
+            assert audited(production.running, bench.run)["whole"]
+
+
+def tell(kills: int, figures: dict[str, Any]) -> list[str]:
+    """Print the medians; returns what is above the bar."""
+    slow: list[str] = []
+    kept = read_kept()
+    print(f"medians of {kills} kills; bar {BAR_SECONDS:.0f} s")
+    for name in rows():
+        columns = list(zip(*kept[name][:kills], strict=True))
+        what = ("its prompts begun again after",) if name == WORKER else ("another leads after", "next step after")
+        told = [f"{w} {statistics.median(c):.2f} s (max {max(c):.2f})" for w, c in zip(what, columns, strict=True)]
+        print(f"{name:29} {', '.join(told)}", flush=True)
+        median = statistics.median(columns[0])
+        figures[name] = {w: {"median": statistics.median(c), "most": max(c)} for w, c in zip(what, columns, strict=True)}
+        slow += [name] if median > BAR_SECONDS else []
+    figures.update(bar=BAR_SECONDS, kills=kills, above=slow, met=not slow)
+    return slow
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--fresh", action="store_true", help="forget the kills that were measured before")
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    KEPT.parent.mkdir(parents=True, exist_ok=True)
+    if given.fresh:
+        KEPT.unlink(missing_ok=True)
+    failures = 0
+    with recorded("takeover") as figures:
+        while any(len(read_kept().get(name, [])) < given.kills for name in rows()):
+            try:
+                measure(given.kills)
+            except (AssertionError, OSError, grpc.RpcError) as error:
+                failures += 1
+                print(f"a mesh is begun anew after {type(error).__name__}: {error}", flush=True)
+                if failures > MOST_FAILURES:
+                    raise
+        figures["failures"] = failures
+        slow = tell(given.kills, figures)
+        if slow:
+            print(f"above the bar: {', '.join(slow)}")
+        if failures:
+            print(f"{failures} kills were not recovered from in time and are not among the figures")
+    return int(given.check and bool(slow or failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

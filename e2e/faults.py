@@ -1,0 +1,166 @@
+"""Random faults of a control plane, its workers, its servers and the connections between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mesh import until
+from production import Production
+from proxy import trouble
+from sim import UNAVAILABLE
+
+from rollout.run.v1 import run_pb2
+
+FROZEN_SECONDS = 6.0
+AWAY_SECONDS = 3.0
+FROZEN = 0.3
+"""The share of faults that stop a process for a while (SIGSTOP) instead of killing it."""
+
+
+class Faults:
+    """Hurts one run after another. Whatever was hurt gets well again: what was killed is started, by `mend`, as a supervisor of
+    services would."""
+
+    def __init__(self, production: Production) -> None:
+        self.running, self.servers, self.proxy = production.running, production.servers, production.proxy
+        self.dice = random.Random(0)
+        self.done: Counter[str] = Counter()
+        self.run = ""
+        self.workers: list[tuple[str, int]] = []
+        self._cures: list[tuple[float, Callable[[], None]]] = []
+        self._returning: set[str] = set()  # processes of the control plane that a cure starts
+
+    def begin(self, run: str, dice: random.Random) -> None:
+        self.run, self.dice, self.done, self.workers = run, dice, Counter(), []
+
+    def see(self, status: run_pb2.RunStatus) -> None:
+        """Learn which workers there are now."""
+        self.workers = [(worker.worker_id, worker.pid) for worker in status.workers if worker.pid]
+
+    def total(self) -> int:
+        return self.done.total()
+
+    def strike(self) -> None:
+        """One random fault."""
+        self.workers = [(name, pid) for name, pid in self.workers if is_worker(pid)]
+        kinds = [self._hurt_worker] if self.workers else []
+        if any(map(self.running.alive, self.running.members())):
+            kinds += [self._hurt_member]
+        if self.servers.by_name:
+            kinds += [self._hurt_server, self._hurt_link]
+        if not kinds:
+            return  # all are away already
+        what = self.dice.choice(kinds)()
+        self.done[what] += 1
+        with (self.running.state.parent / "faults.log").open("a") as log:
+            log.write(f"{datetime.now(UTC):%H:%M:%S.%f} {self.run} {what}\n")
+
+    def mend(self) -> None:
+        """Do what is due: let go on, start again, heal. What left by itself is started again too."""
+        now = time.monotonic()
+        due = [cure for when, cure in self._cures if when <= now]
+        self._cures = [(when, cure) for when, cure in self._cures if when > now]
+        for cure in due:
+            cure()
+        for name in self.running.members():
+            if not self.running.alive(name) and name not in self._returning:
+                code = self.running.processes[name].returncode
+                assert code == UNAVAILABLE, f"rolloutd {name} left by itself with {code}:\n{self.running.log(name)}"
+                self._bring_back(name, 0.5)  # it found no server at its start
+        for server in self.servers.by_name.values():
+            if server.left() and server.name not in self._returning:
+                self._bring_back(server.name, 0.5)
+
+    def end(self) -> Counter[str]:
+        """Mend everything at once and wait until all serve. Returns what was done."""
+        self.proxy.heal()
+        self._cures = [(0.0, cure) for _, cure in self._cures]
+        self.mend()
+
+        def whole() -> bool:
+            self.mend()
+            members = all(self.running.alive(name) and self.running.serves(name) for name in self.running.members())
+            return members and all(server.serves() for server in self.servers.by_name.values())
+
+        until(whole, "everything to serve again", 60)
+        return self.done
+
+    def _hurt_member(self) -> str:
+        name = self.dice.choice([name for name in self.running.members() if self.running.alive(name)])
+        pid = self.running.processes[name].pid
+        if self.dice.random() < FROZEN:
+            self.running.frozen.add(name)
+            self._stop(lambda number: _send(pid, number), lambda: self.running.frozen.discard(name))
+            return f"SIGSTOP {name}"
+        self.running.kill(name)
+        self._bring_back(name, self.dice.uniform(0, 0.5 if self.running.shape == "all" else AWAY_SECONDS))
+        return f"kill -9 {name}"
+
+    def _hurt_worker(self) -> str:
+        name, pid = self.dice.choice(self.workers)
+        if self.dice.random() < FROZEN:
+            self._stop(lambda number: _send(pid, number))
+            return f"SIGSTOP {name}"
+        _send(pid, signal.SIGKILL)
+        return f"kill -9 {name}"
+
+    def _hurt_server(self) -> str:
+        server = self.dice.choice(list(self.servers.by_name.values()))
+        if self.dice.random() < FROZEN:
+            self._stop(server.signal)
+            return f"SIGSTOP {server.name}"
+        server.kill()
+        self._bring_back(server.name, self.dice.uniform(0, AWAY_SECONDS))
+        return f"kill -9 {server.name}"
+
+    def _hurt_link(self) -> str:
+        link = self.dice.choice(list(self.proxy.links.values()))
+        what, seconds = trouble(link, self.dice)
+        if seconds:
+            self._later(seconds, link.heal)
+        return f"{what} connections to {link.name}"
+
+    def _stop(self, send: Callable[[signal.Signals], None], after: Callable[[], None] = lambda: None) -> None:
+        send(signal.SIGSTOP)
+
+        def go_on() -> None:
+            send(signal.SIGCONT)
+            after()
+
+        self._later(self.dice.uniform(0.05, FROZEN_SECONDS), go_on)
+
+    def _bring_back(self, name: str, seconds: float) -> None:
+        def start() -> None:
+            self._returning.discard(name)
+            if name in self.servers.by_name:
+                if self.servers.by_name[name].left():
+                    self.servers.by_name[name].launch()
+            elif not self.running.alive(name):
+                self.running.frozen.discard(name)
+                self.running.launch(name)
+
+        self._returning.add(name)
+        self._later(seconds, start)
+
+    def _later(self, seconds: float, cure: Callable[[], None]) -> None:
+        self._cures.append((time.monotonic() + seconds, cure))
+
+
+def is_worker(pid: int) -> bool:
+    """Whether a process that the control plane named is a worker still, and no other that got its number."""
+    with contextlib.suppress(OSError):
+        return b"rollout" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,84 @@
+"""Hosts on this host: network namespaces on one bridge. Whoever is in one reaches the others over links that can be cut."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import uuid
+from types import TracebackType
+
+_NEW_NETWORK = 0x40000000
+
+
+class Hosts:
+    """Namespaces with an address each. Needs root (`reason`)."""
+
+    def __init__(self, *names: str) -> None:
+        """names: of the hosts. The n-th has the address 10.91.x.(n+1), this process 10.91.x.254."""
+        mark = uuid.uuid4()
+        self._bridge = f"rb{mark.hex[:8]}"
+        self._net = f"10.91.{mark.int % 250}"
+        self.address = {name: f"{self._net}.{number + 1}" for number, name in enumerate(names)}
+        self.namespace = {name: f"rollout-{mark.hex[:8]}-{name}" for name in names}
+
+    def __enter__(self) -> Hosts:
+        try:
+            _ip(f"link add {self._bridge} type bridge")
+            _ip(f"addr add {self._net}.254/24 dev {self._bridge}")
+            _ip(f"link set {self._bridge} up")
+            for number, (name, namespace) in enumerate(self.namespace.items()):
+                link = self._link(number)
+                _ip(f"netns add {namespace}")
+                _ip(f"link add {link} type veth peer name eth0 netns {namespace}")
+                _ip(f"link set {link} master {self._bridge} up")
+                _ip(f"-n {namespace} addr add {self.address[name]}/24 dev eth0")
+                _ip(f"-n {namespace} link set eth0 up")
+                _ip(f"-n {namespace} link set lo up")
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._remove()
+
+    def cut(self, name: str) -> None:
+        """Take the cable of a host out."""
+        _ip(f"link set {self._link(list(self.namespace).index(name))} down")
+
+    def connect(self, name: str) -> None:
+        """Put the cable back."""
+        _ip(f"link set {self._link(list(self.namespace).index(name))} up")
+
+    def _link(self, number: int) -> str:
+        return f"{self._bridge}-{number}"
+
+    def _remove(self) -> None:
+        for namespace in self.namespace.values():
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+
+
+def reason() -> str:
+    """Why this machine can't have such hosts; "" where it can."""
+    try:
+        with Hosts("probe"):
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        told = (error.stderr or b"").decode().strip() if isinstance(error, subprocess.CalledProcessError) else ""
+        return f"network namespaces can't be made here (root and CAP_NET_ADMIN are needed): {error} {told}"
+
+
+def enter(namespace: str | None) -> None:
+    """Bring this process, a child before its program, into a namespace."""
+    if namespace is None:
+        return
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), f"enter {namespace}")
+    os.close(descriptor)
+
+
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True, capture_output=True)

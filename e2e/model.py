@@ -1,0 +1,36 @@
+"""A job with a real model: the small job of the end-to-end tests, made longer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from mesh import ROOT, Mesh, assert_consumed_once
+
+STEPS, GROUPS, SAMPLES = 30, 8, 4
+_SET = (
+    f"train.steps={STEPS}",
+    "snapshot.every_steps=5",
+    "eval.every_steps=0",
+    "limits.worker_restarts=1000",
+    "limits.worker_start_seconds=600",
+)
+
+
+class ModelJob:
+    """As `sim.Job`, on the addition example's untrained model."""
+
+    folder: Path = ROOT / "e2e"
+
+    def plan(self, running: Mesh) -> bytes:
+        """The lock of the plan."""
+        subprocess.run(
+            [sys.executable, str(ROOT / "examples" / "addition" / "prepare.py")], check=True, stdout=subprocess.DEVNULL
+        )
+        return running.plan(self.folder / "job.toml", *_SET)
+
+    def agree(self, running: Mesh, run: str) -> dict[str, int]:
+        """Each prompt is consumed by the step of its window."""
+        assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)
+        return {"steps": STEPS, "trained": STEPS * GROUPS * SAMPLES}

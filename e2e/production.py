@@ -1,0 +1,65 @@
+"""A control plane, where it has replicas on real servers with every connection through a proxy: what `make chaos` disturbs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import TracebackType
+
+from mesh import Mesh
+from proxy import Proxy
+from servers import Servers, free_ports
+from sim import stop
+
+PACE = 0.1
+"""Seconds that a sample takes at most: a run must be long enough to be disturbed."""
+
+
+class Production:
+    """A mesh; one of the shape `replicas` with its servers and proxies."""
+
+    def __init__(self, folder: Path, running: Mesh) -> None:
+        self.folder, self.running = folder, running
+        self.servers = Servers(folder / "servers")
+        self.proxy = Proxy()
+
+    def __enter__(self) -> Production:
+        try:
+            if self.running.shape == "replicas":
+                self._connect()
+            self.running.start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.proxy.heal()
+                self.running.stop()
+        finally:
+            self._stop()
+
+    def _connect(self) -> None:
+        self.servers.start()
+        ports = free_ports()
+        for name in self.servers.by_name:
+            self.proxy.link(name, ("127.0.0.1", next(ports)), ("127.0.0.1", self.servers.direct[name]))
+        for number, name in enumerate(self.running.members()):
+            # Peers are told another address of this host, with the same port: there the proxy listens.
+            port, host = next(ports), f"127.0.1.{number + 1}"
+            self.proxy.link(name, (host, port), ("127.0.0.1", port))
+            self.running.own_arguments[name] = ("--listen", f"127.0.0.1:{port}", "--advertise-host", host)
+        self.running.config = self.folder / "rolloutd.toml"
+        configured = self.servers.configuration(lambda name: self.proxy.links[name].listen[1], self.folder / "shared")
+        self.running.config.write_text(configured)
+
+    def _stop(self) -> None:
+        for process in self.running.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGCONT)
+        stop(self.running)
+        self.servers.stop()
+        self.proxy.stop()

@@ -1,0 +1,312 @@
+"""Real servers for a control plane under test: PostgreSQL, Consul, a NATS cluster and an S3 server, each on its own folder.
+
+`make servers` builds all but PostgreSQL, which comes from the system. Each can be killed, frozen and started again on the same
+folder and port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import pwd
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hosts import enter
+from mesh import ROOT, until
+
+NODES = 3
+START_SECONDS = 60.0
+TOOLS = ROOT / ".tools" / "bin"
+
+
+@dataclass
+class Server:
+    """One process. Ends with this one, by the kernel."""
+
+    name: str
+    command: list[str]
+    log: Path
+    ready: Callable[[], bool]
+    environment: dict[str, str] = field(default_factory=dict)
+    user: str | None = None
+    namespace: str | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+    def launch(self) -> None:
+        """Start it, without waiting until it serves."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env={"HOME": tempfile.gettempdir(), "PATH": os.environ["PATH"], **self.environment},
+                start_new_session=True,
+                preexec_fn=self._become,
+            )
+
+    def _become(self) -> None:
+        """In the child, before its program."""
+        enter(self.namespace)
+        if self.user is not None:
+            account = pwd.getpwnam(self.user)
+            os.setgroups([])
+            os.setgid(account.pw_gid)
+            os.setuid(account.pw_uid)
+        die_with_parent()
+
+    def start(self) -> None:
+        """Start it and wait until it serves."""
+        self.launch()
+        self.wait()
+
+    def wait(self) -> None:
+        until(lambda: self.serves() or self.left(), f"{self.name} to serve", START_SECONDS)
+        if self.left():
+            raise AssertionError(f"{self.name} left at its start:\n{self.log.read_text(errors='replace')[-3000:]}")
+
+    def serves(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return self.ready()
+        return False
+
+    def left(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and all that it started: each of PostgreSQL's connections is a process."""
+        if self.process is None or self.left():
+            return
+        for pid in (self.process.pid, *children(self.process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """As a crash: nothing is written any more. Idempotent."""
+        if self.process is not None:
+            self.signal(signal.SIGKILL)
+            self.process.wait(10)
+
+
+@dataclass
+class Servers:
+    """One of each. The addresses are those for clients."""
+
+    folder: Path
+    host: str = "127.0.0.1"
+    """The address on which they listen."""
+    namespace: str | None = None
+    """The network namespace that has this address."""
+    by_name: dict[str, Server] = field(default_factory=dict)
+    direct: dict[str, int] = field(default_factory=dict)
+    """The port of each server, where proxies lead."""
+    _data: Path | None = None
+
+    def start(self) -> Servers:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._postgres()
+        self._consul()
+        self._nats()
+        self._s3()
+        for server in self.by_name.values():
+            server.launch()  # together: a cluster gets ready only so
+        for server in self.by_name.values():
+            server.wait()
+        return self
+
+    def stop(self) -> None:
+        for server in self.by_name.values():
+            server.kill()
+        if self._data is not None:
+            shutil.rmtree(self._data, ignore_errors=True)
+
+    def configuration(self, port: Callable[[str], int], shared: Path) -> str:
+        """A rolloutd.toml that names them. port: where clients find a server, by its name."""
+        nats = ",".join(f"nats://{self.host}:{port(f'nats-{n}')}" for n in range(NODES))
+        secret, token = self.folder / "secret", self.folder / "token"
+        secret.write_text("chaos-secret-key\n")
+        token.write_text("5ec2e7" * 10 + "\n")
+        secret.chmod(0o600)
+        token.chmod(0o600)
+        return f"""
+token_file = "{token}"
+shared_dir = "{shared}"
+[nats]
+url = "{nats}"
+token = "file:{token}"
+[consul]
+address = "{self.host}:{port("consul")}"
+[blob]
+url = "s3://rollout/mesh"
+endpoint = "http://127.0.0.1:{port("s3")}"
+access_key = "chaos"
+secret_key = "file:{secret}"
+[database]
+url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disable"
+"""
+
+    def _add(self, name: str, command: list[str], ready: Callable[[], bool], **more: Any) -> None:
+        self.by_name[name] = Server(name, command, self.folder / f"{name}.log", ready, namespace=self.namespace, **more)
+
+    def _postgres(self) -> None:
+        binaries = postgres_binaries()
+        self._data = Path(tempfile.mkdtemp(prefix="rollout-postgres-"))  # other users can't reach a test's own folder
+        user = "postgres" if os.getuid() == 0 else None
+        if user:
+            shutil.chown(self._data, user, user)
+        data, port = self._data / "data", self._port("postgres")
+        made = subprocess.run(
+            [binaries / "initdb", "-D", data, "-U", "rollout", "-A", "trust", "-E", "UTF8", "--locale=C.UTF-8", "--no-sync"],
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
+            cwd="/",
+            capture_output=True,
+            text=True,
+        )
+        assert made.returncode == 0, made.stdout + made.stderr
+        with (data / "pg_hba.conf").open("a") as rules:
+            rules.write("host all all 0.0.0.0/0 trust\n")
+        settings = (
+            f"listen_addresses={self.host}",
+            "unix_socket_directories=",
+            "fsync=off",  # what is killed here is processes: the system keeps what they wrote
+            "max_connections=300",
+            "shared_buffers=32MB",
+        )
+        # A connection's process sees only in a while that the server is gone, and until then no new one starts.
+        command = [str(binaries / "postgres"), "-D", str(data), "-p", str(port)]
+        for setting in settings:
+            command += ["-c", setting]
+        self._add("postgres", command, lambda: answers_postgres(self.host, port), user=user)
+
+    def _consul(self) -> None:
+        http, server, serf = self._port("consul"), self._port("consul-server"), self._port("consul-serf")
+        command = [str(tool("consul")), "agent", "-server", "-bootstrap-expect=1", f"-data-dir={self.folder / 'consul'}"]
+        command += [f"-bind={self.host}", f"-client={self.host}", "-log-level=warn", "-node=test", f"-http-port={http}"]
+        command += [f"-server-port={server}", f"-serf-lan-port={serf}", "-serf-wan-port=-1", "-dns-port=-1"]
+        command += ["-grpc-port=-1", "-grpc-tls-port=-1"]
+        command += ["-hcl", "performance { raft_multiplier = 1 } disable_update_check = true"]
+        self._add("consul", command, lambda: len(get(f"http://{self.host}:{http}/v1/catalog/nodes")) > 3)
+
+    def _nats(self) -> None:
+        for n in range(NODES):
+            for kind in ("", "-cluster", "-monitor"):
+                self._port(f"nats-{n}{kind}")
+        routes = ", ".join(f'"nats://{self.host}:{self.direct[f"nats-{n}-cluster"]}"' for n in range(NODES))
+        for n in range(NODES):
+            name = f"nats-{n}"
+            folder = self.folder / name
+            folder.mkdir(parents=True, exist_ok=True)
+            monitor = self.direct[f"{name}-monitor"]
+            (folder / "server.conf").write_text(
+                f'server_name: {name}\nlisten: "{self.host}:{self.direct[name]}"\nhttp: "{self.host}:{monitor}"\n'
+                f'authorization {{ token: "{"5ec2e7" * 10}" }}\n'
+                f'jetstream {{ store_dir: "{folder}", max_mem: 64MB, max_file: 100GB }}\nmax_payload: 8MB\nmax_pending: 256MB\n'
+                # Clients are not told the nodes' addresses: they know those of the proxies.
+                f'cluster {{ name: test, listen: "{self.host}:{self.direct[f"{name}-cluster"]}", routes: [{routes}],'
+                " no_advertise: true }\n"
+            )
+            self._add(name, [str(tool("nats-server")), "-c", str(folder / "server.conf")], healthy(self.host, monitor))
+
+    def _s3(self) -> None:
+        port, data = self._port("s3"), self.folder / "s3"
+        (data / "rollout").mkdir(parents=True, exist_ok=True)  # a bucket
+        self._add(
+            "s3",
+            # rolloutd takes plain HTTP from a bucket on its own host alone; this process may be in another namespace.
+            [
+                str(tool("versitygw")),
+                "--port",
+                f"{'0.0.0.0' if self.namespace else self.host}:{port}",
+                "--quiet",
+                "posix",
+                str(data),
+            ],
+            lambda: listens(self.host, port),
+            environment={"ROOT_ACCESS_KEY": "chaos", "ROOT_SECRET_KEY": "chaos-secret-key"},
+        )
+
+    def _port(self, name: str) -> int:
+        taken = set(self.direct.values())
+        self.direct[name] = next(port for port in free_ports() if port not in taken)
+        return self.direct[name]
+
+
+def tool(name: str) -> Path:
+    """A server that `make servers` built."""
+    path = TOOLS / name
+    assert path.exists(), f"{name} is not installed: run `make servers`"
+    return path
+
+
+def postgres_binaries() -> Path:
+    """The folder of the newest installed PostgreSQL."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3]))
+    if found:
+        return found[-1].parent
+    path = shutil.which("postgres")
+    assert path, "PostgreSQL is not installed (apt-get install postgresql; `make check-servers` does so as root)"
+    return Path(path).resolve().parent
+
+
+def free_ports() -> Iterator[int]:
+    """Ports that nobody listens on, below those that the system gives to connections: one that is given back stays free."""
+    while True:
+        port = random.randint(15000, 32000)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        yield port
+
+
+def die_with_parent() -> None:
+    """In a child before its program: the kernel ends it when the parent dies, however that happens."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """Every process below one."""
+    with contextlib.suppress(OSError):
+        direct = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [found for child in direct for found in (child, *children(child))]
+    return []
+
+
+def listens(host: str, port: int) -> bool:
+    with socket.create_connection((host, port), timeout=1):
+        return True
+
+
+def answers_postgres(host: str, port: int) -> bool:
+    """Whether the server takes connections: one that still recovers answers a start-up message with an error."""
+    with socket.create_connection((host, port), timeout=2) as connection:
+        body = (196608).to_bytes(4, "big") + b"user\0rollout\0database\0postgres\0\0"
+        connection.sendall((len(body) + 4).to_bytes(4, "big") + body)
+        return connection.recv(1) == b"R"
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=2) as response:
+        return response.read()
+
+
+def healthy(host: str, monitor: int) -> Callable[[], bool]:
+    """Whether a node of the cluster serves and follows JetStream's leader."""
+    return lambda: json.loads(get(f"http://{host}:{monitor}/healthz"))["status"] == "ok"

@@ -1,0 +1,92 @@
+"""Dynamic sampling with refill: each step trains on a full batch of groups whose rewards differ, whatever is killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from mesh import Mesh, until
+from sim import GROUPS, Job, audited, finish, journals_agree, sim_mesh, stop, submit
+from test_kills import alive
+from test_sim import replay
+
+from rollout.buffer.v1 import buffer_pb2
+from rollout.run.v1 import run_pb2
+
+
+def test_a_killed_run_draws_the_same_groups(tmp_path: Path) -> None:
+    digests, ends = {}, {}
+    for name in ("whole", "killed"):
+        job = Job(tmp_path / name / "job", steps=12, draws=True)
+        running = sim_mesh(tmp_path / name / "state", seconds=0.05).start()
+        try:
+            run = submit(running, running.plan(job.write()), job)
+            if name == "killed":
+                hurt(running, run)
+            digests[name] = finish(running, run)
+            check(running, run, job)
+            ends[name] = [step.end_position for step in steps_of(running, run)]
+            assert replay(running, run)["same"]
+        finally:
+            stop(running)
+    assert digests["whole"] == digests["killed"]
+    assert ends["whole"] == ends["killed"]
+
+
+def hurt(running: Mesh, run: str) -> None:
+    """Kill a sampler, the learner, then the whole control plane."""
+    for kind, step in (("inference", 2), ("learner", 4)):
+        workers = {worker.kind: worker for worker in running.until_step(run, step).workers}
+        os.kill(workers[kind].pid, signal.SIGKILL)
+    running.until_step(run, 6)
+    again(running, run)
+
+
+def again(running: Mesh, run: str) -> None:
+    """Kill everything, start it anew and let the run go on."""
+    workers = list(running.status(run).workers)
+    running.kill("all")
+    until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to follow the daemon", 15)
+    running.start()
+    running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
+
+
+def test_in_async_mode_what_is_over_waits_for_the_next_step(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", steps=12, mode="async", staleness=2, draws=True, keep_payloads=True)
+    running = sim_mesh(tmp_path / "state", seconds=0.05).start()
+    try:
+        run = submit(running, running.plan(job.write()), job)
+        running.until_step(run, 4)
+        again(running, run)
+        finish(running, run)
+        check(running, run, job)
+        assert replay(running, run)["same"]
+    finally:
+        stop(running)
+
+
+def steps_of(running: Mesh, run: str) -> list[buffer_pb2.StepRecord]:
+    return list(running.buffer.ListSteps(buffer_pb2.ListStepsRequest(run_id=run)).steps)
+
+
+def check(running: Mesh, run: str, job: Job) -> None:
+    """The batches are full, and each group that was left out for equal rewards is one of an indifferent prompt."""
+    report = audited(running, run)
+    assert report["whole"] and report["steps"] == job.steps
+    journals_agree(running, run, job)
+    steps = steps_of(running, run)
+    assert {step.groups for step in steps} == {GROUPS}
+    left_out = sum(step.zero_advantage for step in steps)
+    assert 0 < left_out <= report["excluded"]["ZERO_ADVANTAGE"]
+    groups = running.buffer.ListGroups(buffer_pb2.ListGroupsRequest(run_id=run)).groups
+    rewards = {}
+    for rows in running.buffer.ExportLedger(buffer_pb2.ExportLedgerRequest(run_id=run)):
+        for sample in rows.samples:
+            rewards.setdefault((sample.ref.key.epoch, sample.ref.key.index), set()).add(sample.ref.reward)
+    for group in groups:
+        found = rewards.get((group.key.epoch, group.key.index), set())
+        if group.state == buffer_pb2.GROUP_STATE_CONSUMED:
+            assert len(found) > 1, f"trained on {group}"
+        elif group.reason == "ZERO_ADVANTAGE":
+            assert len(found) == 1, f"{group}: {found}"

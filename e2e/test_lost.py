@@ -1,0 +1,58 @@
+"""The learner and every inference worker are lost at once, and with them the newest weights: they are made again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from mesh import Mesh, until
+from sim import Job, audited, finish, journals_agree, sim_mesh, stop, submit
+
+from rollout.run.v1 import run_pb2
+
+STEPS = 9
+LOSE_AT = 3  # in the middle between two snapshots
+
+
+@pytest.mark.parametrize(("phase", "way"), [("DELIVERING", "auto"), ("LEASING", "stream")])
+def test_weights_that_nobody_has_any_more_are_made_again(phase: str, way: str, tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", steps=STEPS, way=way)
+    running = sim_mesh(tmp_path / "state", seconds=0.05).start()
+    try:
+        run = submit(running, running.plan(job.write()), job)
+        workers = hold(running, run, phase)
+        send(signal.SIGKILL, workers)
+        for version in Path(running.status(run).run.directory, "weights").glob("v*"):
+            if version.is_symlink():
+                shutil.rmtree(version.resolve())  # as the memory of a host that went down
+        finish(running, run)
+        assert audited(running, run)["whole"]
+        journals_agree(running, run, job)
+    finally:
+        stop(running)
+
+
+def hold(running: Mesh, run: str, phase: str) -> list[run_pb2.Worker]:
+    """Bring the run to a phase after the commit of a step: DELIVERING, where no inference worker has the new weights, or LEASING,
+    where all may have them. Returns its workers."""
+    workers = list(running.until_step(run, LOSE_AT).workers)
+    learner = [worker for worker in workers if worker.kind == "learner"]
+    others = [worker for worker in workers if worker.kind == "inference"]
+    assert len(learner) == 1 and len(others) == 2
+    if phase == "LEASING":
+        return workers
+    send(signal.SIGSTOP, learner)
+    until(lambda: running.status(run).phase == "TRAINING", "a batch that is whole", 15)
+    send(signal.SIGSTOP, others)
+    send(signal.SIGCONT, learner)
+    until(lambda: running.status(run).phase == phase, phase, 15)
+    return workers
+
+
+def send(number: signal.Signals, workers: Sequence[run_pb2.Worker]) -> None:
+    for worker in workers:
+        os.kill(worker.pid, number)

@@ -1,0 +1,68 @@
+"""A disk that is full, and runs that share one control plane; without a model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sim import Job, audited, finish, journals_agree, sim_mesh, stop, submit
+
+from rollout.run.v1 import run_pb2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The state folder of a control plane whose segments lie on a file system of 8 MiB."""
+    segments = tmp_path / "state" / "segments"
+    segments.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(segments)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs can't be mounted here: {mounted.stderr.strip()}")
+    yield tmp_path / "state"
+    subprocess.run(["umount", "-l", str(segments)], check=True)
+
+
+def test_a_full_disk_pauses_and_space_resumes(small_disk: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", steps=12)
+    running = sim_mesh(small_disk, seconds=0.1)
+    try:
+        running.start()
+        run = submit(running, running.plan(job.write()), job)
+        running.until_step(run, 2)
+        ballast = small_disk / "segments" / "ballast"
+        free = os.statvfs(ballast.parent)
+        ballast.write_bytes(bytes(free.f_bavail * free.f_frsize - (400 << 10)))  # a tenth of 8 MiB is the reserve
+        paused = next(s for s in running.watch(run) if s.run.state == run_pb2.RUN_STATE_PAUSED)
+        assert paused.run.reason == "DISK_FULL" and "reserve" in paused.waiting_for, paused
+        ballast.unlink()
+        finish(running, run)
+        audited(running, run)
+        journals_agree(running, run, job)
+    finally:
+        stop(running)
+
+
+def test_two_runs_share_a_control_plane(tmp_path: Path) -> None:
+    """Of two runs with the same work, from when both make steps, neither makes more than twice as many as the other."""
+    steps = 60
+    jobs = [Job(tmp_path / name, steps=steps) for name in ("one", "other")]
+    running = sim_mesh(tmp_path / "state", seconds=0.05)
+    try:
+        running.start()
+        locks = [running.plan(job.write()) for job in jobs]
+        runs = [submit(running, lock, job) for lock, job in zip(locks, jobs, strict=True)]
+        for run in runs:
+            running.until_step(run, 1)
+        before = [running.status(run).run.step for run in runs]
+        half = running.until_step(runs[0], (steps + before[0]) // 2).run.step
+        after = [half, running.status(runs[1]).run.step]
+        made = [now - then for now, then in zip(after, before, strict=True)]
+        assert after[1] == steps or 2 * min(made) >= max(made) - 2, f"the runs made {made} steps in the same time"
+        for run in runs:
+            finish(running, run)
+            audited(running, run)
+    finally:
+        stop(running)

@@ -1,0 +1,100 @@
+"""Seven processes and their workers that show each other certificates."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from mesh import ROOT, Mesh
+from sim import Job, audited, journals_agree, sim_mesh, stop, submit
+
+from rollout.client import connect
+from rollout.run.v1 import run_pb2, run_pb2_grpc
+
+ROLLOUT = str(ROOT / "bin" / "rollout")
+
+
+def certs(folder: Path, *arguments: str) -> None:
+    subprocess.run([ROLLOUT, "certs", *arguments, "--dir", str(folder)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An authority, and certificates of a service, a worker and a person."""
+    made = tmp_path / "certs"
+    certs(made, "init")
+    for kind, name in (("service", "mesh"), ("worker", "sim"), ("person", "ada")):
+        certs(made, "issue", kind, name)
+    return made
+
+
+@pytest.fixture
+def running(tmp_path: Path, folder: Path) -> Iterator[Mesh]:
+    files = {"ca-file": "ca.pem", "cert-file": "service-mesh.pem", "key-file": "service-mesh-key.pem"}
+    files |= {"worker-cert-file": "worker-sim.pem", "worker-key-file": "worker-sim-key.pem"}
+    arguments = [text for flag, file in files.items() for text in (f"--tls-{flag}", str(folder / file))]
+    made = sim_mesh(tmp_path / "state", "seven", seconds=0.05, arguments=tuple(arguments))
+    try:
+        yield made.start()
+    finally:
+        stop(made)
+
+
+def test_a_run_over_mutual_tls(running: Mesh, folder: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path / "job")
+    run = submit(running, running.plan(job.write()), job)
+    running.until_step(run, 3)
+    for name in ("nats", "consul"):
+        assert str(running.daemon()[name]).startswith(("tls://", "https://")), name
+    certs(folder, "renew", "--all")  # under everybody's feet
+    learner = next(worker for worker in running.status(run).workers if worker.kind == "learner")
+    running.processes["planner"].kill()  # comes back and shows what was renewed
+    running.start_service("planner")
+    with connect(state=running.folder("scheduler")) as connection:  # with the files that rolloutd.json names
+        assert next(iter(connection.follow(run))).run.run_id == run
+    digest = running.finish(run).weights_digest
+    report = audited(running, run)
+    assert (report["steps"], report["weights_digest"]) == (job.steps, digest)
+    assert journals_agree(running, run, job)["excluded"] == 3
+    assert learner.address, learner
+    assert "certificates were renewed" in running.log("planner") + running.log("scheduler") + running.log("buffer")
+
+
+def test_plain_text_is_refused(running: Mesh) -> None:
+    for service in ("scheduler", "storage"):
+        with grpc.insecure_channel(str(running.daemon(service)["grpc"])) as channel, pytest.raises(grpc.RpcError) as refused:
+            run_pb2_grpc.SchedulerServiceStub(channel).ListRuns(run_pb2.ListRunsRequest(), timeout=10)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+
+
+def test_no_file_tells_a_secret(tmp_path: Path) -> None:
+    """A run to its end, then every file of the mesh: secrets are in the files that hold them, and nowhere else."""
+    holder = tmp_path / "nats-token"
+    holder.write_text("planted-nats-token-0123456789")
+    holder.chmod(0o600)
+    state = tmp_path / "state"
+    create = [ROLLOUT, "keys", "create", "ada", "--scope", "read", "--state-dir", str(state)]
+    made = subprocess.run(create, check=True, capture_output=True, text=True)
+    key = made.stdout.strip()
+    arguments = ("--nats-token", f"file:{holder}", "--blob-access-key", "id", "--blob-secret-key", "env:PLANTED_S3")
+    running = sim_mesh(state, "all", arguments=arguments, PLANTED_S3="planted-s3-secret-0123456789")
+    job = Job(tmp_path / "job", steps=6)
+    try:
+        running.start()
+        run = submit(running, running.plan(job.write()), job)
+        running.finish(run)
+        report = [ROLLOUT, "runs", "list", "--state-dir", str(state)]
+        assert subprocess.run(report, check=True, capture_output=True, env={"ROLLOUT_API_KEY": key, "HOME": str(tmp_path)}).stdout
+        denied = [ROLLOUT, "runs", "cancel", run, "--state-dir", str(state)]
+        told = subprocess.run(denied, capture_output=True, text=True, env={"ROLLOUT_API_KEY": key, "HOME": str(tmp_path)})
+        assert "SCOPE_INSUFFICIENT" in told.stderr and "--scope submit" in told.stderr, told.stderr
+        secrets = [holder.read_bytes(), b"planted-s3-secret-0123456789", key.encode(), running.token().encode()]
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (holder, state / "token")]
+        assert len(files) > 20
+        hits = [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
+        assert not hits
+    finally:
+        stop(running)
