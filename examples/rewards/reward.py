@@ -1,0 +1,34 @@
+"""Rewards of whole completions and of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Sample(Protocol):
+    """What a reward sees of a sample."""
+
+    prompt: str
+    completion: str
+    row: dict[str, str]
+
+
+def exact_match(samples: Sequence[Sample]) -> list[float]:
+    """1.0 where the completion is the row's answer, character for character, else 0.0."""
+    return [float(sample.completion == sample.row["answer"]) for sample in samples]
+
+
+def digits(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """A fifth for each digit that stands where the answer has it, and 1 for the whole answer."""
+    return [
+        {
+            "reward": float(sample.completion == sample.row["answer"]),
+            "step_rewards": [
+                {"start": place, "end": place + 1, "reward": 0.2}
+                for place, (said, right) in enumerate(zip(sample.completion, sample.row["answer"], strict=False))
+                if said == right
+            ],
+        }
+        for sample in samples
+    ]
