@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import pwd
@@ -28,6 +29,8 @@ from mesh import ROOT, until
 
 NODES = 3
 START_SECONDS = 60.0
+FIRST_PORT, PORTS = 15000, 17000
+"""Where `free_ports` looks; as in libs/freeport."""
 TOOLS = ROOT / ".tools" / "bin"
 
 
@@ -241,8 +244,7 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
         )
 
     def _port(self, name: str) -> int:
-        taken = set(self.direct.values())
-        self.direct[name] = next(port for port in free_ports() if port not in taken)
+        self.direct[name] = next(free_ports())
         return self.direct[name]
 
 
@@ -264,16 +266,25 @@ def postgres_binaries() -> Path:
 
 
 def free_ports() -> Iterator[int]:
-    """Ports that nobody listens on, below those that the system gives to connections: one that is given back stays free."""
+    """Ports that nobody listens on, below those that the system gives to connections: one that is given back stays free.
+
+    Each belongs to this process until it ends, by a lock on a file of its number: the protocol of libs/freeport, so that neither
+    its users nor another of ours get the same.
+    """
+    folder = Path(os.environ.get("TMPDIR") or "/tmp", f"rollout-ports-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
     while True:
-        port = random.randint(15000, 32000)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        port = random.randrange(FIRST_PORT, FIRST_PORT + PORTS)
+        lock = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", port))
-            except OSError:
-                continue
-        yield port
+        except OSError:  # somebody's, or in use
+            os.close(lock)
+            continue
+        yield port  # its lock stays open
 
 
 def die_with_parent() -> None:
