@@ -94,7 +94,7 @@ class Fetcher:
                 at += len(piece.chunk)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                await self._services.forget("storage")
+                self._services.forget("storage")
             raise
 
 

@@ -51,7 +51,7 @@ class Stored:
             answer = await stub.PutArtifact(chunks(), metadata=self._services.metadata())
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                await self._services.forget("storage")
+                self._services.forget("storage")
             raise
         self._names[name] = answer.content_id
         self._kept = [content for content in self._kept if content != answer.content_id] + [answer.content_id]

@@ -76,7 +76,7 @@ class RewardWorker:
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise RewardFailed(f"{self._worker} refused: {error.details()}", mend="see its log") from error
-                await self._services.forget(SERVICE, worker=(self._run, self._worker))
+                self._services.forget(SERVICE, worker=(self._run, self._worker))
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _stub(self) -> Any:

@@ -32,7 +32,7 @@ async def move_out(envelope: TrajectoryEnvelope, services: Services) -> None:
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise
-            await services.forget("storage")
+            services.forget("storage")
             continue
         envelope.payload_ref = answer.content_id
         envelope.ClearField("payload")

@@ -28,7 +28,7 @@ CHANNEL_OPTIONS = (
 )
 
 
-_RENEWAL_GRACE_SECONDS = 60.0
+_GRACE_SECONDS = 60.0
 
 
 def connect(address: str, tls: PemFiles | None) -> grpc.aio.Channel:
@@ -86,25 +86,31 @@ class Services:
         if self._tls is None or (stamp := self._tls.stamp()) == self._stamp:
             return
         self._stamp = stamp
-        for channel in self._channels.values():
-            task = asyncio.create_task(channel.close(_RENEWAL_GRACE_SECONDS))
+        for name in list(self._channels):
+            self._retire(name)
+
+    def _retire(self, name: str) -> None:
+        """Use a channel no more. Its calls in hand end by themselves: closed at once it would cancel them, and whoever awaits one
+        would take that for a cancellation of its own."""
+        channel = self._channels.pop(name, None)
+        if channel is not None:
+            task = asyncio.create_task(channel.close(_GRACE_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        self._channels.clear()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What to send with each call: the token and the trace."""
         return self._metadata + tuple(outgoing().items())
 
-    async def forget(self, service: str, *, worker: tuple[str, str] | None = None) -> None:
-        """Look the service up again at the next call: it answered UNAVAILABLE and may have moved."""
-        channel = self._channels.pop(_name(service, worker), None)
-        if channel is not None:
-            await channel.close()
+    def forget(self, service: str, *, worker: tuple[str, str] | None = None) -> None:
+        """Look the service up again at the next call: it answered UNAVAILABLE and may have moved. Calls in hand go on."""
+        self._retire(_name(service, worker))
 
     async def close(self) -> None:
         for name in list(self._channels):
             await self._channels.pop(name).close()
+        for task in list(self._closing):
+            task.cancel()
 
     def _look_up(self, service: str, worker: tuple[str, str] | None) -> str:
         connection = agent(self._agent, timeout=5, files=self._agent_files)
@@ -153,6 +159,6 @@ async def call(services: Services, service: str, make: Callable[[grpc.aio.Channe
         except grpc.aio.AioRpcError as error:
             if last or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
-            await services.forget(service)
+            services.forget(service)
         await asyncio.sleep(min(1.0, 0.1 * 2**attempt))
     raise AssertionError("unreachable")

@@ -44,7 +44,7 @@ def from_services(make: Callable[[], Services], run_id: str, since: float) -> So
                     return
                 except (ServiceUnavailable, grpc.aio.AioRpcError) as error:
                     log.info("the event log can't be followed at the moment: %s", error)
-                    await services.forget("storage")
+                    services.forget("storage")
                     await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             await services.close()
