@@ -22,6 +22,7 @@ from rollout_workers.mesh.bus import connect
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+_AGAIN_SECONDS = 0.1
 _PROGRESS = b"+WPI"
 
 
@@ -93,10 +94,10 @@ class Pulse:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2):
                     await connecting.result().close()
-        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+        while rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in rest:  # more than once: a task in one of nats-py's `wait_for` may lose a cancellation on Python 3.11
+                task.cancel()
+            await asyncio.wait(rest, timeout=_AGAIN_SECONDS)
 
     async def _beat(self) -> None:
         client = await self.client()
