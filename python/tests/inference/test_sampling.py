@@ -58,7 +58,7 @@ async def test_a_group_becomes_trajectories(
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     await streams.issue([prompt_group(7, b'{"prompt": "17+25=", "answer": "42"}', run=run)], {"traceparent": parent})
     puller = await streams.js.pull_subscribe_bind("buffer", stream=f"TRAJ_{run}")
-    [message] = await puller.fetch(1, timeout=10)
+    [message] = await puller.fetch(1, timeout=60)
     assert message.headers and message.headers["traceparent"] == parent
     envelopes = pb.TrajectoryBatch.FromString(message.data).trajectories
     assert len(envelopes) == 4
@@ -120,7 +120,7 @@ async def test_of_a_redelivered_group_only_what_is_missing(
     groups = [prompt_group(i, rows[i], run=run) for i in range(3)]
     await streams.issue(groups)
     puller = await streams.js.pull_subscribe_bind("workers", stream=f"WORK_{run}")
-    for message in await puller.fetch(3, timeout=5):
+    for message in await puller.fetch(3, timeout=60):
         await message.nak()
     await puller.unsubscribe()
     made = await worker(daemon, config(example), run, engine, text)
@@ -141,7 +141,7 @@ async def test_without_a_buffer_all_of_it_is_sampled(
 ) -> None:
     await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])
     puller = await streams.js.pull_subscribe_bind("workers", stream=f"WORK_{run}")
-    for message in await puller.fetch(1, timeout=5):
+    for message in await puller.fetch(1, timeout=60):
         await message.nak()
     await puller.unsubscribe()
     made = await worker(daemon, config(example), run, engine, text)
@@ -176,22 +176,22 @@ async def test_messages_stay_below_the_limit_of_the_server(
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("body", "reason", "seconds"),
     [
-        ("raise ValueError('no')", "REWARD_RAISED"),
-        ("return [float('nan')] * len(samples)", "REWARD_BAD_RESULT"),
-        ("return 1.0", "REWARD_BAD_RESULT"),
-        ("import time; time.sleep(600)", "REWARD_TIMEOUT"),
-        ("import os; os._exit(9)", "REWARD_RAISED"),
+        ("raise ValueError('no')", "REWARD_RAISED", 60.0),
+        ("return [float('nan')] * len(samples)", "REWARD_BAD_RESULT", 60.0),
+        ("return 1.0", "REWARD_BAD_RESULT", 60.0),
+        ("import time; time.sleep(600)", "REWARD_TIMEOUT", 0.5),
+        ("import os; os._exit(9)", "REWARD_RAISED", 60.0),
     ],
 )
 async def test_a_reward_that_fails_is_no_reward_of_zero(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text,
-    tmp_path: Path, body: str, reason: str,
+    tmp_path: Path, body: str, reason: str, seconds: float,
 ) -> None:  # fmt: skip
     plugin = tmp_path / "reward.py"
     plugin.write_text(f"def score(samples):\n    {body}\n")
-    reward = {"plugin": f"{plugin}:score", "timeout_seconds": 0.5, "retries": 0}
+    reward = {"plugin": f"{plugin}:score", "timeout_seconds": seconds, "retries": 0}
     made = await worker(daemon, config(example, reward=reward), run, engine, text)
     await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])
     envelopes = await streams.collect(4)
@@ -224,6 +224,7 @@ async def test_draining_finishes_what_was_begun_and_gives_back_the_rest(
     rows = example.rows(4)
     await streams.issue([prompt_group(i, rows[i], min_version=i // 2, run=run) for i in range(4)])
     await until(lambda: len(engine.requests) == 2)
+    await streams.redeliver_after(600)
     stopping = made.stop()
     made.lifecycle.drain()
     await engine.resume()
@@ -231,7 +232,7 @@ async def test_draining_finishes_what_was_begun_and_gives_back_the_rest(
     assert {key[1] for key in by_key(await streams.collect(8))} == {0, 1}
     assert await streams.work_left() == 2
     puller = await streams.js.pull_subscribe_bind("workers", stream=f"WORK_{run}")
-    again = await puller.fetch(2, timeout=2)  # at once, not after the ack wait
+    again = [message for _ in range(2) for message in await puller.fetch(1, timeout=60)]  # at once, not after the ack wait
     assert len(again) == 2
 
 
@@ -266,7 +267,7 @@ async def test_sampling_is_told_once_a_second(
     puller = await streams.js.pull_subscribe(f"rollout.events.{run}", stream="EVENTS")
     kinds: dict[str, event_pb2.Event] = {}
     while "sampling" not in kinds:
-        for message in await puller.fetch(1, timeout=5):
+        for message in await puller.fetch(1, timeout=60):
             kinds.update({event.kind: event for event in event_pb2.EventBatch.FromString(message.data).events})
     assert kinds["sampling"].metrics["samples_per_second"] > 0
     assert set(kinds["sampling"].metrics) == {"samples_per_second", "tokens_per_second", "time/engine", "time/engine_forward"}
@@ -281,7 +282,7 @@ async def test_a_delivery_that_comes_twice_is_sampled_once(
     made = await worker(daemon, config(example), run, engine, text)
     await engine.pause()
     await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])
-    info = await until(lambda: _redelivered(streams), 10)
+    info = await until(lambda: _redelivered(streams))
     assert info
     await engine.resume()
     assert len(await streams.collect(4)) == 4

@@ -83,11 +83,10 @@ async def test_what_is_given_back_goes_to_another_worker_at_once(
     await until(lambda: len(mine.items) == 12)
     second, theirs = await queue_for(daemon.nats_url, daemon, who, pulse)
     second.set_room(12)
-    began = time.monotonic()
+    await streams.redeliver_after(600)
     await first.stop()
     await first.give_back(mine.items)
     await until(lambda: len(theirs.items) == 12)
-    assert time.monotonic() - began < 2
     assert {item.deliveries for item in theirs.items} == {2}
     await close(first)
     await close(second)
@@ -98,11 +97,12 @@ async def test_stops_although_it_is_woken_in_the_same_moment(
     daemon: Daemon, who: Identity, pulse: Pulse, streams: RunStreams, turns: int
 ) -> None:
     queue, _ = await queue_for(daemon.nats_url, daemon, who, pulse)
-    await asyncio.sleep(0.05)  # it waits now
+    for _ in range(3):
+        await asyncio.sleep(0)  # it waits now
     queue.reconnected()  # wakes it
     for _ in range(turns):
         await asyncio.sleep(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await queue.stop()
     await close(queue)
 
@@ -135,9 +135,7 @@ async def test_an_item_that_is_not_held_any_more_is_redelivered(
     await streams.issue(groups[:1])
     await until(lambda: len(hand.items) == 1)
     pulse.release(hand.items[0].reply)  # as if the process were gone
-    began = time.monotonic()
     await until(lambda: len(hand.items) == 2)
-    assert time.monotonic() - began < 5
     assert hand.items[1].deliveries == 2
     await close(queue)
 
@@ -153,7 +151,7 @@ async def test_goes_on_after_the_connection_was_cut(
     proxy.cut()
     await streams.issue(groups[4:8])
     proxy.mend()
-    await until(lambda: set(hand.positions) == set(range(8)), 15)
+    await until(lambda: set(hand.positions) == set(range(8)))
     await close(queue)
     await proxy.stop()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[4]
 BINARY_VARIABLE = "ROLLOUTD"
-_START_SECONDS = 20.0
+_START_SECONDS = 60.0
 
 
 class Daemon:
@@ -43,7 +43,7 @@ class Daemon:
         """End it and wait."""
         if self._process is not None:
             self._process.send_signal(number)
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
     def _wait_for_file(self) -> dict[str, Any]:

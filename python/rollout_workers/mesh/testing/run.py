@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ class RunStreams:
             given = {**(headers or {}), "Nats-Msg-Id": name}
             await self.js.publish(f"rollout.work.{self.run}", group.SerializeToString(), headers=given)
 
-    async def collect(self, samples: int, timeout: float = 30.0) -> list[TrajectoryEnvelope]:
+    async def collect(self, samples: int, timeout: float = 60.0) -> list[TrajectoryEnvelope]:
         """The next ``samples`` trajectories, acknowledged as the buffer does."""
         puller = await self.js.pull_subscribe_bind("buffer", stream=f"TRAJ_{self.run}")
         envelopes: list[TrajectoryEnvelope] = []
@@ -189,6 +189,11 @@ class RunStreams:
     async def work_left(self) -> int:
         """Work items that nobody has acknowledged."""
         return (await self.js.stream_info(f"WORK_{self.run}")).state.messages
+
+    async def redeliver_after(self, seconds: float) -> None:
+        """From now on work that a worker falls silent on stays with it for so long; what is given back goes to others at once."""
+        info = await self.js.consumer_info(f"WORK_{self.run}", "workers")
+        await self.js.add_consumer(f"WORK_{self.run}", replace(info.config, ack_wait=seconds))
 
     async def close(self) -> None:
         await self.client.close()

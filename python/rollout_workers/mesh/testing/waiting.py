@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 
-async def until(what: Callable[[], Any | Awaitable[Any]], seconds: float = 10.0) -> Any:
-    """The first true value of ``what``. Raises ``TimeoutError``."""
+async def until(what: Callable[[], Any | Awaitable[Any]], seconds: float = 60.0) -> Any:
+    """The first true value of ``what``. Raises ``TimeoutError``; a busy machine may need long."""
     deadline = time.monotonic() + seconds
     while True:
         value = what()

@@ -44,7 +44,7 @@ class InProcess:
         else:
             from rollout_workers.learning.worker import run_learner_worker as run
         self.task = asyncio.create_task(run(self.spec, self.who, self.lifecycle, self._pulse, self.events, **self._given))
-        entry = await until(self._entry, 60)
+        entry = await until(self._entry)
         self.channel = grpc.aio.insecure_channel(f"{entry['Address']}:{entry['Port']}")
         return self
 
@@ -56,7 +56,7 @@ class InProcess:
     async def ended(self) -> int:
         """Return when it has left by itself."""
         assert self.task is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await self.task
         if self.channel is not None:
             await self.channel.close()
@@ -96,7 +96,7 @@ class Process:
         """Its entry in the registry, once it is there."""
         return await until(self._entry, seconds)
 
-    async def wait(self, seconds: float = 30) -> int:
+    async def wait(self, seconds: float = 60) -> int:
         """Its exit code."""
         return await asyncio.to_thread(self.process.wait, seconds)
 
@@ -104,7 +104,7 @@ class Process:
         """Kill what is left of it."""
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
         if self.process.stdin is not None:
             self.process.stdin.close()
 
