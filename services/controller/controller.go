@@ -16,7 +16,9 @@
 // those still lie in the run's folder.
 //
 // A learner is lost when a call to it breaks, or when another process is registered in its place: while the drive waits for samples or
-// for workers to load weights it calls no learner, and the weights may have gone with it.
+// for workers to load weights it calls no learner, and the weights may have gone with it. Weights are lost too when the last worker that held
+// them dies and the learner has none to offer, since it made others: a drive that waits for samples or answers then prepares anew, and delivers
+// what the learner holds, or fails with REPLAY_DIVERGED.
 package controller
 
 import (

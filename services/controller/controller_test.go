@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -216,6 +217,42 @@ func TestDivergedWeightsThatNobodyHasEndTheRun(t *testing.T) {
 		w.startInference()
 		w.startLearner()
 		w.learner.drift = "x"
+	}
+	s, stop = w.start()
+	defer stop()
+	req := request(t, steps)
+	req.Plan.Config.Deterministic = proto.Bool(false)
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+	d, _ := s.find(t.Context(), run)
+	<-d.done
+	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
+		t.Fatalf("ended as %s, the scheduler was told %v", p.GetPhase(), w.completed)
+	}
+}
+
+// The last worker that held such weights dies later, while the drive waits for what it samples.
+func TestDivergedWeightsWhoseLastHolderDiesEndTheRun(t *testing.T) {
+	t.Parallel()
+	calm := newWorld(t)
+	s, stop := begin(t, calm)
+	finish(t, s)
+	stop()
+	w := newWorld(t)
+	w.apart = true
+	w.fault = nth(calm.trace, "Train", 4) + 1 // one more call: the first version is asked for twice, as its folder can't be opened
+	w.onFault = func() {
+		w.kill(w.learner.address)
+		w.startLearner()
+		w.learner.drift = "x"
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.starved = sync.OnceFunc(func() {
+			w.kill(w.inference.address)
+			w.startInference()
+		})
 	}
 	s, stop = w.start()
 	defer stop()

@@ -20,6 +20,9 @@ func (d *drive) evaluate(ctx context.Context, step uint64) error {
 	for {
 		m, changed := d.fleet.holder(d.weights, tried)
 		if m == nil {
+			if err := d.fleet.lost(d.weights); err != nil {
+				return err
+			}
 			d.waiting("an inference worker with weights version %d (scheduler restarts failed ones)", d.weights.GetVersion())
 			if err := d.pause(ctx, changed, len(tried) > 0); err != nil {
 				return err

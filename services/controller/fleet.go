@@ -260,6 +260,14 @@ func (f *fleet) count(w *weightsv1.WeightsManifest) (now standing, changed <-cha
 	return now, f.changed
 }
 
+// lost is errNowhere where nobody holds w and a worker found nobody to have it from: the last that had it are no more.
+func (f *fleet) lost(w *weightsv1.WeightsManifest) error {
+	if now, _ := f.count(w); now.holding == 0 && now.nowhere {
+		return fmt.Errorf("%w%s", errNowhere, now.hindered)
+	}
+	return nil
+}
+
 // holder returns a worker that holds w, other than those in tried; nil where there is none, and a channel that is
 // closed at the next change.
 func (f *fleet) holder(w *weightsv1.WeightsManifest, tried map[*member]bool) (*member, <-chan struct{}) {

@@ -137,6 +137,9 @@ func (d *drive) lease(ctx context.Context, step uint64) (*bufferv1.Batch, error)
 		case got.GetBatch() != nil:
 			return got.GetBatch(), nil
 		}
+		if err := d.fleet.lost(d.weights); err != nil { // nobody will sample what is missing
+			return nil, err
+		}
 		d.waiting("%s", got.GetWaitingFor())
 	}
 }

@@ -52,6 +52,7 @@ type world struct {
 	after   bool         // whether the call takes effect first
 	trace   []string     // names of the calls, in order
 	watches []*subscribe // of the registry
+	starved func()       // called by each lease; where it is set, none gets a batch
 	apart   bool         // no inference worker can open the folder of a learner
 	fresh   bool         // the inference worker started when nothing was delivered any more
 
@@ -199,9 +200,17 @@ func (w *world) RecordWeights(_ context.Context, in *bufferv1.RecordWeightsReque
 	return &bufferv1.RecordWeightsResponse{}, err
 }
 
-func (w *world) LeaseBatch(_ context.Context, in *bufferv1.LeaseBatchRequest, _ ...grpc.CallOption) (*bufferv1.LeaseBatchResponse, error) {
+func (w *world) LeaseBatch(ctx context.Context, in *bufferv1.LeaseBatchRequest, _ ...grpc.CallOption) (*bufferv1.LeaseBatchResponse, error) {
 	if _, err := w.at("LeaseBatch"); err != nil {
 		return nil, err
+	}
+	w.mu.Lock()
+	starved := w.starved
+	w.mu.Unlock()
+	if starved != nil {
+		starved()
+		sleep(ctx, time.Millisecond) // as the buffer, which holds the request for a while
+		return &bufferv1.LeaseBatchResponse{WaitingFor: "samples"}, nil
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
