@@ -86,6 +86,12 @@ class TeacherEndpoint:
         self._model, self._key, self._protocol = model, api_key, protocol
         self._timeout, self._pieces = timeout_seconds, pieces
         self._local = threading.local()
+        self._sessions: list[requests.Session] = []  # of all threads
+
+    def close(self) -> None:
+        """Close the connections that no call uses; those in use go with their calls. Idempotent."""
+        for session in self._sessions:
+            session.close()
 
     def logprobs(self, token_ids: Sequence[int], prompt_tokens: int) -> list[float]:
         """The teacher's log-probability of each token from ``prompt_tokens`` (at least 1) on, given those before it, at
@@ -174,6 +180,7 @@ class TeacherEndpoint:
         held = getattr(self._local, "session", None)
         if held is None:
             held = self._local.session = requests.Session()
+            self._sessions.append(held)
             if self._key:
                 held.headers["Authorization"] = f"Bearer {self._key}"
         return held

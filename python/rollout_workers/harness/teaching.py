@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +25,8 @@ _PAUSE_SECONDS = 0.25  # before the first further try; each pause is twice the o
 
 
 class Taught:
-    """An environment whose completed turns are shown to a teacher. It belongs to one event loop; calls are made in threads.
+    """An environment whose completed turns are shown to a teacher. It belongs to one event loop; calls are made in threads, which
+    are there until ``shutdown``.
 
     A turn that the teacher can't be asked about, after ``retries`` further tries, is INFRA_FAILED with the teacher's reason.
     """
@@ -47,6 +49,12 @@ class Taught:
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
         """As the inner environment."""
         await self._inner.close(episodes)
+
+    def shutdown(self) -> None:
+        """Let the threads and their connections go; calls that wait for a thread are cancelled. Idempotent. Does not wait: a call
+        that is open ends by the teacher's time limit."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._teacher.close()
 
     @staticmethod
     def _with(answer: Observation | Result, told: tuple[float, ...] | TeacherError) -> Observation | Result:
@@ -75,12 +83,15 @@ class Taught:
             log.warning("the teacher failed, its samples are INFRA_FAILED: %s", error)
 
 
-def taught(config: RunConfig, inner: Environment, text: Text) -> Environment:
-    """The environment, with the teacher's answers where the run's config names an endpoint. Raises ``SecretError``."""
+def taught(config: RunConfig, inner: Environment, text: Text, closing: ExitStack) -> Environment:
+    """The environment, with the teacher's answers where the run's config names an endpoint. closing: given what must be shut down
+    with the worker. Raises ``SecretError``."""
     if not config.algorithm.HasField("distillation") or not config.algorithm.distillation.HasField("endpoint"):
         return inner
     endpoint = config.algorithm.distillation.endpoint
-    return Taught(inner, client(endpoint, text), retries=endpoint.retries, concurrency=endpoint.concurrency or 8)
+    made = Taught(inner, client(endpoint, text), retries=endpoint.retries, concurrency=endpoint.concurrency or 8)
+    closing.callback(made.shutdown)
+    return made
 
 
 def client(endpoint: TeacherEndpointConfig, text: Text) -> TeacherEndpoint:

@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ async def run_inference_worker(
     starting = asyncio.create_task(rewards.start() if rewards else asyncio.sleep(0))
     link: _Link | None = None
     server: Server | None = None
+    closing = ExitStack()
     depot = Depot(spec.run_id, spec.run_directory, spec.worker_id, Fetcher(spec.run_id, services))
     try:
         loading = asyncio.create_task(_loaded(spec, model))
@@ -110,7 +112,7 @@ async def run_inference_worker(
             worker = RowSender(who, rows, outlet)
             puller = Puller(pulse, None, capacity=_ROWS_IN_HAND, prepare=_nothing, begin=worker.begin)
         else:
-            runner = EpisodeRunner(model.engine, taught(config, environment, model.text), model.text, params)
+            runner = EpisodeRunner(model.engine, taught(config, environment, model.text, closing), model.text, params)
             worker = Sampler(who, runner, holdings, outlet, services)
             puller = Puller(
                 pulse,
@@ -175,6 +177,7 @@ async def run_inference_worker(
             await server.stop(0)
         if model is not None:
             await model.engine.shutdown()
+        closing.close()
         connecting.cancel()
         if link is not None:
             await link.client.close()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +34,21 @@ from tests.teaching.server import Served
 HOLDINGS: Any = SimpleNamespace(of=lambda version: WeightsReceipt(version=version or 0))
 
 
-def runner(engine: TransformersEngine, example: Example, text: Text, served: Served, retries: int = 0) -> EpisodeRunner:
+@pytest.fixture
+def closing() -> Iterator[ExitStack]:
+    """Shuts down what a worker would."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def runner(
+    engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack, retries: int = 0
+) -> EpisodeRunner:
     run = config(example, "sft")
     endpoint = run.algorithm.distillation.endpoint
     endpoint.base_url, endpoint.model, endpoint.retries, endpoint.concurrency = served.url, "teacher", retries, 4
     prompts = PromptReader(text, prompt_field="prompt", chat_template=False)
-    environment = taught(run, SingleTurn(prompts, None, text), text)
+    environment = taught(run, SingleTurn(prompts, None, text), text, closing)
     return EpisodeRunner(engine, environment, text, SamplingParams(max_tokens=6))
 
 
@@ -75,12 +87,12 @@ async def engine(example: Example):
 
 @pytest.mark.timeout(300)
 async def test_the_divergence_from_a_teacher_behind_an_endpoint_falls(
-    engine: TransformersEngine, example: Example, text: Text, served: Served, folder: Path
+    engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack, folder: Path
 ) -> None:
     trainer = Trainer(
         str(example.model), TrainerConfig(algorithm="distillation", schedule=Schedule(peak=1e-2), threads=1, temperature=1.0)
     )
-    episodes, divergence = runner(engine, example, text, served), []
+    episodes, divergence = runner(engine, example, text, served, closing), []
     for step in range(1, 25):
         envelopes = await sample(episodes, example.rows(64, start=64 * step), step)
         assert [envelope.header.reason for envelope in envelopes] == [""] * 64
@@ -95,9 +107,9 @@ async def test_the_divergence_from_a_teacher_behind_an_endpoint_falls(
 
 
 async def test_what_the_teacher_said_stands_in_the_trajectory(
-    engine: TransformersEngine, example: Example, text: Text, served: Served
+    engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack
 ) -> None:
-    for envelope in await sample(runner(engine, example, text, served), example.rows(4), 0):
+    for envelope in await sample(runner(engine, example, text, served, closing), example.rows(4), 0):
         trajectory = Trajectory.FromString(envelope.payload)
         ids = np.frombuffer(trajectory.token_ids, "<i4")
         found = np.frombuffer(trajectory.teacher_logprobs, "<f4")
@@ -108,18 +120,31 @@ async def test_what_the_teacher_said_stands_in_the_trajectory(
 
 
 async def test_a_teacher_that_fails_makes_infrastructure_failures(
-    engine: TransformersEngine, example: Example, text: Text, served: Served
+    engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack
 ) -> None:
     served.spoil = lambda _: 404
-    envelopes = await sample(runner(engine, example, text, served, retries=3), example.rows(4), 0)
+    envelopes = await sample(runner(engine, example, text, served, closing, retries=3), example.rows(4), 0)
     assert [envelope.header.reason for envelope in envelopes] == ["TEACHER_REFUSED"] * 4
     assert len(served.asked) == 4  # what was refused is refused again
     assert not any(Trajectory.FromString(envelope.payload).teacher_logprobs for envelope in envelopes)
 
 
 async def test_a_call_that_fails_once_is_made_again(
-    engine: TransformersEngine, example: Example, text: Text, served: Served
+    engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack
 ) -> None:
     served.spoil = lambda answer: 503 if len(served.asked) <= 2 else answer
-    envelopes = await sample(runner(engine, example, text, served, retries=2), example.rows(4), 0)
+    envelopes = await sample(runner(engine, example, text, served, closing, retries=2), example.rows(4), 0)
     assert [envelope.header.reason for envelope in envelopes] == [""] * 4 and len(served.asked) == 6
+
+
+async def test_the_threads_end_with_the_worker(
+    engine: TransformersEngine, example: Example, text: Text, served: Served, closing: ExitStack
+) -> None:
+    before, episodes = set(threading.enumerate()), runner(engine, example, text, served, closing)
+    await sample(episodes, example.rows(4), 0)
+    threads = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("teacher")]
+    assert threads
+    closing.close()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
