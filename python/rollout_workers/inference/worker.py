@@ -73,6 +73,12 @@ class Model:
     """Makes whole weights of adapters, where the run trains some."""
 
 
+class UnknownEngine(ValueError):
+    """``engine.kind`` names an engine that this worker has not, such as one that a newer planner knows."""
+
+    reason = "UNKNOWN_ENGINE"
+
+
 async def run_inference_worker(
     spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, pulse: Pulse, events: Events, model: Model | None = None
 ) -> None:
@@ -223,6 +229,8 @@ def load(spec: WorkerSpec) -> Model:
     from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
 
     config = spec.plan.config
+    if (kind := config.engine.kind or "transformers") != "transformers":
+        raise UnknownEngine(f'no engine {kind!r} is here: write `kind = "transformers"` in [engine], or renew the workers')
     began = time.monotonic()
     engine = TransformersEngine.load(
         folder,

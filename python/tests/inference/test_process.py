@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rollout.plan.v1.plan_pb2 import Plan
+from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.inference.worker import UnknownEngine, load
 from rollout_workers.mesh.registration import Registration
 from rollout_workers.mesh.spec import Identity
 from rollout_workers.mesh.testing.daemon import Daemon
@@ -139,3 +142,10 @@ async def test_a_worker_of_another_kind_is_refused(daemon: Daemon, example: Exam
 async def _pending(streams: RunStreams, items: int) -> bool:
     info = await streams.js.consumer_info(f"WORK_{streams.run}", "workers")
     return info.num_ack_pending == items
+
+
+def test_an_engine_that_is_not_here_is_refused_by_name(example: Example) -> None:
+    newer = config(example)
+    newer.engine.kind = "another"
+    with pytest.raises(UnknownEngine, match="no engine 'another'"):
+        load(WorkerSpec(plan=Plan(config=newer), base_dir="/"))
