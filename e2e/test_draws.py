@@ -13,6 +13,7 @@ from test_sim import replay
 
 from rollout.buffer.v1 import buffer_pb2
 from rollout.run.v1 import run_pb2
+from rollout.snapshot.v1 import snapshot_pb2
 
 
 def test_a_killed_run_draws_the_same_groups(tmp_path: Path) -> None:
@@ -32,6 +33,47 @@ def test_a_killed_run_draws_the_same_groups(tmp_path: Path) -> None:
             stop(running)
     assert digests["whole"] == digests["killed"]
     assert ends["whole"] == ends["killed"]
+
+
+def test_a_resumed_run_and_a_fork_draw_the_same_groups(tmp_path: Path) -> None:
+    """What a step drew beyond its batch is neither in the snapshot nor in the other run's ledger: both must draw it again."""
+    job = Job(tmp_path / "job", steps=12, snapshot=3, draws=True)
+    running = sim_mesh(tmp_path / "state", seconds=0.05).start()
+    try:
+        lock = running.plan(job.write())
+        whole = submit(running, lock, job)
+        digest, wanted = finish(running, whole), drawn(running, whole)
+        assert any(step.zero_advantage for step in steps_of(running, whole)[:6])  # before the snapshot that is forked, too
+
+        resumed = submit(running, lock, job)
+        running.until_step(resumed, 5)
+        running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=resumed))
+        list(running.watch(resumed))
+        assert running.status(resumed).run.state != run_pb2.RUN_STATE_SUCCEEDED
+        running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=resumed))
+        assert finish(running, resumed) == digest
+        assert drawn(running, resumed) == wanted
+        check(running, resumed, job)
+
+        taken = running.snapshots.ListSnapshots(snapshot_pb2.ListSnapshotsRequest(run_id=whole)).snapshots
+        middle = next(snapshot for snapshot in taken if snapshot.step == 6)
+        restored = snapshot_pb2.RestoreSnapshotRequest(snapshot_id=middle.snapshot_id)
+        fork = running.snapshots.RestoreSnapshot(restored).run.run_id
+        assert finish(running, fork) == digest
+        assert drawn(running, fork) == wanted[6:]
+        assert replay(running, fork)["same"]
+    finally:
+        stop(running)
+
+
+def drawn(running: Mesh, run: str) -> list[tuple[int, list[tuple[int, int]], str]]:
+    """Of each step: where it stopped to draw, its groups by epoch and index, and the weights that it made."""
+    out = []
+    for step in steps_of(running, run):
+        batch = running.buffer.GetBatch(buffer_pb2.GetBatchRequest(run_id=run, step=step.step)).batch
+        groups = sorted({(ref.key.epoch, ref.key.index) for ref in batch.samples})
+        out.append((step.end_position, groups, step.weights_digest))
+    return out
 
 
 def hurt(running: Mesh, run: str) -> None:
