@@ -1,0 +1,70 @@
+package main
+
+import (
+	"encoding/json"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// TestKeys runs the commands one after another on one folder, a day apart. A key is nowhere but in what `create` prints.
+func TestKeys(t *testing.T) {
+	t.Parallel()
+	for _, format := range []string{formatText, formatJSON} {
+		t.Run(format, func(t *testing.T) {
+			t.Parallel()
+			home := t.TempDir()
+			now := noon
+			c := command{env: map[string]string{"HOME": home}, now: func() time.Time { return now }}
+			var log strings.Builder
+			var secrets []string
+			run := func(line string) {
+				t.Helper()
+				args := append(strings.Fields(line), "--state-dir", filepath.Join(home, "state"))
+				if format == formatJSON {
+					args = append(args, "--format", "json")
+				}
+				got := c.run(t, append([]string{"keys"}, args...)...)
+				for _, secret := range secrets {
+					if strings.Contains(got.text(), secret) {
+						t.Errorf("`keys %s` tells a key again:\n%s", line, got.text())
+					}
+				}
+				text := got.text()
+				if got.code == 0 && strings.HasPrefix(line, "create") {
+					secret := created(t, format, got.stdout)
+					secrets = append(secrets, secret)
+					text = strings.ReplaceAll(text, secret, "KEY")
+				}
+				log.WriteString("$ rollout keys " + line + "\n" + text)
+				now = now.Add(day)
+			}
+			run("list")
+			run("create ada --scope submit")
+			run("create ci")
+			run("create ada --scope admin")
+			run("create bob --scope root")
+			run("create Not-A-Name!")
+			run("create")
+			run("list")
+			run("revoke ada")
+			run("revoke ada")
+			run("list")
+			golden(t, "testdata/keys."+format, strings.ReplaceAll(log.String(), home, "HOME"))
+		})
+	}
+}
+
+// created is the key that `create` printed.
+func created(t *testing.T, format, stdout string) string {
+	t.Helper()
+	if format == formatText {
+		return strings.TrimSpace(stdout)
+	}
+	var made struct{ Key string }
+	if err := json.Unmarshal([]byte(stdout), &made); err != nil || made.Key == "" {
+		t.Fatalf("no key in %q: %v", stdout, err)
+	}
+	return made.Key
+}
