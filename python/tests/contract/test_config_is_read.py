@@ -124,7 +124,8 @@ def _made(name: str, text: str, table: str, message: str) -> bool:
     """Whether a line makes the variable of the table, or declares it as the message."""
     if not name:
         return False
-    made = rf"\b{re.escape(name)}\b[^\n=]*(?:=|\bin\b)[^\n]*{table}(?!\w)(?:\(\))?(?:\.(?:items|values)\(\)|\[\w+\])?\s*(?:$|[,;:{{)]|or\b)"
+    ended = r"(?:\(\))?(?:\.(?:items|values)\(\)|\[\w+\])?\s*(?:$|[,;:{)]|or\b)"
+    made = rf"\b{re.escape(name)}\b[^\n=]*(?:=|\bin\b)[^\n]*{table}(?!\w){ended}"
     declared = rf"\b{re.escape(name)}\b(?:: |[^\n=]*configv1\.){message}\b"
     return re.search(rf"{made}|{declared}", text, re.MULTILINE | re.IGNORECASE) is not None
 
