@@ -87,7 +87,7 @@ func TestStartsReusesAndStops(t *testing.T) {
 	if err != nil || started || again.PID != info.PID {
 		t.Errorf("%v %t %v", again, started, err)
 	}
-	stopped, err := Stop(t.Context(), s.StateDir, 10*time.Second, false)
+	stopped, err := Stop(t.Context(), s.StateDir, time.Minute, false)
 	if err != nil || stopped.PID != info.PID || alive(info.PID) {
 		t.Errorf("%v %v", stopped, err)
 	}
@@ -192,7 +192,39 @@ func TestAStubbornDaemonIsStoppedHard(t *testing.T) {
 	if _, err := Stop(t.Context(), s.StateDir, 200*time.Millisecond, false); err == nil || !strings.Contains(err.Error(), "still drains") {
 		t.Errorf("got %v", err)
 	}
-	if _, err := Stop(t.Context(), s.StateDir, 10*time.Second, true); err != nil || alive(info.PID) {
+	if _, err := Stop(t.Context(), s.StateDir, time.Minute, true); err != nil || alive(info.PID) {
+		t.Errorf("got %v", err)
+	}
+}
+
+// One that stands still takes all signals of that time as one.
+func TestAFrozenDaemonIsStoppedHard(t *testing.T) {
+	t.Parallel()
+	s := starter(t, "serve", "FAKE_STUBBORN=1")
+	info, _, err := s.Ensure(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(info.PID, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	for state := ""; !strings.Contains(state, ") T "); {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", info.PID))
+		if err != nil {
+			t.Fatal(err)
+		}
+		state = string(stat)
+	}
+	stopped := make(chan error, 1)
+	go func() {
+		_, err := Stop(t.Context(), s.StateDir, time.Minute, true)
+		stopped <- err
+	}()
+	<-time.After(30 * poll) // several were sent
+	if err := syscall.Kill(info.PID, syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-stopped; err != nil || alive(info.PID) {
 		t.Errorf("got %v", err)
 	}
 }

@@ -16,21 +16,16 @@ func Stop(ctx context.Context, stateDir string, patience time.Duration, hard boo
 	if info == nil || err != nil {
 		return nil, err
 	}
-	signals := []syscall.Signal{syscall.SIGTERM}
-	if hard {
-		signals = append(signals, syscall.SIGTERM) // the second one ends the drain
-	}
-	for i, signal := range signals {
-		if i > 0 { // the kernel keeps one signal of a kind
-			_ = wait(ctx, 10*poll)
-		}
-		if err := syscall.Kill(info.PID, signal); err != nil && alive(info.PID) {
-			return info, fmt.Errorf("signal rolloutd (pid %d): %w", info.PID, err)
-		}
-	}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	for alive(info.PID) {
+	for n := 0; alive(info.PID); n++ {
+		// The second signal ends the drain. It is sent until the daemon has gone: one that comes before a busy daemon has taken
+		// the first is lost, for the kernel keeps one signal of a kind.
+		if n == 0 || hard && n%10 == 0 {
+			if err := syscall.Kill(info.PID, syscall.SIGTERM); err != nil && alive(info.PID) {
+				return info, fmt.Errorf("signal rolloutd (pid %d): %w", info.PID, err)
+			}
+		}
 		if err := wait(ctx, poll); err != nil {
 			return info, exit.New(exit.Unavailable, "run `rollout daemon stop --now`", "rolloutd (pid %d) still drains after %v", info.PID, patience)
 		}
