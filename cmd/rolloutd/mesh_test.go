@@ -97,7 +97,7 @@ func (d *daemon) runtime() config.Runtime {
 // until waits for what the process does to its state folder.
 func (d *daemon) until(what string, reached func() bool) {
 	d.t.Helper()
-	deadline := time.NewTimer(20 * time.Second)
+	deadline := time.NewTimer(2 * time.Minute)
 	defer deadline.Stop()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
@@ -125,7 +125,7 @@ func (d *daemon) wait() int {
 	select {
 	case <-d.ended:
 		return d.cmd.ProcessState.ExitCode()
-	case <-time.After(20 * time.Second):
+	case <-time.After(2 * time.Minute):
 		d.t.Fatalf("rolloutd does not end:\n%s", d.log)
 		return -1
 	}
@@ -221,7 +221,7 @@ func (s shape) conn(t *testing.T, service string) *grpc.ClientConn {
 
 func deadline(t *testing.T) context.Context {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
 	return ctx
 }

@@ -97,7 +97,7 @@ func (r *replicas) served() time.Duration {
 		if err == nil {
 			return time.Since(began)
 		}
-		if time.Since(began) > 30*time.Second {
+		if time.Since(began) > 2*time.Minute {
 			r.Fatalf("no leader after %v: %v\n%s", time.Since(began), err, r.logs())
 		}
 	}

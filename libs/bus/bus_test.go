@@ -7,7 +7,6 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/bus/bustest"
@@ -73,13 +72,9 @@ func TestEmbeddedRestart(t *testing.T) {
 	})
 }
 
-func TestReadyInNoTime(t *testing.T) {
-	began := time.Now()
+func TestListensOnLoopback(t *testing.T) {
+	t.Parallel()
 	srv := start(t, t.TempDir(), 0)
-	t.Logf("ready in %v", time.Since(began))
-	if time.Since(began) > time.Second { // 30 ms on a quiet machine
-		t.Error("slow start")
-	}
 	if !strings.HasPrefix(srv.URL(), "nats://127.0.0.1:") {
 		t.Errorf("url %s", srv.URL())
 	}

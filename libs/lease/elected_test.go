@@ -93,7 +93,7 @@ func TestElected(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
 		p := place(t)
-		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 		defer cancel()
 		var a, b *member
 		a = join(t, p, "a", func() *grpc.ClientConn { return b.conn })

@@ -253,7 +253,7 @@ func TestDrainLetsACallEndAndTellsAStream(t *testing.T) {
 	b := setup(t, &events{
 		list: func(context.Context) error { started <- struct{}{}; <-release; return nil },
 		tail: func(ctx context.Context) error { started <- struct{}{}; <-ctx.Done(); close(release); return ctx.Err() },
-	}, rpc.ServerOptions{Drain: 400 * time.Millisecond})
+	}, rpc.ServerOptions{Drain: 4 * time.Second})
 	conn, err := rpc.DialWorker(b.address, token)
 	if err != nil {
 		t.Fatal(err)

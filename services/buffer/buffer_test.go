@@ -209,7 +209,7 @@ func (s *bench) publish(trajectories ...*trajectoryv1.TrajectoryEnvelope) {
 // until watches the ledger until it is as wanted.
 func (s *bench) until(what string, want func(*bufferv1.LedgerState) bool) *bufferv1.LedgerState {
 	s.Helper()
-	ctx, cancel := context.WithTimeout(s.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(s.Context(), 2*time.Minute)
 	defer cancel()
 	stream, err := s.client.WatchLedger(ctx, &bufferv1.WatchLedgerRequest{RunId: run})
 	if err != nil {

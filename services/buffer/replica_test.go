@@ -69,7 +69,7 @@ func (p *pair) host(t *testing.T, place sqldb.Place, i int) {
 		t.Fatal(err)
 	}
 	elected := lease.NewElected(lease.Options{
-		Candidate: &lease.Candidate{Table: store.Lease(), Holder: address.String(), Address: address.String(), TTL: time.Second},
+		Candidate: &lease.Candidate{Table: store.Lease(), Holder: address.String(), Address: address.String(), TTL: 3 * time.Second},
 		Shape:     func(r grpc.ServiceRegistrar) { bufferv1.RegisterBufferServiceServer(r, nil) },
 		Make: func(epoch uint64) (lease.Service, error) {
 			fenced := store.Fenced(store.Lease().Fence(epoch))

@@ -24,7 +24,7 @@ const steps = 4
 // wait returns the progress at the first moment that is true, or fails the test.
 func wait(t *testing.T, s *Server, what string, is func(p *learnerv1.Progress) bool) *learnerv1.Progress {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	d, err := s.find(ctx, run)
 	if err != nil {

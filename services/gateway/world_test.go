@@ -168,7 +168,7 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 	for _, w := range workers {
 		models[w.model] = true
 	}
-	for deadline := time.Now().Add(10 * time.Second); ; {
+	for deadline := time.Now().Add(time.Minute); ; {
 		got, err := s.ListModels(t.Context(), &gatewayv1.ListModelsRequest{})
 		if err != nil {
 			t.Fatal(err)

