@@ -51,12 +51,15 @@ func isFile(path string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
-// childEnv is the environment of child processes: ours, without rolloutd's own settings and the secrets that are rolloutd's alone.
-// Workers run rewards of people who need no database.
+// apiKey is a person's key, which a daemon that their CLI started has in its environment.
+const apiKey = "ROLLOUT_API_KEY"
+
+// childEnv is the environment of child processes: ours, without rolloutd's own settings and the secrets that are rolloutd's alone, or
+// of the person who started it. Workers run rewards of people who need no database.
 func childEnv(cfg config.Config, environ []string) []string {
 	return slices.DeleteFunc(slices.Clone(environ), func(e string) bool {
 		name, _, _ := strings.Cut(e, "=")
-		return strings.HasPrefix(name, "ROLLOUTD_") || slices.Contains([]string{cfg.Database.URL, cfg.Blob.SecretKey.String(), cfg.Blob.Credentials.String()}, "env:"+name)
+		return name == apiKey || strings.HasPrefix(name, "ROLLOUTD_") || slices.Contains([]string{cfg.Database.URL, cfg.Blob.SecretKey.String(), cfg.Blob.Credentials.String()}, "env:"+name)
 	})
 }
 
