@@ -22,7 +22,7 @@ func (a *app) doctorCommand() *cobra.Command {
 		Short: "Check the servers that rolloutd.toml names, and say how to mend what is wrong",
 		Long: `Look at each server that the configuration of rolloutd names, as rolloutd would use it: PostgreSQL, NATS, Consul, the bucket,
 certificates and the state folder of this host. Reach, version, permissions, clock, settings of streams and space are checked; a
-service is registered for a moment and an object written, read and deleted.
+service is registered, a stream made and an object written for a moment.
 
 Leaves with 0 where nothing failed (warnings included), with 69 where a check failed, with 65 where the configuration is wrong.`,
 		Example: "  rollout doctor --config rolloutd.toml\n  rollout doctor --format json",

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -28,6 +29,11 @@ var (
 		"no TLS with the NATS server: it asks for it or does not speak it, or a certificate is not of the expected authority")
 	ErrReplicas = rpcerr.New(codes.FailedPrecondition, "BUS_REPLICAS",
 		"the NATS servers can't keep that many replicas; add nodes or lower nats.replicas")
+	ErrFull = rpcerr.New(codes.ResourceExhausted, "BUS_FULL",
+		"the NATS servers have no room for it: max_file, the account's storage or the number of its streams is used up").RetryAfter(time.Second).
+		Mend("raise max_file of the servers' jetstream block, or the limits of the account; `rollout doctor` says which")
+	ErrLimits = rpcerr.New(codes.FailedPrecondition, "BUS_LIMITS", "the limits of the NATS account refuse a stream as rollout makes it").
+			Mend("give the account no max_stream_bytes below 1 GiB and no max_bytes_required; `rollout doctor` says which")
 	ErrTooLarge = rpcerr.New(codes.InvalidArgument, "BUS_MESSAGE_TOO_LARGE", "the message is above the bus's limit")
 	ErrBody     = rpcerr.New(codes.InvalidArgument, "BUS_BAD_BODY", "the message's body is not of the expected type")
 )
@@ -99,6 +105,15 @@ func (b *Bus) Healthy() bool { return b.nc.IsConnected() }
 
 // Codes of the server that the client does not name.
 const (
+	codeAccountFull      = 10002 // resource limits exceeded for account
+	codeFull             = 10023 // the server's limit is reached
+	codeStreams          = 10027 // the account may have no more streams
+	codeMemory           = 10028
+	codeStorage          = 10047 // less is left than a stream reserves
+	codeStore            = 10077 // a message was not stored; the text says why
+	codeMaxBytesRequired = 10113
+	codeStreamTooLarge   = 10122 // the account lets no stream be so large
+
 	codeNoPeers    = 10005 // insufficient resources: fewer nodes than replicas
 	codeNoReplicas = 10074 // replicas > 1 not supported in non-clustered mode
 	codeInProcess  = 10158 // a message of this id is being replicated: a later try tells whether it was stored
@@ -123,8 +138,23 @@ func mapError(err error) error {
 		return ErrUnavailable.Wrap(err)
 	case errors.As(err, &api) && (api.ErrorCode == codeNoPeers || api.ErrorCode == codeNoReplicas):
 		return ErrReplicas.Wrap(err)
+	case errors.As(err, &api) && full(api):
+		return ErrFull.Wrap(err)
+	case errors.As(err, &api) && (api.ErrorCode == codeMaxBytesRequired || api.ErrorCode == codeStreamTooLarge):
+		return ErrLimits.Wrap(err)
 	case errors.As(err, &api) && (api.Code == http.StatusServiceUnavailable || api.ErrorCode == codeInProcess): // between two leaders
 		return ErrUnavailable.Wrap(err)
 	}
 	return err
+}
+
+// full reports whether a server refuses because a limit is used up. Some such refusals have the code of a server that can't answer.
+func full(e *jetstream.APIError) bool {
+	switch e.ErrorCode {
+	case codeAccountFull, codeFull, codeStreams, codeMemory, codeStorage:
+		return true
+	case codeStore:
+		return strings.HasPrefix(e.Description, "maximum ") // .. bytes exceeded, .. messages exceeded
+	}
+	return false
 }

@@ -18,6 +18,12 @@ func TestErrorsThatPass(t *testing.T) {
 		{jetstream.APIError{Code: http.StatusServiceUnavailable, ErrorCode: 10008}, ErrUnavailable},
 		{jetstream.APIError{Code: http.StatusConflict, ErrorCode: codeInProcess}, ErrUnavailable},
 		{jetstream.APIError{Code: http.StatusBadRequest, ErrorCode: codeNoPeers}, ErrReplicas},
+		{jetstream.APIError{Code: http.StatusBadRequest, ErrorCode: codeAccountFull}, ErrFull},
+		{jetstream.APIError{Code: http.StatusServiceUnavailable, ErrorCode: codeFull}, ErrFull},
+		{jetstream.APIError{Code: http.StatusInternalServerError, ErrorCode: codeStorage}, ErrFull},
+		{jetstream.APIError{Code: http.StatusServiceUnavailable, ErrorCode: codeStore, Description: "maximum bytes exceeded"}, ErrFull},
+		{jetstream.APIError{Code: http.StatusServiceUnavailable, ErrorCode: codeStore, Description: "store is closed"}, ErrUnavailable},
+		{jetstream.APIError{Code: http.StatusBadRequest, ErrorCode: codeStreamTooLarge}, ErrLimits},
 		{jetstream.APIError{Code: http.StatusBadRequest, ErrorCode: 10060}, nil}, // a wrong last sequence: the same the next time
 	} {
 		err := mapError(&c.api)

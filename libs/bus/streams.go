@@ -2,6 +2,7 @@ package bus
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"maps"
@@ -181,6 +182,30 @@ func (b *Bus) EnsureEvents(ctx context.Context) error {
 	stream, consumer := events(b.Replicas())
 	return b.ensure(ctx, stream, consumer)
 }
+
+// Try makes a stream under another name, as large as the one of the events where that is not there yet, stores a message in it and
+// removes it: what a run will ask of the servers. ErrFull and ErrLimits say that they refuse.
+func (b *Bus) Try(ctx context.Context) error {
+	name := "DOCTOR_" + rand.Text()
+	s, c := events(b.Replicas())
+	s.Name, s.Description, s.Subjects = name, "made and removed by `rollout doctor`", []string{"rollout.doctor." + name}
+	if _, err := b.js.Stream(ctx, EventStream); err == nil {
+		s.MaxBytes = 0 // the events have their room
+	}
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+		defer cancel()
+		_ = b.js.DeleteStream(ctx, name)
+	}()
+	if err := b.ensure(ctx, s, c); err != nil {
+		return err
+	}
+	_, err := b.js.Publish(ctx, s.Subjects[0], make([]byte, tried))
+	return mapError(err)
+}
+
+// tried is the size of the message that Try stores: that of a batch of samples.
+const tried = 1 << 20
 
 // DeleteRun removes the streams of a run with all that is in them. What is not there is no error.
 func (b *Bus) DeleteRun(ctx context.Context, run string) error {

@@ -1,6 +1,7 @@
 package servertest
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -18,7 +19,8 @@ type NATSOptions struct {
 	NKey           string // public key of the one user
 	// PEM files of the client listener; "" is plain text. With ClientCA clients must have a certificate of that authority.
 	Cert, Key, ClientCA string
-	Nodes               int // of a cluster; 0 is a single server
+	MaxFile             string // what a node may store: "4MB"; "" is 100GB
+	Nodes               int    // of a cluster; 0 is a single server
 }
 
 // NATS is one server or the nodes of a cluster, with JetStream on disk and an fsync of each stored message.
@@ -63,8 +65,8 @@ func StartNATS(t testing.TB, o NATSOptions) *NATS {
 		client, cluster, monitor := ports[3*i], ports[3*i+1], ports[3*i+2]
 		dir := t.TempDir()
 		config := fmt.Sprintf("server_name: %s\nlisten: %q\nhttp: %q\n%s%s"+
-			"jetstream { store_dir: %q, sync_interval: always, max_mem: 64MB, max_file: 100GB }\nmax_payload: 8MB\nmax_pending: 256MB\n",
-			nodeName(i), local(client), local(monitor), o.authorization(), o.tls(), dir)
+			"jetstream { store_dir: %q, sync_interval: always, max_mem: 64MB, max_file: %s }\nmax_payload: 8MB\nmax_pending: 256MB\n",
+			nodeName(i), local(client), local(monitor), o.authorization(), o.tls(), dir, cmp.Or(o.MaxFile, "100GB"))
 		if nodes > 1 {
 			config += fmt.Sprintf("cluster { name: test, listen: %q, routes: [%s] }\n", local(cluster), strings.Join(routes, ", "))
 		}

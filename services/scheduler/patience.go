@@ -5,11 +5,14 @@ import (
 	"sync"
 	"time"
 
+	"google.golang.org/grpc/codes"
+
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
 func (c *conductor) insist(ctx context.Context, what string, call func(context.Context) error) error {
 	delay := 50 * time.Millisecond
+	told := false
 	for {
 		patient := c.noticeSlow(what)
 		err := call(ctx)
@@ -19,6 +22,10 @@ func (c *conductor) insist(ctx context.Context, what string, call func(context.C
 			return err
 		}
 		c.waitFor(what, rpcerr.Text(err))
+		if rpcerr.Code(err) == codes.ResourceExhausted && !told { // somebody has to make room
+			c.svc.Log.WarnContext(ctx, "the run waits for room", "run", c.id, "for", what, "reason", rpcerr.Reason(err), "mend", rpcerr.Mend(err))
+			told = true
+		}
 		c.svc.Log.DebugContext(ctx, "waiting", "run", c.id, "for", what, "error", err)
 		if err := pause(ctx, delay); err != nil {
 			return err

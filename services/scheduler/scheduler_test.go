@@ -1,12 +1,15 @@
 package scheduler_test
 
 import (
+	"bytes"
 	"context"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -326,6 +329,58 @@ func (g *goneOnce) Publish(ctx context.Context, messages ...bus.Message) error {
 		return bus.ErrNoStream
 	}
 	return g.Bus.Publish(ctx, messages...)
+}
+
+// NATS servers without room for the work: the run says what it waits for, warns once, and goes on when there is room.
+func TestServersWithoutRoom(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	full := &fullBus{refused: make(chan struct{})}
+	w.wrapBus = func(b scheduler.Bus) scheduler.Bus { full.Bus = b; return full }
+	w.log = slog.New(slog.NewTextHandler(full, nil))
+	full.full.Store(true)
+	w.start()
+	run := w.create(plan(2, "sync", 0, false)).GetRunId()
+	w.wait(run, func(s *runv1.RunStatus) bool {
+		return strings.Contains(s.GetWaitingFor(), "publishing prompt groups (NATS") && strings.Contains(s.GetWaitingFor(), "no room")
+	})
+	for range 3 {
+		<-full.refused
+	}
+	full.full.Store(false)
+	w.waitState(run, scheduler.Succeeded)
+	w.whole(2)
+	full.mu.Lock()
+	defer full.mu.Unlock()
+	if got := full.text.String(); strings.Count(got, "reason=BUS_FULL") != 1 || !strings.Contains(got, "level=WARN") || !strings.Contains(got, "max_file") {
+		t.Errorf("log:\n%s", got)
+	}
+}
+
+// fullBus is a bus of servers that have no room, and keeps the scheduler's log.
+type fullBus struct {
+	scheduler.Bus
+	full    atomic.Bool
+	refused chan struct{} // one for each refusal that somebody waits for
+	mu      sync.Mutex
+	text    bytes.Buffer
+}
+
+func (f *fullBus) Publish(ctx context.Context, messages ...bus.Message) error {
+	if f.full.Load() {
+		select {
+		case f.refused <- struct{}{}:
+		default:
+		}
+		return bus.ErrFull
+	}
+	return f.Bus.Publish(ctx, messages...)
+}
+
+func (f *fullBus) Write(data []byte) (int, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.text.Write(data)
 }
 
 // A group that fails twice is left out; one that goes stale three times is not.

@@ -51,6 +51,7 @@ type world struct {
 	wrapBus      func(scheduler.Bus) scheduler.Bus
 	dial         func(address string) (scheduler.Conn, error)
 	generation   *generation
+	log          *slog.Logger // of the scheduler; nil: none, or the test's
 }
 
 // generation is one process of the scheduler.
@@ -114,6 +115,9 @@ func (w *world) start() *generation {
 	log := slog.New(slog.DiscardHandler)
 	if testing.Verbose() {
 		log = slog.New(slog.NewTextHandler(w.t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug}))
+	}
+	if w.log != nil {
+		log = w.log
 	}
 	var err error
 	g.Server, err = scheduler.New(w.config, scheduler.Deps{

@@ -154,6 +154,15 @@ func nats(ctx context.Context, p Patient, r *report) {
 	} else {
 		r.ok("storage", "enough is left")
 	}
+	if err := b.Try(ctx); err != nil {
+		mend := rpcerr.Mend(err)
+		if mend == "" {
+			mend = "allow the user $JS.API.> and rollout.>"
+		}
+		r.fail("write", err, mend)
+	} else {
+		r.ok("write", "makes a stream, stores a message and removes both")
+	}
 	if got := b.Conn().MaxPayload(); got < bus.MaxPayload {
 		r.fail("max_payload", fmt.Errorf("it is %s", output.Bytes(uint64(got))), fmt.Sprintf("set max_payload: %dMB on the servers", bus.MaxPayload>>20))
 	} else {

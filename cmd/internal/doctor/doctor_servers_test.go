@@ -62,7 +62,7 @@ func TestEverythingIsFound(t *testing.T) {
 		}
 	}
 	for _, want := range [][2]string{
-		{"database", "permissions"}, {"database", "clock"}, {"nats", "max_payload"}, {"nats", "streams"}, {"consul", "permissions"},
+		{"database", "permissions"}, {"database", "clock"}, {"nats", "max_payload"}, {"nats", "write"}, {"nats", "streams"}, {"consul", "permissions"},
 		{"blob", "create once"}, {"blob", "delete"}, {"blob", "clock"}, {"state", "disk"},
 	} {
 		if find(findings, want[0], want[1]).Status != doctor.OK {
@@ -93,5 +93,16 @@ func TestEverythingIsFound(t *testing.T) {
 				t.Errorf("%+v tells a secret", f)
 			}
 		}
+	}
+}
+
+// Servers that can't keep what a run will give them, and an account that may not make our streams.
+func TestNATSWithoutRoom(t *testing.T) {
+	t.Parallel()
+	c := config.Default(t.TempDir())
+	c.NATS.URL = servertest.StartNATS(t, servertest.NATSOptions{MaxFile: "4MB"}).URL()
+	f := find(doctor.Look(t.Context(), doctor.Patient{Config: c, Now: time.Now}), "nats", "write")
+	if f.Status != doctor.Failed || !strings.Contains(f.Detail, "no room") || !strings.Contains(f.Mend, "max_file") {
+		t.Errorf("found %+v", f)
 	}
 }
