@@ -94,6 +94,26 @@ async def test_a_caller_that_has_gone_leaves_the_engine_working() -> None:
         assert await outputs(engine, request("a"))
 
 
+async def test_a_caller_that_goes_while_it_submits_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(**LONG) as engine:
+        submitted, hold = threading.Event(), threading.Event()
+        submit = engine._submit
+
+        def slowly(*given) -> None:
+            submit(*given)
+            submitted.set()
+            hold.wait()
+
+        monkeypatch.setattr(engine, "_submit", slowly)
+        gone = Collector(engine, long_request("a")).task
+        await asyncio.to_thread(submitted.wait)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        hold.set()
+        await engine.resume()  # a round trip through the decoding thread, behind the abort
+        assert (engine.stats().active, engine.stats().queued) == (0, 0)
+
+
 async def test_pause_stops_decoding_and_resume_goes_on_with_the_same_bits() -> None:
     async with running(deterministic=True, **LONG) as engine:
         alone = (await outputs(engine, long_request("a")))["a", 0]

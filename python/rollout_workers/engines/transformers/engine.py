@@ -79,7 +79,11 @@ class TransformersEngine:
         batch = tuple(batch)
         self._check_text(batch)
         stream = Stream(self._outbox, sum(len(request.seeds) for request in batch))
-        await self._ask(lambda: self._submit(batch, stream))
+        try:
+            await self._ask(lambda: self._submit(batch, stream))
+        except asyncio.CancelledError:  # the decoding thread may have it already
+            self._forget([request.request_id for request in batch])
+            raise
         try:
             async for item in stream.items():
                 yield item
