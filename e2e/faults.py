@@ -90,7 +90,7 @@ class Faults:
             members = all(self.running.alive(name) and self.running.serves(name) for name in self.running.members())
             return members and all(server.serves() for server in self.servers.by_name.values())
 
-        until(whole, "everything to serve again", 60)
+        until(whole, "everything to serve again", 180)
         return self.done
 
     def _hurt_member(self) -> str:

@@ -97,7 +97,7 @@ class Mesh:
                 preexec_fn=partial(enter, self.namespace),
             )
 
-    def wait(self, name: str, seconds: float = 30) -> None:
+    def wait(self, name: str, seconds: float = 120) -> None:
         """Wait until a process serves."""
         process = self.processes[name]
         until(lambda: self.serves(name) or process.poll() is not None, f"{name} to serve", seconds)
@@ -126,14 +126,14 @@ class Mesh:
     def kill(self, name: str) -> None:
         """Kill -9 of one `rolloutd`, and wait until the kernel has it."""
         self.processes[name].send_signal(signal.SIGKILL)
-        self.processes[name].wait(10)
+        self.processes[name].wait(60)
 
     def stop(self) -> None:
         for process in reversed(self.processes.values()):
             process.terminate()
         for name, process in self.processes.items():
             try:
-                process.wait(30)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise AssertionError(f"rolloutd {name} did not drain:\n{self.log(name)}") from None

@@ -104,7 +104,7 @@ class Walk:
         service = PROCESS.get(point.split("/")[0])
         if service is None:
             return  # a worker: its supervisor starts it again
-        self.running.processes[service].wait(10)
+        self.running.processes[service].wait(60)
         try:
             self.running.start_service(service)
         except AssertionError:

@@ -89,7 +89,7 @@ def again(running: Mesh, run: str) -> None:
     """Kill everything, start it anew and let the run go on."""
     workers = list(running.status(run).workers)
     running.kill("all")
-    until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to follow the daemon", 15)
+    until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to follow the daemon", 60)
     running.start()
     running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
 

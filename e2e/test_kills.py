@@ -25,7 +25,7 @@ def test_survives_each_kill(config: Path, tmp_path: Path) -> None:
             os.kill(workers[kind].pid, signal.SIGKILL)
         workers = list(running.until_step(run, 20).workers)
         running.kill("all")
-        until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to follow the daemon", 15)
+        until(lambda: not any(alive(worker.pid) for worker in workers), "the workers to follow the daemon", 60)
         running.start()
         assert running.status(run).run.state == run_pb2.RUN_STATE_INTERRUPTED
         running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))

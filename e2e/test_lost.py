@@ -46,10 +46,10 @@ def hold(running: Mesh, run: str, phase: str) -> list[run_pb2.Worker]:
     if phase == "LEASING":
         return workers
     send(signal.SIGSTOP, learner)
-    until(lambda: running.status(run).phase == "TRAINING", "a batch that is whole", 15)
+    until(lambda: running.status(run).phase == "TRAINING", "a batch that is whole", 60)
     send(signal.SIGSTOP, others)
     send(signal.SIGCONT, learner)
-    until(lambda: running.status(run).phase == phase, phase, 15)
+    until(lambda: running.status(run).phase == phase, phase, 60)
     return workers
 
 
