@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -70,8 +72,41 @@ def test_plain_text_is_refused(running: Mesh) -> None:
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
 
 
-def test_no_file_tells_a_secret(tmp_path: Path) -> None:
-    """A run to its end, then every file of the mesh: secrets are in the files that hold them, and nowhere else."""
+class Collector(grpc.GenericRpcHandler):
+    """Takes what OTLP exporters send, as it is."""
+
+    def __init__(self) -> None:
+        self.got: list[bytes] = []
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        self._server.add_generic_rpc_handlers((self,))
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(self._take)
+
+    def _take(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self.got.append(request)
+        return b""
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+
+def told_by_processes(running: Mesh, run: str) -> dict[str, bytes]:
+    """What anybody on the host sees of the mesh's processes, and what code in its workers sees of their environment."""
+    daemon = running.processes["all"].pid
+    workers = [worker.pid for worker in running.status(run).workers]
+    told = {f"/proc/{pid}/cmdline": b"" for pid in (daemon, *workers)} | {f"/proc/{pid}/environ": b"" for pid in workers}
+    for path in told:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has left
+            told[path] = Path(path).read_bytes()
+    return told
+
+
+def test_nothing_tells_a_secret(tmp_path: Path) -> None:
+    """A run to its end, then every file of the mesh, its processes and its spans: secrets are in the files that hold them, and
+    nowhere else."""
     holder = tmp_path / "nats-token"
     holder.write_text("planted-nats-token-0123456789")
     holder.chmod(0o600)
@@ -80,11 +115,16 @@ def test_no_file_tells_a_secret(tmp_path: Path) -> None:
     made = subprocess.run(create, check=True, capture_output=True, text=True)
     key = made.stdout.strip()
     arguments = ("--nats-token", f"file:{holder}", "--blob-access-key", "id", "--blob-secret-key", "env:PLANTED_S3")
-    running = sim_mesh(state, "all", arguments=arguments, PLANTED_S3="planted-s3-secret-0123456789")
+    collector = Collector()
+    environment = {"PLANTED_S3": "planted-s3-secret-0123456789", "ROLLOUT_API_KEY": "planted-api-key-0123456789"}
+    tracing = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_EXPORTER_OTLP_HEADERS": "x-token=planted-otlp-0123456789"}
+    running = sim_mesh(state, "all", arguments=arguments, **environment, **tracing)
     job = Job(tmp_path / "job", steps=6)
     try:
         running.start()
         run = submit(running, running.plan(job.write()), job)
+        running.until_step(run, 2)
+        seen = told_by_processes(running, run)
         running.finish(run)
         report = [ROLLOUT, "runs", "list", "--state-dir", str(state)]
         assert subprocess.run(report, check=True, capture_output=True, env={"ROLLOUT_API_KEY": key, "HOME": str(tmp_path)}).stdout
@@ -94,7 +134,14 @@ def test_no_file_tells_a_secret(tmp_path: Path) -> None:
         secrets = [holder.read_bytes(), b"planted-s3-secret-0123456789", key.encode(), running.token().encode()]
         files = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (holder, state / "token")]
         assert len(files) > 20
+        secrets += [text.encode() for text in environment.values()]
         hits = [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
+        hits += [path for path, text in seen.items() if any(secret in text for secret in secrets)]
         assert not hits
+        assert sum(1 for path, text in seen.items() if path.endswith("environ") and text) >= 2  # of workers
     finally:
         stop(running)
+        collector.stop()
+    spans = b"".join(collector.got)
+    assert b"rolloutd" in spans and b"CreateRun" in spans
+    assert not [secret for secret in secrets if secret in spans]
