@@ -109,9 +109,10 @@ class Catalog:
                 offer.content_id = await self._stored.put(name, data)
         return offers
 
-    async def close(self) -> None:
+    async def close(self, *, keep: bool = False) -> None:
+        """keep: what is in the storage service serves on, in the hands of another learner."""
         self._encoding.shutdown(wait=False, cancel_futures=True)
-        if self._stored is not None:
+        if self._stored is not None and not keep:
             await self._stored.close()
 
     def _version(self, digest: str) -> Published:

@@ -53,6 +53,11 @@ class Shelf:
             with _alone(root):
                 _sweep(root)
 
+    def leave(self) -> None:
+        """Let go of the folder, as a process does that dies: what it holds serves on, until it is swept."""
+        if self.folder is not None:
+            self._release()
+
     def _release(self) -> None:
         os.close(self._lock)
         self.folder = None

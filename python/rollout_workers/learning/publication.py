@@ -6,13 +6,13 @@ import contextlib
 import logging
 import re
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.delivery.catalog import Catalog
 from rollout_workers.delivery.depot import ADAPTER_FILE
+from rollout_workers.delivery.place import Place, Superseded, remove
 from rollout_workers.delivery.shelf import Shelf
 from rollout_workers.learner import Trainer
 from rollout_workers.weights import WeightsManifest, stage_folder
@@ -26,14 +26,24 @@ class Publication:
     """The folder ``<run>/weights``: one folder a version, of which the last two stay.
 
     A version that is only passed on lies in memory, and its folder is a link to there; the version that a run ends with, and
-    those that ``lasting`` names, are written here.
+    those that ``lasting`` names, are written here. The folder belongs to the learner that came last: one before it, which may
+    have stood still meanwhile, changes nothing there any more.
     """
 
     def __init__(
-        self, run: str, run_directory: str, *, lasting: Callable[[int], bool], shelf: Shelf, catalog: Catalog | None = None
+        self,
+        run: str,
+        run_directory: str,
+        *,
+        lasting: Callable[[int], bool],
+        shelf: Shelf,
+        catalog: Catalog | None = None,
+        incarnation: int = 0,
     ) -> None:
-        """lasting: whether the weights of a step must outlive the process. catalog: for those who can't open the folder."""
+        """Take the folder over from whoever published there. lasting: whether the weights of a step must outlive the process.
+        catalog: for those who can't open the folder. incarnation: of the run. Raises ``Superseded``, ``OSError``."""
         self._run, self._root = run, Path(run_directory) / "weights"
+        self._place = Place(self._root, incarnation)
         self.catalog = catalog or Catalog()
         self._lasting, self._shelf = lasting, shelf
         self._newest: Path | None = None
@@ -41,23 +51,37 @@ class Publication:
         self._staging: Path | None = None  # for the next version
         self._whole = False
 
+    @property
+    def mine(self) -> bool:
+        """Whether no other learner has taken the folder over."""
+        return self._place.mine
+
     def publish(self, trainer: Trainer) -> pb.WeightsManifest:
         """Write the weights as they stand, complete and renamed into place; blocks.
 
-        Not fsynced: after a power cut the digest tells, and a snapshot brings them back.
+        Not fsynced: after a power cut the digest tells, and a snapshot brings them back. Raises ``Superseded``.
         """
         step = trainer.step
         folder = self._root / f"v{step:06d}"
-        self._root.mkdir(parents=True, exist_ok=True)
+        self._place.check()
         written = None if self._lasting(step) else self._shelve(trainer, folder)
         if written is None:
-            if folder.is_symlink():
-                folder.unlink()
-            sent = self._adapters(trainer) and not self._lasting(step)
-            written = trainer.write_adapter(folder) if sent else trainer.write_weights(folder, fsync=False)
+            written = self._write(trainer, folder)
         self._newest = folder
         self.catalog.published(step, written.digest, folder)
         return self._manifest(folder, written)
+
+    def _write(self, trainer: Trainer, folder: Path) -> WeightsManifest:
+        """Write the weights into the run's folder."""
+        staging = self._place.staging(folder.name)
+        sent = self._adapters(trainer) and not self._lasting(trainer.step)
+        try:
+            written = trainer.write_adapter(staging) if sent else trainer.write_weights(staging, fsync=False)
+        except FileNotFoundError:
+            self._place.check()  # a successor removed what was being written
+            raise
+        self._place.put(staging, folder.name)
+        return written
 
     def _shelve(self, trainer: Trainer, folder: Path) -> WeightsManifest | None:
         """Write the weights into memory, where they fit."""
@@ -74,7 +98,9 @@ class Publication:
         except OSError as error:  # somebody else took the room
             log.warning("%s takes no weights (%s); they go to the run's folder", shelf, error)
             return None
-        _point(folder, held)
+        fresh = self._place.staging(folder.name)
+        fresh.symlink_to(held)
+        self._place.put(fresh, folder.name)
         return written
 
     def prepare(self, trainer: Trainer) -> None:
@@ -102,19 +128,24 @@ class Publication:
     def close(self) -> None:
         """Bring the newest version out of memory, and give the memory back.
 
-        A learner that took over may publish in the same folder already: its versions stay.
+        Where another learner has taken the folder over, what is in memory stays for as long as that one's versions lead there.
         """
         newest = self._newest
-        if newest is not None and self._mine(newest):
-            held, staging = newest.resolve(), newest.parent / f".{newest.name}.{uuid.uuid4().hex}.tmp"
-            if held.is_dir():
-                shutil.copytree(held, staging)
-                newest.unlink()
-                staging.rename(newest)
-        for path, _ in self._versions():
-            if self._mine(path) or (path.is_symlink() and not path.exists()):
-                path.unlink(missing_ok=True)
+        try:
+            if newest is not None and self._mine(newest):
+                held, staging = newest.resolve(), self._place.staging(newest.name)
+                if held.is_dir():
+                    shutil.copytree(held, staging)
+                    self._place.put(staging, newest.name)
+            self._place.check()
+        except (Superseded, FileNotFoundError) as error:
+            log.warning("%s keeps what was published: %s", self._root, error)
+            self._shelf.leave()
+            return
         self._shelf.close()
+        for path, _ in self._versions():
+            if path.is_symlink() and not path.exists():
+                path.unlink(missing_ok=True)
 
     def _mine(self, path: Path) -> bool:
         """Whether a version is a link into this process's memory."""
@@ -140,24 +171,14 @@ class Publication:
 
     def _prune(self, current: int) -> None:
         """Remove what is older than the version before ``current``. Newer ones stay: the mesh may serve them yet."""
+        self._place.check()
         older = sorted((version, path) for path, version in self._versions() if version < current)
         for _, path in older[:-1]:
             if path.is_symlink():
                 shutil.rmtree(path.resolve(), ignore_errors=True)
-                path.unlink()
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+            remove(path)
 
     def _versions(self) -> list[tuple[Path, int]]:
         if not self._root.is_dir():
             return []
         return [(path, int(match[1])) for path in self._root.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-
-
-def _point(link: Path, target: Path) -> None:
-    """Make ``link`` lead to ``target``, in place of a link or a folder that was there."""
-    fresh = link.parent / f".{link.name}.{uuid.uuid4().hex}.tmp"
-    fresh.symlink_to(target)
-    if link.is_dir() and not link.is_symlink():
-        shutil.rmtree(link)
-    fresh.rename(link)

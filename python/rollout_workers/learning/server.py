@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import grpc
 
 from rollout.learner.v1 import learner_pb2 as pb
 from rollout.learner.v1.learner_pb2_grpc import LearnerWorkerServiceServicer
+from rollout_workers.delivery.place import Superseded
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.learning.learner import Learner
 from rollout_workers.learning.payload import read_batch
@@ -55,7 +57,8 @@ class LearnerServer(LearnerWorkerServiceServicer):
         try:
             while (piece := await pieces.get()) is not None:
                 yield pb.TrainResponse(progress=piece)
-            result = work.result()
+            with self._leaving_superseded():
+                result = work.result()
         finally:
             work.cancel()
         self._meters.train_seconds.record(result.metrics["time/step"])
@@ -65,7 +68,8 @@ class LearnerServer(LearnerWorkerServiceServicer):
         self, request: pb.PublishWeightsRequest, context: grpc.aio.ServicerContext
     ) -> pb.PublishWeightsResponse:
         self._check_run(request.run_id)
-        return pb.PublishWeightsResponse(weights=await self._learner.publish())
+        with self._leaving_superseded():
+            return pb.PublishWeightsResponse(weights=await self._learner.publish())
 
     async def OfferWeights(self, request: pb.OfferWeightsRequest, context: grpc.aio.ServicerContext) -> pb.OfferWeightsResponse:
         self._check_run(request.run_id)
@@ -87,6 +91,15 @@ class LearnerServer(LearnerWorkerServiceServicer):
             process_id=self._who.process,
             weights_digest=self._learner.digest,
         )
+
+    @contextmanager
+    def _leaving_superseded(self) -> Iterator[None]:
+        """Leave where another learner has this one's place, as one does that stood still for long."""
+        try:
+            yield
+        except Superseded as error:
+            self._lifecycle.fence(str(error))
+            raise
 
     def _check_run(self, run: str) -> None:
         if run != self._who.run:

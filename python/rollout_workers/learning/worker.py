@@ -15,6 +15,7 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 from rollout_workers.delivery import service as delivery
 from rollout_workers.delivery.catalog import Catalog
+from rollout_workers.delivery.place import Superseded
 from rollout_workers.delivery.shelf import Shelf
 from rollout_workers.delivery.stored import Stored
 from rollout_workers.learning.completions import keep_of
@@ -49,14 +50,22 @@ async def run_learner_worker(
         spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
     )
     catalog = Catalog(Stored(spec.run_id, Path(spec.run_directory) / "weights" / "stored", services))
+    try:
+        publication = Publication(
+            spec.run_id,
+            spec.run_directory,
+            lasting=lambda step: lasting(spec.plan.config, step),
+            shelf=Shelf(spec.run_id),
+            catalog=catalog,
+            incarnation=spec.incarnation,
+        )
+    except Superseded as error:
+        lifecycle.fence(str(error))
+        if team is not None:
+            await asyncio.to_thread(team.close)
+        await services.close()
+        return
     team = team or Team(spec.plan.config, lifecycle.lost)
-    publication = Publication(
-        spec.run_id,
-        spec.run_directory,
-        lasting=lambda step: lasting(spec.plan.config, step),
-        shelf=Shelf(spec.run_id),
-        catalog=catalog,
-    )
     learner = Learner(publication, keep_of(spec.plan.config))
     try:
         began = time.monotonic()
@@ -85,7 +94,7 @@ async def run_learner_worker(
         await server.stop(_GRACE_SECONDS)
     finally:
         learner.close()
-        await catalog.close()
+        await catalog.close(keep=not publication.mine)
         await asyncio.to_thread(team.close)
         await asyncio.to_thread(publication.close)
         await services.close()

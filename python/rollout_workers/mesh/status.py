@@ -47,6 +47,7 @@ _CODES: Mapping[str, int] = {
     "SERVICE_UNAVAILABLE": code_pb2.UNAVAILABLE,
     "STEP_IN_PROGRESS": code_pb2.ABORTED,
     "RANK_LOST": code_pb2.UNAVAILABLE,
+    "LEARNER_SUPERSEDED": code_pb2.UNAVAILABLE,  # of this one: there is another
 }
 
 

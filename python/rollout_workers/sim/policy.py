@@ -14,6 +14,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from rollout_workers.delivery.place import replace
+
 WORDS = 64
 MODEL_TYPE = "rollout-sim"
 _TENSOR_FILE = "model.safetensors"
@@ -129,11 +131,7 @@ def write(folder: Path, words: Words, version: int, source: Path, fsync: bool) -
         for path in staging.iterdir():
             sync(path)
         sync(staging)
-    old = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.old"
-    if folder.exists():
-        folder.rename(old)
-    staging.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    replace(staging, folder)
     if fsync:
         sync(folder.parent)
     return manifest

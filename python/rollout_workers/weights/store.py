@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rollout_workers.delivery.place import replace
 from rollout_workers.weights.digest import WeightsDigest, weights_digest
 from rollout_workers.weights.naming import dtype_name, named_weights
 from rollout_workers.weights.tensor_file import read_tensors, write_tensors
@@ -114,7 +115,7 @@ def write_weights(
         if fsync:
             for path in (staging / TENSOR_FILE, staging / MANIFEST_FILE, staging):
                 _fsync(path)
-        _replace_folder(staging, target)
+        replace(staging, target)
         if fsync:
             _fsync(target.parent)
     except BaseException:
@@ -143,7 +144,7 @@ def write_adapter(
         tensors = dict(merged)
         manifest = _manifest(staging, tensors, weights_digest(tensors.items()), version)
         (staging / MANIFEST_FILE).write_text(_as_json(manifest))
-        _replace_folder(staging, target)
+        replace(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -255,18 +256,6 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _replace_folder(staging: Path, target: Path) -> None:
-    """Rename staging to target. A folder can't be renamed over a full one, so an old target steps aside first."""
-    old = target.parent / f".{target.name}.{uuid.uuid4().hex}.old"
-    try:
-        target.rename(old)
-    except FileNotFoundError:
-        old = None
-    staging.rename(target)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _fsync(path: Path) -> None:

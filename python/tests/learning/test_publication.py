@@ -20,9 +20,10 @@ class Trainer:
 
     def __init__(self, model: Path) -> None:
         self.step, self.companions = 0, model
+        self.value: float | None = None  # of every weight; absent: the step
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        return [("w", torch.full((4, 4), float(self.step)))]
+        return [("w", torch.full((4, 4), float(self.step) if self.value is None else self.value))]
 
     def write_weights(self, folder: Path, *, fsync: bool, staging: Path | None = None) -> WeightsManifest:
         return write_weights(
@@ -45,7 +46,7 @@ def held(directory: str) -> float:
 
 def versions(tmp_path: Path) -> dict[str, bool]:
     """The folders of the run's weights, and whether each is a link into memory."""
-    return {path.name: path.is_symlink() for path in sorted((tmp_path / "run" / "weights").iterdir())}
+    return {path.name: path.is_symlink() for path in sorted((tmp_path / "run" / "weights").glob("v*"))}
 
 
 def test_versions_pass_through_memory_and_those_that_last_do_not(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_one_that_was_replaced_leaves_what_its_successor_published(tmp_path: Pat
     for trainer.step in (2, 3):
         manifest = new.publish(trainer)  # type: ignore[arg-type]
     old.close()
-    assert versions(tmp_path) == {"v000002": True, "v000003": True} and held(manifest.directory) == 3
+    assert versions(tmp_path) == {"v000001": True, "v000002": True, "v000003": True} and held(manifest.directory) == 3
     new.close()
     assert versions(tmp_path) == {"v000003": False} and held(manifest.directory) == 3
 
