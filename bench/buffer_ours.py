@@ -68,6 +68,7 @@ def consume(state: str, shape: Shape, results: Connection) -> None:
                 for number, sample in enumerate(group):
                     load.check(number, sample.token_ids, sample.logprobs, sample.loss_mask)
             batch.commit()
+            buffer.trim("bench", batch.step)
     results.send(load.verified)
 
 

@@ -33,6 +33,7 @@ type feed struct {
 	noted   segment.Tail     // end of the writer's segment as the ledger has it; of the goroutine that ingests
 	lent    map[uint32]*lent // nil once it is closed
 	claims  []claim          // of what is being ingested
+	closed  map[uint32]bool  // segments that their producers have said they closed
 }
 
 // load is what is ingested, or fails, as one: a fetch of the stream, or the puts of one call.
@@ -62,7 +63,7 @@ func (s *Service) ingest(run string) error {
 		return nil
 	}
 	f := &feed{service: s, run: run, log: s.deps.Log.With("run_id", run), loads: make(chan *load, fetchMost), done: make(chan struct{}),
-		lent: map[uint32]*lent{}}
+		lent: map[uint32]*lent{}, closed: map[uint32]bool{}}
 	if err := f.open(s.life); err != nil {
 		return err
 	}
@@ -91,6 +92,7 @@ func (f *feed) close() {
 		_ = l.file.Close()
 	}
 	f.lent = nil
+	_ = f.writer.Discard() // what stays goes when the ledger is opened again
 }
 
 // open readies the segments: what a crash left beyond the ledger is cut off, what is short of it is told.
@@ -113,7 +115,7 @@ func (f *feed) open(ctx context.Context) error {
 		}
 	}
 	var repair segment.Repair
-	files := segment.Config{Dir: s.folder(f.run), RollBytes: s.cfg.SegmentBytes, Volatile: s.cfg.Durability == Process}
+	files := segment.Config{Dir: s.folder(f.run), RollBytes: s.cfg.SegmentBytes, Volatile: s.cfg.Durability == Process, SpareBytes: spareSegments * s.cfg.SegmentBytes}
 	newest := uint32(0)
 	if len(segments) > 0 {
 		newest = segments[len(segments)-1].Number

@@ -17,6 +17,9 @@ import (
 // lentIdle is how long a segment stays lent without a put: its producer is gone, or has nothing to say and lends another.
 const lentIdle = 10 * time.Minute
 
+// spareSegments is how many files are kept of a run to be lent again, by their bytes.
+const spareSegments = 6
+
 // lent is a segment that a producer on this host appends to.
 type lent struct {
 	file *segment.Lent
@@ -81,6 +84,7 @@ func (f *feed) finish(returned []uint64, finished []uint32) {
 	}
 	for number, l := range f.lent {
 		if slices.Contains(returned, l.id) {
+			f.closed[number] = true
 			f.revoke(number)
 		}
 	}
@@ -210,4 +214,25 @@ func (f *feed) busy() map[uint32]bool {
 		numbers[c.tail.Segment] = true
 	}
 	return numbers
+}
+
+// drop removes the file of a segment that the ledger has trimmed, or keeps it to be lent again where its producer has closed it, and says
+// how large it was. A producer that fell silent may still write to its own.
+func (f *feed) drop(number uint32) (uint64, error) {
+	f.lending.Lock()
+	defer f.lending.Unlock()
+	if f.lent == nil || !f.closed[number] {
+		return segment.Remove(f.writer.Dir, number)
+	}
+	delete(f.closed, number)
+	return f.writer.Spare(number)
+}
+
+// discard gives the disk back what is kept to be lent again.
+func (f *feed) discard() {
+	f.lending.Lock()
+	defer f.lending.Unlock()
+	if err := f.writer.Discard(); err != nil {
+		f.log.Warn("spare segments stay on a full disk", "error", err)
+	}
 }

@@ -159,9 +159,10 @@ func (s *Service) trim(ctx context.Context, run string, through uint64) (freed u
 	var drop []uint32
 	var known []Segment
 	busy := map[uint32]bool{}
+	remove := func(number uint32) (uint64, error) { return segment.Remove(s.folder(run), number) }
 	s.mu.Lock()
 	if f := s.feeds[run]; f != nil {
-		busy = f.busy()
+		busy, remove = f.busy(), f.drop
 	}
 	s.mu.Unlock()
 	err = s.update(ctx, run, func(tx Tx) error {
@@ -202,7 +203,7 @@ func (s *Service) trim(ctx context.Context, run string, through uint64) (freed u
 	}
 	for _, number := range drop {
 		crashpoint.Here("buffer/trimmed") // the ledger has dropped the segment, its file is there
-		n, err := segment.Remove(s.folder(run), number)
+		n, err := remove(number)
 		if err != nil {
 			return freed, err
 		}

@@ -239,6 +239,45 @@ func TestTrimLeavesLentSegments(t *testing.T) {
 	}
 }
 
+// What a producer has closed is lent again once it is trimmed, and what is in it then is read; a segment whose producer only fell silent
+// is not.
+func TestTrimmedSegmentsAreLentAgain(t *testing.T) {
+	t.Parallel()
+	s := ready(t)
+	trim := func(through uint64, returned ...uint64) {
+		if _, err := s.client.PutTrajectories(t.Context(), &bufferv1.PutTrajectoriesRequest{RunId: run, Returned: returned}); err != nil {
+			t.Fatal(err)
+		}
+		r, err := s.client.TrimPayloads(t.Context(), &bufferv1.TrimPayloadsRequest{RunId: run, ThroughStep: through})
+		if err != nil || r.GetBytes() == 0 && len(returned) > 0 {
+			t.Fatal(r, err)
+		}
+	}
+	first := s.lend()
+	s.mustPut(s.writeInto(first, groupOf(0, 0, 0)), s.writeInto(first, groupOf(1, 0, 0)))
+	s.commit(s.lease(1))
+	silent := s.lend()
+	s.mustPut(s.writeInto(silent, groupOf(2, 0, 1)), s.writeInto(silent, groupOf(3, 0, 1))) // the ledger's last one is not trimmed
+	trim(1, first.GetLending())
+	again := s.lend()
+	if again.GetInode() != first.GetInode() || again.GetSegment() == first.GetSegment() || again.GetLending() == first.GetLending() {
+		t.Fatalf("%v after %v", again, first)
+	}
+	if _, err := s.payloads(1); rpcerr.Reason(err) != "PAYLOADS_TRIMMED" {
+		t.Errorf("payloads of step 1: %v", err)
+	}
+	s.commit(s.lease(2))
+	s.mustPut(s.writeInto(again, groupOf(4, 0, 2)), s.writeInto(again, groupOf(5, 0, 2)))
+	s.lease(3)
+	if got, err := s.payloads(3); err != nil || len(got) != 2*size {
+		t.Errorf("%d payloads, %v", len(got), err)
+	}
+	trim(2)
+	if next := s.lend(); next.GetInode() == silent.GetInode() {
+		t.Error("a segment was lent that its producer may write to")
+	}
+}
+
 func TestPutsWithABucket(t *testing.T) {
 	t.Parallel()
 	s, _ := withBucket(t)

@@ -159,3 +159,23 @@ def test_trim_frees_what_is_consumed(buffer: Buffer) -> None:
     for batch in buffer.consumer("r", steps=3):
         batch.commit()
     assert buffer.trim("r", 3) > 1_000_000
+
+
+def test_trimmed_files_are_written_again_but_not_under_arrays(buffer: Buffer) -> None:
+    """Step 1 is held while the steps after it are consumed and trimmed: its bytes stay, and the others' files are used again."""
+    steps, tokens = 12, 30_000  # a segment a group, and large enough to be mapped
+    inodes: set[int] = set()
+    first = None
+    with buffer.producer("r") as producer:
+        for step in range(1, steps + 1):
+            numbers = (2 * step - 2, 2 * step - 1)
+            for n in numbers:
+                producer.put(n, group(n, tokens)).result()
+            batch = buffer.consumer("r").lease(step)
+            assert all(same(got, group(n, tokens)) for n, got in zip(numbers, batch.groups, strict=True))
+            inodes |= {Path(ref.segment).stat().st_ino for ref in batch.batch.samples}
+            first = first or batch
+            batch.commit()
+            buffer.trim("r", step)
+    assert len(inodes) < steps
+    assert first is not None and all(same(got, group(n, tokens)) for n, got in enumerate(first.groups))

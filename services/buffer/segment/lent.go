@@ -17,9 +17,13 @@ type Lent struct {
 	inode    uint64
 }
 
-// Lend begins a file for a producer. One goroutine at a time, as all of Writer; the file has a life of its own then.
+// Lend begins a file for a producer, in a kept one that nobody maps where there is one (Spare). One goroutine at a time, as all of Writer;
+// the file has a life of its own then.
 func (w *Writer) Lend() (*Lent, error) {
-	f, err := w.begin()
+	f, err := w.again()
+	if f == nil && err == nil {
+		f, err = w.begin()
+	}
 	if err != nil {
 		return nil, err
 	}

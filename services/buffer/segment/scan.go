@@ -28,6 +28,11 @@ func Scan(dir string, number uint32, durable uint64) (Report, error) {
 		return Report{}, fmt.Errorf("scan segment %d: %w", number, err)
 	}
 	defer f.Close()
+	if err := share(f); errors.Is(err, errTaken) || errors.Is(err, os.ErrNotExist) { // it was trimmed meanwhile
+		return Report{Missing: true}, nil
+	} else if err != nil {
+		return Report{}, fmt.Errorf("scan segment %d: %w", number, err)
+	}
 	info, err := f.Stat()
 	if err != nil {
 		return Report{}, fmt.Errorf("scan segment %d: %w", number, err)

@@ -54,6 +54,8 @@ type Config struct {
 	RollBytes uint64 // a file this long is followed by the next
 	// Volatile leaves it to the kernel when to write: what was written survives the death of every process, not a power cut.
 	Volatile bool
+	// SpareBytes is how much of files that were lent and are not needed any more is kept to be lent again; 0: nothing.
+	SpareBytes uint64
 }
 
 // Repair says what Open found beyond, or short of, what is durable.
@@ -62,7 +64,7 @@ type Repair struct {
 	Short []Tail // files that lack bytes which the ledger counts on; Bytes is how many
 }
 
-// Open readies the files of a run for writing; known are those that the ledger counts on, by number. No file is ever written to
+// Open readies the files of a run for writing; known are those that the ledger counts on, by number. None of them is ever written to
 // again: a process that led before, or a producer that one was lent to, may still have it open. So a torn tail stays where it is, beyond
 // what the ledger says is durable, and files that the ledger does not name go.
 //
@@ -102,13 +104,13 @@ func ready(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
 		named[k.Segment] = true
 	}
 	repair, swept, err := sweep(cfg.Dir, named)
-	return &Writer{Config: cfg, last: max(newest, swept)}, repair, err
+	return &Writer{Config: cfg, last: max(newest, swept), local: onLocal(cfg.Dir)}, repair, err
 }
 
 // sweep removes files that were begun and that no ledger row names; last is the highest number among them.
 func sweep(dir string, named map[uint32]bool) (r Repair, last uint32, err error) {
 	numbers, err := present(dir)
-	if err != nil {
+	if err = errors.Join(err, sweepSpares(dir)); err != nil {
 		return r, 0, fmt.Errorf("open segments: %w", err)
 	}
 	for _, n := range numbers {

@@ -14,7 +14,9 @@ type Writer struct {
 	number uint32   // of the file
 	file   *os.File // nil: the next append begins a file
 	end    uint64
-	arena  []byte // records of one append, kept for the next
+	arena  []byte  // records of one append, kept for the next
+	local  bool    // locks on the files hold for everyone
+	spares []spare // oldest first
 }
 
 // Record is a payload with its checksum.

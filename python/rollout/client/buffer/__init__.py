@@ -12,10 +12,12 @@
         for batch in buffer.consumer("my-run", steps=100):
             train([sample for group in batch.groups for sample in group])
             batch.commit()
+            buffer.trim("my-run", batch.step)  # unless its samples may be needed again
 
 A group is leased whole, once all of its samples are there; a sample that was put before is dropped and counted, so a put may be
 repeated. On the buffer's host payloads are written once, by the producer, into a segment file that the buffer has lent it, and
-consumers map that file; elsewhere they travel by gRPC. Needs the extra ``buffer``: ``pip install rollout-rl[buffer]``.
+consumers map that file; elsewhere they travel by gRPC. What is trimmed is written over, but never under arrays that somebody
+holds. Needs the extra ``buffer``: ``pip install rollout-rl[buffer]``.
 """
 
 from rollout.client.buffer.buffer import Buffer, connect

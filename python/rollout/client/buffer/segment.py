@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import mmap
 import os
@@ -13,6 +14,7 @@ from rollout.client.buffer.sample import Piece
 
 _MOST_PIECES = 1000  # of one system call; Linux takes 1,024
 _MAPPED = 1 << 20  # bytes from which a range is mapped and not read
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "overlay"}
 
 
 @functools.cache
@@ -71,18 +73,35 @@ class LentSegment:
         os.close(self._file)
 
 
+@functools.cache
+def _local(device: int) -> bool:
+    """Whether locks on files of a device hold for the buffer too: it is no network's, as ``local_linux.go`` has it."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    name = f"{os.major(device)}:{os.minor(device)}"
+    kinds = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == name]
+    return bool(kinds) and all(kind in _LOCAL for kind in kinds)
+
+
 class SegmentReader:
-    """Opens segment files once each and gives ranges of them. One thread at a time."""
+    """Opens segment files once each and gives ranges of them. One thread at a time.
+
+    The buffer lends a file again once its payloads are trimmed, unless somebody shares its lock. The lock belongs to what was
+    opened, of which each mapping holds a copy: it ends with the last array. What can't be locked so is copied.
+    """
 
     def __init__(self) -> None:
-        self._files: dict[str, int] = {}
+        self._files: dict[str, tuple[int, bool]] = {}  # handle, and whether it may be mapped
 
     def read(self, path: str, begin: int, size: int) -> memoryview:
         """Bytes of a file; large ranges are mapped, and stay so as long as anybody holds a view. Raises ``OSError``."""
-        file = self._files.get(path)
-        if file is None:
-            file = self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        if size < _MAPPED:
+        held = self._files.get(path)
+        if held is None:
+            held = self._files[path] = _share(path)
+        file, locked = held
+        if size < _MAPPED or not locked:
             data = os.pread(file, size, begin)
             if len(data) != size:
                 raise OSError(f"{path} ends {size - len(data)} bytes before byte {begin + size}")
@@ -97,4 +116,23 @@ class SegmentReader:
     def keep(self, paths: set[str]) -> None:
         """Close the files that are not among ``paths``."""
         for path in self._files.keys() - paths:
-            os.close(self._files.pop(path))
+            os.close(self._files.pop(path)[0])
+
+    def __del__(self) -> None:
+        self.keep(set())  # what is mapped stays so
+
+
+def _share(path: str) -> tuple[int, bool]:
+    """Open a file, and keep the buffer from lending it again; whether that holds. Raises ``OSError``."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        about = os.fstat(file)
+        locked = _local(about.st_dev)
+        if locked:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if not os.path.samestat(about, os.stat(path)):
+                raise OSError(f"{path} was taken for another segment")
+        return file, locked
+    except OSError:
+        os.close(file)
+        raise
