@@ -26,7 +26,7 @@ from rollout.client.buffer.calls import call
 from rollout.client.buffer.sample import Piece, Sample, pieces
 from rollout.client.buffer.segment import LentSegment
 from rollout.client.errors import RemoteError
-from rollout.trajectory.v1.trajectory_pb2 import TrajectoryBatch
+from rollout.trajectory.v1.trajectory_pb2 import TrajectoryBatch, TrajectoryKey
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
 
 _HEADER = struct.Struct("<II")  # length and CRC-32C before each payload
@@ -146,9 +146,10 @@ class Producer:
         ``OSError`` for a full disk. What else fails, the put's ``result()`` raises.
         """
         batch, records, lengths = TrajectoryBatch(), list[Piece](), list[int]()
+        key = TrajectoryKey(run_id=self._run, epoch=epoch, index=index, attempt=attempt)
         for number, sample in enumerate(samples, first):
-            key = sample.about.key
-            key.run_id, key.epoch, key.index, key.attempt, key.sample = self._run, epoch, index, attempt, number
+            key.sample, key.part = number, sample.about.key.part
+            sample.about.key.CopyFrom(key)
             payload = pieces(sample)
             length = crc = 0
             for piece in payload:
@@ -156,7 +157,7 @@ class Producer:
                 length += len(piece)
             envelope = batch.trajectories.add()
             envelope.crc32c = crc
-            _describe(envelope.header, sample, group_size or len(samples), receipt)
+            _describe(envelope.header, key, sample, group_size or len(samples), receipt)
             records.append(_HEADER.pack(length, crc))
             records += payload
             lengths.append(length)
@@ -374,18 +375,19 @@ def _carry(batch: TrajectoryBatch, records: bytes, lengths: Sequence[int]) -> No
         at += length
 
 
-def _describe(header: Any, sample: Sample, group_size: int, receipt: WeightsReceipt | None) -> None:
-    about = sample.about
-    header.key.CopyFrom(about.key)
+def _describe(header: Any, key: TrajectoryKey, sample: Sample, group_size: int, receipt: WeightsReceipt | None) -> None:
+    about, tokens = sample.about, len(sample.token_ids)
+    header.key.CopyFrom(key)
     header.group_size = group_size
     header.outcome = about.outcome
-    header.reward = about.reward
-    header.tokens = len(sample.token_ids)
-    header.completion_tokens = header.tokens - about.prompt_tokens
+    header.tokens = tokens
+    header.completion_tokens = tokens - about.prompt_tokens
+    if reward := about.reward:
+        header.reward = reward
     if about.reason:
         header.reason = about.reason
-    if about.version_spans:
-        versions = [span.version for span in about.version_spans]
+    if spans := about.version_spans:
+        versions = [span.version for span in spans]
         header.min_version, header.max_version = min(versions), max(versions)
     if receipt is not None:
         header.receipt.CopyFrom(receipt)

@@ -21,6 +21,8 @@ _SMALL = 16 << 10  # bytes of payload up to which one copy is cheaper than care
 _ARRAYS = (0x12, 0x1A, 0x22, 0x2A)  # tags of token_ids, logprobs, raw_logprobs, loss_mask
 _TYPES: tuple[np.dtype[Any], ...] = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f4"), np.dtype("u1"))
 
+_EMPTY = (0,)
+
 Piece = bytes | memoryview
 """A part of a payload."""
 
@@ -63,11 +65,12 @@ def pieces(sample: Sample) -> list[Piece]:
     out: list[Piece] = []
     arrays = (sample.token_ids, sample.logprobs, sample.raw_logprobs, sample.loss_mask)
     for tag, dtype, array in zip(_ARRAYS, _TYPES, arrays, strict=True):
-        if not len(array):
+        shape, kind = array.shape, array.dtype
+        if shape == _EMPTY:
             continue
-        if array.dtype != dtype or array.ndim != 1 or len(array) != tokens:
-            raise ValueError(f"an array of {array.dtype}{list(array.shape)} stands where {dtype}[{tokens}] is wanted")
-        size = array.nbytes
+        if (kind is not dtype and kind != dtype) or shape != (tokens,):
+            raise ValueError(f"an array of {kind}{list(shape)} stands where {dtype}[{tokens}] is wanted")
+        size = tokens * dtype.itemsize
         held.append(_prefix(tag, size))
         if size <= _SMALL:
             held.append(array.tobytes())
