@@ -3,8 +3,10 @@ package gateway_test
 import (
 	"bytes"
 	"encoding/json"
+	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -12,6 +14,25 @@ import (
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
+
+// TestTeacher points the client that [algorithm.distillation.endpoint] asks with at a gateway: one run can teach another.
+func TestTeacher(t *testing.T) {
+	t.Parallel()
+	ring, key := keyring(t, apikey.Submit)
+	s, _ := serve(t, gateway.Config{Keys: ring}, &fakeWorker{model: "tiny"})
+	python, err := filepath.Abs("../../.venv/bin/python")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for protocol, want := range map[string]string{"echo": "[-0.5, -1.0] TEACHER_TOKENS_DIFFER", "prompt_logprobs": "[-0.5, -1.0]"} {
+		cmd := exec.CommandContext(t.Context(), python, filepath.Join("testdata", "teacher.py"), s.URL()+"/v1", key, protocol)
+		cmd.Env = append(os.Environ(), "PYTHONPATH="+filepath.Join("..", "..", "python"))
+		raw, err := cmd.CombinedOutput()
+		if got := strings.TrimSpace(string(raw)); err != nil || got != want {
+			t.Errorf("%s: %v: %s, want %s", protocol, err, got, want)
+		}
+	}
+}
 
 // TestOfficialClient runs OpenAI's Python client against a gateway. It comes with the development environment (make venv-dev).
 func TestOfficialClient(t *testing.T) {
@@ -40,6 +61,12 @@ func TestOfficialClient(t *testing.T) {
 		"logprobs": []any{[]any{"one", -0.25}, []any{" two", -0.25}, []any{" three", -0.25}},
 		"deltas":   []any{"one", " two", " three"}, "stream usage": 5.0,
 		"texts": []any{all, all}, "streamed": all,
+		"echoed": []any{"ab" + all, "ab" + all, "cd" + all, "cd" + all},
+		"echoed logprobs": map[string]any{
+			"tokens": []any{"t1", "t2", "one", " two", " three"}, "token_logprobs": []any{nil, -0.5, -0.25, -0.25, -0.25},
+			"top_logprobs": []any{nil, nil, nil, nil, nil}, "text_offset": []any{0.0, 2.0, 4.0, 7.0, 11.0},
+		},
+		"beside": []any{all, []any{nil, map[string]any{"8": map[string]any{"logprob": -0.5, "decoded_token": "t8"}}}},
 		"errors": map[string]any{
 			"unknown model":        "NotFoundError 404 model_not_found",
 			"bad role":             "BadRequestError 400 invalid_value",

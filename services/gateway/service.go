@@ -36,6 +36,7 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 	session := cmp.Or(req.GetSessionId(), "sess-"+id.New(s.Now()))
 	call := &inferencev1.GenerateRequest{
 		RequestId: "req-" + id.New(s.Now()), Prompts: req.GetPrompts(), Params: req.GetParams(), N: max(1, req.GetN()), Stream: req.GetStream(),
+		PromptLogprobs: req.GetPromptLogprobs(),
 	}
 	book := newBook(call, s.Now)
 	tried := map[*worker]bool{}

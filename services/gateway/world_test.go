@@ -28,7 +28,7 @@ import (
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
-// fakeWorker answers "one two three", a word a token, over real gRPC.
+// fakeWorker answers "one two three", a word a token, or as much of it as max_tokens takes, over real gRPC.
 type fakeWorker struct {
 	inferencev1.UnimplementedInferenceWorkerServiceServer
 	model   string
@@ -65,17 +65,28 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	if req.GetParams().GetMaxTokens() > 64 {
 		return rpcerr.New(codes.InvalidArgument, "CONTEXT_OVERFLOW", "3 tokens of prompt and %d new ones are more than the context of 64", req.GetParams().GetMaxTokens())
 	}
+	words := []string{"one", " two", " three"}
+	if most := req.GetParams().MaxTokens; most != nil {
+		words = words[:min(len(words), int(*most))]
+	}
 	for p := range req.GetPrompts() {
 		for n := range req.GetN() {
-			for i, word := range []string{"one", " two", " three"} {
+			for i, word := range words {
 				piece := &inferencev1.GenerateResponse{
 					Prompt: uint32(p), Sample: n, Text: word, TokenIds: []uint32{uint32(10 + i)}, Logprobs: []float32{-0.5}, RawLogprobs: []float32{-0.25},
 				}
 				if i < 2 {
 					piece.WeightsVersion = proto.Uint64(uint64(11 + i))
 				}
-				if i == 2 {
+				if i == len(words)-1 {
 					piece.FinishReason, piece.PromptTokens, piece.PromptTokenIds = "stop", 2, []uint32{1, 2}
+					if req.GetPromptLogprobs() {
+						piece.PromptTokenIds = promptOf(req.GetPrompts()[p])
+						for at, id := range piece.PromptTokenIds {
+							piece.PromptTexts = append(piece.PromptTexts, fmt.Sprintf("t%d", id))
+							piece.PromptLogprobs = append(piece.PromptLogprobs, -float32(at)/2)
+						}
+					}
 					piece.VersionSpans = []*trajectoryv1.VersionSpan{{Version: 11, End: 1}, {Version: 12, Start: 1, End: 3}}
 				}
 				if f.breaks && i == 1 {
@@ -93,6 +104,14 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 		}
 	}
 	return nil
+}
+
+// promptOf is the ids that were sent; of a text 1 and 2.
+func promptOf(p *inferencev1.Prompt) []uint32 {
+	if ids := p.GetTokens().GetIds(); ids != nil {
+		return ids
+	}
+	return []uint32{1, 2}
 }
 
 // registry announces fixed workers.

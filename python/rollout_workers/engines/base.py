@@ -243,6 +243,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
+        """f32[T]: log-softmax of the model's own logits for each token of ``prompt_ids`` (int32[T]), given those before it; 0 for
+        the first. Between two decoding steps, by the weights of that moment; waits while the engine is paused.
+
+        Raises ``InvalidPrompt``, ``ContextOverflow`` (a prompt may fill the context), ``EngineClosed``, ``EngineFailed``.
+        """
+        ...
+
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         """End these requests; their samples are delivered as far as they got, as ``aborted``.
 

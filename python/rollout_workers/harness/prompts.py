@@ -78,6 +78,10 @@ class Text:
             return self._fast.decode_batch(lists, skip_special_tokens=True)
         return self.tokenizer.batch_decode(lists, skip_special_tokens=True)
 
+    def pieces(self, ids: Ids) -> list[str]:
+        """Text of each token (int32[T]) by itself, special tokens too."""
+        return self.tokenizer.batch_decode([[token] for token in ids.tolist()], skip_special_tokens=False)
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """A chat through the tokenizer's template, up to where the assistant speaks. Raises :class:`PromptInvalid`."""
         if not self.tokenizer.chat_template:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -87,11 +88,16 @@ class Generation:
         places = {group.request_id: at for at, group in enumerate(groups)}
         self._running[name] = list(places)
         try:
+            scored = await self._scored(prompts) if request.prompt_logprobs else []
             async with aclosing(self._engine.generate(groups)) as items:  # type: ignore[type-var]
                 async for item in items:
                     at = places[item.request_id]
                     if isinstance(item, SampleOutput):
-                        yield _last(item, at, prompts[at], whole=not request.stream)
+                        last = _last(item, at, prompts[at], whole=not request.stream)
+                        if scored:
+                            last.prompt_logprobs.extend(scored[at].tolist())
+                            last.prompt_texts.extend(self._text.pieces(prompts[at]))
+                        yield last
                     elif request.stream:
                         yield _piece(item, at)
         finally:
@@ -100,6 +106,10 @@ class Generation:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; unknown ones are ignored."""
         await self._engine.abort([i for name in request_ids for i in self._running.get(name, ())])
+
+    async def _scored(self, prompts: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """The logprobs of each prompt's own tokens. Raises ``EngineError``."""
+        return await asyncio.gather(*(self._engine.prompt_logprobs(ids) for ids in prompts))
 
     def _check(self, prompts: Sequence[NDArray[np.int32]], params: pb.SamplingParams) -> None:
         wanted = params.max_tokens if params.HasField("max_tokens") else 1

@@ -63,6 +63,20 @@ def reason_of(error: grpc.aio.AioRpcError) -> tuple[grpc.StatusCode, str]:
     return error.code(), info.reason
 
 
+async def test_a_prompts_own_logprobs_are_told_where_asked_for(caller: Caller) -> None:
+    request = pb.GenerateRequest(
+        request_id="p", prompts=[text("1+1="), text("22+2=")], n=2, prompt_logprobs=True, params=pb.SamplingParams(max_tokens=1)
+    )
+    pieces = await caller.stream("Generate", request)
+    assert len(pieces) == 4
+    for piece in pieces:
+        assert "".join(piece.prompt_texts).endswith(("1+1=", "22+2=")[piece.prompt])
+        assert len(piece.prompt_texts) == len(piece.prompt_logprobs) == piece.prompt_tokens
+        assert piece.prompt_logprobs[0] == 0 and max(piece.prompt_logprobs[1:]) < 0
+    [silent] = await caller.generate(text("1+1="), max_tokens=1)
+    assert not silent.prompt_logprobs and not silent.prompt_texts
+
+
 async def test_tokenize_takes_text_chat_and_tokens(caller: Caller) -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="1+1")])
     tokens = pb.TokenIds(ids=[5, 6])

@@ -29,6 +29,7 @@ type piece struct {
 	tokens   int
 	logprobs []float32
 	finish   string
+	prompt   prompt // of the last piece, where the request asks for it
 }
 
 func (p piece) token(i int) string {
@@ -38,10 +39,18 @@ func (p piece) token(i int) string {
 	return ""
 }
 
+// prompt is the tokens of a prompt: ids, texts, logprobs.
+type prompt struct {
+	ids      []uint32
+	texts    []string
+	logprobs []float32
+}
+
 type completion struct {
 	index  uint32
 	pieces []piece
 	finish string
+	prompt prompt
 }
 
 func (c *completion) text() string {
@@ -115,7 +124,10 @@ func (t *tally) take(req *gatewayv1.CompleteRequest, got *gatewayv1.CompleteResp
 		}
 	}
 	t.used.TotalTokens = t.used.PromptTokens + t.used.CompletionTokens
-	return index, piece{text: raw.GetText(), tokens: len(raw.GetTokenIds()), logprobs: raw.GetRawLogprobs(), finish: raw.GetFinishReason()}
+	return index, piece{
+		text: raw.GetText(), tokens: len(raw.GetTokenIds()), logprobs: raw.GetRawLogprobs(), finish: raw.GetFinishReason(),
+		prompt: prompt{ids: raw.GetPromptTokenIds(), texts: raw.GetPromptTexts(), logprobs: raw.GetPromptLogprobs()},
+	}
 }
 
 // name tells of session and weights. Of a stream, whose headers go first, it is the version that sampled the first token.
@@ -145,7 +157,7 @@ func (h *handler) plain(w http.ResponseWriter, r *http.Request, req *gatewayv1.C
 		}
 		c.pieces = append(c.pieces, p)
 		if p.finish != "" {
-			c.finish = p.finish
+			c.finish, c.prompt = p.finish, p.prompt
 		}
 		return nil
 	})

@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"math"
 	"net/http"
+	"strconv"
+	"strings"
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
@@ -15,6 +17,8 @@ type completionRequest struct {
 	Suffix   *string         `json:"suffix"`
 	BestOf   *int64          `json:"best_of"`
 	Logprobs *int64          `json:"logprobs"`
+	// vLLM's.
+	PromptLogprobs *int64 `json:"prompt_logprobs"`
 }
 
 func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
@@ -23,8 +27,12 @@ func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	switch {
-	case body.Echo:
-		return unsupported("echo", "prepend the prompt yourself")
+	case body.Echo && body.Stream:
+		return unsupported("echo", "a stream does not tell its prompt; ask for a whole answer, or prepend the prompt yourself")
+	case body.PromptLogprobs != nil && body.Stream:
+		return unsupported("prompt_logprobs", "a stream does not tell its prompt; ask for a whole answer")
+	case body.PromptLogprobs != nil && *body.PromptLogprobs < 0:
+		return invalid("prompt_logprobs", "`prompt_logprobs` must be at least 0, it is %d", *body.PromptLogprobs)
 	case body.Suffix != nil && *body.Suffix != "":
 		return unsupported("suffix", "completions go on from the prompt's end")
 	case body.BestOf != nil && (body.N == nil && *body.BestOf != 1 || body.N != nil && *body.BestOf != *body.N):
@@ -41,7 +49,12 @@ func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	req.Prompts = prompts
-	return h.answer(w, r, req, textForm{logprobs: body.Logprobs != nil}, body.sampling, "prompt")
+	form := textForm{logprobs: body.Logprobs != nil, echo: body.Echo, prompts: body.PromptLogprobs != nil, n: req.GetN()}
+	for _, p := range prompts {
+		form.texts = append(form.texts, p.GetText())
+	}
+	req.PromptLogprobs = form.echo || form.prompts
+	return h.answer(w, r, req, form, body.sampling, "prompt")
 }
 
 // prompts reads a text, a list of texts, a list of token ids, or a list of such lists.
@@ -80,53 +93,108 @@ func prompts(raw json.RawMessage) ([]*inferencev1.Prompt, error) {
 }
 
 // textForm renders answers as completions.
-type textForm struct{ logprobs bool }
+type textForm struct {
+	logprobs bool
+	echo     bool     // the prompt stands before the completion
+	prompts  bool     // the prompt's logprobs stand beside it, as vLLM tells them
+	texts    []string // prompts, where they were sent as texts
+	n        uint32   // completions a prompt
+}
 
 func (textForm) id() string { return "cmpl-" }
 
 func (textForm) object(bool) string { return "text_completion" }
 
 type textChoice struct {
-	Index        uint32        `json:"index"`
-	Text         string        `json:"text"`
-	Logprobs     *textLogprobs `json:"logprobs"`
-	FinishReason *string       `json:"finish_reason"`
+	Index          uint32             `json:"index"`
+	Text           string             `json:"text"`
+	Logprobs       *textLogprobs      `json:"logprobs"`
+	FinishReason   *string            `json:"finish_reason"`
+	PromptLogprobs []map[string]known `json:"prompt_logprobs,omitempty"`
 }
 
 type textLogprobs struct {
-	Tokens        []string  `json:"tokens"`
-	TokenLogprobs []float32 `json:"token_logprobs"`
-	TopLogprobs   []any     `json:"top_logprobs"`
-	TextOffset    []int     `json:"text_offset"`
+	Tokens        []string   `json:"tokens"`
+	TokenLogprobs []*float32 `json:"token_logprobs"`
+	TopLogprobs   []any      `json:"top_logprobs"`
+	TextOffset    []int      `json:"text_offset"`
+}
+
+// known is what vLLM tells of a token.
+type known struct {
+	Logprob float32 `json:"logprob"`
+	Text    string  `json:"decoded_token"`
 }
 
 func (f textForm) whole(c *completion) any {
-	return textChoice{Index: c.index, Text: c.text(), Logprobs: f.score(c.pieces), FinishReason: reason(c.finish)}
+	choice := textChoice{Index: c.index, Text: c.text(), FinishReason: reason(c.finish)}
+	scored := &textLogprobs{Tokens: []string{}, TokenLogprobs: []*float32{}, TopLogprobs: []any{}, TextOffset: []int{}}
+	if f.echo {
+		before := f.texts[c.index/f.n]
+		if before == "" {
+			before = strings.Join(c.prompt.texts, "")
+		}
+		choice.Text = before + choice.Text
+		scored.prompt(c.prompt)
+	}
+	if f.prompts {
+		choice.PromptLogprobs = c.prompt.byID()
+	}
+	if f.logprobs {
+		scored.add(c.pieces)
+		choice.Logprobs = scored
+	}
+	return choice
 }
 
 func (textForm) open(uint32) any { return nil }
 
 func (f textForm) piece(index uint32, p piece) any {
-	return textChoice{Index: index, Text: p.text, Logprobs: f.score([]piece{p}), FinishReason: reason(p.finish)}
+	choice := textChoice{Index: index, Text: p.text, FinishReason: reason(p.finish)}
+	if f.logprobs {
+		choice.Logprobs = &textLogprobs{Tokens: []string{}, TokenLogprobs: []*float32{}, TopLogprobs: []any{}, TextOffset: []int{}}
+		choice.Logprobs.add([]piece{p})
+	}
+	return choice
 }
 
-func (f textForm) score(pieces []piece) *textLogprobs {
-	if !f.logprobs {
-		return nil
+// prompt puts the prompt's tokens there. The first follows nothing, and has no logprob.
+func (l *textLogprobs) prompt(p prompt) {
+	for i, text := range p.texts {
+		var logprob *float32
+		if i > 0 {
+			logprob = ptr(finite(p.logprobs[i]))
+		}
+		l.token(text, logprob)
 	}
-	scored := &textLogprobs{Tokens: []string{}, TokenLogprobs: []float32{}, TopLogprobs: []any{}, TextOffset: []int{}}
-	offset := 0
+}
+
+func (l *textLogprobs) add(pieces []piece) {
 	for _, p := range pieces {
 		for i, logprob := range p.logprobs {
-			token := p.token(i)
-			scored.Tokens = append(scored.Tokens, token)
-			scored.TokenLogprobs = append(scored.TokenLogprobs, finite(logprob))
-			scored.TopLogprobs = append(scored.TopLogprobs, nil)
-			scored.TextOffset = append(scored.TextOffset, offset)
-			offset += len([]rune(token))
+			l.token(p.token(i), ptr(finite(logprob)))
 		}
 	}
-	return scored
+}
+
+func (l *textLogprobs) token(text string, logprob *float32) {
+	offset := 0
+	if last := len(l.Tokens) - 1; last >= 0 {
+		offset = l.TextOffset[last] + len([]rune(l.Tokens[last]))
+	}
+	l.Tokens, l.TokenLogprobs = append(l.Tokens, text), append(l.TokenLogprobs, logprob)
+	l.TopLogprobs, l.TextOffset = append(l.TopLogprobs, nil), append(l.TextOffset, offset)
+}
+
+// byID is each token of the prompt by its id; null for the first.
+func (p prompt) byID() []map[string]known {
+	out := make([]map[string]known, len(p.texts))
+	for i, text := range p.texts {
+		if i > 0 {
+			out[i] = map[string]known{strconv.FormatUint(uint64(p.ids[i]), 10): {finite(p.logprobs[i]), text}}
+		}
+	}
+	return out
 }
 
 // reason is OpenAI's word for how a completion ended.

@@ -20,6 +20,8 @@ def main() -> None:
     )
     raw = client.chat.completions.with_raw_response.create(model="tiny", messages=hello)
     texts = client.completions.create(model="tiny", prompt=["a", "b"], logprobs=1)
+    echoed = client.completions.create(model="tiny", prompt=["ab", "cd"], echo=True, logprobs=1, n=2)
+    beside = client.completions.create(model="tiny", prompt=[7, 8], extra_body={"prompt_logprobs": 1})
     ids = client.completions.create(model="tiny", prompt=[5, 6, 7], stream=True)
     streamed = "".join(c.choices[0].text for c in ids if c.choices)
     errors = {}
@@ -28,7 +30,7 @@ def main() -> None:
         "bad role": lambda: client.chat.completions.create(model="tiny", messages=[{"role": "robot", "content": "x"}]),
         "negative temperature": lambda: client.chat.completions.create(model="tiny", messages=hello, temperature=-1),
         "context overflow": lambda: client.chat.completions.create(model="tiny", messages=hello, max_tokens=1000),
-        "echo": lambda: client.completions.create(model="tiny", prompt="a", echo=True),
+        "echo": lambda: client.completions.create(model="tiny", prompt="a", echo=True, stream=True),
         "wrong key": lambda: client.with_options(api_key="wrong").models.list(),
     }.items():
         try:
@@ -50,6 +52,9 @@ def main() -> None:
                 "stream usage": chunks[-1].usage.total_tokens,
                 "version": raw.headers["x-rollout-weights-version"],
                 "texts": [c.text for c in texts.choices],
+                "echoed": [c.text for c in echoed.choices],
+                "echoed logprobs": echoed.choices[2].logprobs.model_dump(),
+                "beside": [beside.choices[0].text, beside.choices[0].prompt_logprobs],
                 "streamed": streamed,
                 "errors": errors,
             }

@@ -118,6 +118,7 @@ class CompleteRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Policy, by name or run id; empty where only one is served."""
     n: _builtins.int
@@ -126,6 +127,8 @@ class CompleteRequest(_message.Message):
     """Whether pieces are sent as they are sampled."""
     session_id: _builtins.str
     """Session that the completion belongs to; empty: a new one."""
+    prompt_logprobs: _builtins.bool
+    """Whether the last piece of a completion tells the logprobs of the prompt's own tokens."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Prompt]:
         """What to go on from."""
@@ -143,10 +146,11 @@ class CompleteRequest(_message.Message):
         n: _builtins.int = ...,
         stream: _builtins.bool = ...,
         session_id: _builtins.str = ...,
+        prompt_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "n", b"n", "params", b"params", "prompts", b"prompts", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "n", b"n", "params", b"params", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "session_id", b"session_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

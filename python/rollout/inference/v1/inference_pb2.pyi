@@ -268,12 +268,15 @@ class GenerateRequest(_message.Message):
     PARAMS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id, for aborts and the ledger."""
     n: _builtins.int
     """Completions a prompt."""
     stream: _builtins.bool
     """Whether pieces are sent as they are sampled; else one message a completion."""
+    prompt_logprobs: _builtins.bool
+    """Whether the logprobs of the prompts' own tokens are told, too."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """Prompts."""
@@ -290,10 +293,11 @@ class GenerateRequest(_message.Message):
         params: Global___SamplingParams | None = ...,
         n: _builtins.int = ...,
         stream: _builtins.bool = ...,
+        prompt_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n", b"n", "params", b"params", "prompts", b"prompts", "request_id", b"request_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["n", b"n", "params", b"params", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "request_id", b"request_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,6 +320,8 @@ class GenerateResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXTS_FIELD_NUMBER: _builtins.int
     prompt: _builtins.int
     """Prompt, from 0."""
     sample: _builtins.int
@@ -348,6 +354,16 @@ class GenerateResponse(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt, with the last piece."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Where the request asks for them, with the last piece: logprob of each token of the prompt given those before it, under the
+        unmodified softmax of the weights that served when the request began. That of the first is 0: nothing is before it.
+        """
+
+    @_builtins.property
+    def prompt_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With them: text of each token of the prompt by itself, special tokens too; where a character has several, each has a part."""
+
     def __init__(
         self,
         *,
@@ -362,10 +378,12 @@ class GenerateResponse(_message.Message):
         prompt_tokens: _builtins.int = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         weights_version: _builtins.int | None = ...,
+        prompt_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        prompt_texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "weights_version", b"weights_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "sample", b"sample", "text", b"text", "token_ids", b"token_ids", "version_spans", b"version_spans", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_texts", b"prompt_texts", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "sample", b"sample", "text", b"text", "token_ids", b"token_ids", "version_spans", b"version_spans", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weights_version: _TypeAlias = _typing.Literal["weights_version"]  # noqa: Y015
     _WhichOneofArgType__weights_version: _TypeAlias = _typing.Literal["_weights_version", b"_weights_version"]  # noqa: Y015

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout_workers.engines.base import (
+    EngineClosed,
     EngineError,
     EngineFailed,
     EngineStats,
     FinishReason,
     GroupRequest,
+    Logprobs,
     NonFiniteLogits,
     SampleDelta,
     SampleOutput,
@@ -31,6 +34,7 @@ from rollout_workers.engines.transformers.order import is_scattered, loose_segme
 from rollout_workers.engines.transformers.prefill import by_bucket, by_size
 from rollout_workers.engines.transformers.sample import Group, Prefix, Sample, Sink, prompt_error
 from rollout_workers.engines.transformers.sampler import Controls, sample
+from rollout_workers.engines.transformers.score import Scoring
 from rollout_workers.engines.transformers.slots import Slots, SlotTable
 from rollout_workers.engines.transformers.text import SampleText, Tokenizer, advance
 
@@ -69,6 +73,7 @@ class Decoder:
         self.counters = Counters()
         self.groups: dict[str, Group] = {}
         self.queue: deque[Group] = deque()
+        self.scoring = Scoring(module, config.max_len, self.vocabulary)
         self.table = SlotTable(config.slots, config.rows, config.max_len, self.vocabulary)
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=64)
         self._parked: Parked | None = None
@@ -79,7 +84,7 @@ class Decoder:
 
     def has_work(self) -> bool:
         """Whether ``turn`` would do something."""
-        return not self.paused and self._parked is None and bool(self.queue or self.table.active.any())
+        return not self.paused and self._parked is None and bool(self.scoring or self.queue or self.table.active.any())
 
     def submit(self, requests: Sequence[GroupRequest], sink: Sink) -> None:
         """Queue requests; what can't be decoded is delivered at once, with its error."""
@@ -121,9 +126,20 @@ class Decoder:
         self.queue.clear()
         self.cache.data.zero_()
 
+    def score(self, prompt: NDArray[np.int64], answer: Future[Logprobs]) -> None:
+        """Queue a prompt whose own tokens are to be scored. Raises ``InvalidPrompt``, ``ContextOverflow``."""
+        self.scoring.add(prompt, answer)
+
+    def end(self, why: str) -> None:
+        """End everything that is in flight or waits."""
+        self.abort(tuple(self.groups))
+        self.scoring.end(EngineClosed(why))
+
     def turn(self) -> None:
-        """Admit what fits, then decode one token for every slot in use."""
+        """Score a prompt where some wait, admit what fits, then decode one token for every slot in use."""
         started, before = time.perf_counter(), self.counters.generated_tokens
+        if self.scoring:
+            self.scoring.one()
         self._admit()
         self._arrange()
         self._step()

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -18,6 +19,8 @@ from rollout_workers.engines.base import (
     EngineClosed,
     EngineStats,
     GroupRequest,
+    Ids,
+    Logprobs,
     SampleDelta,
     SampleOutput,
     TokenizerMissing,
@@ -91,6 +94,11 @@ class TransformersEngine:
             if not stream.drained:
                 self._forget([request.request_id for request in batch])
 
+    async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
+        answer: Future[Logprobs] = Future()
+        await self._ask(lambda: self._decoder.score(np.asarray(prompt_ids, np.int64), answer))
+        return await asyncio.wrap_future(answer)
+
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         ids = tuple(request_ids)
         return await self._ask(lambda: self._decoder.abort(ids))
@@ -122,7 +130,7 @@ class TransformersEngine:
 
     async def shutdown(self) -> None:
         with contextlib.suppress(EngineClosed):
-            await self._ask(lambda: self._decoder.abort(tuple(self._decoder.groups)))
+            await self._ask(lambda: self._decoder.end("the engine was shut down"))
         await asyncio.to_thread(self._thread.close)
 
     @property

@@ -7,7 +7,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
-from rollout_workers.engines.base import EngineStats, GroupRequest, SampleDelta, SampleOutput, VersionSpan, WeightsSource
+from rollout_workers.engines.base import (
+    EngineStats,
+    GroupRequest,
+    Ids,
+    Logprobs,
+    SampleDelta,
+    SampleOutput,
+    VersionSpan,
+    WeightsSource,
+)
 
 Answer = Callable[[GroupRequest, int], Sequence[int]]
 """(request, sample) -> token ids."""
@@ -47,6 +56,13 @@ class ScriptedEngine:
                     version_spans=(VersionSpan(self.version, 0, len(ids)),),
                     finish_reason="aborted" if request.request_id in self.aborted else "stop",
                 )
+
+    async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
+        """-0.75 of each token but the first."""
+        await self.gate.wait()
+        found = np.full(len(prompt_ids), -0.75, np.float32)
+        found[:1] = 0
+        return found
 
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
         self.aborted.extend(request_ids)

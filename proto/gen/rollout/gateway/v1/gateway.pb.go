@@ -215,9 +215,11 @@ type CompleteRequest struct {
 	// Whether pieces are sent as they are sampled.
 	Stream bool `protobuf:"varint,5,opt,name=stream,proto3" json:"stream,omitempty"`
 	// Session that the completion belongs to; empty: a new one.
-	SessionId     string `protobuf:"bytes,6,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	SessionId string `protobuf:"bytes,6,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Whether the last piece of a completion tells the logprobs of the prompt's own tokens.
+	PromptLogprobs bool `protobuf:"varint,7,opt,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *CompleteRequest) Reset() {
@@ -290,6 +292,13 @@ func (x *CompleteRequest) GetSessionId() string {
 		return x.SessionId
 	}
 	return ""
+}
+
+func (x *CompleteRequest) GetPromptLogprobs() bool {
+	if x != nil {
+		return x.PromptLogprobs
+	}
+	return false
 }
 
 // CompleteResponse is a piece.
@@ -590,7 +599,7 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"createTime\"\x13\n" +
 	"\x11ListModelsRequest\"G\n" +
 	"\x12ListModelsResponse\x121\n" +
-	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\x82\x02\n" +
+	"\x06models\x18\x01 \x03(\v2\x19.rollout.gateway.v1.ModelR\x06models\"\xab\x02\n" +
 	"\x0fCompleteRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12C\n" +
 	"\aprompts\x18\x02 \x03(\v2\x1c.rollout.inference.v1.PromptB\v\xbaH\b\x92\x01\x05\b\x01\x10\x80\x02R\aprompts\x12<\n" +
@@ -598,7 +607,8 @@ const file_rollout_gateway_v1_gateway_proto_rawDesc = "" +
 	"\x01n\x18\x04 \x01(\rB\b\xbaH\x05*\x03\x18\x80\x01R\x01n\x12\x16\n" +
 	"\x06stream\x18\x05 \x01(\bR\x06stream\x12&\n" +
 	"\n" +
-	"session_id\x18\x06 \x01(\tB\a\xbaH\x04r\x02\x18@R\tsessionId\"\x9c\x01\n" +
+	"session_id\x18\x06 \x01(\tB\a\xbaH\x04r\x02\x18@R\tsessionId\x12'\n" +
+	"\x0fprompt_logprobs\x18\a \x01(\bR\x0epromptLogprobs\"\x9c\x01\n" +
 	"\x10CompleteResponse\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tR\tsessionId\x12<\n" +

@@ -491,9 +491,11 @@ type GenerateRequest struct {
 	// Completions a prompt.
 	N uint32 `protobuf:"varint,4,opt,name=n,proto3" json:"n,omitempty"`
 	// Whether pieces are sent as they are sampled; else one message a completion.
-	Stream        bool `protobuf:"varint,5,opt,name=stream,proto3" json:"stream,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Stream bool `protobuf:"varint,5,opt,name=stream,proto3" json:"stream,omitempty"`
+	// Whether the logprobs of the prompts' own tokens are told, too.
+	PromptLogprobs bool `protobuf:"varint,6,opt,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -561,6 +563,13 @@ func (x *GenerateRequest) GetStream() bool {
 	return false
 }
 
+func (x *GenerateRequest) GetPromptLogprobs() bool {
+	if x != nil {
+		return x.PromptLogprobs
+	}
+	return false
+}
+
 // GenerateResponse is a piece of one completion.
 type GenerateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -586,8 +595,13 @@ type GenerateResponse struct {
 	PromptTokenIds []uint32 `protobuf:"varint,10,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
 	// Weights version that sampled the newest token of this piece; absent where it has none.
 	WeightsVersion *uint64 `protobuf:"varint,11,opt,name=weights_version,json=weightsVersion,proto3,oneof" json:"weights_version,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Where the request asks for them, with the last piece: logprob of each token of the prompt given those before it, under the
+	// unmodified softmax of the weights that served when the request began. That of the first is 0: nothing is before it.
+	PromptLogprobs []float32 `protobuf:"fixed32,12,rep,packed,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
+	// With them: text of each token of the prompt by itself, special tokens too; where a character has several, each has a part.
+	PromptTexts   []string `protobuf:"bytes,13,rep,name=prompt_texts,json=promptTexts,proto3" json:"prompt_texts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateResponse) Reset() {
@@ -695,6 +709,20 @@ func (x *GenerateResponse) GetWeightsVersion() uint64 {
 		return *x.WeightsVersion
 	}
 	return 0
+}
+
+func (x *GenerateResponse) GetPromptLogprobs() []float32 {
+	if x != nil {
+		return x.PromptLogprobs
+	}
+	return nil
+}
+
+func (x *GenerateResponse) GetPromptTexts() []string {
+	if x != nil {
+		return x.PromptTexts
+	}
+	return nil
 }
 
 // EvaluateRequest asks for an evaluation.
@@ -1484,7 +1512,7 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\aweights\x18\x01 \x01(\v2#.rollout.weights.v1.WeightsManifestB\x06\xbaH\x03\xc8\x01\x01R\aweights\x128\n" +
 	"\x06offers\x18\x02 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"S\n" +
 	"\x13LoadWeightsResponse\x12<\n" +
-	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\"\xee\x01\n" +
+	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\"\x97\x02\n" +
 	"\x0fGenerateRequest\x12&\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\trequestId\x12C\n" +
@@ -1492,7 +1520,8 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x06params\x18\x03 \x01(\v2$.rollout.inference.v1.SamplingParamsR\x06params\x12\x18\n" +
 	"\x01n\x18\x04 \x01(\rB\n" +
 	"\xbaH\a*\x05\x18\x80\x01(\x01R\x01n\x12\x16\n" +
-	"\x06stream\x18\x05 \x01(\bR\x06stream\"\xb1\x03\n" +
+	"\x06stream\x18\x05 \x01(\bR\x06stream\x12'\n" +
+	"\x0fprompt_logprobs\x18\x06 \x01(\bR\x0epromptLogprobs\"\xfd\x03\n" +
 	"\x10GenerateResponse\x12\x16\n" +
 	"\x06prompt\x18\x01 \x01(\rR\x06prompt\x12\x16\n" +
 	"\x06sample\x18\x02 \x01(\rR\x06sample\x12\x12\n" +
@@ -1505,7 +1534,9 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\rprompt_tokens\x18\t \x01(\rR\fpromptTokens\x12(\n" +
 	"\x10prompt_token_ids\x18\n" +
 	" \x03(\rR\x0epromptTokenIds\x12,\n" +
-	"\x0fweights_version\x18\v \x01(\x04H\x00R\x0eweightsVersion\x88\x01\x01B\x12\n" +
+	"\x0fweights_version\x18\v \x01(\x04H\x00R\x0eweightsVersion\x88\x01\x01\x12'\n" +
+	"\x0fprompt_logprobs\x18\f \x03(\x02R\x0epromptLogprobs\x12!\n" +
+	"\fprompt_texts\x18\r \x03(\tR\vpromptTextsB\x12\n" +
 	"\x10_weights_version\"\xbb\x01\n" +
 	"\x0fEvaluateRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +

@@ -1,0 +1,78 @@
+"""How likely a prompt's own tokens are, beside whatever else the engine does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_workers.engines.base import ContextOverflow, EngineClosed, InvalidPrompt, NothingStaged
+from rollout_workers.weights import named_weights
+
+from .tiny import outputs, request, running, same_bits, tiny_model
+
+PROMPTS = [np.array(ids, np.int32) for ids in ([5], [5, 9], [3] * 64, list(range(40)))]
+
+
+def plain(model, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    return np.array([0.0] + [float(logprobs[at - 1, int(ids[at])]) for at in range(1, len(ids))], np.float32)
+
+
+async def test_scores_are_the_models_own() -> None:
+    async with running() as engine:
+        found = await asyncio.gather(*(engine.prompt_logprobs(ids) for ids in PROMPTS))
+    for ids, scored in zip(PROMPTS, found, strict=True):
+        assert scored.dtype == np.float32
+        np.testing.assert_allclose(scored, plain(tiny_model(), ids), atol=1e-5)
+
+
+async def test_samples_keep_their_bits_beside_it() -> None:
+    async with running(deterministic=True) as engine:
+        alone = await outputs(engine, request("a", max_tokens=24))
+        beside, *scored = await asyncio.gather(
+            outputs(engine, request("a", max_tokens=24)), *(engine.prompt_logprobs(ids) for ids in PROMPTS)
+        )
+        again = [await engine.prompt_logprobs(ids) for ids in PROMPTS]
+    assert all(same_bits(beside[key], alone[key]) for key in alone)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(scored, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"), [([], InvalidPrompt), ([257], InvalidPrompt), ([-1], InvalidPrompt), ([1] * 65, ContextOverflow)]
+)
+async def test_a_bad_prompt_is_refused_alone(ids: list[int], error: type[Exception]) -> None:
+    async with running() as engine:
+        with pytest.raises(error):
+            await engine.prompt_logprobs(np.array(ids, np.int32))
+        assert len(await engine.prompt_logprobs(PROMPTS[1])) == 2
+
+
+async def test_new_weights_score_otherwise_and_a_paused_engine_waits() -> None:
+    async with running() as engine:
+        before = await engine.prompt_logprobs(PROMPTS[3])
+        await engine.pause()
+        waiting = asyncio.create_task(engine.prompt_logprobs(PROMPTS[3]))
+        left = asyncio.create_task(engine.prompt_logprobs(PROMPTS[3]))
+        await engine.stage_weights({name: tensor.clone() for name, tensor in named_weights(tiny_model(seed=1))})
+        await engine.swap_weights(1)
+        left.cancel()
+        assert not waiting.done()
+        await engine.resume()
+        after = await waiting
+    np.testing.assert_allclose(after, plain(tiny_model(seed=1), PROMPTS[3]), atol=1e-5)
+    assert np.abs(after - before).max() > 0.1
+
+
+async def test_who_waits_when_it_ends_is_told() -> None:
+    async with running() as engine:
+        await engine.pause()
+        waiting = asyncio.create_task(engine.prompt_logprobs(PROMPTS[0]))
+        with pytest.raises(NothingStaged):
+            await engine.swap_weights(7)  # after the task's own call
+        await engine.shutdown()
+        with pytest.raises(EngineClosed):
+            await waiting
