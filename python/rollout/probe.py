@@ -87,7 +87,11 @@ def main() -> None:
             reply(body | {"reward": {"error": describe(error)}})
             os._exit(0)
 
-        body["reward"] = guarded(lambda: dry_call(request["reward"], hung))
+        def began() -> None:  # what starts and reads until then is not the reward's time
+            answer.write("\n")
+            answer.flush()
+
+        body["reward"] = guarded(lambda: dry_call(request["reward"], hung, began))
     reply(body)
     sys.stdout.flush()
     os._exit(0)  # threads that the user's code left behind keep nobody waiting
@@ -140,8 +144,8 @@ def describe(error: RolloutError) -> Json:
     }
 
 
-def dry_call(request: Json, hung: Callable[[RewardTimeout], None]) -> Json:
-    """Import the reward and call it once. ``hung`` is told from another thread when that takes too long."""
+def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[[], None]) -> Json:
+    """Import the reward and call it once. ``began`` is told before that, ``hung`` from another thread when it takes too long."""
     expression, base_dir = request.get("expression"), request["base_dir"]
     plugin = request.get("plugin", "")
     limit = float(request["timeout_seconds"])
@@ -167,15 +171,17 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None]) -> Json:
         timer.start()
         return timer
 
+    samples = samples_of(request)
     function: RewardFunction
     if expression:
         function = compiled(expression, request.get("files", []))
+        began()
     else:
+        began()
         timer = watch(f"importing {split_plugin(plugin)[0]}")
         function = load_reward(plugin, base_dir)
         timer.cancel()
-    samples = samples_of(request)
-    began = time.monotonic()
+    start = time.monotonic()
     timer = watch(f"`{'reward.expression' if expression else split_plugin(plugin)[1]}`")
     scores = call_reward(function, samples)
     timer.cancel()
@@ -183,7 +189,7 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None]) -> Json:
         "scores": [{"reward": score.reward, "metrics": dict(score.metrics)} for score in scores],
         "parts": any(score.token_rewards or score.steps for score in scores),
         "files": [] if expression else local_files(folders),
-        "seconds": time.monotonic() - began,
+        "seconds": time.monotonic() - start,
     }
 
 

@@ -179,10 +179,26 @@ func TestARewardThatHoldsTheInterpreterIsKilled(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "import re\n\ndef exact(samples):\n    return [float(bool(re.match('(a+)+$', 'a' * 64 + 'b'))) for s in samples]\n")
 	s := server(t)
-	s.prober.StartUp = 2 * time.Second
+	s.prober.KillDelay = time.Second
 	problems := create(t, s, dir, "reward.timeout_seconds=0.2").GetProblems() // it would take till the end of days
 	if len(problems) != 1 || problems[0].GetReason() != "REWARD_TIMEOUT" || problems[0].GetField() != "reward.plugin" {
 		t.Errorf("problems: %v", problems)
+	}
+}
+
+// On a busy machine the interpreter may start slowly: nobody is to look for that in the reward.
+func TestASlowStartIsNotTheRewards(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	s.prober.StartUp = time.Millisecond
+	problems := create(t, s, project(t, "def exact(samples): return [0.0 for _ in samples]\n")).GetProblems()
+	if len(problems) == 0 {
+		t.Error("it started within a millisecond")
+	}
+	for _, p := range problems {
+		if p.GetReason() != "PROBE_FAILED" || !strings.Contains(p.GetMessage(), "not ready after 1ms") {
+			t.Errorf("got %v", p)
+		}
 	}
 }
 

@@ -4,6 +4,7 @@ package probe
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -15,11 +16,10 @@ import (
 	"time"
 )
 
-// startUp is how long the interpreter may take beside the reward's own limit, where the prober does not say.
-const startUp = 20 * time.Second
-
-// killDelay is how long after its limit a reward that holds the interpreter is killed from outside.
-const killDelay = 2 * time.Second
+const (
+	startUp   = 2 * time.Minute // on a busy machine an interpreter starts slowly
+	killDelay = 10 * time.Second
+)
 
 // Packages are those that decide what a run computes.
 var Packages = []string{"rollout-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy"}
@@ -134,10 +134,11 @@ func (e *Error) Error() string { return e.Reason + ": " + e.Message }
 
 // Prober starts the processes.
 type Prober struct {
-	Python     string   // interpreter
-	PythonPath string   // folder of the package `rollout` where it is not installed
-	Env        []string // environment of the processes
-	StartUp    time.Duration
+	Python     string        // interpreter
+	PythonPath string        // folder of the package `rollout` where it is not installed
+	Env        []string      // environment of the processes
+	StartUp    time.Duration // until the reward begins; 0 is two minutes
+	KillDelay  time.Duration // of a reward that holds the interpreter, after its limit; 0 is 10 s
 }
 
 // Ask runs one process. The error is an *Error where Python ran and failed or hung; of any other kind where it could not run.
@@ -146,22 +147,27 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("encode a probe's request: %w", err)
 	}
-	limit := p.StartUp
-	if limit == 0 {
-		limit = startUp
-	}
-	if request.Reward != nil {
-		limit += time.Duration(2*request.Reward.TimeoutSeconds*float64(time.Second)) + killDelay // import and call
-	}
+	limit := cmp.Or(p.StartUp, startUp)
 	if request.Teacher != nil {
 		limit += time.Duration(request.Teacher.TimeoutSeconds * float64(time.Second))
 	}
 	if request.Tokenizer != nil {
 		limit = 10 * time.Minute // as long as the data asks for; the caller's context may end it
 	}
-	ctx, cancel := context.WithTimeout(ctx, limit)
-	defer cancel()
-	var stdout bytes.Buffer
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	late := errStart
+	timer := time.AfterFunc(limit, func() { cancel(late) })
+	defer timer.Stop()
+	stdout := output{began: func() {}}
+	if request.Reward != nil {
+		stdout.began = func() {
+			if timer.Stop() {
+				late = errReward
+				timer.Reset(p.patience(request.Reward))
+			}
+		}
+	}
 	var stderr tail
 	cmd := exec.CommandContext(ctx, p.Python, "-m", "rollout.probe")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(body), &stdout, &stderr
@@ -177,14 +183,20 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	if cmd.Process != nil { // children of the user's code that kept the pipes
 		_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
 	}
-	if errors.Is(ctx.Err(), context.DeadlineExceeded) && request.Reward != nil {
+	if errors.Is(context.Cause(ctx), errStart) {
+		return nil, &Error{
+			Reason: "PROBE_FAILED", Message: fmt.Sprintf("the Python probe was not ready after %v", limit),
+			Mend: "try again when the machine is less busy, or see what its Python starts with: `python -X importtime -m rollout.probe`",
+		}
+	}
+	if errors.Is(context.Cause(ctx), errReward) {
 		return nil, &Error{
 			Reason: "REWARD_TIMEOUT", Message: fmt.Sprintf("`%s` did not return and had to be killed", request.Reward.Plugin+request.Reward.Expression),
 			Mend: "make it faster or raise `reward.timeout_seconds`",
 		}
 	}
 	var answer Answer
-	if jsonErr := json.Unmarshal(stdout.Bytes(), &answer); jsonErr == nil {
+	if jsonErr := json.Unmarshal(stdout.kept, &answer); jsonErr == nil {
 		return &answer, nil
 	}
 	if err == nil {
@@ -194,6 +206,30 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 		return nil, fmt.Errorf("%w; its last line: %s", err, text)
 	}
 	return nil, err
+}
+
+// patience is how long a reward may take, its import and one call.
+func (p *Prober) patience(r *Reward) time.Duration {
+	return time.Duration(2*r.TimeoutSeconds*float64(time.Second)) + cmp.Or(p.KillDelay, killDelay)
+}
+
+var (
+	errStart  = errors.New("it was not ready")
+	errReward = errors.New("the reward does not return")
+)
+
+// output keeps what the process answers. Its first byte, a blank before the answer, says that the reward begins.
+type output struct {
+	kept  []byte
+	began func()
+}
+
+func (o *output) Write(p []byte) (int, error) {
+	if len(o.kept) == 0 && len(p) > 0 {
+		o.began()
+	}
+	o.kept = append(o.kept, p...)
+	return len(p), nil
 }
 
 // tail keeps the end of what is written to it.
