@@ -37,7 +37,8 @@ def test_weights_over_the_network_give_the_same_run(tmp_path: Path) -> None:
             journals_agree(running, run, job)
             logs = [path.read_text() for path in (running.state / "runs" / run / "workers").glob("inference-*.log")]
             assert len(logs) == job.workers
-            assert all(("came over the network" in log) is (way != "auto") for log in logs), way
+            # A worker that starts late on a busy machine may find the six steps made, and is sent nothing.
+            assert any("came over the network" in log for log in logs) is (way != "auto"), way
         finally:
             stop(running)
     assert len(set(digests.values())) == 1, digests
