@@ -78,6 +78,7 @@ ADDITION = {
     "cispo": sampled("[algorithm.cispo]"),
     "rloo": sampled("[algorithm.rloo]"),
     "reinforce_pp": sampled("[algorithm.reinforce_pp]"),
+    "online_dpo": Family(EXAMPLES / "addition" / "online_dpo.toml", ("train.steps=80", "eval.every_steps=80"), gain, 0.08),
     "ppo": Family(EXAMPLES / "ppo-tiny.toml", ("train.steps=60", "eval.every_steps=60"), gain, 0.03),
     "dpo": Family(EXAMPLES / "addition" / "dpo.toml", ("eval.every_steps=100",), preferred, 0.8),
     "ipo": Family(EXAMPLES / "addition" / "dpo.toml", ("eval.every_steps=100",), preferred, 0.8, "[algorithm.ipo]\nbeta = 0.1"),
