@@ -12,5 +12,5 @@ var locals = []int64{0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x2FC12FC1, 0x0
 // onLocal reports whether a folder is on such a file system.
 func onLocal(dir string) bool {
 	var st syscall.Statfs_t
-	return syscall.Statfs(dir, &st) == nil && slices.Contains(locals, int64(st.Type))
+	return syscall.Statfs(dir, &st) == nil && slices.Contains(locals, int64(st.Type)) //nolint:unconvert // 32 bits on some machines
 }
