@@ -118,7 +118,7 @@ def test_nothing_tells_a_secret(tmp_path: Path) -> None:
     collector = Collector()
     environment = {"PLANTED_S3": "planted-s3-secret-0123456789", "ROLLOUT_API_KEY": "planted-api-key-0123456789"}
     tracing = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_EXPORTER_OTLP_HEADERS": "x-token=planted-otlp-0123456789"}
-    running = sim_mesh(state, "all", 0.0, arguments, **environment, **tracing)
+    running = sim_mesh(state, "all", 0.2, arguments, **environment, **tracing)
     job = Job(tmp_path / "job", steps=6)
     try:
         running.start()
@@ -139,6 +139,7 @@ def test_nothing_tells_a_secret(tmp_path: Path) -> None:
         hits += [path for path, text in seen.items() if any(secret in text for secret in secrets)]
         assert not hits
         assert sum(1 for path, text in seen.items() if path.endswith("environ") and text) >= 2  # of workers
+        running.stop()  # which sends the spans that it still has
     finally:
         stop(running)
         collector.stop()
