@@ -10,6 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/libs/completion"
 )
 
 func (a *app) completionsCommand() *cobra.Command {
@@ -74,7 +75,7 @@ func (a *app) kept(run string, k record.Kept) error {
 		for _, c := range k.Completions {
 			if err := output.ValueLine(a.stdout, struct {
 				Step uint64 `json:"step"`
-				record.Completion
+				completion.Completion
 			}{k.Step, c}); err != nil {
 				return err
 			}

@@ -9,6 +9,7 @@ import (
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/completion"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -57,28 +58,15 @@ func (d *drive) emitStep(batch *bufferv1.Batch, result *learnerv1.TrainResult, t
 	d.watchDraws(batch)
 }
 
-// completion is one sample that was trained on as tools read it from the event.
-type completion struct {
-	Epoch      uint32   `json:"epoch"`
-	Index      uint64   `json:"index"`
-	Sample     uint32   `json:"sample"`
-	Prompt     string   `json:"prompt"`
-	Completion string   `json:"completion"`
-	Reward     float64  `json:"reward"`
-	Advantage  *float64 `json:"advantage"` // nil: the algorithm has none
-	Tokens     uint32   `json:"tokens"`
-	Truncated  bool     `json:"truncated"`
-}
-
 // emitCompletions tells of the samples of a step that are kept. It goes before the step's own event, so that who has heard of the
 // step knows them.
 func (d *drive) emitCompletions(result *learnerv1.TrainResult) {
 	if len(result.GetCompletions()) == 0 {
 		return
 	}
-	kept := make([]completion, 0, len(result.GetCompletions()))
+	kept := make([]completion.Completion, 0, len(result.GetCompletions()))
 	for _, c := range result.GetCompletions() {
-		kept = append(kept, completion{
+		kept = append(kept, completion.Completion{
 			Epoch: c.GetEpoch(), Index: c.GetIndex(), Sample: c.GetSample(), Prompt: c.GetPrompt(), Completion: c.GetCompletion(),
 			Reward: c.GetReward(), Advantage: c.Advantage, Tokens: c.GetTokens(), Truncated: c.GetTruncated(),
 		})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 
+	"github.com/rollout-rl/rollout/libs/completion"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
@@ -11,20 +12,7 @@ import (
 // Kept is the completions that were kept of a step.
 type Kept struct {
 	Step        uint64
-	Completions []Completion
-}
-
-// Completion is one sample that was trained on.
-type Completion struct {
-	Epoch      uint32   `json:"epoch"`
-	Index      uint64   `json:"index"`
-	Sample     uint32   `json:"sample"`
-	Prompt     string   `json:"prompt"`
-	Completion string   `json:"completion"`
-	Reward     float64  `json:"reward"`
-	Advantage  *float64 `json:"advantage"` // nil: the algorithm has none
-	Tokens     uint32   `json:"tokens"`
-	Truncated  bool     `json:"truncated"`
+	Completions []completion.Completion
 }
 
 // Completions calls told with what was kept of each step of a run, in order. A step that a recovery committed again is told of once.

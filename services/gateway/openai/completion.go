@@ -128,7 +128,7 @@ type known struct {
 
 func (f textForm) whole(c *completion) any {
 	choice := textChoice{Index: c.index, Text: c.text(), FinishReason: reason(c.finish)}
-	scored := &textLogprobs{Tokens: []string{}, TokenLogprobs: []*float32{}, TopLogprobs: []any{}, TextOffset: []int{}}
+	scored := noLogprobs()
 	if f.echo {
 		before := f.texts[c.index/f.n]
 		if before == "" {
@@ -152,10 +152,15 @@ func (textForm) open(uint32) any { return nil }
 func (f textForm) piece(index uint32, p piece) any {
 	choice := textChoice{Index: index, Text: p.text, FinishReason: reason(p.finish)}
 	if f.logprobs {
-		choice.Logprobs = &textLogprobs{Tokens: []string{}, TokenLogprobs: []*float32{}, TopLogprobs: []any{}, TextOffset: []int{}}
+		choice.Logprobs = noLogprobs()
 		choice.Logprobs.add([]piece{p})
 	}
 	return choice
+}
+
+// noLogprobs is empty lists, which OpenAI's clients want where there is nothing.
+func noLogprobs() *textLogprobs {
+	return &textLogprobs{Tokens: []string{}, TokenLogprobs: []*float32{}, TopLogprobs: []any{}, TextOffset: []int{}}
 }
 
 // prompt puts the prompt's tokens there. The first follows nothing, and has no logprob.

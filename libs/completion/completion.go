@@ -1,0 +1,15 @@
+// Package completion is how a sample that was trained on stands in a run's events, for who writes them and who reads them.
+package completion
+
+// Completion is one of the list that the attribute `completions` of the event of that kind holds as JSON.
+type Completion struct {
+	Epoch      uint32   `json:"epoch"`
+	Index      uint64   `json:"index"`
+	Sample     uint32   `json:"sample"`
+	Prompt     string   `json:"prompt"`
+	Completion string   `json:"completion"`
+	Reward     float64  `json:"reward"`
+	Advantage  *float64 `json:"advantage"` // nil: the algorithm has none
+	Tokens     uint32   `json:"tokens"`
+	Truncated  bool     `json:"truncated"`
+}
