@@ -146,3 +146,50 @@ def test_nothing_tells_a_secret(tmp_path: Path) -> None:
     spans = b"".join(collector.got)
     assert b"rolloutd" in spans and b"CreateRun" in spans
     assert not [secret for secret in secrets if secret in spans]
+
+
+_NOSY = """
+
+import sys
+
+_CALLER = pathlib.Path(sys.argv[0]).stem  # of the process that calls the reward
+pathlib.Path(__file__).with_name(f"environ-{_CALLER}").write_bytes(pathlib.Path("/proc/self/environ").read_bytes())
+"""
+_EVERYBODY = {"probe", "reward_process", "learner", "inference"}
+_WORKERS = {"learner", "inference"}
+_REACHES = {
+    "PLANTED_HARMLESS": _EVERYBODY,
+    "AWS_PROFILE": _EVERYBODY,  # `worker.env` says so
+    "PLANTED_NATS": _WORKERS,
+    "PLANTED_CONSUL": _WORKERS,
+    "OTEL_EXPORTER_OTLP_HEADERS": _WORKERS,
+    "PLANTED_S3": set[str](),
+    "AWS_SECRET_ACCESS_KEY": set[str](),
+    "GOOGLE_APPLICATION_CREDENTIALS": set[str](),
+    "PGPASSWORD": set[str](),
+    "ROLLOUT_API_KEY": set[str](),
+}
+
+
+def test_who_gets_which_variable(tmp_path: Path) -> None:
+    """The environment of a run's processes by the kernel: each secret is where it is needed, and none where rewards run."""
+    planted = {name: f"planted-{name}-0123456789" for name in _REACHES}
+    secrets = ("--nats-token", "env:PLANTED_NATS", "--consul-token", "env:PLANTED_CONSUL", "--blob-secret-key", "env:PLANTED_S3")
+    running = sim_mesh(
+        tmp_path / "state", "all", 0.05, (*secrets, "--blob-access-key", "id", "--worker-env", "AWS_PROFILE"), **planted
+    )
+    job = Job(tmp_path / "job", steps=30)
+    config = job.write()
+    with (job.folder / "reward.py").open("a") as reward:
+        reward.write(_NOSY)
+    try:
+        running.start()
+        run = submit(running, running.plan(config), job)
+        running.until_step(run, 1)
+        seen = {worker.kind: Path(f"/proc/{worker.pid}/environ").read_bytes() for worker in running.status(run).workers}
+        seen |= {path.name.removeprefix("environ-"): path.read_bytes() for path in job.folder.glob("environ-*")}
+    finally:
+        stop(running)
+    assert seen.keys() == _EVERYBODY
+    reached = {name: {who for who, text in seen.items() if text_of.encode() in text} for name, text_of in planted.items()}
+    assert reached == _REACHES

@@ -5,12 +5,9 @@ import (
 	"context"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"time"
-
-	"github.com/rollout-rl/rollout/libs/config"
 )
 
 // A start that fails for a secret that is wrong, or in the wrong place, says so without repeating it.
@@ -46,19 +43,5 @@ func TestNoErrorTellsASecret(t *testing.T) {
 				t.Errorf("it tells a secret:\n%s", out.String())
 			}
 		})
-	}
-}
-
-// Workers run code of people who need neither the database nor the key of whoever started the daemon.
-func TestChildrenGetNoSecretOfOurs(t *testing.T) {
-	t.Parallel()
-	cfg := config.Default(t.TempDir())
-	cfg.Database.URL = "env:PLANTED_DATABASE"
-	cfg.Blob.SecretKey, cfg.Blob.Credentials = config.Env("PLANTED_S3"), config.Env("PLANTED_GCS")
-	got := childEnv(cfg, []string{
-		"PATH=/bin", "PLANTED_DATABASE=x", "PLANTED_S3=x", "PLANTED_GCS=x", "ROLLOUT_API_KEY=x", "ROLLOUTD_LISTEN=x", "ROLLOUT_SIM_SECONDS=0",
-	})
-	if want := []string{"PATH=/bin", "ROLLOUT_SIM_SECONDS=0"}; !slices.Equal(got, want) {
-		t.Errorf("%v, want %v", got, want)
 	}
 }

@@ -182,7 +182,8 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 		// A replica that takes over goes on with what the dead leader did; that is what it stands by for.
 		StateDir: m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(),
 		Worker: scheduler.WorkerConfig{
-			Command: workerCommand(m.cfg.Worker), Env: childEnv(m.cfg, m.environ), Cores: m.cfg.Worker.Cores,
+			Command: workerCommand(m.cfg.Worker), Cores: m.cfg.Worker.Cores,
+			Env: workerEnv(m.cfg, m.endpoints, m.environ), BusEnv: busEnv(m.cfg, m.endpoints, m.environ),
 			NATSURL: m.endpoints.nats, NATSToken: m.endpoints.natsToken.String(), NATS: workerAccess(m.cfg, m.endpoints),
 			ConsulAddress: m.endpoints.consul, ConsulToken: m.endpoints.consulRef.String(), Consul: agentFiles(m.cfg, m.endpoints),
 			Token: config.File(m.endpoints.tokenFile).String(), TLS: workerTLS(m.cfg.TLS), OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),

@@ -6,8 +6,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
-	"strings"
 
 	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/config"
@@ -49,27 +47,6 @@ func pythonOf(w config.Worker) string {
 func isFile(path string) bool {
 	info, err := os.Stat(path)
 	return err == nil && info.Mode().IsRegular()
-}
-
-// apiKey is a person's key, which a daemon that their CLI started has in its environment.
-const apiKey = "ROLLOUT_API_KEY"
-
-// childEnv is the environment of child processes: ours, without rolloutd's own settings and the secrets that are rolloutd's alone, or
-// of the person who started it. Workers run rewards of people who need no database.
-func childEnv(cfg config.Config, environ []string) []string {
-	return slices.DeleteFunc(slices.Clone(environ), func(e string) bool {
-		name, _, _ := strings.Cut(e, "=")
-		return name == apiKey || strings.HasPrefix(name, "ROLLOUTD_") || slices.Contains([]string{cfg.Database.URL, cfg.Blob.SecretKey.String(), cfg.Blob.Credentials.String()}, "env:"+name)
-	})
-}
-
-func variable(environ []string, name string) string {
-	for _, e := range environ {
-		if value, ok := strings.CutPrefix(e, name+"="); ok {
-			return value
-		}
-	}
-	return ""
 }
 
 // preferRemembered gives address with a free port in place of 0, the remembered one where nobody has it.

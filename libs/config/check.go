@@ -7,15 +7,18 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
+	"strings"
 )
 
 // finish makes paths absolute, fills in what follows from other keys, and reports everything that is wrong at once.
 func (c Config) finish() (Config, error) {
 	var errs []error
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	for _, r := range []*Ref{&c.NATS.Token, &c.NATS.Password, &c.NATS.NKey, &c.Consul.Token, &c.Blob.SecretKey, &c.Blob.Credentials} {
-		if err := r.absolute(); err != nil {
-			fail("path %q: %w", r, err)
+	for _, k := range keys {
+		if r, ok := k.field(&c).(*Ref); ok {
+			if err := r.absolute(); err != nil {
+				fail("path %q: %w", r, err)
+			}
 		}
 	}
 	if reference(c.Database.URL) {
@@ -72,7 +75,27 @@ func (c Config) finish() (Config, error) {
 	if c.Worker.Cores < 0 {
 		fail("worker.cores: %d is below 0", c.Worker.Cores)
 	}
+	errs = append(errs, c.passedOn()...)
 	return c, errors.Join(errs...)
+}
+
+// passedOn reports what is wrong with the variables that workers are to be given.
+func (c Config) passedOn() (errs []error) {
+	secrets := c.Secrets()
+	for _, name := range c.Worker.Env {
+		if !variableName.MatchString(name) {
+			errs = append(errs, fmt.Errorf("worker.env: %q is no name of a variable", name))
+		}
+		if strings.HasPrefix(name, envPrefix) || name == "ROLLOUT_API_KEY" {
+			errs = append(errs, fmt.Errorf("worker.env: %s is for rolloutd, or for whoever starts it; give rewards what they need in another variable", name))
+		}
+		for _, s := range secrets {
+			if s.Ref == Env(name) {
+				errs = append(errs, fmt.Errorf("worker.env: %s holds the secret of %s, which is rolloutd's own; give rewards one of theirs, in another variable", name, s.Key))
+			}
+		}
+	}
+	return errs
 }
 
 // Loopback reports whether the host of host:port is this machine's own.

@@ -126,6 +126,7 @@ type Worker struct {
 	Command       []string `toml:"command"`
 	Python        string   `toml:"python"`
 	Cores         int      `toml:"cores"`
+	Env           []string `toml:"env"` // variables that are passed on to workers although they are kept from them otherwise
 	ResumeOnStart bool     `toml:"resume_on_start"`
 }
 

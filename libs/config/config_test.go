@@ -157,6 +157,10 @@ func TestErrors(t *testing.T) {
 		"password of words":              {args: []string{"--database-url", "host=h password=hunter2"}, says: []string{"postgres://"}, hides: "hunter2"},
 		"a prefix that must be quoted":   {args: []string{"--database-schema-prefix", "Roll-Out"}, says: []string{"schema_prefix"}},
 		"too few connections":            {args: []string{"--database-max-connections", "1"}, says: []string{"max_connections"}},
+		"no variable's name":             {args: []string{"--worker-env", "A,B-C"}, says: []string{`worker.env: "B-C" is no name`}},
+		"a setting passed on":            {file: "[worker]\nenv = [\"ROLLOUTD_LISTEN\"]\n", says: []string{"worker.env: ROLLOUTD_LISTEN is for rolloutd"}},
+		"a secret passed on":             {args: []string{"--worker-env", "PW", "--nats-user", "u", "--nats-password", "env:PW"}, says: []string{"PW holds the secret of nats.password"}},
+		"the database passed on":         {args: []string{"--worker-env", "URL", "--database-url", "env:URL"}, says: []string{"URL holds the secret of database.url"}},
 		"all at once":                    {args: []string{"--log-format", "xml", "--log-level", "loud", "--nats-url", "h:1"}, says: []string{"xml", "loud", "h:1"}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -32,7 +32,7 @@ func TestExampleFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := withShared(Default("/home/u/.local/state/rollout"))
-	want.Worker.Command = []string{}
+	want.Worker.Command, want.Worker.Env = []string{}, []string{}
 	if !reflect.DeepEqual(c, want) {
 		t.Errorf("got  %+v\nwant %+v", c, want)
 	}

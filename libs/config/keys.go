@@ -67,6 +67,7 @@ var keys = []key{
 	{"worker.command", "command that starts a worker, inference or learner is appended; empty: rollout-worker beside rolloutd or on PATH", func(c *Config) any { return &c.Worker.Command }},
 	{"worker.python", "Python interpreter of the planner's dry calls; empty: the one beside the worker command", func(c *Config) any { return &c.Worker.Python }},
 	{"worker.cores", "CPU cores that runs may use; 0: all", func(c *Config) any { return &c.Worker.Cores }},
+	{"worker.env", "variables of this process that rewards need, as a comma list of names: credentials of clouds and databases are kept from workers otherwise", func(c *Config) any { return &c.Worker.Env }},
 	{"worker.resume_on_start", "go on with runs that were active when the scheduler last stopped or died", func(c *Config) any { return &c.Worker.ResumeOnStart }},
 }
 

@@ -92,6 +92,28 @@ func (r Ref) Read(key string, environ []string) (string, error) {
 	return "", nil
 }
 
+// Variable is the name of the variable that the secret is in.
+func (r Ref) Variable() (name string, ok bool) { return strings.CutPrefix(r.text, "env:") }
+
+// Secret is a key of a configuration that says where a secret is.
+type Secret struct {
+	Key string // "nats.token"
+	Ref Ref
+}
+
+// Secrets are all secrets that the configuration refers to.
+func (c Config) Secrets() (out []Secret) {
+	for _, k := range keys {
+		if r, ok := k.field(&c).(*Ref); ok && *r != (Ref{}) {
+			out = append(out, Secret{k.name, *r})
+		}
+	}
+	if reference(c.Database.URL) {
+		out = append(out, Secret{"database.url", Ref{c.Database.URL}})
+	}
+	return out
+}
+
 // replaced is keys of before, by what stands for them now. A reference says itself whether it is a file or a variable.
 var replaced = map[string]string{
 	"gateway.api_keys_file": "api_keys_file, with the keys that `rollout keys create` makes",

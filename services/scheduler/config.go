@@ -38,6 +38,7 @@ type Config struct {
 type WorkerConfig struct {
 	Command       []string // program and arguments before the kind, e.g. [".venv/bin/rollout-worker"]
 	Env           []string // environment, KEY=value
+	BusEnv        []string // more of it, for those that connect to NATS
 	NATSURL       string
 	NATSToken     string
 	NATS          *runv1.NatsAccess // other credentials, and TLS; nil for none

@@ -1,6 +1,7 @@
 package scheduler_test
 
 import (
+	"slices"
 	"testing"
 
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
@@ -52,6 +53,14 @@ func TestSinksThatCrashDisturbNothing(t *testing.T) {
 	if spec := w.launcher.spec("sinks-0", 0); spec.GetKind() != "sinks" || spec.GetRunId() != run || spec.GetThreads() != 1 || spec.GetToken() != "s3cret" {
 		t.Errorf("spec %v", spec)
 	}
+	w.launcher.mu.Lock()
+	for i, command := range w.launcher.commands { // it has no link to NATS, and no business with the credentials
+		linked := w.launcher.specs[i].GetKind() != "sinks"
+		if spec := w.launcher.specs[i]; slices.Contains(command.Env, "NATS_PASSWORD=x") != linked || (spec.GetNatsToken() != "") != linked || (spec.GetNats() != nil) != linked {
+			t.Errorf("%s: %v with %v", spec.GetWorkerId(), spec, command.Env)
+		}
+	}
+	w.launcher.mu.Unlock()
 	if w.launcher.spec("sinks-0", 3) != nil {
 		t.Error("it was started once more")
 	}

@@ -67,6 +67,9 @@ func (c *conductor) command(id, kind string) (launch.Command, error) {
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
 	}
 	env := append(slices.Clone(w.Env), "ROLLOUT_WORKER_SPEC="+base+".json", "OMP_NUM_THREADS="+strconv.Itoa(int(spec.GetThreads())))
+	if kind != sinksKind {
+		env = append(env, w.BusEnv...)
+	}
 	env = append(env, waiting(run)...)
 	return launch.Command{Args: append(slices.Clone(w.Command), kind), Env: env, Log: base + ".log"}, nil
 }
@@ -78,6 +81,9 @@ func (c *conductor) spec(run *Run, id, kind string) *runv1.WorkerSpec {
 		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken, Token: w.Token,
 		ConsulCaFile: w.Consul.CA, ConsulCertFile: w.Consul.Cert, ConsulKeyFile: w.Consul.Key, Tls: w.TLS,
 		Incarnation: run.GetIncarnation(), Threads: threads(run, kind, w.Cores), OtlpEndpoint: w.OTLPEndpoint,
+	}
+	if kind == sinksKind { // it has no link to NATS
+		spec.NatsToken, spec.Nats = "", nil
 	}
 	if kind == "inference" {
 		spec.InitialWeights, spec.InitialVersion = c.newestWeights(run)

@@ -91,6 +91,7 @@ func setupAt(t *testing.T, place sqldb.Place) *world {
 	w.store = store
 	w.config = scheduler.Config{StateDir: w.dir, Worker: scheduler.WorkerConfig{
 		Command: []string{"worker"}, Env: []string{"HOME=/home"}, Token: "s3cret", Cores: 8, NATSURL: "nats://here",
+		BusEnv: []string{"NATS_PASSWORD=x"}, NATSToken: "env:NATS_TOKEN", NATS: &runv1.NatsAccess{Password: "env:NATS_PASSWORD"},
 		Limits: launch.Limits{FirstBackoff: time.Millisecond, StopGrace: 5 * time.Second},
 	}}
 	w.dial = func(string) (scheduler.Conn, error) { return nil, io.ErrClosedPipe }

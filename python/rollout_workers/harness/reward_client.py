@@ -19,9 +19,20 @@ from rollout.plugin import RewardError, RewardFailed, RewardImportError, RewardS
 
 _START_SECONDS = 120.0
 _LENGTH = struct.Struct("<Q")
+_OWN = {"ROLLOUT_WORKER_SPEC", "ROLLOUT_API_KEY"}
 _ERRORS: dict[str, type[RewardError]] = {
     error.reason: error for error in (RewardFailed, RewardImportError, RewardShapeError, RewardTimeout, ExpressionError)
 }
+
+
+def environment() -> dict[str, str]:
+    """This process's variables, without those that are for itself: its spec (which took the credentials of the mesh with it), the
+    key of the person who started it, the headers that its exporter shows to a collector."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OWN and not (name.startswith("OTEL_EXPORTER_OTLP_") and name.endswith("HEADERS"))
+    }
 
 
 class RewardProcess:
@@ -45,7 +56,7 @@ class RewardProcess:
                 [sys.executable, "-m", "rollout_workers.harness.reward_process"],
                 stdin=theirs.fileno(),
                 start_new_session=True,  # so that what the reward starts ends with it
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**environment(), "PYTHONUNBUFFERED": "1"},
             )
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)

@@ -72,7 +72,8 @@ class Identity:
 
 def load_spec(path: str | None = None) -> WorkerSpec:
     """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names; secrets stand where their references
-    were. Raises :class:`SpecError`."""
+    were. The variables that held them leave the environment: whoever this process starts has no use for them. Raises
+    :class:`SpecError`."""
     path = path or os.environ.get(SPEC_VARIABLE, "")
     if not path:
         raise SpecError(f"{SPEC_VARIABLE} is not set", mend="workers are started by the scheduler; see docs/wire.md")
@@ -95,8 +96,15 @@ def load_spec(path: str | None = None) -> WorkerSpec:
 
 
 def _resolve_secrets(spec: WorkerSpec) -> None:
+    variables: set[str] = set()
     for message, name in secrets_of(spec):
-        setattr(message, name, read_secret(getattr(message, name), name))
+        reference: str = getattr(message, name)
+        setattr(message, name, read_secret(reference, name))
+        kind, _, rest = reference.partition(":")
+        if kind == "env":
+            variables.add(rest)
+    for variable in variables:
+        del os.environ[variable]
 
 
 def secrets_of(spec: WorkerSpec) -> list[tuple[WorkerSpec | NatsAccess, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,10 @@ def test_secrets_are_read_where_the_spec_says(tmp_path: Path, monkeypatch: pytes
     assert load_spec(str(path)) == secret
     monkeypatch.setenv("ACL", "from-env")
     path.write_text(path.read_text().replace(f"file:{tmp_path}/spec.consul_token", "env:ACL"))
-    assert load_spec(str(path)).consul_token == "from-env"
+    path.write_text(path.read_text().replace(f"file:{tmp_path}/spec.password", "env:ACL"))
+    spec = load_spec(str(path))
+    assert (spec.consul_token, spec.nats.password) == ("from-env", "from-env")
+    assert "ACL" not in os.environ  # of what this process starts
 
 
 @pytest.mark.parametrize("reference", ["hunter2", "env:", "file:", "env:NOBODY_SETS_THIS", "file:/none"])
