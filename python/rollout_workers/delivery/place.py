@@ -8,11 +8,13 @@ something into it are two steps, so two rules together keep its hands off what i
 2. Whoever takes the place says so first, and then removes every such thing that lies there.
 
 What was laid out before 2 is gone when it is to be renamed; what is laid out after 2 is followed by a look, which finds the
-successor.
+successor. To remove a version is to put an empty folder in its place, by the same rules, and to remove that: only an empty folder
+can be removed so, and no version is one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -91,6 +93,27 @@ class Place:
             remove(staging)
             raise
 
+    def discard(self, name: str) -> None:
+        """Remove what is called ``name``, and what it leads to where it is a link; nothing happens where there is none. Raises
+        :class:`Superseded`; then nothing has changed."""
+        aside = self.staging(name)
+        aside.mkdir()
+        try:
+            self.check()
+            _swap(aside, self.root / name)
+        except FileNotFoundError:
+            remove(aside)
+            self.check()
+            return
+        except Superseded:
+            remove(aside)
+            raise
+        if aside.is_symlink():
+            shutil.rmtree(aside.resolve(), ignore_errors=True)
+        remove(aside)
+        with contextlib.suppress(OSError):  # a successor has published there meanwhile
+            (self.root / name).rmdir()
+
     def _take(self, incarnation: int) -> Claim:
         while True:
             newest = max((claim for _, claim in self._claims()), default=(0, 0))
@@ -113,7 +136,7 @@ def replace(staging: Path, target: Path) -> None:
     the two is there at every moment. Raises ``FileNotFoundError`` where ``staging`` is not there; then ``target`` stays."""
     while True:
         try:
-            _exchange(staging, target)
+            _swap(staging, target)
         except FileNotFoundError:
             try:
                 staging.rename(target)
@@ -121,11 +144,6 @@ def replace(staging: Path, target: Path) -> None:
                 if error.errno in _TAKEN and os.path.lexists(staging):
                     continue  # it was made in between
                 raise
-            return
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            _step_aside(staging, target)
             return
         remove(staging)  # what was there before
         return
@@ -137,6 +155,17 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _swap(staging: Path, target: Path) -> None:
+    """Exchange the names of two folders or links. Raises ``FileNotFoundError`` where one of them is not there; then nothing has
+    changed."""
+    try:
+        _exchange(staging, target)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        _step_aside(staging, target)
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -157,4 +186,5 @@ def _step_aside(staging: Path, target: Path) -> None:
         if not os.path.lexists(target):
             old.rename(target)
         raise
-    remove(old)
+    with contextlib.suppress(FileNotFoundError):  # a successor has removed it
+        old.rename(staging)

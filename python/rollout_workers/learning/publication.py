@@ -12,7 +12,7 @@ from pathlib import Path
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.delivery.catalog import Catalog
 from rollout_workers.delivery.depot import ADAPTER_FILE
-from rollout_workers.delivery.place import Place, Superseded, remove
+from rollout_workers.delivery.place import Place, Superseded
 from rollout_workers.delivery.shelf import Shelf
 from rollout_workers.learner import Trainer
 from rollout_workers.weights import WeightsManifest, stage_folder
@@ -137,15 +137,21 @@ class Publication:
                 if held.is_dir():
                     shutil.copytree(held, staging)
                     self._place.put(staging, newest.name)
+            self._discard(self._mine)  # before the memory goes to which they lead
             self._place.check()
         except (Superseded, FileNotFoundError) as error:
             log.warning("%s keeps what was published: %s", self._root, error)
             self._shelf.leave()
             return
         self._shelf.close()
+        with contextlib.suppress(Superseded):  # what led into the memory of processes that are no more
+            self._discard(lambda path: path.is_symlink() and not path.exists())
+
+    def _discard(self, wanted: Callable[[Path], bool]) -> None:
+        """Remove the versions that are ``wanted``. Raises ``Superseded``."""
         for path, _ in self._versions():
-            if path.is_symlink() and not path.exists():
-                path.unlink(missing_ok=True)
+            if wanted(path):
+                self._place.discard(path.name)
 
     def _mine(self, path: Path) -> bool:
         """Whether a version is a link into this process's memory."""
@@ -174,9 +180,7 @@ class Publication:
         self._place.check()
         older = sorted((version, path) for path, version in self._versions() if version < current)
         for _, path in older[:-1]:
-            if path.is_symlink():
-                shutil.rmtree(path.resolve(), ignore_errors=True)
-            remove(path)
+            self._place.discard(path.name)
 
     def _versions(self) -> list[tuple[Path, int]]:
         if not self._root.is_dir():

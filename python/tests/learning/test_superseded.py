@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from google.rpc import code_pb2
 
+from rollout_workers.delivery import place as place_module
 from rollout_workers.delivery.place import Place, Superseded, replace
 from rollout_workers.learning.publication import Publication
 from rollout_workers.learning.server import LearnerServer
@@ -37,15 +38,24 @@ def after(call: Callable[..., object]) -> Callable[..., object]:
     return stopping
 
 
-def frozen(tmp_path: Path, where: str, *lasting: int) -> int:
-    """A process that stands still in the middle of publishing other weights of a step than its successor will make: when they are
-    laid out (``staged``), or one moment before the rename (``checked``). It leaves with what came of it."""
+def started(body: Callable[[], int]) -> int:
+    """A process that comes to stand still, and leaves with what the body says."""
     pid = os.fork()
     if pid:
         assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
         return pid
     code = OTHER
     try:
+        code = body()
+    finally:
+        os._exit(code)
+
+
+def frozen(tmp_path: Path, where: str, *lasting: int) -> int:
+    """A process that stands still in the middle of publishing other weights of a step than its successor will make: when they are
+    laid out (``staged``), or one moment before the rename (``checked``). It leaves with what came of it."""
+
+    def body() -> int:
         made, trainer = publication(tmp_path, *lasting)
         trainer.step, trainer.value = STEP, -1.0
         if where == "staged":
@@ -54,13 +64,38 @@ def frozen(tmp_path: Path, where: str, *lasting: int) -> int:
             check = made._place.check
             calls = iter((check, after(check)))  # before anything is made, and before the rename
             made._place.check = lambda: next(calls, check)()  # type: ignore[method-assign, return-value]
-        made.publish(trainer)  # type: ignore[arg-type]
-        code = PUBLISHED
-    except Superseded:
-        made.prepare(trainer) if made.mine else made.close()  # type: ignore[arg-type]
-        code = SUPERSEDED
-    finally:
-        os._exit(code)
+        try:
+            made.publish(trainer)  # type: ignore[arg-type]
+        except Superseded:
+            made.prepare(trainer) if made.mine else made.close()  # type: ignore[arg-type]
+            return SUPERSEDED
+        return PUBLISHED
+
+    return started(body)
+
+
+def removing(tmp_path: Path, where: str, *lasting: int) -> int:
+    """A process that stands still when it is about to remove the versions before its newest but one: when it has looked whose the
+    folder is (``looked``), has seen what there is (``listed``), or has laid out what it puts in a version's place (``laid``)."""
+
+    def body() -> int:
+        made, trainer = publication(tmp_path, *lasting)
+        for trainer.step in range(1, STEP):
+            made.publish(trainer)  # type: ignore[arg-type]
+        check = made._place.check
+        if where == "listed":
+            made._versions = after(made._versions)  # type: ignore[method-assign, assignment]
+        else:
+            calls = iter((after(check),) if where == "looked" else (check, after(check)))
+            made._place.check = lambda: next(calls, check)()  # type: ignore[method-assign, return-value]
+        try:
+            made.prepare(trainer)  # type: ignore[arg-type]
+        except Superseded:
+            made.close()
+            return SUPERSEDED
+        return PUBLISHED
+
+    return started(body)
 
 
 @pytest.mark.parametrize("lasting", [(), (STEP,)], ids=["memory", "folder"])
@@ -81,6 +116,54 @@ def test_it_changes_nothing(where: str, again: tuple[int, ...], lasting: tuple[i
     assert held(manifest.directory) == STEP and not Path(manifest.directory).is_symlink()
     root = Path(manifest.directory).parent
     assert sorted(path.name for path in root.iterdir() if not path.name.startswith(".owner-")) == ["v000005"]
+
+
+@pytest.mark.parametrize("lasting", [(), (1, 2)], ids=["memory", "folder"])
+@pytest.mark.parametrize("again", [(), (1, 2)], ids=["into memory", "into the folder"])
+@pytest.mark.parametrize("where", ["looked", "listed", "laid"])
+def test_it_removes_nothing(where: str, again: tuple[int, ...], lasting: tuple[int, ...], tmp_path: Path) -> None:
+    """Its successor has gone back behind the versions that it was about to remove, and has made them again."""
+    pid = removing(tmp_path, where, *lasting)
+    try:
+        successor, trainer = publication(tmp_path, *again)
+        for trainer.step in (1, 2):
+            trainer.value = 10.0 * trainer.step
+            manifest = successor.publish(trainer)  # type: ignore[arg-type]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    root = Path(manifest.directory).parent
+    assert [held(str(root / f"v00000{step}")) for step in (1, 2)] == [10, 20]
+    assert code == SUPERSEDED
+    assert not list(root.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("supported", [True, False], ids=["exchanged", "stepped aside"])
+def test_a_version_that_a_successor_made_in_the_middle_stays(
+    supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a removal a version's name belongs to an empty folder, for which a successor may put its own."""
+    if not supported:
+        monkeypatch.setattr("rollout_workers.delivery.place._EXCHANGE", 1 << 30)  # EINVAL, as of a file system that can't
+    place, target = Place(tmp_path, 1), tmp_path / "v000001"
+    fresh = tmp_path / "fresh"
+    for folder, text in ((target, "old"), (fresh, "new")):
+        folder.mkdir()
+        (folder / "file").write_text(text)
+    swap = place_module._swap
+
+    def swapped(staging: Path, at: Path) -> None:
+        swap(staging, at)
+        assert list(at.iterdir()) == []
+        monkeypatch.undo()
+        replace(fresh, at)
+
+    monkeypatch.setattr(place_module, "_swap", swapped)
+    place.discard(target.name)
+    assert (target / "file").read_text() == "new"
+    place.discard(target.name)
+    place.discard(target.name)  # of which nothing is there
+    assert [path.name for path in tmp_path.iterdir()] == [".owner-1-1"]
 
 
 def test_an_older_incarnation_claims_nothing(tmp_path: Path) -> None:
