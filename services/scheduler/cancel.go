@@ -1,0 +1,58 @@
+package scheduler
+
+import (
+	"context"
+
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// cancel stops a run: with drain the step in hand is finished first.
+func (s *service) cancel(ctx context.Context, runID string, drain bool) (*Run, error) {
+	run, err := s.Store.Get(ctx, runID)
+	if err != nil {
+		return nil, err
+	}
+	c := s.conductor(runID)
+	if c == nil || !active(run.GetState()) {
+		if run.GetState() != Interrupted && !active(run.GetState()) {
+			return run, nil
+		}
+		return s.transition(ctx, runID, Cancelled, func(r *Run) error {
+			r.EndTime = timestamppb.New(s.Now().UTC())
+			return nil
+		})
+	}
+	if drain && run.GetState() == Starting && c.progress().GetPhase() <= learnerv1.Phase_PHASE_PREPARING { // no step is in hand
+		c.end(&ending{state: Cancelled, message: "cancelled by request while it started"})
+		return run, nil
+	}
+	if !drain || run.GetState() == Pending {
+		c.end(&ending{state: Cancelled, message: "cancelled by request"})
+		return run, nil
+	}
+	if run.GetState() != Draining {
+		if run, err = s.transition(ctx, runID, Draining, nil); err != nil {
+			return nil, err
+		}
+	}
+	c.drain()
+	return run, nil
+}
+
+// complete is the controller's word that a run has ended.
+func (s *service) complete(ctx context.Context, req *runv1.CompleteRunRequest) error {
+	run, err := s.Store.Get(ctx, req.GetRunId())
+	if err != nil {
+		return err
+	}
+	c := s.conductor(req.GetRunId())
+	if c == nil || run.GetIncarnation() != req.GetIncarnation() || !active(run.GetState()) {
+		s.Log.InfoContext(ctx, "the end of an older incarnation is ignored", "run", req.GetRunId(), "incarnation", req.GetIncarnation())
+		return nil
+	}
+	c.end(&ending{state: req.GetState(), reason: req.GetReason(), message: req.GetMessage()})
+	return nil
+}

@@ -1,0 +1,116 @@
+package scheduler
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+)
+
+// left are the runs that a dead process left active. Where nobody goes on with them by itself they are INTERRUPTED from now on.
+func (s *service) left(ctx context.Context) ([]string, error) {
+	runs, err := s.Store.List(ctx, Filter{States: activeStates})
+	if err != nil {
+		return nil, err
+	}
+	var ids []string
+	for _, run := range runs {
+		ids = append(ids, run.GetRunId())
+		if s.cfg.ResumeOnStart { // what is recorded of them stays: if this process dies too, the next one finds them
+			continue
+		}
+		if err := s.interrupt(ctx, run.GetRunId(), "the control plane died"); err != nil {
+			return nil, err
+		}
+	}
+	return ids, nil
+}
+
+// adopt goes on with a run that a dead process left active, however long what that takes is away.
+func (s *service) adopt(ctx context.Context, runID string) {
+	for delay := 100 * time.Millisecond; ; delay = min(2*delay, 2*time.Second) {
+		_, err := s.resume(ctx, runID)
+		if err == nil || ctx.Err() != nil {
+			return
+		}
+		if !transient(err) {
+			s.Log.ErrorContext(ctx, "run could not be resumed", "run", runID, "error", err)
+			if err := s.interrupt(ctx, runID, "it could not be resumed: "+rpcerr.Text(err)); err != nil {
+				s.Log.ErrorContext(ctx, "the run's record still says that it is active", "run", runID, "error", err)
+			}
+			return
+		}
+		s.Log.WarnContext(ctx, "run can't be resumed yet", "run", runID, "error", err)
+		if pause(ctx, delay) != nil {
+			return
+		}
+	}
+}
+
+// catchUpPatience is how long the ledger of a run that a dead process left behind is waited for.
+const catchUpPatience = 2 * time.Second
+
+// catchUp writes the steps that the ledgers have committed into the records of runs: a process that was killed wrote its last
+// ones there and nowhere else.
+func (s *service) catchUp(ctx context.Context, ids []string) {
+	ctx, cancel := context.WithTimeout(ctx, catchUpPatience)
+	defer cancel()
+	for _, id := range ids {
+		if err := s.catchUpOne(ctx, id); err != nil {
+			s.Log.WarnContext(ctx, "the record of a run may lack its last steps", "run", id, "error", err)
+		}
+	}
+}
+
+func (s *service) catchUpOne(ctx context.Context, id string) error {
+	run, err := s.Store.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	var resp *bufferv1.ListStepsResponse
+	for {
+		resp, err = s.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: id, FromStep: run.GetStep() + 1})
+		if err == nil || !transient(err) || ctx.Err() != nil {
+			break
+		}
+		if err := pause(ctx, 50*time.Millisecond); err != nil {
+			return err
+		}
+	}
+	if rpcerr.Code(err) == codes.NotFound || err == nil && len(resp.GetSteps()) == 0 {
+		return nil // it was killed before its ledger was opened, or between two steps
+	}
+	if err != nil {
+		return err
+	}
+	last := resp.GetSteps()[len(resp.GetSteps())-1]
+	_, err = s.update(ctx, id, func(r *Run) error {
+		r.Step = max(r.GetStep(), last.GetStep())
+		folder := filepath.Join(r.GetDirectory(), "weights", fmt.Sprintf("v%06d", last.GetStep()))
+		if _, err := os.Stat(folder); err == nil {
+			r.WeightsDirectory, r.WeightsDigest = folder, last.GetWeightsDigest()
+		}
+		return nil
+	})
+	return err
+}
+
+// sweep removes the streams of runs that have succeeded: who recorded their end may have died before it did. Nobody goes on with them.
+func (s *service) sweep(ctx context.Context) {
+	runs, err := s.Bus.Runs(ctx)
+	for _, id := range runs {
+		if run, e := s.Store.Get(ctx, id); e == nil && run.GetState() == Succeeded { // another is not ours, or may be resumed
+			err = errors.Join(err, s.Bus.DeleteRun(ctx, id))
+		}
+	}
+	if err != nil && ctx.Err() == nil {
+		s.Log.WarnContext(ctx, "the streams of runs that have succeeded may be left", "error", err)
+	}
+}
