@@ -58,6 +58,7 @@ def test_groups_arrive_whole_and_once(buffer: Buffer) -> None:
     for batch in buffer.consumer("r", steps=3):
         for got in batch.groups:
             number = got[0].about.key.index
+            assert all(sample.token_ids.flags.aligned and sample.logprobs.flags.aligned for sample in got)
             assert same(got, group(number, sizes[number]))
         record = batch.commit()
         assert (record.step, record.groups) == (batch.step, 2)

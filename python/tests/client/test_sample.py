@@ -47,6 +47,22 @@ def test_large_arrays_are_not_copied() -> None:
     assert np.shares_memory(parse(memoryview(data)).token_ids, np.frombuffer(data, np.uint8))
 
 
+@pytest.mark.parametrize("tokens", [0, 3, 3000, 4097, 40_001])
+@pytest.mark.parametrize("prompt", [0, 2])
+def test_payloads_keep_what_follows_aligned(tokens: int, prompt: int) -> None:
+    for text in ("", "a", "ab", "abc"):
+        sample = made(tokens)
+        sample.raw_logprobs = sample.logprobs
+        sample.about.completion, sample.about.prompt_tokens = text, min(prompt, tokens)
+        data = b"".join(pieces(sample))
+        assert len(data) % 4 == 0
+        assert Trajectory.FromString(data).prompt_tokens == min(prompt, tokens)
+        back = parse(memoryview(data))
+        assert back.about.prompt_tokens == min(prompt, tokens)
+        if tokens > 4096:
+            assert all(array.flags.aligned for array in (back.token_ids, back.logprobs, back.raw_logprobs))
+
+
 def test_strided_arrays_are_made_whole() -> None:
     sample = made(10_000)
     sample.token_ids = np.arange(20_000, dtype=np.int32)[::2]

@@ -18,8 +18,11 @@ if sys.byteorder != "little":
     raise ImportError("trajectories are little-endian, and so must the machine be")
 
 _SMALL = 16 << 10  # bytes of payload up to which one copy is cheaper than care
-_ARRAYS = (0x12, 0x1A, 0x22, 0x2A)  # tags of token_ids, logprobs, raw_logprobs, loss_mask
-_TYPES: tuple[np.dtype[Any], ...] = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f4"), np.dtype("u1"))
+_ARRAYS = (0x2A, 0x12, 0x1A, 0x22)  # tags of loss_mask, token_ids, logprobs, raw_logprobs: those of 4-byte numbers last
+_TYPES: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f4"))
+_FOUND = {tag: place for place, tag in enumerate(_ARRAYS)}
+_PADS = (b"", b"\x30\x80\x80\x80\x00", b"\x30\x00", b"\x30\x80\x00")
+"""By how many bytes are missing to a multiple of 4: prompt_tokens = 0, which the field itself, or its default, stands above."""
 
 _EMPTY = (0,)
 
@@ -56,14 +59,19 @@ class Sample:
 
 
 def pieces(sample: Sample) -> list[Piece]:
-    """The serialized Trajectory; large arrays are views of the sample's memory. Raises ``ValueError`` where arrays don't fit."""
+    """The serialized Trajectory; large arrays are views of the sample's memory. Raises ``ValueError`` where arrays don't fit.
+
+    Its length is a multiple of 4 and, up to half a million tokens, so is the place of each large array of numbers of 4 bytes: in
+    a file of such payloads they are all aligned, and what computes on a mapped one needs no copy.
+    """
     tokens = len(sample.token_ids)
     if sample.about.token_ids:  # of a sample that was read
         for name in ("token_ids", "logprobs", "raw_logprobs", "loss_mask"):
             sample.about.ClearField(name)
-    held: list[Piece] = [sample.about.SerializeToString(deterministic=True)]
-    out: list[Piece] = []
-    arrays = (sample.token_ids, sample.logprobs, sample.raw_logprobs, sample.loss_mask)
+    about = sample.about.SerializeToString(deterministic=True)
+    fields: list[tuple[bytes, NDArray[Any], int]] = []
+    total = len(about)
+    arrays = (sample.loss_mask, sample.token_ids, sample.logprobs, sample.raw_logprobs)
     for tag, dtype, array in zip(_ARRAYS, _TYPES, arrays, strict=True):
         shape, kind = array.shape, array.dtype
         if shape == _EMPTY:
@@ -71,7 +79,13 @@ def pieces(sample: Sample) -> list[Piece]:
         if (kind is not dtype and kind != dtype) or shape != (tokens,):
             raise ValueError(f"an array of {kind}{list(shape)} stands where {dtype}[{tokens}] is wanted")
         size = tokens * dtype.itemsize
-        held.append(_prefix(tag, size))
+        prefix = _prefix(tag, size)
+        fields.append((prefix, array, size))
+        total += len(prefix) + size
+    held: list[Piece] = [_PADS[-total & 3], about]
+    out: list[Piece] = []
+    for prefix, array, size in fields:
+        held.append(prefix)
         if size <= _SMALL:
             held.append(array.tobytes())
         else:
@@ -98,11 +112,11 @@ def parse(payload: memoryview) -> Sample:
     try:
         if len(payload) <= _SMALL:
             about = Trajectory.FromString(bytes(payload))
-            found = (about.token_ids, about.logprobs, about.raw_logprobs, about.loss_mask)
+            found = (about.loss_mask, about.token_ids, about.logprobs, about.raw_logprobs)
         else:
             found, rest = _walk(payload)
             about = Trajectory.FromString(rest)
-        ids, logprobs, raw, mask = (_view(data, kind) for data, kind in zip(found, _TYPES, strict=True))
+        mask, ids, logprobs, raw = map(_view, found, _TYPES)
     except PayloadCorrupt:
         raise
     except Exception as error:
@@ -122,26 +136,34 @@ def _walk(payload: memoryview) -> tuple[Sequence[Any], bytes]:
     """The array fields as views, and all other fields together as they stand."""
     found: list[Any] = [b"", b"", b"", b""]
     rest = bytearray()
-    at, end = 0, len(payload)
+    at = other = 0  # where the other fields begin that are not in rest yet
+    end = len(payload)
     while at < end:
         start = at
-        tag, at = _varint(payload, at)
+        tag, at = payload[at], at + 1
+        if tag > 127:
+            tag, at = _varint(payload, start)
         kind = tag & 7
         if kind == 2:
-            size, begin = _varint(payload, at)
+            size, begin = payload[at], at + 1
+            if size > 127:
+                size, begin = _varint(payload, at)
             at = begin + size
-            if tag in _ARRAYS:
-                found[_ARRAYS.index(tag)] = payload[begin:at]
-                start = at
+            if (place := _FOUND.get(tag)) is not None:
+                found[place] = payload[begin:at]
+                rest += payload[other:start]
+                other = at
         elif kind == 0:
-            _, at = _varint(payload, at)
+            at += 1
+            if payload[at - 1] > 127:
+                _, at = _varint(payload, at - 1)
         elif kind in (1, 5):
             at += 8 if kind == 1 else 4
         else:
             raise PayloadCorrupt(f"wire type {kind} at byte {start}")
         if at > end:
             raise PayloadCorrupt(f"a field runs {at - end} bytes past the end")
-        rest += payload[start:at]
+    rest += payload[other:]
     return found, bytes(rest)
 
 
