@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"os"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -40,6 +41,7 @@ type bench struct {
 	cfg    buffer.Config
 	deps   buffer.Deps
 	events *recorder
+	sync   func(*os.File) error // of segments; nil: the system's own way
 	stop   func()
 	client bufferv1.BufferServiceClient
 }
@@ -101,6 +103,7 @@ func (s *bench) start() {
 	if err != nil {
 		s.Fatal(err)
 	}
+	server.SyncBy(s.sync)
 	edge, err := rpc.NewServer(rpc.ServerOptions{Drain: 2 * time.Second})
 	if err != nil {
 		s.Fatal(err)

@@ -3,6 +3,7 @@ package buffer
 import (
 	"context"
 	"fmt"
+	"os"
 
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
@@ -24,6 +25,9 @@ func (s *Server) Accept(ctx context.Context, run string, envelopes []*trajectory
 	}
 	return l.tallies[0], nil
 }
+
+// SyncBy makes segments durable by sync, from the next start of an ingest on.
+func (s *Server) SyncBy(sync func(*os.File) error) { s.service.sync = sync }
 
 // ResumeIngest does what Run does first.
 func (s *Server) ResumeIngest(run string) error { return s.service.ingest(run) }

@@ -115,7 +115,7 @@ func (f *feed) open(ctx context.Context) error {
 		}
 	}
 	var repair segment.Repair
-	files := segment.Config{Dir: s.folder(f.run), RollBytes: s.cfg.SegmentBytes, Volatile: s.cfg.Durability == Process, SpareBytes: spareSegments * s.cfg.SegmentBytes}
+	files := segment.Config{Dir: s.folder(f.run), RollBytes: s.cfg.SegmentBytes, Volatile: s.cfg.Durability == Process, SpareBytes: spareSegments * s.cfg.SegmentBytes, Datasync: s.sync}
 	newest := uint32(0)
 	if len(segments) > 0 {
 		newest = segments[len(segments)-1].Number

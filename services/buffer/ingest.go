@@ -16,6 +16,7 @@ func newLoad() *load { return &load{done: make(chan error, 1)} }
 // weigh checks the payloads of one put and adds it to a load. It is done by who brings the put, beside what is being ingested.
 // ErrNotLent.
 func (f *feed) weigh(l *load, envelopes []*trajectoryv1.TrajectoryEnvelope) error {
+	f.start(envelopes)
 	arrivals := make([]Arrival, len(envelopes))
 	for i, e := range envelopes {
 		a := &arrivals[i]
@@ -145,6 +146,11 @@ func (f *feed) accept(ctx context.Context, loads []*load) error {
 		}
 		waited = true
 		return <-synced
+	}
+	if len(f.claims) > 0 { // of large payloads: no other transaction is to wait meanwhile
+		if err := sync(); err != nil {
+			return err
+		}
 	}
 	var refused []Refusal
 	err = f.service.updateBy(ctx, write, f.run, func(tx Tx) (err error) {

@@ -99,6 +99,32 @@ func (f *feed) revoke(number uint32) {
 	}
 }
 
+// start lets the disk begin with what a put has written into a lent file, while its bytes are checked and the puts before it are ingested.
+func (f *feed) start(envelopes []*trajectoryv1.TrajectoryEnvelope) {
+	var first, last *trajectoryv1.PayloadPlace
+	for _, e := range envelopes {
+		at := e.GetPlace()
+		switch {
+		case at == nil:
+			continue
+		case first == nil:
+			first = at
+		case at.GetSegment() != first.GetSegment(), at.GetOffset() < last.GetOffset():
+			return // no put of our clients
+		}
+		last = at
+	}
+	if first == nil {
+		return
+	}
+	f.lending.Lock()
+	l := f.lent[first.GetSegment()]
+	f.lending.Unlock()
+	if l != nil && l.id == first.GetLending() {
+		l.file.Start(segment.Place{Offset: first.GetOffset()}, segment.Place{Offset: last.GetOffset(), Length: last.GetLength()})
+	}
+}
+
 // inspect checks a payload that its producer has written. ErrNotLent.
 func (f *feed) inspect(a *Arrival, at *trajectoryv1.PayloadPlace) error {
 	place := segment.Place{Segment: at.GetSegment(), Offset: at.GetOffset(), Length: at.GetLength()}

@@ -3,6 +3,7 @@ package buffer
 import (
 	"context"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -32,6 +33,7 @@ type Service struct {
 
 	gate  *gate
 	space *space
+	sync  func(*os.File) error // of segments; nil: the system's own way
 }
 
 // passes is how many ingests go on at a time: while one waits for the disk another writes its rows.

@@ -7,14 +7,17 @@ import (
 	"io"
 	"os"
 	"sync"
+	"sync/atomic"
 )
 
 // Lent is a file that a producer on this host appends records to. Safe for concurrent use.
 type Lent struct {
 	number   uint32
 	volatile bool
+	sync     func(*os.File) error
 	file     *os.File
 	inode    uint64
+	failed   atomic.Pointer[error] // of Start
 }
 
 // Lend begins a file for a producer, in a kept one that nobody maps where there is one (Spare). One goroutine at a time, as all of Writer;
@@ -31,7 +34,7 @@ func (w *Writer) Lend() (*Lent, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("lend segment %d: %w", w.last, err), f.Close())
 	}
-	return &Lent{number: w.last, volatile: w.Volatile, file: f, inode: inode}, nil
+	return &Lent{number: w.last, volatile: w.Volatile, sync: w.Datasync, file: f, inode: inode}, nil
 }
 
 // Number is the segment's.
@@ -81,12 +84,28 @@ func (l *Lent) Check(p Place, crc uint32) error {
 	return nil
 }
 
+// Start lets the disk begin with what a Sync is to follow, the records whose payloads lie between two places. It waits for nothing and
+// promises nothing; what fails, every Sync from then on tells.
+func (l *Lent) Start(first, last Place) {
+	if l.volatile || first.Offset < HeaderBytes {
+		return
+	}
+	begin := first.Offset - HeaderBytes
+	if err := startWriting(l.file, begin, last.Offset+last.Length-begin); err != nil {
+		l.failed.CompareAndSwap(nil, &err)
+	}
+}
+
 // Sync makes durable what the producer has written.
 func (l *Lent) Sync() error {
 	if l.volatile {
 		return nil
 	}
-	if err := datasync(l.file); err != nil {
+	err := l.sync(l.file)
+	if failed := l.failed.Load(); failed != nil {
+		err = errors.Join(err, *failed)
+	}
+	if err != nil {
 		return fmt.Errorf("sync segment %d: %w", l.number, err)
 	}
 	return nil

@@ -56,6 +56,8 @@ type Config struct {
 	Volatile bool
 	// SpareBytes is how much of files that were lent and are not needed any more is kept to be lent again; 0: nothing.
 	SpareBytes uint64
+	// Datasync makes the bytes of a file durable; nil: the system's own way.
+	Datasync func(*os.File) error
 }
 
 // Repair says what Open found beyond, or short of, what is durable.
@@ -104,6 +106,9 @@ func ready(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
 		named[k.Segment] = true
 	}
 	repair, swept, err := sweep(cfg.Dir, named)
+	if cfg.Datasync == nil {
+		cfg.Datasync = datasync
+	}
 	return &Writer{Config: cfg, last: max(newest, swept), local: onLocal(cfg.Dir)}, repair, err
 }
 

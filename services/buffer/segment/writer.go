@@ -64,7 +64,7 @@ func (w *Writer) Sync() error {
 	if w.file == nil || w.Volatile {
 		return nil
 	}
-	if err := datasync(w.file); err != nil {
+	if err := w.Datasync(w.file); err != nil {
 		return errors.Join(fmt.Errorf("sync segment %d: %w", w.number, err), w.Close())
 	}
 	return nil
