@@ -9,12 +9,20 @@ import numpy as np
 import pytest
 
 from rollout_workers.delivery import patch
+from rollout_workers.delivery.kernel import Kernel
 from rollout_workers.delivery.patch import Ends, PatchCorrupt
+from rollout_workers.delivery.plain import Plain
 
 from .files import safetensors
 
 ENDS = Ends(3, "blake3-a", 4, "blake3-b")
 MOST = 1 << 30
+
+
+@pytest.fixture(autouse=True, params=["compiled", "numpy"])
+def segments(request: pytest.FixtureRequest, compiled: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test by compiled code, and by numpy."""
+    monkeypatch.setattr(patch, "fastest", lambda: compiled if request.param == "compiled" else Plain())
 
 
 def patched(base: bytes, made: bytes, threads: int = 1) -> bytes:
@@ -134,5 +142,19 @@ def test_a_patch_that_lies_about_itself_is_refused() -> None:
         spoiled = bytearray(made)
         spoiled[at] = value
         data = bytes(spoiled)
+        file = bytearray(base)
         with pytest.raises(PatchCorrupt):
-            patch.apply(data + struct.pack("<I", crc32c.crc32c(data)), bytearray(base))
+            patch.apply(data + struct.pack("<I", crc32c.crc32c(data)), file)
+        assert file == base
+
+
+def test_nothing_is_written_where_a_late_segment_lies() -> None:
+    old = np.zeros(20 * patch.SEGMENT, np.uint16)
+    base, wanted = safetensors({"w": old}), safetensors({"w": old + 1})
+    made = bytearray(encoded(base, wanted)[:-4])
+    made[made.rindex(struct.pack("<IIII", patch.SEGMENT, patch.SEGMENT, 1, 0)) + 17] = 2
+    for threads in (1, 2):
+        file = bytearray(base)
+        with pytest.raises(PatchCorrupt, match=f"byte {len(base) - 2 * patch.SEGMENT} of the file"):
+            patch.apply(bytes(made) + struct.pack("<I", crc32c.crc32c(bytes(made))), file, threads=threads)
+        assert file == base
