@@ -7,8 +7,19 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 from rollout_workers.engines.base import ContextOverflow, EngineClosed, InvalidPrompt, NothingStaged
+from rollout_workers.engines.transformers.score import linear_head, logprobs_of
 from rollout_workers.weights import named_weights
 
 from .tiny import outputs, request, running, same_bits, tiny_model
@@ -28,6 +39,34 @@ async def test_scores_are_the_models_own() -> None:
     for ids, scored in zip(PROMPTS, found, strict=True):
         assert scored.dtype == np.float32
         np.testing.assert_allclose(scored, plain(tiny_model(), ids), atol=1e-5)
+
+
+SMALL = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+         "num_key_value_heads": 2}  # fmt: skip
+HEADS = {
+    "linear": (lambda: LlamaForCausalLM(LlamaConfig(**SMALL)), True),
+    "with a bias": (lambda: PhiForCausalLM(PhiConfig(**SMALL)), True),
+    "scaled": (lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)), False),
+    "capped": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=1.0)), False),
+    "capped far off": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=1e6)), False),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_kind_of_head_gives_the_models_own(name: str) -> None:
+    """Three rows at a time, where the head is linear; it then never sees more."""
+    build, linear = HEADS[name]
+    torch.manual_seed(0)
+    model = build().eval()
+    for parameter in model.get_output_embeddings().parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    assert linear_head(model) == linear
+    sizes: list[int] = []
+    model.get_output_embeddings().register_forward_hook(lambda _, given, made: sizes.append(made.numel()))
+    prompt = np.random.default_rng(0).integers(0, 60, 23)
+    found = logprobs_of(model, prompt, linear=linear, held=3 * 60 + 59)
+    assert max(sizes) == (3 * 60 if linear else 23 * 60)
+    np.testing.assert_allclose(found, plain(model, prompt), atol=1e-5)
 
 
 async def test_samples_keep_their_bits_beside_it() -> None:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout_workers.engines.base import ContextOverflow, EngineError, InvalidPrompt, Logprobs
 
-_ROWS = 512  # of logits that are normalised at a time, in f32
+HELD = 1 << 24
+"""Logits that are held at a time, in elements; f32, and as many log-probabilities: 128 MB."""
 
 
 class Scoring:
     """Prompts that wait to be scored. Used by the decoding thread alone; answers may be cancelled from anywhere.
 
-    Each prompt runs alone and unpadded, so that no neighbour changes its bits. Its logits [T, V] are held at once, in the model's
-    own dtype.
+    Each prompt runs alone and unpadded, so that no neighbour changes its bits. Its logits are made a few rows at a time from its
+    last hidden states [T, H]; of a model whose head is not linear, which makes them itself, all [T, V] are held at once.
     """
 
     def __init__(self, module: PreTrainedModel, max_len: int, vocabulary: int) -> None:
         self._module, self._max_len, self._vocabulary = module, max_len, vocabulary
+        self._linear = linear_head(module)
         self._waiting: deque[tuple[NDArray[np.int64], Future[Logprobs]]] = deque()
 
     def __bool__(self) -> bool:
@@ -45,7 +50,7 @@ class Scoring:
         if not answer.set_running_or_notify_cancel():  # who asked has gone
             return
         try:
-            answer.set_result(logprobs_of(self._module, prompt))
+            answer.set_result(logprobs_of(self._module, prompt, linear=self._linear))
         except Exception as error:
             answer.set_exception(error)
 
@@ -58,13 +63,40 @@ class Scoring:
 
 
 @torch.inference_mode()
-def logprobs_of(module: PreTrainedModel, prompt: NDArray[np.int64]) -> Logprobs:
-    """f32[T]: the logprob of each token of int64[T] given those before it; 0 for the first."""
+def logprobs_of(module: PreTrainedModel, prompt: NDArray[np.int64], *, linear: bool, held: int = HELD) -> Logprobs:
+    """f32[T]: the logprob of each token of int64[T] given those before it; 0 for the first. linear: see :func:`linear_head`."""
     ids = torch.from_numpy(prompt).to(next(module.parameters()).device)
-    logits = module(input_ids=ids[None], use_cache=False).logits[0]
+    rows, head = _rows_of(module, ids[None], linear)
+    step = max(1, held // module.config.get_text_config().vocab_size)
     found = np.zeros(len(prompt), np.float32)
-    for start in range(0, len(prompt) - 1, _ROWS):
-        rows = logits[start : min(start + _ROWS, len(prompt) - 1)].float()
-        wanted = ids[start + 1 : start + 1 + len(rows), None]
-        found[start + 1 : start + 1 + len(rows)] = rows.log_softmax(-1).gather(-1, wanted)[:, 0].cpu().numpy()
+    for start in range(0, len(prompt) - 1, step):
+        logits = head(rows[0, start : min(start + step, len(prompt) - 1)]).float()
+        wanted = ids[start + 1 : start + 1 + len(logits), None]
+        found[start + 1 : start + 1 + len(logits)] = logits.log_softmax(-1).gather(-1, wanted)[:, 0].cpu().numpy()
     return found
+
+
+def _rows_of(module: PreTrainedModel, ids: Tensor, linear: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """ids int64[1, T] -> [1, T, H] and what makes logits of rows of it; without a linear head logits [1, T, V] and nothing."""
+    if not linear:
+        return module(input_ids=ids, use_cache=False).logits, lambda logits: logits
+    head: Any = module.get_output_embeddings()
+    return module.base_model(input_ids=ids, use_cache=False).last_hidden_state, head
+
+
+@torch.inference_mode()
+def linear_head(module: PreTrainedModel) -> bool:
+    """Whether the output embedding makes the model's logits of its last hidden states, tried on eight tokens. A cap on logits may
+    not show in the logits of these weights, so its name in the config is enough."""
+    config = module.config.get_text_config()
+    if any("softcap" in name.replace("_", "") and value for name, value in config.to_dict().items()):
+        return False
+    ids = torch.arange(8, device=next(module.parameters()).device).mul_(7919).remainder_(config.vocab_size)[None]
+    try:
+        rows, head = _rows_of(module, ids, linear=True)
+        found = head(rows).float()
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False
+    wanted = module(input_ids=ids, use_cache=False).logits.float()
+    limit = 64 * torch.finfo(rows.dtype).eps ** 0.75 * wanted.abs().max().clamp(min=1e-6)
+    return found.shape == wanted.shape and bool(((found - wanted).abs().max() <= limit).item())
