@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+
+	"github.com/rollout-rl/rollout/libs/crashpoint"
 )
 
 // sparePrefix begins the names of files that wait to be lent again. No segment is called so, and what has such a name when the files are
@@ -96,7 +98,8 @@ func (w *Writer) rename(i int, f *os.File) (*os.File, error) {
 	}
 	if err == nil {
 		w.last = number
-		err = w.discard(i) // after a crash before this the file has two names: neither counts, and both go
+		crashpoint.Here("buffer/linked") // a file that was kept has two names, of which no row names one
+		err = w.discard(i)               // after a crash before this both names go when the files are opened
 	}
 	if err == nil && !w.Volatile {
 		err = syncDir(w.Dir)
