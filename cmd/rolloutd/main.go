@@ -39,6 +39,10 @@ const (
 )
 
 func main() {
+	if err := rpc.PoolBuffers(); err != nil {
+		fmt.Fprintln(os.Stderr, "rolloutd:", err)
+		os.Exit(exitSoftware)
+	}
 	drain, hard, stop := lifecycle.Signals(context.Background())
 	code := run(drain, hard, os.Args[1:], os.Environ(), os.Stderr)
 	stop()
