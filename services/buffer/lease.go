@@ -140,6 +140,14 @@ func lease(ctx context.Context, tx Tx, step uint64) (leased bool, d *draw, err e
 	if err != nil {
 		return false, d, err
 	}
+	positions := make([]uint64, len(d.take))
+	for i, g := range d.take {
+		positions[i] = g.Position
+	}
+	samples, err := samplesOf(ctx, tx, distinct(positions))
+	if err != nil {
+		return false, d, err
+	}
 	for _, g := range d.take {
 		if err := l.move(g, Leased, ""); err != nil {
 			return false, d, err
@@ -151,10 +159,6 @@ func lease(ctx context.Context, tx Tx, step uint64) (leased bool, d *draw, err e
 	}
 	l.Skipped += uint64(len(d.skip))
 	if err := tx.PutGroups(ctx, append(d.take, d.skip...)); err != nil {
-		return false, d, err
-	}
-	samples, err := tx.BatchSamples(ctx, step)
-	if err != nil {
 		return false, d, err
 	}
 	d.samples = samples

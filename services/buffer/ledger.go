@@ -28,6 +28,7 @@
 //   - The segment's fsync runs beside the transaction's statements; its commit waits for both, and is itself not synced: a note in the
 //     segment tells how to make the rows again (note.go, ADR 25).
 //   - Rows go in by powers of two: 4 groups and 32 samples are two statements, where they were eight.
+//   - To read the rows of a batch took as long as to write them: a lease knows those that this process has written (memory.go).
 //   - A lease that waits looked at the ledger with each put of others: it does so now when a batch can be full.
 //   - Group commit is worth most: 32 messages taken one by one cost three times the processor time of one batch. Messages that come
 //     during a commit share the next one, so there is no timer that would hold up the last sample of a step.

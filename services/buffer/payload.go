@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"google.golang.org/grpc/codes"
 
@@ -176,12 +177,19 @@ func (s *Service) trim(ctx context.Context, run string, through uint64) (freed u
 		if err != nil || len(segments) == 0 {
 			return err
 		}
+		known = segments
+		due := slices.DeleteFunc(slices.Clone(segments[:len(segments)-1]), func(g Segment) bool { // the last one is written to
+			return g.Trimmed || busy[g.Number]
+		})
+		if len(due) == 0 { // to ask for what is needed reads every sample that is waiting
+			return nil
+		}
 		needed, err := tx.Uncovered(ctx, through)
 		if err != nil {
 			return err
 		}
-		for _, g := range segments[:len(segments)-1] { // the last one is written to
-			if g.Trimmed || needed[g.Number] || busy[g.Number] {
+		for _, g := range due {
+			if needed[g.Number] {
 				continue
 			}
 			g.Trimmed = true

@@ -120,8 +120,11 @@ func (s *Service) update(ctx context.Context, run string, fn func(Tx) error) err
 func (s *Service) updateBy(ctx context.Context, write func(context.Context, string, func(Tx) error) error, run string, fn func(Tx) error) error {
 	var state *bufferv1.LedgerState
 	var revision uint64
+	var done *mindful
+	h := s.hub(run) // not within: who opens a ledger waits for transactions under the service's lock
 	err := write(ctx, run, func(tx Tx) (err error) {
-		if err = fn(tx); err != nil {
+		done = newMindful(tx, &h.memory)
+		if err = fn(done); err != nil {
 			return err
 		}
 		revision = tx.Ledger().Revision
@@ -129,12 +132,13 @@ func (s *Service) updateBy(ctx context.Context, write func(context.Context, stri
 		return err
 	})
 	if _, domain := rpcerr.From(err); err != nil && !domain && ctx.Err() == nil {
-		s.hub(run).forget() // a failed commit may have happened
+		h.forget() // a failed commit may have happened
 	}
 	if err != nil {
 		return err
 	}
-	s.hub(run).publish(revision, state)
+	h.memory.learn(revision, done.change)
+	h.publish(revision, state)
 	return nil
 }
 
