@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.client.buffer.sample import PayloadCorrupt, Sample, parse, pieces
+from rollout.client.buffer.sample import PayloadCorrupt, Piece, Sample, parse, pieces, told
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, TrajectoryKey, VersionSpan
 
 
@@ -23,10 +23,16 @@ def made(tokens: int) -> Sample:
     return Sample(ids, -ids.astype(np.float32), (ids % 2).astype(np.uint8), about=about)
 
 
+def put(sample: Sample) -> list[Piece]:
+    """What a put makes of it."""
+    key = Trajectory(key=TrajectoryKey(run_id="r", index=7, sample=2)).SerializeToString()
+    return pieces(sample, key + told(sample.about))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 31, 127, 128, 3000, 5000, 40_000])
 def test_round_trip(tokens: int) -> None:
     sample = made(tokens)
-    data = b"".join(pieces(sample))
+    data = b"".join(put(sample))
     message = Trajectory.FromString(data)  # it is the contract's message, whatever the size
     assert np.array_equal(np.frombuffer(message.token_ids, "<i4"), sample.token_ids)
     back = parse(memoryview(data))
@@ -34,16 +40,16 @@ def test_round_trip(tokens: int) -> None:
         assert np.array_equal(getattr(back, name), getattr(sample, name)), name
     assert (back.about.reward, back.about.completion, back.about.key.index) == (0.5, "so it ends", 7)
     assert back.about.version_spans == sample.about.version_spans and back.about.metrics == sample.about.metrics
-    again = b"".join(pieces(back))
+    again = b"".join(put(back))
     assert len(again) == len(data)  # what was read can be put
 
 
 def test_large_arrays_are_not_copied() -> None:
     sample = made(40_000)
     address = sample.token_ids.__array_interface__["data"][0]
-    views = [np.frombuffer(piece, np.uint8) for piece in pieces(sample) if len(piece) == sample.token_ids.nbytes]
+    views = [np.frombuffer(piece, np.uint8) for piece in put(sample) if len(piece) == sample.token_ids.nbytes]
     assert views[0].__array_interface__["data"][0] == address
-    data = b"".join(pieces(sample))
+    data = b"".join(put(sample))
     assert np.shares_memory(parse(memoryview(data)).token_ids, np.frombuffer(data, np.uint8))
 
 
@@ -54,7 +60,7 @@ def test_payloads_keep_what_follows_aligned(tokens: int, prompt: int) -> None:
         sample = made(tokens)
         sample.raw_logprobs = sample.logprobs
         sample.about.completion, sample.about.prompt_tokens = text, min(prompt, tokens)
-        data = b"".join(pieces(sample))
+        data = b"".join(put(sample))
         assert len(data) % 4 == 0
         assert Trajectory.FromString(data).prompt_tokens == min(prompt, tokens)
         back = parse(memoryview(data))
@@ -66,7 +72,7 @@ def test_payloads_keep_what_follows_aligned(tokens: int, prompt: int) -> None:
 def test_strided_arrays_are_made_whole() -> None:
     sample = made(10_000)
     sample.token_ids = np.arange(20_000, dtype=np.int32)[::2]
-    assert np.array_equal(parse(memoryview(b"".join(pieces(sample)))).token_ids, sample.token_ids)
+    assert np.array_equal(parse(memoryview(b"".join(put(sample)))).token_ids, sample.token_ids)
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
@@ -78,12 +84,12 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         sample = made(4)
         setattr(sample, name, value)
         with pytest.raises(ValueError, match="wanted"):
-            pieces(sample)
+            put(sample)
 
 
 def test_foreign_bytes_are_corrupt() -> None:
     for tokens in (8, 40_000):
-        data = b"".join(pieces(made(tokens)))
+        data = b"".join(put(made(tokens)))
         for spoiled in (
             data[:-1],
             data + b"\x12",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Any, ClassVar
 
 import crc32c
@@ -76,24 +75,29 @@ class Consumer:
         if not answer.HasField("batch"):
             raise NotReady(f"step {step} waits for {answer.waiting_for}")
         batch: pb.Batch = answer.batch
-        samples = self._read(batch)
-        keys = ((ref.key.epoch, ref.key.index) for ref in batch.samples)
-        groups = [[sample for _, sample in pairs] for _, pairs in groupby(zip(keys, samples, strict=True), lambda pair: pair[0])]
+        refs = list(batch.samples)
+        groups: list[list[Sample]] = []
+        last: tuple[int, int] | None = None
+        for ref, sample in zip(refs, self._read(batch, refs), strict=True):
+            key = ref.key
+            if (group := (key.epoch, key.index)) != last:
+                groups.append([])
+                last = group
+            groups[-1].append(sample)
         return Leased(self._stub, self._metadata, batch, groups)
 
-    def _read(self, batch: pb.Batch) -> list[Sample]:
+    def _read(self, batch: pb.Batch, refs: list[pb.SampleRef]) -> list[Sample]:
         """The samples of a batch in its order: from the files where they can be read and are whole, else through the buffer."""
         try:
-            return self._read_files(batch)
+            return self._read_files(refs)
         except (OSError, PayloadCorrupt):
             payloads = self._fetch(batch)
-        return [_checked(ref, memoryview(payload)) for ref, payload in zip(batch.samples, payloads, strict=True)]
+        return [_checked(ref, memoryview(payload)) for ref, payload in zip(refs, payloads, strict=True)]
 
-    def _read_files(self, batch: pb.Batch) -> list[Sample]:
-        refs = list(batch.samples)
-        if not all(ref.segment for ref in refs):
+    def _read_files(self, refs: list[pb.SampleRef]) -> list[Sample]:
+        places = sorted([(ref.segment, ref.offset, ref.length, i) for i, ref in enumerate(refs)])
+        if places and not places[0][0]:
             raise OSError("a payload is in the storage service")
-        places = sorted((ref.segment, ref.offset, ref.length, i) for i, ref in enumerate(refs))
         self._files.keep({place[0] for place in places})
         out: list[Sample | None] = [None] * len(refs)
         for path, begin, end, indices in _ranges(places):

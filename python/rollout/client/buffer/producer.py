@@ -23,10 +23,11 @@ import grpc
 from rollout.buffer.v1 import buffer_pb2 as pb
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.client.buffer.calls import call
-from rollout.client.buffer.sample import Piece, Sample, pieces
+from rollout.client.buffer.sample import Piece, Sample, pieces, told
 from rollout.client.buffer.segment import LentSegment
+from rollout.client.buffer.wire import carrying, head_of, header_of, key_of, naming, prefix, receipt_of, request_of
 from rollout.client.errors import RemoteError
-from rollout.trajectory.v1.trajectory_pb2 import TrajectoryBatch, TrajectoryKey
+from rollout.trajectory.v1.trajectory_pb2 import PayloadPlace, TrajectoryKey
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
 
 _HEADER = struct.Struct("<II")  # length and CRC-32C before each payload
@@ -37,23 +38,24 @@ _SMALL_BYTES = 256 << 10  # of payloads up to which a request waits for more put
 _INLINE_BYTES = 64 << 10  # of a put that travels: a file of its own costs more than the copies, and a wait for the disk
 _WAIT_SECONDS = 0.001
 _WAKE = object()
+_SERVICE = f"/{pb.DESCRIPTOR.services_by_name['BufferService'].full_name}/"  # whose requests are made of bytes
 
 
 class Put(Future[pb.PutResult]):
     """``result()`` returns when the samples are durable: how many were accepted, had been there, or were refused and why. It
     can't be cancelled: what is on its way may arrive."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.set_running_or_notify_cancel()
+    def cancel(self) -> bool:
+        return False
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A put on its way. segment, begin, size: its records, where they are in a file.
-    lengths: of the payloads."""
+    """A put on its way. heads: its envelopes without payloads and places. batch: its ``TrajectoryBatch``, serialized. segment,
+    begin, size: its records, where they are in a file. lengths: of the payloads."""
 
-    batch: TrajectoryBatch
+    heads: list[bytes]
+    batch: bytes
     segment: LentSegment | None
     begin: int
     size: int
@@ -104,7 +106,11 @@ class Producer:
 
     def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int) -> None:
         self._stub = cast(Any, BufferServiceStub(channel))
+        bare = cast(Any, channel)
+        self._put = bare.unary_unary(_SERVICE + "PutTrajectories", None, pb.PutTrajectoriesResponse.FromString)
+        self._stream = bare.stream_stream(_SERVICE + "StreamTrajectories", None, pb.StreamTrajectoriesResponse.FromString)
         self._metadata, self._run = metadata, run
+        self._head = pb.PutTrajectoriesRequest(run_id=run).SerializeToString()
         self._room: SimpleQueue[None] = SimpleQueue()
         for _ in range(in_flight):
             self._room.put(None)
@@ -145,25 +151,24 @@ class Producer:
         arrays that don't fit; of a put that does not travel ``RemoteError`` where the buffer can't be asked for a segment,
         ``OSError`` for a full disk. What else fails, the put's ``result()`` raises.
         """
-        batch, records, lengths = TrajectoryBatch(), list[Piece](), list[int]()
-        key = TrajectoryKey(run_id=self._run, epoch=epoch, index=index, attempt=attempt)
+        group = TrajectoryKey(run_id=self._run, epoch=epoch, index=index, attempt=attempt).SerializeToString()
+        size, tail = group_size or len(samples), receipt_of(receipt)
+        heads, payloads, crcs = list[bytes](), list[list[Piece]](), list[int]()
         for number, sample in enumerate(samples, first):
-            key.sample, key.part = number, sample.about.key.part
-            sample.about.key.CopyFrom(key)
-            payload = pieces(sample)
-            length = crc = 0
+            about = sample.about
+            tells = told(about)
+            key = key_of(group, number, about.key.part if about.HasField("key") else 0)
+            key = prefix(0x0A, len(key)) + key
+            payload = pieces(sample, key + tells)
+            crc = 0
             for piece in payload:
                 crc = crc32c.crc32c(piece, crc)
-                length += len(piece)
-            envelope = batch.trajectories.add()
-            envelope.crc32c = crc
-            _describe(envelope.header, key, sample, group_size or len(samples), receipt)
-            records.append(_HEADER.pack(length, crc))
-            records += payload
-            lengths.append(length)
+            heads.append(head_of(key + header_of(about, tells, len(sample.token_ids), size) + tail, crc))
+            payloads.append(payload)
+            crcs.append(crc)
         self._room.get()
         try:
-            pending = self._write(batch, records, lengths)
+            pending = self._write(heads, payloads, crcs)
         except BaseException:
             self._room.put(None)
             raise
@@ -190,11 +195,15 @@ class Producer:
             with contextlib.suppress(RemoteError):  # else they are idle soon
                 self._call([])
 
-    def _write(self, batch: TrajectoryBatch, records: list[Piece], lengths: list[int]) -> _Pending:
+    def _write(self, heads: list[bytes], payloads: list[list[Piece]], crcs: list[int]) -> _Pending:
+        lengths = [sum(map(len, payload)) for payload in payloads]
         size, begin = sum(lengths) + _HEADER.size * len(lengths), 0
         if size <= _INLINE_BYTES:
-            _carry(batch, b"".join(records), lengths)
-            return _Pending(batch, None, begin, size, lengths)
+            return _Pending(heads, _carry(heads, payloads), None, begin, size, lengths)
+        records = list[Piece]()
+        for length, crc, payload in zip(lengths, crcs, payloads, strict=True):
+            records.append(_HEADER.pack(length, crc))
+            records += payload
         with self._writing:
             segment = self._current()
             if segment is not None:
@@ -205,10 +214,8 @@ class Producer:
                     raise
                 segment.unanswered += 1
         if segment is None:
-            _carry(batch, b"".join(records), lengths)
-            return _Pending(batch, None, begin, size, lengths)
-        _name(batch, segment, begin, lengths)
-        return _Pending(batch, segment, begin, size, lengths)
+            return _Pending(heads, _carry(heads, payloads), None, begin, size, lengths)
+        return _Pending(heads, _name(heads, segment, begin, lengths), segment, begin, size, lengths)
 
     def _current(self) -> LentSegment | None:
         """The segment to append to; None where payloads travel inline. Under the lock."""
@@ -240,7 +247,7 @@ class Producer:
     def _follow(self, stream: _Stream) -> None:
         """Put through one stream until it ends. What it leaves unanswered is put by calls, which say why where that fails too."""
         try:
-            for answer in self._stub.StreamTrajectories(self._requests(stream), metadata=self._metadata):
+            for answer in self._stream(self._requests(stream), metadata=self._metadata):
                 self._settle(stream.answered(), answer.answer.results)
         except grpc.RpcError:
             pass  # a call tells
@@ -254,9 +261,9 @@ class Producer:
             else:
                 self._settle(held, results)
 
-    def _requests(self, stream: _Stream) -> Iterator[pb.StreamTrajectoriesRequest]:
+    def _requests(self, stream: _Stream) -> Iterator[bytes]:
         """The requests of a stream. Runs in a thread of gRPC's, which takes one when it can send it."""
-        yield pb.StreamTrajectoriesRequest(put=self._request(stream.unanswered[0]))
+        yield _streamed(self._request(stream.unanswered[0]))
         while stream.room():
             held = self._gather(stream)
             if not held:
@@ -267,7 +274,7 @@ class Producer:
                 for pending in held:
                     self._queue.put(pending)
                 return
-            yield pb.StreamTrajectoriesRequest(put=self._request(held))
+            yield _streamed(self._request(held))
 
     def _gather(self, stream: _Stream | None) -> list[_Pending]:
         """The next puts of one request; nothing at the end, or where the stream has ended. Small ones wait a moment for company,
@@ -300,19 +307,22 @@ class Producer:
                 self._calling += len(held)
             return held
 
-    def _request(self, held: Sequence[_Pending]) -> pb.PutTrajectoriesRequest:
+    def _request(self, held: Sequence[_Pending]) -> list[bytes]:
+        """A ``PutTrajectoriesRequest`` in pieces."""
         with self._writing:
             finished = [segment for segment in self._old if not segment.unanswered]
             self._old = [segment for segment in self._old if segment.unanswered]
         for segment in finished:
             segment.close()
-        returned = [segment.lending for segment in finished]
-        return pb.PutTrajectoriesRequest(run_id=self._run, puts=[pending.batch for pending in held], returned=returned)
+        rest = (
+            pb.PutTrajectoriesRequest(returned=[segment.lending for segment in finished]).SerializeToString() if finished else b""
+        )
+        return request_of(self._head, (pending.batch for pending in held), rest)
 
     def _call(self, held: Sequence[_Pending]) -> Sequence[pb.PutResult]:
         while True:
             try:
-                return call(self._stub.PutTrajectories, self._request(held), self._metadata).results
+                return call(self._put, b"".join(self._request(held)), self._metadata).results
             except RemoteError as error:
                 if error.reason != "SEGMENT_NOT_LENT":
                     raise
@@ -330,11 +340,11 @@ class Producer:
                 data = old.read(pending.begin, pending.size)
                 new = self._current()
                 if new is None:
-                    _carry(pending.batch, data, pending.lengths)
+                    pending.batch = _carry(pending.heads, _split(data, pending.lengths))
                 else:
                     pending.begin = new.append([data], pending.size)
                     new.unanswered += 1
-                    _name(pending.batch, new, pending.begin, pending.lengths)
+                    pending.batch = _name(pending.heads, new, pending.begin, pending.lengths)
                 old.unanswered -= 1  # together with the segment, so that each is counted down once, whatever fails
                 pending.segment = new
 
@@ -355,39 +365,31 @@ class Producer:
             pending.done.set_result(result)
 
 
-def _name(batch: TrajectoryBatch, segment: LentSegment, begin: int, lengths: Sequence[int]) -> None:
-    """Say where the payloads of a put lie."""
-    at = begin
-    for envelope, length in zip(batch.trajectories, lengths, strict=True):
-        place = envelope.place
-        place.segment, place.offset, place.length = segment.number, at + _HEADER.size, length
-        place.lending = segment.lending
+def _streamed(request: list[bytes]) -> bytes:
+    """A ``StreamTrajectoriesRequest``."""
+    return b"".join([prefix(0x0A, sum(map(len, request))), *request])
+
+
+def _name(heads: Sequence[bytes], segment: LentSegment, begin: int, lengths: Sequence[int]) -> bytes:
+    """A put whose payloads lie in a file."""
+    at, places = begin, list[bytes]()
+    for length in lengths:
+        place = PayloadPlace(segment=segment.number, offset=at + _HEADER.size, length=length, lending=segment.lending)
+        places.append(place.SerializeToString())
         at += _HEADER.size + length
+    return naming(heads, places)
 
 
-def _carry(batch: TrajectoryBatch, records: bytes, lengths: Sequence[int]) -> None:
-    """Let the payloads of a put travel with it."""
-    at = 0
-    for envelope, length in zip(batch.trajectories, lengths, strict=True):
+def _carry(heads: Sequence[bytes], payloads: Sequence[Sequence[Piece]]) -> bytes:
+    """A put whose payloads travel with it."""
+    return carrying(heads, [b"".join(payload) for payload in payloads])
+
+
+def _split(records: bytes, lengths: Sequence[int]) -> list[list[Piece]]:
+    """The payloads of records that were written."""
+    out, at = list[list[Piece]](), 0
+    for length in lengths:
         at += _HEADER.size
-        envelope.payload = records[at : at + length]
-        envelope.ClearField("place")
+        out.append([records[at : at + length]])
         at += length
-
-
-def _describe(header: Any, key: TrajectoryKey, sample: Sample, group_size: int, receipt: WeightsReceipt | None) -> None:
-    about, tokens = sample.about, len(sample.token_ids)
-    header.key.CopyFrom(key)
-    header.group_size = group_size
-    header.outcome = about.outcome
-    header.tokens = tokens
-    header.completion_tokens = tokens - about.prompt_tokens
-    if reward := about.reward:
-        header.reward = reward
-    if about.reason:
-        header.reason = about.reason
-    if spans := about.version_spans:
-        versions = [span.version for span in spans]
-        header.min_version, header.max_version = min(versions), max(versions)
-    if receipt is not None:
-        header.receipt.CopyFrom(receipt)
+    return out

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.client.buffer.wire import prefix
 from rollout.errors import RolloutError
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_COMPLETED, Trajectory
 
@@ -24,7 +25,9 @@ _FOUND = {tag: place for place, tag in enumerate(_ARRAYS)}
 _PADS = (b"", b"\x30\x80\x80\x80\x00", b"\x30\x00", b"\x30\x80\x00")
 """By how many bytes are missing to a multiple of 4: prompt_tokens = 0, which the field itself, or its default, stands above."""
 
+_PROMPT_TOKENS = 0x30  # tag of the field behind key and arrays
 _EMPTY = (0,)
+_NONE: tuple[NDArray[Any], ...] = tuple(np.zeros(0, kind) for kind in _TYPES)
 
 Piece = bytes | memoryview
 """A part of a payload."""
@@ -46,7 +49,8 @@ class Sample:
 
     token_ids: int32[T]. logprobs: float32[T] under the distribution that was sampled from, or empty. loss_mask: uint8[T], 1 where
     the token is trained on. raw_logprobs: float32[T] under the unmodified softmax, or empty. about: the rest (reward,
-    prompt_tokens, outcome, version_spans, texts), a ``Trajectory`` whose key a put fills in and whose arrays mean nothing.
+    prompt_tokens, outcome, version_spans, texts), a ``Trajectory`` whose arrays mean nothing, and of whose key a put
+    takes the part alone.
 
     Arrays that a consumer gives are read-only views of a mapped file or of bytes.
     """
@@ -58,34 +62,56 @@ class Sample:
     about: Trajectory = field(default_factory=_completed)
 
 
-def pieces(sample: Sample) -> list[Piece]:
-    """The serialized Trajectory; large arrays are views of the sample's memory. Raises ``ValueError`` where arrays don't fit.
+def told(about: Trajectory) -> bytes:
+    """What a sample tells besides its arrays and its key, serialized. Arrays in ``about`` are taken out of it."""
+    out = about.SerializeToString(deterministic=True)
+    if out and out[0] < _PROMPT_TOKENS:  # it has a field of those before
+        for name in ("token_ids", "logprobs", "raw_logprobs", "loss_mask"):
+            about.ClearField(name)
+        bare = Trajectory()
+        bare.CopyFrom(about)
+        bare.ClearField("key")
+        return bare.SerializeToString(deterministic=True)
+    return out
+
+
+def pieces(sample: Sample, head: bytes) -> list[Piece]:
+    """The serialized Trajectory; large arrays are views of the sample's memory. head: its other fields, serialized. Raises
+    ``ValueError`` where arrays don't fit.
 
     Its length is a multiple of 4 and, up to half a million tokens, so is the place of each large array of numbers of 4 bytes: in
     a file of such payloads they are all aligned, and what computes on a mapped one needs no copy.
     """
-    tokens = len(sample.token_ids)
-    if sample.about.token_ids:  # of a sample that was read
-        for name in ("token_ids", "logprobs", "raw_logprobs", "loss_mask"):
-            sample.about.ClearField(name)
-    about = sample.about.SerializeToString(deterministic=True)
+    mask, ids, logprobs, raw = arrays = (sample.loss_mask, sample.token_ids, sample.logprobs, sample.raw_logprobs)
+    tokens = len(ids)
+    if (
+        len(mask) == len(logprobs) == tokens
+        and 0 < 4 * tokens <= _SMALL
+        and mask.dtype is _TYPES[0]
+        and ids.dtype is _TYPES[1]
+        and logprobs.dtype is _TYPES[2]
+        and mask.ndim == ids.ndim == logprobs.ndim == 1
+        and raw.shape == _EMPTY
+    ):  # as most are
+        before, total = _before(tokens)
+        pad = _PADS[-(total + len(head)) & 3]
+        return [b"".join((pad, head, before[0], mask.tobytes(), before[1], ids.tobytes(), before[2], logprobs.tobytes()))]
     fields: list[tuple[bytes, NDArray[Any], int]] = []
-    total = len(about)
-    arrays = (sample.loss_mask, sample.token_ids, sample.logprobs, sample.raw_logprobs)
+    total = len(head)
     for tag, dtype, array in zip(_ARRAYS, _TYPES, arrays, strict=True):
         shape, kind = array.shape, array.dtype
         if shape == _EMPTY:
             continue
-        if (kind is not dtype and kind != dtype) or shape != (tokens,):
+        if kind != dtype or shape != (tokens,):
             raise ValueError(f"an array of {kind}{list(shape)} stands where {dtype}[{tokens}] is wanted")
         size = tokens * dtype.itemsize
-        prefix = _prefix(tag, size)
-        fields.append((prefix, array, size))
-        total += len(prefix) + size
-    held: list[Piece] = [_PADS[-total & 3], about]
+        start = prefix(tag, size)
+        fields.append((start, array, size))
+        total += len(start) + size
+    held: list[Piece] = [_PADS[-total & 3], head]
     out: list[Piece] = []
-    for prefix, array, size in fields:
-        held.append(prefix)
+    for start, array, size in fields:
+        held.append(start)
         if size <= _SMALL:
             held.append(array.tobytes())
         else:
@@ -97,14 +123,10 @@ def pieces(sample: Sample) -> list[Piece]:
 
 
 @lru_cache(4096)
-def _prefix(tag: int, size: int) -> bytes:
-    """What precedes a field of ``size`` bytes."""
-    out = bytearray((tag,))
-    while size > 127:
-        out.append(size & 127 | 128)
-        size >>= 7
-    out.append(size)
-    return bytes(out)
+def _before(tokens: int) -> tuple[tuple[bytes, bytes, bytes], int]:
+    """What precedes mask, ids and logprobs of so many tokens, and the bytes of all six."""
+    out = prefix(_ARRAYS[0], tokens), prefix(_ARRAYS[1], 4 * tokens), prefix(_ARRAYS[2], 4 * tokens)
+    return out, sum(map(len, out)) + 9 * tokens
 
 
 def parse(payload: memoryview) -> Sample:
@@ -112,24 +134,29 @@ def parse(payload: memoryview) -> Sample:
     try:
         if len(payload) <= _SMALL:
             about = Trajectory.FromString(bytes(payload))
-            found = (about.loss_mask, about.token_ids, about.logprobs, about.raw_logprobs)
+            mask, ids, logprobs, raw = about.loss_mask, about.token_ids, about.logprobs, about.raw_logprobs
         else:
-            found, rest = _walk(payload)
+            (mask, ids, logprobs, raw), rest = _walk(payload)
             about = Trajectory.FromString(rest)
-        mask, ids, logprobs, raw = map(_view, found, _TYPES)
+        u1, i4, f4, _ = _TYPES
+        out = Sample(
+            np.frombuffer(ids, i4) if ids else _NONE[1],
+            np.frombuffer(logprobs, f4) if logprobs else _NONE[2],
+            np.frombuffer(mask, u1) if mask else _NONE[0],
+            np.frombuffer(raw, f4) if raw else _NONE[3],
+            about,
+        )
     except PayloadCorrupt:
         raise
     except Exception as error:
         raise PayloadCorrupt(f"a payload of {len(payload)} bytes is no Trajectory: {error}") from error
-    fit = (0, len(ids))
-    if len(ids) < about.prompt_tokens or len(logprobs) not in fit or len(raw) not in fit or len(mask) not in fit:
-        sizes = f"{len(ids)} tokens, {len(logprobs)} logprobs, {len(raw)} raw ones, {len(mask)} mask values"
-        raise PayloadCorrupt(f"{sizes} and a prompt of {about.prompt_tokens} don't fit each other")
-    return Sample(ids, logprobs, mask, raw, about)
-
-
-def _view(data: Any, kind: np.dtype[Any]) -> NDArray[Any]:
-    return np.frombuffer(data, kind) if len(data) else np.zeros(0, kind)
+    size, prompt = len(ids), about.prompt_tokens
+    if size == len(logprobs) == 4 * len(mask) and not raw and 4 * prompt <= size:  # as most are
+        return out
+    if size < 4 * prompt or len(logprobs) not in (0, size) or len(raw) not in (0, size) or 4 * len(mask) not in (0, size):
+        sizes = f"{size // 4} tokens, {len(logprobs) // 4} logprobs, {len(raw) // 4} raw ones, {len(mask)} mask values"
+        raise PayloadCorrupt(f"{sizes} and a prompt of {prompt} don't fit each other")
+    return out
 
 
 def _walk(payload: memoryview) -> tuple[Sequence[Any], bytes]:
