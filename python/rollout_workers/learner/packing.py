@@ -43,6 +43,8 @@ class MicroBatch:
     """int64 [B, T]: place in its own sequence, from 0."""
     subtree_end: NDArray[np.int64] | None
     """int64 [B, T]: position i sees j exactly when ``j <= i < subtree_end[j]``. None where every row is one sequence."""
+    sizes: NDArray[np.int64]
+    """int64 [B]: positions of each row; what follows is padding."""
     predictors: NDArray[np.int64]
     """int64 [M], ascending: flat positions (row * T + position) whose hidden state predicts a trained token."""
     predictor: NDArray[np.int64]
@@ -292,6 +294,7 @@ def _assemble(rows: Sequence[_Row], flat: _Flat) -> MicroBatch:
         token_ids=token_ids,
         positions=positions,
         subtree_end=None if all(row.single for row in rows) else end,
+        sizes=np.array([row.size for row in rows], np.int64),
         predictors=predictors,
         predictor=predictor,
         target=flat.token_ids[at].astype(np.int64),

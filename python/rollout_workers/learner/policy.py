@@ -13,16 +13,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from rollout_workers.learner import rms_norm
 from rollout_workers.learner.adapter import Adapter, LoraConfig
 from rollout_workers.learner.freezing import checkpoint_gradients, freeze
 from rollout_workers.learner.logprob import token_logprobs
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.ranks import ALONE, Ranks
 from rollout_workers.learner.shards import whole
+from rollout_workers.learner.tree_attention import install, installed, tree_layout
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.weights import LiveWeights
 
 # Largest difference of a logprob by which two ways to compute it may differ and count as the same.
+PROBE = 48  # tokens
+NO_MASK = torch.zeros(1, 1, 1, 1)  # of four dimensions: models take such a one as it is, and make none
+
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
@@ -51,11 +56,12 @@ class Policy:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         self.adapter: Adapter | None = None
+        rms_norm.install(model)
         self._inside = ALONE.shard(model)
         self.linear_head = True
         self.share_prefixes = True
         self.linear_head = self._agrees(share_prefixes=False)
-        self.share_prefixes = attends_everywhere(model.config) and self._agrees(share_prefixes=True)
+        self.share_prefixes = attends_everywhere(model.config) and install(model, lambda: self._agrees(share_prefixes=True))
 
     @classmethod
     def load(
@@ -152,15 +158,18 @@ class Policy:
         return bool(((found[:, 1:] - wanted).abs().max() < TOLERANCE[self.model.dtype]).item())
 
 
-def call_packed(module: Any, batch: MicroBatch, *, device: torch.device, dtype: torch.dtype, **options: bool) -> Any:
+def call_packed(module: Any, batch: MicroBatch, *, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
     """Call a Hugging Face module on a micro-batch's rows, each of one sequence or a prefix tree."""
     token_ids = torch.from_numpy(batch.token_ids).to(device)
     if batch.subtree_end is None:
         return module(input_ids=token_ids, use_cache=False, **options)
+    tree = tree_layout(batch.subtree_end, batch.sizes, device) if installed(module) else None
+    if tree is not None:
+        options["tree"] = tree
     return module(
         input_ids=token_ids,
         position_ids=torch.from_numpy(batch.positions).to(device),
-        attention_mask=tree_mask(torch.from_numpy(batch.subtree_end).to(device), dtype),
+        attention_mask=tree_mask(torch.from_numpy(batch.subtree_end).to(device), dtype) if tree is None else NO_MASK,
         use_cache=False,
         **options,
     )
@@ -185,12 +194,12 @@ def attends_everywhere(config: PreTrainedConfig) -> bool:
 
 
 def probe_samples(vocabulary: int) -> list[TrainSample]:
-    """Four sequences of 12 tokens that begin alike and part at different places."""
+    """Four sequences that begin alike and part at different places, each so long that ``tree_layout`` cuts their row."""
     generator = np.random.default_rng(0)
-    stem = generator.integers(0, vocabulary, 12)
+    stem = generator.integers(0, vocabulary, PROBE)
     samples = []
-    for number, shared in enumerate((12, 7, 7, 3)):
-        token_ids = np.concatenate((stem[:shared], generator.integers(0, vocabulary, 12 - shared))).astype(np.int32)
-        mask = np.ones(12, np.uint8)
-        samples.append(TrainSample("probe", number, token_ids, 0, mask, np.zeros(12, np.float32)))
+    for number, shared in enumerate((PROBE, 28, 28, 12)):
+        token_ids = np.concatenate((stem[:shared], generator.integers(0, vocabulary, PROBE - shared))).astype(np.int32)
+        mask = np.ones(PROBE, np.uint8)
+        samples.append(TrainSample("probe", number, token_ids, 0, mask, np.zeros(PROBE, np.float32)))
     return samples

@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
+from rollout_workers.learner import rms_norm
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.policy import TOLERANCE, Policy, attends_everywhere, call_packed, probe_samples
 from rollout_workers.learner.ranks import ALONE
+from rollout_workers.learner.tree_attention import install
 from rollout_workers.learner.types import BadSettings
 
 
@@ -22,10 +24,11 @@ class Scorer(Policy):
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
         self.adapter = None
+        rms_norm.install(model)
         self._inside = ALONE.shard(model)
         self.linear_head = False
         self.share_prefixes = attends_everywhere(model.config)
-        self.share_prefixes = self.share_prefixes and self._scores_agree()
+        self.share_prefixes = self.share_prefixes and install(model, self._scores_agree)
 
     @classmethod
     def load(

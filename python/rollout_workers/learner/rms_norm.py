@@ -1,0 +1,62 @@
+"""RMSNorm (arXiv 1910.07467) in half of the passes over memory that the models' own takes, forward and backward.
+
+On a small model norms take as long as a third of all matrix products: each of their operations reads and writes whole tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCE = 1e-5  # of the largest value, by which a norm may differ from the model's own
+
+
+class RmsNorm(torch.autograd.Function):
+    """``x / sqrt(mean(x^2) + eps) * weight``. x: float32 [..., H]. weight: float32 [H]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, weight)
+        return unit * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
+        """With u = x * scale: dx = scale * (dy w - u mean(dy w u)), dw = sum(dy u)."""
+        unit, scale, weight = ctx.saved_tensors
+        product = grad * unit
+        along = (product @ weight).div_(-product.shape[-1])
+        grad_weight = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        grad_x = torch.mul(grad, weight, out=product)
+        grad_x.addcmul_(unit, along[..., None]).mul_(scale)
+        return grad_x, grad_weight, None
+
+
+def install(model: nn.Module) -> None:
+    """Have the norms of a float32 model on the CPU computed so, each that is such a norm: one that is not gives other values."""
+    for module in model.modules():
+        weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+        named = type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and eps is not None
+        if named and weight.dtype == torch.float32 and weight.device.type == "cpu" and _agrees(module, weight, eps):
+            module.forward = _Forward(module, eps)
+
+
+class _Forward:
+    """In place of a norm's own; the weight is the one that the module has when it is called."""
+
+    def __init__(self, module: nn.Module, eps: float) -> None:
+        self._module, self._eps = module, eps
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return RmsNorm.apply(hidden_states, self._module.weight, self._eps)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _agrees(module: nn.Module, weight: Tensor, eps: float) -> bool:
+    x = torch.linspace(-3, 2, 4 * weight.numel()).view(4, -1)
+    wanted = module(x)
+    return bool((RmsNorm.apply(x, weight, eps) - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
