@@ -39,24 +39,26 @@ class RmsNorm(torch.autograd.Function):
 def install(model: nn.Module) -> None:
     """Have the norms of a float32 model on the CPU computed so, each that is such a norm: one that is not gives other values."""
     for module in model.modules():
-        weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-        named = type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and eps is not None
-        if named and weight.dtype == torch.float32 and weight.device.type == "cpu" and _agrees(module, weight, eps):
-            module.forward = _Forward(module, eps)
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and _agrees(module):
+            module.forward = _Forward(module)
 
 
 class _Forward:
     """In place of a norm's own; the weight is the one that the module has when it is called."""
 
-    def __init__(self, module: nn.Module, eps: float) -> None:
-        self._module, self._eps = module, eps
+    def __init__(self, module: Any) -> None:
+        self._module = module
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        return RmsNorm.apply(hidden_states, self._module.weight, self._eps)  # type: ignore[no-any-return]
+        return RmsNorm.apply(hidden_states, self._module.weight, self._module.variance_epsilon)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def _agrees(module: nn.Module, weight: Tensor, eps: float) -> bool:
+def _agrees(module: Any) -> bool:
+    weight = module.weight
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return False
     x = torch.linspace(-3, 2, 4 * weight.numel()).view(4, -1)
     wanted = module(x)
-    return bool((RmsNorm.apply(x, weight, eps) - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
+    found = RmsNorm.apply(x, weight, module.variance_epsilon)
+    return bool((found - wanted).abs().max() <= TOLERANCE * wanted.abs().max())

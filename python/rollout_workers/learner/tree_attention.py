@@ -153,8 +153,8 @@ def attend(
     if tree is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, width, size = query.shape
-    flat = [part.transpose(1, 2).reshape(rows * width, -1) for part in (query, key, value)]
-    found = torch.cat([pieces.attend(*flat, heads, scaling) for pieces in tree.pieces])
+    q, k, v = (part.transpose(1, 2).reshape(rows * width, -1) for part in (query, key, value))
+    found = torch.cat([pieces.attend(q, k, v, heads, scaling) for pieces in tree.pieces])
     return tree.back(found).view(rows, width, heads, size), None
 
 
