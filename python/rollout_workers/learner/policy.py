@@ -20,7 +20,8 @@ from rollout_workers.learner.logprob import token_logprobs
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.ranks import ALONE, Ranks
 from rollout_workers.learner.shards import whole
-from rollout_workers.learner.tree_attention import install, installed, tree_layout
+from rollout_workers.learner.tree_attention import install, installed
+from rollout_workers.learner.tree_layout import tree_layout
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.weights import LiveWeights
 

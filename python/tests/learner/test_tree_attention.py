@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rollout_workers.learner import tree_attention
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.policy import tree_mask
+from rollout_workers.learner.tree_layout import tree_layout
 from rollout_workers.learner.types import TrainSample
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def batch_of(groups: Sequence[tuple[int, Sequence[int]]]) -> MicroBatch:
 
 def layout_of(batch: MicroBatch) -> tree_attention.TreeLayout | None:
     assert batch.subtree_end is not None
-    return tree_attention.tree_layout(batch.subtree_end, batch.sizes, CPU)
+    return tree_layout(batch.subtree_end, batch.sizes, CPU)
 
 
 def parts(rows: int, width: int, heads: int, kv_heads: int) -> list[Tensor]:

@@ -1,0 +1,51 @@
+"""Rows of a tensor taken by index, with a backward pass that adds up in a fixed order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Rows to be taken from a [n, ...], and for the gradient of each of the n rows what was taken of it, as bags of places."""
+
+    taken: Tensor
+    """int64 [m]."""
+    places: Tensor
+    """int64 [k], k <= m: places in ``taken``, bag after bag. Those that fill a shape are in none: they have no gradient."""
+    bags: Tensor
+    """int64 [n]: where each row's bag begins."""
+
+    @classmethod
+    def of(cls, taken: Index, real: Index, rows: int, device: torch.device) -> Gather:
+        """taken: int64 [m]. real: the places in it that count, ascending. rows: n."""
+        order = real[np.argsort(taken[real], kind="stable")]
+        bags = np.searchsorted(taken[order], np.arange(rows))
+        return cls(*(torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (taken, order, bags)))
+
+    def __call__(self, source: Tensor) -> Tensor:
+        """source: [n, W] -> [m, W]."""
+        return _Take.apply(source, self.taken, self.places, self.bags)  # type: ignore[no-any-return]
+
+
+class _Take(torch.autograd.Function):
+    """``source[taken]``, whose backward pass sums each bag in order."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, taken: Tensor, places: Tensor, bags: Tensor) -> Tensor:
+        ctx.save_for_backward(places, bags)
+        return source.index_select(0, taken)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
+        places, bags = ctx.saved_tensors
+        return functional.embedding_bag(places, grad.contiguous(), bags, mode="sum"), None, None, None

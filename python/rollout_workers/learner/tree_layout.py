@@ -1,0 +1,116 @@
+"""How rows of prefix trees are cut into pieces for attention, and which pieces are computed side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout_workers.learner.gather import Gather, Index
+from rollout_workers.learner.tree_attention import Pieces, TreeLayout
+
+WORTH = 0.75  # pairs of positions that pieces need, as a share of whole rows', above which rows are computed whole
+SHORT = 16  # tokens of a piece in the mean, below which to gather costs more than it saves
+WASTE = 1.25  # pairs that are computed side by side, to those that are needed
+
+
+def tree_layout(subtree_end: Index, sizes: Index, device: torch.device) -> TreeLayout | None:
+    """The layout of a ``MicroBatch``'s rows, by its ``subtree_end`` [B, T] and ``sizes`` [B]; None where a mask does as well."""
+    rows, width = subtree_end.shape
+    new = np.ones((rows, width), bool)
+    new[:, 1:] = (subtree_end[:, 1:] != subtree_end[:, :-1]) | (subtree_end[:, :-1] == np.arange(1, width))
+    real = np.arange(width) < sizes[:, None]
+    new &= real
+    if int(new.sum()) * SHORT > int(sizes.sum()):
+        return None
+    cut = [piece for row, size in enumerate(sizes.tolist()) for piece in _cut(subtree_end[row, :size], new[row], row * width)]
+    buckets = list(_buckets(sorted(cut, key=lambda piece: piece.size)))
+    if sum(bucket.pairs for bucket in buckets) > WORTH * rows * width * width:
+        return None
+    place, first = np.zeros(rows * width, np.int64), 0
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            place[piece.own] = first + np.arange(len(piece.own))
+            first += bucket.queries
+    pieces = tuple(bucket.side_by_side(rows * width, device) for bucket in buckets)
+    return TreeLayout(pieces, Gather.of(place, np.flatnonzero(real), first, device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    own: Index
+    """Its flat positions."""
+    before: Index
+    """Those that lead to it from the root."""
+
+    @property
+    def size(self) -> tuple[bool, int, int]:
+        """Pieces at a root first, then by what they see."""
+        return len(self.before) > 0, len(self.before) + len(self.own), len(self.own)
+
+
+def _cut(end: Index, new: NDArray[np.bool_], offset: int) -> Iterator[_Piece]:
+    """The pieces of one row, whose first flat position is ``offset``."""
+    starts = np.flatnonzero(new).tolist()
+    path: list[tuple[int, Index]] = []  # where the subtree of each open piece ends, and its positions
+    for start, stop in zip(starts, [*starts[1:], len(end)], strict=True):
+        while path and path[-1][0] <= start:
+            path.pop()
+        own = np.arange(offset + start, offset + stop)
+        yield _Piece(own, np.concatenate([own[:0], *(held for _, held in path)]))
+        path.append((int(end[stop - 1]), own))
+
+
+@dataclass(slots=True)
+class _Bucket:
+    pieces: list[_Piece]
+    queries: int = 0
+    keys: int = 0
+    needed: int = 0
+
+    def add(self, piece: _Piece) -> _Bucket:
+        """The bucket with one more."""
+        _, keys, queries = piece.size
+        needed = self.needed + queries * keys
+        return _Bucket([*self.pieces, piece], max(self.queries, queries), max(self.keys, keys), needed)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of positions that are computed."""
+        return len(self.pieces) * self.queries * self.keys
+
+    def side_by_side(self, positions: int, device: torch.device) -> Pieces:
+        """positions: of all rows."""
+        count, leads = len(self.pieces), len(self.pieces[0].before) > 0
+        query, key = np.zeros((count, self.queries), np.int64), np.zeros((count, self.keys), np.int64)
+        asks, there = np.zeros(query.shape, bool), np.zeros(key.shape, bool)
+        seen = np.zeros((count, self.queries, self.keys), bool)
+        for number, piece in enumerate(self.pieces):
+            own, before = len(piece.own), len(piece.before)
+            query[number, :own], key[number, : before + own] = piece.own, np.concatenate((piece.before, piece.own))
+            asks[number, :own] = there[number, : before + own] = True
+            seen[number] = np.tri(self.queries, self.keys, before, dtype=bool)
+        return Pieces(
+            self.queries,
+            self.keys,
+            Gather.of(query.ravel(), np.flatnonzero(asks), positions, device),
+            Gather.of(key.ravel(), np.flatnonzero(there), positions, device),
+            torch.from_numpy(seen).to(device) if leads else None,
+        )
+
+
+def _buckets(pieces: Sequence[_Piece]) -> Iterator[_Bucket]:
+    """Cut sorted pieces where to go on would pad too much."""
+    held = _Bucket([])
+    for piece in pieces:
+        more = held.add(piece)
+        roots = bool(held.pieces) and (len(held.pieces[0].before) > 0) != (len(piece.before) > 0)
+        if roots or more.pairs > WASTE * more.needed:
+            yield held
+            more = _Bucket([]).add(piece)
+        held = more
+    if held.pieces:
+        yield held
