@@ -138,6 +138,29 @@ func TestNoQuorum(t *testing.T) {
 	}
 }
 
+// A server that brings messages to nobody, while the stream is there, is left for another one.
+func TestDeafServerIsLeft(t *testing.T) {
+	t.Parallel()
+	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3, Deaf: "rollout.work.>"})
+	b, err := bus.Connect(t.Context(), bus.Options{URL: s.URLs[0], Token: "s3cret"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	if err := b.EnsureRun(t.Context(), run); err != nil {
+		t.Fatal(err)
+	}
+	deaf := b.Conn().ConnectedServerName()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if err := b.Publish(ctx, bus.Message{Subject: bus.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}); err != nil {
+		t.Fatal(err)
+	}
+	if name := b.Conn().ConnectedServerName(); name == deaf {
+		t.Errorf("published through %s", name)
+	}
+}
+
 func TestTooManyReplicas(t *testing.T) {
 	t.Parallel()
 	b, err := bus.Connect(t.Context(), bus.Options{URL: start(t, t.TempDir(), 0).URL(), Token: token, Replicas: 3})

@@ -21,6 +21,7 @@ type NATSOptions struct {
 	Cert, Key, ClientCA string
 	MaxFile             string // what a node may store: "4MB"; "" is 100GB
 	Nodes               int    // of a cluster; 0 is a single server
+	Deaf                string // subjects, "a.>", whose messages the first node brings to nobody
 }
 
 // NATS is one server or the nodes of a cluster, with JetStream on disk and an fsync of each stored message.
@@ -69,6 +70,9 @@ func StartNATS(t testing.TB, o NATSOptions) *NATS {
 			nodeName(i), local(client), local(monitor), o.authorization(), o.tls(), dir, cmp.Or(o.MaxFile, "100GB"))
 		if nodes > 1 {
 			config += fmt.Sprintf("cluster { name: test, listen: %q, routes: [%s] }\n", local(cluster), strings.Join(routes, ", "))
+		}
+		if i == 0 && o.Deaf != "" {
+			config += fmt.Sprintf("mappings { %q: %q }\n", o.Deaf, "nobody.>")
 		}
 		path := filepath.Join(dir, "server.conf")
 		if err := os.WriteFile(path, []byte(config), 0o600); err != nil {

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Mapping
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 
 log = logging.getLogger(__name__)
 
 _ACK_SECONDS = 5.0
 _RETRY_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
+_ELECTION_SECONDS = 10.0  # a stream's next leader is there long before
 _OVERHEAD = 4096  # headers and protocol
 
 
@@ -31,12 +34,22 @@ class Publisher:
         return self._client.max_payload - _OVERHEAD
 
     async def publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Return when the stream has stored the payload. Retries for ever: cancel to give up."""
+        """Return when the stream has stored the payload. Retries for ever: cancel to give up.
+
+        A server of a cluster whose routes were cut can miss for ever that a stream has a leader, while its neighbours know: where
+        nobody answers for as long as no election takes, the connection goes to another server.
+        """
         self._serial += 1
+        unheard: float | None = None  # since when nobody has answered
         every = {**headers, "Nats-Msg-Id": f"{self._process}/{self._serial}"}
         attempt = 0
         while True:
-            problem = await self._try(payload, every)
+            problem, nobody = await self._try(payload, every)
+            unheard = (unheard or time.monotonic()) if nobody else None
+            if unheard and time.monotonic() - unheard > _ELECTION_SECONDS and len(self._client.servers) > 1:
+                log.warning("the NATS server knows nobody for %s; going to another one", self._subject)
+                await self._client.force_reconnect()
+                unheard = None
             if problem is None:
                 if attempt > 1:
                     log.info("%s takes messages again after %d tries", self._subject, attempt)
@@ -46,17 +59,17 @@ class Publisher:
             await asyncio.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
             attempt += 1
 
-    async def _try(self, payload: bytes, headers: dict[str, str]) -> str | None:
-        """One attempt; the problem in words, or None."""
+    async def _try(self, payload: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
+        """One attempt; the problem in words, or None, and whether it is that nobody listens."""
         try:
             answer = await self._client.request(self._subject, payload, timeout=_ACK_SECONDS, headers=headers)
         except TimeoutError:
-            return f"no ack within {_ACK_SECONDS:g} s"
+            return f"no ack within {_ACK_SECONDS:g} s", False
         except NatsError as error:
-            return repr(error)
+            return repr(error), isinstance(error, NoRespondersError)
         try:
             body = json.loads(answer.data)
         except ValueError:
-            return f"the answer is no ack: {answer.data[:80]!r}"
+            return f"the answer is no ack: {answer.data[:80]!r}", False
         error = body.get("error")
-        return f"{error.get('code')} {error.get('description')}" if error else None
+        return (f"{error.get('code')} {error.get('description')}" if error else None), False

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from nats.aio.client import Client
+from nats.errors import NoRespondersError
 from nats.js.api import RetentionPolicy, StreamConfig
 
+import rollout_workers.mesh.publisher as publisher_module
 from rollout_workers.mesh.bus import connect
 from rollout_workers.mesh.publisher import Publisher
 from rollout_workers.mesh.spec import Identity
@@ -55,6 +60,39 @@ async def test_a_cut_connection_stores_once(daemon: Daemon, who: Identity, strea
     assert (await streams.js.stream_info(f"TRAJ_{who.run}")).state.messages == 20
     await client.close()
     await proxy.stop()
+
+
+class TwoServers:
+    """A connection to the first of two servers, which brings messages to nobody; the second one's stream answers."""
+
+    servers: tuple[str, ...] = ("first", "second")
+    moves = 0
+
+    async def request(self, subject: str, payload: bytes, **options: object) -> SimpleNamespace:
+        if not self.moves:
+            raise NoRespondersError
+        return SimpleNamespace(data=b'{"stream": "TRAJ", "seq": 1}')
+
+    async def force_reconnect(self) -> None:
+        self.moves += 1
+
+
+async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "_ELECTION_SECONDS", 0.2)
+    client = TwoServers()
+    await Publisher(cast(Client, client), "subject", "process").publish(b"payload", {})
+    assert client.moves == 1
+
+
+async def test_one_server_alone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "_ELECTION_SECONDS", 0.0)
+    client = TwoServers()
+    client.servers = ("first",)
+    publishing = asyncio.create_task(Publisher(cast(Client, client), "subject", "process").publish(b"payload", {}))
+    await asyncio.wait([publishing], timeout=0.5)
+    assert not publishing.done()
+    assert not client.moves
+    publishing.cancel()
 
 
 async def test_a_server_that_goes_first_is_news_only_for_who_stays(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
