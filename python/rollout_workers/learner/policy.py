@@ -25,10 +25,9 @@ from rollout_workers.learner.tree_layout import tree_layout
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.weights import LiveWeights
 
-# Largest difference of a logprob by which two ways to compute it may differ and count as the same.
 PROBE = 48  # tokens
 NO_MASK = torch.zeros(1, 1, 1, 1)  # of four dimensions: models take such a one as it is, and make none
-
+# Largest difference of a logprob by which two ways to compute it may differ and count as the same.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 

@@ -1,7 +1,4 @@
-"""RMSNorm (arXiv 1910.07467) in half of the passes over memory that the models' own takes, forward and backward.
-
-On a small model norms take as long as a third of all matrix products: each of their operations reads and writes whole tensors.
-"""
+"""RMSNorm (arXiv 1910.07467) in half of the passes over memory that the models' own takes, forward and backward."""
 
 from __future__ import annotations
 

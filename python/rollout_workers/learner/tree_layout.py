@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ def tree_layout(subtree_end: Index, sizes: Index, device: torch.device) -> TreeL
     if int(new.sum()) * SHORT > int(sizes.sum()):
         return None
     cut = [piece for row, size in enumerate(sizes.tolist()) for piece in _cut(subtree_end[row, :size], new[row], row * width)]
-    buckets = list(_buckets(sorted(cut, key=lambda piece: piece.size)))
+    buckets = _buckets(sorted(cut, key=lambda piece: piece.size))
     if sum(bucket.pairs for bucket in buckets) > WORTH * rows * width * width:
         return None
     place, first = np.zeros(rows * width, np.int64), 0
@@ -66,16 +66,25 @@ def _cut(end: Index, new: NDArray[np.bool_], offset: int) -> Iterator[_Piece]:
 
 @dataclass(slots=True)
 class _Bucket:
-    pieces: list[_Piece]
+    """Pieces that are computed side by side, all at a root or none. queries, keys: of the largest. needed: pairs in all."""
+
+    leads: bool
+    """Whether something leads to them."""
+    pieces: list[_Piece] = field(default_factory=list)
     queries: int = 0
     keys: int = 0
     needed: int = 0
 
-    def add(self, piece: _Piece) -> _Bucket:
-        """The bucket with one more."""
-        _, keys, queries = piece.size
+    def take(self, piece: _Piece) -> bool:
+        """Take one more where that does not pad too much."""
+        leads, keys, queries = piece.size
+        most_queries, most_keys = max(self.queries, queries), max(self.keys, keys)
         needed = self.needed + queries * keys
-        return _Bucket([*self.pieces, piece], max(self.queries, queries), max(self.keys, keys), needed)
+        if leads != self.leads or (len(self.pieces) + 1) * most_queries * most_keys > WASTE * needed:
+            return False
+        self.pieces.append(piece)
+        self.queries, self.keys, self.needed = most_queries, most_keys, needed
+        return True
 
     @property
     def pairs(self) -> int:
@@ -84,33 +93,32 @@ class _Bucket:
 
     def side_by_side(self, positions: int, device: torch.device) -> Pieces:
         """positions: of all rows."""
-        count, leads = len(self.pieces), len(self.pieces[0].before) > 0
+        count = len(self.pieces)
         query, key = np.zeros((count, self.queries), np.int64), np.zeros((count, self.keys), np.int64)
         asks, there = np.zeros(query.shape, bool), np.zeros(key.shape, bool)
-        seen = np.zeros((count, self.queries, self.keys), bool)
         for number, piece in enumerate(self.pieces):
-            own, before = len(piece.own), len(piece.before)
-            query[number, :own], key[number, : before + own] = piece.own, np.concatenate((piece.before, piece.own))
-            asks[number, :own] = there[number, : before + own] = True
-            seen[number] = np.tri(self.queries, self.keys, before, dtype=bool)
+            own, seen = len(piece.own), len(piece.before) + len(piece.own)
+            query[number, :own], key[number, :seen] = piece.own, np.concatenate((piece.before, piece.own))
+            asks[number, :own] = there[number, :seen] = True
         return Pieces(
             self.queries,
             self.keys,
             Gather.of(query.ravel(), np.flatnonzero(asks), positions, device),
             Gather.of(key.ravel(), np.flatnonzero(there), positions, device),
-            torch.from_numpy(seen).to(device) if leads else None,
+            torch.from_numpy(self._seen()).to(device) if self.leads else None,
         )
 
+    def _seen(self) -> NDArray[np.bool_]:
+        """bool [pieces, queries, keys]: what leads to a piece, and of itself what comes before."""
+        before = np.array([len(piece.before) for piece in self.pieces])
+        return np.arange(self.keys) <= np.arange(self.queries)[:, None] + before[:, None, None]
 
-def _buckets(pieces: Sequence[_Piece]) -> Iterator[_Bucket]:
+
+def _buckets(pieces: Sequence[_Piece]) -> list[_Bucket]:
     """Cut sorted pieces where to go on would pad too much."""
-    held = _Bucket([])
+    out: list[_Bucket] = []
     for piece in pieces:
-        more = held.add(piece)
-        roots = bool(held.pieces) and (len(held.pieces[0].before) > 0) != (len(piece.before) > 0)
-        if roots or more.pairs > WASTE * more.needed:
-            yield held
-            more = _Bucket([]).add(piece)
-        held = more
-    if held.pieces:
-        yield held
+        if not (out and out[-1].take(piece)):
+            out.append(_Bucket(leads=piece.size[0]))
+            out[-1].take(piece)
+    return out

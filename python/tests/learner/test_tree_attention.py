@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollout_workers.learner import tree_attention
 from rollout_workers.learner.packing import MicroBatch, pack
-from rollout_workers.learner.policy import tree_mask
+from rollout_workers.learner.policy import probe_samples, tree_mask
 from rollout_workers.learner.tree_layout import tree_layout
 from rollout_workers.learner.types import TrainSample
 
@@ -85,6 +85,12 @@ def test_what_is_computed_is_far_less_than_the_rows() -> None:
     assert layout is not None
     pairs = sum(len(piece.query.taken) * piece.keys for piece in layout.pieces)
     assert pairs < 0.6 * end.size * end.shape[1]
+
+
+def test_the_probe_of_a_model_is_cut() -> None:
+    samples = probe_samples(54)
+    (batch,) = pack(samples, range(len(samples)), tokens=1 << 20)
+    assert layout_of(batch) is not None
 
 
 def test_short_pieces_are_left_to_a_mask() -> None:

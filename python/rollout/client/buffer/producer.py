@@ -25,7 +25,7 @@ from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.client.buffer.calls import call
 from rollout.client.buffer.sample import Piece, Sample, pieces, told
 from rollout.client.buffer.segment import LentSegment
-from rollout.client.buffer.wire import carrying, head_of, header_of, key_of, naming, prefix, receipt_of, request_of
+from rollout.client.buffer.wire import PAYLOAD, PLACE, batch_of, head_of, header_of, key_of, prefix, receipt_of, request_of
 from rollout.client.errors import RemoteError
 from rollout.trajectory.v1.trajectory_pb2 import PayloadPlace, TrajectoryKey
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
@@ -377,12 +377,12 @@ def _name(heads: Sequence[bytes], segment: LentSegment, begin: int, lengths: Seq
         place = PayloadPlace(segment=segment.number, offset=at + _HEADER.size, length=length, lending=segment.lending)
         places.append(place.SerializeToString())
         at += _HEADER.size + length
-    return naming(heads, places)
+    return batch_of(heads, PLACE, places)
 
 
 def _carry(heads: Sequence[bytes], payloads: Sequence[Sequence[Piece]]) -> bytes:
     """A put whose payloads travel with it."""
-    return carrying(heads, [b"".join(payload) for payload in payloads])
+    return batch_of(heads, PAYLOAD, [b"".join(payload) for payload in payloads])
 
 
 def _split(records: bytes, lengths: Sequence[int]) -> list[list[Piece]]:

@@ -7,7 +7,7 @@ have in common is serialized once; messages that stand in a row are one message 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
 from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryHeader
@@ -15,6 +15,7 @@ from rollout.weights.v1.weights_pb2 import WeightsReceipt
 
 _CRC = struct.Struct("<BI")  # TrajectoryEnvelope.crc32c
 _CRC_TAG = 0x25
+PAYLOAD, PLACE = 0x12, 0x2A  # tags of a TrajectoryEnvelope
 _USUAL = 32  # bytes of what samples tell that many others tell too: outcome, reward, length of the prompt
 
 
@@ -69,21 +70,13 @@ def head_of(header: bytes, crc: int) -> bytes:
     return prefix(0x0A, len(header)) + header + _CRC.pack(_CRC_TAG, crc)
 
 
-def carrying(heads: Sequence[bytes], payloads: Sequence[bytes]) -> bytes:
-    """A ``TrajectoryBatch`` whose payloads travel with it."""
+def batch_of(heads: Iterable[bytes], field: int, parts: Iterable[bytes]) -> bytes:
+    """A ``TrajectoryBatch``, whose envelopes have what they lack. field: ``PAYLOAD``, or ``PLACE`` with serialized
+    ``PayloadPlace`` messages."""
     out: list[bytes] = []
-    for head, payload in zip(heads, payloads, strict=True):
-        tag = prefix(0x12, len(payload))
-        out += prefix(0x0A, len(head) + len(tag) + len(payload)), head, tag, payload
-    return b"".join(out)
-
-
-def naming(heads: Iterable[bytes], places: Iterable[bytes]) -> bytes:
-    """A ``TrajectoryBatch`` whose payloads lie in a lent segment. places: serialized ``PayloadPlace`` messages."""
-    out: list[bytes] = []
-    for head, place in zip(heads, places, strict=True):
-        tag = prefix(0x2A, len(place))
-        out += prefix(0x0A, len(head) + len(tag) + len(place)), head, tag, place
+    for head, part in zip(heads, parts, strict=True):
+        tag = prefix(field, len(part))
+        out += prefix(0x0A, len(head) + len(tag) + len(part)), head, tag, part
     return b"".join(out)
 
 
