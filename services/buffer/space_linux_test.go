@@ -78,7 +78,8 @@ func TestReserveIsKept(t *testing.T) {
 	ballast := s.fill(200 << 10) // a tenth of 4 MiB is the reserve
 	s.publish(groupOf(0, 0, 0)...)
 	state := s.until("a full disk", stalled)
-	if state.GetSamples() != size || state.GetStalledMessage() == "" {
+	// A fetch that was open when the disk filled still takes the group; a feed that looked at the disk first leaves it on the stream.
+	if n := state.GetSamples(); n != 0 && n != size || state.GetStalledMessage() == "" {
 		t.Errorf("state %v", state)
 	}
 	s.publish(groupOf(1, 0, 0)...)
