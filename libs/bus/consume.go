@@ -13,6 +13,7 @@ import (
 
 // Consumer is a durable place in a stream, shared by all who pull from it.
 type Consumer struct {
+	bus  *Bus
 	c    jetstream.Consumer
 	name string
 }
@@ -33,15 +34,18 @@ func (b *Bus) Events(ctx context.Context) (*Consumer, error) {
 }
 
 func (b *Bus) consumer(ctx context.Context, stream, name string) (*Consumer, error) {
+	full := stream + "/" + name
 	c, err := b.js.Consumer(ctx, stream, name)
 	if err != nil {
+		b.heard(full, err)
 		return nil, fmt.Errorf("consumer %s of %s: %w", name, stream, mapError(err))
 	}
-	return &Consumer{c: c, name: stream + "/" + name}, nil
+	return &Consumer{bus: b, c: c, name: full}, nil
 }
 
 // Fetch returns what is there, at most limit deliveries; while nothing is there it waits, at most wait (nil, nil after that).
-// It never waits for a batch to fill. ErrNoStream when the stream was deleted, ErrUnavailable while the server is gone.
+// It never waits for a batch to fill. ErrNoStream when the stream was deleted, ErrUnavailable while the server is gone; one of
+// several servers through which nobody has answered for 10 s is left for another.
 func (c *Consumer) Fetch(ctx context.Context, limit int, wait time.Duration) ([]*Delivery, error) {
 	got, err := c.collect(c.c.FetchNoWait(limit))
 	if err != nil || len(got) > 0 {
@@ -70,6 +74,7 @@ func (c *Consumer) collect(batch jetstream.MessageBatch, err error) ([]*Delivery
 		}
 		err = batch.Error()
 	}
+	c.bus.heard(c.name, err)
 	switch {
 	case err == nil, len(out) > 0, errors.Is(err, context.DeadlineExceeded), errors.Is(err, nats.ErrTimeout),
 		errors.Is(err, jetstream.ErrNoMessages), errors.Is(err, context.Canceled):

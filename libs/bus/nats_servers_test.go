@@ -161,6 +161,45 @@ func TestDeafServerIsLeft(t *testing.T) {
 	}
 }
 
+// So is one that brings the questions of a consumer to nobody.
+func TestDeafServerIsLeftByFetches(t *testing.T) {
+	t.Parallel()
+	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3, Deaf: "$JS.API.CONSUMER.MSG.NEXT.>"})
+	b, err := bus.Connect(t.Context(), bus.Options{URL: s.URLs[0], Token: "s3cret"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	if err := b.EnsureRun(t.Context(), run); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Publish(t.Context(), bus.Message{Subject: bus.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	refused := 0
+	for ctx.Err() == nil {
+		work, err := b.Work(ctx, run) // as callers do after an error
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := work.Fetch(ctx, 1, time.Second)
+		if len(got) == 1 && refused > 0 {
+			return
+		}
+		if rpcerr.Code(err) != codes.Unavailable {
+			t.Fatalf("%d deliveries after %d refusals: %v", len(got), refused, err)
+		}
+		refused++
+		select {
+		case <-time.After(100 * time.Millisecond):
+		case <-ctx.Done():
+		}
+	}
+	t.Fatalf("refused %d times through %s", refused, b.Conn().ConnectedServerName())
+}
+
 func TestTooManyReplicas(t *testing.T) {
 	t.Parallel()
 	b, err := bus.Connect(t.Context(), bus.Options{URL: start(t, t.TempDir(), 0).URL(), Token: token, Replicas: 3})

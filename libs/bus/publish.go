@@ -67,27 +67,7 @@ func (b *Bus) Publish(ctx context.Context, messages ...Message) error {
 const (
 	firstRetry = 50 * time.Millisecond
 	lastRetry  = time.Second
-	election   = 10 * time.Second // a stream's next leader is there long before
 )
-
-// elsewhere has the connection go to another server once nobody has answered through this one for as long as no election takes: a server
-// of a cluster whose routes were cut can miss for ever that a stream has a leader, while its neighbours know. It returns since when
-// nobody has.
-func (b *Bus) elsewhere(nobody bool, since time.Time) time.Time {
-	switch {
-	case !nobody:
-		return time.Time{}
-	case since.IsZero():
-		return time.Now()
-	case time.Since(since) < election || len(b.nc.Servers()) < 2:
-		return since
-	}
-	b.log.Warn("a NATS server knows no leader of a stream that is there; going to another one", "server", b.nc.ConnectedServerName())
-	if err := b.nc.ForceReconnect(); err != nil {
-		b.log.Warn("no way to another NATS server", "error", err)
-	}
-	return time.Now()
-}
 
 // publish sends once. After an error it gives the messages that have no ack and may be sent again; none: it is of no use.
 func (b *Bus) publish(ctx context.Context, messages []Message) (again []Message, err error) {

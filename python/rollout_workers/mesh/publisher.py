@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Mapping
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
+from rollout_workers.mesh.deaf import Silence
+
 log = logging.getLogger(__name__)
 
 _ACK_SECONDS = 5.0
 _RETRY_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
-_ELECTION_SECONDS = 10.0  # a stream's next leader is there long before
 _OVERHEAD = 4096  # headers and protocol
 
 
@@ -34,22 +34,14 @@ class Publisher:
         return self._client.max_payload - _OVERHEAD
 
     async def publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Return when the stream has stored the payload. Retries for ever: cancel to give up.
-
-        A server of a cluster whose routes were cut can miss for ever that a stream has a leader, while its neighbours know: where
-        nobody answers for as long as no election takes, the connection goes to another server.
-        """
+        """Return when the stream has stored the payload. Retries for ever: cancel to give up."""
         self._serial += 1
-        unheard: float | None = None  # since when nobody has answered
+        silence = Silence(self._client, self._subject)
         every = {**headers, "Nats-Msg-Id": f"{self._process}/{self._serial}"}
         attempt = 0
         while True:
             problem, nobody = await self._try(payload, every)
-            unheard = (unheard or time.monotonic()) if nobody else None
-            if unheard and time.monotonic() - unheard > _ELECTION_SECONDS and len(self._client.servers) > 1:
-                log.warning("the NATS server knows nobody for %s; going to another one", self._subject)
-                await self._client.force_reconnect()
-                unheard = None
+            await silence.heard(nobody)
             if problem is None:
                 if attempt > 1:
                     log.info("%s takes messages again after %d tries", self._subject, attempt)

@@ -20,6 +20,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from rollout.run.v1.run_pb2 import PromptGroup
+from rollout_workers.mesh.deaf import Silence
 from rollout_workers.mesh.pulse import Pulse
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ class WorkQueue:
         self._arrived: list[WorkItem] = []
         self._wake = asyncio.Event()
         self._absent_since = 0.0
-        self._told_absent = False
+        self._absent = False  # nobody answers for the stream
+        self._silence = Silence(client, self._next)
         self._task: asyncio.Task[None] | None = None
         self._listening: Subscription | None = None
 
@@ -172,6 +174,7 @@ class WorkQueue:
 
     async def _keep_asking(self) -> None:
         while True:
+            await self._silence.heard(self._absent)
             now = time.monotonic()
             if self.outstanding and now > self._heard + 3 * HEARTBEAT_SECONDS:  # no heartbeat: the server has lost them
                 self._requests.clear()
@@ -212,7 +215,7 @@ class WorkQueue:
         if item is None:
             return
         self._pulse.hold(item.reply)
-        self._told_absent = False
+        self._absent = False
         if self._task is None:
             await self.give_back([item])
             return
@@ -228,14 +231,15 @@ class WorkQueue:
     def _heed(self, name: str, status: str, headers: Mapping[str, str]) -> None:
         """A status of the server about one request."""
         if status == "100":  # heartbeat
+            self._absent = False
             return
         description = headers.get("Description", "")
         self._requests.ended(name, int(headers.get("Nats-Pending-Messages", self._asked.pop(name, 0))))
         if status == "503" or (status == "409" and "Deleted" in description):
             self._absent_since = time.monotonic()
-            if not self._told_absent:
+            if not self._absent:
                 log.info("waiting for the work stream %s (scheduler)", self._stream)
-                self._told_absent = True
+                self._absent = True
         elif status not in ("404", "408"):
             log.warning("pull from %s: %s %s", self._stream, status, description)
             self._absent_since = time.monotonic()

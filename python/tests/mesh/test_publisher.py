@@ -11,7 +11,7 @@ from nats.aio.client import Client
 from nats.errors import NoRespondersError
 from nats.js.api import RetentionPolicy, StreamConfig
 
-import rollout_workers.mesh.publisher as publisher_module
+from rollout_workers.mesh import deaf
 from rollout_workers.mesh.bus import connect
 from rollout_workers.mesh.publisher import Publisher
 from rollout_workers.mesh.spec import Identity
@@ -78,14 +78,14 @@ class TwoServers:
 
 
 async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "_ELECTION_SECONDS", 0.2)
+    monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.2)
     client = TwoServers()
     await Publisher(cast(Client, client), "subject", "process").publish(b"payload", {})
     assert client.moves == 1
 
 
 async def test_one_server_alone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "_ELECTION_SECONDS", 0.0)
+    monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.0)
     client = TwoServers()
     client.servers = ("first",)
     publishing = asyncio.create_task(Publisher(cast(Client, client), "subject", "process").publish(b"payload", {}))

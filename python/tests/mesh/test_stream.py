@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 
+from rollout_workers.mesh import deaf
 from rollout_workers.mesh.bus import connect
 from rollout_workers.mesh.pulse import Pulse
 from rollout_workers.mesh.spec import Identity
@@ -159,12 +165,44 @@ async def test_goes_on_after_the_connection_was_cut(
 async def test_waits_for_a_stream_that_is_not_there_yet(daemon: Daemon, who: Identity, pulse: Pulse, groups: list) -> None:
     queue, hand = await queue_for(daemon.nats_url, daemon, who, pulse)
     queue.set_room(4)
-    await until(lambda: queue._told_absent)
+    await until(lambda: queue._absent)
     streams = await RunStreams.open(daemon, who.run)
     await streams.issue(groups[:4])
     await until(lambda: len(hand.items) == 4)
     await close(queue)
     await streams.close()
+
+
+class TwoServers:
+    """A connection to the first of two servers, which knows nobody who answers pull requests; the second one's stream does."""
+
+    servers = ("first", "second")
+    moves = 0
+
+    def new_inbox(self) -> str:
+        return "_INBOX.test"
+
+    async def subscribe(self, subject: str, cb: Callable[[Msg], Awaitable[None]], **options: object) -> SimpleNamespace:
+        self.answer = cb
+        return SimpleNamespace(drain=lambda: asyncio.sleep(0))
+
+    async def publish(self, subject: str, body: bytes, reply: str) -> None:
+        status = "100" if self.moves else "503"
+        await self.answer(cast(Msg, SimpleNamespace(subject=reply, reply="", headers={"Status": status})))
+
+    async def force_reconnect(self) -> None:
+        self.moves += 1
+
+
+async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatch, pulse: Pulse) -> None:
+    monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.3)
+    client = TwoServers()
+    queue = WorkQueue(cast(Client, client), pulse, "WORK_run", lambda items: None)
+    await queue.start()
+    queue.set_room(4)
+    await until(lambda: client.moves == 1 and not queue._absent)
+    await queue.stop()
+    assert client.moves == 1
 
 
 async def test_a_message_that_is_no_work_is_dropped(
