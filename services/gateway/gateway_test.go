@@ -201,6 +201,19 @@ func TestFailureAfterTheFirstTokenIsTold(t *testing.T) {
 	}
 }
 
+// A failure that the caller can do nothing about is told without its details; those are in the log.
+func TestUnforeseenFailureIsLogged(t *testing.T) {
+	t.Parallel()
+	s, store := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", bug: true})
+	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"x"}`, "")
+	if resp.StatusCode != http.StatusInternalServerError || strings.Contains(body, "tensor") {
+		t.Errorf("%s %s", resp.Status, body)
+	}
+	if logged := store.log.String(); !strings.Contains(logged, "a tensor of the wrong shape") {
+		t.Errorf("logged %q", logged)
+	}
+}
+
 func TestNoWorker(t *testing.T) {
 	t.Parallel()
 	s, _ := serve(t, gateway.Config{})

@@ -3,8 +3,10 @@ package gateway_test
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"net"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -33,6 +35,7 @@ type fakeWorker struct {
 	inferencev1.UnimplementedInferenceWorkerServiceServer
 	model   string
 	broken  bool          // fails before the first token
+	bug     bool          // fails in a way that nobody has foreseen
 	breaks  bool          // fails after the first token
 	endless bool          // samples until the caller leaves
 	left    chan struct{} // closed when an endless request's caller left
@@ -61,6 +64,9 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	f.mu.Unlock()
 	if f.broken {
 		return status.Error(codes.Unavailable, "the engine is gone")
+	}
+	if f.bug {
+		return rpcerr.New(codes.Internal, "ENGINE_FAILED", "a tensor of the wrong shape")
 	}
 	if req.GetParams().GetMaxTokens() > 64 {
 		return rpcerr.New(codes.InvalidArgument, "CONTEXT_OVERFLOW", "3 tokens of prompt and %d new ones are more than the context of 64", req.GetParams().GetMaxTokens())
@@ -128,6 +134,25 @@ func (r registry) Watch(ctx context.Context, _ string) <-chan []discovery.Instan
 type ledger struct {
 	mu       sync.Mutex
 	sessions map[string][]*gateway.Turn
+	log      lockedLog
+}
+
+// lockedLog is what a gateway has logged.
+type lockedLog struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *lockedLog) Write(line []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(line)
+}
+
+func (l *lockedLog) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
 }
 
 func (l *ledger) Append(_ context.Context, session string, turns []*gateway.Turn) error {
@@ -155,7 +180,7 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 		if err != nil {
 			t.Fatal(err)
 		}
-		server := grpc.NewServer(grpc.StatsHandler(otelgrpc.NewServerHandler(otelgrpc.WithPropagators(propagation.TraceContext{}))), grpc.UnaryInterceptor(rpcerr.Unary(nil)), grpc.StreamInterceptor(rpcerr.Stream(nil)))
+		server := grpc.NewServer(grpc.StatsHandler(otelgrpc.NewServerHandler(otelgrpc.WithPropagators(propagation.TraceContext{}))), grpc.UnaryInterceptor(rpcerr.Unary(slog.New(slog.DiscardHandler))), grpc.StreamInterceptor(rpcerr.Stream(slog.New(slog.DiscardHandler))))
 		inferencev1.RegisterInferenceWorkerServiceServer(server, w)
 		go func() { _ = server.Serve(listener) }()
 		t.Cleanup(server.Stop)
@@ -166,7 +191,7 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 	}
 	store := &ledger{sessions: map[string][]*gateway.Turn{}}
 	s, err := gateway.New(cfg, gateway.Deps{
-		Store: store, Registry: reg, Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
+		Store: store, Registry: reg, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {
 			return grpc.NewClient(address, grpc.WithStatsHandler(otelgrpc.NewClientHandler(otelgrpc.WithPropagators(propagation.TraceContext{}))), grpc.WithTransportCredentials(insecure.NewCredentials()))
 		},

@@ -27,9 +27,12 @@ type apiError struct {
 	Type    string `json:"type"`
 	Param   string `json:"param"`
 	Code    string `json:"code"`
+	cause   error  // for the log; nil where the message says all
 }
 
 func (e *apiError) Error() string { return e.Message }
+
+func (e *apiError) Unwrap() error { return e.cause }
 
 // MarshalJSON writes absent param and code as null, as OpenAI does.
 func (e *apiError) MarshalJSON() ([]byte, error) {
@@ -64,6 +67,13 @@ func unknownModel(name string) *apiError {
 	}
 }
 
+// internal is a failure that the caller can do nothing about.
+func internal(cause error) *apiError {
+	return &apiError{
+		Status: http.StatusInternalServerError, Type: typeServer, Code: "internal_error", Message: "the server failed; its log says more", cause: cause,
+	}
+}
+
 // errorOf puts any error into OpenAI's shape. model and prompt name the parameters to blame.
 func errorOf(err error, model, prompt string) *apiError {
 	var known *apiError
@@ -72,7 +82,7 @@ func errorOf(err error, model, prompt string) *apiError {
 	}
 	domain, ok := rpcerr.From(err)
 	if !ok {
-		return &apiError{Status: http.StatusInternalServerError, Type: typeServer, Code: "internal_error", Message: "the server failed; its log says more"}
+		return internal(err)
 	}
 	switch {
 	case domain.Reason() == "MODEL_NOT_FOUND":
@@ -87,7 +97,7 @@ func errorOf(err error, model, prompt string) *apiError {
 		retry := int(math.Ceil(max(1, domain.RetryDelay().Seconds())))
 		return &apiError{Status: http.StatusServiceUnavailable, Retry: retry, Type: typeServer, Code: "service_unavailable", Message: domain.Error()}
 	}
-	return &apiError{Status: http.StatusInternalServerError, Type: typeServer, Code: "internal_error", Message: "the server failed; its log says more"}
+	return internal(err)
 }
 
 // fail answers with an error. Nothing was written before.
@@ -97,7 +107,7 @@ func (h *handler) fail(w http.ResponseWriter, r *http.Request, err error) {
 	}
 	e := errorOf(err, "", "")
 	if e.Status >= http.StatusInternalServerError {
-		h.Log.WarnContext(r.Context(), "a gateway request failed", "path", r.URL.Path, "status", e.Status, "error", err)
+		h.Log.WarnContext(r.Context(), "a gateway request failed", "path", r.URL.Path, "status", e.Status, "error", err, "cause", e.cause)
 	}
 	if e.Retry > 0 {
 		w.Header().Set("Retry-After", strconv.Itoa(e.Retry))
