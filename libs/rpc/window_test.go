@@ -1,0 +1,58 @@
+package rpc_test
+
+import (
+	"encoding/binary"
+	"io"
+	"net"
+	"sync"
+	"testing"
+
+	"github.com/rollout-rl/rollout/libs/rpc"
+)
+
+// A server takes some MiB of a call before the caller must wait for its leave: the first frame says so, and nothing takes it back.
+func TestACallerNeedNotWaitForAWindow(t *testing.T) {
+	t.Parallel()
+	s, err := rpc.NewServer(rpc.ServerOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	address, err := s.Listen(t.Context(), "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wait sync.WaitGroup
+	wait.Go(func() {
+		if err := s.Run(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(wait.Wait) // the context has ended then
+	conn, err := net.Dial("tcp", address.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	const hello, noSettings = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+	if _, err := io.WriteString(conn, hello+noSettings); err != nil {
+		t.Fatal(err)
+	}
+	const settings, initialWindow, entryBytes = 4, 4, 6
+	head := make([]byte, len(noSettings))
+	if _, err := io.ReadFull(conn, head); err != nil || head[3] != settings {
+		t.Fatalf("first frame %x: %v", head, err)
+	}
+	entries := make([]byte, int(head[0])<<16|int(head[1])<<8|int(head[2]))
+	if _, err := io.ReadFull(conn, entries); err != nil {
+		t.Fatal(err)
+	}
+	window := uint32(0)
+	for ; len(entries) >= entryBytes; entries = entries[entryBytes:] {
+		if binary.BigEndian.Uint16(entries) == initialWindow {
+			window = binary.BigEndian.Uint32(entries[2:])
+		}
+	}
+	if window < 1<<20 {
+		t.Errorf("a caller may send %d bytes", window)
+	}
+}
