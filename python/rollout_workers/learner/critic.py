@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.learner import rms_norm
+from rollout_workers.learner import single_pass
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy, call_packed
 from rollout_workers.learner.ranks import ALONE, Inside, Ranks
@@ -35,7 +35,7 @@ class Critic(nn.Module):
             trunk: Any = AutoModel.from_pretrained(directory, dtype=model.dtype, local_files_only=True)
             self.trunk = trunk.to(model.device).eval()
             self.trunk.set_attn_implementation(model.config._attn_implementation)  # what the policy's agreed with
-            rms_norm.install(self.trunk)
+            single_pass.install(self.trunk)
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

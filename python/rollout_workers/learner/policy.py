@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.learner import rms_norm
+from rollout_workers.learner import single_pass
 from rollout_workers.learner.adapter import Adapter, LoraConfig
 from rollout_workers.learner.freezing import checkpoint_gradients, freeze
 from rollout_workers.learner.logprob import token_logprobs
@@ -56,7 +56,7 @@ class Policy:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         self.adapter: Adapter | None = None
-        rms_norm.install(model)
+        single_pass.install(model)
         self._inside = ALONE.shard(model)
         self.linear_head = True
         self.share_prefixes = True

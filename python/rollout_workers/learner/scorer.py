@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.learner import rms_norm
+from rollout_workers.learner import single_pass
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.policy import TOLERANCE, Policy, attends_everywhere, call_packed, probe_samples
 from rollout_workers.learner.ranks import ALONE
@@ -24,7 +24,7 @@ class Scorer(Policy):
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
         self.adapter = None
-        rms_norm.install(model)
+        single_pass.install(model)
         self._inside = ALONE.shard(model)
         self.linear_head = False
         self.share_prefixes = attends_everywhere(model.config)

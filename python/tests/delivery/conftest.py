@@ -15,4 +15,4 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     """``segments.c`` as it is, compiled as the environment does it."""
     folder = tmp_path_factory.mktemp("kernel")
     subprocess.run([SCRIPT, folder], check=True)
-    return Kernel(library(folder))
+    return Kernel(library(folder / "delivery"))
