@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -246,24 +247,31 @@ class Decoder:
 
     def _start(self, placed: list[tuple[Group, Slots]], logits: Tensor, kv: Tensor) -> None:
         """Give samples their slots, their prompt's KV and their first token. Row i of logits and kv is placed[i]'s prompt."""
-        for row, (group, slots) in enumerate(placed):
-            request = group.request
-            indices = [group.pending.popleft() for _ in slots]
-            self.table.occupy(
-                slots,
-                [Sample(group, i, SampleText(request.params.stop) if group.watched else None) for i in indices],
-                len(group.prompt),
-                [request.seeds[i] for i in indices],
-                request.params,
-                min(request.params.max_tokens, self.config.max_len - len(group.prompt)),
-                group.stop_ids,
-            )
+        for _, alike in groupby(placed, lambda item: (item[0].request.params, item[0].stop_ids)):
+            self._occupy(list(alike))
+        for row, (group, _) in enumerate(placed):
             if group.pending and group.prefix is None:
                 group.prefix = Prefix(logits[row].clone(), kv[:, row].clone())
         slots = np.concatenate([slots for _, slots in placed])
-        rows = self._tensor(np.repeat(np.arange(len(placed)), [len(slots) for _, slots in placed]))
-        self.cache.write(self._tensor(slots), kv[:, rows])
+        counts = [len(slots) for _, slots in placed]
+        rows = self._tensor(np.repeat(np.arange(len(placed)), counts))
+        self.cache.spread(slots, counts, kv[:, : len(placed)])
         self._sample(slots, logits[rows], self.table.controls(slots, self.device))
+
+    def _occupy(self, placed: list[tuple[Group, Slots]]) -> None:
+        """Give samples of groups with the same parameters and end tokens their slots."""
+        request = placed[0][0].request
+        owners: list[Sample] = []
+        seeds: list[int] = []
+        for group, slots in placed:
+            for _ in range(len(slots)):
+                index = group.pending.popleft()
+                owners.append(Sample(group, index, SampleText(request.params.stop) if group.watched else None))
+                seeds.append(group.request.seeds[index])
+        prompts = np.repeat([len(group.prompt) for group, _ in placed], [len(slots) for _, slots in placed])
+        limits = np.minimum(request.params.max_tokens, self.config.max_len - prompts)
+        slots = np.concatenate([slots for _, slots in placed])
+        self.table.occupy(slots, owners, prompts, seeds, request.params, limits, placed[0][0].stop_ids)
 
     def _recompute(self, slots: Slots) -> None:
         """Fill the KV of these slots anew from their tokens."""
@@ -382,9 +390,10 @@ class Decoder:
         if not len(slots):
             return
         table = self.table
-        for slot in slots.tolist():
+        ends = (table.generated[slots] - isinstance(error, NonFiniteLogits)).tolist()
+        tokens, logprobs, raw = table.sampled(slots, max(ends))
+        for row, (slot, end) in enumerate(zip(slots.tolist(), ends, strict=True)):
             owner = table.owner[slot]
-            end = int(table.generated[slot]) - isinstance(error, NonFiniteLogits)
             owner.close_span(self.version, end)
             group = owner.group
             if group.request.stream and (rest := owner.text.rest()):
@@ -393,9 +402,9 @@ class Decoder:
                 SampleOutput(
                     request_id=group.request.request_id,
                     sample=owner.index,
-                    token_ids=table.out_tokens[slot, :end].copy(),
-                    logprobs=table.out_logprobs[slot, :end].copy(),
-                    raw_logprobs=table.out_raw_logprobs[slot, :end].copy(),
+                    token_ids=tokens[row, :end],
+                    logprobs=logprobs[row, :end],
+                    raw_logprobs=raw[row, :end],
                     version_spans=tuple(owner.spans),
                     finish_reason=reason,
                     error=error,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -50,6 +51,22 @@ class KvCache:
     def write(self, slots: Tensor, prompt: Tensor) -> None:
         """Put ``prompt`` [layers, n, T, 2, heads, dim] at the start of ``slots`` int64[n]."""
         self.data[:, slots, : prompt.shape[2]] = prompt
+
+    def spread(self, slots: NDArray[np.int64], counts: Sequence[int], prompts: Tensor) -> None:
+        """Put each of ``prompts`` [layers, G, T, 2, heads, dim] at the start of ``counts[g]`` of ``slots`` int64[n].
+
+        The slots stand group by group, each group's in ascending order. Groups of one size that fill a run are one copy.
+        """
+        length, count = prompts.shape[2], counts[0]
+        begins = slots[np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64)]
+        start, stop = int(slots.min()), int(slots.max()) + 1
+        if stop - start == len(slots) and counts.count(count) == len(counts):
+            order = torch.from_numpy(np.argsort(begins)).to(prompts.device)
+            run = self.data[:, start:stop, :length].unflatten(1, (len(counts), count))
+            run.copy_(prompts[:, order].unsqueeze(2))
+            return
+        rows = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(prompts.device)
+        self.write(torch.from_numpy(slots).to(prompts.device), prompts[:, rows])
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` positions of the slots ``source`` int64[n] to ``target`` int64[n], all at once."""

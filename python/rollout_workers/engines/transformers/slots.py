@@ -66,13 +66,16 @@ class SlotTable:
         self,
         slots: Slots,
         owners: list[Sample],
-        prompt_tokens: int,
+        prompt_tokens: int | NDArray[np.int64],
         seeds: Sequence[int],
         params: SamplingParams,
-        limit: int,
+        limit: int | NDArray[np.int64],
         stop_ids: tuple[int, ...],
     ) -> None:
-        """Give free slots to samples of one group. Their next token is the first one, from the prompt's last logits."""
+        """Give free slots to samples that share parameters and end tokens. prompt_tokens, limit: of all, or of each [n].
+
+        Their next token is the first one, from the prompt's last logits.
+        """
         for slot, owner in zip(slots.tolist(), owners, strict=True):
             self.owner[slot] = owner
         if len(stop_ids) > self.stop_ids.shape[1]:
@@ -122,7 +125,9 @@ class SlotTable:
         column = generated % _RANDOM_BLOCK
         due = slots[(column == 0) & self.active[slots]]
         if len(due):
-            self.random[due] = uniforms(self.seeds[due], self.generated[due], _RANDOM_BLOCK)
+            left = int((self.limit[due] - self.generated[due]).max())
+            ahead = min(_RANDOM_BLOCK, left + left % 2)
+            self.random[due, :ahead] = uniforms(self.seeds[due], self.generated[due], ahead)
         return self.random[slots, column]
 
     def record(self, slots: Slots, picked: Picked) -> None:
@@ -147,6 +152,10 @@ class SlotTable:
         stopped = (tokens[:, None] == self.stop_ids[slots]).any(axis=1) & ~bad
         full = (self.generated[slots] >= self.limit[slots]) & ~bad & ~stopped
         return slots[bad], slots[stopped], slots[full]
+
+    def sampled(self, slots: Slots, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
+        """Copies of the first ``most`` tokens, logprobs and raw logprobs of these slots, [n, most] each."""
+        return self.out_tokens[slots, :most], self.out_logprobs[slots, :most], self.out_raw_logprobs[slots, :most]
 
     def rows(self, count: int) -> Slots:
         """The slots 0..count."""
