@@ -37,7 +37,7 @@ const (
 	// small puts, which then waits for a round trip in its middle; windows that gRPC finds by itself cost it a ping for what arrives.
 	callWindow       = 4 << 20
 	connectionWindow = 8 << 20
-	defaultDrain   = 10 * time.Second
+	defaultDrain     = 10 * time.Second
 )
 
 // ErrDraining is what a stream that outlives half of the drain ends with.
