@@ -12,10 +12,12 @@
 #define PIECE 4096    /* numbers that a thread takes at a time */
 #define ALONE 32768   /* numbers, up to which one thread does it all */
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
+#if !defined(__x86_64__) || !defined(__GLIBC__) || !defined(__GNUC__) || defined(__clang__)
 #define CLONES
+#elif __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else /* which can't choose by these levels */
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 
 typedef int64_t i64;
