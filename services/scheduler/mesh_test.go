@@ -11,6 +11,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -172,6 +173,23 @@ func (m *mesh) read(look func()) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	look()
+}
+
+// until waits for what becomes so of it.
+func (m *mesh) until(what string, is func() bool) {
+	m.t.Helper()
+	for so := false; !so; {
+		var changed chan struct{}
+		m.read(func() { so, changed = is(), m.changed })
+		if so {
+			return
+		}
+		select {
+		case <-changed:
+		case <-time.After(2 * time.Minute):
+			m.t.Fatalf("waited for %s", what)
+		}
+	}
 }
 
 // ---- the work stream ----------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
@@ -46,7 +45,7 @@ func TestTwoSchedulers(t *testing.T) {
 
 		_, _ = w.lead(store)
 		w.wait(run, func(s *runv1.RunStatus) bool {
-			return s.GetRun().GetState() == scheduler.Running && s.GetRun().GetIncarnation() == 2
+			return s.GetRun().GetState() == scheduler.Running && s.GetRun().GetIncarnation() == 2 && s.GetQueues().GetInFlight() > 0
 		})
 		if err := oldStore.Advance(t.Context(), run, 0, 1); !errors.Is(err, lease.ErrFenced) {
 			t.Errorf("the old one moves the cursor: %v", err)
@@ -90,16 +89,16 @@ func TestOldSchedulerWakesUp(t *testing.T) {
 				w.wait(run, func(s *runv1.RunStatus) bool {
 					return s.GetRun().GetState() == scheduler.Running && s.GetRun().GetIncarnation() == 2 && s.GetQueues().GetInFlight() > 0
 				})
-				var before int
-				w.mesh.read(func() { before = len(w.mesh.queue) })
+				const groups = 3 // of the first step, all of which are published: they stand still, as nothing is sampled
+				w.mesh.until("the new incarnation's groups", func() bool { return len(w.mesh.queue) == groups })
 				close(frozen.thaw)
 				old.stop()
 				w.mesh.read(func() {
 					if at != "PurgeWork" && !slices.Contains(w.mesh.refused, at) {
 						t.Errorf("%s of an old incarnation was not refused: %v", at, w.mesh.refused)
 					}
-					if !w.mesh.open || w.mesh.stopping || len(w.mesh.queue) != before {
-						t.Errorf("ledger open %v, controller stopped %v, %d groups of %d in the stream", w.mesh.open, w.mesh.stopping, len(w.mesh.queue), before)
+					if !w.mesh.open || w.mesh.stopping || len(w.mesh.queue) != groups {
+						t.Errorf("ledger open %v, controller stopped %v, %d groups in the stream", w.mesh.open, w.mesh.stopping, len(w.mesh.queue))
 					}
 				})
 				w.mesh.do(func() { w.mesh.held = false })
@@ -122,16 +121,5 @@ func TestStreamsOfAnEndedRunAreSwept(t *testing.T) {
 	w.generation.stop()
 	w.mesh.do(func() { w.mesh.streams = "there" })
 	w.start()
-	for swept := false; !swept; {
-		var changed chan struct{}
-		w.mesh.read(func() { swept, changed = w.mesh.streams == "deleted", w.mesh.changed })
-		if swept {
-			return
-		}
-		select {
-		case <-changed:
-		case <-time.After(2 * time.Minute):
-			t.Fatal("the streams are still there")
-		}
-	}
+	w.mesh.until("the streams to be gone", func() bool { return w.mesh.streams == "deleted" })
 }
