@@ -71,7 +71,7 @@ func Connect(ctx context.Context, o Options) (*Bus, error) {
 				nc.Close()
 				return nil, fmt.Errorf("connect to the bus at %s: %w", o.URL, err)
 			}
-			return &Bus{nc: nc, js: js, replicas: o.Replicas, log: log, silences: silences{since: map[string]time.Time{}}}, nil
+			return &Bus{nc: nc, js: js, replicas: o.Replicas, log: log, silences: silences{since: map[string]silence{}}}, nil
 		}
 		if refused := refusal(err); refused != nil {
 			return nil, fmt.Errorf("connect to the bus at %s: %w", o.URL, refused)

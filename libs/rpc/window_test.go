@@ -6,6 +6,7 @@ import (
 	"net"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/rollout-rl/rollout/libs/rpc"
 )
@@ -33,11 +34,14 @@ func TestACallerNeedNotWaitForAWindow(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
+	if err := conn.SetDeadline(time.Now().Add(time.Minute)); err != nil {
+		t.Fatal(err)
+	}
 	const hello, noSettings = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 	if _, err := io.WriteString(conn, hello+noSettings); err != nil {
 		t.Fatal(err)
 	}
-	const settings, initialWindow, entryBytes = 4, 4, 6
+	const settings, windowUpdate, initialWindow, entryBytes = 4, 8, 4, 6
 	head := make([]byte, len(noSettings))
 	if _, err := io.ReadFull(conn, head); err != nil || head[3] != settings {
 		t.Fatalf("first frame %x: %v", head, err)
@@ -54,5 +58,12 @@ func TestACallerNeedNotWaitForAWindow(t *testing.T) {
 	}
 	if window < 1<<20 {
 		t.Errorf("a caller may send %d bytes", window)
+	}
+	more := make([]byte, len(head)+4) // of the connection, beyond HTTP/2's own
+	if _, err := io.ReadFull(conn, more); err != nil || more[3] != windowUpdate {
+		t.Fatalf("second frame %x: %v", more, err)
+	}
+	if add := binary.BigEndian.Uint32(more[len(head):]); add < 1<<20 {
+		t.Errorf("callers may send %d bytes more together", add)
 	}
 }

@@ -111,7 +111,7 @@ async def run_inference_worker(
         takes = config.algorithm.WhichOneof("kind") in TAKEN_BY
         environment = SingleTurn(prompts, rewards, model.text, takes_token_rewards=takes)
         params = of_run(config.sampling)
-        outlet = Outlet(Publisher(link.client, who.trajectory_subject, who.process), services, throughput)
+        outlet = Outlet(Publisher(link.client, who.trajectory_subject, who.trajectory_stream, who.process), services, throughput)
         worker: Sampler | RowSender
         rows = rows_of(config, model.text, prompts)
         if rows is not None:

@@ -23,9 +23,9 @@ _OVERHEAD = 4096  # headers and protocol
 class Publisher:
     """Publishes to one subject and waits for acks. Belongs to the worker's event loop."""
 
-    def __init__(self, client: Client, subject: str, process: str) -> None:
-        """process: makes message ids unique, so that a message that was sent twice is stored once."""
-        self._client, self._subject, self._process = client, subject, process
+    def __init__(self, client: Client, subject: str, stream: str, process: str) -> None:
+        """stream: which keeps the subject. process: makes message ids unique, so that what was sent twice is stored once."""
+        self._client, self._subject, self._stream, self._process = client, subject, stream, process
         self._serial = 0
 
     @property
@@ -36,7 +36,7 @@ class Publisher:
     async def publish(self, payload: bytes, headers: Mapping[str, str]) -> None:
         """Return when the stream has stored the payload. Retries for ever: cancel to give up."""
         self._serial += 1
-        silence = Silence(self._client, self._subject)
+        silence = Silence(self._client, self._stream)
         every = {**headers, "Nats-Msg-Id": f"{self._process}/{self._serial}"}
         attempt = 0
         while True:

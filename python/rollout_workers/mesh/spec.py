@@ -57,6 +57,10 @@ class Identity:
         return f"WORK_{self.run}"
 
     @property
+    def trajectory_stream(self) -> str:
+        return f"TRAJ_{self.run}"
+
+    @property
     def trajectory_subject(self) -> str:
         return f"rollout.traj.{self.run}"
 

@@ -109,8 +109,8 @@ class WorkQueue:
         self._arrived: list[WorkItem] = []
         self._wake = asyncio.Event()
         self._absent_since = 0.0
-        self._absent = False  # nobody answers for the stream
-        self._silence = Silence(client, self._next)
+        self._absent = False  # nobody has answered for the stream since the last item
+        self._silence = Silence(client, stream)
         self._task: asyncio.Task[None] | None = None
         self._listening: Subscription | None = None
 
@@ -174,7 +174,6 @@ class WorkQueue:
 
     async def _keep_asking(self) -> None:
         while True:
-            await self._silence.heard(self._absent)
             now = time.monotonic()
             if self.outstanding and now > self._heard + 3 * HEARTBEAT_SECONDS:  # no heartbeat: the server has lost them
                 self._requests.clear()
@@ -209,7 +208,9 @@ class WorkQueue:
         status = (message.headers or {}).get("Status")
         if status is not None and not message.reply:
             self._heed(message.subject, status, message.headers or {})
+            await self._silence.heard(status == "503")
             return
+        await self._silence.heard(False)
         self._requests.received()
         item = self._read(message)
         if item is None:
@@ -231,7 +232,6 @@ class WorkQueue:
     def _heed(self, name: str, status: str, headers: Mapping[str, str]) -> None:
         """A status of the server about one request."""
         if status == "100":  # heartbeat
-            self._absent = False
             return
         description = headers.get("Description", "")
         self._requests.ended(name, int(headers.get("Nats-Pending-Messages", self._asked.pop(name, 0))))

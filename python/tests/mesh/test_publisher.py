@@ -23,7 +23,7 @@ from rollout_workers.mesh.testing.waiting import until
 
 async def test_stores_with_headers(daemon: Daemon, who: Identity, streams: RunStreams) -> None:
     client = await connect(daemon.nats_url, daemon.token, name="test")
-    publisher = Publisher(client, who.trajectory_subject, who.process)
+    publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
     await publisher.publish(b"payload", {"traceparent": "00-1-2-01"})
     message = await streams.js.get_last_msg(f"TRAJ_{who.run}", who.trajectory_subject)
     assert message.data == b"payload"
@@ -34,7 +34,7 @@ async def test_stores_with_headers(daemon: Daemon, who: Identity, streams: RunSt
 
 async def test_waits_for_the_stream(daemon: Daemon, who: Identity) -> None:
     client = await connect(daemon.nats_url, daemon.token, name="test")
-    publisher = Publisher(client, who.trajectory_subject, who.process)
+    publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
     publishing = asyncio.create_task(publisher.publish(b"payload", {}))
     js = client.jetstream()
     await js.account_info()  # a round trip: the first try has failed
@@ -50,7 +50,7 @@ async def test_waits_for_the_stream(daemon: Daemon, who: Identity) -> None:
 async def test_a_cut_connection_stores_once(daemon: Daemon, who: Identity, streams: RunStreams) -> None:
     proxy = await Proxy(daemon.nats_url).start()
     client = await connect(proxy.url, daemon.token, name="test")
-    publisher = Publisher(client, who.trajectory_subject, who.process)
+    publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
     await publisher.publish(b"0", {})
     publishing = [asyncio.create_task(publisher.publish(b"%d" % n, {})) for n in range(1, 20)]
     await asyncio.sleep(0)
@@ -80,7 +80,7 @@ class TwoServers:
 async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.2)
     client = TwoServers()
-    await Publisher(cast(Client, client), "subject", "process").publish(b"payload", {})
+    await Publisher(cast(Client, client), "subject", "TRAJ", "process").publish(b"payload", {})
     assert client.moves == 1
 
 
@@ -88,7 +88,7 @@ async def test_one_server_alone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.0)
     client = TwoServers()
     client.servers = ("first",)
-    publishing = asyncio.create_task(Publisher(cast(Client, client), "subject", "process").publish(b"payload", {}))
+    publishing = asyncio.create_task(Publisher(cast(Client, client), "subject", "TRAJ", "process").publish(b"payload", {}))
     await asyncio.wait([publishing], timeout=0.5)
     assert not publishing.done()
     assert not client.moves

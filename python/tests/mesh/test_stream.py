@@ -178,6 +178,8 @@ class TwoServers:
 
     servers = ("first", "second")
     moves = 0
+    asked = 0
+    info = b'{"config": {}}'  # what is said of the stream
 
     def new_inbox(self) -> str:
         return "_INBOX.test"
@@ -185,6 +187,10 @@ class TwoServers:
     async def subscribe(self, subject: str, cb: Callable[[Msg], Awaitable[None]], **options: object) -> SimpleNamespace:
         self.answer = cb
         return SimpleNamespace(drain=lambda: asyncio.sleep(0))
+
+    async def request(self, subject: str, payload: bytes, **options: object) -> SimpleNamespace:
+        self.asked += 1
+        return SimpleNamespace(data=self.info)
 
     async def publish(self, subject: str, body: bytes, reply: str) -> None:
         status = "100" if self.moves else "503"
@@ -200,9 +206,31 @@ async def test_a_server_that_knows_nobody_is_left(monkeypatch: pytest.MonkeyPatc
     queue = WorkQueue(cast(Client, client), pulse, "WORK_run", lambda items: None)
     await queue.start()
     queue.set_room(4)
-    await until(lambda: client.moves == 1 and not queue._absent)
+    await until(lambda: client.moves == 1 and not queue._silence._since)
     await queue.stop()
     assert client.moves == 1
+
+
+async def test_no_server_is_left_for_a_stream_that_nowhere_is(monkeypatch: pytest.MonkeyPatch, pulse: Pulse) -> None:
+    monkeypatch.setattr(deaf, "_ELECTION_SECONDS", 0.3)
+    client = TwoServers()
+    client.info = b'{"error": {"code": 404, "err_code": 10059, "description": "stream not found"}}'
+    queue = WorkQueue(cast(Client, client), pulse, "WORK_run", lambda items: None)
+    await queue.start()
+    queue.set_room(4)
+    await until(lambda: client.asked >= 2)
+    await queue.stop()
+    assert not client.moves
+
+
+async def test_a_pause_between_two_refusals_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, now = TwoServers(), [100.0]
+    monkeypatch.setattr(deaf.time, "monotonic", lambda: now[0])
+    silence = deaf.Silence(cast(Client, client), "WORK_run")
+    for seconds, moves in ((0.0, 0), (60.0, 0), (9.0, 0), (0.5, 0), (1.0, 1)):
+        now[0] += seconds
+        await silence.heard(True)
+        assert client.moves == moves
 
 
 async def test_a_message_that_is_no_work_is_dropped(
