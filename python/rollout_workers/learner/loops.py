@@ -33,11 +33,16 @@ class Loops:
 
     def __init__(self, library: Path) -> None:
         """Raises ``OSError`` for what can't be loaded."""
+        self._library = library
         loaded = ctypes.CDLL(str(library))
         self._call = {}
         for name, arguments in _ARGUMENTS.items():
             function = self._call[name] = getattr(loaded, f"rollout_{name}")
             function.argtypes, function.restype = [*arguments, ctypes.c_int], None
+
+    def __reduce__(self) -> tuple[type[Loops], tuple[Path]]:
+        """A copy of a model has the same loops."""
+        return Loops, (self._library,)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x: [N, H]. weight: [H]. Returns ``x * scale * weight`` and scale [N], ``1 / sqrt(mean(x^2) + eps)``."""

@@ -48,6 +48,7 @@ class LoopNorm(torch.autograd.Function):
         return out.view(x.shape)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
         rows, weight, scale = ctx.saved_tensors
         grad_x, grad_weight = ctx.loops.norm_back(grad.reshape(rows.shape).contiguous(), rows, weight, scale)

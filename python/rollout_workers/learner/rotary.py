@@ -24,6 +24,7 @@ class Rotate(torch.autograd.Function):
         return loops.rotate(x.contiguous(), cos, sin)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
         """By the transposed matrix."""
         return ctx.loops.rotate(grad.contiguous(), *ctx.saved_tensors, back=True), None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 from pathlib import Path
@@ -102,7 +103,8 @@ def test_bits_do_not_depend_on_threads(loops: Loops) -> None:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             y, scale = loops.norm(x, weight, 1e-6)
-            found.append((y, *loops.norm_back(y, x, weight, scale), *loops.gate_back(y, x, y)))
+            turned = loops.rotate(x.view(1, 700, 3, 32), *(of[None, :, :32].contiguous() for of in (x, y)))
+            found.append((y, *loops.norm_back(y, x, weight, scale), loops.gate(x, y), *loops.gate_back(y, x, y), turned))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True))
@@ -135,10 +137,43 @@ class HalvedMLP(LlamaMLP):
         return super().forward(x) * 0.5
 
 
+class ClampedMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x).clamp(-7, 7))
+
+
+def empty(layers: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Layers that give zeros, whatever stands in them."""
+    for each in layers.modules():
+        if isinstance(each, LlamaMLP):
+            nn.init.zeros_(each.down_proj.weight)
+    return layers
+
+
 def test_what_computes_something_else_is_left_alone(loops: Loops) -> None:
-    for other in (model(hidden_act="gelu"), HalvedMLP(CONFIG), model().bfloat16()):
+    others = (
+        model(hidden_act="gelu"),
+        empty(model(hidden_act="gelu")),
+        HalvedMLP(CONFIG),
+        ClampedMLP(CONFIG),
+        model().bfloat16(),
+    )
+    for other in others:
         swiglu.install(other, loops)
-        assert "LlamaMLP" not in changed(other) and "HalvedMLP" not in changed(other)
+        assert not changed(other)
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
+    ours = model()
+    single_pass.install(ours)
+    copied, token_ids = copy.deepcopy(ours), torch.arange(12).view(1, 12)
+    before = ours(input_ids=token_ids).logits
+    assert torch.equal(copied(input_ids=token_ids).logits, before)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    assert torch.equal(ours(input_ids=token_ids).logits, before)
+    assert not torch.equal(copied(input_ids=token_ids).logits, before)
 
 
 def test_other_types_get_what_they_got(loops: Loops) -> None:

@@ -391,8 +391,8 @@ class Decoder:
             return
         table = self.table
         ends = (table.generated[slots] - isinstance(error, NonFiniteLogits)).tolist()
-        tokens, logprobs, raw = table.sampled(slots, max(ends))
-        for row, (slot, end) in enumerate(zip(slots.tolist(), ends, strict=True)):
+        sampled = table.sampled(slots, ends)
+        for slot, end, (tokens, logprobs, raw) in zip(slots.tolist(), ends, sampled, strict=True):
             owner = table.owner[slot]
             owner.close_span(self.version, end)
             group = owner.group
@@ -402,9 +402,9 @@ class Decoder:
                 SampleOutput(
                     request_id=group.request.request_id,
                     sample=owner.index,
-                    token_ids=tokens[row, :end],
-                    logprobs=logprobs[row, :end],
-                    raw_logprobs=raw[row, :end],
+                    token_ids=tokens,
+                    logprobs=logprobs,
+                    raw_logprobs=raw,
                     version_spans=tuple(owner.spans),
                     finish_reason=reason,
                     error=error,

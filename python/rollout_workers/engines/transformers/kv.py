@@ -55,12 +55,13 @@ class KvCache:
     def spread(self, slots: NDArray[np.int64], counts: Sequence[int], prompts: Tensor) -> None:
         """Put each of ``prompts`` [layers, G, T, 2, heads, dim] at the start of ``counts[g]`` of ``slots`` int64[n].
 
-        The slots stand group by group, each group's in ascending order. Groups of one size that fill a run are one copy.
+        The slots stand group by group. Where groups of one size, each a run, fill one run together, it is one copy.
         """
         length, count = prompts.shape[2], counts[0]
         begins = slots[np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64)]
         start, stop = int(slots.min()), int(slots.max()) + 1
-        if stop - start == len(slots) and counts.count(count) == len(counts):
+        even = stop - start == len(slots) and counts.count(count) == len(counts)
+        if even and (np.diff(slots.reshape(-1, count)) == 1).all():
             order = torch.from_numpy(np.argsort(begins)).to(prompts.device)
             run = self.data[:, start:stop, :length].unflatten(1, (len(counts), count))
             run.copy_(prompts[:, order].unsqueeze(2))

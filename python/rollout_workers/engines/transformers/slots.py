@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,9 +154,17 @@ class SlotTable:
         full = (self.generated[slots] >= self.limit[slots]) & ~bad & ~stopped
         return slots[bad], slots[stopped], slots[full]
 
-    def sampled(self, slots: Slots, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
-        """Copies of the first ``most`` tokens, logprobs and raw logprobs of these slots, [n, most] each."""
-        return self.out_tokens[slots, :most], self.out_logprobs[slots, :most], self.out_raw_logprobs[slots, :most]
+    def sampled(self, slots: Slots, ends: Sequence[int]) -> Iterator[tuple[NDArray[Any], ...]]:
+        """Of each slot copies of its first tokens int32, logprobs and raw logprobs float32, as many as its end says.
+
+        Slots of about one length share memory, which is there until the last of them goes.
+        """
+        outputs, most = (self.out_tokens, self.out_logprobs, self.out_raw_logprobs), max(ends)
+        if len(ends) * most > 2 * sum(ends):
+            yield from (tuple(of[slot, :end].copy() for of in outputs) for slot, end in zip(slots, ends, strict=True))
+            return
+        copies = [of[slots, :most] for of in outputs]
+        yield from (tuple(of[row, :end] for of in copies) for row, end in enumerate(ends))
 
     def rows(self, count: int) -> Slots:
         """The slots 0..count."""
