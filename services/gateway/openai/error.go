@@ -107,7 +107,10 @@ func (h *handler) fail(w http.ResponseWriter, r *http.Request, err error) {
 	}
 	e := errorOf(err, "", "")
 	if e.Status >= http.StatusInternalServerError {
-		h.Log.WarnContext(r.Context(), "a gateway request failed", "path", r.URL.Path, "status", e.Status, "error", err, "cause", e.cause)
+		if e.cause != nil {
+			err = e.cause
+		}
+		h.Log.WarnContext(r.Context(), "a gateway request failed", "path", r.URL.Path, "status", e.Status, "error", err)
 	}
 	if e.Retry > 0 {
 		w.Header().Set("Retry-After", strconv.Itoa(e.Retry))
