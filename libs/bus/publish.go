@@ -108,8 +108,11 @@ func (b *Bus) publish(ctx context.Context, messages []Message) (again []Message,
 }
 
 // exists reports whether the streams of messages may be there although nobody answered for them: between two leaders of a stream
-// nobody does.
+// nobody does. A question that is lost on the way, as while the servers elect their own leader, must not hold up the publisher until
+// its context ends: without an answer in time they may be there.
 func (b *Bus) exists(ctx context.Context, messages []Message) bool {
+	ctx, cancel := context.WithTimeout(ctx, ackWait)
+	defer cancel()
 	seen := map[string]bool{}
 	for _, m := range messages {
 		if seen[m.Subject] {
