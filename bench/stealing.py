@@ -110,7 +110,9 @@ class Worker:
         holdings = Holdings(engine)
         holdings.current = WeightsReceipt(digest=await engine.weights_digest())
         services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
-        outlet = Outlet(Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process), services, Throughput(engine.stats))
+        outlet = Outlet(
+            Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process), services, Throughput(engine.stats)
+        )
         runner = EpisodeRunner(engine, cast(Any, Unscored()), SimText(), SamplingParams(max_tokens=64))
         sampler = Sampler(who, runner, holdings, outlet, services)
         held = capacity(SLOTS, SAMPLES)

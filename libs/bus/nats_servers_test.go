@@ -138,18 +138,25 @@ func TestNoQuorum(t *testing.T) {
 	}
 }
 
-// A server that brings messages to nobody, while the stream is there, is left for another one.
-func TestDeafServerIsLeft(t *testing.T) {
-	t.Parallel()
-	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3, Deaf: "rollout.work.>"})
+// throughDeaf is a connection, with a run's streams, to the node of a cluster that brings messages of some subjects to nobody.
+func throughDeaf(t *testing.T, subjects string) *bus.Bus {
+	t.Helper()
+	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3, Deaf: subjects})
 	b, err := bus.Connect(t.Context(), bus.Options{URL: s.URLs[0], Token: "s3cret"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer b.Close()
+	t.Cleanup(b.Close)
 	if err := b.EnsureRun(t.Context(), run); err != nil {
 		t.Fatal(err)
 	}
+	return b
+}
+
+// A server that brings messages to nobody, while the stream is there, is left for another one.
+func TestDeafServerIsLeft(t *testing.T) {
+	t.Parallel()
+	b := throughDeaf(t, "rollout.work.>")
 	deaf := b.Conn().ConnectedServerName()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -164,15 +171,7 @@ func TestDeafServerIsLeft(t *testing.T) {
 // So is one that brings the questions of a consumer to nobody.
 func TestDeafServerIsLeftByFetches(t *testing.T) {
 	t.Parallel()
-	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3, Deaf: "$JS.API.CONSUMER.MSG.NEXT.>"})
-	b, err := bus.Connect(t.Context(), bus.Options{URL: s.URLs[0], Token: "s3cret"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer b.Close()
-	if err := b.EnsureRun(t.Context(), run); err != nil {
-		t.Fatal(err)
-	}
+	b := throughDeaf(t, "$JS.API.CONSUMER.MSG.NEXT.>")
 	if err := b.Publish(t.Context(), bus.Message{Subject: bus.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}); err != nil {
 		t.Fatal(err)
 	}
