@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import subprocess
 import uuid
 from types import TracebackType
@@ -68,16 +66,6 @@ def reason() -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         told = (error.stderr or b"").decode().strip() if isinstance(error, subprocess.CalledProcessError) else ""
         return f"network namespaces can't be made here (root and CAP_NET_ADMIN are needed): {error} {told}"
-
-
-def enter(namespace: str | None) -> None:
-    """Bring this process, a child before its program, into a namespace."""
-    if namespace is None:
-        return
-    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):
-        raise OSError(ctypes.get_errno(), f"enter {namespace}")
-    os.close(descriptor)
 
 
 def _ip(arguments: str) -> None:

@@ -11,11 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import grpc
-from hosts import enter
+from become import become
 
 from rollout.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from rollout.inference.v1 import inference_pb2_grpc
@@ -89,12 +88,11 @@ class Mesh:
             command += ["--join", str(self.state)]
         with (self.state / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                command,
+                become(command, namespace=self.namespace),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 env={**os.environ, **self.environment},
-                preexec_fn=partial(enter, self.namespace),
             )
 
     def wait(self, name: str, seconds: float = 120) -> None:

@@ -7,11 +7,9 @@ folder and port.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
-import pwd
 import random
 import shutil
 import signal
@@ -24,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hosts import enter
+from become import become
 from mesh import ROOT, until
 
 NODES = 3
@@ -51,25 +49,14 @@ class Server:
         """Start it, without waiting until it serves."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command,
+                become(self.command, namespace=self.namespace, user=self.user, tied=True),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd="/",
                 env={"HOME": tempfile.gettempdir(), "PATH": os.environ["PATH"], **self.environment},
                 start_new_session=True,
-                preexec_fn=self._become,
             )
-
-    def _become(self) -> None:
-        """In the child, before its program."""
-        enter(self.namespace)
-        if self.user is not None:
-            account = pwd.getpwnam(self.user)
-            os.setgroups([])
-            os.setgid(account.pw_gid)
-            os.setuid(account.pw_uid)
-        die_with_parent()
 
     def start(self) -> None:
         """Start it and wait until it serves."""
@@ -171,11 +158,9 @@ url = "postgres://rollout@{self.host}:{port("postgres")}/postgres?sslmode=disabl
         if user:
             shutil.chown(self._data, user, user)
         data, port = self._data / "data", self._port("postgres")
+        initdb = f"{binaries}/initdb -D {data} -U rollout -A trust -E UTF8 --locale=C.UTF-8 --no-sync".split()
         made = subprocess.run(
-            [binaries / "initdb", "-D", data, "-U", "rollout", "-A", "trust", "-E", "UTF8", "--locale=C.UTF-8", "--no-sync"],
-            user=user,
-            group=user,
-            extra_groups=None if user is None else [],
+            become(initdb, user=user),
             cwd="/",
             capture_output=True,
             text=True,
@@ -285,11 +270,6 @@ def free_ports() -> Iterator[int]:
             os.close(lock)
             continue
         yield port  # its lock stays open
-
-
-def die_with_parent() -> None:
-    """In a child before its program: the kernel ends it when the parent dies, however that happens."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
