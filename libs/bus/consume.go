@@ -35,7 +35,7 @@ func (b *Bus) Events(ctx context.Context) (*Consumer, error) {
 
 func (b *Bus) consumer(ctx context.Context, stream, name string) (*Consumer, error) {
 	full := stream + "/" + name
-	c, err := b.js.Consumer(ctx, stream, name)
+	c, err := ask(ctx, func(ctx context.Context) (jetstream.Consumer, error) { return b.js.Consumer(ctx, stream, name) })
 	if err != nil {
 		b.heard(full, false, err)
 		return nil, fmt.Errorf("consumer %s of %s: %w", name, stream, mapError(err))
@@ -91,7 +91,7 @@ type Depth struct {
 
 // Depth asks the server.
 func (c *Consumer) Depth(ctx context.Context) (Depth, error) {
-	info, err := c.c.Info(ctx)
+	info, err := ask(ctx, c.c.Info)
 	if err != nil {
 		return Depth{}, fmt.Errorf("depth of %s: %w", c.name, mapError(err))
 	}

@@ -189,7 +189,7 @@ func (b *Bus) Try(ctx context.Context) error {
 	name := "DOCTOR_" + rand.Text()
 	s, c := events(b.Replicas())
 	s.Name, s.Description, s.Subjects = name, "made and removed by `rollout doctor`", []string{"rollout.doctor." + name}
-	if _, err := b.js.Stream(ctx, EventStream); err == nil {
+	if _, err := b.stream(ctx, EventStream); err == nil {
 		s.MaxBytes = 0 // the events have their room
 	}
 	defer func() {
@@ -213,7 +213,8 @@ func (b *Bus) DeleteRun(ctx context.Context, run string) error {
 		return err
 	}
 	for _, name := range []string{WorkStream(run), TrajStream(run)} {
-		if err := b.js.DeleteStream(ctx, name); err != nil && !errors.Is(err, jetstream.ErrStreamNotFound) {
+		err := order(ctx, func(ctx context.Context) error { return b.js.DeleteStream(ctx, name) })
+		if err != nil && !errors.Is(err, jetstream.ErrStreamNotFound) {
 			return fmt.Errorf("delete stream %s: %w", name, mapError(err))
 		}
 	}
@@ -225,7 +226,7 @@ func (b *Bus) WorkMark(ctx context.Context, run string) (uint64, error) {
 	if err := checkRun(run); err != nil {
 		return 0, err
 	}
-	s, err := b.js.Stream(ctx, WorkStream(run)) // with its newest state
+	s, err := b.stream(ctx, WorkStream(run))
 	if err != nil {
 		return 0, fmt.Errorf("mark the work of %s: %w", run, mapError(err))
 	}
@@ -234,17 +235,24 @@ func (b *Bus) WorkMark(ctx context.Context, run string) (uint64, error) {
 
 // Runs lists the runs that have streams, in no order.
 func (b *Bus) Runs(ctx context.Context) ([]string, error) {
+	names, err := ask(ctx, func(ctx context.Context) ([]string, error) {
+		listed := b.js.StreamNames(ctx)
+		var names []string
+		for name := range listed.Name() {
+			names = append(names, name)
+		}
+		return names, listed.Err()
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list the streams of runs: %w", mapError(err))
+	}
 	runs := map[string]bool{}
-	names := b.js.StreamNames(ctx)
-	for name := range names.Name() {
+	for _, name := range names {
 		for _, prefix := range []string{WorkStream(""), TrajStream("")} {
 			if run, ok := strings.CutPrefix(name, prefix); ok {
 				runs[run] = true
 			}
 		}
-	}
-	if err := names.Err(); err != nil {
-		return nil, fmt.Errorf("list the streams of runs: %w", mapError(err))
 	}
 	return slices.Collect(maps.Keys(runs)), nil
 }
@@ -255,21 +263,30 @@ func (b *Bus) PurgeWork(ctx context.Context, run string, before uint64) error {
 	if err := checkRun(run); err != nil {
 		return err
 	}
-	s, err := b.js.Stream(ctx, WorkStream(run))
+	s, err := b.stream(ctx, WorkStream(run))
 	if err != nil {
 		return fmt.Errorf("purge work of %s: %w", run, mapError(err))
 	}
-	if err := s.Purge(ctx, jetstream.WithPurgeSequence(max(before, 1))); err != nil { // 0 would mean all
+	until := jetstream.WithPurgeSequence(max(before, 1)) // 0 would mean all
+	if err := order(ctx, func(ctx context.Context) error { return s.Purge(ctx, until) }); err != nil {
 		return fmt.Errorf("purge work of %s: %w", run, mapError(err))
 	}
 	return nil
 }
 
+// stream looks a stream up, with its newest state.
+func (b *Bus) stream(ctx context.Context, name string) (jetstream.Stream, error) {
+	return ask(ctx, func(ctx context.Context) (jetstream.Stream, error) { return b.js.Stream(ctx, name) })
+}
+
 func (b *Bus) ensure(ctx context.Context, s jetstream.StreamConfig, c jetstream.ConsumerConfig) error {
-	if _, err := b.js.CreateOrUpdateStream(ctx, s); err != nil {
+	if _, err := ask(ctx, func(ctx context.Context) (jetstream.Stream, error) { return b.js.CreateOrUpdateStream(ctx, s) }); err != nil {
 		return fmt.Errorf("ensure stream %s: %w", s.Name, mapError(err))
 	}
-	if _, err := b.js.CreateOrUpdateConsumer(ctx, s.Name, c); err != nil {
+	_, err := ask(ctx, func(ctx context.Context) (jetstream.Consumer, error) {
+		return b.js.CreateOrUpdateConsumer(ctx, s.Name, c)
+	})
+	if err != nil {
 		return fmt.Errorf("ensure consumer %s of %s: %w", c.Durable, s.Name, mapError(err))
 	}
 	return nil
