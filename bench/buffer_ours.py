@@ -67,8 +67,7 @@ def consume(state: str, shape: Shape, results: Connection) -> None:
             for group in batch.groups:
                 for number, sample in enumerate(group):
                     load.check(number, sample.token_ids, sample.logprobs, sample.loss_mask)
-            batch.commit()
-            buffer.trim("bench", batch.step)
+            batch.commit(trim=True)
     results.send(load.verified)
 
 

@@ -236,6 +236,33 @@ func TestExportBesideATrim(t *testing.T) {
 	}
 }
 
+// TestCommitTrims: a commit that says so drops what its step and those before had, and may be repeated.
+func TestCommitTrims(t *testing.T) {
+	t.Parallel()
+	s := setup(t)
+	c := ledgerConfig()
+	c.MaxStaleness = 10
+	s.open(c)
+	s.record(0)
+	for step := range uint64(6) { // 8 KiB a segment, 4 KiB a step
+		s.publish(append(groupOf(2*step, 0, 0), groupOf(2*step+1, 0, 0)...)...)
+		b := s.lease(step + 1)
+		commit := &bufferv1.CommitStepRequest{RunId: run, Step: step + 1, BatchId: b.GetBatchId(), WeightsDigest: digest(step + 1), Trim: step == 4}
+		for range 2 {
+			if _, err := s.client.CommitStep(t.Context(), commit); err != nil {
+				t.Fatal(err)
+			}
+		}
+		_, err := s.payloads(1)
+		if gone := rpcerr.Reason(err) == "PAYLOADS_TRIMMED"; gone != (step >= 4) {
+			t.Errorf("payloads of step 1 after step %d: %v", step+1, err)
+		}
+	}
+	if got, err := s.payloads(6); err != nil || len(got) != 2*size {
+		t.Errorf("step 6: %d payloads, %v", len(got), err)
+	}
+}
+
 func TestTrimDropsWhatASnapshotCovers(t *testing.T) {
 	t.Parallel()
 	s := setup(t)

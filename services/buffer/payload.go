@@ -7,11 +7,9 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"slices"
 
 	"google.golang.org/grpc/codes"
 
-	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
@@ -155,67 +153,11 @@ func (s *Service) fetch(ctx context.Context, ref string) ([]byte, error) {
 	}
 }
 
-// trim drops the segments that only steps through one need. Ledger first: a crash in between leaves a file that open removes.
+// trim drops the segments that only steps through one need.
 func (s *Service) trim(ctx context.Context, run string, through uint64) (freed uint64, err error) {
-	var drop []uint32
-	var known []Segment
-	busy := map[uint32]bool{}
-	remove := func(number uint32) (uint64, error) { return segment.Remove(s.folder(run), number) }
-	s.mu.Lock()
-	if f := s.feeds[run]; f != nil {
-		busy, remove = f.busy(), f.drop
-	}
-	s.mu.Unlock()
-	err = s.update(ctx, run, func(tx Tx) error {
-		l := tx.Ledger()
-		through = min(through, l.Step)
-		if through <= l.Trimmed {
-			return nil
-		}
-		l.Trimmed = through
-		segments, err := tx.Segments(ctx)
-		if err != nil || len(segments) == 0 {
-			return err
-		}
-		known = segments
-		due := slices.DeleteFunc(slices.Clone(segments[:len(segments)-1]), func(g Segment) bool { // the last one is written to
-			return g.Trimmed || busy[g.Number]
-		})
-		if len(due) == 0 { // to ask for what is needed reads every sample that is waiting
-			return nil
-		}
-		needed, err := tx.Uncovered(ctx, through)
-		if err != nil {
-			return err
-		}
-		for _, g := range due {
-			if needed[g.Number] {
-				continue
-			}
-			g.Trimmed = true
-			if err := tx.PutSegment(ctx, g); err != nil {
-				return err
-			}
-			drop = append(drop, g.Number)
-		}
-		known, err = tx.Segments(ctx)
-		return err
-	})
-	if err != nil {
+	t := s.trimmer(run)
+	if err := s.update(ctx, run, func(tx Tx) error { return t.record(ctx, tx, through) }); err != nil {
 		return 0, err
 	}
-	if v := s.vault(run); v != nil {
-		if err := v.drop(ctx, known); err != nil {
-			return 0, err
-		}
-	}
-	for _, number := range drop {
-		crashpoint.Here("buffer/trimmed") // the ledger has dropped the segment, its file is there
-		n, err := remove(number)
-		if err != nil {
-			return freed, err
-		}
-		freed += n
-	}
-	return freed, nil
+	return t.remove(ctx)
 }

@@ -114,8 +114,12 @@ func (s *Server) LeaseBatch(ctx context.Context, req *bufferv1.LeaseBatchRequest
 func (s *Server) CommitStep(ctx context.Context, req *bufferv1.CommitStepRequest) (*bufferv1.CommitStepResponse, error) {
 	var step *Step
 	var refused []Refusal
+	trim := s.service.trimmer(req.GetRunId())
 	err := s.service.update(ctx, req.GetRunId(), func(tx Tx) (err error) {
 		step, refused, err = commit(ctx, tx, req.GetStep(), req.GetBatchId(), req.GetWeightsDigest())
+		if err == nil && req.GetTrim() {
+			err = trim.record(ctx, tx, req.GetStep())
+		}
 		return err
 	})
 	if err != nil {
@@ -123,6 +127,11 @@ func (s *Server) CommitStep(ctx context.Context, req *bufferv1.CommitStepRequest
 	}
 	crashpoint.Here("buffer/committed") // the step exists, the controller does not know
 	s.service.report(req.GetRunId(), refused)
+	if req.GetTrim() {
+		if _, err := trim.remove(ctx); err != nil {
+			return nil, err
+		}
+	}
 	return &bufferv1.CommitStepResponse{Step: stepRecord(step)}, nil
 }
 

@@ -162,7 +162,8 @@ def test_trim_frees_what_is_consumed(buffer: Buffer) -> None:
     assert buffer.trim("r", 3) > 1_000_000
 
 
-def test_trimmed_files_are_written_again_but_not_under_arrays(buffer: Buffer) -> None:
+@pytest.mark.parametrize("with_commit", [False, True])
+def test_trimmed_files_are_written_again_but_not_under_arrays(buffer: Buffer, with_commit: bool) -> None:
     """Step 1 is held while the steps after it are consumed and trimmed: its bytes stay, and the others' files are used again."""
     steps, tokens = 12, 30_000  # a segment a group, and large enough to be mapped
     inodes: set[int] = set()
@@ -176,7 +177,8 @@ def test_trimmed_files_are_written_again_but_not_under_arrays(buffer: Buffer) ->
             assert all(same(got, group(n, tokens)) for n, got in zip(numbers, batch.groups, strict=True))
             inodes |= {Path(ref.segment).stat().st_ino for ref in batch.batch.samples}
             first = first or batch
-            batch.commit()
-            buffer.trim("r", step)
+            batch.commit(trim=with_commit)
+            if not with_commit:
+                buffer.trim("r", step)
     assert len(inodes) < steps
     assert first is not None and all(same(got, group(n, tokens)) for n, got in enumerate(first.groups))

@@ -1033,6 +1033,7 @@ class CommitStepRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     BATCH_ID_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    TRIM_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     step: _builtins.int
@@ -1041,6 +1042,8 @@ class CommitStepRequest(_message.Message):
     """Batch that was trained on."""
     weights_digest: _builtins.str
     """Digest of the weights after the step; their version is the step."""
+    trim: _builtins.bool
+    """Whether the payloads of the steps through this one are not needed again, as TrimPayloads has it: one wait in place of two."""
     def __init__(
         self,
         *,
@@ -1048,10 +1051,11 @@ class CommitStepRequest(_message.Message):
         step: _builtins.int = ...,
         batch_id: _builtins.str = ...,
         weights_digest: _builtins.str = ...,
+        trim: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "run_id", b"run_id", "step", b"step", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "run_id", b"run_id", "step", b"step", "trim", b"trim", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

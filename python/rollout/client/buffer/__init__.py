@@ -11,8 +11,7 @@
 
         for batch in buffer.consumer("my-run", steps=100):
             train([sample for group in batch.groups for sample in group])
-            batch.commit()
-            buffer.trim("my-run", batch.step)  # unless its samples may be needed again
+            batch.commit(trim=True)  # without trim where its samples may be needed again
 
 A group is leased whole, once all of its samples are there; a sample that was put before is dropped and counted, so a put may be
 repeated. On the buffer's host payloads are written once, by the producer, into a segment file that the buffer has lent it, and

@@ -35,17 +35,18 @@ class Leased:
     def step(self) -> int:
         return self.batch.step
 
-    def commit(self, weights_digest: str = "") -> pb.StepRecord:
+    def commit(self, weights_digest: str = "", *, trim: bool = False) -> pb.StepRecord:
         """Record the groups as consumed, for ever; it may be repeated. Durable when it returns.
 
         weights_digest: of the weights after the step, ``blake3-<hex>``; where nothing was trained the batch's own id stands
-        for it.
+        for it. trim: the payloads of this step and those before are not needed again, as ``Buffer.trim`` would say afterwards.
         """
         request = pb.CommitStepRequest(
             run_id=self.batch.run_id,
             step=self.batch.step,
             batch_id=self.batch.batch_id,
             weights_digest=weights_digest or self.batch.batch_id,
+            trim=trim,
         )
         return call(self._stub.CommitStep, request, self._metadata).step
 

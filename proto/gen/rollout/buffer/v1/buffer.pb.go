@@ -2074,6 +2074,8 @@ type CommitStepRequest struct {
 	BatchId string `protobuf:"bytes,3,opt,name=batch_id,json=batchId,proto3" json:"batch_id,omitempty"`
 	// Digest of the weights after the step; their version is the step.
 	WeightsDigest string `protobuf:"bytes,4,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
+	// Whether the payloads of the steps through this one are not needed again, as TrimPayloads has it: one wait in place of two.
+	Trim          bool `protobuf:"varint,5,opt,name=trim,proto3" json:"trim,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2134,6 +2136,13 @@ func (x *CommitStepRequest) GetWeightsDigest() string {
 		return x.WeightsDigest
 	}
 	return ""
+}
+
+func (x *CommitStepRequest) GetTrim() bool {
+	if x != nil {
+		return x.Trim
+	}
+	return false
 }
 
 // CommitStepResponse holds the record.
@@ -3671,12 +3680,13 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12LeaseBatchResponse\x12.\n" +
 	"\x05batch\x18\x01 \x01(\v2\x18.rollout.buffer.v1.BatchR\x05batch\x12\x1f\n" +
 	"\vwaiting_for\x18\x02 \x01(\tR\n" +
-	"waitingFor\"\xce\x01\n" +
+	"waitingFor\"\xe2\x01\n" +
 	"\x11CommitStepRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x1b\n" +
 	"\x04step\x18\x02 \x01(\x04B\a\xbaH\x042\x02(\x01R\x04step\x127\n" +
 	"\bbatch_id\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\abatchId\x12C\n" +
-	"\x0eweights_digest\x18\x04 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\rweightsDigest\"G\n" +
+	"\x0eweights_digest\x18\x04 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\rweightsDigest\x12\x12\n" +
+	"\x04trim\x18\x05 \x01(\bR\x04trim\"G\n" +
 	"\x12CommitStepResponse\x121\n" +
 	"\x04step\x18\x01 \x01(\v2\x1d.rollout.buffer.v1.StepRecordR\x04step\"N\n" +
 	"\x0fGetBatchRequest\x12\x1e\n" +
