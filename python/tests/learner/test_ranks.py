@@ -225,7 +225,7 @@ def test_rank_0_leads_the_others(model_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["dies", "hangs", "frozen"])
 def test_a_rank_that_is_lost_is_told_and_ends_the_learner(model_dir: Path, tmp_path: Path, fault: str) -> None:
     leader, follower = together(
-        2, tmp_path, led, model_dir, case("sft"), str(tmp_path / "state"), fault, seconds=10.0, may_fail=True
+        2, tmp_path, led, model_dir, case("sft"), str(tmp_path / "state"), fault, seconds=20.0, may_fail=True
     )
     assert isinstance(follower, Failure)
     step, raised, told = leader
