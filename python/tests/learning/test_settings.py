@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
 
+from buf.validate import validate_pb2
 from rollout.config.v1 import options_pb2
 from rollout.config.v1.run_config_pb2 import AlgorithmConfig, RunConfig
 from rollout_workers.algorithms import build_algorithm
@@ -22,16 +25,36 @@ REQUIRED = {"teacher"}
 OF_THE_WORKERS = {"endpoint"}  # keys that the learner has no use for
 
 
-def table(name: str) -> dict[str, object]:
-    """The keys of an algorithm's table with the defaults of the contract."""
+def keys_of(name: str) -> list[FieldDescriptor]:
+    """The keys of an algorithm's table that are the learner's."""
     message = AlgorithmConfig.DESCRIPTOR.fields_by_name[name].message_type
-    values: dict[str, object] = {}
-    for field in message.fields:
-        if field.name in OF_THE_WORKERS:
-            continue
-        default = field.GetOptions().Extensions[options_pb2.meta].default
-        values[field.name] = tomllib.loads(f"v = {default}")["v"] if default else "x"
-    return values
+    assert message is not None
+    return [field for field in message.fields if field.name not in OF_THE_WORKERS]
+
+
+def table(name: str) -> dict[str, Any]:
+    """Those keys with the defaults of the contract."""
+    return {field.name: default_of(field) for field in keys_of(name)}
+
+
+def default_of(field: FieldDescriptor) -> Any:
+    """What the contract says; ``x`` where it says nothing."""
+    default = field.GetOptions().Extensions[options_pb2.meta].default
+    return tomllib.loads(f"v = {default}")["v"] if default else "x"
+
+
+def other_value(field: FieldDescriptor) -> Any:
+    """Not the default, within the contract's rules, and of numbers another one for each key of a table."""
+    default = default_of(field)
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return not default
+    if field.type == FieldDescriptor.TYPE_UINT32:
+        return default + field.number
+    if field.type == FieldDescriptor.TYPE_DOUBLE:
+        return (2.0 if field.name == "dual_clip" else 0.75 * default) + field.number / 1024
+    assert field.type == FieldDescriptor.TYPE_STRING, f"{field.name}: say here what else it may be"
+    choices = field.GetOptions().Extensions[validate_pb2.field].string
+    return next((choice for choice in getattr(choices, "in") if choice != default), "y")
 
 
 def test_the_contract_and_the_registry_name_the_same_algorithms() -> None:
@@ -50,15 +73,28 @@ def test_every_key_has_a_setting_with_the_same_default(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_what_the_plan_sets_reaches_the_algorithm(name: str) -> None:
-    config = json_format.ParseDict(
-        {"mode": "async", "sampling": {"max_tokens": 77}, "algorithm": {name: table(name)}}, RunConfig()
-    )
-    settings = algorithm_settings(config)
-    assert type(settings) is BUILDERS[name][0]
-    assert {key: getattr(settings, key) for key in table(name)} == table(name)
-    assert getattr(settings, "off_policy", True)
-    assert getattr(settings, "max_tokens", 77) == 77
-    assert build_algorithm(name, settings).name == name
+    """One key after the other, each with a value of its own that is not the default, beside a whole table of defaults."""
+    kind, run = BUILDERS[name][0], {"off_policy": True, "max_tokens": 77}
+    of_the_run = {key: value for key, value in run.items() if key in {field.name for field in fields(kind)}}
+    for field in keys_of(name):
+        given = {**table(name), field.name: other_value(field)}
+        config = json_format.ParseDict({"mode": "async", "sampling": {"max_tokens": 77}, "algorithm": {name: given}}, RunConfig())
+        settings = algorithm_settings(config)
+        assert type(settings) is kind
+        assert settings == kind(**given, **of_the_run), field.name
+        assert getattr(settings, field.name) == given[field.name] != table(name)[field.name]
+        assert build_algorithm(name, settings).name == name
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_key_can_be_set_alone(name: str) -> None:
+    """As a plan of the time before the other keys has it."""
+    kind = BUILDERS[name][0]
+    for field in keys_of(name):
+        given = {field.name: other_value(field)}
+        needed = {"sampling": {"max_tokens": 77}} if "max_tokens" in {field.name for field in fields(kind)} else {}
+        config = json_format.ParseDict({"mode": "sync", **needed, "algorithm": {name: given}}, RunConfig())
+        assert algorithm_settings(config) == kind(**given, **({"max_tokens": 77} if needed else {})), field.name
 
 
 def test_the_teacher_is_looked_for_beside_the_config() -> None:
