@@ -26,9 +26,11 @@ func FromData(config *configv1.RunConfig) bool {
 
 // Pairs reports whether a row holds a chosen and a rejected completion.
 func Pairs(config *configv1.RunConfig) bool {
-	switch config.GetAlgorithm().GetKind().(type) {
+	switch kind := config.GetAlgorithm().GetKind().(type) {
 	case *configv1.AlgorithmConfig_RewardModel, *configv1.AlgorithmConfig_Dpo, *configv1.AlgorithmConfig_Ipo:
 		return true
+	case *configv1.AlgorithmConfig_Kto:
+		return kind.Kto.GetPaired()
 	}
 	return false
 }

@@ -27,6 +27,11 @@ func TestEveryAlgorithmOfTheContractHasATitleAndASource(t *testing.T) {
 		}
 		config.Sampling = nil
 	}
+	paired := &configv1.KtoConfig{Paired: proto.Bool(true)}
+	config.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Kto{Kto: paired}}
+	if !Pairs(config) || GroupSize(config) != 2 {
+		t.Error("paired KTO has no pairs")
+	}
 	if empty := (&configv1.RunConfig{}); Name(empty) != "" || FromData(empty) {
 		t.Error("a configuration without an algorithm has one")
 	}

@@ -326,7 +326,7 @@ class BadModel(RolloutError):
     reason = "BAD_MODEL"
 
 
-def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt], str] | None) -> Json:
+def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt, bool], str] | None) -> Json:
     """Count the tokens of each row: of its prompt, and of its longest completion and the end where ``answer_fields`` name any."""
     over: list[Json] = []
     empty: list[int] = []
@@ -335,7 +335,8 @@ def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt], str] | N
     stand_in = unknown_token(tokenizer)
     answer_fields: list[str] = file.get("answer_fields") or []
     for chunk in chunks(rows(file["path"]), CHUNK):
-        texts = [text_of(row[file["prompt_field"]], render) for row in chunk]
+        talks = [bool(answer_fields) and answer_fields[0] not in row for row in chunk]  # its messages end with the answer
+        texts = [text_of(row[file["prompt_field"]], render, not talk) for row, talk in zip(chunk, talks, strict=True)]
         encoded = tokenizer.encode_batch(texts, add_special_tokens=render is None)
         lengths = [len(e) for e in encoded]
         for row, (text, ids) in enumerate(zip(texts, encoded, strict=True), counted):
@@ -345,7 +346,7 @@ def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt], str] | N
                 strange.append({"row": row, "text": text[start:end]})
         longest_of = [0] * len(chunk)
         for field in answer_fields:
-            answers = tokenizer.encode_batch([row[field] for row in chunk], add_special_tokens=False)
+            answers = tokenizer.encode_batch([row.get(field, "") for row in chunk], add_special_tokens=False)
             longest_of = [max(before, len(answer) + 1) for before, answer in zip(longest_of, answers, strict=True)]
         lengths = [prompt + answer for prompt, answer in zip(lengths, longest_of, strict=True)]
         for row, length in enumerate(lengths, counted):
@@ -370,9 +371,9 @@ def unknown_token(tokenizer: Any) -> int | None:
     return tokenizer.token_to_id(token) if token else number
 
 
-def text_of(prompt: Prompt, render: Callable[[Prompt], str] | None) -> str:
-    """A prompt as the tokenizer gets it."""
-    return render(prompt) if render else cast(str, prompt)
+def text_of(prompt: Prompt, render: Callable[[Prompt, bool], str] | None, answering: bool = True) -> str:
+    """A prompt as the tokenizer gets it. answering: up to where the assistant speaks."""
+    return render(prompt, answering) if render else cast(str, prompt)
 
 
 def chunks(items: Iterator[Json], size: int) -> Iterator[list[Json]]:
@@ -381,8 +382,9 @@ def chunks(items: Iterator[Json], size: int) -> Iterator[list[Json]]:
         yield batch
 
 
-def chat_renderer(folder: Path) -> Callable[[Prompt], str]:
-    """A function that renders a prompt through the folder's chat template, as transformers does."""
+def chat_renderer(folder: Path) -> Callable[[Prompt, bool], str]:
+    """A function that renders a prompt through the folder's chat template, as transformers does, and then, where the second
+    argument says so, what has the assistant speak."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -401,10 +403,10 @@ def chat_renderer(folder: Path) -> Callable[[Prompt], str]:
         raise BadModel(f"the chat template can't be read: {error}", place=Place(str(source))) from error
     tokens = special_tokens(folder)
 
-    def render(prompt: Prompt) -> str:
+    def render(prompt: Prompt, answering: bool) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            return compiled.render(messages=messages, add_generation_prompt=True, **tokens)
+            return compiled.render(messages=messages, add_generation_prompt=answering, **tokens)
         except TemplateError as error:
             raise BadModel(f"the chat template refuses a prompt: {error}", place=Place(str(source))) from error
 

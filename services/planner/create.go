@@ -117,6 +117,7 @@ func (d *draft) dataset(field, path, answer string, role planv1.InputRole) (*inp
 	if role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA {
 		data.Preference = d.preference()
 	}
+	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.Config)
 	if err := data.Read(input.Resolve(d.baseDir, path), &d.Problems); err != nil {
 		return nil, err
 	}
@@ -149,7 +150,7 @@ func (d *draft) preference() input.Preference {
 	if d.Config.GetAlgorithm().GetRewardModel() != nil {
 		p.Margin = data.GetMarginField()
 	}
-	if d.Config.GetAlgorithm().GetKto() != nil {
+	if kto := d.Config.GetAlgorithm().GetKto(); kto != nil && !kto.GetPaired() {
 		p.Completion, p.Label = data.GetCompletionField(), data.GetLabelField()
 	}
 	return p

@@ -24,6 +24,8 @@ class KtoConfig:
     """Weight of undesirable ones. The paper wants ``desirable_weight * desirable`` within 1 to 4/3 of its counterpart."""
     reference_point: bool = True
     """Whether gains count from the divergence of the policy; off, from 0, which needs no second forward (APO-zero, unpaired)."""
+    paired: bool = False
+    """Whether rows were pairs. It changes nothing here: each is a desirable and an undesirable completion."""
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -33,7 +35,7 @@ class KtoConfig:
 
 
 def kto(config: KtoConfig) -> Algorithm:
-    """KTO as an algorithm. Paired data serves as well: each pair is a desirable and an undesirable completion."""
+    """KTO as an algorithm."""
     needs = Needs(reference=True, mismatched=config.reference_point)
     return Algorithm(name="kto", needs=needs, loss=partial(kto_loss, config=config), family="unpaired")
 
@@ -64,12 +66,18 @@ def kto_loss(batch: UnpairedBatch, *, config: KtoConfig) -> LossTerms:
 
 
 def mismatch(prompts: Sequence[object]) -> list[int]:
-    """For each sample of a batch, which sample's completion to put after its prompt: the one before it, the last for the first.
+    """For each sample of a batch, which sample's completion to put after its prompt: the nearest before it, around the end, that
+    has another prompt; where all have the same, the one before it.
 
-    >>> mismatch(["a", "b", "c"])
-    [2, 0, 1]
+    >>> mismatch(["a", "b", "b", "c"])
+    [3, 0, 0, 2]
     """
-    return [(place - 1) % len(prompts) for place in range(len(prompts))]
+    size = len(prompts)
+    out: list[int] = []
+    for place, prompt in enumerate(prompts):
+        others = ((place - back) % size for back in range(1, size))
+        out.append(next((other for other in others if prompts[other] != prompt), (place - 1) % size))
+    return out
 
 
 def reference_point(logprobs: Tensor, reference_logprobs: Tensor) -> float:

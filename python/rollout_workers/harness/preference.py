@@ -16,11 +16,21 @@ class Pairs:
     """Rows ``{"prompt": ..., "chosen": ..., "rejected": ...}``, and a number by how much where ``margin_field`` names one."""
 
     def __init__(
-        self, text: Text, prompts: PromptReader, *, chosen_field: str, rejected_field: str, margin_field: str, max_tokens: int
+        self,
+        text: Text,
+        prompts: PromptReader,
+        *,
+        chosen_field: str,
+        rejected_field: str,
+        margin_field: str,
+        max_tokens: int,
+        margin: float = 0.0,
     ) -> None:
-        """max_tokens: longest example; a longer row is refused as CONTEXT_OVERFLOW, never cut. Raises :class:`PromptInvalid`."""
+        """max_tokens: longest example; a longer row is refused as CONTEXT_OVERFLOW, never cut. margin: of all rows, where no
+        ``margin_field`` names one. Raises :class:`PromptInvalid`."""
         self._text, self._prompts, self._end = text, prompts, end_of(text)
         self._fields, self._margin, self._max_tokens = (chosen_field, rejected_field), margin_field, max_tokens
+        self._usual = margin
 
     def examples(self, rows: Sequence[bytes]) -> list[list[Example] | Refusal]:
         """The chosen one, whose reward is the margin, and the rejected one of each row (JSON), in order."""
@@ -45,7 +55,7 @@ class Pairs:
 
     def _margin_of(self, row: bytes) -> float | PromptInvalid:
         if not self._margin:
-            return 0.0
+            return self._usual
         try:
             value = parse_row(row).get(self._margin)
         except PromptInvalid as error:

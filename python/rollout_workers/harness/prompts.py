@@ -82,14 +82,14 @@ class Text:
         """Text of each token (int32[T]) by itself, special tokens too."""
         return self.tokenizer.batch_decode([[token] for token in ids.tolist()], skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A chat through the tokenizer's template, up to where the assistant speaks. Raises :class:`PromptInvalid`."""
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answering: bool = True) -> str:
+        """A chat through the tokenizer's template; answering: up to where the assistant speaks. Raises :class:`PromptInvalid`."""
         if not self.tokenizer.chat_template:
             raise PromptInvalid(
                 "the model's tokenizer has no chat template", mend="set `model.chat_template = false` and send plain text"
             )
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answering)
         except Exception as error:
             raise PromptInvalid(f"the chat template refused the messages: {error}") from error
 
@@ -98,7 +98,8 @@ class PromptReader:
     """Rows of a dataset as prompts; remembers what it has tokenised."""
 
     def __init__(self, text: Text, *, prompt_field: str, chat_template: bool) -> None:
-        self._text, self._field, self._chat = text, prompt_field, chat_template
+        self.field = prompt_field
+        self._text, self._chat = text, chat_template
         self._known: dict[bytes, Prompt | PromptInvalid] = {}
 
     def read(self, rows: Sequence[bytes]) -> list[Prompt | PromptInvalid]:
@@ -133,11 +134,11 @@ class PromptReader:
 
     def _render(self, row_json: bytes) -> tuple[str, bool] | PromptInvalid:
         try:
-            value = parse_row(row_json).get(self._field)
+            value = parse_row(row_json).get(self.field)
             if isinstance(value, list):
                 return self._text.render(value), True
             if not isinstance(value, str):
-                raise PromptInvalid(f"field `{self._field}` is no text and no list of messages", mend="see `data.prompt_field`")
+                raise PromptInvalid(f"field `{self.field}` is no text and no list of messages", mend="see `data.prompt_field`")
             if self._chat:
                 return self._text.render([{"role": "user", "content": value}]), True
             return value, False

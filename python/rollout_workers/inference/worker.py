@@ -199,13 +199,14 @@ def rows_of(config: RunConfig, text: Text, prompts: PromptReader) -> Supervised 
     if kind == "sft":
         train_on_prompt = config.algorithm.sft.train_on_prompt
         return Supervised(text, prompts, answer_field=data.answer_field, train_on_prompt=train_on_prompt, max_tokens=longest)
-    if kind in ("dpo", "ipo", "reward_model"):
+    if kind in ("dpo", "ipo", "reward_model") or config.algorithm.kto.paired:
         return Pairs(
             text,
             prompts,
             chosen_field=data.chosen_field,
             rejected_field=data.rejected_field,
             margin_field=data.margin_field if kind == "reward_model" else "",
+            margin=1.0 if kind == "kto" else 0.0,  # above 0: the desirable one
             max_tokens=longest,
         )
     if kind == "kto":

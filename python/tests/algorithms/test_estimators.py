@@ -124,6 +124,7 @@ def test_ktos_reference_point_is_a_mean_that_is_never_negative() -> None:
     assert reference_point(of(-3, -2), of(-4, -4)) == 1.5
     assert reference_point(of(-5, -5), of(-4, -4)) == 0 == reference_point(of(), of())
     assert mismatch("abcd") == [3, 0, 1, 2] and mismatch("a") == [0]
+    assert mismatch("aabbcc") == [5, 5, 1, 1, 3, 3] and mismatch("aa") == [1, 0]  # pairs
 
 
 NEEDS = {

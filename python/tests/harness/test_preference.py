@@ -37,6 +37,14 @@ def test_a_pair_shares_its_prompt_and_carries_its_margin(text: Text) -> None:
     assert chosen.token_ids[-1] == rejected.token_ids[-1] == text.eos_id
 
 
+def test_a_pair_may_be_a_desirable_and_an_undesirable_completion(text: Text) -> None:
+    fields = {"chosen_field": "chosen", "rejected_field": "rejected", "margin_field": ""}
+    row = json.dumps({"prompt": "1+2=", "chosen": "3", "rejected": "12"}).encode()
+    for margin in (0.0, 1.0):
+        [made] = Pairs(text, reader(text), **fields, max_tokens=16, margin=margin).examples([row])
+        assert isinstance(made, list) and [example.reward for example in made] == [margin, 0.0]
+
+
 @pytest.mark.parametrize("label", [True, False])
 def test_a_label_is_the_reward(text: Text, label: bool) -> None:
     made = labelled(text, {"prompt": "1+2=", "completion": "3", "label": label})

@@ -98,7 +98,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     template = (
         "{%- for message in messages %}\n"
-        "  {%- if message.role not in ('user', 'system') %}{{ raise_exception('no such role') }}{% endif %}\n"
+        "  {%- if message.role not in ('user', 'system', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}\n"
         "<|{{ message.role }}|>{{ message.content | trim }}{{ {'a': 'ü'} | tojson }}{{ eos_token }}\n"
         "{% endfor %}\n"
         "{%- if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -163,6 +163,17 @@ def test_chats_are_rendered_as_transformers_does(model: Path) -> None:
     ]
     for chat, want in zip(chats, wanted, strict=True):
         assert measure(model, [{"prompt": chat}], chat_template=True)["files"][0]["longest"] == want
+
+
+def test_conversations_count_whole_with_the_end(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    whole = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False).input_ids
+    rows = [{"prompt": talk}, {"prompt": talk[:1], "answer": "2"}]
+    (lengths,) = measure(model, rows, chat_template=True, answer_fields=["answer"], limit=len(whole))["files"]
+    assert lengths["longest"] == len(whole) + 1 and lengths["examples"][0]["row"] == 0
 
 
 def test_a_template_that_refuses_a_prompt(model: Path) -> None:

@@ -26,6 +26,7 @@ type Dataset struct {
 	// ReferenceField holds the reference answer where the row has one; nothing is asked of it.
 	ReferenceField string
 	ChatTemplate   bool // whether a prompt may be a list of messages
+	Asked          bool // prompts are answered here: their messages may not end with the answer
 
 	Rows   uint64
 	Digest string
@@ -195,7 +196,7 @@ func (d *Dataset) messages(line []byte, messages []map[string]json.RawMessage) (
 		d.badField("empty prompt", line, d.PromptField, fmt.Sprintf("`%s` holds no message", d.PromptField), "remove the row, or write a message")
 		return "", false
 	}
-	last := ""
+	last := map[string]string{}
 	for i, message := range messages {
 		for _, key := range []string{"role", "content"} {
 			var text string
@@ -204,10 +205,23 @@ func (d *Dataset) messages(line []byte, messages []map[string]json.RawMessage) (
 					"write {\"role\": \"user\", \"content\": \"...\"}")
 				return "", false
 			}
-			last = text
+			last[key] = text
 		}
 	}
-	return last, true
+	if d.Asked && last["role"] == assistant {
+		d.badField("answered", line, d.PromptField, fmt.Sprintf("`%s` ends with the assistant's message, and the policy is to answer it", d.PromptField),
+			"end it with the user's; a reward finds the right answer in another field")
+		return "", false
+	}
+	return last["content"], true
+}
+
+const assistant = "assistant"
+
+// conversation reports whether the prompt is messages that end with the assistant's, so that the row needs no answer beside them.
+func (d *Dataset) conversation(fields map[string]json.RawMessage) bool {
+	var messages []struct{ Role string }
+	return json.Unmarshal(fields[d.PromptField], &messages) == nil && len(messages) > 0 && messages[len(messages)-1].Role == assistant
 }
 
 // Completions are the fields that are trained on after the prompt, by name.
@@ -224,6 +238,9 @@ func (d *Dataset) answer(line []byte, fields map[string]json.RawMessage) (string
 		return "", true
 	}
 	raw, ok := fields[field]
+	if !ok && d.conversation(fields) {
+		return "", true
+	}
 	if !ok {
 		d.lacks(line, fields, field, "data.answer_field", "answer_field")
 		return "", false

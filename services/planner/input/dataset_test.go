@@ -23,6 +23,12 @@ func preferences(t *testing.T, text string, p Preference) (*Dataset, string) {
 		t.Fatal(err)
 	}
 	d := &Dataset{Path: "rows.jsonl", PromptField: "prompt", ReferenceField: "answer", Preference: p}
+	return d, read(t, d, file)
+}
+
+// read gives the problems of a file.
+func read(t *testing.T, d *Dataset, file string) string {
+	t.Helper()
 	var problems problem.List
 	if err := d.Read(file, &problems); err != nil {
 		t.Fatal(err)
@@ -31,7 +37,7 @@ func preferences(t *testing.T, text string, p Preference) (*Dataset, string) {
 	for _, p := range problems.Sorted() {
 		fmt.Fprintf(&b, "%d:%d %s\n", p.GetLine(), p.GetColumn(), p.GetMessage())
 	}
-	return d, b.String()
+	return b.String()
 }
 
 func TestRowsAreCountedWhateverEndsTheLines(t *testing.T) {
@@ -102,6 +108,34 @@ func TestRelative(t *testing.T) {
 		}
 		if got := Resolve(c[0], c[2]); got != c[1] {
 			t.Errorf("Resolve(%q, %q) = %q", c[0], c[2], got)
+		}
+	}
+}
+
+func TestConversations(t *testing.T) {
+	t.Parallel()
+	const talk = `{"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}`
+	const question = `{"prompt": [{"role": "user", "content": "1"}]}`
+	for _, c := range []struct {
+		name  string
+		d     Dataset
+		row   string
+		wants string
+	}{
+		{"trained on whole", Dataset{AnswerField: "answer"}, talk, ""},
+		{"nothing to train on", Dataset{AnswerField: "answer"}, question, "1:1 the row has no `answer`\n"},
+		{"a prompt to sample from", Dataset{}, question, ""},
+		{"held out", Dataset{Asked: true}, question, ""},
+		{"held out, answered", Dataset{Asked: true}, talk, "1:2 `prompt` ends with the assistant's message, and the policy is to answer it\n"},
+	} {
+		file := filepath.Join(t.TempDir(), "rows.jsonl")
+		if err := os.WriteFile(file, []byte(c.row+"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		d := c.d
+		d.Path, d.PromptField, d.ChatTemplate = "rows.jsonl", "prompt", true
+		if problems := read(t, &d, file); problems != c.wants {
+			t.Errorf("%s: got %swant %s", c.name, problems, c.wants)
 		}
 	}
 }

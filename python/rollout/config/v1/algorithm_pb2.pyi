@@ -1574,7 +1574,7 @@ Global___IpoConfig: _TypeAlias = IpoConfig  # noqa: Y015
 
 @_typing.final
 class KtoConfig(_message.Message):
-    """KtoConfig sets Kahneman-Tversky Optimization (arXiv 2402.01306) on completions with a label each, or on preference pairs."""
+    """KtoConfig sets Kahneman-Tversky Optimization (arXiv 2402.01306) on completions with a label each, or on preference pairs (`paired`)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1582,6 +1582,7 @@ class KtoConfig(_message.Message):
     DESIRABLE_WEIGHT_FIELD_NUMBER: _builtins.int
     UNDESIRABLE_WEIGHT_FIELD_NUMBER: _builtins.int
     REFERENCE_POINT_FIELD_NUMBER: _builtins.int
+    PAIRED_FIELD_NUMBER: _builtins.int
     beta: _builtins.float
     """How strongly the policy is held to the initial model."""
     desirable_weight: _builtins.float
@@ -1594,6 +1595,10 @@ class KtoConfig(_message.Message):
     """Whether gains count from the divergence of the policy, measured on completions of other prompts; off, from 0, which saves
     that pass.
     """
+    paired: _builtins.bool
+    """Whether a row holds a pair (`data.chosen_field`, `data.rejected_field`): a desirable completion and an undesirable one. Off: one
+    completion and its label (`data.completion_field`, `data.label_field`).
+    """
     def __init__(
         self,
         *,
@@ -1601,15 +1606,18 @@ class KtoConfig(_message.Message):
         desirable_weight: _builtins.float | None = ...,
         undesirable_weight: _builtins.float | None = ...,
         reference_point: _builtins.bool | None = ...,
+        paired: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_desirable_weight", b"_desirable_weight", "_reference_point", b"_reference_point", "_undesirable_weight", b"_undesirable_weight", "beta", b"beta", "desirable_weight", b"desirable_weight", "reference_point", b"reference_point", "undesirable_weight", b"undesirable_weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_desirable_weight", b"_desirable_weight", "_paired", b"_paired", "_reference_point", b"_reference_point", "_undesirable_weight", b"_undesirable_weight", "beta", b"beta", "desirable_weight", b"desirable_weight", "paired", b"paired", "reference_point", b"reference_point", "undesirable_weight", b"undesirable_weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_desirable_weight", b"_desirable_weight", "_reference_point", b"_reference_point", "_undesirable_weight", b"_undesirable_weight", "beta", b"beta", "desirable_weight", b"desirable_weight", "reference_point", b"reference_point", "undesirable_weight", b"undesirable_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beta", b"_beta", "_desirable_weight", b"_desirable_weight", "_paired", b"_paired", "_reference_point", b"_reference_point", "_undesirable_weight", b"_undesirable_weight", "beta", b"beta", "desirable_weight", b"desirable_weight", "paired", b"paired", "reference_point", b"reference_point", "undesirable_weight", b"undesirable_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beta: _TypeAlias = _typing.Literal["beta"]  # noqa: Y015
     _WhichOneofArgType__beta: _TypeAlias = _typing.Literal["_beta", b"_beta"]  # noqa: Y015
     _WhichOneofReturnType__desirable_weight: _TypeAlias = _typing.Literal["desirable_weight"]  # noqa: Y015
     _WhichOneofArgType__desirable_weight: _TypeAlias = _typing.Literal["_desirable_weight", b"_desirable_weight"]  # noqa: Y015
+    _WhichOneofReturnType__paired: _TypeAlias = _typing.Literal["paired"]  # noqa: Y015
+    _WhichOneofArgType__paired: _TypeAlias = _typing.Literal["_paired", b"_paired"]  # noqa: Y015
     _WhichOneofReturnType__reference_point: _TypeAlias = _typing.Literal["reference_point"]  # noqa: Y015
     _WhichOneofArgType__reference_point: _TypeAlias = _typing.Literal["_reference_point", b"_reference_point"]  # noqa: Y015
     _WhichOneofReturnType__undesirable_weight: _TypeAlias = _typing.Literal["undesirable_weight"]  # noqa: Y015
@@ -1618,6 +1626,8 @@ class KtoConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__beta) -> _WhichOneofReturnType__beta | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__desirable_weight) -> _WhichOneofReturnType__desirable_weight | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__paired) -> _WhichOneofReturnType__paired | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reference_point) -> _WhichOneofReturnType__reference_point | None: ...
     @_typing.overload

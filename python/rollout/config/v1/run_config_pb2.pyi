@@ -220,7 +220,9 @@ class DataConfig(_message.Message):
     eval: _builtins.str
     """Held-out rows, same format. Empty: no evaluation."""
     prompt_field: _builtins.str
-    """Field of a row that holds the prompt: a string, or a list of {role, content} messages."""
+    """Field of a row that holds the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]` messages that end
+    with the assistant's need no answer beside them: each of the assistant's turns is trained on.
+    """
     answer_field: _builtins.str
     """Field of a row that holds the reference answer; `[algorithm.sft]` trains on it."""
     shuffle: _builtins.bool

@@ -1884,7 +1884,7 @@ func (x *IpoConfig) GetLengthNormalize() bool {
 	return false
 }
 
-// KtoConfig sets Kahneman-Tversky Optimization (arXiv 2402.01306) on completions with a label each, or on preference pairs.
+// KtoConfig sets Kahneman-Tversky Optimization (arXiv 2402.01306) on completions with a label each, or on preference pairs (`paired`).
 type KtoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How strongly the policy is held to the initial model.
@@ -1897,8 +1897,11 @@ type KtoConfig struct {
 	// Whether gains count from the divergence of the policy, measured on completions of other prompts; off, from 0, which saves
 	// that pass.
 	ReferencePoint *bool `protobuf:"varint,4,opt,name=reference_point,json=referencePoint,proto3,oneof" json:"reference_point,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Whether a row holds a pair (`data.chosen_field`, `data.rejected_field`): a desirable completion and an undesirable one. Off: one
+	// completion and its label (`data.completion_field`, `data.label_field`).
+	Paired        *bool `protobuf:"varint,5,opt,name=paired,proto3,oneof" json:"paired,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *KtoConfig) Reset() {
@@ -1955,6 +1958,13 @@ func (x *KtoConfig) GetUndesirableWeight() float64 {
 func (x *KtoConfig) GetReferencePoint() bool {
 	if x != nil && x.ReferencePoint != nil {
 		return *x.ReferencePoint
+	}
+	return false
+}
+
+func (x *KtoConfig) GetPaired() bool {
+	if x != nil && x.Paired != nil {
+		return *x.Paired
 	}
 	return false
 }
@@ -2698,7 +2708,7 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\xca\xda\x18\x06\n" +
 	"\x04trueH\x01R\x0flengthNormalize\x88\x01\x01B\a\n" +
 	"\x05_betaB\x13\n" +
-	"\x11_length_normalize\"\xf1\x02\n" +
+	"\x11_length_normalize\"\xa6\x03\n" +
 	"\tKtoConfig\x129\n" +
 	"\x04beta\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.1H\x00R\x04beta\x88\x01\x01\x12P\n" +
@@ -2708,11 +2718,14 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x031.0H\x02R\x11undesirableWeight\x88\x01\x01\x128\n" +
 	"\x0freference_point\x18\x04 \x01(\bB\n" +
 	"\xca\xda\x18\x06\n" +
-	"\x04trueH\x03R\x0ereferencePoint\x88\x01\x01B\a\n" +
+	"\x04trueH\x03R\x0ereferencePoint\x88\x01\x01\x12(\n" +
+	"\x06paired\x18\x05 \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x04R\x06paired\x88\x01\x01B\a\n" +
 	"\x05_betaB\x13\n" +
 	"\x11_desirable_weightB\x15\n" +
 	"\x13_undesirable_weightB\x12\n" +
-	"\x10_reference_point\"\xf5\x03\n" +
+	"\x10_reference_pointB\t\n" +
+	"\a_paired\"\xf5\x03\n" +
 	"\x12DistillationConfig\x12@\n" +
 	"\ateacher\x18\x01 \x01(\tB!\xbaH\x04r\x02\x10\x01\xca\xda\x18\x16\x12\x10\"models/teacher\"\x18\x01 \x01H\x00R\ateacher\x88\x01\x01\x12P\n" +
 	"\treduction\x18\x02 \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +

@@ -301,7 +301,8 @@ type DataConfig struct {
 	Train *string `protobuf:"bytes,1,opt,name=train,proto3,oneof" json:"train,omitempty"`
 	// Held-out rows, same format. Empty: no evaluation.
 	Eval *string `protobuf:"bytes,2,opt,name=eval,proto3,oneof" json:"eval,omitempty"`
-	// Field of a row that holds the prompt: a string, or a list of {role, content} messages.
+	// Field of a row that holds the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]` messages that end
+	// with the assistant's need no answer beside them: each of the assistant's turns is trained on.
 	PromptField *string `protobuf:"bytes,3,opt,name=prompt_field,json=promptField,proto3,oneof" json:"prompt_field,omitempty"`
 	// Field of a row that holds the reference answer; `[algorithm.sft]` trains on it.
 	AnswerField *string `protobuf:"bytes,4,opt,name=answer_field,json=answerField,proto3,oneof" json:"answer_field,omitempty"`
