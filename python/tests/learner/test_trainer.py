@@ -22,6 +22,7 @@ from rollout_workers.learner import (
     TrainerConfig,
     TrainSample,
 )
+from rollout_workers.learner.optimizer import FlatAdamW
 
 from .addition import demonstrations, sampled_batch
 from .oracle import grpo_loss, sample_logprobs, sft_loss
@@ -33,23 +34,37 @@ def trainer(model_dir: Path, **changes: object) -> Trainer:
     return Trainer(model_dir, dataclasses.replace(config, **changes))
 
 
-def gradient(learner: Trainer, samples: list[TrainSample], on_progress: Callable[[int, int], None] | None = None) -> torch.Tensor:
-    """The flat gradient of a step, caught instead of applied, in the order of the parameters."""
-    caught: list[torch.Tensor] = []
+def gradients(
+    learner: Trainer, samples: list[TrainSample], on_progress: Callable[[int, int], None] | None = None
+) -> list[torch.Tensor]:
+    """The flat gradient of each update of a step, caught instead of applied, in the order of the parameters; those of a critic
+    with an optimizer of its own stand last."""
+    caught: list[list[torch.Tensor]] = []
 
-    def catch(_rate: float, _norm: float) -> None:
-        caught.append(torch.cat([part.flatten() for part in learner.optimizer._gradients]))
-        learner.optimizer.clear()
+    def catch(optimizer: FlatAdamW) -> Callable[[float, float], None]:
+        def step(_rate: float, _norm: float) -> None:
+            if optimizer is learner.optimizer:
+                caught.append([])
+            caught[-1].extend(part.flatten().clone() for part in optimizer._gradients)
+            optimizer.clear()
+
+        return step
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learner.optimizer, "step", catch)
+        for optimizer in learner._optimizers:
+            patch.setattr(optimizer, "step", catch(optimizer))
         learner.train_step(samples, learner.step + 1, on_progress)
-    return caught[0]
+    return [torch.cat(parts) for parts in caught]
+
+
+def gradient(learner: Trainer, samples: list[TrainSample], on_progress: Callable[[int, int], None] | None = None) -> torch.Tensor:
+    """That of a step's first update."""
+    return gradients(learner, samples, on_progress)[0]
 
 
 def oracle_gradient(learner: Trainer, loss: torch.Tensor) -> torch.Tensor:
     """The same from a plain loss."""
-    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, learner.optimizer.parameters)])
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, learner._parameters)])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
