@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rollout_workers.algorithms.ipo import IpoConfig
 from rollout_workers.algorithms.kto import mismatch
 from rollout_workers.algorithms.online_dpo import OnlineDpoConfig
 from rollout_workers.algorithms.ppo import PpoConfig
@@ -66,6 +67,21 @@ def test_dpo_agrees_with_the_oracle(model_dir: Path) -> None:
     ratio = sums - reference
     wanted = oracle_gradient(learner, -logsigmoid(0.1 * (ratio[::2] - ratio[1::2])).mean())
     torch.testing.assert_close(gradient(learner, samples), wanted, atol=1e-6, rtol=1e-4)
+    assert wanted.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_ipo_agrees_with_the_oracle(model_dir: Path, normalize: bool) -> None:
+    """Of pairs whose two completions differ in length: each log-ratio is the mean over its own."""
+    config = dataclasses.replace(CONFIG, algorithm="ipo", settings=IpoConfig(beta=0.5, length_normalize=normalize))
+    learner, samples = moved(model_dir, config, pairs), pairs(2)
+    lengths = torch.tensor([float(s.loss_mask.sum()) for s in samples])
+    assert not torch.equal(lengths[::2], lengths[1::2])
+    with torch.no_grad():
+        reference = totals(AutoModelForCausalLM.from_pretrained(model_dir), samples)
+    ratio = (totals(learner.policy.model, samples) - reference) / (lengths if normalize else 1)
+    wanted = oracle_gradient(learner, (ratio[::2] - ratio[1::2] - 1).square().mean())
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=2e-6, rtol=2e-4)
     assert wanted.abs().max() > 1e-3
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory
 from rollout_workers.learner import TrainSample
 from rollout_workers.learning.payload import PayloadCorrupt, read_batch
 from rollout_workers.mesh.discovery import Services
 from rollout_workers.mesh.testing.daemon import Daemon
 from rollout_workers.mesh.testing.services import Host, buffer_double
 
-from .batches import batch, trajectories
+from .batches import batch, trajectories, trajectory
 
 
 @pytest.fixture
@@ -77,3 +78,11 @@ async def test_a_damaged_segment_is_read_through_the_buffer(daemon: Daemon, run:
         await read_batch(made, services)
     await services.close()
     await host.stop()
+
+
+async def test_only_what_was_cut_off_is_truncated(nowhere: Services, run: str, tmp_path: Path) -> None:
+    cut = Trajectory.FromString(trajectory(run, 1, 1, "1+2=", "3", 1.0, 2))
+    cut.outcome = OUTCOME_TRUNCATED
+    payloads = [trajectory(run, 1, 0, "1+2=", "3", 1.0, 2), cut.SerializeToString(), trajectory(run, 1, 2, "1+2=", "3", 1.0, 2)]
+    samples = await read_batch(batch(run, 1, payloads, tmp_path), nowhere)
+    assert [sample.truncated for sample in samples] == [False, True, False]
