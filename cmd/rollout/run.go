@@ -38,8 +38,8 @@ func (a *app) runCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "run (--config FILE | --plan FILE | --resume RUN)",
 		Short: "Train: start a run, or go on with one, and watch it",
-		Long: `Start a run of a configuration or of a plan, or go on with a run that was interrupted, and watch it until it ends. A plan is
-verified first: inputs that changed since it was made are refused, each by name.
+		Long: `Start a run of a configuration or of a plan, or go on with a run that was interrupted, and watch it until it ends or a
+refused gradient pauses it. A plan is verified first: inputs that changed since it was made are refused, each by name.
 
 --resume goes on with a run that was interrupted, was stopped or has failed; of one that is finished it shows what came of it.
 A run's inputs are fixed. Where some changed (a mended reward, say), --resume names them and refuses; with --accept-changes a
@@ -203,7 +203,7 @@ func create(ctx context.Context, c *client.Client, lock []byte, folder, from str
 	return response.GetRun(), err
 }
 
-// watch shows a run until it ends, then what came of it.
+// watch shows a run until it is over, then what came of it.
 func (a *app) watch(ctx context.Context, c *client.Client, runID string, withReport bool) error {
 	interrupts, release := a.signals()
 	defer release()
@@ -268,7 +268,7 @@ func (a *app) summary(r *live.Run, paths live.Paths) error {
 	return err
 }
 
-// stateExit is the exit code of a run's end.
+// stateExit is the exit code of a run that is over.
 func stateExit(state runv1.RunState, stopped bool) error {
 	switch {
 	case state == runv1.RunState_RUN_STATE_SUCCEEDED:

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -101,6 +102,22 @@ func TestFailedRun(t *testing.T) {
 	page := read(t, filepath.Join(f.directory, "report/index.html"))
 	if !strings.Contains(page, "The run failed: WORKER_CRASH_LOOP: inference-0 left 6 times") {
 		t.Errorf("the report does not say why the run failed:\n%s", page)
+	}
+}
+
+// TestRefusedGradient: watching ends where the run waits for somebody, and says why and how to go on.
+func TestRefusedGradient(t *testing.T) {
+	t.Parallel()
+	f := watched(t)
+	f.events, f.state = append(f.events[:5:5], f.events[len(f.events)-1]), runv1.RunState_RUN_STATE_PAUSED
+	paused := f.run(runv1.RunState_RUN_STATE_PAUSED, 1)
+	paused.Reason, paused.Message = refusal.Exploding, "step 2: gradient norm 3e5. The batch is kept in "+f.directory+"/refused/step-000002.npz"
+	f.statuses[1] = &runv1.RunStatus{Run: paused}
+	f.events[5].Attributes["state"], f.events[5].Attributes["reason"] = "PAUSED", refusal.Exploding
+	got := command{plane: newPlane(t, f)}.run(t, "run", "--resume", runID, "--no-report")
+	golden(t, "testdata/run/refused.text", strings.ReplaceAll(sortStatus(got.text()), f.directory, "$RUN"))
+	if got.code != 70 {
+		t.Errorf("exit %d", got.code)
 	}
 }
 

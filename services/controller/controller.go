@@ -7,6 +7,7 @@
 //	LEASING --batch--> TRAINING --result--> COMMITTING --durable--> DELIVERING --due--> EVALUATING --due--> SNAPSHOTTING --> LEASING
 //	any of these --learner lost--> RECOVERING --as PREPARING--> LEASING
 //	after the last step --> FINISHED;  StopRun --> STOPPED;  what no retry mends --> FAILED
+//	the learner refuses a gradient, and is to stop then --> STOPPED, and the run is PAUSED until somebody resumes it
 //
 // The controller may die in any state. What counts is elsewhere: the ledger knows which steps were committed and which
 // batch is leased, the newest snapshot holds a training state, the learner repeats a result that it has. So every start is

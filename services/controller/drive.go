@@ -12,6 +12,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/lease"
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -184,6 +185,9 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 	case err == nil:
 	case errors.Is(err, errDrained), cancelled:
 		phase, report = stopped, nil
+	case refusal.Is(rpcerr.Reason(err)): // it stands where it stood before the step, and somebody may have it tried again
+		phase, report.State, report.Reason, report.Message = stopped, runv1.RunState_RUN_STATE_PAUSED, rpcerr.Reason(err), rpcerr.Text(err)
+		d.log.InfoContext(ctx, "the run is paused", "reason", report.Reason, "error", err)
 	default:
 		phase, report.State, report.Message = failed, runv1.RunState_RUN_STATE_FAILED, rpcerr.Text(err)
 		if report.Reason = rpcerr.Reason(err); report.Reason == "" {

@@ -14,7 +14,7 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-func refusal(reason string) *rpcerr.Error {
+func notHeld(reason string) *rpcerr.Error {
 	return rpcerr.New(codes.FailedPrecondition, reason, "refused")
 }
 
@@ -55,7 +55,7 @@ func TestHowWeightsAreOffered(t *testing.T) {
 	t.Parallel()
 	elsewhere := func(in *inferencev1.LoadWeightsRequest) error {
 		if len(in.GetOffers()) == 0 {
-			return refusal(reasonUnreadable)
+			return notHeld(reasonUnreadable)
 		}
 		return nil
 	}
@@ -82,7 +82,7 @@ func TestHowWeightsAreOffered(t *testing.T) {
 			weights: &configv1.WeightsConfig{Way: proto.String("stream")},
 			refuses: func(in *inferencev1.LoadWeightsRequest) error {
 				if in.GetWeights().GetVersion() == 2 && in.GetOffers()[0].GetForm() == weightsv1.WeightsForm_WEIGHTS_FORM_PATCH {
-					return refusal(reasonBaseMissing)
+					return notHeld(reasonBaseMissing)
 				}
 				return nil
 			},
@@ -91,7 +91,7 @@ func TestHowWeightsAreOffered(t *testing.T) {
 		"a folder that holds something else, once": {
 			refuses: func(in *inferencev1.LoadWeightsRequest) error {
 				if in.GetWeights().GetVersion() == 2 && len(in.GetOffers()) == 0 {
-					return refusal(reasonMismatch)
+					return notHeld(reasonMismatch)
 				}
 				return nil
 			},
@@ -101,7 +101,7 @@ func TestHowWeightsAreOffered(t *testing.T) {
 			weights: &configv1.WeightsConfig{Way: proto.String("stream")},
 			refuses: func(in *inferencev1.LoadWeightsRequest) error {
 				if in.GetOffers()[0].GetForm() == weightsv1.WeightsForm_WEIGHTS_FORM_PATCH {
-					return refusal(reasonMismatch)
+					return notHeld(reasonMismatch)
 				}
 				return nil
 			},
@@ -125,18 +125,18 @@ func TestHowWeightsAreOffered(t *testing.T) {
 func TestDetours(t *testing.T) {
 	t.Parallel()
 	r := route{}
-	if r.detour(refusal(reasonMismatch).With("held", "true")) || r != (route{}) {
+	if r.detour(notHeld(reasonMismatch).With("held", "true")) || r != (route{}) {
 		t.Fatalf("an engine that holds something else is sent more: %+v", r)
 	}
-	if r.detour(refusal("INTERNAL")) || r != (route{}) {
+	if r.detour(notHeld("INTERNAL")) || r != (route{}) {
 		t.Fatalf("an unknown failure changes the way: %+v", r)
 	}
-	if !r.detour(refusal(reasonMismatch)) || r.detour(refusal(reasonMismatch)) {
+	if !r.detour(notHeld(reasonMismatch)) || r.detour(notHeld(reasonMismatch)) {
 		t.Fatal("a worker that finds something else in the whole as well is to be fenced")
 	}
 	r = route{}
 	r.arrived()
-	if !r.detour(refusal(reasonUnreadable)) || !r.network || r.detour(refusal(reasonUnreadable)) {
+	if !r.detour(notHeld(reasonUnreadable)) || !r.network || r.detour(notHeld(reasonUnreadable)) {
 		t.Fatalf("a folder that can't be opened makes %+v", r)
 	}
 	if r.arrived(); r.network {

@@ -19,6 +19,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
@@ -380,6 +381,7 @@ type fakeLearner struct {
 	step    uint64
 	digest  string // empty before Initialize
 	drift   string // mixed into each step: a learner that does not repeat itself
+	refuses uint64 // step whose gradient it refuses
 
 	published sync.Map // digest -> folder
 }
@@ -398,6 +400,9 @@ func (l *fakeLearner) Initialize(_ context.Context, in *learnerv1.InitializeRequ
 
 func (l *fakeLearner) Train(in *learnerv1.TrainRequest, stream grpc.ServerStreamingServer[learnerv1.TrainResponse]) error {
 	effect, fault := l.world.at("Train")
+	if fault == nil && in.GetStep() == l.refuses {
+		return rpcerr.New(codes.FailedPrecondition, refusal.Exploding, "step %d: kept in step.npz", in.GetStep()).GRPCStatus().Err()
+	}
 	if effect && in.GetStep() == l.step+1 {
 		l.step, l.digest = in.GetStep(), digestOf(l.digest, in.GetBatch().GetBatchId()+l.drift)
 	}
@@ -473,7 +478,7 @@ func (i *fakeInference) LoadWeights(_ context.Context, in *inferencev1.LoadWeigh
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if len(in.GetOffers()) == 0 && (i.world.apart || missing(in.GetWeights())) {
-		return nil, refusal(reasonUnreadable)
+		return nil, notHeld(reasonUnreadable)
 	}
 	if i.refuses != nil {
 		if err := i.refuses(in); err != nil {

@@ -2,9 +2,11 @@ package scheduler
 
 import (
 	"context"
+	"errors"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -42,7 +44,7 @@ func (s *service) cancel(ctx context.Context, runID string, drain bool) (*Run, e
 	return run, nil
 }
 
-// complete is the controller's word that a run has ended.
+// complete is the controller's word that a run has ended, or stands still until somebody resumes it.
 func (s *service) complete(ctx context.Context, req *runv1.CompleteRunRequest) error {
 	run, err := s.Store.Get(ctx, req.GetRunId())
 	if err != nil {
@@ -53,6 +55,35 @@ func (s *service) complete(ctx context.Context, req *runv1.CompleteRunRequest) e
 		s.Log.InfoContext(ctx, "the end of an older incarnation is ignored", "run", req.GetRunId(), "incarnation", req.GetIncarnation())
 		return nil
 	}
+	if req.GetState() == Paused {
+		return s.refuse(ctx, c, req)
+	}
 	c.end(&ending{state: req.GetState(), reason: req.GetReason(), message: req.GetMessage()})
 	return nil
+}
+
+// refuse pauses a run whose learner has refused a gradient. Its drive has stopped; its workers stay until somebody resumes the run,
+// which begins the next incarnation. A run that is being stopped meanwhile is not paused, it is stopped.
+func (s *service) refuse(ctx context.Context, c *conductor, req *runv1.CompleteRunRequest) error {
+	progress, changed := c.progress(), false
+	run, err := s.update(ctx, req.GetRunId(), func(r *Run) error {
+		if changed = r.GetIncarnation() == req.GetIncarnation() && !refusal.Paused(r); !changed {
+			return nil
+		}
+		if r.GetState() != Paused { // else by request, or for want of room: now there is a better reason
+			if err := move(r, Paused); err != nil {
+				return err
+			}
+		}
+		r.Reason, r.Message = req.GetReason(), req.GetMessage()
+		advance(r, progress)
+		return nil
+	})
+	if errors.Is(err, ErrTransition) {
+		return nil
+	}
+	if err == nil && changed {
+		s.announce(run)
+	}
+	return err
 }

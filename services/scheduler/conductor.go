@@ -60,6 +60,9 @@ type ending struct {
 	reason, message string
 }
 
+// handOver is no end: the conductor leaves the run as it is recorded, for the next one to go on with.
+var handOver = &ending{reason: "HAND_OVER", message: "the next incarnation goes on"}
+
 func (e *ending) Error() string { return e.reason + ": " + e.message }
 
 func newConductor(s *service, run *Run) *conductor {
@@ -100,6 +103,11 @@ func (c *conductor) run(ctx context.Context) {
 	var e *ending
 	select {
 	case e = <-c.endings:
+		if e == handOver {
+			cancel()
+			<-finished
+			return
+		}
 	case <-ctx.Done():
 		if c.svc.cfg.ResumeOnStart { // by the record it is active, and the next scheduler goes on with it
 			cancel()

@@ -6,12 +6,17 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 )
 
 func (c *conductor) control(ctx context.Context) error {
 	run := c.record()
+	if refusal.Paused(run) { // by an earlier incarnation, and nobody has resumed it: no step is tried
+		<-ctx.Done()
+		return nil
+	}
 	for {
 		if err := c.insist(ctx, "the controller to take the run (learner-controller)", func(ctx context.Context) error {
 			_, err := c.svc.Controller.StartRun(ctx, &learnerv1.StartRunRequest{

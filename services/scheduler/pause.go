@@ -7,15 +7,19 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// pause stops issuing.
+// pause stops issuing. A run that a refused gradient has paused keeps that reason: nobody drives it.
 func (s *service) pause(ctx context.Context, runID string) (*Run, error) {
 	return s.transition(ctx, runID, Paused, func(r *Run) error {
 		if st := r.GetState(); st != Starting && st != Running && st != Paused {
 			return ErrNotPausable.With("run", runID).With("state", st.String()).
 				WithMessage("run %s is %s: only a run that is starting or running can be paused", runID, stateName(st))
+		}
+		if refusal.Paused(r) {
+			return nil
 		}
 		return unreason(r) // by request, whatever it was paused for before
 	})
@@ -41,9 +45,13 @@ func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
 			return run, nil
 		}
 	case Paused:
-		if !orphan {
+		if !orphan && !refusal.Paused(run) {
 			return s.transition(ctx, runID, Starting, unreason) // RUNNING again with the controller's next word
 		}
+	}
+	to := Starting
+	if orphan && run.GetState() == Paused {
+		to = Paused // whoever paused it knows nothing of a scheduler that died
 	}
 	lock, err := id.CanonicalJSON(run.GetPlan())
 	if err != nil {
@@ -52,14 +60,17 @@ func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
 	if _, err := s.verify(ctx, lock, run.GetBaseDir()); err != nil {
 		return nil, resumable(run, err)
 	}
-	if old := s.conductor(runID); old != nil { // it has reached its end and is about to leave
+	if old := s.conductor(runID); old != nil && old.incarnation == run.GetIncarnation() { // it has reached its end and is about to leave
+		if refusal.Paused(run) {
+			old.end(handOver)
+		}
 		select {
 		case <-old.done:
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
 	}
-	return s.begin(ctx, run)
+	return s.begin(ctx, run, to)
 }
 
 // resumable says of changed inputs how the run can go on all the same: what it consumed so far stays as it is recorded, so with
@@ -72,13 +83,9 @@ func resumable(run *Run, err error) error {
 	return err
 }
 
-// begin records the next incarnation of a run that nobody conducts, and conducts it. Who saw the run before somebody else began it
+// begin records the next incarnation of a run that nobody conducts, as to (Starting or Paused), and conducts it. Who saw the run before somebody else began it
 // gets what the other made.
-func (s *service) begin(ctx context.Context, seen *Run) (*Run, error) {
-	to := Starting
-	if seen.GetState() == Paused {
-		to = Paused // whoever paused it knows nothing of a scheduler that died
-	}
+func (s *service) begin(ctx context.Context, seen *Run, to State) (*Run, error) {
 	var begun bool
 	run, err := s.update(ctx, seen.GetRunId(), func(r *Run) error {
 		if begun = r.GetIncarnation() == seen.GetIncarnation(); !begun {
@@ -91,7 +98,7 @@ func (s *service) begin(ctx context.Context, seen *Run) (*Run, error) {
 		}
 		r.Incarnation++
 		if to == Paused {
-			return nil // with its reason: what waits for room goes on by itself when there is some
+			return nil // with its reason: what waits for room goes on by itself when there is some, what waits for a person does not
 		}
 		r.Reason, r.Message, r.EndTime = "", "", nil
 		return move(r, to)

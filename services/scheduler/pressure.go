@@ -3,9 +3,12 @@ package scheduler
 import (
 	"context"
 	"errors"
+
+	"github.com/rollout-rl/rollout/libs/refusal"
 )
 
-// pressure pauses the run while the buffer ingests nothing, and lets it go on when that is over. What was paused by request stays so.
+// pressure pauses the run while the buffer ingests nothing, and lets it go on when that is over. What was paused by request
+// or by a refused gradient stays so.
 func (c *conductor) pressure(ctx context.Context) error {
 	for {
 		woken := c.changes()
@@ -24,7 +27,7 @@ func (c *conductor) pressure(ctx context.Context) error {
 func (c *conductor) relieve(ctx context.Context) (err error) {
 	c.mu.Lock()
 	stalled, why := c.view.ledger.GetStalledReason(), c.view.ledger.GetStalledMessage()
-	state, reason := c.view.run.GetState(), c.view.run.GetReason()
+	state, reason, refused := c.view.run.GetState(), c.view.run.GetReason(), refusal.Paused(c.view.run)
 	c.mu.Unlock()
 	switch {
 	case stalled != "" && (state == Starting || state == Running):
@@ -32,9 +35,9 @@ func (c *conductor) relieve(ctx context.Context) (err error) {
 			r.Reason, r.Message = stalled, why
 			return nil
 		})
-	case stalled == "" && state == Paused && reason != "":
+	case stalled == "" && state == Paused && reason != "" && !refused:
 		_, err = c.svc.transition(ctx, c.id, Starting, func(r *Run) error {
-			if r.GetReason() == "" { // it was paused by request meanwhile
+			if r.GetReason() == "" || refusal.Paused(r) { // by request, or by a gradient, meanwhile
 				return ErrTransition
 			}
 			return unreason(r)

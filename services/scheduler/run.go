@@ -8,7 +8,7 @@
 //	              v         PauseRun
 //	          STARTING <---------------> PAUSED
 //	              |  first lease           ^
-//	              v        PauseRun        |
+//	              v        PauseRun, ..    |
 //	           RUNNING <-------------------+
 //	              |  CancelRun(drain), or all steps made: workers stop
 //	              v
@@ -18,6 +18,10 @@
 //	                                             --> CANCELLED     CancelRun without drain
 //	                                             --> INTERRUPTED   the service stopped or died, unless the next one goes on by itself
 //	INTERRUPTED, FAILED, CANCELLED --ResumeRun--> STARTING         with the next incarnation
+//
+//	STARTING, RUNNING --> PAUSED                                    PauseRun; the buffer has no room; the learner refused a gradient
+//	PAUSED --> STARTING                                             ResumeRun; there is room again. After a refused gradient ResumeRun
+//	                                                                alone, with the next incarnation: the drive has stopped
 //
 // A run that is PENDING to DRAINING has a conductor: the goroutines that open the ledger, supervise workers, issue prompt groups
 // and listen to the controller. The cursor is durable before a group is published; what a crash left unpublished or unfinished

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -106,6 +107,9 @@ func (w workerView) activity() string {
 func (v *view) waitingFor() string {
 	if !active(v.run.GetState()) {
 		return ""
+	}
+	if refusal.Paused(v.run) {
+		return "somebody to try the step again (`rollout runs resume " + v.run.GetRunId() + "`) or to cancel the run: " + v.run.GetMessage()
 	}
 	if v.run.GetState() == Paused && v.run.GetReason() != "" {
 		return "what paused the run to be over: " + v.run.GetMessage()

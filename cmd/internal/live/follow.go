@@ -33,10 +33,10 @@ type Update struct {
 	Event   *eventv1.Event
 	History []*eventv1.Event // what happened before
 	Err     error            // the last update, where something broke
-	Done    bool             // the last update, where the run has ended
+	Done    bool             // the last update, where the run is over
 }
 
-// Follow streams a run until it has ended or ctx does. The channel is closed after the last update. Events of before are sent
+// Follow streams a run until it is over or ctx ends. The channel is closed after the last update. Events of before are sent
 // first, as History.
 func Follow(ctx context.Context, c *client.Client, runID string) <-chan Update {
 	out := make(chan Update)
@@ -137,7 +137,7 @@ func (f *follower) history(ctx context.Context) error {
 	return f.send(ctx, Update{History: list})
 }
 
-// status follows the run until it has ended; sent is called after each status.
+// status follows the run until it is over; sent is called after each status.
 func (f *follower) status(ctx context.Context, sent func()) error {
 	return f.again(ctx, func(progress func()) error {
 		stream, err := f.client.Scheduler.WatchRun(ctx, &runv1.WatchRunRequest{RunId: f.runID})
@@ -157,7 +157,7 @@ func (f *follower) status(ctx context.Context, sent func()) error {
 				return err
 			}
 			sent()
-			if Ended(response.GetStatus().GetRun().GetState()) {
+			if Over(response.GetStatus().GetRun()) {
 				return io.EOF
 			}
 		}
@@ -184,7 +184,9 @@ func (f *follower) events(ctx context.Context, settled chan struct{}) error {
 					return err
 				}
 				f.after = max(f.after, e.GetSequence())
-				if end, ok := runv1.RunState_value["RUN_STATE_"+e.GetAttributes()["state"]]; ok && e.GetKind() == "run.state" && Ended(runv1.RunState(end)) {
+				if told := e.GetAttributes(); e.GetKind() == "run.state" && Over(&runv1.Run{
+					State: runv1.RunState(runv1.RunState_value["RUN_STATE_"+told["state"]]), Reason: told["reason"],
+				}) {
 					select {
 					case <-settled:
 					default:

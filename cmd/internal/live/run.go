@@ -11,6 +11,7 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/refusal"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -186,6 +187,9 @@ func Ended(state runv1.RunState) bool {
 	}
 	return false
 }
+
+// Over reports whether a run does nothing more by itself: it has ended, or waits for somebody after a refused gradient.
+func Over(run *runv1.Run) bool { return Ended(run.GetState()) || refusal.Paused(run) }
 
 // State is the short name of a state: "RUNNING".
 func State(state runv1.RunState) string {

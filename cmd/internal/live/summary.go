@@ -44,7 +44,7 @@ type Paths struct {
 	HTML string `json:"html,omitempty"`
 }
 
-// Summary is what is said when a run ended.
+// Summary is what is said when a run is over.
 func (r *Run) Summary(s style.Style, paths Paths) string {
 	run := r.Status.GetRun()
 	var b strings.Builder
@@ -153,6 +153,9 @@ func (r *Run) left(s style.Style, paths Paths) string {
 	switch run.GetState() {
 	case runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_INTERRUPTED, runv1.RunState_RUN_STATE_FAILED:
 		add("go on", s.Cyan("rollout run --resume "+run.GetRunId()))
+	case runv1.RunState_RUN_STATE_PAUSED: // by a refused gradient
+		add("try again", s.Cyan("rollout runs resume "+run.GetRunId()))
+		add("give up", s.Cyan("rollout runs cancel "+run.GetRunId()))
 	}
 	return "\n" + table.String()
 }

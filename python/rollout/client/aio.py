@@ -11,7 +11,7 @@ import grpc
 
 from rollout.client.connection import Server, locate
 from rollout.client.errors import remote_errors
-from rollout.client.planned import ENDED, Planned, create_request, event_filter, plan_request, planned, points
+from rollout.client.planned import Planned, create_request, event_filter, over, plan_request, planned, points
 from rollout.event.v1.event_pb2 import LEVEL_UNSPECIFIED, Event, Level
 from rollout.plan.v1.plan_pb2_grpc import PlannerServiceStub
 from rollout.run.v1 import run_pb2
@@ -88,13 +88,13 @@ class AsyncClient:
             return (await self._scheduler.ResumeRun(request, metadata=self.server.metadata)).run
 
     async def follow(self, run_id: str) -> AsyncGenerator[run_pb2.RunStatus, None]:
-        """The status at once and on every change, until the run has ended; the last one is the end."""
+        """The status at once and on every change, until the run has ended or a refused gradient has paused it."""
         stream = self._scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run_id), metadata=self.server.metadata)
         try:
             with remote_errors():
                 async for update in stream:
                     yield update.status
-                    if update.status.run.state in ENDED:
+                    if over(update.status.run):
                         return
         finally:
             stream.cancel()

@@ -24,6 +24,14 @@ ENDED = frozenset(
 )
 """States in which a run does nothing more by itself."""
 
+REFUSED = frozenset({"NON_FINITE_GRADIENT", "EXPLODING_GRADIENT"})
+"""Reasons for which a run is paused until somebody resumes or cancels it."""
+
+
+def over(run: run_pb2.Run) -> bool:
+    """Whether a run does nothing more by itself: it has ended, or a refused gradient has paused it."""
+    return run.state in ENDED or (run.state == run_pb2.RUN_STATE_PAUSED and run.reason in REFUSED)
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:

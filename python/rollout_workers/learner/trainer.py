@@ -139,9 +139,9 @@ class Trainer:
         try:
             return self._make_step(samples, step, on_progress)
         except (NonFiniteGradient, ExplodingGradient) as error:
-            self.config.refusals.meet(step, samples, error)
-            if self.config.refusals.action == "stop":
-                raise
+            refused = self.config.refusals.meet(step, samples, error)
+            if refused.action == "stop":
+                raise type(error)(f"{error}. The batch is kept in {refused.batch}" if refused.batch else str(error)) from error
             if self._point is not None:
                 self._recall(self._point[0])
                 self.machine.kl_coefficient = self._point[1]

@@ -17,7 +17,7 @@ from rollout_workers.learner.refusal import Refusals, Refused
 from rollout_workers.mesh.events import Events
 
 ACTIONS = {
-    "stop": "the run stops",
+    "stop": "the run is paused until somebody resumes or cancels it",
     "skip": "the step counts, with the weights as they were",
     "restore": "the step counts, with the weights of the last snapshot",
 }

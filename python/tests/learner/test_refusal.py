@@ -40,7 +40,7 @@ def test_each_policy_keeps_the_batch_and_tells(model_dir: Path, tmp_path: Path, 
     learner.train_step(sampled_batch(2), 2)
     before = learner.weights_digest().root
     if action == "stop":
-        with pytest.raises(NonFiniteGradient):
+        with pytest.raises(NonFiniteGradient, match=r"The batch is kept in .*step-000003\.npz"):
             learner.train_step(sampled_batch(3), 3)
         assert learner.step == 2
     else:

@@ -1005,7 +1005,7 @@ class TrainConfig(_message.Message):
     refuse_grad_norm: _builtins.float
     """A gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large."""
     on_refused_gradient: _builtins.str
-    """What a refused gradient does: `stop` ends the run, `skip` goes on with the weights as they were, `restore` goes on with those
+    """What a refused gradient does: `stop` pauses the run until somebody resumes it, which tries the step again, `skip` goes on with the weights as they were, `restore` goes on with those
     of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.
     """
     ranks: _builtins.int

@@ -36,7 +36,9 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_RUNNING: _RunState.ValueType  # 3
     """Steps are being made."""
     RUN_STATE_PAUSED: _RunState.ValueType  # 4
-    """No new work is issued; workers stay."""
+    """No new work is issued; workers stay. By request; for want of room, and then it goes on by itself; or since the learner refused a
+    gradient (`reason` NON_FINITE_GRADIENT or EXPLODING_GRADIENT), and then no step is made until ResumeRun.
+    """
     RUN_STATE_DRAINING: _RunState.ValueType  # 5
     """The step in hand is finished, the last snapshot is taken, workers stop."""
     RUN_STATE_INTERRUPTED: _RunState.ValueType  # 6
@@ -67,7 +69,9 @@ RUN_STATE_STARTING: RunState.ValueType  # 2
 RUN_STATE_RUNNING: RunState.ValueType  # 3
 """Steps are being made."""
 RUN_STATE_PAUSED: RunState.ValueType  # 4
-"""No new work is issued; workers stay."""
+"""No new work is issued; workers stay. By request; for want of room, and then it goes on by itself; or since the learner refused a
+gradient (`reason` NON_FINITE_GRADIENT or EXPLODING_GRADIENT), and then no step is made until ResumeRun.
+"""
 RUN_STATE_DRAINING: RunState.ValueType  # 5
 """The step in hand is finished, the last snapshot is taken, workers stop."""
 RUN_STATE_INTERRUPTED: RunState.ValueType  # 6
@@ -111,7 +115,7 @@ class Run(_message.Message):
     state: Global___RunState.ValueType
     """Where it stands."""
     reason: _builtins.str
-    """Machine-readable reason of a failure, e.g. WORKER_CRASH_LOOP."""
+    """Machine-readable reason of a failure, e.g. WORKER_CRASH_LOOP, or of a pause that nobody asked for, e.g. EXPLODING_GRADIENT."""
     message: _builtins.str
     """One line for people; of a crash loop the worker's last lines as well."""
     from_snapshot: _builtins.str
@@ -948,7 +952,7 @@ Global___WatchRunResponse: _TypeAlias = WatchRunResponse  # noqa: Y015
 
 @_typing.final
 class CompleteRunRequest(_message.Message):
-    """CompleteRunRequest reports the end of a run."""
+    """CompleteRunRequest reports the end of a run, or of a drive that a refused gradient has stopped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -960,13 +964,13 @@ class CompleteRunRequest(_message.Message):
     run_id: _builtins.str
     """Run id."""
     state: Global___RunState.ValueType
-    """SUCCEEDED, CANCELLED or FAILED."""
+    """SUCCEEDED, CANCELLED or FAILED; PAUSED where the learner refused a gradient."""
     reason: _builtins.str
-    """Machine-readable reason of a failure."""
+    """Machine-readable reason of a failure or a pause."""
     message: _builtins.str
     """One line for people."""
     incarnation: _builtins.int
-    """Incarnation that ended; another one is ignored."""
+    """Incarnation that ended or stands still; another one is ignored."""
     def __init__(
         self,
         *,

@@ -106,15 +106,16 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """PauseRun stops issuing work. Idempotent.
+        """PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """ResumeRun goes on with a paused, interrupted, failed or cancelled run. FAILED_PRECONDITION, reason
-        RUN_NOT_RESUMABLE, where it succeeded.
+        """ResumeRun goes on with a paused, interrupted, failed or cancelled run. One that a refused gradient has paused begins its next
+        incarnation and tries the step again, with the batch that is recorded. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, where it
+        succeeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -394,7 +395,8 @@ class SchedulerInternalServiceServicer:
     """
 
     def CompleteRun(self, request, context):
-        """CompleteRun says that the learner-controller has made all steps, was drained, or can't go on. Idempotent.
+        """CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
+        the run. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

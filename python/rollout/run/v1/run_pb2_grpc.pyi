@@ -44,10 +44,11 @@ class SchedulerServiceStub:
     CancelRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.CancelRunResponse]
     """CancelRun stops a run: with drain the step in hand is finished first. Idempotent."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.PauseRunResponse]
-    """PauseRun stops issuing work. Idempotent."""
+    """PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason."""
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.ResumeRunResponse]
-    """ResumeRun goes on with a paused, interrupted, failed or cancelled run. FAILED_PRECONDITION, reason
-    RUN_NOT_RESUMABLE, where it succeeded.
+    """ResumeRun goes on with a paused, interrupted, failed or cancelled run. One that a refused gradient has paused begins its next
+    incarnation and tries the step again, with the batch that is recorded. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, where it
+    succeeded.
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]
     """WatchRun streams the status at once and on every change (at most a few a second) until the run has ended."""
@@ -68,10 +69,11 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     CancelRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.CancelRunResponse]  # type: ignore[assignment]
     """CancelRun stops a run: with drain the step in hand is finished first. Idempotent."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.PauseRunResponse]  # type: ignore[assignment]
-    """PauseRun stops issuing work. Idempotent."""
+    """PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason."""
     ResumeRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.ResumeRunResponse]  # type: ignore[assignment]
-    """ResumeRun goes on with a paused, interrupted, failed or cancelled run. FAILED_PRECONDITION, reason
-    RUN_NOT_RESUMABLE, where it succeeded.
+    """ResumeRun goes on with a paused, interrupted, failed or cancelled run. One that a refused gradient has paused begins its next
+    incarnation and tries the step again, with the batch that is recorded. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, where it
+    succeeded.
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]  # type: ignore[assignment]
     """WatchRun streams the status at once and on every change (at most a few a second) until the run has ended."""
@@ -119,7 +121,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.PauseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.PauseRunResponse, _abc.Awaitable[_run_pb2.PauseRunResponse]]:
-        """PauseRun stops issuing work. Idempotent."""
+        """PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason."""
 
     @_abc_1.abstractmethod
     def ResumeRun(
@@ -127,8 +129,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ResumeRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ResumeRunResponse, _abc.Awaitable[_run_pb2.ResumeRunResponse]]:
-        """ResumeRun goes on with a paused, interrupted, failed or cancelled run. FAILED_PRECONDITION, reason
-        RUN_NOT_RESUMABLE, where it succeeded.
+        """ResumeRun goes on with a paused, interrupted, failed or cancelled run. One that a refused gradient has paused begins its next
+        incarnation and tries the step again, with the batch that is recorded. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, where it
+        succeeded.
         """
 
     @_abc_1.abstractmethod
@@ -149,7 +152,9 @@ class SchedulerInternalServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerInternalServiceAsyncStub: ...
     CompleteRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.CompleteRunRequest, _run_pb2.CompleteRunResponse]
-    """CompleteRun says that the learner-controller has made all steps, was drained, or can't go on. Idempotent."""
+    """CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
+    the run. Idempotent.
+    """
     GetCursor: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetCursorRequest, _run_pb2.GetCursorResponse]
     """GetCursor returns the durable cursor."""
 
@@ -159,7 +164,9 @@ class SchedulerInternalServiceAsyncStub(SchedulerInternalServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CompleteRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CompleteRunRequest, _run_pb2.CompleteRunResponse]  # type: ignore[assignment]
-    """CompleteRun says that the learner-controller has made all steps, was drained, or can't go on. Idempotent."""
+    """CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
+    the run. Idempotent.
+    """
     GetCursor: _aio.UnaryUnaryMultiCallable[_run_pb2.GetCursorRequest, _run_pb2.GetCursorResponse]  # type: ignore[assignment]
     """GetCursor returns the durable cursor."""
 
@@ -172,7 +179,9 @@ class SchedulerInternalServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.CompleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.CompleteRunResponse, _abc.Awaitable[_run_pb2.CompleteRunResponse]]:
-        """CompleteRun says that the learner-controller has made all steps, was drained, or can't go on. Idempotent."""
+        """CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
+        the run. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def GetCursor(

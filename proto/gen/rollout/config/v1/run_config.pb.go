@@ -1440,7 +1440,7 @@ type TrainConfig struct {
 	GradientCheckpointing *bool `protobuf:"varint,21,opt,name=gradient_checkpointing,json=gradientCheckpointing,proto3,oneof" json:"gradient_checkpointing,omitempty"`
 	// A gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large.
 	RefuseGradNorm *float64 `protobuf:"fixed64,22,opt,name=refuse_grad_norm,json=refuseGradNorm,proto3,oneof" json:"refuse_grad_norm,omitempty"`
-	// What a refused gradient does: `stop` ends the run, `skip` goes on with the weights as they were, `restore` goes on with those
+	// What a refused gradient does: `stop` pauses the run until somebody resumes it, which tries the step again, `skip` goes on with the weights as they were, `restore` goes on with those
 	// of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.
 	OnRefusedGradient *string `protobuf:"bytes,23,opt,name=on_refused_gradient,json=onRefusedGradient,proto3,oneof" json:"on_refused_gradient,omitempty"`
 	// Processes that share the learner's work on this host: each holds a part of every tensor (FSDP2) and computes a part of each

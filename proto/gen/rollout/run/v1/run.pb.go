@@ -44,7 +44,8 @@ const (
 	RunState_RUN_STATE_STARTING RunState = 2
 	// Steps are being made.
 	RunState_RUN_STATE_RUNNING RunState = 3
-	// No new work is issued; workers stay.
+	// No new work is issued; workers stay. By request; for want of room, and then it goes on by itself; or since the learner refused a
+	// gradient (`reason` NON_FINITE_GRADIENT or EXPLODING_GRADIENT), and then no step is made until ResumeRun.
 	RunState_RUN_STATE_PAUSED RunState = 4
 	// The step in hand is finished, the last snapshot is taken, workers stop.
 	RunState_RUN_STATE_DRAINING RunState = 5
@@ -126,7 +127,7 @@ type Run struct {
 	BaseDir string `protobuf:"bytes,4,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
 	// Where it stands.
 	State RunState `protobuf:"varint,5,opt,name=state,proto3,enum=rollout.run.v1.RunState" json:"state,omitempty"`
-	// Machine-readable reason of a failure, e.g. WORKER_CRASH_LOOP.
+	// Machine-readable reason of a failure, e.g. WORKER_CRASH_LOOP, or of a pause that nobody asked for, e.g. EXPLODING_GRADIENT.
 	Reason string `protobuf:"bytes,6,opt,name=reason,proto3" json:"reason,omitempty"`
 	// One line for people; of a crash loop the worker's last lines as well.
 	Message string `protobuf:"bytes,7,opt,name=message,proto3" json:"message,omitempty"`
@@ -1891,18 +1892,18 @@ func (x *WatchRunResponse) GetStatus() *RunStatus {
 	return nil
 }
 
-// CompleteRunRequest reports the end of a run.
+// CompleteRunRequest reports the end of a run, or of a drive that a refused gradient has stopped.
 type CompleteRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run id.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// SUCCEEDED, CANCELLED or FAILED.
+	// SUCCEEDED, CANCELLED or FAILED; PAUSED where the learner refused a gradient.
 	State RunState `protobuf:"varint,2,opt,name=state,proto3,enum=rollout.run.v1.RunState" json:"state,omitempty"`
-	// Machine-readable reason of a failure.
+	// Machine-readable reason of a failure or a pause.
 	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	// One line for people.
 	Message string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
-	// Incarnation that ended; another one is ignored.
+	// Incarnation that ended or stands still; another one is ignored.
 	Incarnation   uint32 `protobuf:"varint,5,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2246,10 +2247,10 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x0fWatchRunRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"E\n" +
 	"\x10WatchRunResponse\x121\n" +
-	"\x06status\x18\x01 \x01(\v2\x19.rollout.run.v1.RunStatusR\x06status\"\xc6\x01\n" +
+	"\x06status\x18\x01 \x01(\v2\x19.rollout.run.v1.RunStatusR\x06status\"\xc8\x01\n" +
 	"\x12CompleteRunRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12<\n" +
-	"\x05state\x18\x02 \x01(\x0e2\x18.rollout.run.v1.RunStateB\f\xbaH\t\x82\x01\x06\x18\a\x18\b\x18\tR\x05state\x12\x16\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12>\n" +
+	"\x05state\x18\x02 \x01(\x0e2\x18.rollout.run.v1.RunStateB\x0e\xbaH\v\x82\x01\b\x18\x04\x18\a\x18\b\x18\tR\x05state\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x18\n" +
 	"\amessage\x18\x04 \x01(\tR\amessage\x12 \n" +
 	"\vincarnation\x18\x05 \x01(\rR\vincarnation\"\x15\n" +

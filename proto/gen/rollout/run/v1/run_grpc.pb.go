@@ -45,10 +45,11 @@ type SchedulerServiceClient interface {
 	ListRuns(ctx context.Context, in *ListRunsRequest, opts ...grpc.CallOption) (*ListRunsResponse, error)
 	// CancelRun stops a run: with drain the step in hand is finished first. Idempotent.
 	CancelRun(ctx context.Context, in *CancelRunRequest, opts ...grpc.CallOption) (*CancelRunResponse, error)
-	// PauseRun stops issuing work. Idempotent.
+	// PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason.
 	PauseRun(ctx context.Context, in *PauseRunRequest, opts ...grpc.CallOption) (*PauseRunResponse, error)
-	// ResumeRun goes on with a paused, interrupted, failed or cancelled run. FAILED_PRECONDITION, reason
-	// RUN_NOT_RESUMABLE, where it succeeded.
+	// ResumeRun goes on with a paused, interrupted, failed or cancelled run. One that a refused gradient has paused begins its next
+	// incarnation and tries the step again, with the batch that is recorded. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, where it
+	// succeeded.
 	ResumeRun(ctx context.Context, in *ResumeRunRequest, opts ...grpc.CallOption) (*ResumeRunResponse, error)
 	// WatchRun streams the status at once and on every change (at most a few a second) until the run has ended.
 	WatchRun(ctx context.Context, in *WatchRunRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchRunResponse], error)
@@ -156,10 +157,11 @@ type SchedulerServiceServer interface {
 	ListRuns(context.Context, *ListRunsRequest) (*ListRunsResponse, error)
 	// CancelRun stops a run: with drain the step in hand is finished first. Idempotent.
 	CancelRun(context.Context, *CancelRunRequest) (*CancelRunResponse, error)
-	// PauseRun stops issuing work. Idempotent.
+	// PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason.
 	PauseRun(context.Context, *PauseRunRequest) (*PauseRunResponse, error)
-	// ResumeRun goes on with a paused, interrupted, failed or cancelled run. FAILED_PRECONDITION, reason
-	// RUN_NOT_RESUMABLE, where it succeeded.
+	// ResumeRun goes on with a paused, interrupted, failed or cancelled run. One that a refused gradient has paused begins its next
+	// incarnation and tries the step again, with the batch that is recorded. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, where it
+	// succeeded.
 	ResumeRun(context.Context, *ResumeRunRequest) (*ResumeRunResponse, error)
 	// WatchRun streams the status at once and on every change (at most a few a second) until the run has ended.
 	WatchRun(*WatchRunRequest, grpc.ServerStreamingServer[WatchRunResponse]) error
@@ -387,7 +389,8 @@ const (
 //
 // SchedulerInternalService is for the other services.
 type SchedulerInternalServiceClient interface {
-	// CompleteRun says that the learner-controller has made all steps, was drained, or can't go on. Idempotent.
+	// CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
+	// the run. Idempotent.
 	CompleteRun(ctx context.Context, in *CompleteRunRequest, opts ...grpc.CallOption) (*CompleteRunResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(ctx context.Context, in *GetCursorRequest, opts ...grpc.CallOption) (*GetCursorResponse, error)
@@ -427,7 +430,8 @@ func (c *schedulerInternalServiceClient) GetCursor(ctx context.Context, in *GetC
 //
 // SchedulerInternalService is for the other services.
 type SchedulerInternalServiceServer interface {
-	// CompleteRun says that the learner-controller has made all steps, was drained, or can't go on. Idempotent.
+	// CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
+	// the run. Idempotent.
 	CompleteRun(context.Context, *CompleteRunRequest) (*CompleteRunResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(context.Context, *GetCursorRequest) (*GetCursorResponse, error)

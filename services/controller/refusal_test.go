@@ -1,0 +1,60 @@
+package controller
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/rollout-rl/rollout/libs/refusal"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// A refused gradient pauses the run and stops the drive: this incarnation tries the step no second time, whoever asks for it.
+func TestARefusedGradientPausesTheRun(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.learner.refuses = 3
+	s, stop := begin(t, w)
+	defer func() { stop() }()
+	halted := func(when string) {
+		t.Helper()
+		p := wait(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
+		d, _ := s.find(t.Context(), run)
+		<-d.done
+		if p.GetPhase() != stopped || p.GetStep() != 2 || w.stored.Active {
+			t.Fatalf("%s: ended as %s after step %d, active %v", when, p.GetPhase(), p.GetStep(), w.stored.Active)
+		}
+	}
+	halted("at first")
+	if len(w.completed) != 1 {
+		t.Fatalf("the scheduler was told %v", w.completed)
+	}
+	told := w.completed[0]
+	if told.GetState() != runv1.RunState_RUN_STATE_PAUSED || told.GetReason() != refusal.Exploding || told.GetIncarnation() != 1 ||
+		!strings.Contains(told.GetMessage(), "kept in step.npz") {
+		t.Errorf("the scheduler was told %v", told)
+	}
+	tries := func() (n int) {
+		for _, call := range w.trace {
+			if call == "Train" {
+				n++
+			}
+		}
+		return n
+	}
+	before := tries()
+	req := w.stored.Spec
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	stop()
+	s, stop = w.start()
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	halted("after a restart")
+	if tries() != before {
+		t.Errorf("the step was tried again: %s", slices.Compact(w.trace))
+	}
+}

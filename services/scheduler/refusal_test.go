@@ -1,0 +1,137 @@
+package scheduler_test
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/rollout-rl/rollout/libs/refusal"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/scheduler"
+)
+
+// refused gives a world whose controller has stopped since the learner refused the gradient of step 1.
+func refused(t *testing.T) (*world, string) {
+	t.Helper()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	w.refuse(run, 0)
+	w.refuse(run, 1)
+	w.refuse(run, 1)
+	w.waitState(run, scheduler.Paused)
+	return w, run
+}
+
+// refuse is what the controller of an incarnation says then.
+func (w *world) refuse(run string, incarnation uint32) {
+	w.t.Helper()
+	if _, err := w.generation.internal.CompleteRun(w.t.Context(), &runv1.CompleteRunRequest{
+		RunId: run, Incarnation: incarnation, State: scheduler.Paused, Reason: refusal.Exploding, Message: "step 1: kept in step-000001.npz",
+	}); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+func (w *world) resume(run string) *scheduler.Run {
+	w.t.Helper()
+	got, err := w.generation.ResumeRun(w.t.Context(), &runv1.ResumeRunRequest{RunId: run})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return got.GetRun()
+}
+
+// A refused gradient pauses the run for good: neither room in the buffer, nor PauseRun, nor the next scheduler make it go on, and its
+// workers stay. ResumeRun has the next incarnation try the step again; what an earlier one says then counts for nothing.
+func TestARefusedGradientPausesUntilSomebodyResumes(t *testing.T) {
+	t.Parallel()
+	w, run := refused(t)
+	w.mesh.do(func() { w.mesh.stalled = "DISK_FULL" })
+	w.mesh.do(func() { w.mesh.stalled = "" })
+	got, err := w.generation.PauseRun(t.Context(), &runv1.PauseRunRequest{RunId: run})
+	if err != nil || got.GetRun().GetReason() != refusal.Exploding {
+		t.Fatalf("paused as well: %v, %v", got, err)
+	}
+	status := w.waitState(run, scheduler.Paused)
+	if waits := status.GetWaitingFor(); !strings.Contains(waits, "rollout runs resume "+run) || !strings.Contains(waits, "step-000001.npz") {
+		t.Errorf("waits for %q", waits)
+	}
+	if n := len(w.launcher.processes()); n != 2 {
+		t.Errorf("%d workers", n)
+	}
+	if s := w.events.of("run.state", "state"); !slices.Equal(s[len(s)-2:], []string{"RUNNING", "PAUSED"}) {
+		t.Errorf("states %v", s)
+	}
+
+	w.kill()
+	w.config.ResumeOnStart = true
+	w.start()
+	status = w.wait(run, func(s *runv1.RunStatus) bool {
+		return s.GetRun().GetIncarnation() == 2 && len(w.launcher.processes()) == 2
+	})
+	if r := status.GetRun(); r.GetState() != scheduler.Paused || r.GetReason() != refusal.Exploding {
+		t.Errorf("after the scheduler was replaced: %v", r)
+	}
+	w.mesh.read(func() {
+		if n := w.mesh.request.GetIncarnation(); n != 1 {
+			t.Errorf("the controller was told to drive incarnation %d, and nobody had resumed the run", n)
+		}
+	})
+
+	w.mesh.do(func() { w.mesh.held = false })
+	if r := w.resume(run); r.GetState() != scheduler.Starting || r.GetReason() != "" || r.GetMessage() != "" || r.GetIncarnation() != 3 {
+		t.Errorf("resumed %v", r)
+	}
+	w.refuse(run, 1)
+	w.waitState(run, scheduler.Succeeded)
+	w.whole(4)
+}
+
+// Tried again and refused again, it is paused again.
+func TestARefusedGradientMayBeRefusedAgain(t *testing.T) {
+	t.Parallel()
+	w, run := refused(t)
+	w.resume(run)
+	w.wait(run, func(s *runv1.RunStatus) bool { return s.GetRun().GetState() == scheduler.Running })
+	w.refuse(run, 2)
+	if r := w.waitState(run, scheduler.Paused).GetRun(); r.GetReason() != refusal.Exploding || r.GetIncarnation() != 2 {
+		t.Errorf("paused again: %v", r)
+	}
+	if s := w.events.of("run.state", "state"); slices.Contains(s, "INTERRUPTED") {
+		t.Errorf("states %v", s)
+	}
+}
+
+func TestCancelAfterARefusedGradient(t *testing.T) {
+	t.Parallel()
+	for name, drain := range map[string]bool{"drain": true, "at once": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w, run := refused(t)
+			if _, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run, Drain: drain}); err != nil {
+				t.Fatal(err)
+			}
+			if r := w.waitState(run, scheduler.Cancelled).GetRun(); r.GetReason() != "" || len(w.launcher.processes()) != 0 {
+				t.Errorf("record %v, %d workers", r, len(w.launcher.processes()))
+			}
+		})
+	}
+}
+
+// Who asked for the end before the gradient was refused gets the end.
+func TestARefusedGradientOfARunThatIsBeingStopped(t *testing.T) {
+	t.Parallel()
+	w, run := idle(t, plan(4, "sync", 0, false))
+	still := w.generation.gate.freeze("StopRun")
+	if _, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run, Drain: true}); err != nil {
+		t.Fatal(err)
+	}
+	<-still.reached
+	w.refuse(run, 1)
+	close(still.thaw)
+	if r := w.waitState(run, scheduler.Cancelled).GetRun(); r.GetReason() != "" {
+		t.Errorf("record %v", r)
+	}
+	if s := w.events.of("run.state", "state"); slices.Contains(s, "PAUSED") {
+		t.Errorf("states %v", s)
+	}
+}
