@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout_workers.algorithms.ppo import PpoConfig
-from rollout_workers.learner import Schedule, Trainer, TrainerConfig, TrainSample
+from rollout_workers.learner import AdamWConfig, Schedule, Trainer, TrainerConfig, TrainSample
 
 from .addition import answer, sampled_batch
 from .oracle import sample_logprobs
@@ -113,3 +113,18 @@ def test_however_a_batch_is_cut_the_gradient_is_that_of_the_whole(model_dir: Pat
     parts = gradients(trainer(model_dir, dataclasses.replace(settings, minibatches=3), tokens_per_microbatch=30), samples)
     assert len(parts) == 3 and not torch.allclose(parts[0], parts[1], atol=1e-3)
     torch.testing.assert_close(torch.stack(parts).mean(0), whole, atol=2e-6, rtol=1e-4)
+
+
+def test_a_critic_of_its_own_has_its_own_learning_rate_on_the_policys_schedule(model_dir: Path) -> None:
+    """Of the third of four steps, where half of each peak is left. Adam's first update is the rate, whatever the gradient."""
+    settings = dataclasses.replace(SETTINGS, critic="network", critic_learning_rate=0.02)
+    schedule = Schedule(peak=0.001, shape="linear", steps=4)
+    learner = trainer(model_dir, settings, schedule=schedule, optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=0.0))
+    critic = learner.machine.critic
+    assert critic is not None
+    learner.step = 2
+    before = [critic.head.weight.detach().clone(), learner.policy.model.model.norm.weight.detach().clone()]  # pyright: ignore
+    learner.train_step(batch(2), 3)
+    after = [critic.head.weight.detach(), learner.policy.model.model.norm.weight.detach()]  # pyright: ignore
+    for one, other, rate in zip(before, after, (0.01, 0.0005), strict=True):
+        torch.testing.assert_close((other - one).abs(), torch.full_like(one, rate), atol=2e-6, rtol=1e-2)
