@@ -1,11 +1,14 @@
-"""Log-probabilities of chosen tokens straight from hidden states, without keeping the logits of a whole batch."""
+"""Log-probabilities of chosen tokens without the float32 logits of a whole batch: straight from hidden states, or from logits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 # Logits held at a time, in elements. More predictors than fit are worked off in chunks, whose logits the backward pass
 # computes again.
@@ -33,58 +36,130 @@ class TokenLogprob(torch.autograd.Function):
         limit: int,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
-        step = max(1, limit // weight.shape[0])
-        logprobs = hidden.new_empty(predictor.shape, dtype=torch.float32)
-        entropy = hidden.new_empty(hidden.shape[:1], dtype=torch.float32)
-        normalizers = torch.empty_like(entropy)
-        probabilities: Tensor | None = None
-        for start in range(0, hidden.shape[0], step):
-            rows = slice(start, start + step)
-            logits = _logits(hidden[rows], weight, bias, temperature)
-            normalizer = logits.logsumexp(-1)
-            chosen = _tokens_of(predictor, start, step, hidden.shape[0])
-            local = predictor[chosen] - start
-            logprobs[chosen] = logits[local, target[chosen]] - normalizer[local]
-            probabilities = (logits - normalizer[:, None]).exp_()
-            entropy[rows] = normalizer - torch.einsum("mv,mv->m", probabilities, logits)
-            normalizers[rows] = normalizer
-        kept = probabilities if step >= hidden.shape[0] else None
+        chunks = _Chunks(hidden.shape[0], max(1, limit // weight.shape[0]), predictor, target, temperature)
+        logprobs, entropy, normalizers, kept = chunks.forward(lambda rows: linear(hidden[rows], weight, bias))
         ctx.save_for_backward(hidden, weight, bias, predictor, target, normalizers, kept)
-        ctx.temperature, ctx.step = temperature, step
+        ctx.temperature, ctx.step = temperature, chunks.step
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Any, grad_entropy: Any) -> tuple[Tensor | None, ...]:
-        """d logprob / d logits = onehot - softmax, summed over the tokens of each predictor; d entropy / d logits = -p (log p
-        + entropy)."""
+        """See ``_Chunks.backward``."""
         hidden, weight, bias, predictor, target, normalizers, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        grad = normalizers.new_zeros(target.shape) if grad is None else grad
-        weights = normalizers.new_zeros(hidden.shape[0]).index_add_(0, predictor, grad)
-        for start in range(0, hidden.shape[0], ctx.step):
-            rows = slice(start, start + ctx.step)
-            if kept is not None and grad_entropy is None:
-                grad_logits = kept * -weights[:, None]
-            else:
-                logits = _logits(hidden[rows], weight, bias, ctx.temperature)
-                log_probabilities = logits.sub_(normalizers[rows, None])
-                probabilities = log_probabilities.exp()
-                grad_logits = probabilities * -weights[rows, None]
-                if grad_entropy is not None:
-                    entropy = -(probabilities * log_probabilities).sum(-1, keepdim=True)
-                    grad_logits -= grad_entropy[rows, None] * probabilities * (log_probabilities + entropy)
-            chosen = _tokens_of(predictor, start, ctx.step, hidden.shape[0])
-            grad_logits.index_put_((predictor[chosen] - start, target[chosen]), grad[chosen], accumulate=True)
-            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
+        chunks = _Chunks(hidden.shape[0], ctx.step, predictor, target, ctx.temperature)
+        logits_of = lambda rows: linear(hidden[rows], weight, bias)  # noqa: E731
+        for rows, grad_logits in chunks.backward(logits_of, normalizers, kept, grad, grad_entropy):
+            grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.T, hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+class LogitLogprob(torch.autograd.Function):
+    """As ``TokenLogprob``, for models that make more of their logits than a product with the head.
+
+    logits: [P, V], of any float dtype. predictors: int64 [M], the rows that predict, each once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, predictors: Tensor, predictor: Tensor, target: Tensor, temperature: float, limit: int
+    ) -> tuple[Tensor, Tensor]:
+        """See the class."""
+        chunks = _Chunks(predictors.shape[0], max(1, limit // logits.shape[1]), predictor, target, temperature)
+        logprobs, entropy, normalizers, kept = chunks.forward(lambda rows: logits[predictors[rows]])
+        ctx.save_for_backward(logits, predictors, predictor, target, normalizers, kept)
+        ctx.temperature, ctx.step = temperature, chunks.step
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, grad_entropy: Any) -> tuple[Tensor | None, ...]:
+        """See ``_Chunks.backward``."""
+        logits, predictors, predictor, target, normalizers, kept = ctx.saved_tensors
+        chunks, every = _Chunks(predictors.shape[0], ctx.step, predictor, target, ctx.temperature), torch.zeros_like(logits)
+        for rows, part in chunks.backward(lambda rows: logits[predictors[rows]], normalizers, kept, grad, grad_entropy):
+            every[predictors[rows]] = part.to(logits.dtype)
+        return every, None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """M predicting rows, ``step`` at a time; of each the logits are asked for, [m, V], and made anew for the gradient."""
+
+    count: int
+    step: int
+    predictor: Tensor
+    target: Tensor
+    temperature: float
+
+    def forward(self, logits_of: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """float32: logprobs [N], entropies [M], normalizers [M], and where there is one chunk its probabilities [M, V]."""
+        logprobs = self.predictor.new_empty(self.predictor.shape, dtype=torch.float32)
+        entropy = self.predictor.new_empty(self.count, dtype=torch.float32)
+        normalizers = torch.empty_like(entropy)
+        probabilities: Tensor | None = None
+        for rows in self._rows():
+            logits = self._scaled(logits_of(rows))
+            normalizer = logits.logsumexp(-1)
+            chosen = self._tokens_of(rows)
+            local = self.predictor[chosen] - rows.start
+            logprobs[chosen] = logits[local, self.target[chosen]] - normalizer[local]
+            probabilities = (logits - normalizer[:, None]).exp_()
+            entropy[rows] = normalizer - torch.einsum("mv,mv->m", probabilities, logits)
+            normalizers[rows] = normalizer
+        return logprobs, entropy, normalizers, probabilities if self.step >= self.count else None
+
+    def backward(
+        self,
+        logits_of: Callable[[slice], Tensor],
+        normalizers: Tensor,
+        kept: Tensor | None,
+        grad: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """float32 [m, V] of each chunk: the gradient of what ``logits_of`` gives.
+
+        d logprob / d logits = onehot - softmax, summed over the tokens of each predictor; d entropy / d logits = -p (log p +
+        entropy).
+        """
+        grad = normalizers.new_zeros(self.target.shape) if grad is None else grad
+        weights = normalizers.new_zeros(self.count).index_add_(0, self.predictor, grad)
+        for rows in self._rows():
+            if kept is not None and grad_entropy is None:
+                grad_logits = kept * -weights[:, None]
+            else:
+                log_probabilities = self._scaled(logits_of(rows)).sub_(normalizers[rows, None])
+                probabilities = log_probabilities.exp()
+                grad_logits = probabilities * -weights[rows, None]
+                if grad_entropy is not None:
+                    entropy = -(probabilities * log_probabilities).sum(-1, keepdim=True)
+                    grad_logits -= grad_entropy[rows, None] * probabilities * (log_probabilities + entropy)
+            chosen = self._tokens_of(rows)
+            places = (self.predictor[chosen] - rows.start, self.target[chosen])
+            grad_logits.index_put_(places, grad[chosen], accumulate=True)
+            yield rows, grad_logits.div_(self.temperature)
+
+    def _rows(self) -> Iterator[slice]:
+        return (slice(start, start + self.step) for start in range(0, self.count, self.step))
+
+    def _tokens_of(self, rows: slice) -> Tensor | slice:
+        """The tokens whose predictor lies in a chunk: all of them where there is one chunk."""
+        if self.step >= self.count:
+            return slice(None)
+        return ((self.predictor >= rows.start) & (self.predictor < rows.stop)).nonzero()[:, 0]
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """float32 [m, V], of its own: neither kind of ``logits_of`` gives what anybody else holds."""
+        logits = logits.float()
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
 
 def token_logprobs(
@@ -95,20 +170,16 @@ def token_logprobs(
     target: Tensor,
     *,
     temperature: float = 1.0,
-    limit: int = LOGITS_LIMIT,
+    limit: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``TokenLogprob`` by keyword: (float32 [N] logprobs, float32 [M] entropies)."""
+    """``TokenLogprob`` by keyword: (float32 [N] logprobs, float32 [M] entropies). limit: None is ``LOGITS_LIMIT``."""
+    limit = LOGITS_LIMIT if limit is None else limit
     return TokenLogprob.apply(hidden, weight, bias, predictor, target, temperature, limit)  # type: ignore[no-any-return]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """float32 [m, V]."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def _tokens_of(predictor: Tensor, start: int, step: int, total: int) -> Tensor | slice:
-    """The tokens whose predictor lies in a chunk: all of them where there is one chunk."""
-    if step >= total:
-        return slice(None)
-    return ((predictor >= start) & (predictor < start + step)).nonzero()[:, 0]
+def logit_logprobs(
+    logits: Tensor, predictors: Tensor, predictor: Tensor, target: Tensor, *, temperature: float = 1.0, limit: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """``LogitLogprob`` by keyword, as ``token_logprobs``."""
+    limit = LOGITS_LIMIT if limit is None else limit
+    return LogitLogprob.apply(logits, predictors, predictor, target, temperature, limit)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from rollout_workers.learner import single_pass
 from rollout_workers.learner.adapter import Adapter, LoraConfig
 from rollout_workers.learner.freezing import checkpoint_gradients, freeze
-from rollout_workers.learner.logprob import token_logprobs
+from rollout_workers.learner.logprob import logit_logprobs, token_logprobs
 from rollout_workers.learner.packing import MicroBatch, pack
 from rollout_workers.learner.ranks import ALONE, Ranks
 from rollout_workers.learner.shards import whole
@@ -129,11 +129,10 @@ class Policy:
         )
         if not self.linear_head:
             output = self._call(self.model, batch, output_hidden_states=hidden)
-            logits = output.logits.flatten(0, 1)[predictors].float() / temperature
-            every = logits.log_softmax(-1)
-            entropy = -(every.exp() * every).sum(-1)
+            logits = output.logits.flatten(0, 1)
+            tokens, entropy = logit_logprobs(logits, predictors, predictor, target, temperature=temperature)
             states = output.hidden_states[-1].flatten(0, 1).index_select(0, predictors) if hidden else None
-            return every[predictor, target], entropy, states
+            return tokens, entropy, states
         states = self._call(self.model.base_model, batch).last_hidden_state.flatten(0, 1).index_select(0, predictors)
         head: Any = self.model.get_output_embeddings()
         tokens, entropy = token_logprobs(states, head.weight, head.bias, predictor, target, temperature=temperature)
