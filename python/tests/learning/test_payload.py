@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory
+from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, VersionSpan
 from rollout_workers.learner import TrainSample
+from rollout_workers.learner.metrics import describe_batch
 from rollout_workers.learning.payload import PayloadCorrupt, read_batch
 from rollout_workers.mesh.discovery import Services
 from rollout_workers.mesh.testing.daemon import Daemon
@@ -37,6 +38,21 @@ async def test_from_segments(nowhere: Services, run: str, tmp_path: Path) -> Non
     assert first.loss_mask.tolist() == [0] * first.prompt_length + [1] * (len(first.token_ids) - first.prompt_length)
     assert (first.reward, first.version) == (1.0, 2)
     assert sorted(samples, key=lambda s: (s.group_key, s.sample)) == samples
+
+
+async def test_a_sample_of_two_versions_is_as_stale_as_its_oldest(nowhere: Services, run: str, tmp_path: Path) -> None:
+    """Of a swap in the middle of a sample the weights that began it count, whatever order the spans come in."""
+    payloads = trajectories(run, 9, groups=1, version=8)
+    for number, spans in ((1, ((5, 0, 1), (8, 1, 2))), (2, ((8, 1, 2), (7, 0, 1)))):
+        changed = Trajectory.FromString(payloads[number])
+        changed.ClearField("version_spans")
+        changed.version_spans.extend(VersionSpan(version=v, start=start, end=end) for v, start, end in spans)
+        payloads[number] = changed.SerializeToString(deterministic=True)
+    samples = await read_batch(batch(run, 9, payloads, tmp_path), nowhere)
+    assert [sample.version for sample in samples] == [8, 5, 7, 8]
+    metrics = describe_batch(samples, step=9, sampled=True)
+    shares = {name: value for name, value in metrics.items() if name.startswith("staleness/") and value}
+    assert shares == {"staleness/max": 3, "staleness/share_0": 0.5, "staleness/share_1": 0.25, "staleness/share_3": 0.25}
 
 
 async def test_through_the_buffer_where_segments_are_elsewhere(daemon: Daemon, run: str, tmp_path: Path) -> None:
