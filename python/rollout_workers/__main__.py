@@ -21,7 +21,15 @@ import sys
 
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.mesh.events import EventHandler, Events
-from rollout_workers.mesh.lifecycle import EXIT_CRASH, LEAVE_SECONDS, Lifecycle, leave_now, prepare_process, watch_stdin
+from rollout_workers.mesh.lifecycle import (
+    EXIT_CRASH,
+    EXIT_REFUSED,
+    LEAVE_SECONDS,
+    Lifecycle,
+    leave_now,
+    prepare_process,
+    watch_stdin,
+)
 from rollout_workers.mesh.pulse import Pulse
 from rollout_workers.mesh.spec import SPEC_VARIABLE, Identity, SpecError, identity, load_spec
 from rollout_workers.mesh.telemetry import configure, flush
@@ -105,10 +113,15 @@ async def _run(spec: WorkerSpec, who: Identity) -> None:
             from rollout_workers.learning.worker import run_learner_worker
 
             await run_learner_worker(spec, who, lifecycle, pulse, events, team)
-    except Exception:
-        log.exception("the %s failed", who.service)
-        lifecycle.crash("an error that the log names")
-        lifecycle.exit_code = lifecycle.exit_code or EXIT_CRASH
+    except Exception as error:
+        if getattr(error, "permanent", False):
+            log.error("the %s can't begin: %s", who.service, error)
+            lifecycle.crash(str(error))
+            lifecycle.exit_code = EXIT_REFUSED
+        else:
+            log.exception("the %s failed", who.service)
+            lifecycle.crash("an error that the log names")
+            lifecycle.exit_code = lifecycle.exit_code or EXIT_CRASH
     log.info("leaving with exit code %d%s", lifecycle.exit_code, f": {lifecycle.reason}" if lifecycle.reason else "")
     await asyncio.to_thread(events.close)
     pulse.stop()

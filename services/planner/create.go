@@ -207,16 +207,24 @@ func (d *draft) fitTensors(model *input.Model) {
 	if len(model.Tensors) == 0 {
 		return
 	}
+	frozen := map[string]bool{}
 	for _, pattern := range d.Config.GetTrain().GetFreeze() {
-		ok, err := model.Match(pattern)
+		fits, err := model.Match(pattern)
+		for _, name := range fits {
+			frozen[name] = true
+		}
 		switch {
 		case err != nil:
 			d.Problems.At(d.Place("train.freeze"), problem.BadValue, "train.freeze", fmt.Sprintf("%q is no pattern: a bracket is not closed", pattern),
 				"write names with `*`, `?` and `[0-3]`")
-		case !ok:
+		case len(fits) == 0:
 			d.Problems.At(d.Place("train.freeze"), problem.BadValue, "train.freeze", fmt.Sprintf("%q matches no tensor of the model", pattern),
 				fmt.Sprintf("tensors are named like %q", slices.Min(model.Tensors)))
 		}
+	}
+	if len(frozen) == len(model.Tensors) {
+		d.Problems.At(d.Place("train.freeze"), problem.BadValue, "train.freeze", "`train.freeze` matches every tensor of the model: nothing is left to train",
+			"leave out what is to be trained")
 	}
 	for _, target := range d.Config.GetLora().GetTargets() {
 		if !model.HasLayer(target) {

@@ -50,6 +50,12 @@ def _check(line: bytes, place: Place) -> None:
         row: Any = json.loads(line)
     except ValueError as error:
         raise BadDataset(f"the row is no JSON: {error}", mend="write one JSON object a line", place=place) from error
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadDataset(
+            "the row holds half of a surrogate pair, which is no character", mend="write whole characters", place=place
+        ) from error
     if not isinstance(row, dict):
         raise BadDataset(f"the row is a {type(row).__name__}, not an object", mend="write one JSON object a line", place=place)
 

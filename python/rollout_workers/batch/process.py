@@ -35,6 +35,7 @@ from rollout_workers.batch.errors import (
 from rollout_workers.batch.inputs import inputs_of
 from rollout_workers.batch.journal import Journal
 from rollout_workers.batch.spec import BatchSpec, load_spec
+from rollout_workers.weights.pretrained import WeightsIncomplete
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def infer(path: str) -> int:
         return asyncio.run(_Batch(spec).run())
     except BatchError as error:
         return _failed(error, error.code)
-    except RewardError as error:
+    except (RewardError, WeightsIncomplete) as error:
         return _failed(error, EXIT_DATA)
     except Exception as error:
         log.exception("the batch failed")

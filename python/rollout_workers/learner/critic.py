@@ -14,6 +14,7 @@ from rollout_workers.learner import single_pass
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy, call_packed
 from rollout_workers.learner.ranks import ALONE, Inside, Ranks
+from rollout_workers.weights.pretrained import load_whole
 
 
 class Critic(nn.Module):
@@ -32,7 +33,7 @@ class Critic(nn.Module):
         self.trunk: Any = None
         if directory is not None:
             transformers_logging.disable_progress_bar()
-            trunk: Any = AutoModel.from_pretrained(directory, dtype=model.dtype, local_files_only=True)
+            trunk: Any = load_whole(AutoModel, directory, dtype=model.dtype)
             self.trunk = trunk.to(model.device).eval()
             self.trunk.set_attn_implementation(model.config._attn_implementation)  # what the policy's agreed with
             single_pass.install(self.trunk)

@@ -24,6 +24,7 @@ from rollout_workers.learner.tree_attention import install, installed
 from rollout_workers.learner.tree_layout import tree_layout
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.weights import LiveWeights
+from rollout_workers.weights.pretrained import load_whole
 
 PROBE = 48  # tokens
 NO_MASK = torch.zeros(1, 1, 1, 1)  # of four dimensions: models take such a one as it is, and make none
@@ -78,9 +79,9 @@ class Policy:
     def load_model(
         directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None
     ) -> PreTrainedModel:
-        """The model alone, where ``load`` puts it."""
+        """The model alone, where ``load`` puts it. Raises ``WeightsIncomplete``."""
         transformers_logging.disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        model: Any = load_whole(AutoModelForCausalLM, directory, dtype=dtype)
         return model.to(device or ALONE.loading_device)
 
     @classmethod

@@ -16,6 +16,7 @@ from rollout_workers.learner.policy import TOLERANCE, Policy, attends_everywhere
 from rollout_workers.learner.ranks import ALONE
 from rollout_workers.learner.tree_attention import install
 from rollout_workers.learner.types import BadSettings
+from rollout_workers.weights.pretrained import load_whole
 
 
 class Scorer(Policy):
@@ -45,8 +46,8 @@ class Scorer(Policy):
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                model: Any = AutoModelForSequenceClassification.from_pretrained(
-                    directory, dtype=dtype, num_labels=1, local_files_only=True
+                model: Any = load_whole(
+                    AutoModelForSequenceClassification, directory, new=["score.weight"], dtype=dtype, num_labels=1
                 )
         except ValueError as error:
             raise BadSettings(f"{directory} can't be a reward model: {error}") from error

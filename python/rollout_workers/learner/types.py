@@ -87,9 +87,10 @@ class BadBatch(LearnerError):
 
 
 class BadSettings(LearnerError):
-    """Settings that don't fit the model: the run can't begin."""
+    """Settings that don't fit the model: the run can't begin, however often it is tried."""
 
     reason = "BAD_SETTINGS"
+    permanent = True
 
 
 class RankLost(LearnerError):

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_FENCED = 3
+EXIT_REFUSED = 78
+"""What the worker was given can't work (EX_CONFIG of sysexits): it is not started again."""
 EXIT_HARD = 130
 LEAVE_SECONDS = 10.0
 """How long a worker that was fenced, or crashed, may take to leave in good order."""

@@ -58,6 +58,12 @@ CASES: dict[str, Case] = {
     "no dataset": (66, "MISSING_FILE", "none.jsonl", lambda b: b.spec(b.folder / "none.jsonl")),
     "an empty one": (65, "BAD_ROW", "holds no rows", lambda b: _written(b, "\n\n")),
     "no JSON": (65, "BAD_ROW", "bad.jsonl:2: the row is no JSON", lambda b: _written(b, '{"prompt": "1"}\n{"prompt"\n')),
+    "half a character": (
+        65,
+        "BAD_ROW",
+        "bad.jsonl:2: the row holds half of a surrogate pair",
+        lambda b: _written(b, '{"prompt": "1"}\n{"prompt": "\\ud800"}\n'),
+    ),
     "no object": (65, "BAD_ROW", "the row is a list", lambda b: _written(b, "[1]\n")),
     "no Parquet": (65, "BAD_ROW", "is no Parquet file", _folder),
     "no prompt": (65, "PROMPT_INVALID", "2 of 3 rows can't be answered: row 0", _questions),

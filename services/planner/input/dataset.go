@@ -286,7 +286,7 @@ func (d *Dataset) bad(kind string, line []byte, at int, field, message, mend str
 	p := &planv1.Problem{Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows), Column: 1, Message: message, Mend: mend, Field: field}
 	if at >= 0 && at <= len(line) {
 		p.Column = uint32(utf8.RuneCount(line[:at]) + 1)
-		p.Text = wordAt(line, at)
+		p.Text = strings.ToValidUTF8(wordAt(line, at), "\uFFFD")
 	}
 	p.Excerpt = strings.ToValidUTF8(string(line[:min(len(line), maxExcerpt)]), "\uFFFD")
 	d.problems.Add(p)

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
@@ -163,5 +165,25 @@ func TestPreferencesThatCannotBeLearnedFrom(t *testing.T) {
 		if _, problems := preferences(t, c.row+"\n", c.p); problems != c.want {
 			t.Errorf("%s\n got %swant %s", c.row, problems, c.want)
 		}
+	}
+}
+
+// TestProblemsOfRowsCanTravel: what a message quotes of a row is UTF-8, as every text of a message must be.
+func TestProblemsOfRowsCanTravel(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "rows.jsonl")
+	if err := os.WriteFile(file, []byte("{\"prompt\": \"1\"}\n{\"prompt\": \"\xe9\"}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	d, problems := &Dataset{Path: "rows.jsonl", PromptField: "prompt"}, problem.List{}
+	if err := d.Read(file, &problems); err != nil {
+		t.Fatal(err)
+	}
+	sorted := problems.Sorted()
+	if len(sorted) != 1 || sorted[0].GetLine() != 2 || sorted[0].GetMessage() != "the row is no UTF-8 text" {
+		t.Fatalf("problems %v", sorted)
+	}
+	if _, err := proto.Marshal(sorted[0]); err != nil {
+		t.Error(err)
 	}
 }

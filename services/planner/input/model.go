@@ -23,9 +23,10 @@ type Model struct {
 	Context      int64    // longest sequence that its positions allow; 0 where it does not say
 	ChatTemplate bool     // whether its tokenizer has one
 	Tensors      []string // names of the tensors in its files
-	Embedded     int64    // tokens that it has an embedding for; 0 where it does not say
-	Vocabulary   int64    // one past the last token that its tokenizer makes; 0 where it does not say
-	Architecture string   // class that its config names first; "" where it names none
+	shapes       map[string][]int64
+	Embedded     int64  // tokens that it has an embedding for; 0 where it does not say
+	Vocabulary   int64  // one past the last token that its tokenizer makes; 0 where it does not say
+	Architecture string // class that its config names first; "" where it names none
 
 	tokens map[int64]string // texts of its tokens by id
 }
@@ -38,7 +39,7 @@ var patterns = []string{
 
 // ReadModel checks a model's folder. path is how messages name it, field the key that does; what is wrong goes to problems.
 func ReadModel(folder, path, field string, problems *problem.List) *Model {
-	m := &Model{}
+	m := &Model{shapes: map[string][]int64{}}
 	r := modelReader{folder: folder, path: path, field: field, problems: problems, model: m}
 	entries, err := os.ReadDir(folder)
 	if err != nil {
@@ -68,6 +69,7 @@ func ReadModel(folder, path, field string, problems *problem.List) *Model {
 		m.ChatTemplate = m.ChatTemplate || ok
 	}
 	r.weights(m.Files, entries)
+	r.resized()
 	return m
 }
 
@@ -204,6 +206,7 @@ func (r *modelReader) safetensors(name string) {
 	}
 	var tensors map[string]struct {
 		Offsets [2]int64 `json:"data_offsets"`
+		Shape   []int64  `json:"shape"`
 	}
 	if err := json.Unmarshal(header, &tensors); err != nil {
 		damaged("the file is no safetensors: its header is no JSON")
@@ -213,6 +216,7 @@ func (r *modelReader) safetensors(name string) {
 	for name, tensor := range tensors {
 		if name != "__metadata__" {
 			r.model.Tensors = append(r.model.Tensors, name)
+			r.model.shapes[name] = tensor.Shape
 			end = max(end, tensor.Offsets[1])
 		}
 	}

@@ -3,40 +3,46 @@ package input
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"path"
 	"slices"
 	"strings"
 )
 
-// Match reports whether a pattern (`model.layers.[0-3].*`, `[!...]` for all but those) fits the name of a tensor.
-func (m *Model) Match(pattern string) (bool, error) {
+// Match gives the tensors whose names a pattern fits (`model.layers.[0-3].*`, `[!...]` for all but those).
+func (m *Model) Match(pattern string) (fits []string, err error) {
 	pattern = strings.ReplaceAll(pattern, "[!", "[^")
 	for _, name := range m.Tensors {
 		ok, err := path.Match(pattern, name)
-		if ok || err != nil {
-			return ok, err
+		if err != nil {
+			return nil, err
+		}
+		if ok {
+			fits = append(fits, name)
 		}
 	}
-	return false, nil
+	return fits, nil
 }
 
-// HasLayer reports whether a layer of this name has a weight: `q_proj` for `model.layers.0.self_attn.q_proj.weight`.
-func (m *Model) HasLayer(name string) bool {
-	return slices.ContainsFunc(m.Tensors, func(tensor string) bool { return strings.HasSuffix(tensor, "."+name+".weight") })
-}
+// HasLayer reports whether a linear layer of this name is below the head: `q_proj` for `model.layers.0.self_attn.q_proj.weight`.
+func (m *Model) HasLayer(name string) bool { return slices.Contains(m.Layers(), name) }
 
 // Layers are the names that HasLayer knows, sorted.
 func (m *Model) Layers() []string {
 	var names []string
 	for _, tensor := range m.Tensors {
 		layer, ok := strings.CutSuffix(tensor, ".weight")
-		if ok && !strings.Contains(layer, "norm") {
-			names = append(names, layer[strings.LastIndexByte(layer, '.')+1:])
+		shape, name := m.shapes[tensor], layer[strings.LastIndexByte(layer, '.')+1:]
+		if ok && (len(shape) == 2 || shape == nil && !strings.Contains(layer, "norm")) && name != "lm_head" && !slices.Contains(embedders, name) {
+			names = append(names, name)
 		}
 	}
 	slices.Sort(names)
 	return slices.Compact(names)
 }
+
+// embedders are what the models of transformers call the layer that embeds tokens, and positions.
+var embedders = []string{"embed_tokens", "wte", "word_embeddings", "embed_in", "wpe"}
 
 // embeddings holds the tokenizer against the model: a token without an embedding would end the run at its first row.
 func (r *modelReader) embeddings() {
@@ -46,6 +52,21 @@ func (r *modelReader) embeddings() {
 	}
 	r.bad("tokenizer.json", fmt.Sprintf("the tokenizer makes %d tokens, the model embeds %d: rollout does not resize embeddings", m.Vocabulary, m.Embedded),
 		"use the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))` and save both first")
+}
+
+// resized holds the embeddings against config.json.
+func (r *modelReader) resized() {
+	m := r.model
+	for _, tensor := range slices.Sorted(maps.Keys(m.shapes)) {
+		name, shape := strings.TrimSuffix(tensor, ".weight"), m.shapes[tensor]
+		position := slices.Index(embedders, name[strings.LastIndexByte(name, '.')+1:])
+		if position < 0 || embedders[position] == "wpe" || len(shape) != 2 || m.Embedded == 0 || shape[0] == m.Embedded {
+			continue
+		}
+		r.bad("config.json", fmt.Sprintf("`vocab_size` is %d, but %s embeds %d tokens", m.Embedded, tensor, shape[0]),
+			"save the model again with `save_pretrained`, weights and config.json together")
+		return
+	}
 }
 
 // vocabulary is one past the highest id in a tokenizer.json: of its model (by text, or a list), and of what was added.

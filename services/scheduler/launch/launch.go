@@ -39,6 +39,9 @@ type Process interface {
 // FencedCode is the exit code of a worker whose weights could not be verified or that a newer incarnation replaced.
 const FencedCode = 3
 
+// RefusedCode is the exit code of a worker to which what it was given can't work, such as weights that lack a tensor (EX_CONFIG).
+const RefusedCode = 78
+
 // Exit is how a process ended.
 type Exit struct {
 	Code      int      // exit code; -1 after a signal
@@ -55,6 +58,8 @@ func (e Exit) String() string {
 		return "was ended by signal " + e.Signal
 	case e.Code == FencedCode:
 		return fmt.Sprintf("left as fenced (exit code %d)", e.Code)
+	case e.Code == RefusedCode:
+		return fmt.Sprintf("can't work with what it was given (exit code %d)", e.Code)
 	}
 	return fmt.Sprintf("left with exit code %d", e.Code)
 }

@@ -61,17 +61,21 @@ type Supervisor struct {
 	Absent func(ctx context.Context, pid int, patience time.Duration) error
 }
 
-// CrashLoop says that a worker was restarted too often.
+// CrashLoop says that a worker was restarted too often, or that it would end the same way each time.
 type CrashLoop struct {
 	Worker    string
 	Restarts  int
 	Window    time.Duration
 	Why       string
+	Refused   bool // it said that it would end the same way
 	LastLines []string
 }
 
 func (e *CrashLoop) Error() string {
 	text := fmt.Sprintf("%s crashed %d times within %v; the last time it %s", e.Worker, e.Restarts, e.Window, e.Why)
+	if e.Refused {
+		text = fmt.Sprintf("%s %s", e.Worker, e.Why)
+	}
 	if len(e.LastLines) > 0 {
 		text += "; its last lines:\n  " + strings.Join(e.LastLines, "\n  ")
 	}
@@ -94,8 +98,8 @@ func (s *Supervisor) Run(ctx context.Context) error {
 		}
 		now := time.Now()
 		crashes = append(since(crashes, now.Add(-limits.Window)), now)
-		if len(crashes) > limits.Restarts {
-			return &CrashLoop{Worker: s.Worker, Restarts: len(crashes), Window: limits.Window, Why: why, LastLines: exit.LastLines}
+		if refused := exit.Code == RefusedCode; refused || len(crashes) > limits.Restarts {
+			return &CrashLoop{Worker: s.Worker, Restarts: len(crashes), Window: limits.Window, Why: why, Refused: refused, LastLines: exit.LastLines}
 		}
 		timer := time.NewTimer(backoff(limits, len(crashes)))
 		select {

@@ -136,6 +136,19 @@ func TestCrashLoopEndsAfterTheLastAllowedRestart(t *testing.T) {
 	})
 }
 
+// A worker that can't work with what it was given is not started again.
+func TestRefusedIsFinal(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{lasts: time.Millisecond, exit: launch.Exit{Code: launch.RefusedCode, LastLines: []string{"no tensor a.weight"}}}}}
+		err := supervisor(f, &observer{}, launch.Limits{Restarts: 3}).Run(t.Context())
+		const want = "learner-0 can't work with what it was given (exit code 78); its last lines:\n  no tensor a.weight"
+		if err == nil || err.Error() != want || len(f.starts) != 1 {
+			t.Errorf("%v after %d starts", err, len(f.starts))
+		}
+	})
+}
+
 // Crashes further apart than the window are no loop, and the pause before a restart is short again.
 func TestOldCrashesAreForgotten(t *testing.T) {
 	t.Parallel()

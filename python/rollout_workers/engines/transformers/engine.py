@@ -33,6 +33,7 @@ from rollout_workers.engines.transformers.held import HeldWeights
 from rollout_workers.engines.transformers.stream import Outbox, Stream
 from rollout_workers.engines.transformers.text import Tokenizer
 from rollout_workers.engines.transformers.thread import DecodingThread
+from rollout_workers.weights.pretrained import load_whole
 
 T = TypeVar("T")
 
@@ -71,10 +72,9 @@ class TransformersEngine:
         dtype: torch.dtype | None = None,
         version: int = 0,
     ) -> TransformersEngine:
-        """An engine over a model's folder with its tokenizer; no network. ``dtype`` None is the checkpoint's own."""
-        module = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype or "auto", attn_implementation="sdpa", local_files_only=True
-        )
+        """An engine over a model's folder with its tokenizer; no network. ``dtype`` None is the checkpoint's own.
+        Raises ``WeightsIncomplete``."""
+        module = load_whole(AutoModelForCausalLM, model_dir, dtype=dtype or "auto", attn_implementation="sdpa")
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         return cls(module, config, tokenizer=tokenizer, version=version)
 

@@ -1,0 +1,42 @@
+"""Whole models from folders in the Hugging Face layout: transformers fills with random numbers what a folder lacks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from rollout.errors import RolloutError
+
+
+class WeightsIncomplete(RolloutError):
+    """A folder whose weights are not those of the model that its config.json describes."""
+
+    reason: ClassVar[str] = "WEIGHTS_INCOMPLETE"
+    permanent: ClassVar[bool] = True
+    """To start again would meet the same."""
+
+
+def load_whole(auto: Any, directory: str | os.PathLike[str], *, new: Sequence[str] = (), **options: Any) -> Any:
+    """The model that ``auto.from_pretrained(directory, **options)`` gives, without network. new: tensors that the
+    folder may lack. Raises :class:`WeightsIncomplete`."""
+    model, told = auto.from_pretrained(
+        directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    mend = "save the model again with `save_pretrained`, weights and config.json together"
+    if wrong := sorted(told["mismatched_keys"], key=str):
+        name, has, wants = (tuple(item) if isinstance(item, (list, tuple)) else item for item in wrong[0])
+        raise WeightsIncomplete(
+            f"{name} of {directory} has the shape {_shape(has)}, and config.json wants {_shape(wants)}{_more(wrong)}", mend=mend
+        )
+    if missing := sorted(set(told["missing_keys"]) - set(new)):
+        raise WeightsIncomplete(f"{directory} has no tensor {missing[0]}{_more(missing)}", mend=mend)
+    return model
+
+
+def _shape(shape: Any) -> str:
+    return "x".join(str(int(size)) for size in shape)
+
+
+def _more(names: list[Any]) -> str:
+    return f", and {len(names) - 1} others" if len(names) > 1 else ""
