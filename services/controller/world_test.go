@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -61,6 +62,7 @@ type world struct {
 	inference *fakeInference
 	servers   map[string]*bufconn.Listener
 	stops     map[string]func()
+	killed    map[string]*atomic.Bool
 	starts    int
 }
 
@@ -70,7 +72,7 @@ type subscribe struct {
 }
 
 func newWorld(t *testing.T) *world {
-	w := &world{t: t, servers: map[string]*bufconn.Listener{}, stops: map[string]func(){}}
+	w := &world{t: t, servers: map[string]*bufconn.Listener{}, stops: map[string]func(){}, killed: map[string]*atomic.Bool{}}
 	w.startInference()
 	w.startLearner()
 	t.Cleanup(func() {
@@ -107,12 +109,32 @@ func digestAt(step uint64) string {
 }
 
 func (w *world) serve(address string, register func(*grpc.Server)) {
-	server := grpc.NewServer()
+	killed := &atomic.Bool{}
+	gone := func() error {
+		if killed.Load() {
+			return status.Error(codes.Unavailable, address+" was killed")
+		}
+		return nil
+	}
+	server := grpc.NewServer(
+		grpc.UnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+			if err := gone(); err != nil {
+				return nil, err
+			}
+			return next(ctx, req)
+		}),
+		grpc.StreamInterceptor(func(srv any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+			if err := gone(); err != nil {
+				return err
+			}
+			return next(srv, stream)
+		}),
+	)
 	register(server)
 	listener := bufconn.Listen(1 << 20)
 	go func() { _ = server.Serve(listener) }()
 	w.mu.Lock()
-	w.servers[address], w.stops[address] = listener, server.Stop
+	w.servers[address], w.stops[address], w.killed[address] = listener, server.Stop, killed
 	w.mu.Unlock()
 }
 
@@ -148,10 +170,11 @@ func (w *world) startInference() {
 	w.announce()
 }
 
-// kill stops a worker's server in the background: it may be called from one of that server's handlers.
+// kill has a worker answer nothing any more. Its server stops in the background: kill may be called from one of its handlers.
 func (w *world) kill(address string) {
 	w.mu.Lock()
 	stop := w.stops[address]
+	w.killed[address].Store(true)
 	w.mu.Unlock()
 	go stop()
 }
