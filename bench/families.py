@@ -87,7 +87,7 @@ ADDITION = {
     "reward_model": Family(EXAMPLES / "addition" / "reward_model.toml", (), preferred, 0.75),
     "distillation": Family(
         EXAMPLES / "rewards" / "distillation.toml",
-        ("train.steps=120", "train.groups_per_step=256", "train.learning_rate=1e-3"),
+        ("train.steps=240", "train.groups_per_step=256", "train.learning_rate=1e-3"),
         nearer,
         0.25,
         start="weak",
