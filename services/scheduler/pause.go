@@ -83,8 +83,8 @@ func resumable(run *Run, err error) error {
 	return err
 }
 
-// begin records the next incarnation of a run that nobody conducts, as to (Starting or Paused), and conducts it. Who saw the run before somebody else began it
-// gets what the other made.
+// begin records the next incarnation of a run that nobody conducts, as to (Starting or Paused), and conducts it. Who saw the run before
+// somebody else began it gets what the other made.
 func (s *service) begin(ctx context.Context, seen *Run, to State) (*Run, error) {
 	var begun bool
 	run, err := s.update(ctx, seen.GetRunId(), func(r *Run) error {
