@@ -22,7 +22,8 @@ Answer::
     {"python": "3.11.7", "packages": {"torch": "2.15.0", "absent": null},
      "reward": {"scores": [{"reward": 1.0, "metrics": {}}], "parts": false, "files": ["/.../reward.py"], "seconds": 0.1}
                | {"error": ...},
-     "tokenizer": {"files": [{"longest": 12, "rows": 9500, "over": 2, "examples": [{"row": 7, "tokens": 2101}], "empty": []}]}
+     "tokenizer": {"files": [{"longest": 12, "rows": 9500, "over": 2, "examples": [{"row": 7, "tokens": 2101}], "empty": [],
+                              "unknown": 1, "strange": [{"row": 3, "text": "é", "field": "prompt"}]}]}
                   | {"error": ...},
      "teacher": {"tokens": 12} | {"error": ...},
      "wandb_key": false}
@@ -339,15 +340,17 @@ def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt, bool], st
         texts = [text_of(row[file["prompt_field"]], render, not talk) for row, talk in zip(chunk, talks, strict=True)]
         encoded = tokenizer.encode_batch(texts, add_special_tokens=render is None)
         lengths = [len(e) for e in encoded]
-        for row, (text, ids) in enumerate(zip(texts, encoded, strict=True), counted):
-            if stand_in is not None and stand_in in ids.ids:
-                unknown += 1
-                start, end = ids.offsets[ids.ids.index(stand_in)]
-                strange.append({"row": row, "text": text[start:end]})
+        found = [unknown_text(text, ids, stand_in, file["prompt_field"]) for text, ids in zip(texts, encoded, strict=True)]
         longest_of = [0] * len(chunk)
         for field in answer_fields:
-            answers = tokenizer.encode_batch([row.get(field, "") for row in chunk], add_special_tokens=False)
+            texts = [row.get(field, "") for row in chunk]
+            answers = tokenizer.encode_batch(texts, add_special_tokens=False)
             longest_of = [max(before, len(answer) + 1) for before, answer in zip(longest_of, answers, strict=True)]
+            found = [f or unknown_text(t, ids, stand_in, field) for f, t, ids in zip(found, texts, answers, strict=True)]
+        for row, first in enumerate(found, counted):
+            if first is not None:
+                unknown += 1
+                strange.append({"row": row} | first)
         lengths = [prompt + answer for prompt, answer in zip(lengths, longest_of, strict=True)]
         for row, length in enumerate(lengths, counted):
             longest = max(longest, length)
@@ -362,6 +365,14 @@ def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt, bool], st
         "unknown": unknown,
         "strange": strange,
     }
+
+
+def unknown_text(text: str, encoded: Any, stand_in: int | None, field: str) -> Json | None:
+    """The first piece of a field's text for which the unknown token stands, ``{"text", "field"}``; ``None``: there is none."""
+    if stand_in is None or stand_in not in encoded.ids:
+        return None
+    start, end = encoded.offsets[encoded.ids.index(stand_in)]
+    return {"text": text[start:end], "field": field}
 
 
 def unknown_token(tokenizer: Any) -> int | None:

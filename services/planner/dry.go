@@ -67,16 +67,21 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 	}
 }
 
-// strange warns of prompts with characters that the vocabulary has not: the model sees one and the same token in their place.
+// strange warns of rows with characters that the vocabulary has not: the model sees one and the same token in their place, and where
+// it is trained on them it learns to write that token.
 func (d *draft) strange(data *input.Dataset, lengths probe.Lengths) {
 	first := lengths.Strange[0]
-	message := fmt.Sprintf("the tokenizer does not know %q: the model sees its token for unknown text there", first.Text)
+	message, mend := "the tokenizer does not know %q: the model sees its token for unknown text there", "write the prompt in characters that its vocabulary has, or remove the row"
+	if first.Field != data.PromptField {
+		message = "the tokenizer does not know %q in `" + first.Field + "`: the model learns to write its token for unknown text there"
+		mend = "write `" + first.Field + "` in characters that its vocabulary has, or remove the row"
+	}
+	message = fmt.Sprintf(message, first.Text)
 	if lengths.Unknown > 1 {
 		message += fmt.Sprintf("; %d rows hold such text", lengths.Unknown)
 	}
 	d.warnings.Add(&planv1.Problem{
-		Reason: problem.BadRow, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Message: message,
-		Mend:    "write the prompt in characters that its vocabulary has, or remove the row",
+		Reason: problem.BadRow, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Message: message, Mend: mend,
 		Excerpt: input.Lines(input.Resolve(d.baseDir, data.Path), []uint64{first.Row + 1})[first.Row+1],
 	})
 }

@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
 // A prompt that the vocabulary has not in full is no mistake, but nobody should have to find it out by training.
@@ -25,5 +27,32 @@ func TestPromptsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 	w := got.GetWarnings()[0]
 	if w.GetFile() != "train.jsonl" || w.GetLine() != 2 || !strings.Contains(w.GetMessage(), `"é"`) || !strings.Contains(w.GetMessage(), "2 rows") {
 		t.Errorf("%v", w)
+	}
+}
+
+// Neither is one in what is trained on: the policy would learn to answer with the token for unknown text.
+func TestCompletionsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	for _, c := range []struct{ algorithm, row, field string }{
+		{"sft", `{"prompt": "1+1=", "answer": "é"}`, "answer"},
+		{"dpo", `{"prompt": "1+1=", "chosen": "1", "rejected": "é"}`, "rejected"},
+		{"kto", `{"prompt": "1+1=", "completion": "1é", "label": true}`, "completion"},
+	} {
+		dir := project(t, "")
+		if err := os.WriteFile(filepath.Join(dir, "train.jsonl"), []byte(c.row+"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		text := "name = \"x\"\n[model]\npath = \"model\"\n[data]\ntrain = \"train.jsonl\"\n[sampling]\nmax_tokens = 6\n[train]\nsteps = 1\n[algorithm." + c.algorithm + "]\n"
+		got, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir}})
+		if err != nil || got.GetPlan() == nil || len(got.GetWarnings()) != 1 {
+			t.Errorf("%s: %v %v", c.algorithm, got, err)
+			continue
+		}
+		w := got.GetWarnings()[0]
+		want := "the tokenizer does not know \"é\" in `" + c.field + "`: the model learns to write its token for unknown text there"
+		if w.GetFile() != "train.jsonl" || w.GetLine() != 1 || w.GetMessage() != want {
+			t.Errorf("%s: %v", c.algorithm, w)
+		}
 	}
 }

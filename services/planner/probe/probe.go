@@ -112,10 +112,11 @@ type Lengths struct {
 		Tokens int64  `json:"tokens"`
 	} `json:"examples"`
 	Empty   []uint64 `json:"empty"`
-	Unknown int64    `json:"unknown"` // rows whose prompt holds something that the vocabulary has not
+	Unknown int64    `json:"unknown"` // rows that hold something that the vocabulary has not, in the prompt or in what is trained on
 	Strange []struct {
-		Row  uint64 `json:"row"`
-		Text string `json:"text"` // the first of what it has not
+		Row   uint64 `json:"row"`
+		Field string `json:"field"` // the first that holds such text
+		Text  string `json:"text"`  // the first of it
 	} `json:"strange"`
 }
 
