@@ -24,6 +24,11 @@ func FromData(config *configv1.RunConfig) bool {
 	return false
 }
 
+// Samples reports whether a run asks a model for completions at all: one that is trained on rows does so for its evaluations alone.
+func Samples(config *configv1.RunConfig) bool {
+	return !FromData(config) || config.GetEval().GetEverySteps() > 0
+}
+
 // Pairs reports whether a row holds a chosen and a rejected completion.
 func Pairs(config *configv1.RunConfig) bool {
 	switch kind := config.GetAlgorithm().GetKind().(type) {

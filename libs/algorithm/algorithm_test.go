@@ -26,6 +26,12 @@ func TestEveryAlgorithmOfTheContractHasATitleAndASource(t *testing.T) {
 			t.Errorf("%s: pairs %v, groups of %d, generates %v", field.TextName(), Pairs(config), GroupSize(config), Generates(config))
 		}
 		config.Sampling = nil
+		quiet := Samples(config)
+		config.Eval = &configv1.EvalConfig{EverySteps: proto.Uint64(1)}
+		if quiet == data[field.TextName()] || !Samples(config) {
+			t.Errorf("%s: samples %v, %v with an evaluation", field.TextName(), quiet, Samples(config))
+		}
+		config.Eval = nil
 	}
 	paired := &configv1.KtoConfig{Paired: proto.Bool(true)}
 	config.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Kto{Kto: paired}}

@@ -195,7 +195,7 @@ func (d *draft) fitContext(positions int64) {
 		return
 	}
 	engine.MaxModelLen = proto.Uint32(uint32(positions))
-	if tokens := d.Config.GetSampling().GetMaxTokens(); int64(tokens) >= positions {
+	if tokens := d.Config.GetSampling().GetMaxTokens(); int64(tokens) >= positions && algorithm.Samples(d.Config) {
 		d.Problems.At(d.Place("sampling.max_tokens"), problem.OutOfRange, "sampling.max_tokens",
 			fmt.Sprintf("`sampling.max_tokens` is %d, but the model has %d positions for prompt and completion together", tokens, positions),
 			fmt.Sprintf("write a number below %d", positions))

@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/probe"
@@ -96,6 +97,8 @@ func (d *draft) tooLong(data *input.Dataset, lengths probe.Lengths) {
 		engine.GetMaxModelLen(), sampling.GetMaxTokens(), d.tokenizerLimit(data))
 	if len(data.Completions()) > 0 {
 		one, many = "prompt, answer and end have %d tokens", "%d rows (prompt, answer and end) are too long"
+	}
+	if !d.sampled(data) {
 		room = fmt.Sprintf("max_model_len leaves %d", d.tokenizerLimit(data))
 	}
 	first := lengths.Examples[0]
@@ -120,7 +123,7 @@ func (d *draft) tooLong(data *input.Dataset, lengths probe.Lengths) {
 // mendLength says what makes room: the model's positions can't be raised.
 func (d *draft) mendLength(data *input.Dataset) string {
 	mend := "shorten or remove the row"
-	if len(data.Completions()) == 0 {
+	if d.sampled(data) {
 		mend += ", lower `max_tokens` in [sampling]"
 	}
 	if d.model.Context == 0 || int64(d.Config.GetEngine().GetMaxModelLen()) < d.model.Context {
@@ -132,9 +135,14 @@ func (d *draft) mendLength(data *input.Dataset) string {
 	return mend
 }
 
+// sampled reports whether completions of the rows' prompts must have room behind them.
+func (d *draft) sampled(data *input.Dataset) bool {
+	return len(data.Completions()) == 0 && algorithm.Samples(d.Config)
+}
+
 func (d *draft) tokenizerLimit(data *input.Dataset) int64 {
 	limit := int64(d.Config.GetEngine().GetMaxModelLen())
-	if len(data.Completions()) == 0 {
+	if d.sampled(data) {
 		limit -= int64(d.Config.GetSampling().GetMaxTokens())
 	}
 	return limit

@@ -43,7 +43,7 @@ func TestCompletionsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(dir, "train.jsonl"), []byte(c.row+"\n"), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		text := "name = \"x\"\n[model]\npath = \"model\"\n[data]\ntrain = \"train.jsonl\"\n[sampling]\nmax_tokens = 6\n[train]\nsteps = 1\n[algorithm." + c.algorithm + "]\n"
+		text := "name = \"x\"\n[model]\npath = \"model\"\n[data]\ntrain = \"train.jsonl\"\n[train]\nsteps = 1\n[algorithm." + c.algorithm + "]\n"
 		got, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir}})
 		if err != nil || got.GetPlan() == nil || len(got.GetWarnings()) != 1 {
 			t.Errorf("%s: %v %v", c.algorithm, got, err)
