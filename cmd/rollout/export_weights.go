@@ -15,6 +15,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/cmd/internal/scratch"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -110,15 +111,15 @@ func writePart(ctx context.Context, r record.Reader, snapshot *snapshotv1.Snapsh
 	if err := os.MkdirAll(filepath.Dir(folder), 0o755); err != nil {
 		return cannot(err)
 	}
-	scratch, err := os.MkdirTemp(filepath.Dir(folder), ".export-")
+	made, err := scratch.Make(filepath.Dir(folder), ".export-")
 	if err != nil {
 		return cannot(err)
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(scratch)) }()
-	if err := r.Materialize(ctx, wanted, filepath.Join(scratch, "files")); err != nil {
+	defer func() { err = errors.Join(err, made.Remove()) }()
+	if err := r.Materialize(ctx, wanted, filepath.Join(made.Path, "files")); err != nil {
 		return err
 	}
-	if err := os.Rename(filepath.Join(scratch, "files", part), folder); err != nil {
+	if err := os.Rename(filepath.Join(made.Path, "files", part), folder); err != nil {
 		return cannot(err)
 	}
 	return nil

@@ -18,6 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/cmd/internal/scratch"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
@@ -111,12 +112,12 @@ func (a *app) infer(cmd *cobra.Command, flags *inferFlags) error {
 	if err := flags.destination(job); err != nil {
 		return err
 	}
-	scratch, err := os.MkdirTemp(filepath.Dir(job.Output), ".infer-")
+	folder, err := scratch.Make(filepath.Dir(job.Output), ".infer-")
 	if err != nil {
 		return exit.New(exit.CannotMake, "name another output with --output", "make a scratch folder: %w", err)
 	}
-	defer func() { _ = os.RemoveAll(scratch) }()
-	job.Scratch = scratch
+	defer func() { _ = folder.Remove() }()
+	job.Scratch, job.Lock = folder.Path, folder.Lock()
 	if flags.run+flags.snapshot != "" {
 		err = a.records(cmd, func(ctx context.Context, r record.Reader) error { return flags.recorded(ctx, r, job) })
 	}

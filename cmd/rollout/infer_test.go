@@ -75,6 +75,20 @@ func TestInferBatchAsksForWhatTheFlagsSay(t *testing.T) {
 	}
 }
 
+// A command that was killed could not remove its folder, which may hold the weights of a snapshot: the next one does.
+func TestInferBatchRemovesWhatAKilledCommandLeft(t *testing.T) {
+	t.Parallel()
+	dir := batchFolder(t)
+	killed := filepath.Join(dir, ".infer-123")
+	write(t, filepath.Join(killed, "lock"), "")
+	write(t, filepath.Join(killed, "weights/model.safetensors"), "large")
+	answering, _ := worker(t, batchEnd, "0")
+	got := command{}.run(t, "infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "a.jsonl"), "--config", filepath.Join(dir, "sums.toml"))
+	if left, _ := filepath.Glob(filepath.Join(dir, ".infer-*")); got.code != 0 || left != nil {
+		t.Errorf("left are %v\n%s", left, got.text())
+	}
+}
+
 // The weights of a run are those of its newest snapshot, and its configuration is the run's.
 func TestInferBatchOfARun(t *testing.T) {
 	t.Parallel()

@@ -39,6 +39,7 @@ type Job struct {
 
 	Worker  []string // command that starts a worker; "infer" is appended
 	Scratch string   // an existing folder
+	Lock    *os.File // holds Scratch for as long as the worker lives; nil: nobody sweeps
 }
 
 // Event is a line of the worker's: `begin`, `progress`, `end`, `interrupted` or `error`.
@@ -78,6 +79,9 @@ func (j *Job) Run(ctx context.Context, told func(Event), log func(line string)) 
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is ours to pass on
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	cmd.WaitDelay = leaveSeconds * time.Second
+	if j.Lock != nil {
+		cmd.ExtraFiles = []*os.File{j.Lock}
+	}
 	if _, err := cmd.StdinPipe(); err != nil { // its end tells the worker that nobody waits any more
 		return Event{}, fmt.Errorf("start %s: %w", args[0], err)
 	}
