@@ -9,6 +9,7 @@ Schulman, "Approximating KL divergence" (2020). With ``d = log p_other - log p_p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -27,9 +28,11 @@ def k2(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """float [N], [N] -> float [N]. The exponent is held at ``LOG_RATIO_LIMIT``; beyond it the slope is that of ``-d``."""
+    """float [N], [N] -> float [N]. Where ``d`` is beyond ``LOG_RATIO_LIMIT`` it goes on along its tangent from there: never
+    smaller for a policy that is further off, with a gradient that pulls as hard as at the limit."""
     difference = other - logprobs
-    return difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference
+    held = difference.clamp(max=LOG_RATIO_LIMIT)
+    return held.expm1() - held + math.expm1(LOG_RATIO_LIMIT) * (difference - LOG_RATIO_LIMIT).relu()
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

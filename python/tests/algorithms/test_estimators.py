@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout_workers.algorithms import EstimatorBatch, Needs, Updates, build_algorithm, config_type
 from rollout_workers.algorithms.advantage import add_at_end, equal_groups, group_relative, leave_one_out, sum_from_here, whiten
-from rollout_workers.algorithms.divergence import adapted_coefficient
+from rollout_workers.algorithms.divergence import adapted_coefficient, k3
 from rollout_workers.algorithms.kto import mismatch, reference_point
 from rollout_workers.algorithms.ppo import gae
 
@@ -109,6 +109,19 @@ def test_the_overlong_penalty_falls_linearly_over_the_last_share() -> None:
     lengths, cut = torch.tensor([10, 80, 90, 100, 40]), torch.tensor([False, False, False, False, True])
     assert shape(of(1, 1, 1, 1, 1), lengths, cut).tolist() == pytest.approx([1, 1, 0, -1, -1])
     assert build("grpo").shape is None
+
+
+@pytest.mark.parametrize("distance", [0.0, 1.0, 19.0, 21.0, 60.0])
+def test_k3_goes_on_pulling_a_policy_that_is_far_off(distance: float) -> None:
+    """Towards the reference, and no harder beyond e^20; also far below it, where the policy has what the reference lacks."""
+    for away, slope in ((distance, -math.expm1(min(distance, 20.0))), (-distance, -math.expm1(-distance))):
+        logprobs = torch.tensor([-1.0 - away]).requires_grad_()
+        value = k3(logprobs, torch.tensor([-1.0]))
+        value.backward()
+        beyond = max(0.0, away - 20)
+        wanted = math.expm1(away - beyond) - (away - beyond) + math.expm1(20) * beyond
+        assert value.item() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(slope, rel=1e-5, abs=1e-6)
 
 
 def test_the_kl_controller_moves_by_a_fifth_at_most() -> None:
