@@ -59,4 +59,7 @@ def test_deliberate_differences_are_still_there(golden: dict[str, Tensor], what:
 def test_a_wrong_loss_would_be_noticed(golden: dict[str, Tensor]) -> None:
     wrong = ours.tokens(batch("random"), "grpo", clip_low=0.05)
     assert distance(wrong[1], golden["trl/grpo/token@random#gradient"]) > TOLERANCE
-    assert distance(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])) == torch.inf
+    broken, whole, huge = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2e9])
+    assert distance(broken, whole) == distance(whole, broken) == torch.inf
+    assert distance(torch.tensor([1.5, 2e9]), huge) == 0.5
+    assert distance(torch.tensor([1.0, 3e9]), huge) == 0.5

@@ -6,6 +6,7 @@ Shapes: S = 8 samples (4 pairs) of T = 7 places, padded, float32. Needs torch al
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,49 +28,66 @@ def _holes() -> Tensor:
     return mask
 
 
+@dataclass(frozen=True)
+class Case:
+    """What a batch is like."""
+
+    mask: Callable[[], Tensor] = lambda: _lengths(RIGHT)
+    """float32 [S, T]."""
+    scale: float = 0.3
+    """Of the log-ratios of a token to the old policy; to the engine's half as much again."""
+    bound: float = 19.0
+    """Of those, in nats either way."""
+    far: float = 1.0
+    """How much further off than is usual the reference, scores, margins, values and returns lie."""
+
+
 RIGHT = [7, 3, 5, 1, 6, 2, 7, 4]
-CASES: dict[str, Callable[[], tuple[Tensor, float]]] = {
-    # mask float32 [S, T], scale of the log-ratios
-    "random": lambda: (_lengths(RIGHT), 0.3),
-    "left padding": lambda: (_lengths(RIGHT, left=True), 0.3),
-    "several turns": lambda: (_holes(), 0.3),
-    "one token each": lambda: (_lengths([1] * S), 0.3),
-    "empty completions": lambda: (_lengths([7, 0, 5, 1, 0, 2, 7, 0]), 0.3),
-    "equal rewards": lambda: (_lengths(RIGHT), 0.3),
-    "huge ratios": lambda: (_lengths(RIGHT), 6.0),
-    "on policy": lambda: (_lengths(RIGHT), 0.0),
+CASES: dict[str, Case] = {
+    "random": Case(),
+    "left padding": Case(lambda: _lengths(RIGHT, left=True)),
+    "several turns": Case(_holes),
+    "one token each": Case(lambda: _lengths([1] * S)),
+    "empty completions": Case(lambda: _lengths([7, 0, 5, 1, 0, 2, 7, 0])),
+    "equal rewards": Case(),
+    "huge ratios": Case(scale=6.0),
+    "on policy": Case(scale=0.0),
+    "far reference": Case(far=20.0),
+    "all far off": Case(scale=6.0, far=30.0),
+    "out of bounds": Case(scale=20.0, bound=40.0, far=60.0),
 }
 
 
 def batch(case: str) -> Batch:
     """A case as named tensors; logprobs outside the mask are numbers like any other, so what reads them shows."""
     generator = torch.Generator().manual_seed(1000 + list(CASES).index(case))
-    mask, scale = CASES[case]()
+    of = CASES[case]
+    mask, scale, bound, far = of.mask(), of.scale, of.bound, of.far
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     logprobs = -1.5 - 0.5 * draw(S, T).abs()
     rewards = torch.ones(S) if case == "equal rewards" else draw(S)
-    values = draw(S, T)
+    values = far * draw(S, T)
     return {
         "mask": mask,
         "logprobs": logprobs,
-        "old": (logprobs + scale * draw(S, T)).clamp(logprobs - 19, logprobs + 19),
-        "engine": (logprobs + 1.5 * scale * draw(S, T)).clamp(logprobs - 19, logprobs + 19),
-        "reference": logprobs + 0.4 * draw(S, T),
+        "old": (logprobs + scale * draw(S, T)).clamp(logprobs - bound, logprobs + bound),
+        "engine": (logprobs + 1.5 * scale * draw(S, T)).clamp(logprobs - bound, logprobs + bound),
+        "reference": (logprobs + 0.4 * far * draw(S, T)).clamp(logprobs - bound, logprobs + bound),
         "entropy": draw(S, T).abs(),
         "advantages": torch.zeros(S) if case == "equal rewards" else draw(S),
         "rewards": rewards,
         "token_rewards": 0.1 * draw(S, T) * mask,
         "values": values,
-        "old_values": values + 0.3 * draw(S, T),
-        "returns": draw(S, T),
+        "old_values": values + 0.3 * far * draw(S, T),
+        "returns": far * draw(S, T),
         "logits": draw(S, T, VOCABULARY),
         "labels": torch.randint(0, VOCABULARY, (S, T), generator=generator),
-        "scores": draw(S),
-        "margins": draw(S // 2).abs(),
+        "scores": far * draw(S),
+        "margins": far * draw(S // 2).abs(),
         "desirable": torch.tensor([True, False, True, True, False, False, True, False]),
-        "mismatched": -3 - draw(S).abs(),
-        "mismatched_reference": -3.5 - draw(S).abs(),
+        "mismatched": -3 - far * draw(S).abs(),
+        "mismatched_reference": -3.5 - far * draw(S).abs(),
     }

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from verl.trainer.ppo import core_algos as verl
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo import rollout_corr_helper as correction
 from verl.workers.config import FSDPActorConfig
 
 from .batches import GROUPS, Batch
@@ -35,7 +36,8 @@ def policy(batch: Batch, loss: str, *, aggregation: str = "token-mean", weights:
 def weighted(batch: Batch, level: str, threshold: str | float) -> Result:
     """The decoupled objective: the clip against ``old``, the weight of ``old`` over ``engine``."""
     ratio = batch["old"] - batch["engine"]
-    weights, _ = compute_rollout_correction_weights(ratio, batch["mask"], level, threshold)
+    with patch.object(correction, "compute_is_metrics", lambda **_: {}):  # which divides by 0 where every token is masked
+        weights, _ = correction.compute_rollout_correction_weights(ratio, batch["mask"], level, threshold)
     return policy(batch, "vanilla", weights=weights, clip_ratio_c=1e9)
 
 
