@@ -78,6 +78,9 @@ func (r *Run) stepLine(e *eventv1.Event, s style.Style) string {
 		parts = append(parts, "reward "+s.Bold(output.Number(v)))
 	}
 	add("loss", "loss")
+	for _, name := range preferenceNames {
+		add(name, strings.TrimPrefix(name, "rewards/"))
+	}
 	add("entropy", "entropy")
 	add("grad_norm", "grad norm")
 	if v := m["samples_per_second"]; v > 0 {
@@ -91,6 +94,9 @@ func (r *Run) stepLine(e *eventv1.Event, s style.Style) string {
 	}
 	return strings.Join(parts, "  ")
 }
+
+// preferenceNames are the numbers that training on preferences is about; a batch of others has none of them.
+var preferenceNames = []string{"rewards/accuracy", "rewards/margin"}
 
 // evalText lists the metrics of an evaluation, reward first, counts last.
 func evalText(metrics map[string]float64, s style.Style) string {

@@ -15,7 +15,9 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/cmd/internal/style"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -95,6 +97,30 @@ func TestView(t *testing.T) {
 	}
 	if got := (&Run{}).View(style.Style{}, 80, nil, ""); got != "waiting for the run's status\n" {
 		t.Errorf("before the first status: %q", got)
+	}
+}
+
+// A loss says little of preferences: how many pairs are told apart, and by how much, stands beside it.
+func TestPreferencesShowTheirOwnNumbers(t *testing.T) {
+	t.Parallel()
+	r := &Run{}
+	status := statusOf(runv1.RunState_RUN_STATE_RUNNING, 3)
+	status.Run.Plan = &planv1.Plan{Config: &configv1.RunConfig{Algorithm: &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Dpo{}}}}
+	r.Update(status)
+	e := step(3)
+	e.Metrics = map[string]float64{"loss": 0.69, "rewards/accuracy": 0.625, "rewards/margin": 0.031, "grad_norm": 0.7}
+	r.Add(e)
+	if line, want := r.Line(e, style.Style{}, time.UTC), "12:00:06 step 3/40  loss 0.690  accuracy 0.625  margin 0.031  grad norm 0.700"; line != want {
+		t.Errorf("got  %s\nwant %s", line, want)
+	}
+	if view := r.View(style.Style{}, 120, time.UTC, ""); !strings.Contains(view, "0.690  accuracy 0.625  margin 0.031  grad norm") {
+		t.Errorf("the view\n%s", view)
+	}
+	e = step(4)
+	e.Metrics = map[string]float64{"loss": 0.5, "rewards/margin": 0.2} // KTO has no pairs
+	r.Add(e)
+	if line := r.Line(e, style.Style{}, time.UTC); !strings.HasSuffix(line, "loss 0.500  margin 0.200") {
+		t.Error(line)
 	}
 }
 

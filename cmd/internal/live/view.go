@@ -117,6 +117,11 @@ func (r *Run) curves(s style.Style, width int) []string {
 		} else if loss, ok := r.Step["loss"]; ok {
 			rest = append(rest, "loss "+output.Number(loss))
 		}
+		for _, metric := range preferenceNames {
+			if v, ok := r.Step[metric]; ok {
+				rest = append(rest, strings.TrimPrefix(metric, "rewards/")+" "+output.Number(v))
+			}
+		}
 		for _, metric := range []string{"entropy", "kl/engine_learner", "grad_norm", "learning_rate"} {
 			if v, ok := r.Step[metric]; ok {
 				rest = append(rest, strings.ReplaceAll(strings.TrimSuffix(metric, "/engine_learner"), "_", " ")+" "+output.Number(v))

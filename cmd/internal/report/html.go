@@ -55,6 +55,8 @@ var panels = []struct {
 	metrics     []string
 }{
 	{"loss", "", []string{"loss"}},
+	{"preference accuracy", "share of pairs whose chosen completion is above", []string{"rewards/accuracy"}},
+	{"preference margin", "reward of the chosen less that of the rejected", []string{"rewards/margin"}},
 	{"entropy", "of the policy, per token", []string{"entropy"}},
 	{"KL divergence", "engine and learner should agree: near 0", []string{"kl/engine_learner", "kl/reference"}},
 	{"clip fraction", "share of tokens whose ratio was clipped", []string{"clip_fraction"}},

@@ -9,6 +9,10 @@
 | ``entropy`` | nats, mean over trained tokens that were computed |
 | ``kl/engine_learner`` | KL(engine || learner), k3, mean over the same tokens |
 | ``kl/reference`` | KL(learner || initial model), the loss's estimator, over the same tokens |
+| ``rewards/chosen``, ``rewards/rejected`` | (implicit) rewards of each kind, summed, over the pairs; KTO: over all samples |
+| ``rewards/accuracy`` | share of pairs whose chosen completion has the higher reward |
+| ``rewards/margin`` | mean reward of the chosen less that of the rejected; KTO: of batches with both kinds |
+| ``desirable`` | KTO: share of desirable samples |
 | ``clip_fraction`` | share of those tokens that the clip cuts off |
 | ``grad_norm`` | before clipping |
 | ``learning_rate`` | of this step |
@@ -92,4 +96,17 @@ class TokenSums:
 
     def means(self) -> dict[str, float]:
         """Mean of each over all tokens added; empty where there was none."""
-        return {name: value / self._tokens for name, value in self._sums.items()}
+        means = {name: value / self._tokens for name, value in self._sums.items()}
+        return means | unpaired_margin(means)
+
+
+def unpaired_margin(means: Mapping[str, float]) -> dict[str, float]:
+    """``rewards/margin`` of labelled completions, whose two kinds are in no pairs; empty for others, and where a kind is missing.
+
+    >>> unpaired_margin({"rewards/chosen": 0.3, "rewards/rejected": -0.1, "desirable": 0.75})
+    {'rewards/margin': 0.8}
+    """
+    share = means.get("desirable", 0.0)
+    if not 0 < share < 1:
+        return {}
+    return {"rewards/margin": means["rewards/chosen"] / share - means["rewards/rejected"] / (1 - share)}

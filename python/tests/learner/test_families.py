@@ -127,6 +127,10 @@ def test_kto_agrees_with_the_oracle(model_dir: Path) -> None:
     sign = torch.tensor([1.0 if s.reward > 0 else -1.0 for s in samples])
     wanted = oracle_gradient(learner, torch.sigmoid(-0.1 * sign * gain).mean())
     torch.testing.assert_close(gradient(learner, samples), wanted, atol=1e-6, rtol=1e-4)
+    learner.step = 1
+    rewards = 0.1 * (gain + point).detach()
+    margin = float(rewards[sign > 0].mean() - rewards[sign < 0].mean())
+    assert learner.train_step(samples, 2).metrics["rewards/margin"] == pytest.approx(margin, rel=1e-4)
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.25])
