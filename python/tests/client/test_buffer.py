@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from rollout.buffer.v1 import buffer_pb2 as pb
 from rollout.client import RemoteError
 from rollout.client.buffer import Buffer, Ledger, NotReady, Sample, connect
 from rollout.client.buffer import consumer as consumer_module
+from rollout.client.buffer import producer as producer_module
+from rollout.client.buffer.direct import Direct
 from rollout.client.buffer.segment import LentSegment, boot_id
 from rollout_workers.mesh.testing.daemon import Daemon
 
@@ -48,13 +51,24 @@ def same(got: list[Sample], want: list[Sample]) -> bool:
     )
 
 
-def test_groups_arrive_whole_and_once(buffer: Buffer) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+def test_groups_arrive_whole_and_once(buffer: Buffer, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def connected(address: str, *rest: Any) -> Direct:
+        tried.append(address)
+        if not direct:
+            raise ConnectionRefusedError
+        return Direct(address, *rest)
+
+    monkeypatch.setattr(producer_module, "Direct", connected)
     sizes = [50, 20_000, 3, 9_000, 1, 60_000]  # bytes and mapped files, several segments
     with buffer.producer("r", in_flight=3) as producer:
         puts = [producer.put(n, group(n, tokens)) for n, tokens in enumerate(sizes)]
         twin = producer.put(0, group(0, 50))
     assert [put.result().accepted for put in puts] == [SIZE] * len(sizes)
     assert twin.result().duplicates == SIZE
+    assert tried == [buffer.server.address]
     for batch in buffer.consumer("r", steps=3):
         for got in batch.groups:
             number = got[0].about.key.index

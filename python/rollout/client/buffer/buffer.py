@@ -59,7 +59,9 @@ class Buffer:
 
     def producer(self, run: str, *, in_flight: int = 16) -> Producer:
         """in_flight: puts that are not durable yet; one more waits until another is."""
-        return Producer(self.channel, self.server.metadata, run, in_flight=in_flight)
+        server = self.server
+        plain = "" if server.ca_file or server.cert_file else server.address
+        return Producer(self.channel, server.metadata, run, in_flight=in_flight, address=plain)
 
     def consumer(self, run: str, *, first: int = 1, steps: int = 0) -> Consumer:
         """first: step to begin with. steps: how many; 0: without end."""

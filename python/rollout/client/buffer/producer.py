@@ -19,10 +19,12 @@ from typing import Any, Self, cast
 
 import crc32c
 import grpc
+from google.protobuf.message import DecodeError
 
 from rollout.buffer.v1 import buffer_pb2 as pb
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.client.buffer.calls import call
+from rollout.client.buffer.direct import Direct
 from rollout.client.buffer.sample import Piece, Sample, pieces, told
 from rollout.client.buffer.segment import LentSegment
 from rollout.client.buffer.wire import PAYLOAD, PLACE, batch_of, head_of, header_of, key_of, prefix, receipt_of, request_of
@@ -104,12 +106,15 @@ class _Stream:
 class Producer:
     """Puts of one run, from any thread. Leaving its ``with`` waits for all of them."""
 
-    def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int) -> None:
+    def __init__(
+        self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int, address: str = ""
+    ) -> None:
+        """address: host:port of a buffer that is reached without TLS and so by a plain socket too."""
         self._stub = cast(Any, BufferServiceStub(channel))
         bare = cast(Any, channel)
         self._put = bare.unary_unary(_SERVICE + "PutTrajectories", None, pb.PutTrajectoriesResponse.FromString)
         self._stream = bare.stream_stream(_SERVICE + "StreamTrajectories", None, pb.StreamTrajectoriesResponse.FromString)
-        self._metadata, self._run = metadata, run
+        self._metadata, self._run, self._address = metadata, run, address
         self._head = pb.PutTrajectoriesRequest(run_id=run).SerializeToString()
         self._room: SimpleQueue[None] = SimpleQueue()
         for _ in range(in_flight):
@@ -246,11 +251,15 @@ class Producer:
 
     def _follow(self, stream: _Stream) -> None:
         """Put through one stream until it ends. What it leaves unanswered is put by calls, which say why where that fails too."""
+        answered = False
         try:
-            for answer in self._stream(self._requests(stream), metadata=self._metadata):
+            for answer in self._exchange(stream):
                 self._settle(stream.answered(), answer.answer.results)
-        except grpc.RpcError:
+                answered = True
+        except (grpc.RpcError, OSError, DecodeError):
             pass  # a call tells
+        if not answered:
+            self._address = ""  # whatever stands between does not like it
         left = stream.end()
         self._queue.put(_WAKE)  # who gathers for it
         for held in left:
@@ -261,8 +270,16 @@ class Producer:
             else:
                 self._settle(held, results)
 
+    def _exchange(self, stream: _Stream) -> Iterator[pb.StreamTrajectoriesResponse]:
+        """The answers to the requests of a stream."""
+        if self._address:
+            with contextlib.suppress(OSError, ValueError):
+                direct = Direct(self._address, _SERVICE + "StreamTrajectories", self._metadata)
+                return map(pb.StreamTrajectoriesResponse.FromString, direct.exchange(self._requests(stream)))
+        return self._stream(self._requests(stream), metadata=self._metadata)
+
     def _requests(self, stream: _Stream) -> Iterator[bytes]:
-        """The requests of a stream. Runs in a thread of gRPC's, which takes one when it can send it."""
+        """The requests of a stream. Runs in a thread of its transport's, which takes one when it can send it."""
         yield _streamed(self._request(stream.unanswered[0]))
         while stream.room():
             held = self._gather(stream)
