@@ -10,7 +10,11 @@ SHAPES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up to ``peak`` over ``warmup_steps``, then constant, linear to 0, or half a cosine to 0 at ``steps``."""
+    """Linear warm-up to ``peak`` over ``warmup_steps``, then constant, linear to 0, or half a cosine to 0 at ``steps``.
+
+    From the peak on these are the rates of transformers' ``get_scheduler``. Its warm-up begins with a step at 0, which trains
+    nothing; ours with ``peak / warmup_steps``, so the peak is held for two steps.
+    """
 
     peak: float
     shape: str = "constant"
