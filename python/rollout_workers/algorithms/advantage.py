@@ -100,7 +100,7 @@ def add_at_end(per_token: Tensor, per_sample: Tensor, sample: Tensor) -> Tensor:
 
 
 def sum_from_here(per_token: Tensor, sample: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Discounted sum from each token to the end of its sample. float64 [T], int64 [T] ascending -> float64 [T]."""
+    """Discounted sum from each token to the end of its sample. float64 [T], int64 [T] -> float64 [T]; ``sample`` ascends."""
     out, running, ids = per_token.clone(), 0.0, sample.tolist()
     values = per_token.tolist()
     for place in range(len(values) - 1, -1, -1):

@@ -53,8 +53,10 @@ def reverse_kl(tokens: TokenBatch, *, config: DistillationConfig) -> LossTerms:
 
     The expectation over the student's own samples of its gradient is that of KL(student || teacher) at each position; what a
     token does to later ones is left out (a discount of 0). Off policy a truncated importance weight of the learner over the
-    engine is put on each token. float32 [N] each. Sums: ``kl/teacher`` (k1). Raises ``ValueError`` where the batch lacks
-    something.
+    engine is put on each token.
+
+    float32 [N] each. Mask: the tokens are those that carry loss. Reduction: ``config.reduction``, over ``normalizer`` tokens or
+    ``samples`` (``reduce_tokens``). Sums: ``kl/teacher`` (k1). Raises ``ValueError`` where the batch lacks something.
     """
     teacher = present(tokens.teacher_logprobs, "the teacher's logprobs")
     student = tokens.logprobs.detach()

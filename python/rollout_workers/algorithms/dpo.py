@@ -36,8 +36,10 @@ def dpo_loss(batch: PairBatch, *, config: DpoConfig) -> LossTerms:
     """``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``, the mean over pairs (equation 7; with smoothing e: Mitchell
     2023).
 
-    ``m`` is the margin of the log-ratios to the initial model, chosen less rejected, summed over tokens. float32 [P] each.
-    Sums: see ``margin_sums``.
+    ``m`` is the margin of the log-ratios to the initial model, chosen less rejected, summed over tokens.
+
+    float32 [P] each. Mask: the sums are over tokens that carry loss. Reduction: the sum over ``pairs``, those of the whole
+    batch. Sums: see ``margin_sums``.
     """
     chosen = batch.chosen - batch.reference_chosen
     rejected = batch.rejected - batch.reference_rejected
@@ -50,8 +52,8 @@ def dpo_loss(batch: PairBatch, *, config: DpoConfig) -> LossTerms:
 
 
 def margin_sums(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Sums over pairs of the implicit rewards, float32 [P] each: ``rewards/chosen``, ``rewards/rejected``,
-    ``rewards/margin``, and ``rewards/accuracy`` (pairs whose chosen one is above)."""
+    """Sums over pairs of the implicit rewards: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin``, and
+    ``rewards/accuracy`` (pairs whose chosen one is above). float32 [P], [P] -> float32 scalar each."""
     return {
         "rewards/chosen": chosen.sum(),
         "rewards/rejected": rejected.sum(),

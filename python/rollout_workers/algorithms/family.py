@@ -84,6 +84,9 @@ def estimate_by_group(batch: EstimatorBatch, *, config: PolicyConfig, advantages
     With the divergence in the reward, a sample's reward is first lowered by ``kl_coefficient`` times its sum over the sample.
     With ``token_rewards`` the estimate is that of process supervision, ``advantage.process_relative``, whatever
     ``advantages`` is.
+
+    float64 [S] rewards and float64 [T] logprobs; ``advantages``: float64 [S], int64 [S] -> float64 [S]. Mask: the tokens are
+    those that carry loss; a sample without one counts in its group. Returns float64 [T] advantages.
     """
     metrics: dict[str, float] = {}
     rewards, token_rewards = batch.rewards, batch.token_rewards
@@ -100,7 +103,11 @@ def estimate_by_group(batch: EstimatorBatch, *, config: PolicyConfig, advantages
 
 
 def penalties(batch: EstimatorBatch, config: PolicyConfig, metrics: dict[str, float]) -> Tensor:
-    """``kl_coefficient`` times the divergence of each token; notes its mean in ``metrics``. float64 [T]."""
+    """``kl_coefficient`` times the divergence of each token; notes its mean in ``metrics``.
+
+    ``logprobs`` and ``reference_logprobs`` float64 [T]. Mask: the tokens are those that carry loss. Returns float64 [T]. Raises
+    ``ValueError`` where the batch lacks one.
+    """
     old = present(batch.logprobs, "logprobs of the policy before the first update")
     reference = present(batch.reference_logprobs, "logprobs of the reference model")
     divergence = ESTIMATORS[config.kl_estimator](old, reference)

@@ -31,7 +31,8 @@ def ipo(config: IpoConfig) -> Algorithm:
 def ipo_loss(batch: PairBatch, *, config: IpoConfig) -> LossTerms:
     """``(m - 1 / (2 beta))^2``, the mean over pairs (equation 17), with m the margin of log-ratios to the initial model.
 
-    float32 [P] each; lengths int64 [P], an empty completion counting as one token. Sums: see ``dpo.margin_sums``.
+    float32 [P] each; lengths int64 [P], an empty completion counting as one token. Mask: sums and lengths are of tokens that
+    carry loss. Reduction: the sum over ``pairs``, those of the whole batch. Sums: see ``dpo.margin_sums``.
     """
     chosen = batch.chosen - batch.reference_chosen
     rejected = batch.rejected - batch.reference_rejected

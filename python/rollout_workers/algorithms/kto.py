@@ -45,7 +45,8 @@ def kto_loss(batch: UnpairedBatch, *, config: KtoConfig) -> LossTerms:
     samples (equation 8).
 
     ``m`` is the log-ratio to the initial model summed over tokens, ``z`` the reference point, a constant for the gradient.
-    float32 [S], bool [S]. Sums: ``rewards/chosen``, ``rewards/rejected`` (0 for the other kind), ``desirable`` (their number),
+    float32 [S], bool [S]. Mask: the sums are over tokens that carry loss. Reduction: the sum over ``samples``, those of the whole
+    batch. Sums: ``rewards/chosen``, ``rewards/rejected`` (0 for the other kind), ``desirable`` (their number),
     ``kl/reference_point``.
     """
     log_ratio = batch.logprobs - batch.reference_logprobs
@@ -83,7 +84,7 @@ def mismatch(prompts: Sequence[object]) -> list[int]:
 def reference_point(logprobs: Tensor, reference_logprobs: Tensor) -> float:
     """z0: the mean over the global batch of the log-ratio of mismatched completions, at least 0 (section 4.1).
 
-    float32 [S] each: sums over tokens, under the policy and the initial model. 0 for no sample.
+    logprobs, reference_logprobs: float32 [S], sums over tokens, under the policy and the initial model. 0 for no sample.
     """
     if not logprobs.numel():
         return 0.0

@@ -56,6 +56,10 @@ def estimate(batch: EstimatorBatch, *, config: PpoConfig) -> Estimate:
 
     A token's reward is its token reward, if any, less ``kl_coefficient`` times its divergence where that is in the reward; the
     sample's reward stands at its last token. Returns are ``advantage + value`` before the advantages are whitened.
+
+    float64 [S] rewards; float64 [T] token rewards, logprobs and values. Mask: the tokens are those that carry loss; a sample
+    without one loses its reward. Returns float64 [T] advantages and returns. Raises ``ValueError`` where the batch lacks
+    something.
     """
     metrics: dict[str, float] = {}
     per_token = batch.rewards.new_zeros(batch.sample.shape) if batch.token_rewards is None else batch.token_rewards
@@ -95,7 +99,8 @@ def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, gae_la
 def value_loss(batch: ValueBatch, *, config: PpoConfig) -> LossTerms:
     """``value_coefficient * max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2) / 2``, the mean over the batch's tokens.
 
-    float32 [N] each. Sums: ``value/loss`` (without the coefficient), ``value/clip_fraction`` (tokens without gradient),
+    float32 [N] each. Mask: the tokens are those that carry loss. Reduction: the sum over ``normalizer``, the tokens of the whole
+    batch. Sums: ``value/loss`` (without the coefficient), ``value/clip_fraction`` (tokens without gradient),
     ``value/mean``, ``value/error`` (absolute).
     """
     error = (batch.values - batch.returns).square()

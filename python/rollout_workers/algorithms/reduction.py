@@ -11,7 +11,7 @@ REDUCTIONS = ("token", "sequence", "constant")
 
 
 def reduce_tokens(per_token: Tensor, tokens: TokenBatch, *, how: str = "token", length: int = 0) -> Tensor:
-    """A micro-batch's part of the loss. float32 [N] -> float32 scalar.
+    """A micro-batch's part of the loss. float32 [N] -> float32 scalar. Mask: the tokens are those that carry loss.
 
     ``token``: the mean over all tokens of the batch, ``sum / normalizer`` (DAPO, arXiv 2503.14476, equation 8): long samples
     weigh more. ``sequence``: the mean over samples of each one's mean over its tokens (GRPO, arXiv 2402.03300, equation 3); a
@@ -34,7 +34,8 @@ def reduce_tokens(per_token: Tensor, tokens: TokenBatch, *, how: str = "token", 
 
 
 def samples_of(tokens: TokenBatch) -> Tensor:
-    """int64 [N]: which sample each token is of. Raises ``ValueError`` where the batch doesn't say."""
+    """Which sample each token is of. Mask: the tokens are those that carry loss. Returns int64 [N]. Raises ``ValueError`` where
+    the batch doesn't say."""
     if tokens.sample is None:
         raise ValueError("these settings look at whole samples: give the batch the sample of each token")
     return tokens.sample

@@ -28,7 +28,9 @@ def reward_model(config: RewardModelConfig) -> Algorithm:
 def preference_loss(batch: ScoreBatch, *, config: RewardModelConfig) -> LossTerms:
     """``-log sigmoid(chosen - rejected - margin) + centering_coefficient (chosen + rejected)^2``, the mean over pairs.
 
-    The margin, where the data has one, is Llama 2's (arXiv 2307.09288, equation 2). float32 [P] each.
+    The margin, where the data has one, is Llama 2's (arXiv 2307.09288, equation 2).
+
+    float32 [P] each. Mask: none; a score is read at the last token. Reduction: the sum over ``pairs``, those of the whole batch.
     Sums: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin``, ``rewards/accuracy``.
     """
     difference = batch.chosen - batch.rejected

@@ -21,5 +21,9 @@ def sft(config: SftConfig) -> Algorithm:
 
 
 def token_nll(tokens: TokenBatch) -> LossTerms:
-    """``-sum(log p) / normaliser``: a mean over the tokens of the global batch, so long answers weigh by their length."""
+    """``-sum(log p) / normaliser``: a mean over the tokens of the global batch, so long answers weigh by their length.
+
+    float32 [N]. Mask: the tokens are those that carry loss. Reduction: the sum over ``normalizer``, the tokens of the whole
+    batch.
+    """
     return LossTerms(loss=-tokens.logprobs.sum() / tokens.normalizer, sums={})

@@ -97,6 +97,9 @@ def policy_loss(tokens: TokenBatch, *, config: PolicyConfig, ratio: str = "token
     A log(p)`` (CISPO). With one update a batch ``p_old`` is ``p`` itself: r is 1 in value and carries the gradient ``A
     grad(log p)``. ``w`` is 1, or, off policy, the importance weight of the proximal over the behaviour policy.
 
+    float32 [N] each, and the tokens' samples int64 [N]. Mask: the tokens are those that carry loss. Reduction:
+    ``config.reduction``, over ``normalizer`` tokens or ``samples`` (``reduce_tokens``), also of KL and entropy.
+
     Sums, over tokens: ``clip_fraction`` (whose gradient the clip cuts off), ``kl/reference``, ``importance/weight`` and
     ``importance/bounded`` (those that the correction changed) where they apply. Raises ``ValueError`` where the batch lacks
     what ``needs`` declared.
@@ -136,7 +139,7 @@ def policy_loss(tokens: TokenBatch, *, config: PolicyConfig, ratio: str = "token
 
 
 def present(tensor: Tensor | None, what: str) -> Tensor:
-    """The tensor, or ``ValueError`` that names what is missing."""
+    """The tensor, or ``ValueError`` that names what is missing. float [N] -> float [N], or any other."""
     if tensor is None:
         raise ValueError(f"these settings need {what}; the batch has none")
     return tensor

@@ -172,7 +172,11 @@ def token_logprobs(
     temperature: float = 1.0,
     limit: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``TokenLogprob`` by keyword: (float32 [N] logprobs, float32 [M] entropies). limit: None is ``LOGITS_LIMIT``."""
+    """``TokenLogprob`` by keyword. limit: None is ``LOGITS_LIMIT``.
+
+    hidden: float [M, H]. weight: float [V, H]. bias: float [V]. predictor, target: int64 [N]. Returns float32 [N] logprobs and
+    float32 [M] entropies.
+    """
     limit = LOGITS_LIMIT if limit is None else limit
     return TokenLogprob.apply(hidden, weight, bias, predictor, target, temperature, limit)  # type: ignore[no-any-return]
 
@@ -180,6 +184,10 @@ def token_logprobs(
 def logit_logprobs(
     logits: Tensor, predictors: Tensor, predictor: Tensor, target: Tensor, *, temperature: float = 1.0, limit: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``LogitLogprob`` by keyword, as ``token_logprobs``."""
+    """``LogitLogprob`` by keyword, as ``token_logprobs``.
+
+    logits: float [P, V]. predictors: int64 [M]. predictor, target: int64 [N]. Returns float32 [N] logprobs and float32 [M]
+    entropies.
+    """
     limit = LOGITS_LIMIT if limit is None else limit
     return LogitLogprob.apply(logits, predictors, predictor, target, temperature, limit)  # type: ignore[no-any-return]
