@@ -139,13 +139,18 @@ def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFu
     path = Path(os.path.abspath(os.path.join(base_dir, file)))
     module = _import(path, file)
     function = getattr(module, name, None)
+    known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
     if function is None:
-        known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         mend = f"it has {', '.join(f'`{n}`' for n in known)}" if known else f"define `def {name}(samples)` in it"
         raise RewardImportError(f"there is no function `{name}` in {file}", mend=mend, place=Place(str(path)))
     if not callable(function):
         kind = type(function).__name__
-        raise RewardImportError(f"`{name}` is of type {kind}, which can't be called", place=Place(str(path)))
+        mend = (
+            f"name a function: it has {', '.join(f'`{n}`' for n in known)}"
+            if known
+            else f"make it a function: `def {name}(samples)`"
+        )
+        raise RewardImportError(f"`{name}` is of type {kind}, which can't be called", mend=mend, place=Place(str(path)))
     return cast(RewardFunction, function)
 
 

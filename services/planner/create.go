@@ -127,10 +127,27 @@ func (d *draft) dataset(field, path, answer string, role planv1.InputRole) (*inp
 	if d.Problems.Len() > before {
 		return nil, nil
 	}
+	d.labels(data)
 	d.inputs = append(d.inputs, &planv1.Input{
 		Role: role, Path: filepath.ToSlash(filepath.Clean(path)), Digest: data.Digest, Bytes: data.Bytes, Rows: data.Rows,
 	})
 	return data, nil
+}
+
+// labels warns of labelled completions that are all of one kind: KTO then knows what to write more of, or less, and not instead of what.
+func (d *draft) labels(data *input.Dataset) {
+	if data.Preference.Label == "" || data.Desirable > 0 && data.Desirable < data.Rows {
+		return
+	}
+	has, lacks := "desirable (true)", "undesirable (false)"
+	if data.Desirable == 0 {
+		has, lacks = lacks, has
+	}
+	d.warnings.Add(&planv1.Problem{
+		Reason: problem.BadRow, File: data.Path, Line: 1, Column: 1,
+		Message: fmt.Sprintf("every completion is %s, none is %s: KTO tells the two apart", has, lacks),
+		Mend:    fmt.Sprintf("add rows whose `%s` is the other, or take [algorithm.sft] where all are desirable", data.Preference.Label),
+	})
 }
 
 // scored says which rows the reward sees: those that are sampled for, which where rows are trained on are the held-out ones.

@@ -37,7 +37,7 @@ func TestCompletionsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 	for _, c := range []struct{ algorithm, row, field string }{
 		{"sft", `{"prompt": "1+1=", "answer": "é"}`, "answer"},
 		{"dpo", `{"prompt": "1+1=", "chosen": "1", "rejected": "é"}`, "rejected"},
-		{"kto", `{"prompt": "1+1=", "completion": "1é", "label": true}`, "completion"},
+		{"kto", `{"prompt": "1+1=", "completion": "1é", "label": true}` + "\n" + `{"prompt": "1+1=", "completion": "1", "label": false}`, "completion"},
 	} {
 		dir := project(t, "")
 		if err := os.WriteFile(filepath.Join(dir, "train.jsonl"), []byte(c.row+"\n"), 0o600); err != nil {
@@ -53,6 +53,34 @@ func TestCompletionsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 		want := "the tokenizer does not know \"é\" in `" + c.field + "`: the model learns to write its token for unknown text there"
 		if w.GetFile() != "train.jsonl" || w.GetLine() != 1 || w.GetMessage() != want {
 			t.Errorf("%s: %v", c.algorithm, w)
+		}
+	}
+}
+
+// KTO learns from the difference of two kinds; one kind alone is no mistake, but hardly meant.
+func TestLabelsOfOneKindAreWarnedOf(t *testing.T) {
+	t.Parallel()
+	s := server(t)
+	for _, c := range []struct{ rows, want string }{
+		{"true true", "every completion is desirable (true), none is undesirable (false): KTO tells the two apart"},
+		{"false false", "every completion is undesirable (false), none is desirable (true): KTO tells the two apart"},
+		{"true false", ""},
+	} {
+		dir, rows := project(t, ""), ""
+		for label := range strings.FieldsSeq(c.rows) {
+			rows += `{"prompt": "1+1=", "completion": "1", "label": ` + label + "}\n"
+		}
+		if err := os.WriteFile(filepath.Join(dir, "train.jsonl"), []byte(rows), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		text := "name = \"x\"\n[model]\npath = \"model\"\n[data]\ntrain = \"train.jsonl\"\n[train]\nsteps = 1\n[algorithm.kto]\n"
+		got, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir}})
+		var said []string
+		for _, w := range got.GetWarnings() {
+			said = append(said, w.GetMessage())
+		}
+		if err != nil || got.GetPlan() == nil || strings.Join(said, "; ") != c.want {
+			t.Errorf("%s: %q %v %v", c.rows, said, got.GetProblems(), err)
 		}
 	}
 }

@@ -160,7 +160,7 @@ async def test_sys_exit_ends_nothing(tmp_path: Path) -> None:
         ("x = 1\ny = x / 0\n", "raises ZeroDivisionError", 2),
         ("import sys\nsys.exit(3)\n", "calls sys.exit", 2),
         ("def other(s): return []\n", "no function `reward`.*it has `other`", 0),
-        ("reward = 3\n", "of type int", 0),
+        ("reward = 3\n", "of type int.*make it a function", 0),
     ],
 )
 def test_a_file_that_cannot_be_imported(tmp_path: Path, body: str, message: str, line: int) -> None:

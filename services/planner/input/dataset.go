@@ -28,10 +28,11 @@ type Dataset struct {
 	ChatTemplate   bool // whether a prompt may be a list of messages
 	Asked          bool // prompts are answered here: their messages may not end with the answer
 
-	Rows   uint64
-	Digest string
-	Bytes  uint64
-	First  []Row // the first rows, for the reward's dry call
+	Rows      uint64
+	Digest    string
+	Bytes     uint64
+	Desirable uint64 // rows whose label is true
+	First     []Row  // the first rows, for the reward's dry call
 
 	foreign  bool // it is another kind of file: its lines are no rows
 	problems *problem.List
@@ -120,6 +121,10 @@ func (d *Dataset) row(line []byte) {
 		d.foreign = true
 		d.bad("lfs", line, -1, "", "the file is a pointer of Git LFS, not the data", "run `git lfs pull`")
 		return
+	case d.Rows == 1 && bytes.HasPrefix(line, []byte(byteOrderMark)):
+		d.bad("bom", line, 0, "", "the file begins with a byte order mark (BOM), which is no JSON",
+			fmt.Sprintf(`save it as "UTF-8 without BOM", or remove the mark: sed -i '1s/^\xef\xbb\xbf//' %s`, d.Path))
+		return
 	case !utf8.Valid(line):
 		d.bad("utf8", line, invalidUTF8(line), "", "the row is no UTF-8 text", "save the file as UTF-8")
 		return
@@ -131,6 +136,11 @@ func (d *Dataset) row(line []byte) {
 	}
 	if fields == nil {
 		d.bad("object", line, 0, "", "the row is null, not an object", "write one object a line: {\"prompt\": \"...\"}")
+		return
+	}
+	if keys(line) > len(fields) {
+		key, at := duplicate(line)
+		d.bad("duplicate", line, at, "", fmt.Sprintf("the row has %q twice: the last one would count", key), "remove one of the two")
 		return
 	}
 	prompt, ok := d.prompt(line, fields)
@@ -216,6 +226,9 @@ func (d *Dataset) messages(line []byte, messages []map[string]json.RawMessage) (
 	return last["content"], true
 }
 
+// byteOrderMark is what editors on Windows put before a text.
+const byteOrderMark = "\xef\xbb\xbf"
+
 const assistant = "assistant"
 
 // conversation reports whether the prompt is messages that end with the assistant's, so that the row needs no answer beside them.
@@ -249,13 +262,23 @@ func (d *Dataset) answer(line []byte, fields map[string]json.RawMessage) (string
 	if json.Unmarshal(raw, &text) != nil || raw[0] != '"' || text == "" {
 		what := jsonKind(raw) + ", not a text"
 		if text == "" && raw[0] == '"' {
-			what = "empty"
+			what = empty
 		}
-		d.badField("answer type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.sft] trains on it", field, what), "write the answer as a text in quotes")
+		d.badField("answer type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.sft] trains on it", field, what), mendText("answer", what))
 		return "", false
 	}
 	return text, true
 }
+
+// mendText says how to mend what should be a text that is trained on.
+func mendText(noun, what string) string {
+	if what == empty {
+		return "remove the row, or write the " + noun + ": nothing is learned from none"
+	}
+	return "write the " + noun + " as a text in quotes"
+}
+
+const empty = "empty"
 
 // lacks reports an absent field, with the fields that are there.
 func (d *Dataset) lacks(line []byte, fields map[string]json.RawMessage, field, path, key string) {

@@ -80,6 +80,54 @@ func TestProblemsOfOneKindAreCounted(t *testing.T) {
 	}
 }
 
+// Which of two values is meant nobody can know; a parser would take the last.
+func TestKeysThatARowHasTwice(t *testing.T) {
+	t.Parallel()
+	for row, want := range map[string]string{
+		`{"prompt": "1", "answer": "2", "prompt": "3"}`:                            "1:32 the row has \"prompt\" twice: the last one would count\n",
+		`{"prompt": "a: \"b\": {", "x": {"y": 1, "y": [2, {"x": 3}]}, "z": [":"]}`: "",
+		`{"größe": 1, "prompt": "1", "gr\u00f6\u00dfe": 2}`:                        "1:29 the row has \"größe\" twice: the last one would count\n",
+	} {
+		if _, problems := dataset(t, row+"\n"); problems != want {
+			t.Errorf("%s\n got %swant %s", row, problems, want)
+		}
+	}
+}
+
+func TestAByteOrderMarkIsNamed(t *testing.T) {
+	t.Parallel()
+	_, problems := dataset(t, "\ufeff{\"prompt\": \"1\"}\n{\"prompt\": \"\ufeff2\"}\n")
+	if want := "1:1 the file begins with a byte order mark (BOM), which is no JSON\n"; problems != want {
+		t.Errorf("got %q", problems)
+	}
+}
+
+// What is trained on may not be empty, and the mend says so, not that quotes are missing.
+func TestAnEmptyCompletionIsMended(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "rows.jsonl")
+	for _, c := range []struct {
+		d         Dataset
+		row, want string
+	}{
+		{Dataset{AnswerField: "answer"}, `{"prompt": "1", "answer": ""}`, "remove the row, or write the answer: nothing is learned from none"},
+		{Dataset{AnswerField: "answer"}, `{"prompt": "1", "answer": 2}`, "write the answer as a text in quotes"},
+		{Dataset{Preference: Preference{Completion: "c", Label: "l"}}, `{"prompt": "1", "c": "", "l": true}`, "remove the row, or write the completion: nothing is learned from none"},
+	} {
+		if err := os.WriteFile(file, []byte(c.row), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		d, problems := c.d, problem.List{}
+		d.Path, d.PromptField = "rows.jsonl", "prompt"
+		if err := d.Read(file, &problems); err != nil {
+			t.Fatal(err)
+		}
+		if got := problems.Sorted(); len(got) != 1 || got[0].GetMend() != c.want {
+			t.Errorf("%s: %v", c.row, got)
+		}
+	}
+}
+
 func TestARowThatCannotTravelIsRefused(t *testing.T) {
 	t.Parallel()
 	_, problems := dataset(t, `{"prompt": "`+strings.Repeat("x", maxRow)+"\"}\n")
@@ -158,6 +206,8 @@ func TestPreferencesThatCannotBeLearnedFrom(t *testing.T) {
 		{pair, `{"prompt": "1", "good": ["x"], "bad": "2"}`, "1:17 `good` is a list, not a text; [algorithm.dpo] trains on it\n"},
 		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": 0.5}`, ""},
 		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": "much"}`, "1:42 `by` is a text, not a number\n"},
+		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": 0}`, ""},
+		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": -0.5}`, "1:42 `by` is -0.5, below 0: the chosen completion would be the worse one\n"},
 		{label, `{"prompt": "1", "text": "2", "ok": false}`, ""},
 		{label, `{"prompt": "1", "text": "2", "ok": 1}`, "1:30 `ok` is 1, neither true nor false\n"},
 		{label, `{"prompt": "1", "text": "2"}`, "1:1 the row has no `ok`\n"},

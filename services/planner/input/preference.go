@@ -53,9 +53,9 @@ func (d *Dataset) completion(line []byte, fields map[string]json.RawMessage, fie
 	if json.Unmarshal(raw, &text) != nil || raw[0] != '"' || text == "" {
 		what := jsonKind(raw) + ", not a text"
 		if text == "" && raw[0] == '"' {
-			what = "empty"
+			what = empty
 		}
-		d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.%s] trains on it", field, what, d.Preference.Algorithm), "write the completion as a text in quotes")
+		d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.%s] trains on it", field, what, d.Preference.Algorithm), mendText("completion", what))
 		return "", false
 	}
 	return text, true
@@ -71,6 +71,11 @@ func (d *Dataset) margin(line []byte, fields map[string]json.RawMessage) {
 	var number float64
 	if raw[0] == 'n' || json.Unmarshal(raw, &number) != nil {
 		d.badField("margin type", line, field, fmt.Sprintf("`%s` is %s, not a number", field, jsonKind(raw)), "write by how much the chosen one is better, such as 0.5")
+		return
+	}
+	if number < 0 {
+		d.badField("margin below 0", line, field, fmt.Sprintf("`%s` is %s, below 0: the chosen completion would be the worse one", field, raw),
+			fmt.Sprintf("swap `%s` and `%s`, or write 0 or more", d.Preference.Chosen, d.Preference.Rejected))
 	}
 }
 
@@ -83,5 +88,7 @@ func (d *Dataset) label(line []byte, fields map[string]json.RawMessage) {
 	}
 	if text := string(raw); text != "true" && text != "false" {
 		d.badField("label type", line, field, fmt.Sprintf("`%s` is %.20s, neither true nor false", field, text), "write true for a desirable completion, false for another")
+	} else if text == "true" {
+		d.Desirable++
 	}
 }

@@ -1,0 +1,54 @@
+package input
+
+import (
+	"bytes"
+	"encoding/json"
+)
+
+// keys counts the keys of an object's own level, those that it has twice too. The line is a JSON object.
+func keys(line []byte) (n int) {
+	depth, quoted := 0, false
+	for i := 0; i < len(line); i++ {
+		switch c := line[i]; {
+		case quoted && c == '\\':
+			i++
+		case c == '"':
+			quoted = !quoted
+		case quoted:
+		case c == '{' || c == '[':
+			depth++
+		case c == '}' || c == ']':
+			depth--
+		case c == ':' && depth == 1:
+			n++
+		}
+	}
+	return n
+}
+
+// duplicate is the first key that an object's own level has twice, and the byte at which its second one begins; "" where there is
+// none. The line is a JSON object.
+func duplicate(line []byte) (key string, at int) {
+	decoder := json.NewDecoder(bytes.NewReader(line))
+	if _, err := decoder.Token(); err != nil { // the brace
+		return "", 0
+	}
+	seen := map[string]bool{}
+	for decoder.More() {
+		before := int(decoder.InputOffset())
+		name, err := decoder.Token()
+		if err != nil {
+			return "", 0
+		}
+		key, _ := name.(string)
+		if seen[key] {
+			return key, before + bytes.IndexByte(line[before:], '"')
+		}
+		seen[key] = true
+		var value json.RawMessage
+		if decoder.Decode(&value) != nil {
+			return "", 0
+		}
+	}
+	return "", 0
+}
