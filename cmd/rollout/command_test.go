@@ -39,7 +39,7 @@ func TestCommands(t *testing.T) {
 		"status":            {args: "status", asked: "ListRuns [RUN_STATE_PENDING RUN_STATE_STARTING RUN_STATE_RUNNING RUN_STATE_PAUSED RUN_STATE_DRAINING] 0"},
 		"logs-ended":        {args: "logs tail addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: story()}},
 		"logs-details":      {args: "logs tail addition-grpo --details -n 4", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: story()}},
-		"logs-newest":       {args: "logs tail addition-grpo --no-follow -n 2 --level warn", fake: &fake{history: story()}},
+		"logs-newest":       {args: "logs tail addition-grpo -n 2 --level warn", fake: &fake{history: story()}},
 		"logs-bad-level":    {args: "logs tail addition-grpo --level loud"},
 		"logs-bad-since":    {args: "logs tail addition-grpo --since yesterday"},
 		"chat":              {args: "chat", fake: &fake{models: served}, stdin: "hi\n\n/reset\nagain\n/quit\nnever\n", asked: "Complete addition-grpo session \"\"\nComplete addition-grpo session \"\""},

@@ -8,9 +8,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/completion"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 func (a *app) completionsCommand() *cobra.Command {
@@ -33,16 +36,16 @@ Where a control plane runs it is asked; else its state folder is read, and nothi
 				if err != nil {
 					return err
 				}
-				run := status.GetRun().GetRunId()
+				run := status.GetRun()
 				if step == 0 && !all {
-					newest, err := record.NewestCompletions(ctx, r, run)
+					newest, err := record.NewestCompletions(ctx, r, run.GetRunId())
 					if err != nil {
 						return err
 					}
 					return a.kept(run, newest)
 				}
 				found := false
-				if err := record.Completions(ctx, r, run, func(k record.Kept) error {
+				if err := record.Completions(ctx, r, run.GetRunId(), func(k record.Kept) error {
 					if !all && k.Step != step {
 						return nil
 					}
@@ -62,14 +65,9 @@ Where a control plane runs it is asked; else its state folder is read, and nothi
 }
 
 // kept prints the completions of a step: a line of JSON each, or prompt by prompt.
-func (a *app) kept(run string, k record.Kept) error {
+func (a *app) kept(run *runv1.Run, k record.Kept) error {
 	if len(k.Completions) == 0 {
-		what := "no completions"
-		if k.Step > 0 {
-			what = fmt.Sprintf("no completions of step %d", k.Step)
-		}
-		return exit.New(exit.NoInput, "see `per_step` and `every_steps` of [completions] in its configuration; what is not sampled has none",
-			"run %s keeps %s", run, what)
+		return noCompletions(run, k.Step)
 	}
 	if a.format == formatJSON {
 		for _, c := range k.Completions {
@@ -84,6 +82,33 @@ func (a *app) kept(run string, k record.Kept) error {
 	}
 	_, err := fmt.Fprint(a.stdout, a.keptText(k))
 	return err
+}
+
+// noCompletions says why there are none, of a step or at all.
+func noCompletions(run *runv1.Run, step uint64) error {
+	id, config := run.GetRunId(), run.GetPlan().GetConfig()
+	what := "no completions"
+	if step > 0 {
+		what = fmt.Sprintf("no completions of step %d", step)
+	}
+	switch {
+	case algorithm.FromData(config):
+		return exit.New(exit.NoInput, "`rollout report "+id+"` shows the held-out answers, where [eval] asks for some",
+			"run %s has %s: %s trains on rows and samples none", id, what, algorithm.Title(config))
+	case run.GetStep() < max(step, 1):
+		last := "it has made no step yet"
+		if run.GetStep() > 0 {
+			last = "its last step is " + output.Count(run.GetStep())
+		}
+		mend := "wait for it: `rollout runs show " + id + "` tells how far the run is"
+		if run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
+			mend = "name one of its steps"
+		} else if live.Over(run) {
+			mend = "`rollout run --resume " + id + "` goes on with it"
+		}
+		return exit.New(exit.NoInput, mend, "run %s has %s: %s", id, what, last)
+	}
+	return exit.New(exit.NoInput, "see `per_step` and `every_steps` of [completions] in its configuration", "run %s keeps %s", id, what)
 }
 
 func (a *app) keptText(k record.Kept) string {

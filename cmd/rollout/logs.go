@@ -36,14 +36,14 @@ func (a *app) logsTail() *cobra.Command {
 	var flags logFlags
 	cmd := &cobra.Command{
 		Use:   "tail RUN",
-		Short: "Show the events of a run, and follow them while it goes on",
-		Long: `Show the events of a run, and follow them while it goes on. ` + runArgument + `
+		Short: "Show the events of a run; --follow goes on with new ones",
+		Long: `Show the events of a run. With --follow new ones are shown as they come, until the run ends. ` + runArgument + `
 
 Warnings that say the same, numbers and quoted texts aside, are joined: each is shown at most every ten seconds, with how often it
 came. With --details, --kind or --format json every event is shown.`,
 		Example: `  rollout logs tail addition-grpo
-  rollout logs tail addition-grpo --service inference-worker --level warn
-  rollout logs tail addition-grpo --since 10m --no-follow
+  rollout logs tail addition-grpo --follow --service inference-worker --level warn
+  rollout logs tail addition-grpo --since 10m
   rollout logs tail addition-grpo --kind step.committed --format json`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -62,8 +62,9 @@ came. With --details, --kind or --format json every event is shown.`,
 	f.StringVar(&flags.level, "level", "info", "only this `level` and graver: debug, info, warn, error")
 	f.StringVar(&flags.since, "since", "", "only from this `time` on: a duration ago (10m) or a time (2006-01-02T15:04:05Z)")
 	f.Uint32VarP(&flags.lines, "lines", "n", 0, "only the newest `events` of those that are there; 0: all")
-	f.BoolVarP(&flags.follow, "follow", "f", true, "go on with new events until the run ends")
+	f.BoolVarP(&flags.follow, "follow", "f", false, "go on with new events until the run ends")
 	f.BoolVar(&flags.noFollow, "no-follow", false, "show what is there and leave")
+	_ = f.MarkDeprecated("no-follow", "it is the default")
 	f.BoolVar(&flags.details, "details", false, "show every attribute and metric, not the message alone")
 	_ = cmd.RegisterFlagCompletionFunc("service", cobra.FixedCompletions(eventServices(), cobra.ShellCompDirectiveNoFileComp))
 	_ = cmd.RegisterFlagCompletionFunc("kind", cobra.FixedCompletions(eventKinds, cobra.ShellCompDirectiveNoFileComp))
