@@ -24,6 +24,9 @@ func (s *service) cancel(ctx context.Context, runID string, drain bool) (*Run, e
 		}
 		return s.transition(ctx, runID, Cancelled, func(r *Run) error {
 			r.EndTime = timestamppb.New(s.Now().UTC())
+			if refusal.Paused(r) {
+				r.Reason, r.Message = "", "cancelled by request"
+			}
 			return nil
 		})
 	}

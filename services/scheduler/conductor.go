@@ -16,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/lease"
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/reward"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
@@ -115,6 +116,9 @@ func (c *conductor) run(ctx context.Context) {
 			return
 		}
 		e = &ending{state: Interrupted, message: "the control plane stopped; `rollout run --resume " + c.id + "` goes on"}
+		if refusal.Paused(c.record()) { // nobody but a person ends that, and its reason is what they need
+			e = &ending{state: Paused}
+		}
 	}
 	closing := context.WithoutCancel(ctx)
 	if c.taken(closing) {
@@ -232,6 +236,13 @@ func (c *conductor) after(ctx context.Context, e *ending, mark uint64) {
 	}
 	crashpoint.Here("scheduler/ended") // what was to be closed is, the end is not recorded
 	progress := c.progress()
+	if e.state == Paused { // the record says so, and why
+		_, err = s.update(ctx, c.id, func(r *Run) error { advance(r, progress); return nil })
+		if err != nil {
+			s.Log.WarnContext(ctx, "the record of a paused run may lack its last steps", "run", c.id, "error", err)
+		}
+		return
+	}
 	_, err = s.transition(ctx, c.id, e.state, func(r *Run) error {
 		r.Reason, r.Message = e.reason, e.message
 		if e.state != Interrupted {

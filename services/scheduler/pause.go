@@ -25,8 +25,13 @@ func (s *service) pause(ctx context.Context, runID string) (*Run, error) {
 	})
 }
 
-// resume goes on with a run; see the drawing in run.go.
+// resume goes on with a run because somebody asked for it; see the drawing in run.go.
 func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
+	return s.goOn(ctx, runID, false)
+}
+
+// goOn goes on with a run. adopted: nobody asked, this scheduler takes over what another one left; what was paused stays so.
+func (s *service) goOn(ctx context.Context, runID string, adopted bool) (*Run, error) {
 	run, err := s.Store.Get(ctx, runID)
 	if err != nil {
 		return nil, err
@@ -50,7 +55,7 @@ func (s *service) resume(ctx context.Context, runID string) (*Run, error) {
 		}
 	}
 	to := Starting
-	if orphan && run.GetState() == Paused {
+	if orphan && run.GetState() == Paused && (adopted || !refusal.Paused(run)) {
 		to = Paused // whoever paused it knows nothing of a scheduler that died
 	}
 	lock, err := id.CanonicalJSON(run.GetPlan())

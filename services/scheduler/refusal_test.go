@@ -86,6 +86,41 @@ func TestARefusedGradientPausesUntilSomebodyResumes(t *testing.T) {
 	w.whole(4)
 }
 
+// A scheduler that does not go on with runs by itself leaves such a run as it was, whether it stopped or died: PAUSED, with its reason
+// and without workers. Somebody may look at it, resume it or cancel it.
+func TestARefusedGradientOutlivesTheScheduler(t *testing.T) {
+	t.Parallel()
+	for name, end := range map[string]func(*world){"died": (*world).kill, "stopped": func(w *world) { w.generation.stop() }} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w, run := refused(t)
+			w.waitState(run, scheduler.Paused)
+			end(w)
+			w.mesh.do(func() { w.mesh.held = false })
+			w.start()
+			status := w.waitState(run, scheduler.Paused) // which watches
+			if r := status.GetRun(); r.GetReason() != refusal.Exploding || r.GetIncarnation() != 1 || !strings.Contains(status.GetWaitingFor(), "step-000001.npz") {
+				t.Errorf("status %v", status)
+			}
+			if s := w.events.of("run.state", "state"); slices.Contains(s, "INTERRUPTED") {
+				t.Errorf("states %v", s)
+			}
+			if r := w.resume(run); r.GetState() != scheduler.Starting || r.GetReason() != "" || r.GetIncarnation() != 2 {
+				t.Errorf("resumed %v", r)
+			}
+			w.waitState(run, scheduler.Succeeded)
+			w.whole(4)
+		})
+	}
+	w, run := refused(t)
+	w.kill()
+	w.start()
+	got, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run, Drain: true})
+	if r := got.GetRun(); err != nil || r.GetState() != scheduler.Cancelled || r.GetReason() != "" || r.GetEndTime() == nil {
+		t.Errorf("cancelled %v %v", got, err)
+	}
+}
+
 // Tried again and refused again, it is paused again.
 func TestARefusedGradientMayBeRefusedAgain(t *testing.T) {
 	t.Parallel()

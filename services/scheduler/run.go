@@ -21,9 +21,10 @@
 //
 //	STARTING, RUNNING --> PAUSED                                    PauseRun; the buffer has no room; the learner refused a gradient
 //	PAUSED --> STARTING                                             ResumeRun; there is room again. After a refused gradient ResumeRun
-//	                                                                alone, with the next incarnation: the drive has stopped
+//	                                                                alone, with the next incarnation: the drive has stopped. So it stays
+//	                                                                PAUSED, without a conductor, where the service stops or dies
 //
-// A run that is PENDING to DRAINING has a conductor: the goroutines that open the ledger, supervise workers, issue prompt groups
+// Else a run that is PENDING to DRAINING has a conductor: the goroutines that open the ledger, supervise workers, issue prompt groups
 // and listen to the controller. The cursor is durable before a group is published; what a crash left unpublished or unfinished
 // is found by comparing the cursor with the ledger and published again (see issuer.go).
 package scheduler

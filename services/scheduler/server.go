@@ -38,7 +38,8 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	runv1.RegisterSchedulerInternalServiceServer(r, internalServer{svc: s.svc})
 }
 
-// Run conducts runs until ctx ends. When it returns their workers are stopped, and their records say that they are interrupted;
+// Run conducts runs until ctx ends. When it returns their workers are stopped, and their records say that they are interrupted, or
+// still paused where a refused gradient had paused them;
 // with Config.ResumeOnStart the records stay as they are, and the next scheduler goes on.
 func (s *Server) Run(ctx context.Context) error {
 	s.svc.catchUp(ctx, s.left)

@@ -10,11 +10,13 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
-// left are the runs that a dead process left active. Where nobody goes on with them by itself they are INTERRUPTED from now on.
+// left are the runs that a dead process left active. Where nobody goes on with them by itself they are INTERRUPTED from now on; one
+// that a refused gradient has paused stays so, as nobody went on with it before either.
 func (s *service) left(ctx context.Context) ([]string, error) {
 	runs, err := s.Store.List(ctx, Filter{States: activeStates})
 	if err != nil {
@@ -23,7 +25,7 @@ func (s *service) left(ctx context.Context) ([]string, error) {
 	var ids []string
 	for _, run := range runs {
 		ids = append(ids, run.GetRunId())
-		if s.cfg.ResumeOnStart { // what is recorded of them stays: if this process dies too, the next one finds them
+		if s.cfg.ResumeOnStart || refusal.Paused(run) { // what is recorded of them stays: if this process dies too, the next one finds them
 			continue
 		}
 		if err := s.interrupt(ctx, run.GetRunId(), "the control plane died"); err != nil {
@@ -36,7 +38,7 @@ func (s *service) left(ctx context.Context) ([]string, error) {
 // adopt goes on with a run that a dead process left active, however long what that takes is away.
 func (s *service) adopt(ctx context.Context, runID string) {
 	for delay := 100 * time.Millisecond; ; delay = min(2*delay, 2*time.Second) {
-		_, err := s.resume(ctx, runID)
+		_, err := s.goOn(ctx, runID, true)
 		if err == nil || ctx.Err() != nil {
 			return
 		}

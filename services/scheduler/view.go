@@ -103,13 +103,18 @@ func (w workerView) activity() string {
 	return ""
 }
 
+// waitsForSomebody is what a run waits for that a refused gradient has paused.
+func waitsForSomebody(run *Run) string {
+	return "somebody to try the step again (`rollout runs resume " + run.GetRunId() + "`) or to cancel the run: " + run.GetMessage()
+}
+
 // waitingFor names what the run waits for and who owns that: a person, a part of the control plane, workers, the learner.
 func (v *view) waitingFor() string {
 	if !active(v.run.GetState()) {
 		return ""
 	}
 	if refusal.Paused(v.run) {
-		return "somebody to try the step again (`rollout runs resume " + v.run.GetRunId() + "`) or to cancel the run: " + v.run.GetMessage()
+		return waitsForSomebody(v.run)
 	}
 	if v.run.GetState() == Paused && v.run.GetReason() != "" {
 		return "what paused the run to be over: " + v.run.GetMessage()

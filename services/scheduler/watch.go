@@ -8,6 +8,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/refusal"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -38,6 +39,9 @@ func (s *service) status(ctx context.Context, run *Run, fresh bool) (*runv1.RunS
 	if data, err := trainData(run); err == nil {
 		status.Cursor = cursorMessage(cursor.Position, data.rows)
 	}
+	if refusal.Paused(run) {
+		status.WaitingFor = waitsForSomebody(run)
+	}
 	return status, nil
 }
 
@@ -56,7 +60,13 @@ func (s *service) watch(ctx context.Context, runID string, send func(*runv1.RunS
 				return err
 			}
 			if ended(run.GetState()) {
-				return s.sendLast(ctx, run, last, send)
+				_, err = s.sendRecord(ctx, run, last, send)
+				return err
+			}
+			if refusal.Paused(run) { // over a restart, until somebody resumes it
+				if last, err = s.sendRecord(ctx, run, last, send); err != nil {
+					return err
+				}
 			}
 			if err := pause(ctx, watchGap); err != nil {
 				return err
@@ -69,12 +79,13 @@ func (s *service) watch(ctx context.Context, runID string, send func(*runv1.RunS
 	}
 }
 
-func (s *service) sendLast(ctx context.Context, run *Run, last *runv1.RunStatus, send func(*runv1.RunStatus) error) error {
+// sendRecord sends what is recorded of a run that nobody conducts, unless that was sent last; it returns what was.
+func (s *service) sendRecord(ctx context.Context, run *Run, last *runv1.RunStatus, send func(*runv1.RunStatus) error) (*runv1.RunStatus, error) {
 	status, err := s.status(ctx, run, false)
 	if err != nil || proto.Equal(status, last) {
-		return err
+		return last, err
 	}
-	return send(status)
+	return status, send(status)
 }
 
 // watch follows one conductor until it is done; it returns what was sent last.
