@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -19,6 +20,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/cmd/internal/scratch"
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
@@ -163,8 +165,28 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 		return err
 	}
 	job.Config, job.BaseDir = status.GetRun().GetPlan().GetConfig(), status.GetRun().GetBaseDir()
+	if !algorithm.Generates(job.Config) {
+		return scores("what run " + snapshot.GetRunId() + " trains")
+	}
 	job.WeightsDigest, job.Model = snapshot.GetWeightsDigest(), filepath.Join(job.Scratch, "weights")
 	return writePart(ctx, r, snapshot, "weights", job.Model)
+}
+
+// scores says that a model is one that scores.
+func scores(what string) error {
+	return exit.New(exit.Data, "name a model that writes; a reward model scores what another writes, as `[reward.model]` of a configuration",
+		"%s is a reward model: it scores completions and answers no prompt", what)
+}
+
+// writes refuses the folder of a model that has no head for tokens. What else is wrong with it the worker says.
+func writes(folder string) error {
+	var config struct{ Architectures []string }
+	text, err := os.ReadFile(filepath.Join(folder, "config.json"))
+	if err == nil && json.Unmarshal(text, &config) == nil && len(config.Architectures) > 0 &&
+		strings.HasSuffix(config.Architectures[0], "ForSequenceClassification") {
+		return scores(folder)
+	}
+	return nil
 }
 
 // configure settles what is asked of the model: of a run, of a file or of defaults, with what the flags change.
@@ -206,6 +228,9 @@ func (a *app) configure(flags *inferFlags, job *infer.Job) (err error) {
 				return err
 			}
 		}
+	}
+	if err := writes(job.Model); err != nil {
+		return err
 	}
 	if err := flags.dataset(job); err != nil {
 		return err

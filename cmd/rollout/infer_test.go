@@ -89,6 +89,19 @@ func TestInferBatchRemovesWhatAKilledCommandLeft(t *testing.T) {
 	}
 }
 
+// A reward model has weights that load, and a head for tokens that nobody trained.
+func TestInferBatchRefusesAModelThatScores(t *testing.T) {
+	t.Parallel()
+	dir := batchFolder(t)
+	write(t, filepath.Join(dir, "scorer/config.json"), `{"architectures": ["Qwen3ForSequenceClassification"]}`)
+	answering, kept := worker(t, batchEnd, "0")
+	got := command{}.run(t, "infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "a.jsonl"), "--model", filepath.Join(dir, "scorer"),
+		"--data", filepath.Join(dir, "test.jsonl"))
+	if _, err := os.Stat(kept); err == nil || got.code != 65 || !strings.Contains(got.stderr, "is a reward model: it scores completions and answers no prompt") {
+		t.Error(got.text())
+	}
+}
+
 // The weights of a run are those of its newest snapshot, and its configuration is the run's.
 func TestInferBatchOfARun(t *testing.T) {
 	t.Parallel()

@@ -185,6 +185,10 @@ func (d *draft) readModel(path string) {
 			fmt.Sprintf("`model.chat_template` is set, but the tokenizer of %s has no chat template", path),
 			"remove `chat_template`, or use an instruction-tuned model")
 	}
+	if algorithm.Generates(d.Config) && strings.HasSuffix(model.Architecture, "ForSequenceClassification") {
+		d.Problems.At(d.Place("model.path"), problem.BadModel, "model.path", fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, model.Architecture),
+			"name a language model; a reward model is for `[reward.model]`")
+	}
 	d.fitContext(model.Context)
 	d.fitTensors(model)
 	if d.Problems.Len() > before {
