@@ -24,6 +24,7 @@ from rollout_workers.learner.tree_attention import install, installed
 from rollout_workers.learner.tree_layout import tree_layout
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.weights import LiveWeights
+from rollout_workers.weights.head import plain_head
 from rollout_workers.weights.pretrained import load_whole
 
 PROBE = 48  # tokens
@@ -49,7 +50,7 @@ class Policy:
 
     Two shortcuts are tried against plain calls of the model when it is loaded, and used only where they agree: prefix
     trees (``share_prefixes``; not with recurrent or windowed layers), and logprobs straight from the hidden states
-    (``linear_head``; not where the model scales or caps its logits). Dropout is off.
+    (``linear_head``; not where the model scales or caps its logits, see ``plain_head``). Dropout is off.
     """
 
     _live: LiveWeights | None = None  # made at the first use, when the model is what it will be
@@ -59,9 +60,9 @@ class Policy:
         self.adapter: Adapter | None = None
         single_pass.install(model)
         self._inside = ALONE.shard(model)
-        self.linear_head = True
+        self.linear_head = plain_head(model)
         self.share_prefixes = True
-        self.linear_head = self._agrees(share_prefixes=False)
+        self.linear_head = self.linear_head and self._agrees(share_prefixes=False)
         self.share_prefixes = attends_everywhere(model.config) and install(model, lambda: self._agrees(share_prefixes=True))
 
     @classmethod

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -65,6 +67,25 @@ def test_every_kind_of_model_gives_the_logprobs_of_plain_calls(name: str) -> Non
     for index, sample in enumerate(samples):
         wanted = sample_logprobs(model, sample, 0.8)[batch.place[batch.sample == index] - 1]
         torch.testing.assert_close(found.tokens[batch.sample == index], wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["capped", "scaled"])
+def test_small_logits_of_bfloat16_hide_neither_cap_nor_scale(name: str) -> None:
+    """At load they show in no logprob; trained weights give larger ones, and then they would."""
+    torch.manual_seed(0)
+    config = Gemma2Config(**SMALL, head_dim=8) if name == "capped" else CohereConfig(**SMALL, logit_scale=0.25)
+    model = (Gemma2ForCausalLM(config) if name == "capped" else CohereForCausalLM(config)).bfloat16()
+    weight = model.get_output_embeddings().weight
+    torch.nn.init.normal_(weight, std=1e-3)
+    policy = Policy(model)
+    assert not policy.linear_head
+    torch.nn.init.normal_(weight, std=4.0)
+    samples = sampled_batch(1)
+    (batch,) = pack(samples, range(len(samples)), tokens=1 << 16, share_prefixes=False)
+    found = policy.logprobs(batch)
+    for index, sample in enumerate(samples):
+        wanted = sample_logprobs(model, sample, 1.0)[batch.place[batch.sample == index] - 1]
+        torch.testing.assert_close(found.tokens[batch.sample == index], wanted.float(), atol=0.5, rtol=0.05)
 
 
 def test_a_model_without_attention_loads(tmp_path: Path) -> None:

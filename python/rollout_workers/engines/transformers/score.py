@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout_workers.engines.base import ContextOverflow, EngineError, InvalidPrompt, Logprobs
+from rollout_workers.weights.head import plain_head
 
 HELD = 1 << 24
 """Logits that are held at a time, in elements; f32, and as many log-probabilities: 128 MB."""
@@ -86,12 +87,12 @@ def _rows_of(module: PreTrainedModel, ids: Tensor, linear: bool) -> tuple[Tensor
 
 @torch.inference_mode()
 def linear_head(module: PreTrainedModel) -> bool:
-    """Whether the output embedding makes the model's logits of its last hidden states, tried on eight tokens. A cap on logits may
-    not show in the logits of these weights, so its name in the config is enough."""
-    config = module.config.get_text_config()
-    if any("softcap" in name.replace("_", "") and value for name, value in config.to_dict().items()):
+    """Whether the output embedding makes the model's logits of its last hidden states (``plain_head``), also when these are
+    computed alone, tried on eight tokens."""
+    if not plain_head(module):
         return False
-    ids = torch.arange(8, device=next(module.parameters()).device).mul_(7919).remainder_(config.vocab_size)[None]
+    vocabulary = module.config.get_text_config().vocab_size
+    ids = torch.arange(8, device=next(module.parameters()).device).mul_(7919).remainder_(vocabulary)[None]
     try:
         rows, head = _rows_of(module, ids, linear=True)
         found = head(rows).float()

@@ -1,0 +1,56 @@
+"""How a causal model makes its logits: by its head alone, or by more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+PROBE = 8  # tokens
+
+
+@torch.no_grad()
+def plain_head(model: PreTrainedModel) -> bool:
+    """Whether the model's logits are what its output embedding, a linear layer, makes of ``base_model``'s last hidden states.
+
+    Scales and caps go by a dozen names in configs, and may not show in the logits of the weights at hand: under a cap of 30 small
+    logits stay what they are, to the rounding of bfloat16. So in one call of the model its head's output is exchanged for powers
+    of two, which must come out as they are; and what went into the head must be the hidden states, bit for bit.
+    """
+    head: Any = model.get_output_embeddings()
+    trunk: Any = model.base_model
+    if type(head) is not nn.Linear:
+        return False
+    seen: dict[str, Tensor] = {}
+
+    def states(_module: nn.Module, _given: Any, made: Any) -> None:
+        seen["states"] = made.last_hidden_state
+
+    def exchange(_module: nn.Module, given: Any, made: Tensor) -> Tensor:
+        seen["given"], seen["made"] = given[0], powers(made)
+        return seen["made"]
+
+    hooks = [trunk.register_forward_hook(states), head.register_forward_hook(exchange)]
+    token_ids = torch.arange(PROBE, device=model.device).mul_(7919).remainder_(model.config.get_text_config().vocab_size)
+    try:
+        logits = model(input_ids=token_ids[None], use_cache=False).logits
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return (
+        len(seen) == 3
+        and torch.equal(seen["given"], seen["states"])
+        and logits.shape == seen["made"].shape
+        and torch.equal(logits.float(), seen["made"].float())
+    )
+
+
+def powers(like: Tensor) -> Tensor:
+    """0, 1, -2, 4, -8 and so on, again from 0 before the type of ``like`` overflows, in its shape."""
+    place = torch.arange(like.numel(), device=like.device) % (16 if like.dtype == torch.float16 else 100)
+    made = torch.where(place > 0, (2.0 ** (place - 1)) * (1 - 2 * ((place - 1) % 2)), 0.0)
+    return made.to(like.dtype).view_as(like)

@@ -1,0 +1,85 @@
+"""Which models make their logits by their head alone: found whatever the weights, the type and the name of what they add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+)
+
+from rollout_workers.weights.head import plain_head
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CASES: dict[str, tuple[Callable[[], PreTrainedModel], bool]] = {
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SMALL)), True),
+    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=4)), True),
+    "a bias": (lambda: PhiForCausalLM(PhiConfig(**SMALL)), True),
+    "a cap": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=30.0)), False),
+    "a cap far off": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=1e6)), False),
+    "no cap": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=None)), True),
+    "a product": (lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.9)), False),
+    "a product of 1": (lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=1.0)), True),
+    "a quotient": (lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=1.01)), False),
+    "a multiplier": (lambda: FalconH1ForCausalLM(FalconH1Config(**SMALL, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8,
+                     mamba_d_state=8, mamba_n_groups=1, lm_head_multiplier=1.1)), False),
+}  # fmt: skip
+
+
+class Shifted(LlamaForCausalLM):
+    """Something of nobody's name, before the head or after it."""
+
+    where = "after"
+
+    def forward(self, input_ids: Any = None, **_options: Any) -> Any:
+        states = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        if self.where == "before":
+            return SimpleNamespace(logits=self.lm_head(states * 1.01))
+        logits = self.lm_head(states)
+        return SimpleNamespace(logits=logits + 1e-3 if self.where == "after" else logits[..., :-1])
+
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+HIDDEN = ("a cap far off", torch.float16)  # no number of that type is as large that it would show
+
+
+@pytest.mark.parametrize(("name", "dtype"), sorted(set(product(CASES, TYPES)) - {HIDDEN}, key=str), ids=str)
+def test_what_comes_after_the_head_is_found_in_logits_as_small_as_can_be(name: str, dtype: torch.dtype) -> None:
+    build, plain = CASES[name]
+    model = build().eval().to(dtype)
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    assert plain_head(model) is plain
+    assert not model.base_model._forward_hooks and not model.get_output_embeddings()._forward_hooks
+
+
+@pytest.mark.parametrize("where", ["before", "after", "shape"])
+def test_what_has_no_name_is_found(where: str) -> None:
+    model = Shifted(LlamaConfig(**SMALL)).eval()
+    model.where = where
+    assert not plain_head(model)
