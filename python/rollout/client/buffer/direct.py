@@ -29,6 +29,8 @@ _FIRST_WINDOW = 65_535  # bytes that may be sent before the peer has told anothe
 _GRANTED = 16 << 20  # bytes that the peer may send; granted again once half of it came
 _RECEIVED = 64 << 10  # bytes that are read at once
 _CONNECT_SECONDS = 5.0
+_MISSED = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 20_000}
+"""A host that is gone without a word is missed after 20 s, idle or not (where the system has these options)."""
 _ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):(\d+)")
 
 
@@ -48,6 +50,9 @@ class Direct:
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _MISSED.items():
+            if option := getattr(socket, name, None):
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
         self._writing = threading.Lock()  # of whole frames
         self._windows = threading.Condition()
         self._room = {0: _FIRST_WINDOW, _STREAM: _FIRST_WINDOW}  # bytes that may be sent on the connection and on the stream
