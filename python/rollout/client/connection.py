@@ -16,6 +16,8 @@ from rollout.errors import RolloutError
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.max_send_message_length", 256 << 20),
+    ("grpc.keepalive_time_ms", 10_000),  # a host that is gone without a word is missed after 15 s, whatever a call waits for
+    ("grpc.keepalive_timeout_ms", 5_000),
 )
 
 
