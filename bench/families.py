@@ -57,7 +57,7 @@ class Family:
     table: str = ""
     """Lines that stand in the place of the config's `[algorithm]` table and its keys."""
     start: str = "warm"
-    """Where it begins: `warm` (what sft ends with), `weak` (a short sft), or the config's own model where empty."""
+    """Where it begins: `warm` (about half of the sums are right), `weak` (few are), or the config's own model where empty."""
 
 
 def sampled(table: str, *, threshold: float = 0.08, overrides: tuple[str, ...] = ()) -> Family:
@@ -66,11 +66,18 @@ def sampled(table: str, *, threshold: float = 0.08, overrides: tuple[str, ...] =
     return Family(config, ("train.steps=80", "eval.every_steps=80", *overrides), gain, threshold, table)
 
 
-WEAK = Family(EXAMPLES / "addition" / "sft.toml", ("train.steps=150", "eval.every_steps=0"), accuracy, 0.0, start="")
-"""What distillation begins with. Its teacher is `warm`."""
+def supervised(steps: int, threshold: float) -> Family:
+    """The example's supervised warm-up, from random weights."""
+    overrides = (f"train.steps={steps}", f"eval.every_steps={steps}")
+    return Family(EXAMPLES / "addition" / "sft.toml", overrides, accuracy, threshold, start="")
+
+
+STARTS = {"warm": [supervised(steps, 0.4) for steps in (375, 500, 625)], "weak": [supervised(150, 0.0)]}
+"""What others begin with: the first that reaches its threshold, as the sums come all at once, with each seed at another time.
+Distillation begins with `weak`, and its teacher is `warm`."""
 
 ADDITION = {
-    "sft": Family(EXAMPLES / "addition" / "sft.toml", ("eval.every_steps=375",), accuracy, 0.3, start=""),
+    "sft": supervised(500, 0.3),
     "grpo": sampled("[algorithm.grpo]"),
     "dr_grpo": sampled("[algorithm.dr_grpo]"),
     # With the example's 4 tokens the longest right answers would be overlong: DAPO punishes what comes near the limit.
