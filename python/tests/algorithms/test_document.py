@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
+
+import pytest
 from safetensors.torch import load_file
 
-from rollout_workers.algorithms.registry import BUILDERS
+from rollout_workers.algorithms.advantage import group_relative, leave_one_out
+from rollout_workers.algorithms.importance import LOG_RATIO_LIMIT
+from rollout_workers.algorithms.registry import BUILDERS, config_type
 
-from .oracle.document import TARGET, read, render, rows
-from .oracle.table import GOLDEN
+from .oracle.document import FORMULAS, TARGET, read, render, rows
+from .oracle.table import DIFFERENCES, GOLDEN
 
 
 def test_the_page_is_what_the_code_says() -> None:
     text = TARGET.read_text()
     assert render(read(text)) == text, "make oracles"
+
+
+REDUCED = {"token": "/ N", "sequence": "/ S", "constant": "/ (S · max_tokens)"}
+COMPARED = {
+    ("group", "group"): "(reward - mean of group) / (std of group + 1e-4)",
+    ("group", "none"): "A = reward - mean of group",
+    ("leave_one_out", "none"): "A = reward - mean of the others",
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_formula_is_that_of_the_defaults(name: str) -> None:
+    settings, (policy, *rest) = config_type(name)(), FORMULAS[name].split("; ")
+    if hasattr(settings, "reduction"):
+        assert policy.split(" with ")[0].endswith(REDUCED[settings.reduction])
+    if hasattr(settings, "normalization"):
+        of_grpo = FORMULAS["grpo"] if "A as GRPO's" in rest else ""
+        assert COMPARED[settings.baseline, settings.normalization] in of_grpo + FORMULAS[name]
+    if hasattr(settings, "clip_high"):
+        assert ("high above low" in policy) == (name == "dapo") and (name != "dapo" or settings.clip_high > settings.clip_low)
+        assert ("overlong" in FORMULAS[name]) == (settings.overlong_share > 0)
+        assert settings.dual_clip == settings.entropy_coefficient == 0
+
+
+def test_numbers_in_the_prose_are_those_of_the_code() -> None:
+    for estimator in (group_relative, leave_one_out):
+        assert inspect.signature(estimator).parameters["epsilon"].default == 1e-4
+    assert all(f"exp({sign}{LOG_RATIO_LIMIT:.0f})" in " ".join(DIFFERENCES.values()) for sign in ("", "±"))
+    ppo, ipo, kto = (config_type(name)() for name in ("ppo", "ipo", "kto"))
+    assert ppo.whiten_advantages and ppo.value_clip > 0 and "whitened" in FORMULAS["ppo"]
+    assert ipo.length_normalize and "means over tokens" in FORMULAS["ipo"]
+    assert kto.reference_point and "mismatched" in FORMULAS["kto"]
 
 
 def test_no_difference_is_larger_than_the_page_says() -> None:

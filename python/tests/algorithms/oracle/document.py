@@ -68,7 +68,7 @@ FORMULAS = {
     "grpo": f"{CLIPPED} / N; A = (reward - mean of group) / (std of group + 1e-4)",
     "dr_grpo": f"{CLIPPED} / (S · max_tokens); A = reward - mean of group",
     "dapo": f"{CLIPPED} / N with high above low; A as GRPO's; reward less the overlong penalty",
-    "gspo": "-Σ over samples of min(s A, clip(s, 1 - low, 1 + high) A) / S; s = exp(mean over the sample of log r)",
+    "gspo": "-Σ over samples of min(s A, clip(s, 1 - low, 1 + high) A) / S; s = exp(mean over the sample of log r); A as GRPO's",
     "cispo": "-Σ constant(clip(r, 1 - low, 1 + high)) A log p / N; A as GRPO's",
     "rloo": "-Σ over samples of min(q A, clip(q) A) / S; q = product over the sample of r; A = reward - mean of the others",
     "reinforce_pp": f"{CLIPPED} / N; A = return to go, whitened over the batch",
@@ -112,6 +112,17 @@ steps or tokens ([rewards](rewards.md)); with `[algorithm.distillation]` a teach
 - learning rates that are {schedules} after a warm-up;
 - a gradient that is not finite, or beyond a limit, is refused, and the batch kept (`train.on_refused_gradient`);
 - prompts that samples share are computed once, and logits for trained tokens alone.
+
+## Samples of older weights
+
+Three policies count in async mode: the engine's, by the log-probability that it reported of each token; the learner's before the
+batch's first update, the proximal one; and the one that is trained. A sample that new weights came upon has tokens of several
+versions, told by its version spans, and the log-probability of each is of the weights that sampled it. So the weight of a token,
+proximal over engine, is right whatever its version, and with `importance_level` `sequence` or `geometric` that of a sample goes
+over all of its spans. The numbers of versions enter no loss: they tell how stale a sample is, by its oldest span
+(`staleness/max`, `staleness/share_N`). In sync mode the engine's log-probabilities enter no loss either.
+
+## Snapshots
 
 A snapshot holds weights, moments, step, random numbers, the KL controller's coefficient, critic and the reference's sums, and
 the moving average of the weights where `train.ema_decay` keeps one, which no loss uses: the reference is the model that training
