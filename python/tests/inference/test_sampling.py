@@ -257,6 +257,46 @@ async def test_rows_for_supervised_training(daemon: Daemon, example: Example, ru
     await made.stop()
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "fields", "row", "wanted"),
+    [
+        pytest.param(
+            "reward_model",
+            {"chosen_field": "good", "rejected_field": "bad", "margin_field": "by"},
+            {"good": "42", "bad": "7", "by": 0.5},
+            [("42", 0.5), ("7", 0.0)],
+            id="a pair",
+        ),
+        pytest.param(
+            "kto", {"completion_field": "said", "label_field": "ok"}, {"said": "42", "ok": True}, [("42", 1.0)], id="desirable"
+        ),
+        pytest.param(
+            "kto", {"completion_field": "said", "label_field": "ok"}, {"said": "7", "ok": False}, [("7", 0.0)], id="other"
+        ),
+    ],
+)
+async def test_rows_of_preferences(
+    daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text,
+    algorithm: str, fields: dict[str, str], row: dict[str, object], wanted: list[tuple[str, float]],
+) -> None:  # fmt: skip
+    engine = ScriptedEngine(lambda request, sample: [])
+    made = await worker(daemon, config(example, algorithm, data=fields), run, engine, text)
+    prompt = "17+25="
+    rows = [json.dumps({"prompt": prompt, **row}).encode(), b'{"prompt": "1+1="}']
+    await streams.issue([prompt_group(i, rows[i], group_size=len(wanted), run=run) for i in range(2)])
+    envelopes = await streams.collect(2 * len(wanted))
+    samples = {(e.header.key.index, e.header.key.sample): e for e in envelopes}
+    assert engine.requests == []
+    for sample, (answer, reward) in enumerate(wanted):
+        made_of = trajectory(samples[0, sample])
+        assert text.decode([np.frombuffer(made_of.token_ids, "<i4")]) == [prompt + answer]
+        mask = np.frombuffer(made_of.loss_mask, np.uint8)
+        assert mask.tolist() == [0] * len(prompt) + [1] * (len(answer) + 1)
+        assert (made_of.outcome, made_of.reward) == (pb.OUTCOME_COMPLETED, reward)
+        assert samples[1, sample].header.reason == "PROMPT_INVALID"
+    await made.stop()
+
+
 async def test_sampling_is_told_once_a_second(
     daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text
 ) -> None:

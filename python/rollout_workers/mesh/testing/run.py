@@ -110,6 +110,8 @@ _ALGORITHMS: dict[str, dict[str, Any]] = {
         "importance_cap": 2.0,
     },
     "sft": {"train_on_prompt": False},
+    "reward_model": {},
+    "kto": {},
 }
 
 
