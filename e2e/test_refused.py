@@ -107,6 +107,7 @@ def test_the_run_is_paused_until_somebody_resumes_it(tmp_path: Path) -> None:
     with mesh(tmp_path / "state") as running:
         watched = rollout(running, "run", "--config", str(job(tmp_path / "job", "stop")), "--no-report")
         run = running.scheduler.ListRuns(run_pb2.ListRunsRequest()).runs[0].run_id
+        until(lambda: len(refusals(running, run)) == 1, "the event of the refusal", 30)  # it may come after the pause
         (told,) = refusals(running, run)
         assert (told["reason"], told["action"]) == ("EXPLODING_GRADIENT", "stop")
         groups = np.load(told["batch"])["groups"]
