@@ -36,9 +36,7 @@ def preferred(steps: Steps, _: Evaluations) -> float:
 
 
 def margin(steps: Steps, _: Evaluations) -> float:
-    return statistics.fmean(
-        step["rewards/chosen"] / step["desirable"] - step["rewards/rejected"] / (1 - step["desirable"]) for step in steps[-LAST:]
-    )
+    return statistics.fmean(step["rewards/margin"] for step in steps[-LAST:])
 
 
 def nearer(steps: Steps, _: Evaluations) -> float:

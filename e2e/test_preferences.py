@@ -23,8 +23,9 @@ JOBS = {
 """Example, overrides, samples a row."""
 
 
+@pytest.mark.usefixtures("config")
 @pytest.mark.timeout(600)  # three runs' workers
-def test_preferences_are_learned_from(config: Path, tmp_path: Path) -> None:
+def test_pairs_and_labels_are_trained_once(tmp_path: Path) -> None:
     with mesh(tmp_path / "state") as running, connect(state=running.state) as client:
         for name, (example, overrides, samples) in JOBS.items():
             run = running.submit(ROOT / "examples" / "addition" / f"{example}.toml", *SMALL, *overrides)
