@@ -1,0 +1,115 @@
+"""The planner's dry calls, in a process of their own: ``python -m rollout.probe``, JSON in, JSON out.
+
+The planner can't import a user's reward or a tokenizer itself, and whatever such code does must not hurt it. So this
+process reads one request from stdin, writes one answer to what was stdout, and leaves. What the user's code prints goes to
+stderr and can't spoil the answer; a call that hangs is reported by a thread with the line at which it hangs. Imports no
+torch: the answer is there within a second.
+
+Request (every part may be absent)::
+
+    {"packages": ["torch", ...],
+     "reward": {"plugin": "reward.py:exact" (or "expression": "..."), "base_dir": "/...", "timeout_seconds": 30.0,
+                "samples": [{"prompt": "...", "completion": "...", "row": {...}}], "model": "/...",
+                "files": [{"path": "/...", "name": "train.jsonl"}]},
+     "tokenizer": {"model": "/...", "chat_template": false,
+                   "files": [{"path": "/...", "prompt_field": "prompt", "answer_fields": [], "limit": 1920}]},
+     "teacher": {"model": "/...", "base_url": "http://...", "name": "teacher", "api_key": "env:KEY", "protocol": "echo",
+                 "timeout_seconds": 60.0, "prompt": "..."},
+     "wandb_key": true}
+
+Answer::
+
+    {"python": "3.11.7", "packages": {"torch": "2.15.0", "absent": null},
+     "reward": {"scores": [{"reward": 1.0, "metrics": {}}], "parts": false, "files": ["/.../reward.py"], "seconds": 0.1}
+               | {"error": ...},
+     "tokenizer": {"files": [{"longest": 12, "rows": 9500, "over": 2, "examples": [{"row": 7, "tokens": 2101}], "empty": [],
+                              "unknown": 1, "strange": [{"row": 3, "text": "é", "field": "prompt"}]}]}
+                  | {"error": ...},
+     "teacher": {"tokens": 12} | {"error": ...},
+     "wandb_key": false}
+
+with ``error`` being ``{"reason", "message", "mend", "file", "line", "column", "text"}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from rollout.errors import Place, RolloutError
+from rollout.plugin import RewardTimeout
+from rollout.probe.environment import has_wandb_key, versions
+from rollout.probe.prompts import measure
+from rollout.probe.reward import dry_call
+from rollout.probe.tokenizer import Json
+
+
+def main() -> None:
+    """Answer the request on stdin."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # prints of the user's code, and of C code below it, end on stderr
+    request: Json = json.load(sys.stdin)
+    once = threading.Lock()
+
+    def reply(body: Json) -> None:
+        if once.acquire(blocking=False):  # the watchdog and the call may both have something to say
+            json.dump(body, answer)
+            answer.flush()
+
+    body: Json = {"python": platform.python_version(), "packages": versions(request.get("packages", []))}
+    if request.get("wandb_key"):
+        body["wandb_key"] = has_wandb_key()
+    if "tokenizer" in request:
+        body["tokenizer"] = guarded(lambda: measure(request["tokenizer"]))
+    if "teacher" in request:
+        from rollout.probe.teacher import ask_teacher  # requests takes a while to import
+
+        body["teacher"] = guarded(lambda: ask_teacher(request["teacher"]))
+    if "reward" in request:
+
+        def hung(error: RewardTimeout) -> None:
+            reply(body | {"reward": {"error": describe(error)}})
+            os._exit(0)
+
+        def began() -> None:  # what starts and reads until then is not the reward's time
+            answer.write("\n")
+            answer.flush()
+
+        body["reward"] = guarded(lambda: dry_call(request["reward"], hung, began))
+    reply(body)
+    sys.stdout.flush()
+    os._exit(0)  # threads that the user's code left behind keep nobody waiting
+
+
+def guarded(part: Callable[[], Json]) -> Json:
+    """What ``part`` answers, or the error that it raised."""
+    try:
+        return part()
+    except RolloutError as error:
+        return {"error": describe(error)}
+    except Exception as error:
+        lines = traceback.format_exception_only(error)
+        return {"error": {"reason": "PROBE_FAILED", "message": " ".join("".join(lines).split()), "mend": ""}}
+
+
+def describe(error: RolloutError) -> Json:
+    """An error as JSON."""
+    place = error.place or Place("")
+    return {
+        "reason": error.reason,
+        "message": error.message,
+        "mend": error.mend,
+        "file": place.file,
+        "line": place.line,
+        "column": place.column,
+        "text": place.text,
+    }
+
+
+if __name__ == "__main__":
+    main()

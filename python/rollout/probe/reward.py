@@ -1,0 +1,144 @@
+"""A reward's dry call: it is imported, or compiled, and called once under the eyes of a watchdog."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import linecache
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout.dataset import rows
+from rollout.errors import Place
+from rollout.plugin import RewardFunction, RewardTimeout, Sample, call_reward, load_reward, split_plugin
+from rollout.probe.tokenizer import BadModel, Json, tokenizer_of
+
+if TYPE_CHECKING:
+    from rollout.expression import FieldUse
+
+PACKAGE = Path(__file__).parent.parent
+
+
+def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[[], None]) -> Json:
+    """Import the reward and call it once. ``began`` is told before that, ``hung`` from another thread when it takes too long."""
+    expression, base_dir = request.get("expression"), request["base_dir"]
+    plugin = request.get("plugin", "")
+    limit = float(request["timeout_seconds"])
+    folders = {Path(base_dir)}
+    if not expression:
+        folders.add(Path(os.path.abspath(os.path.join(base_dir, split_plugin(plugin)[0]))).parent)
+    caller = threading.get_ident()
+
+    def watch(what: str) -> threading.Timer:
+        def bark() -> None:
+            frame = sys._current_frames()[caller]  # pyright: ignore[reportPrivateUsage]
+            frames = traceback.extract_stack(frame)
+            hung(
+                RewardTimeout(
+                    f"{what} took longer than {limit:g} s",
+                    mend="make it faster or raise `reward.timeout_seconds`",
+                    place=last_of(frames, folders),
+                )
+            )
+
+        timer = threading.Timer(limit, bark)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    samples = samples_of(request)
+    function: RewardFunction
+    if expression:
+        function = compiled(expression, request.get("files", []))
+        began()
+    else:
+        began()
+        timer = watch(f"importing {split_plugin(plugin)[0]}")
+        function = load_reward(plugin, base_dir)
+        timer.cancel()
+    start = time.monotonic()
+    timer = watch(f"`{'reward.expression' if expression else split_plugin(plugin)[1]}`")
+    scores = call_reward(function, samples)
+    timer.cancel()
+    return {
+        "scores": [{"reward": score.reward, "metrics": dict(score.metrics)} for score in scores],
+        "parts": any(score.token_rewards or score.steps for score in scores),
+        "files": [] if expression else local_files(folders),
+        "seconds": time.monotonic() - start,
+    }
+
+
+def samples_of(request: Json) -> list[Sample]:
+    """The samples, with tokens where the model's tokenizer is at hand."""
+    samples: list[Json] = request["samples"]
+    ids: list[list[int]] = [[] for _ in samples]
+    if request.get("model"):
+        with contextlib.suppress(BadModel):  # which another part says
+            tokenizer = tokenizer_of(Path(request["model"]))
+            texts = [sample["completion"] for sample in samples]
+            ids = [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    return [Sample(s["prompt"], s["completion"], s["row"], tokens) for s, tokens in zip(samples, ids, strict=True)]
+
+
+def compiled(text: str, files: list[Json]) -> RewardFunction:
+    """The expression, all of whose fields the rows have. Raises ``ExpressionError``."""
+    from rollout.expression import Expression
+
+    expression = Expression(text)
+    for use in expression.fields:
+        for file in files:
+            if not use.guarded:
+                check_field(use, file)
+    return expression
+
+
+def check_field(use: FieldUse, file: Json) -> None:
+    """Raises ``ExpressionError`` where a row lacks a field that the expression takes for granted."""
+    from rollout.expression import ExpressionError
+
+    for number, row in enumerate(rows(file["path"]), 1):
+        if use.name in row:
+            continue
+        near = difflib.get_close_matches(use.name, row, n=1)
+        mend = f"did you mean `{near[0]}`?" if near else f"the row has {', '.join(f'`{name}`' for name in row)}"
+        if number > 1:
+            mend = f"ask first: `has(row.{use.name}) ? ... : 0.0`"
+        place = Place("reward.expression", use.line, use.column)
+        raise ExpressionError(f"row {number} of {file['name']} has no `{use.name}`", mend=mend, place=place)
+
+
+def last_of(frames: traceback.StackSummary, folders: set[Path]) -> Place | None:
+    """The innermost frame that lies in the user's folders."""
+    for frame in reversed(frames):
+        if is_local(Path(frame.filename), folders):
+            text = (frame.line or "").strip()
+            return Place(frame.filename, frame.lineno or 0, 1 + _indent(frame.filename, frame.lineno), text)
+    return None
+
+
+def _indent(filename: str, number: int | None) -> int:
+    line = linecache.getline(filename, number or 0)
+    return len(line) - len(line.lstrip())
+
+
+def local_files(folders: set[Path]) -> list[str]:
+    """Source files of loaded modules that lie in the user's folders, sorted."""
+    found: set[str] = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and name.partition(".")[0] not in ("rollout", "__main__") and is_local(Path(file), folders):
+            found.add(os.path.abspath(file))
+    return sorted(found)
+
+
+def is_local(path: Path, folders: set[Path]) -> bool:
+    """Whether a source file is the user's own, and not an installed package's."""
+    if "site-packages" in path.parts or path.is_relative_to(PACKAGE):
+        return False
+    return path.suffix == ".py" and any(path.is_relative_to(folder) for folder in folders)

@@ -1,0 +1,27 @@
+"""The tokenizer of a model's folder, read without transformers, which would take seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rollout.errors import Place, RolloutError
+
+Json = dict[str, Any]
+
+
+class BadModel(RolloutError):
+    """The model's folder lacks something or holds something that can't be read."""
+
+    reason = "BAD_MODEL"
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer of a model's folder. Raises :class:`BadModel`."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:
+        mend = "save the tokenizer again with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`"
+        raise BadModel(f"the tokenizer can't be read: {error}", mend=mend, place=Place(str(folder / "tokenizer.json"))) from error
