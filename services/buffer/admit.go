@@ -2,49 +2,10 @@ package buffer
 
 import (
 	"context"
-	"fmt"
 	"slices"
 
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
-	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
-
-// Arrival is one trajectory whose payload, where it has one inline, is in a segment already.
-type Arrival struct {
-	Header *trajectoryv1.TrajectoryHeader
-	Place  segment.Place // zero where the payload is elsewhere or was not kept
-	Ref    string        // content id in the storage service
-	CRC    uint32
-	Flaw   string // why the payload can't be kept, e.g. PAYLOAD_CORRUPT; "" is good
-
-	payload []byte // to be appended to the buffer's own segment
-	lent    *lent  // where Place is in a lent one
-}
-
-// Refusal says why a trajectory was not accepted although its sample is wanted.
-type Refusal struct {
-	Reason  string
-	Place   int // in the put
-	Epoch   uint32
-	Index   uint64
-	Attempt uint32
-	Sample  uint32
-	Worker  string
-}
-
-func (r Refusal) String() string {
-	return fmt.Sprintf("%s: sample %d of group %d/%d, attempt %d, by %s", r.Reason, r.Sample, r.Epoch, r.Index, r.Attempt,
-		or(r.Worker, "an unnamed worker"))
-}
-
-// Tally is what became of some arrivals.
-type Tally struct {
-	Accepted   int
-	Duplicates int
-	Failed     int
-	Refused    []Refusal
-	Dissolved  int
-}
 
 // Reasons of refusals and dissolutions that the ledger itself gives.
 const (
@@ -256,39 +217,6 @@ func (a *admission) refuse(reason string, h *trajectoryv1.TrajectoryHeader) {
 	k := h.GetKey()
 	a.tally.Refused = append(a.tally.Refused, Refusal{Reason: reason, Place: a.place, Epoch: k.GetEpoch(), Index: k.GetIndex(), Attempt: k.GetAttempt(),
 		Sample: k.GetSample(), Worker: h.GetWorkerId()})
-}
-
-// begin opens an attempt that was not heard of.
-func (a *admission) begin(ctx context.Context, g *Group, attempt uint32) error {
-	if err := a.forget(ctx, g); err != nil {
-		return err
-	}
-	g.Attempt = attempt
-	a.touched = append(a.touched, g.Position)
-	return a.ledger.move(g, Open, "")
-}
-
-func (a *admission) dissolve(ctx context.Context, g *Group, reason string) error {
-	if err := a.forget(ctx, g); err != nil {
-		return err
-	}
-	g.Failures++
-	a.tally.Dissolved++
-	a.touched = append(a.touched, g.Position)
-	return a.ledger.move(g, Dissolved, reason)
-}
-
-// forget drops the samples of the attempt.
-func (a *admission) forget(ctx context.Context, g *Group) error {
-	stored := len(a.stored[g.Position]) > 0
-	delete(a.stored, g.Position)
-	delete(a.have, g.Position)
-	delete(a.spreads, g.Position)
-	delete(a.fresh, g.Position)
-	if !stored {
-		return nil
-	}
-	return a.tx.DropSamples(ctx, g.Position)
 }
 
 // store completes groups and writes everything.

@@ -23,7 +23,6 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
-	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
 // conductor is the goroutines of one active run.
@@ -54,17 +53,6 @@ type conductor struct {
 	polled time.Time // when the workers were asked last
 	lines  lines
 }
-
-// ending is how a run ends. It is an error so that parts can return it.
-type ending struct {
-	state           State
-	reason, message string
-}
-
-// handOver is no end: the conductor leaves the run as it is recorded, for the next one to go on with.
-var handOver = &ending{reason: "HAND_OVER", message: "the next incarnation goes on"}
-
-func (e *ending) Error() string { return e.reason + ": " + e.message }
 
 func newConductor(s *service, run *Run) *conductor {
 	c := &conductor{
@@ -177,23 +165,6 @@ func (c *conductor) taken(ctx context.Context) bool {
 		return true
 	}
 	return false
-}
-
-// failure turns what stopped a part into the run's ending.
-func failure(err error) *ending {
-	var e *ending
-	if errors.As(err, &e) {
-		return e
-	}
-	var loop *launch.CrashLoop
-	if errors.As(err, &loop) {
-		return &ending{state: Failed, reason: "WORKER_CRASH_LOOP", message: loop.Error()}
-	}
-	reason := rpcerr.Reason(err)
-	if reason == "" {
-		reason = rpcerr.ReasonInternal
-	}
-	return &ending{state: Failed, reason: reason, message: rpcerr.Text(err)}
 }
 
 // before readies the others for the end while the workers still run.

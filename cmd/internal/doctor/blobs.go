@@ -1,0 +1,67 @@
+package doctor
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/rollout-rl/rollout/cmd/internal/backend"
+	"github.com/rollout-rl/rollout/libs/blob"
+	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
+)
+
+// blobs writes an object twice, reads, lists and deletes it.
+func blobs(ctx context.Context, p Patient, r *report) {
+	store, err := backend.Bucket(ctx, p.Config.Blob, p.Environ)
+	if err != nil {
+		r.fail("reach", err, mendOf(err, map[error]string{
+			blob.ErrNoBucket: "make the bucket, or mend blob.url and blob.region",
+			blob.ErrDenied:   "check blob.access_key with its secret, or the role of this host; it needs to list, read, create and delete objects",
+		}, "is blob.endpoint right, and can this host reach it?"))
+		return
+	}
+	if store == nil {
+		r.skip("reach", "files in the state folder")
+		return
+	}
+	r.ok("reach", "")
+	key, data := "doctor/"+strings.ToLower(rand.Text()), []byte("rollout doctor")
+	began := p.Now()
+	info, err := store.Put(ctx, key, bytes.NewReader(data))
+	if err != nil {
+		r.fail("write", err, "allow creating objects")
+		return
+	}
+	between := p.Now().Sub(began)
+	r.ok("write", "")
+	if _, err := store.Put(ctx, key, bytes.NewReader(data)); !errors.Is(err, blob.ErrExists) {
+		r.fail("create once", errors.Join(errors.New("a second write of a key was not refused"), err), "the object store must honour If-None-Match: *; use another or a newer one")
+	} else {
+		r.ok("create once", "a second write is refused")
+	}
+	if got, err := readAll(ctx, store, key); err != nil || !bytes.Equal(got, data) {
+		r.fail("read", fmt.Errorf("%d bytes of %d came back: %w", len(got), len(data), err), "allow reading objects")
+	} else {
+		r.ok("read", "")
+	}
+	if err := store.Delete(ctx, key); err != nil {
+		r.fail("delete", err, "allow deleting objects: payloads are trimmed")
+	} else {
+		r.ok("delete", "")
+	}
+	r.skew(info.Modified, began, between+time.Second) // object stores tell whole seconds
+}
+
+func readAll(ctx context.Context, store blob.Store, key string) ([]byte, error) {
+	body, err := store.Get(ctx, key, blob.Range{})
+	if err != nil {
+		return nil, err
+	}
+	defer body.Close()
+	return io.ReadAll(body)
+}

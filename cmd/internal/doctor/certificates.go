@@ -1,0 +1,42 @@
+package doctor
+
+import (
+	"context"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
+)
+
+// certificates looks at ours: that they are in force and for how long, lead to their authority, and that nobody else reads their keys.
+func certificates(_ context.Context, p Patient, r *report) {
+	t, n, c := p.Config.TLS, p.Config.NATS, p.Config.Consul
+	seen := false
+	for _, one := range []struct {
+		key   string
+		files cert.Files
+	}{
+		{"tls.cert_file", cert.Files{Cert: t.CertFile, Key: t.KeyFile, CA: t.CAFile}},
+		{"tls.worker_cert_file", cert.Files{Cert: t.WorkerCertFile, Key: t.WorkerKeyFile, CA: t.CAFile}},
+		{"nats.cert_file", cert.Files{Cert: n.CertFile, Key: n.KeyFile}}, // the servers' authority need not be that of ours
+		{"consul.cert_file", cert.Files{Cert: c.CertFile, Key: c.KeyFile}},
+	} {
+		if one.files.Cert == "" {
+			continue
+		}
+		seen = true
+		leaf, err := cert.Check(one.files, p.Now())
+		switch {
+		case err != nil:
+			r.fail(one.key, err, rpcerr.Mend(err))
+		case p.Now().Add(7 * 24 * time.Hour).After(leaf.NotAfter):
+			r.warn(one.key, "it ends at "+leaf.NotAfter.UTC().Format(time.RFC3339), "renew it: `rollout certs renew`, each day by a timer")
+		default:
+			r.ok(one.key, "good until "+leaf.NotAfter.UTC().Format(time.RFC3339))
+		}
+	}
+	if !seen {
+		r.skip("certificates", "none are configured")
+	}
+}

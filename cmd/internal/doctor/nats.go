@@ -1,0 +1,109 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/rollout-rl/rollout/cmd/internal/backend"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
+)
+
+// nats looks at JetStream and at the streams that are there.
+func nats(ctx context.Context, p Patient, r *report) {
+	if p.Config.NATS.URL == "" {
+		r.skip("reach", "the embedded server")
+		return
+	}
+	mesh, err := token(p)
+	if err != nil {
+		r.fail("configuration", err, "")
+		return
+	}
+	o, err := backend.NATS(p.Config.NATS, mesh, p.Environ)
+	if err != nil {
+		r.fail("configuration", err, "")
+		return
+	}
+	o.URL = p.Config.NATS.URL
+	connecting, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	b, err := bus.Connect(connecting, o)
+	if err != nil {
+		r.fail("reach", err, mendOf(err, map[error]string{
+			bus.ErrToken: "check nats.token, nats.user with its password, or nats.nkey against the server's users",
+			bus.ErrTLS:   "check nats.ca_file, and nats.cert_file where the server asks for certificates; tls:// in nats.url asks for TLS",
+		}, "is the server up, and the host and port of nats.url right?"))
+		return
+	}
+	defer b.Close()
+	r.ok("reach", "")
+	least(r, "NATS", b.Conn().ConnectedServerVersion(), 2, 10)
+	info, err := b.JetStream().AccountInfo(ctx)
+	if err != nil {
+		r.fail("jetstream", err, "turn JetStream on in the server's configuration: jetstream { store_dir: .. }, and allow the user $JS.API.>")
+		return
+	}
+	r.ok("jetstream", "on")
+	if max := info.Limits.MaxStore; max > 0 && uint64(max) < info.Store+diskLeast {
+		r.warn("storage", output.Bytes(uint64(max)-info.Store)+" left of the account's limit", "raise max_file of the servers or the account's storage")
+	} else {
+		r.ok("storage", "enough is left")
+	}
+	if err := b.Try(ctx); err != nil {
+		mend := rpcerr.Mend(err)
+		if mend == "" {
+			mend = "allow the user $JS.API.> and rollout.>"
+		}
+		r.fail("write", err, mend)
+	} else {
+		r.ok("write", "makes a stream, stores a message and removes both")
+	}
+	if got := b.Conn().MaxPayload(); got < bus.MaxPayload {
+		r.fail("max_payload", fmt.Errorf("it is %s", output.Bytes(uint64(got))), fmt.Sprintf("set max_payload: %dMB on the servers", bus.MaxPayload>>20))
+	} else {
+		r.ok("max_payload", output.Bytes(uint64(got)))
+	}
+	streams(ctx, b, p, r)
+}
+
+// streams compares the settings of the streams that are there with what they are made with, and the clock.
+func streams(ctx context.Context, b *bus.Bus, p Patient, r *report) {
+	wanted, wrong, seen := b.Replicas(), []string{}, 0
+	began := p.Now()
+	var theirs time.Time
+	list := b.JetStream().ListStreams(ctx)
+	for info := range list.Info() {
+		theirs = info.TimeStamp
+		if !ours(info) {
+			continue
+		}
+		seen++
+		if info.Config.Replicas != wanted {
+			wrong = append(wrong, fmt.Sprintf("%s has %d", info.Config.Name, info.Config.Replicas))
+		}
+	}
+	if err := list.Err(); err != nil {
+		r.fail("streams", err, "allow the user $JS.API.>")
+		return
+	}
+	if len(wrong) > 0 {
+		r.warn("streams", fmt.Sprintf("not %d replicas: %s", wanted, strings.Join(wrong, ", ")), "start rolloutd, which brings the streams to their settings, or set nats.replicas")
+	} else {
+		r.ok("streams", fmt.Sprintf("%d there, %d replicas each", seen, wanted))
+	}
+	if !theirs.IsZero() {
+		r.skew(theirs, began, p.Now().Sub(began))
+	}
+}
+
+func ours(info *jetstream.StreamInfo) bool {
+	name := info.Config.Name
+	return name == bus.EventStream || strings.HasPrefix(name, bus.WorkStream("")) || strings.HasPrefix(name, bus.TrajStream(""))
+}

@@ -1,0 +1,80 @@
+package planner
+
+import (
+	"fmt"
+	"path/filepath"
+
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/input"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+)
+
+// dataset reads one file of rows; nil where it is not named, not there or not whole.
+func (d *draft) dataset(field, path, answer string, role planv1.InputRole) (*input.Dataset, error) {
+	if path == "" || !d.exists(field, path, false) {
+		return nil, nil
+	}
+	before := d.Problems.Len()
+	data := &input.Dataset{
+		Path: path, PromptField: d.Config.GetData().GetPromptField(), AnswerField: answer,
+		ReferenceField: d.Config.GetData().GetAnswerField(), ChatTemplate: d.Config.GetModel().GetChatTemplate(),
+	}
+	if role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA {
+		data.Preference = d.preference()
+	}
+	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.Config)
+	if err := data.Read(input.Resolve(d.baseDir, path), &d.Problems); err != nil {
+		return nil, err
+	}
+	if role == d.scored() {
+		d.first = data
+	}
+	if d.Problems.Len() > before {
+		return nil, nil
+	}
+	d.labels(data)
+	d.inputs = append(d.inputs, &planv1.Input{
+		Role: role, Path: filepath.ToSlash(filepath.Clean(path)), Digest: data.Digest, Bytes: data.Bytes, Rows: data.Rows,
+	})
+	return data, nil
+}
+
+// labels warns of labelled completions that are all of one kind: KTO then knows what to write more of, or less, and not instead of what.
+func (d *draft) labels(data *input.Dataset) {
+	if data.Preference.Label == "" || data.Desirable > 0 && data.Desirable < data.Rows {
+		return
+	}
+	has, lacks := "desirable (true)", "undesirable (false)"
+	if data.Desirable == 0 {
+		has, lacks = lacks, has
+	}
+	d.warnings.Add(&planv1.Problem{
+		Reason: problem.BadRow, File: data.Path, Line: 1, Column: 1,
+		Message: fmt.Sprintf("every completion is %s, none is %s: KTO tells the two apart", has, lacks),
+		Mend:    fmt.Sprintf("add rows whose `%s` is the other, or take [algorithm.sft] where all are desirable", data.Preference.Label),
+	})
+}
+
+// scored says which rows the reward sees: those that are sampled for, which where rows are trained on are the held-out ones.
+func (d *draft) scored() planv1.InputRole {
+	if algorithm.FromData(d.Config) && d.Config.GetData().GetEval() != "" {
+		return planv1.InputRole_INPUT_ROLE_EVAL_DATA
+	}
+	return planv1.InputRole_INPUT_ROLE_TRAIN_DATA
+}
+
+// preference is what the algorithm needs of the training rows beside their prompts.
+func (d *draft) preference() input.Preference {
+	data, p := d.Config.GetData(), input.Preference{Algorithm: algorithm.Name(d.Config)}
+	if algorithm.Pairs(d.Config) {
+		p.Chosen, p.Rejected = data.GetChosenField(), data.GetRejectedField()
+	}
+	if d.Config.GetAlgorithm().GetRewardModel() != nil {
+		p.Margin = data.GetMarginField()
+	}
+	if kto := d.Config.GetAlgorithm().GetKto(); kto != nil && !kto.GetPaired() {
+		p.Completion, p.Label = data.GetCompletionField(), data.GetLabelField()
+	}
+	return p
+}

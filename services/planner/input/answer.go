@@ -1,0 +1,49 @@
+package input
+
+import (
+	"encoding/json"
+	"fmt"
+)
+
+func (d *Dataset) answer(line []byte, fields map[string]json.RawMessage) (string, bool) {
+	field := d.AnswerField
+	if field == "" {
+		return "", true
+	}
+	raw, ok := fields[field]
+	if !ok && d.conversation(fields) {
+		return "", true
+	}
+	if !ok {
+		d.lacks(line, fields, field, "data.answer_field", "answer_field")
+		return "", false
+	}
+	var text string
+	if json.Unmarshal(raw, &text) != nil || raw[0] != '"' || text == "" {
+		what := jsonKind(raw) + ", not a text"
+		if text == "" && raw[0] == '"' {
+			what = empty
+		}
+		d.badField("answer type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.sft] trains on it", field, what), mendText("answer", what))
+		return "", false
+	}
+	return text, true
+}
+
+// Completions are the fields that are trained on after the prompt, by name.
+func (d *Dataset) Completions() []string {
+	if d.AnswerField != "" {
+		return []string{d.AnswerField}
+	}
+	return d.Preference.completions()
+}
+
+// mendText says how to mend what should be a text that is trained on.
+func mendText(noun, what string) string {
+	if what == empty {
+		return "remove the row, or write the " + noun + ": nothing is learned from none"
+	}
+	return "write the " + noun + " as a text in quotes"
+}
+
+const empty = "empty"

@@ -1,0 +1,71 @@
+package input
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"io"
+	"os"
+	"strings"
+	"unicode/utf8"
+)
+
+func readLine(reader *bufio.Reader, line []byte, w io.Writer) ([]byte, error) {
+	for {
+		piece, err := reader.ReadSlice('\n')
+		line = append(line, piece...)
+		_, _ = w.Write(piece)
+		if !errors.Is(err, bufio.ErrBufferFull) {
+			return line, err
+		}
+	}
+}
+
+// Lines returns the given lines of a file, from 1 and ascending, as far as they are shown with a problem.
+func Lines(file string, wanted []uint64) map[uint64]string {
+	out := map[uint64]string{}
+	f, err := os.Open(file)
+	if err != nil {
+		return out // a problem without its line is still a problem
+	}
+	defer f.Close()
+	reader := bufio.NewReaderSize(f, 1<<20)
+	var line []byte
+	for n := uint64(1); len(wanted) > 0; n++ {
+		line, err = readLine(reader, line[:0], io.Discard)
+		if n == wanted[0] {
+			text := bytes.TrimRight(line, "\r\n")
+			out[n], wanted = strings.ToValidUTF8(string(text[:min(len(text), maxExcerpt)]), "\uFFFD"), wanted[1:]
+		}
+		if err != nil {
+			break
+		}
+	}
+	return out
+}
+
+// wordAt is the JSON token that begins at a byte, as far as it is of use in a message.
+func wordAt(line []byte, at int) string {
+	rest := line[at:]
+	if len(rest) > 0 && rest[0] == '"' {
+		if end := bytes.IndexByte(rest[1:], '"'); end >= 0 {
+			return string(rest[:end+2])
+		}
+	}
+	_, size := utf8.DecodeRune(rest)
+	return string(rest[:size])
+}
+
+func invalidUTF8(line []byte) int {
+	for i := 0; i < len(line); {
+		r, size := utf8.DecodeRune(line[i:])
+		if r == utf8.RuneError && size == 1 {
+			return i
+		}
+		i += size
+	}
+	return 0
+}
+
+// byteOrderMark is what editors on Windows put before a text.
+const byteOrderMark = "\xef\xbb\xbf"

@@ -1,0 +1,98 @@
+package input
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+)
+
+// lacks reports an absent field, with the fields that are there.
+func (d *Dataset) lacks(line []byte, fields map[string]json.RawMessage, field, path, key string) {
+	names := make([]string, 0, len(fields))
+	for name := range fields {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	mend := fmt.Sprintf("add it, or set `%s` in [data]", key)
+	if len(names) > 0 {
+		mend += "; the row has `" + strings.Join(names, "`, `") + "`"
+	}
+	d.bad("lacks "+field, line, -1, path, fmt.Sprintf("the row has no `%s`", field), mend)
+}
+
+func (d *Dataset) badField(kind string, line []byte, field, message, mend string) {
+	key, _ := json.Marshal(field)
+	d.bad(kind, line, bytes.Index(line, key), "", message, mend)
+}
+
+// bad reports a problem of the current row; at is the byte that it begins at, -1 for the whole row.
+func (d *Dataset) bad(kind string, line []byte, at int, field, message, mend string) {
+	if d.shown[kind] >= sameShown {
+		d.hidden[kind]++
+		return
+	}
+	d.shown[kind]++
+	p := &planv1.Problem{Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows), Column: 1, Message: message, Mend: mend, Field: field}
+	if at >= 0 && at <= len(line) {
+		p.Column = uint32(utf8.RuneCount(line[:at]) + 1)
+		p.Text = strings.ToValidUTF8(wordAt(line, at), "\uFFFD")
+	}
+	p.Excerpt = strings.ToValidUTF8(string(line[:min(len(line), maxExcerpt)]), "\uFFFD")
+	d.problems.Add(p)
+}
+
+// summary counts what was not named one by one, and says where a file is empty.
+func (d *Dataset) summary() {
+	if d.Rows == 0 {
+		d.problems.Add(&planv1.Problem{
+			Reason: problem.BadRow, File: d.Path, Message: "the file is empty", Mend: "write one JSON object a line, such as {\"prompt\": \"17+25=\", \"answer\": \"42\"}",
+		})
+	}
+	kinds := make([]string, 0, len(d.hidden))
+	for kind := range d.hidden {
+		kinds = append(kinds, kind)
+	}
+	slices.Sort(kinds)
+	total := uint64(0)
+	for _, kind := range kinds {
+		total += d.hidden[kind]
+	}
+	if total > 0 {
+		d.problems.Add(&planv1.Problem{
+			Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows),
+			Message: fmt.Sprintf("and %d more problems of the same kinds", total), Mend: "correct those above first",
+		})
+	}
+}
+
+func jsonKind(raw json.RawMessage) string {
+	switch raw[0] {
+	case '"':
+		return "a text"
+	case '{':
+		return "an object"
+	case '[':
+		return "a list"
+	case 't', 'f':
+		return "a boolean"
+	case 'n':
+		return "null"
+	}
+	return "a number"
+}
+
+func article(kind string) string {
+	switch kind {
+	case "array":
+		return "a list"
+	case "bool":
+		return "a boolean"
+	}
+	return "a " + kind
+}
