@@ -1,0 +1,86 @@
+"""Calling a reward, whatever it raises."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import inspect
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rollout.plugin.place import definition, folder_of, last_frame, name_of, one_line
+from rollout.plugin.result import scores
+from rollout.plugin.score import RewardError, RewardFailed, RewardFunction, RewardTimeout, Sample, Score
+
+
+def call_reward(function: RewardFunction, samples: Sequence[Sample]) -> list[Score]:
+    """Score ``samples`` (at least one), blocking; one :class:`Score` each, in order.
+
+    An ``async def`` runs in an event loop of its own: call this from a thread that has none, else
+    :func:`call_reward_async`. Raises :class:`RewardFailed` and :class:`RewardShapeError`.
+    """
+    with _raised(function):
+        result = function(list(samples))
+        if inspect.isawaitable(result):
+            result = asyncio.run(_wait(result))
+    return scores(function, result, samples)
+
+
+async def call_reward_async(
+    function: RewardFunction,
+    samples: Sequence[Sample],
+    *,
+    timeout_seconds: float,
+    executor: concurrent.futures.Executor | None = None,
+) -> list[Score]:
+    """Like :func:`call_reward` without blocking the loop: ``async def`` runs on it, anything else in a thread of
+    ``executor``. Raises :class:`RewardTimeout` too. Python can't kill a thread: one that never returns stays behind in
+    the executor, so count timeouts and start anew when they repeat.
+    """
+    batch = list(samples)
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            with _raised(function):
+                if inspect.iscoroutinefunction(function):
+                    result = await function(batch)
+                else:
+                    loop = asyncio.get_running_loop()
+                    result = await loop.run_in_executor(executor, functools.partial(_call, function, batch))
+                    if inspect.isawaitable(result):
+                        result = await result
+    except TimeoutError:
+        raise RewardTimeout(
+            f"`{name_of(function)}` took longer than {timeout_seconds:g} s for {len(batch)} samples",
+            mend="make it faster or raise `reward.timeout_seconds`",
+            place=definition(function),
+        ) from None
+    return scores(function, result, batch)
+
+
+def _call(function: RewardFunction, batch: list[Sample]) -> Any:
+    """Run in a thread, where a ``SystemExit`` or ``StopIteration`` would end or confuse more than the call."""
+    with _raised(function):
+        return function(batch)
+
+
+async def _wait(awaitable: Any) -> Any:
+    return await awaitable
+
+
+@contextmanager
+def _raised(function: RewardFunction) -> Generator[None]:
+    """Turn what a reward raises into :class:`RewardFailed`, placed at the last line of the user's own files."""
+    try:
+        yield
+    except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, RewardError):
+        raise
+    except BaseException as error:
+        what = "called sys.exit" if isinstance(error, SystemExit) else f"raised {one_line(error)}"
+        raise RewardFailed(
+            f"`{name_of(function)}` {what}",
+            mend="correct the function: it must score any completion, an empty one too"
+            " (while a run trains, a group whose reward raises is tried again, then left out)",
+            place=last_frame(error, folder_of(function)) or definition(function),
+        ) from error

@@ -1,0 +1,122 @@
+"""Importing a reward from a file of the user's."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from rollout.errors import Place
+from rollout.plugin.place import last_frame, one_line
+from rollout.plugin.score import RewardFunction, RewardImportError
+
+
+def split_plugin(plugin: str) -> tuple[str, str]:
+    """Split ``file.py:function``. Raises :class:`RewardImportError`."""
+    file, colon, name = plugin.rpartition(":")
+    if not colon or not file or not name.isidentifier():
+        raise RewardImportError(f"`{plugin}` names no function", mend="write it as `file.py:function`")
+    return file, name
+
+
+def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFunction:
+    """Import ``file.py:function`` relative to ``base_dir`` and return the function. Raises :class:`RewardImportError`.
+
+    The module gets a name of its own, drawn from its path and content, so a changed file is a new module. Its folder
+    comes first in ``sys.path`` while it is imported and last afterwards, so that it can import its neighbours without
+    hiding installed packages from anybody else.
+    """
+    file, name = split_plugin(plugin)
+    path = Path(os.path.abspath(os.path.join(base_dir, file)))
+    module = _import(path, file)
+    function = getattr(module, name, None)
+    known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+    if function is None:
+        mend = f"it has {', '.join(f'`{n}`' for n in known)}" if known else f"define `def {name}(samples)` in it"
+        raise RewardImportError(f"there is no function `{name}` in {file}", mend=mend, place=Place(str(path)))
+    if not callable(function):
+        kind = type(function).__name__
+        mend = (
+            f"name a function: it has {', '.join(f'`{n}`' for n in known)}"
+            if known
+            else f"make it a function: `def {name}(samples)`"
+        )
+        raise RewardImportError(f"`{name}` is of type {kind}, which can't be called", mend=mend, place=Place(str(path)))
+    return cast(RewardFunction, function)
+
+
+def _import(path: Path, file: str) -> ModuleType:
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        mend = "correct the path, which starts at the configuration's folder"
+        raise RewardImportError(f"can't read {file}: {error.strerror}", mend=mend, place=Place(str(path))) from error
+    digest = hashlib.sha256(os.fsencode(path) + b"\0" + source).hexdigest()[:16]
+    name = f"_rollout_reward_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RewardImportError(f"{file} is no Python file", mend="name a file that ends with .py", place=Place(str(path)))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _neighbours(path.parent):
+            # Not exec_module: its bytecode cache knows a file by size and second, so it may run what stood there before.
+            exec(compile(source, path, "exec"), module.__dict__)
+    except (KeyboardInterrupt, GeneratorExit):
+        sys.modules.pop(name, None)
+        raise
+    except SyntaxError as error:
+        sys.modules.pop(name, None)
+        raise RewardImportError(
+            f"syntax error: {error.msg}", mend="correct the line", place=_syntax_place(error, path)
+        ) from error
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        what = "calls sys.exit" if isinstance(error, SystemExit) else f"raises {one_line(error)}"
+        mend = "run `python " + file + "` to see it alone"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            mend = _missing(error.name, path, file)
+        place = last_frame(error, path.parent) or Place(str(path))
+        raise RewardImportError(f"importing {file} {what}", mend=mend, place=place) from error
+    return module
+
+
+def _missing(name: str, path: Path, file: str) -> str:
+    """What to do about a module that is not there: a typo of a file of the user's is likelier than a package to install."""
+    top = name.partition(".")[0]
+    here = sorted({entry.stem for entry in path.parent.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()})
+    near = difflib.get_close_matches(top, [stem for stem in here if stem != path.stem], n=1)
+    if near:
+        return f"did you mean `{near[0]}`, which lies beside {file}?"
+    return (
+        f"correct the name: there is no {top}.py beside {file} and no package `{top}` in the workers' Python ({sys.executable});"
+        " if it is a package, install it there"
+    )
+
+
+@contextmanager
+def _neighbours(folder: Path) -> Generator[None]:
+    entry = str(folder)
+    before = entry in sys.path
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+        if not before:
+            sys.path.append(entry)
+
+
+def _syntax_place(error: SyntaxError, path: Path) -> Place:
+    text = (error.text or "").rstrip("\n")
+    return Place(error.filename or str(path), error.lineno or 0, error.offset or 0, text)

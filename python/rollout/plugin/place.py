@@ -1,0 +1,48 @@
+"""Where in the user's own code something is, or went wrong."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import traceback
+from pathlib import Path
+
+from rollout.errors import Place
+from rollout.plugin.score import RewardFunction
+
+
+def last_frame(error: BaseException, folder: Path | None) -> Place | None:
+    """The innermost line of a traceback that lies in ``folder``."""
+    if folder is None:
+        return None
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).is_relative_to(folder) and "site-packages" not in frame.filename:
+            text = linecache.getline(frame.filename, frame.lineno or 0).rstrip("\n")
+            column = len(text) - len(text.lstrip()) + 1
+            return Place(frame.filename, frame.lineno or 0, column, text)
+    return None
+
+
+def definition(function: RewardFunction) -> Place | None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return None
+    lines = linecache.getlines(code.co_filename)
+    for number, text in enumerate(lines[code.co_firstlineno - 1 :], code.co_firstlineno):
+        if "def " in text:  # decorators stand above
+            return Place(code.co_filename, number, text.index("def ") + 1, text.rstrip("\n"))
+    return Place(code.co_filename, code.co_firstlineno)
+
+
+def folder_of(function: RewardFunction) -> Path | None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return Path(code.co_filename).parent if code else None
+
+
+def name_of(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,93 @@
+"""What a reward returned, held against what it may return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsFloat, cast
+
+from rollout.plugin.place import definition, name_of
+from rollout.plugin.score import RewardFunction, RewardShapeError, Sample, Score, Step
+
+
+def scores(function: RewardFunction, result: Any, samples: Sequence[Sample]) -> list[Score]:
+    def bad(what: str, mend: str) -> RewardShapeError:
+        return RewardShapeError(f"`{name_of(function)}` returned {what}", mend=mend, place=definition(function))
+
+    if hasattr(result, "tolist"):  # numpy, torch
+        result = result.tolist()
+    if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Sequence):
+        mend = "return a list with one number, or one mapping with `reward`, for each sample"
+        raise bad(_kind(cast(object, result)), mend)
+    items = cast(Sequence[Any], result)
+    if len(items) != len(samples):
+        raise bad(f"{len(items)} items for {len(samples)} samples", "return exactly one item for each sample, in order")
+    return [_score(item, sample, index, bad) for index, (item, sample) in enumerate(zip(items, samples, strict=True))]
+
+
+Bad = Callable[[str, str], RewardShapeError]
+
+
+def _score(item: Any, sample: Sample, index: int, bad: Bad) -> Score:
+    if not isinstance(item, Mapping):
+        return Score(_number(item, f"item {index}", bad))
+    entries = dict(cast(Mapping[Any, Any], item))
+    tokens, steps = entries.pop("token_rewards", None), entries.pop("step_rewards", None)
+    if tokens is None and steps is None and "reward" not in entries:
+        raise bad(f"a mapping without `reward` as item {index}", 'add the key: {"reward": 1.0, ...}')
+    numbers = {str(key): _number(value, f"`{key}` of item {index}", bad) for key, value in entries.items()}
+    return Score(
+        numbers.pop("reward", 0.0),
+        numbers,
+        () if tokens is None else _token_rewards(tokens, sample, f"`token_rewards` of item {index}", bad),
+        () if steps is None else _steps(steps, sample, f"`step_rewards` of item {index}", bad),
+    )
+
+
+def _token_rewards(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[float, ...]:
+    items = _list(value, where, bad)
+    if len(items) != len(sample.token_ids):
+        told = f"{len(items)} `token_rewards` for the {len(sample.token_ids)} tokens of a completion"
+        raise bad(told, "return one number for each of `sample.token_ids`, or `step_rewards` with characters")
+    return tuple(_number(item, f"an item of {where}", bad) for item in items)
+
+
+def _steps(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[Step, ...]:
+    mend = 'write {"start": 0, "end": 17, "reward": 0.5}: characters of the completion, ascending, none over another'
+    found: list[Step] = []
+    for item in _list(value, where, bad):
+        if not isinstance(item, Mapping) or set(cast(Mapping[Any, Any], item)) != {"start", "end", "reward"}:
+            raise bad(f"no mapping of `start`, `end` and `reward` as an item of {where}", mend)
+        entries = cast(Mapping[str, Any], item)
+        start, end = entries["start"], entries["end"]
+        before = found[-1].end if found else 0
+        if not isinstance(start, int) or not isinstance(end, int) or not before <= start < end <= len(sample.completion):
+            told = f"the step {start!r} to {end!r} in {where}, of a completion with {len(sample.completion)} characters"
+            raise bad(told + (f" and a step before it that ends at {before}" if found else ""), mend)
+        found.append(Step(start, end, _number(entries["reward"], f"the reward of a step in {where}", bad)))
+    return tuple(found)
+
+
+def _list(value: Any, where: str, bad: Bad) -> Sequence[Any]:
+    if hasattr(value, "tolist"):  # numpy, torch
+        value = value.tolist()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise bad(f"{_kind(cast(object, value))} as {where}", "return a list")
+    return cast(Sequence[Any], value)
+
+
+def _number(value: Any, where: str, bad: Bad) -> float:
+    mend = "return one finite number for each sample"
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = None
+    if number is None:
+        raise bad(f"{_kind(value)} as {where}", mend)
+    if not math.isfinite(number):
+        raise bad(f"{number} as {where}", mend)
+    return number
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
