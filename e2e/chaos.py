@@ -77,7 +77,10 @@ class Tally:
         for name, count in sorted(self.by_victim.items()):
             print(f"  {count:5} {name}")
         f = self.figures
-        print(f"  {f['steps']} steps committed ({f['steps_made']} made), {f['trained']} samples trained ({f['sampled']} sampled)")
+        made, sampled = f" ({f['steps_made']} made)", f" ({f['sampled']} sampled)"
+        if not f["sampled"]:  # with a real model, whose workers keep no journal of their own
+            made = sampled = ""
+        print(f"  {f['steps']} steps committed{made}, {f['trained']} samples trained{sampled}")
         print(f"  {f['excluded']} groups excluded for a reason, {f['infra_failed']} samples failed, {f['twins_dropped']} twins")
         digests = "reached again by replay" if replayed else "equal to the undisturbed run's"
         print(f"  0 lost, 0 twice, 0 partial groups, every digest {digests}")
