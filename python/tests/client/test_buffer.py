@@ -12,9 +12,8 @@ import pytest
 
 from rollout.buffer.v1 import buffer_pb2 as pb
 from rollout.client import RemoteError
-from rollout.client.buffer import Buffer, Ledger, NotReady, Sample, connect
+from rollout.client.buffer import Buffer, Ledger, NotReady, Sample, connect, sending
 from rollout.client.buffer import consumer as consumer_module
-from rollout.client.buffer import producer as producer_module
 from rollout.client.buffer.direct import Direct
 from rollout.client.buffer.segment import LentSegment, boot_id
 from rollout_workers.mesh.testing.daemon import Daemon
@@ -61,7 +60,7 @@ def test_groups_arrive_whole_and_once(buffer: Buffer, direct: bool, monkeypatch:
             raise ConnectionRefusedError
         return Direct(address, *rest)
 
-    monkeypatch.setattr(producer_module, "Direct", connected)
+    monkeypatch.setattr(sending, "Direct", connected)
     sizes = [50, 20_000, 3, 9_000, 1, 60_000]  # bytes and mapped files, several segments
     with buffer.producer("r", in_flight=3) as producer:
         puts = [producer.put(n, group(n, tokens)) for n, tokens in enumerate(sizes)]

@@ -14,6 +14,8 @@ from rollout.buffer.v1 import buffer_pb2 as pb
 from rollout.client.buffer.producer import Producer
 from rollout.client.buffer.sample import Sample
 from rollout.client.buffer.segment import LentSegment
+from rollout.client.buffer.segments import Segments
+from rollout.client.buffer.sending import Sender
 from rollout.trajectory.v1.trajectory_pb2 import (
     OUTCOME_COMPLETED,
     OUTCOME_TRUNCATED,
@@ -46,14 +48,14 @@ class Nowhere:
 def parse(producer: Producer, number: int, samples: list[Sample], **options: Any) -> TrajectoryBatch:
     """What the buffer reads of one put."""
     producer.put(number, samples, epoch=2, attempt=1, receipt=RECEIPT, **options)
-    request = pb.PutTrajectoriesRequest.FromString(b"".join(producer._request([producer._queue.get()])))
+    request = pb.PutTrajectoriesRequest.FromString(b"".join(producer._sender._request([producer._sender._queue.get()])))
     assert request.run_id == "r" and len(request.puts) == 1 and not request.returned
     return request.puts[0]
 
 
 @pytest.fixture
 def producer(monkeypatch: pytest.MonkeyPatch) -> Producer:
-    monkeypatch.setattr(Producer, "_send", lambda _: None)
+    monkeypatch.setattr(Sender, "_send", lambda _: None)
     return Producer(cast(grpc.Channel, Nowhere()), (), "r", in_flight=100)
 
 
@@ -68,7 +70,7 @@ def test_a_put_is_what_protobuf_would_make_of_it(
         path = tmp_path / "segment"
         path.write_bytes(b"RSEG0001")
         segment = LentSegment(300, 1 << 63, os.open(path, os.O_RDWR), 8, 1 << 40)
-    monkeypatch.setattr(Producer, "_current", lambda _: segment)
+    monkeypatch.setattr(Segments, "_current", lambda _: segment)
     ids = np.arange(tokens, dtype=np.int32)
     mask = (ids % 2).astype(np.uint8)
     samples = [Sample(ids + n, -ids.astype(np.float32), mask, about=about) for n, about in enumerate(ABOUTS)]
