@@ -173,7 +173,7 @@ def _records(journal: Journal, rows: list[bytes], digest: str) -> Iterator[outpu
 
 def _load(spec: BatchSpec) -> Any:
     """The engine and the tokenizer. Blocks. Raises :class:`MissingFile`, :class:`BadModel`."""
-    from rollout_workers.inference.worker import load
+    from rollout_workers.inference.model import load
 
     worker = WorkerSpec(base_dir=spec.base_dir, initial_weights=spec.model, threads=spec.threads)
     worker.plan.config.CopyFrom(spec.config)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from rollout.errors import RolloutError
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
 from rollout_workers.delivery.depot import ADAPTER_FILE
-from rollout_workers.engines.base import Engine, WeightsMismatch, WeightsSource
+from rollout_workers.engines.base import Engine, WeightsSource
+from rollout_workers.engines.errors import WeightsMismatch
 
 if TYPE_CHECKING:
     from torch import Tensor

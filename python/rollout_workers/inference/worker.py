@@ -6,38 +6,33 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from nats.aio.client import Client
 
-from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.inference.v1 import inference_pb2
 from rollout.inference.v1.inference_pb2_grpc import add_InferenceWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 from rollout_workers.delivery import service as delivery
-from rollout_workers.delivery.depot import ADAPTER_FILE, Depot
+from rollout_workers.delivery.depot import Depot
 from rollout_workers.delivery.fetch import Fetcher
-from rollout_workers.engines.base import Engine
 from rollout_workers.harness.episode import EpisodeRunner
-from rollout_workers.harness.preference import Labelled, Pairs
 from rollout_workers.harness.process_reward import TAKEN_BY
-from rollout_workers.harness.prompts import PromptReader, Text
+from rollout_workers.harness.prompts import PromptReader
 from rollout_workers.harness.reward_config import scorer_of
 from rollout_workers.harness.reward_worker_client import RewardWorker
 from rollout_workers.harness.rewards import RewardSource, Scorer
 from rollout_workers.harness.single_turn import SingleTurn
-from rollout_workers.harness.supervised import Supervised
 from rollout_workers.harness.teaching import taught
 from rollout_workers.inference.evaluation import Evaluation
 from rollout_workers.inference.generation import Generation
+from rollout_workers.inference.model import Model, load
 from rollout_workers.inference.params import of_run
 from rollout_workers.inference.puller import Puller, capacity
 from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings
+from rollout_workers.inference.rows import rows_of
 from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
 from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing
@@ -50,7 +45,7 @@ from rollout_workers.mesh.publisher import Publisher
 from rollout_workers.mesh.pulse import Pulse
 from rollout_workers.mesh.registration import Registration
 from rollout_workers.mesh.serving import Server
-from rollout_workers.mesh.spec import Identity, is_deterministic, model_directory, resolve
+from rollout_workers.mesh.spec import Identity, resolve
 from rollout_workers.mesh.stream import WorkItem, WorkQueue
 from rollout_workers.mesh.tls import of_agent, of_mesh
 
@@ -61,22 +56,6 @@ _ROWS_IN_HAND = 1024
 _GRACE_SECONDS = 10.0
 VERIFY_LEAST_SECONDS = 10.0
 _VERIFY_SHARE = 0.002  # most of the time that goes into verifying
-
-
-@dataclass(slots=True)
-class Model:
-    """What was loaded before anything serves."""
-
-    engine: Engine
-    text: Text
-    merge: Callable[[Path], Mapping[str, Any]] | None = None
-    """Makes whole weights of adapters, where the run trains some."""
-
-
-class UnknownEngine(ValueError):
-    """``engine.kind`` names an engine that this worker has not, such as one that a newer planner knows."""
-
-    reason = "UNKNOWN_ENGINE"
 
 
 async def run_inference_worker(
@@ -193,75 +172,8 @@ async def run_inference_worker(
         await services.close()
 
 
-def rows_of(config: RunConfig, text: Text, prompts: PromptReader) -> Supervised | Pairs | Labelled | None:
-    """What makes examples of rows, where the run trains on rows; None where it samples."""
-    data, longest, kind = config.data, config.engine.max_model_len, config.algorithm.WhichOneof("kind")
-    if kind == "sft":
-        train_on_prompt = config.algorithm.sft.train_on_prompt
-        return Supervised(text, prompts, answer_field=data.answer_field, train_on_prompt=train_on_prompt, max_tokens=longest)
-    if kind in ("dpo", "ipo", "reward_model") or config.algorithm.kto.paired:
-        return Pairs(
-            text,
-            prompts,
-            chosen_field=data.chosen_field,
-            rejected_field=data.rejected_field,
-            margin_field=data.margin_field if kind == "reward_model" else "",
-            margin=1.0 if kind == "kto" else 0.0,  # above 0: the desirable one
-            max_tokens=longest,
-        )
-    if kind == "kto":
-        return Labelled(text, prompts, completion_field=data.completion_field, label_field=data.label_field, max_tokens=longest)
-    return None
-
-
 async def _loaded(spec: WorkerSpec, model: Model | None) -> Model:
     return model or await asyncio.to_thread(load, spec)
-
-
-def load(spec: WorkerSpec) -> Model:
-    """Load engine and tokenizer. Blocks for as long as the model is large."""
-    folder, version = spec.initial_weights or model_directory(spec), spec.initial_version
-    if (Path(folder) / ADAPTER_FILE).is_file():  # its version comes when the worker serves
-        folder, version = model_directory(spec), 0
-    if not (Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json: it must be a model's folder")
-    import torch
-
-    from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
-
-    config = spec.plan.config
-    if (kind := config.engine.kind or "transformers") != "transformers":
-        raise UnknownEngine(f'no engine {kind!r} is here: write `kind = "transformers"` in [engine], or renew the workers')
-    began = time.monotonic()
-    engine = TransformersEngine.load(
-        folder,
-        EngineConfig(
-            slots=config.engine.slots,
-            max_len=config.engine.max_model_len,
-            deterministic=is_deterministic(config),
-            threads=spec.threads or None,
-        ),
-        dtype=getattr(torch, config.model.dtype),
-        version=version,
-    )
-    text = Text.load(model_directory(spec))
-    text.warm()
-    log.info("loaded %s in %.1f s", folder, time.monotonic() - began)
-    return Model(engine, text, _merging(spec))
-
-
-def _merging(spec: WorkerSpec) -> Callable[[Path], Mapping[str, Any]] | None:
-    config = spec.plan.config
-    if not config.HasField("lora"):
-        return None
-    import torch
-
-    from rollout_workers.inference.merging import Merging
-    from rollout_workers.learner.adapter import LoraConfig
-
-    lora = config.lora
-    settings = LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
-    return Merging(model_directory(spec), getattr(torch, config.model.dtype), settings)
 
 
 @dataclass(slots=True)

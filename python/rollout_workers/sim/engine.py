@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 
 from rollout_workers.engines.base import (
-    DuplicateRequest,
-    EngineClosed,
     EngineStats,
     GroupRequest,
     Ids,
     Logprobs,
-    NothingStaged,
     SampleDelta,
     SampleOutput,
     VersionSpan,
     WeightsSource,
 )
+from rollout_workers.engines.errors import DuplicateRequest, EngineClosed, NothingStaged
 from rollout_workers.harness.prompts import Text
 from rollout_workers.sim import policy
 from rollout_workers.sim.journal import Journal

@@ -93,8 +93,8 @@ def keep_of(config: RunConfig) -> Any:
 
 
 def load(spec: WorkerSpec, *_: Any) -> Any:
-    """As ``rollout_workers.inference.worker.load``."""
-    from rollout_workers.inference.worker import Model
+    """As ``rollout_workers.inference.model.load``."""
+    from rollout_workers.inference.model import Model
     from rollout_workers.mesh.spec import model_directory
     from rollout_workers.sim.engine import SimEngine, SimText
     from rollout_workers.sim.journal import Journal

@@ -14,7 +14,7 @@ from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.delivery import catalog, fetch, service
 from rollout_workers.delivery.errors import BaseMissing, NotHeld, SourcesLost
 from rollout_workers.delivery.stored import PREAMBLE
-from rollout_workers.engines.base import WeightsMismatch
+from rollout_workers.engines.errors import WeightsMismatch
 from rollout_workers.weights.store import WeightsUnreadable
 
 from .world import Cut, World

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_workers.engines.base import EngineFailed, NothingStaged, SampleDelta, SampleOutput, WeightsMismatch
+from rollout_workers.engines.base import SampleDelta, SampleOutput
+from rollout_workers.engines.errors import EngineFailed, NothingStaged, WeightsMismatch
 from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
 from rollout_workers.weights import named_weights, weights_digest, write_weights
 

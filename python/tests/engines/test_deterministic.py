@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout_workers.engines.base import ModelUnsupported
+from rollout_workers.engines.errors import ModelUnsupported
 from rollout_workers.engines.transformers.lean import LeanForward
 from rollout_workers.engines.transformers.slots import SlotTable
 

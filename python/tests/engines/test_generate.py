@@ -16,7 +16,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rollout_workers.engines.base import (
+from rollout_workers.engines.errors import (
     ContextOverflow,
     DuplicateRequest,
     EngineClosed,

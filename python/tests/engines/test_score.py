@@ -18,7 +18,7 @@ from transformers import (
     PhiForCausalLM,
 )
 
-from rollout_workers.engines.base import ContextOverflow, EngineClosed, InvalidPrompt, NothingStaged
+from rollout_workers.engines.errors import ContextOverflow, EngineClosed, InvalidPrompt, NothingStaged
 from rollout_workers.engines.transformers.score import linear_head, logprobs_of
 from rollout_workers.weights import named_weights
 

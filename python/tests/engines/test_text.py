@@ -3,7 +3,8 @@
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from rollout_workers.engines.base import SampleDelta, SampleOutput, TokenizerMissing
+from rollout_workers.engines.base import SampleDelta, SampleOutput
+from rollout_workers.engines.errors import TokenizerMissing
 from rollout_workers.engines.transformers.text import SampleText, advance
 
 from .tiny import byte_tokenizer, outputs, request, running

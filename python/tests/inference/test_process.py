@@ -11,7 +11,7 @@ import pytest
 
 from rollout.plan.v1.plan_pb2 import Plan
 from rollout.run.v1.run_pb2 import WorkerSpec
-from rollout_workers.inference.worker import UnknownEngine, load
+from rollout_workers.inference.model import UnknownEngine, load
 from rollout_workers.mesh.registration import Registration
 from rollout_workers.mesh.spec import Identity
 from rollout_workers.mesh.testing.daemon import Daemon

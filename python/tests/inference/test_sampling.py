@@ -14,7 +14,7 @@ from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.trajectory.v1 import trajectory_pb2 as pb
 from rollout_workers.engines.base import GroupRequest
 from rollout_workers.harness.prompts import Text
-from rollout_workers.inference.worker import Model
+from rollout_workers.inference.model import Model
 from rollout_workers.mesh.pulse import Pulse
 from rollout_workers.mesh.testing.daemon import Daemon
 from rollout_workers.mesh.testing.engine import ScriptedEngine

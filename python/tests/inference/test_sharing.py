@@ -9,8 +9,8 @@ import pytest
 
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout_workers.harness.prompts import Text
+from rollout_workers.inference.model import Model
 from rollout_workers.inference.puller import Puller
-from rollout_workers.inference.worker import Model
 from rollout_workers.mesh.pulse import Pulse
 from rollout_workers.mesh.stream import WorkItem, WorkQueue
 from rollout_workers.mesh.testing.daemon import Daemon

@@ -14,7 +14,7 @@ from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceStub
 from rollout.weights.v1.weights_pb2 import WeightsManifest, WeightsReceipt
 from rollout_workers.engines.transformers import TransformersEngine
 from rollout_workers.inference import server, worker
-from rollout_workers.inference.worker import Model, load
+from rollout_workers.inference.model import Model, load
 from rollout_workers.mesh.testing.daemon import Daemon
 from rollout_workers.mesh.testing.run import Example, config, spec
 from rollout_workers.mesh.testing.worker import InProcess

@@ -10,7 +10,8 @@ import grpc
 import numpy as np
 import pytest
 
-from rollout_workers.engines.base import GroupRequest, NothingStaged, SampleOutput, SamplingParams
+from rollout_workers.engines.base import GroupRequest, SampleOutput, SamplingParams
+from rollout_workers.engines.errors import NothingStaged
 from rollout_workers.mesh.status import status_of
 from rollout_workers.sim import journal, policy
 from rollout_workers.sim.engine import SimEngine, SimText

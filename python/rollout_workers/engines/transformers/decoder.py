@@ -16,18 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollout_workers.engines.base import (
-    EngineClosed,
-    EngineError,
-    EngineFailed,
-    EngineStats,
-    FinishReason,
-    GroupRequest,
-    Logprobs,
-    NonFiniteLogits,
-    SampleDelta,
-    SampleOutput,
-)
+from rollout_workers.engines.base import EngineStats, FinishReason, GroupRequest, Logprobs, SampleDelta, SampleOutput
+from rollout_workers.engines.errors import EngineClosed, EngineError, EngineFailed, NonFiniteLogits
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.kv import KvCache, Segment

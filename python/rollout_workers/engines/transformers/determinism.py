@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_workers.engines.base import ModelUnsupported
+from rollout_workers.engines.errors import ModelUnsupported
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import Forward
 from rollout_workers.engines.transformers.kv import KvCache, Segment

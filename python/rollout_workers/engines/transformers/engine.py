@@ -14,18 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rollout_workers.engines.base import (
-    DuplicateRequest,
-    EngineClosed,
-    EngineStats,
-    GroupRequest,
-    Ids,
-    Logprobs,
-    SampleDelta,
-    SampleOutput,
-    TokenizerMissing,
-    WeightsSource,
-)
+from rollout_workers.engines.base import EngineStats, GroupRequest, Ids, Logprobs, SampleDelta, SampleOutput, WeightsSource
+from rollout_workers.engines.errors import DuplicateRequest, EngineClosed, TokenizerMissing
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.decoder import Decoder
 from rollout_workers.engines.transformers.determinism import verify

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout_workers.engines.base import ModelUnsupported
+from rollout_workers.engines.errors import ModelUnsupported
 from rollout_workers.engines.transformers.generic import GenericForward
 from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment
 from rollout_workers.engines.transformers.lean import LeanForward

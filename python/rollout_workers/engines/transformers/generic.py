@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from rollout_workers.engines.base import ModelUnsupported
+from rollout_workers.engines.errors import ModelUnsupported
 from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, step_index
 
 

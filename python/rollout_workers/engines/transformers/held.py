@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rollout_workers.engines.base import NothingStaged, WeightsMismatch, WeightsSource
+from rollout_workers.engines.base import WeightsSource
+from rollout_workers.engines.errors import NothingStaged, WeightsMismatch
 from rollout_workers.weights import LiveWeights, WeightsDigest, named_weights, read_manifest, read_weights, weights_digest
 from rollout_workers.weights.naming import dtype_name
 from rollout_workers.weights.store import MANIFEST_FILE

@@ -10,16 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout_workers.engines.base import (
-    ContextOverflow,
-    EngineError,
-    FinishReason,
-    GroupRequest,
-    InvalidPrompt,
-    SampleDelta,
-    SampleOutput,
-    VersionSpan,
-)
+from rollout_workers.engines.base import FinishReason, GroupRequest, SampleDelta, SampleOutput, VersionSpan
+from rollout_workers.engines.errors import ContextOverflow, EngineError, InvalidPrompt
 from rollout_workers.engines.transformers.text import SampleText
 
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout_workers.engines.base import ContextOverflow, EngineError, InvalidPrompt, Logprobs
+from rollout_workers.engines.base import Logprobs
+from rollout_workers.engines.errors import ContextOverflow, EngineError, InvalidPrompt
 from rollout_workers.weights.head import plain_head
 
 HELD = 1 << 24

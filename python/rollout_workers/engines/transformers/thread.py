@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollout_workers.engines.base import EngineClosed
+from rollout_workers.engines.errors import EngineClosed
 from rollout_workers.engines.transformers.decoder import Decoder
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,80 @@
+"""The model of an inference worker, loaded before anything serves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.delivery.depot import ADAPTER_FILE
+from rollout_workers.engines.base import Engine
+from rollout_workers.harness.prompts import Text
+from rollout_workers.mesh.spec import is_deterministic, model_directory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Model:
+    """What was loaded before anything serves."""
+
+    engine: Engine
+    text: Text
+    merge: Callable[[Path], Mapping[str, Any]] | None = None
+    """Makes whole weights of adapters, where the run trains some."""
+
+
+class UnknownEngine(ValueError):
+    """``engine.kind`` names an engine that this worker has not, such as one that a newer planner knows."""
+
+    reason = "UNKNOWN_ENGINE"
+
+
+def load(spec: WorkerSpec) -> Model:
+    """Load engine and tokenizer. Blocks for as long as the model is large."""
+    folder, version = spec.initial_weights or model_directory(spec), spec.initial_version
+    if (Path(folder) / ADAPTER_FILE).is_file():  # its version comes when the worker serves
+        folder, version = model_directory(spec), 0
+    if not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json: it must be a model's folder")
+    import torch
+
+    from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
+
+    config = spec.plan.config
+    if (kind := config.engine.kind or "transformers") != "transformers":
+        raise UnknownEngine(f'no engine {kind!r} is here: write `kind = "transformers"` in [engine], or renew the workers')
+    began = time.monotonic()
+    engine = TransformersEngine.load(
+        folder,
+        EngineConfig(
+            slots=config.engine.slots,
+            max_len=config.engine.max_model_len,
+            deterministic=is_deterministic(config),
+            threads=spec.threads or None,
+        ),
+        dtype=getattr(torch, config.model.dtype),
+        version=version,
+    )
+    text = Text.load(model_directory(spec))
+    text.warm()
+    log.info("loaded %s in %.1f s", folder, time.monotonic() - began)
+    return Model(engine, text, _merging(spec))
+
+
+def _merging(spec: WorkerSpec) -> Callable[[Path], Mapping[str, Any]] | None:
+    config = spec.plan.config
+    if not config.HasField("lora"):
+        return None
+    import torch
+
+    from rollout_workers.inference.merging import Merging
+    from rollout_workers.learner.adapter import LoraConfig
+
+    lora = config.lora
+    settings = LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
+    return Merging(model_directory(spec), getattr(torch, config.model.dtype), settings)
