@@ -18,6 +18,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.keepalive_time_ms", 10_000),  # a host that is gone without a word is missed after 15 s, whatever a call waits for
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # the core keeps the longer of the two
+    ("grpc.http2.max_pings_without_data", 0),  # any number: else two, and then one a minute
 )
 
 

@@ -121,7 +121,16 @@ def test_a_file_of_another_host_is_not_written_to(buffer: Buffer, tmp_path: Path
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_puts_survive_the_end_of_the_buffer(daemon: Daemon, buffer: Buffer, how: signal.Signals) -> None:
+def test_puts_survive_the_end_of_the_buffer(
+    daemon: Daemon, buffer: Buffer, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Direct] = []
+
+    def connected(*of: Any) -> Direct:
+        opened.append(Direct(*of))
+        return opened[-1]
+
+    monkeypatch.setattr(sending, "Direct", connected)
     with buffer.producer("r", in_flight=4) as producer:
         first = producer.put(0, group(0, 2_000)).result()
         daemon.stop(how)
@@ -131,6 +140,9 @@ def test_puts_survive_the_end_of_the_buffer(daemon: Daemon, buffer: Buffer, how:
         for put in later:
             result = put.result(60)
             assert result.accepted + result.duplicates == SIZE
+        opened.clear()
+        assert producer.put(1, group(1, 2_000)).result(60).duplicates == SIZE
+        assert opened, "what was put while nobody served cost it the plain socket"
     for batch in buffer.consumer("r", steps=2):
         assert all(same(got, group(n := got[0].about.key.index, 50 if n == 2 else 2_000)) for got in batch.groups)
         batch.commit()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
 import pytest
 
+from rollout.client.buffer import direct as direct_module
 from rollout.client.buffer.direct import Broken, Direct
 
 TOKEN = (("authorization", "Bearer " + "x" * 300),)
@@ -85,25 +88,36 @@ def test_the_peer_may_end_the_stream() -> None:
         assert list(Direct(address, "/s/M", ()).exchange(iter([b"without a token"]))) == []
 
 
+def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    return len(body).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
+
+
+@pytest.mark.parametrize("closing", [True, False])
 @pytest.mark.parametrize(
     "speech",
     [
         pytest.param(b"", id="nothing"),
-        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 1000, id="HTTP/1.1"),
-        pytest.param(b"\0\0\x06\0\0\0\0\0\1" + b"\1\0\0\0\1x", id="a compressed message"),
-        pytest.param(b"\0\0\x07\0\x08\0\0\0\1" + b"\0\0\0\0\0\0\0", id="padding"),
-        pytest.param(b"\0\0\x08\0\0\0\0\0\1" + b"\0\0\0\0\x09abc", id="half a message"),
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\nConnection: keep-alive\r\n\r\n", id="HTTP/1.1"),
+        pytest.param(frame(0, 0, 1, b"\1\0\0\0\1x"), id="a compressed message"),
+        pytest.param(frame(0, 8, 1, bytes(7)), id="padding"),
+        pytest.param(frame(0, 0, 1, b"\0\0\0\0\x09abc"), id="half a message"),
+        pytest.param(frame(8, 0, 3, b"\0\0\0\1"), id="a window of another stream"),
+        pytest.param(frame(8, 0, 1, b"\0\0\1"), id="half a window"),
+        pytest.param(frame(4, 0, 0, b"\0\4\0"), id="half a setting"),
+        pytest.param(frame(4, 0, 0, b"") + frame(7, 0, 0, bytes(8)), id="it goes away"),
     ],
 )
-def test_another_speech_is_an_error(speech: bytes) -> None:
-    """A request is on its way that the peer never takes."""
+def test_another_speech_is_an_error(speech: bytes, closing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is on its way that the peer never takes. closing: or the peer says nothing more and stays."""
+    monkeypatch.setattr(direct_module, "_QUIET_SECONDS", 1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def speak() -> None:
             peer, _ = listener.accept()
             with peer:
                 peer.sendall(speech)
-                peer.shutdown(socket.SHUT_WR)
+                if closing:
+                    peer.shutdown(socket.SHUT_WR)
                 while peer.recv(1 << 16):
                     pass
 
@@ -116,11 +130,34 @@ def test_another_speech_is_an_error(speech: bytes) -> None:
         assert not speaker.is_alive()
 
 
+def test_a_peer_that_is_only_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's server answers the pings while its handler works."""
+    monkeypatch.setattr(direct_module, "_QUIET_SECONDS", 1)
+
+    def slow(requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
+        for request in requests:
+            time.sleep(3.5)
+            yield request
+
+    with served(slow) as address:
+        assert list(Direct(address, "/s/M", TOKEN).exchange(iter([b"late"]))) == [b"late"]
+
+
+def test_what_fails_in_the_requests_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: SimpleQueue[Any] = SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.put(args.exc_type))
+
+    def requests() -> Iterator[bytes]:
+        yield b"first"
+        raise RuntimeError("of the caller's")
+
+    with served(echo) as address, pytest.raises(OSError):
+        list(Direct(address, "/s/M", TOKEN).exchange(requests()))
+    assert told.get(timeout=60) is RuntimeError
+
+
 def test_it_answers_pings_and_sends_no_more_than_the_peer_grants() -> None:
     """A peer that grants 5 bytes after 3, by settings and by both windows, and ends the stream with the answer."""
-
-    def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
-        return len(body).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
 
     said: list[tuple[int, int, bytes]] = []  # type, flags and body of what the client sent
     settled = threading.Event()
@@ -142,9 +179,9 @@ def test_it_answers_pings_and_sends_no_more_than_the_peer_grants() -> None:
                 connection.sendall(frame(4, 0, 0, b"\0\4\0\0\0\3") + frame(6, 0, 0, b"12345678"))
                 hear(4, 1)
                 settled.set()
+                hear(0, 0)
                 connection.sendall(frame(6, 0, 0, b"87654321") + frame(8, 0, 1, b"\0\0\0\2"))
-                while sum(len(body) for kind, _, body in said if kind == 0) < 5:
-                    hear(0, 0)
+                hear(0, 0)
                 connection.sendall(frame(6, 0, 0, b"00000000") + frame(4, 0, 0, b"\0\4\0\2\0\0"))
                 connection.sendall(frame(8, 0, 0, b"\0\1\0\0"))
                 hear(0, 1)
@@ -167,7 +204,7 @@ def test_it_answers_pings_and_sends_no_more_than_the_peer_grants() -> None:
     assert [body for kind, _, body in said if kind == 6] == [b"12345678", b"87654321", b"00000000"]
 
 
-@pytest.mark.parametrize("address", ["dns:///host:1", "unix:/tmp/socket", "host", "host:port", "::1:50", "[::1]"])
+@pytest.mark.parametrize("address", ["dns:///host:1", "unix:/tmp/socket", "host", "host:port", "::1:50", "[::1]", "host:99999"])
 def test_other_addresses_are_grpcs(address: str) -> None:
     with pytest.raises(ValueError, match="host:port"):
         Direct(address, "/s/M", ())

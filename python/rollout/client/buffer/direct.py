@@ -3,7 +3,7 @@
 gRPC's own client hands each message from thread to thread four times, which for small puts costs more than all the rest of
 them. This speaks as much HTTP/2 (RFC 9113) as a single stream over loopback or a trusted network needs: it compresses nothing,
 pads nothing, and does not read the headers that come back. So it can't tell why a stream ended; whoever needs to know asks by an
-ordinary call.
+ordinary call. A peer that says nothing is asked for a sign of life, and left without one.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import threading
 from collections.abc import Iterable, Iterator
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _ACK, _END_STREAM, _END_HEADERS, _PADDED = 1, 1, 4, 8
 _NO_PUSH, _INITIAL_WINDOW = (2, 0), 4  # settings
 _FRAME = struct.Struct(">HBBBI")  # length in 3 bytes, type, flags, stream
 _SETTING = struct.Struct(">HI")
 _MESSAGE = struct.Struct(">BI")  # whether it is compressed, length
 _NUMBER = struct.Struct(">I")
+_TIME = struct.Struct("ll")  # seconds and microseconds, as the system has them
 _STREAM = 1
 _MOST_BYTES = 16 << 10  # of a frame, which every peer takes
 _FIRST_WINDOW = 65_535  # bytes that may be sent before the peer has told another number
 _GRANTED = 16 << 20  # bytes that the peer may send; granted again once half of it came
 _RECEIVED = 64 << 10  # bytes that are read at once
 _CONNECT_SECONDS = 5.0
-_MISSED = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 20_000}
-"""A host that is gone without a word is missed after 20 s, idle or not (where the system has these options)."""
-_ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):(\d+)")
+_QUIET_SECONDS = 7  # without a word from the peer until it is asked, and until it is given up after that
+_ADDRESS = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):(\d{1,5})")
 
 
 class Broken(ConnectionError):
@@ -44,15 +44,8 @@ class Direct:
     def __init__(self, address: str, path: str, metadata: Iterable[tuple[str, str]]) -> None:
         """Connect and begin the stream. address: host:port. Raises ``OSError``, and ``ValueError`` for other addresses."""
         found = _ADDRESS.fullmatch(address)
-        if found is None:
+        if found is None or int(found[2]) > 65_535:
             raise ValueError(f"{address} is not host:port")
-        self._socket = socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=_CONNECT_SECONDS)
-        self._socket.settimeout(None)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _MISSED.items():
-            if option := getattr(socket, name, None):
-                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
         self._writing = threading.Lock()  # of whole frames
         self._windows = threading.Condition()
         self._room = {0: _FIRST_WINDOW, _STREAM: _FIRST_WINDOW}  # bytes that may be sent on the connection and on the stream
@@ -69,12 +62,22 @@ class Direct:
             *metadata,
         ]
         settings = _SETTING.pack(*_NO_PUSH) + _SETTING.pack(_INITIAL_WINDOW, _GRANTED)
-        self._write(
+        opening = (
             _PREFACE,
             _frame(_SETTINGS, 0, 0, settings),
             _frame(_WINDOW, 0, 0, _NUMBER.pack(_GRANTED - _FIRST_WINDOW)),
             _frame(_HEADERS, _END_HEADERS, _STREAM, b"".join(_literal(*each) for each in headers)),
         )
+        self._socket = socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=_CONNECT_SECONDS)
+        try:
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # settimeout would poll before each call
+                self._socket.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(_QUIET_SECONDS, 0))
+            self._write(*opening)
+        except BaseException:
+            self._socket.close()
+            raise
 
     def exchange(self, requests: Iterator[bytes]) -> Iterator[bytes]:
         """The peer's messages until it ends the stream; then the connection is closed. A thread sends the requests as they come.
@@ -93,6 +96,9 @@ class Direct:
             self._write(_frame(_DATA, _END_STREAM, _STREAM, b""))
         except OSError:
             self._end()  # who reads tells
+        except BaseException:
+            self._end()
+            raise
 
     def _send(self, message: bytes) -> None:
         """Send one message; waits until the peer has room for it."""
@@ -124,7 +130,11 @@ class Direct:
             elif kind == _PING and not flags & _ACK:
                 self._write(_frame(_PING, _ACK, 0, body))
             elif kind == _WINDOW:
+                if stream not in self._room or len(body) != _NUMBER.size:
+                    raise Broken("the peer grants what is not there")
                 self._grant(stream, _NUMBER.unpack(body)[0])
+            elif kind == _GOAWAY and not any(body[:4]):
+                raise Broken("the peer goes away and takes no stream")
             if kind == _RESET or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
                 return
 
@@ -141,13 +151,26 @@ class Direct:
         data, at = b"", 0
         while True:
             while len(data) - at < 9 or len(data) - at < 9 + (size := data[at] << 16 | data[at + 1] << 8 | data[at + 2]):
-                more = self._socket.recv(_RECEIVED)
-                if not more:
-                    raise Broken("the peer closed the connection")
-                data, at = data[at:] + more, 0
+                data, at = data[at:] + self._receive(), 0
+                if len(data) >= 3 and (data[0] << 16 | data[1] << 8 | data[2]) > _MOST_BYTES:
+                    raise Broken("the peer speaks no HTTP/2, or sends larger frames than it was told to")
             _, _, kind, flags, stream = _FRAME.unpack_from(data, at)
             yield kind, flags, stream, data[at + 9 : at + 9 + size]
             at += 9 + size
+
+    def _receive(self) -> bytes:
+        """What comes next, at least a byte."""
+        for asked in (False, True):
+            try:
+                more = self._socket.recv(_RECEIVED)
+            except BlockingIOError:
+                if not asked:
+                    self._write(_frame(_PING, 0, 0, bytes(8)))
+                continue
+            if not more:
+                break
+            return more
+        raise Broken("the peer closed the connection, or says nothing any more")
 
     def _write(self, *frames: bytes | memoryview) -> None:
         with self._writing:
@@ -171,6 +194,8 @@ class Direct:
             self._windows.notify_all()
 
     def _settle(self, body: bytes) -> None:
+        if len(body) % _SETTING.size:
+            raise Broken("the peer cuts its settings short")
         for number, value in _SETTING.iter_unpack(body):
             if number == _INITIAL_WINDOW:
                 self._grant(_STREAM, value - self._initial)

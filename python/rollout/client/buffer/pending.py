@@ -56,7 +56,6 @@ class Pending:
             places.append(place.SerializeToString())
             at += HEADER.size + length
         self.batch = batch_of(self.heads, PLACE, places)
-        segment.unanswered += 1
         self.segment = segment
 
     def payloads_of(self, records: bytes) -> list[list[Piece]]:

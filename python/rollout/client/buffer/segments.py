@@ -18,7 +18,8 @@ class Segments:
     def __init__(self, lend: Callable[[], pb.LendSegmentResponse]) -> None:
         """lend: asks the buffer for another file."""
         self._lend = lend
-        self._lock = threading.Lock()
+        self._appending = threading.Lock()  # held while the buffer is asked for another file, too
+        self._counting = threading.Lock()  # of _old, and of the unanswered puts of all
         self._writing: LentSegment | None = None
         self._old: list[LentSegment] = []
         self._local = True  # whether the buffer's files may be had here, as far as is known
@@ -29,12 +30,12 @@ class Segments:
         for length, crc, payload in zip(pending.lengths, crcs, payloads, strict=True):
             records.append(HEADER.pack(length, crc))
             records += payload
-        with self._lock:
+        with self._appending:
             segment = self._current()
             if segment is None:
                 return False
             try:
-                pending.place(segment, records)
+                self._place(pending, segment, records)
             except OSError:
                 self._retire(segment)
                 raise
@@ -42,7 +43,7 @@ class Segments:
 
     def rewrite(self, held: Sequence[Pending]) -> None:
         """The buffer began anew and does not know the files: write the records of puts again, into one that it lends now."""
-        with self._lock:
+        with self._appending:
             if self._writing is not None and any(pending.segment is self._writing for pending in held):
                 self._retire(self._writing)
             for pending in held:
@@ -54,19 +55,20 @@ class Segments:
                 if segment is None:
                     pending.carry(pending.payloads_of(records))
                 else:
-                    pending.place(segment, [records])
-                old.unanswered -= 1  # together with the segment, so that each is counted down once, whatever fails
+                    self._place(pending, segment, [records])
+                with self._counting:
+                    old.unanswered -= 1
 
     def answered(self, held: Sequence[Pending]) -> None:
         """Nobody waits for these puts any more."""
-        with self._lock:
+        with self._counting:
             for pending in held:
                 if pending.segment is not None:
                     pending.segment.unanswered -= 1
 
     def returned(self) -> list[int]:
         """Close the files that are done with; their lendings, for the buffer to know."""
-        with self._lock:
+        with self._counting:
             finished = [segment for segment in self._old if not segment.unanswered]
             self._old = [segment for segment in self._old if segment.unanswered]
         for segment in finished:
@@ -75,14 +77,14 @@ class Segments:
 
     def close(self) -> bool:
         """Write to none any more; whether there are any to give back."""
-        with self._lock:
+        with self._appending:
             if self._writing is not None:
                 self._retire(self._writing)
             self._local = False
             return bool(self._old)
 
     def _current(self) -> LentSegment | None:
-        """The one to append to; None where payloads travel with their puts. Under the lock."""
+        """The one to append to; None where payloads travel with their puts. Under ``_appending``, as the next two."""
         if self._writing is not None and self._writing.full:
             self._retire(self._writing)
         if self._writing is None and self._local:
@@ -100,4 +102,10 @@ class Segments:
     def _retire(self, segment: LentSegment) -> None:
         if self._writing is segment:
             self._writing = None
-        self._old.append(segment)
+        with self._counting:
+            self._old.append(segment)
+
+    def _place(self, pending: Pending, segment: LentSegment, records: Sequence[Piece]) -> None:
+        pending.place(segment, records)
+        with self._counting:
+            segment.unanswered += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from rollout.buffer.v1 import buffer_pb2 as pb
 from rollout.client.buffer.calls import call
@@ -25,7 +25,9 @@ _MOST_PUTS = 256  # of one request
 _MOST_BYTES = 32 << 20  # of inline payloads of one request
 _SMALL_BYTES = 256 << 10  # of payloads up to which a request waits for more puts
 _WAIT_SECONDS = 0.001
+_REFUSALS = 3  # plain sockets in a row without an answer, after which none is tried any more
 _WAKE = object()
+log = logging.getLogger(__name__)
 _SERVICE = f"/{pb.DESCRIPTOR.services_by_name['BufferService'].full_name}/"  # whose requests are made of bytes
 
 
@@ -82,6 +84,7 @@ class Sender:
         self._put = bare.unary_unary(_SERVICE + "PutTrajectories", None, pb.PutTrajectoriesResponse.FromString)
         self._stream = bare.stream_stream(_SERVICE + "StreamTrajectories", None, pb.StreamTrajectoriesResponse.FromString)
         self._metadata, self._address = metadata, address
+        self._refused = 0  # plain sockets in a row
         self._head = pb.PutTrajectoriesRequest(run_id=run).SerializeToString()
         self._segments, self._room, self._in_flight = segments, room, in_flight
         self._queue: SimpleQueue[Any] = SimpleQueue()  # of Pending, _WAKE, and None at the end
@@ -111,15 +114,14 @@ class Sender:
 
     def _follow(self, stream: _Stream) -> None:
         """Put through one stream until it ends. What it leaves unanswered is put by calls, which say why where that fails too."""
-        answered = False
+        answers, plain = self._exchange(stream)
         try:
-            for answer in self._exchange(stream):
+            for answer in answers:
                 self._settle(stream.answered(), answer.answer.results)
-                answered = True
-        except (grpc.RpcError, OSError, DecodeError):
-            pass  # a call tells
-        if not answered:
-            self._address = ""  # whatever stands between does not like it
+                plain, self._refused = False, 0
+        except Exception as error:  # a call tells, where it has not gone by itself
+            log.info("a stream of puts ended: %s: %s", type(error).__name__, error)
+        self._refused += plain
         left = stream.end()
         self._queue.put(_WAKE)  # who gathers for it
         for held in left:
@@ -130,13 +132,18 @@ class Sender:
             else:
                 self._settle(held, results)
 
-    def _exchange(self, stream: _Stream) -> Iterator[pb.StreamTrajectoriesResponse]:
-        """The answers to the requests of a stream."""
-        if self._address:
-            with contextlib.suppress(OSError, ValueError):
+    def _exchange(self, stream: _Stream) -> tuple[Iterator[pb.StreamTrajectoriesResponse], bool]:
+        """The answers to the requests of a stream, and whether they come by a plain socket."""
+        if self._address and self._refused < _REFUSALS:
+            try:
                 direct = Direct(self._address, _SERVICE + "StreamTrajectories", self._metadata)
-                return map(pb.StreamTrajectoriesResponse.FromString, direct.exchange(self._requests(stream)))
-        return self._stream(self._requests(stream), metadata=self._metadata)
+            except ConnectionRefusedError:
+                pass  # nobody serves there just now
+            except (OSError, ValueError):
+                self._refused += 1
+            else:
+                return map(pb.StreamTrajectoriesResponse.FromString, direct.exchange(self._requests(stream))), True
+        return self._stream(self._requests(stream), metadata=self._metadata), False
 
     def _requests(self, stream: _Stream) -> Iterator[bytes]:
         """The requests of a stream. Runs in a thread of its transport's, which takes one when it can send it."""
@@ -200,6 +207,8 @@ class Sender:
             self._segments.rewrite(held)
 
     def _settle(self, held: Sequence[Pending], outcome: Sequence[pb.PutResult] | BaseException) -> None:
+        if not isinstance(outcome, BaseException) and len(outcome) != len(held):
+            outcome = ConnectionError(f"the buffer answered {len(outcome)} of {len(held)} puts")
         self._segments.answered(held)
         with self._counting:
             self._calling -= len(held)
