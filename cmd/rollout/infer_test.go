@@ -80,7 +80,11 @@ func TestInferBatchRemovesWhatAKilledCommandLeft(t *testing.T) {
 	t.Parallel()
 	dir := batchFolder(t)
 	killed := filepath.Join(dir, ".infer-123")
-	write(t, filepath.Join(killed, "lock"), "")
+	host, err := os.Hostname()
+	if err != nil {
+		t.Fatal(err)
+	}
+	write(t, filepath.Join(killed, "lock"), host)
 	write(t, filepath.Join(killed, "weights/model.safetensors"), "large")
 	answering, _ := worker(t, batchEnd, "0")
 	got := command{}.run(t, "infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "a.jsonl"), "--config", filepath.Join(dir, "sums.toml"))

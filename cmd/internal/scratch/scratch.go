@@ -1,6 +1,7 @@
 // Package scratch makes folders for work that is thrown away, and removes those that a killed process left behind.
 //
 // Each holds a file `lock` that its process has locked, and whoever inherits it; the kernel lets go when the last of them dies.
+// The file names the host, as some file systems that several share keep their locks from each other: those of others stay.
 package scratch
 
 import (
@@ -40,7 +41,16 @@ func (f *Folder) hold() (err error) {
 	if err := syscall.Flock(int(f.lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
 		return nil //nolint:nilerr // a file system without locks: such a folder is never taken for one that is left
 	}
+	if _, err := f.lock.WriteString(host()); err != nil {
+		return err
+	}
 	return os.Rename(before, name)
+}
+
+// host names this machine; "" where it has no name, and then nothing is swept.
+func host() string {
+	name, _ := os.Hostname()
+	return name
 }
 
 const lockName = "lock"
@@ -61,6 +71,9 @@ func (f *Folder) Remove() error {
 func sweep(parent, prefix string) {
 	left, _ := filepath.Glob(filepath.Join(quoted(parent), prefix+"*", lockName))
 	for _, name := range left {
+		if made, err := os.ReadFile(name); err != nil || len(made) == 0 || string(made) != host() {
+			continue
+		}
 		file, err := os.OpenFile(name, os.O_RDWR, 0)
 		if err != nil {
 			continue

@@ -38,7 +38,7 @@ func TestFoldersThatNobodyHoldsAreRemoved(t *testing.T) {
 	}
 	_ = inherited.Lock().Close() // as a kill does
 	_ = dead.Lock().Close()
-	for name, text := range map[string]string{".infer-notes": "a file", ".infer-other/spec.json": "a folder without a lock", "other/lock": "another's"} {
+	for name, text := range map[string]string{".infer-notes": "a file", ".infer-other/spec.json": "a folder without a lock", "other/lock": "another's", ".infer-elsewhere/lock": "another-host"} {
 		path := filepath.Join(parent, name)
 		_ = os.MkdirAll(filepath.Dir(path), 0o700)
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
@@ -49,7 +49,7 @@ func TestFoldersThatNobodyHoldsAreRemoved(t *testing.T) {
 	if there(dead.Path) || !there(held.Path) || !there(inherited.Path) || !there(another.Path) {
 		t.Errorf("dead %v, held %v, inherited %v", there(dead.Path), there(held.Path), there(inherited.Path))
 	}
-	for _, name := range []string{".infer-notes", ".infer-other/spec.json", "other/lock"} {
+	for _, name := range []string{".infer-notes", ".infer-other/spec.json", "other/lock", ".infer-elsewhere/lock"} {
 		if !there(filepath.Join(parent, name)) {
 			t.Errorf("%s is gone", name)
 		}
