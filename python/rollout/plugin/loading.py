@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import cast
 
 from rollout.errors import Place
-from rollout.plugin.place import last_frame, one_line
+from rollout.plugin.place import definition, last_frame, one_line
 from rollout.plugin.score import RewardFunction, RewardImportError
 
 
@@ -50,6 +50,16 @@ def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFu
             else f"make it a function: `def {name}(samples)`"
         )
         raise RewardImportError(f"`{name}` is of type {kind}, which can't be called", mend=mend, place=Place(str(path)))
+    try:
+        inspect.signature(function).bind([])
+    except TypeError:
+        raise RewardImportError(
+            f"`{name}` can't be called with one list of samples: it is `{name}{inspect.signature(function)}`",
+            mend=f"write `def {name}(samples)`, where each sample has `prompt`, `completion` and the dataset's `row`",
+            place=definition(function),
+        ) from None
+    except ValueError:  # of a builtin, which does not say
+        pass
     return cast(RewardFunction, function)
 
 

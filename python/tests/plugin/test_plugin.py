@@ -161,6 +161,12 @@ async def test_sys_exit_ends_nothing(tmp_path: Path) -> None:
         ("import sys\nsys.exit(3)\n", "calls sys.exit", 2),
         ("def other(s): return []\n", "no function `reward`.*it has `other`", 0),
         ("reward = 3\n", "of type int.*make it a function", 0),
+        (
+            "\ndef reward(prompts, completions, **more): ...\n",
+            r"is `reward\(prompts, completions, \*\*more\)`.*`def reward\(samples\)`",
+            2,
+        ),
+        ("def reward(): ...\n", r"is `reward\(\)`", 1),
     ],
 )
 def test_a_file_that_cannot_be_imported(tmp_path: Path, body: str, message: str, line: int) -> None:
