@@ -981,7 +981,7 @@ class TrainConfig(_message.Message):
     schedule: _builtins.str
     """Shape of the learning rate after the warm-up."""
     warmup_steps: _builtins.int
-    """Steps over which the learning rate grows linearly from 0."""
+    """Steps over which the learning rate grows linearly: it begins with its peak divided by them."""
     weight_decay: _builtins.float
     """Decoupled weight decay."""
     beta1: _builtins.float

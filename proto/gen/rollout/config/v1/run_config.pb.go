@@ -1415,7 +1415,7 @@ type TrainConfig struct {
 	LearningRate *float64 `protobuf:"fixed64,3,opt,name=learning_rate,json=learningRate,proto3,oneof" json:"learning_rate,omitempty"`
 	// Shape of the learning rate after the warm-up.
 	Schedule *string `protobuf:"bytes,4,opt,name=schedule,proto3,oneof" json:"schedule,omitempty"`
-	// Steps over which the learning rate grows linearly from 0.
+	// Steps over which the learning rate grows linearly: it begins with its peak divided by them.
 	WarmupSteps *uint64 `protobuf:"varint,5,opt,name=warmup_steps,json=warmupSteps,proto3,oneof" json:"warmup_steps,omitempty"`
 	// Decoupled weight decay.
 	WeightDecay *float64 `protobuf:"fixed64,6,opt,name=weight_decay,json=weightDecay,proto3,oneof" json:"weight_decay,omitempty"`
