@@ -69,12 +69,14 @@ func (d *draft) preference() input.Preference {
 	data, p := d.Config.GetData(), input.Preference{Algorithm: algorithm.Name(d.Config)}
 	if algorithm.Pairs(d.Config) {
 		p.Chosen, p.Rejected = data.GetChosenField(), data.GetRejectedField()
+		p.Others, p.OthersMend = [2]string{data.GetCompletionField(), data.GetLabelField()}, "take [algorithm.kto], which learns from labels"
 	}
 	if d.Config.GetAlgorithm().GetRewardModel() != nil {
 		p.Margin = data.GetMarginField()
 	}
 	if kto := d.Config.GetAlgorithm().GetKto(); kto != nil && !kto.GetPaired() {
 		p.Completion, p.Label = data.GetCompletionField(), data.GetLabelField()
+		p.Others, p.OthersMend = [2]string{data.GetChosenField(), data.GetRejectedField()}, "write `paired = true` in [algorithm.kto]"
 	}
 	return p
 }

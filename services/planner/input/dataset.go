@@ -108,6 +108,11 @@ func (d *Dataset) row(line []byte) {
 		d.foreign = true
 		d.bad("lfs", line, -1, "", "the file is a pointer of Git LFS, not the data", "run `git lfs pull`")
 		return
+	case d.Rows == 1 && utf16(line) != "":
+		d.foreign = true
+		d.report(nil, -1, "", "the file is "+utf16(line)+", not UTF-8: `>` of PowerShell 5 writes that",
+			fmt.Sprintf("save it as UTF-8, or convert it: iconv -f %s -t UTF-8 %s > utf8.jsonl", utf16(line), d.Path))
+		return
 	case d.Rows == 1 && bytes.HasPrefix(line, []byte(byteOrderMark)):
 		d.bad("bom", line, 0, "", "the file begins with a byte order mark (BOM), which is no JSON",
 			fmt.Sprintf(`save it as "UTF-8 without BOM", or remove the mark: sed -i '1s/^\xef\xbb\xbf//' %s`, d.Path))

@@ -113,6 +113,10 @@ func TestAnEmptyCompletionIsMended(t *testing.T) {
 		{Dataset{AnswerField: "answer"}, `{"prompt": "1", "answer": ""}`, "remove the row, or write the answer: nothing is learned from none"},
 		{Dataset{AnswerField: "answer"}, `{"prompt": "1", "answer": 2}`, "write the answer as a text in quotes"},
 		{Dataset{Preference: Preference{Completion: "c", Label: "l"}}, `{"prompt": "1", "c": "", "l": true}`, "remove the row, or write the completion: nothing is learned from none"},
+		{
+			Dataset{Preference: Preference{Chosen: "a", Rejected: "b"}}, `{"prompt": "1", "a": [{"role": "assistant", "content": "2"}], "b": "3"}`,
+			"write the completion as a text in quotes: lists of messages are not taken here, so of a conversation the last message's `content`",
+		},
 	} {
 		if err := os.WriteFile(file, []byte(c.row), 0o600); err != nil {
 			t.Fatal(err)
@@ -214,6 +218,55 @@ func TestPreferencesThatCannotBeLearnedFrom(t *testing.T) {
 	} {
 		if _, problems := preferences(t, c.row+"\n", c.p); problems != c.want {
 			t.Errorf("%s\n got %swant %s", c.row, problems, c.want)
+		}
+	}
+}
+
+// Rows of the other kind are named once a file, with the setting or the algorithm that takes them.
+func TestPreferencesOfTheOtherKind(t *testing.T) {
+	t.Parallel()
+	pair := Preference{Chosen: "good", Rejected: "bad", Algorithm: "dpo", Others: [2]string{"text", "ok"}, OthersMend: "take KTO"}
+	label := Preference{Completion: "text", Label: "ok", Algorithm: "kto", Others: [2]string{"good", "bad"}, OthersMend: "pair them"}
+	const rowOfPair, rowOfLabel = `{"prompt": "1", "good": "2", "bad": "3"}` + "\n", `{"prompt": "1", "text": "2", "ok": true}` + "\n"
+	for _, c := range []struct {
+		p         Preference
+		row, want string
+	}{
+		{pair, rowOfLabel, "1:1 the row is a completion with a label (`text`, `ok`); [algorithm.dpo] takes `good` and `bad`\n"},
+		{label, rowOfPair, "1:1 the row is a pair of completions (`good`, `bad`); [algorithm.kto] takes `text` and `ok`\n"},
+		{pair, rowOfPair, ""},
+		{label, rowOfLabel, ""},
+	} {
+		if _, problems := preferences(t, strings.Repeat(c.row, 20), c.p); problems != c.want {
+			t.Errorf("%s\n got %swant %s", c.row, problems, c.want)
+		}
+	}
+}
+
+// UTF-16 is one problem of the file: none of its lines can be read, or shown.
+func TestUTF16IsNamedOnce(t *testing.T) {
+	t.Parallel()
+	const rows = "{\"prompt\": \"1\"}\r\n{\"prompt\": \"2\"}\r\n"
+	var little, big strings.Builder
+	for _, c := range []byte(rows) {
+		little.Write([]byte{c, 0})
+		big.Write([]byte{0, c})
+	}
+	for text, want := range map[string]string{
+		"\xff\xfe" + little.String(): "UTF-16", "\xfe\xff" + big.String(): "UTF-16", little.String(): "UTF-16LE", big.String(): "UTF-16BE",
+	} {
+		file := filepath.Join(t.TempDir(), "rows.jsonl")
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		d, problems := &Dataset{Path: "rows.jsonl", PromptField: "prompt"}, problem.List{}
+		if err := d.Read(file, &problems); err != nil {
+			t.Fatal(err)
+		}
+		got := problems.Sorted()
+		if len(got) != 1 || got[0].GetExcerpt() != "" || got[0].GetLine() != 1 || !strings.HasPrefix(got[0].GetMessage(), "the file is "+want+", not UTF-8") ||
+			!strings.HasSuffix(got[0].GetMend(), "iconv -f "+want+" -t UTF-8 rows.jsonl > utf8.jsonl") {
+			t.Errorf("%.4q: %v", text, got)
 		}
 	}
 }

@@ -12,6 +12,9 @@ type Preference struct {
 	Margin            string // field of the number by how much; "" where pairs count alike
 	Completion, Label string // fields of a labelled completion
 	Algorithm         string // whose table asks for them
+	// Others are the two fields that rows for the other kind of preference hold, and OthersMend says what takes those.
+	Others     [2]string
+	OthersMend string
 }
 
 func (p Preference) completions() []string {
@@ -27,6 +30,9 @@ func (p Preference) completions() []string {
 // preference checks what the row prefers.
 func (d *Dataset) preference(line []byte, fields map[string]json.RawMessage) {
 	p := d.Preference
+	if d.otherKind(line, fields) {
+		return
+	}
 	switch {
 	case p.Chosen != "":
 		chosen, ok := d.completion(line, fields, p.Chosen, "chosen_field")
@@ -41,6 +47,24 @@ func (d *Dataset) preference(line []byte, fields map[string]json.RawMessage) {
 		d.completion(line, fields, p.Completion, "completion_field")
 		d.label(line, fields)
 	}
+}
+
+// otherKind says once a file that its rows are of the other kind: pairs where labels are asked for, or labels where pairs are.
+func (d *Dataset) otherKind(line []byte, fields map[string]json.RawMessage) bool {
+	p, kind := d.Preference, "pair of completions"
+	has := func(name string) bool { _, ok := fields[name]; return name != "" && ok }
+	wanted := [2]string{p.Completion, p.Label}
+	if p.Chosen != "" {
+		wanted, kind = [2]string{p.Chosen, p.Rejected}, "completion with a label"
+	}
+	if !has(p.Others[0]) || !has(p.Others[1]) || has(wanted[0]) || has(wanted[1]) {
+		return false
+	}
+	if d.shown["other kind"]++; d.shown["other kind"] == 1 {
+		d.report(line, -1, "", fmt.Sprintf("the row is a %s (`%s`, `%s`); [algorithm.%s] takes `%s` and `%s`", kind, p.Others[0], p.Others[1],
+			p.Algorithm, wanted[0], wanted[1]), p.OthersMend)
+	}
+	return true
 }
 
 func (d *Dataset) completion(line []byte, fields map[string]json.RawMessage, field, key string) (string, bool) {

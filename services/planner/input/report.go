@@ -38,6 +38,11 @@ func (d *Dataset) bad(kind string, line []byte, at int, field, message, mend str
 		return
 	}
 	d.shown[kind]++
+	d.report(line, at, field, message, mend)
+}
+
+// report adds a problem of the current row, however many there are like it.
+func (d *Dataset) report(line []byte, at int, field, message, mend string) {
 	p := &planv1.Problem{Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows), Column: 1, Message: message, Mend: mend, Field: field}
 	if at >= 0 && at <= len(line) {
 		p.Column = uint32(utf8.RuneCount(line[:at]) + 1)
