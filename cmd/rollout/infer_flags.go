@@ -16,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/reward"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
@@ -84,7 +85,7 @@ func writes(folder string) error {
 	var config struct{ Architectures []string }
 	text, err := os.ReadFile(filepath.Join(folder, "config.json"))
 	if err == nil && json.Unmarshal(text, &config) == nil && len(config.Architectures) > 0 &&
-		strings.HasSuffix(config.Architectures[0], "ForSequenceClassification") {
+		reward.Scores(config.Architectures[0]) {
 		return scores(folder)
 	}
 	return nil

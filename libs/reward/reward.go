@@ -4,6 +4,7 @@ package reward
 import (
 	"maps"
 	"slices"
+	"strings"
 
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
@@ -44,4 +45,9 @@ func Parts(config *configv1.RunConfig) []Part {
 // Models are the parts that a worker of their own serves: worker `reward-N` has the N-th.
 func Models(config *configv1.RunConfig) []Part {
 	return slices.DeleteFunc(Parts(config), func(part Part) bool { return part.Model == nil })
+}
+
+// Scores reports whether a class that a model's config.json names under `architectures` scores completions: it writes none.
+func Scores(architecture string) bool {
+	return strings.HasSuffix(architecture, "ForSequenceClassification")
 }

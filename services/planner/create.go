@@ -33,6 +33,8 @@ type draft struct {
 	train, eval *input.Dataset // nil where something is wrong with them
 	first       *input.Dataset // the rows that the reward scores, for its dry call, whatever is wrong with some of them
 	model       *input.Model
+
+	policy, teacher []*planv1.Input // files of the model that is trained, and of the one that teaches it
 }
 
 func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*planv1.CreatePlanResponse, error) {
@@ -66,6 +68,7 @@ func (d *draft) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 	if err := input.Digest(ctx, d.baseDir, d.inputs); err != nil {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
+	d.teachesItself()
 	slices.SortFunc(d.inputs, func(a, b *planv1.Input) int {
 		if a.GetRole() != b.GetRole() {
 			return int(a.GetRole()) - int(b.GetRole())

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -29,7 +30,7 @@ func (d *draft) readModel(path string) {
 			fmt.Sprintf("`model.chat_template` is set, but the tokenizer of %s has no chat template", path),
 			"remove `chat_template`, or use an instruction-tuned model")
 	}
-	if algorithm.Generates(d.Config) && strings.HasSuffix(model.Architecture, "ForSequenceClassification") {
+	if algorithm.Generates(d.Config) && model.Scores() {
 		d.Problems.At(d.Place("model.path"), problem.BadModel, "model.path", fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, model.Architecture),
 			"name a language model; a reward model is for `[reward.model]`")
 	}
@@ -39,11 +40,17 @@ func (d *draft) readModel(path string) {
 		return
 	}
 	d.model = model
+	d.policy = d.pin(planv1.InputRole_INPUT_ROLE_MODEL, model, folder, path)
+}
+
+// pin adds a model's files to what is pinned, and returns them; their digests come later.
+func (d *draft) pin(role planv1.InputRole, model *input.Model, folder, path string) []*planv1.Input {
+	var files []*planv1.Input
 	for _, name := range model.Files {
-		d.inputs = append(d.inputs, &planv1.Input{
-			Role: planv1.InputRole_INPUT_ROLE_MODEL, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path),
-		})
+		files = append(files, &planv1.Input{Role: role, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path)})
 	}
+	d.inputs = append(d.inputs, files...)
+	return files
 }
 
 // fitContext holds the longest sequence against the model's positions. The default is lowered to what the model has; a number
@@ -99,6 +106,19 @@ func (d *draft) fitTensors(model *input.Model) {
 	}
 }
 
+// hubName is how models are called on the Hugging Face Hub.
+var hubName = regexp.MustCompile(`^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$`)
+
+// download says how to get a model that is called by its name on the hub; "" for what is a path into a folder that is there.
+func (d *draft) download(path string) string {
+	owner, name, _ := strings.Cut(path, "/")
+	if _, err := os.Stat(input.Resolve(d.baseDir, owner)); err == nil || !hubName.MatchString(path) {
+		return ""
+	}
+	return fmt.Sprintf("models are not downloaded: name a folder. For a model of the Hugging Face Hub run `hf download %s --local-dir %s` (package huggingface_hub) and name %q",
+		path, filepath.Join(d.baseDir, name), name)
+}
+
 // exists reports whether a file or folder is there, and says at the field that names it where it is not.
 func (d *draft) exists(field, path string, folder bool) bool {
 	place := d.Place(field)
@@ -111,6 +131,9 @@ func (d *draft) exists(field, path string, folder bool) bool {
 		}
 		what := "file"
 		if folder {
+			if download := d.download(path); download != "" {
+				mend = download
+			}
 			what = "folder"
 		}
 		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("there is no %s %s", what, path), mend)

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"unicode/utf8"
@@ -53,7 +52,7 @@ func (d *draft) readScoringModel(part reward.Part) {
 	switch {
 	case d.Problems.Len() > before:
 		return
-	case scorer.Architecture != "" && !strings.HasSuffix(scorer.Architecture, "ForSequenceClassification"):
+	case scorer.Architecture != "" && !scorer.Scores():
 		d.Problems.At(d.Place(field), problem.BadModel, field, fmt.Sprintf("%s is no reward model: it holds a %s", path, scorer.Architecture), mend)
 	case len(scorer.Tensors) > 0 && !slices.Contains(scorer.Tensors, "score.weight"):
 		d.Problems.At(d.Place(field), problem.BadModel, field, path+" is no reward model: it has no tensor `score.weight`, the head that scores", mend)
@@ -68,11 +67,7 @@ func (d *draft) readScoringModel(part reward.Part) {
 	if d.Problems.Len() > before {
 		return
 	}
-	for _, name := range scorer.Files {
-		d.inputs = append(d.inputs, &planv1.Input{
-			Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path),
-		})
-	}
+	d.pin(planv1.InputRole_INPUT_ROLE_REWARD, scorer, folder, path)
 }
 
 // dryCalls asks for one call of each reward on the first rows: one sample that answers as the row does, one that says nothing, as

@@ -2,7 +2,8 @@ package planner
 
 import (
 	"fmt"
-	"path/filepath"
+	"slices"
+	"strings"
 
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
@@ -19,6 +20,11 @@ func (d *draft) readTeacher(path string) {
 	before := d.Problems.Len()
 	folder := input.Resolve(d.baseDir, path)
 	teacher := input.ReadModel(folder, path, field, &d.Problems)
+	if teacher.Scores() {
+		d.Problems.At(d.Place(field), problem.BadModel, field, fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, teacher.Architecture),
+			"name a language model as the teacher; a reward model is for `[reward.model]`")
+		return
+	}
 	if d.model != nil && teacher.Embedded > 0 && d.model.Embedded > 0 && teacher.Embedded != d.model.Embedded {
 		d.Problems.At(d.Place(field), problem.BadModel, field,
 			fmt.Sprintf("the teacher has a vocabulary of %d tokens, the model one of %d", teacher.Embedded, d.model.Embedded),
@@ -32,11 +38,31 @@ func (d *draft) readTeacher(path string) {
 	if d.Problems.Len() > before {
 		return
 	}
-	for _, name := range teacher.Files {
-		d.inputs = append(d.inputs, &planv1.Input{
-			Role: planv1.InputRole_INPUT_ROLE_MODEL, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path),
-		})
+	d.teacher = d.pin(planv1.InputRole_INPUT_ROLE_MODEL, teacher, folder, path)
+}
+
+// teachesItself warns of a teacher whose weights are the policy's own: the two agree on every token. Files must have their digests.
+func (d *draft) teachesItself() {
+	const field = "algorithm.distillation.teacher"
+	if taught := weights(d.policy); len(taught) == 0 || !slices.Equal(taught, weights(d.teacher)) {
+		return
 	}
+	d.warnings.At(d.Place(field), problem.BadModel, field,
+		fmt.Sprintf("the teacher %s has the weights of `model.path`: the two agree on every token, so that the loss is 0 and nothing is learned",
+			d.Config.GetAlgorithm().GetDistillation().GetTeacher()),
+		"name another model as the teacher; it is of use only to a run that starts elsewhere, with `rollout run --from`")
+}
+
+// weights are the digests of a model's tensors, whatever its files are called.
+func weights(files []*planv1.Input) []string {
+	var out []string
+	for _, file := range files {
+		if strings.HasSuffix(file.GetPath(), ".safetensors") {
+			out = append(out, file.GetDigest())
+		}
+	}
+	slices.Sort(out)
+	return out
 }
 
 // teacherRequest asks a teacher's endpoint about the first prompt; nil where there is none, or model or data can't be used anyway.

@@ -2,6 +2,7 @@ package planner
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -17,14 +18,7 @@ func TestTheTeacherIsReadAndPinned(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "def exact(samples): return [1.0 for _ in samples]\n")
 	teacher := filepath.Join(dir, "teacher")
-	ask := func() *planv1.CreatePlanResponse {
-		text := strings.Replace(configText, "[algorithm.grpo]", "[algorithm.distillation]\nteacher = \"teacher\"", 1)
-		response, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		return response
-	}
+	ask := func() *planv1.CreatePlanResponse { return taught(t, s, dir, "teacher") }
 	told := func(reason string) {
 		t.Helper()
 		if p := ask().GetProblems(); len(p) != 1 || p[0].GetReason() != reason || p[0].GetField() != "algorithm.distillation.teacher" || p[0].GetLine() == 0 {
@@ -50,6 +44,85 @@ func TestTheTeacherIsReadAndPinned(t *testing.T) {
 		}
 	}
 	told("BAD_MODEL")
+}
+
+// The name of a model on the hub is no path; who writes it is told how to get the model.
+func TestAModelOfTheHubIsNotDownloaded(t *testing.T) {
+	t.Parallel()
+	s, dir := server(t), project(t, exact)
+	for path, hub := range map[string]bool{"Qwen/Qwen2.5-0.5B": true, "model/Qwen2.5-0.5B": false, "../Qwen2.5-0.5B": false, "Qwen2.5-0.5B": false} {
+		p := taught(t, s, dir, path).GetProblems()
+		if len(p) != 1 || p[0].GetReason() != "MISSING_FILE" {
+			t.Errorf("%s: %v", path, p)
+			continue
+		}
+		want := "`hf download " + path + " --local-dir " + filepath.Join(dir, "Qwen2.5-0.5B") + "`"
+		if strings.Contains(p[0].GetMend(), want) != hub {
+			t.Errorf("%s: %s", path, p[0].GetMend())
+		}
+	}
+}
+
+// A reward model has a head that scores; the one for tokens would be made up.
+func TestARewardModelIsNoTeacher(t *testing.T) {
+	t.Parallel()
+	s, dir := server(t), project(t, exact)
+	if err := os.CopyFS(filepath.Join(dir, "scorer"), os.DirFS(filepath.Join(dir, "model"))); err != nil {
+		t.Fatal(err)
+	}
+	config := `{"n_positions": 32, "architectures": ["LlamaForSequenceClassification"]}`
+	if err := os.WriteFile(filepath.Join(dir, "scorer/config.json"), []byte(config), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	problems := taught(t, s, dir, "scorer").GetProblems()
+	if len(problems) != 1 || problems[0].GetReason() != "BAD_MODEL" || problems[0].GetField() != "algorithm.distillation.teacher" || problems[0].GetLine() == 0 ||
+		problems[0].GetMessage() != "scorer is a reward model (LlamaForSequenceClassification): it scores completions and writes none" {
+		t.Errorf("%v", problems)
+	}
+}
+
+// Two that agree on every token have nothing to tell each other: the loss is 0 for ever, and the run succeeds.
+func TestATeacherWithThePolicysWeightsIsWarnedOf(t *testing.T) {
+	t.Parallel()
+	s, dir := server(t), project(t, exact)
+	for name, weight := range map[string]string{"copy": "0123", "other": "0124"} {
+		folder := filepath.Join(dir, name)
+		if err := os.CopyFS(folder, os.DirFS(filepath.Join(dir, "model"))); err != nil {
+			t.Fatal(err)
+		}
+		file := filepath.Join(folder, "model.safetensors")
+		data, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(os.Remove(file), os.WriteFile(filepath.Join(folder, "weights.safetensors"), append(data[:len(data)-4], weight...), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, warned := range map[string]bool{"model": true, "copy": true, "other": false} {
+		got := taught(t, s, dir, name)
+		if got.GetPlan() == nil || len(got.GetWarnings()) > 0 != warned {
+			t.Errorf("%s: %v", name, got)
+			continue
+		}
+		if w := got.GetWarnings(); warned && (w[0].GetField() != "algorithm.distillation.teacher" || w[0].GetLine() == 0 ||
+			!strings.Contains(w[0].GetMessage(), "the loss is 0 and nothing is learned")) {
+			t.Errorf("%s: %v", name, w)
+		}
+	}
+}
+
+const exact = "def exact(samples):\n    return [1.0] * len(samples)\n"
+
+// taught plans a distillation from a teacher's folder.
+func taught(t *testing.T, s *Server, dir, teacher string) *planv1.CreatePlanResponse {
+	t.Helper()
+	text := strings.Replace(configText, "[algorithm.grpo]", fmt.Sprintf("[algorithm.distillation]\nteacher = %q", teacher), 1)
+	response, err := s.CreatePlan(t.Context(), &planv1.CreatePlanRequest{Source: &planv1.ConfigSource{Toml: []byte(text), File: "run.toml", BaseDir: dir}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return response
 }
 
 // endpoint is a server that echoes what `rollout.teacher` asks: each token with its text and a log-probability.

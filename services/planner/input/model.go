@@ -13,6 +13,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
+	"github.com/rollout-rl/rollout/libs/reward"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
@@ -30,6 +31,9 @@ type Model struct {
 
 	tokens map[int64]string // texts of its tokens by id
 }
+
+// Scores reports whether it is a reward model: it scores completions and writes none.
+func (m *Model) Scores() bool { return reward.Scores(m.Architecture) }
 
 // patterns are the files that AutoModelForCausalLM and AutoTokenizer read.
 var patterns = []string{
