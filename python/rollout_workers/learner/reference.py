@@ -73,9 +73,10 @@ class ReferenceCache:
             "reference/sums": torch.tensor(list(self._sums.values()), dtype=torch.float64),
         }
 
-    def load(self, keys: Tensor, sums: Tensor) -> None:
-        """Hold what ``tensors`` gave, and nothing else."""
-        self._sums = {bytes(key): value for key, value in zip(keys.numpy(), sums.tolist(), strict=True)}
+    def load(self, keys: Tensor | None, sums: Tensor | None) -> None:
+        """Hold what ``tensors`` gave, and nothing else; None: it gave nothing."""
+        held = () if keys is None or sums is None else zip(keys.numpy(), sums.tolist(), strict=True)
+        self._sums = {bytes(key): value for key, value in held}
 
 
 def _key(sample: TrainSample) -> bytes:

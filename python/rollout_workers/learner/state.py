@@ -5,7 +5,7 @@
 <dir>/average/...             the average of the weights where one is kept, as a folder that from_pretrained loads
 <dir>/optimizer.safetensors   moments by parameter (and master copies), state of torch's random numbers
 <dir>/critic.safetensors      weights and moments of a critic, where there is one
-<dir>/state.json              step, optimizer steps, KL coefficient, digests; written last: it makes the state valid
+<dir>/state.json              step, optimizer steps, controlled KL coefficient, digests; written last: it makes the state valid
 
 ``optimizer.safetensors`` holds the reference's sums of data as well, which are computed once.
 """
@@ -71,7 +71,7 @@ def capture(trainer: Trainer) -> State:
             "step": trainer.step,
             "optimizer_steps": trainer.optimizer.steps,
             "critic_optimizer_steps": trainer.critic_optimizer.steps if trainer.critic_optimizer else 0,
-            "kl_coefficient": trainer.machine.kl_coefficient,
+            "kl_coefficient": trainer.machine.kl_coefficient if trainer.algorithm.next_kl_coefficient else None,
             "algorithm": trainer.algorithm.name,
             "random": _random_state(),
         },
@@ -150,9 +150,9 @@ def load_state(directory: Path, trainer: Trainer) -> None:
         moments = {name.removeprefix("optimizer/"): tensor for name, tensor in critic.items()}
         scales = _own_scales(trainer, critic)
         trainer.critic_optimizer.load_moments(moments, steps=int(state["critic_optimizer_steps"]), scales=scales)
-    trainer.machine.kl_coefficient = float(state.get("kl_coefficient", trainer.machine.kl_coefficient))
-    if "reference/keys" in saved:
-        trainer.machine.cache.load(saved["reference/keys"], saved["reference/sums"])
+    if trainer.algorithm.next_kl_coefficient and state.get("kl_coefficient"):  # without a controller the config alone says it
+        trainer.machine.kl_coefficient = float(state["kl_coefficient"])
+    trainer.machine.cache.load(saved.get("reference/keys"), saved.get("reference/sums"))
     trainer.optimizer.load_moments(saved, steps=int(state["optimizer_steps"]), scales=_own_scales(trainer, saved))
     trainer.step = int(state["step"])
     _restore_random(state["random"], saved)

@@ -17,7 +17,7 @@ from rollout_workers.algorithms import GrpoConfig
 from rollout_workers.learner import AdamWConfig, Schedule, StateUnreadable, Trainer, TrainerConfig
 from rollout_workers.weights import named_weights, weights_digest
 
-from .addition import prepare_model, sampled_batch
+from .addition import answer, prepare_model, sampled_batch
 
 CONFIG = TrainerConfig(
     settings=GrpoConfig(kl_coefficient=0.02),
@@ -110,6 +110,34 @@ def test_an_average_that_was_not_kept_begins_at_the_weights(model_dir: Path, tmp
     assert not (tmp_path / "average").exists()
     for name, parameter in learner.policy.model.named_parameters():
         assert torch.equal(learner.optimizer.averages()[f"average/{name}"], parameter), name
+
+
+def test_a_state_of_other_settings_leaves_the_coefficient_to_the_config(model_dir: Path, tmp_path: Path) -> None:
+    """As in a run that goes on from another's snapshot; what a controller has reached goes on with it."""
+    trained(model_dir, 1).save_state(tmp_path)
+    stronger = Trainer(model_dir, replace(CONFIG, settings=GrpoConfig(kl_coefficient=0.5)))
+    stronger.load_state(tmp_path)
+    assert stronger.train_step(sampled_batch(2), 2).metrics["kl/coefficient"] == 0.5
+
+    def controlled(coefficient: float) -> Trainer:
+        settings = GrpoConfig(kl_coefficient=coefficient, kl_target=0.1, kl_horizon=100.0)
+        return Trainer(model_dir, replace(CONFIG, settings=settings))
+
+    begun, learner = controlled(0.3), controlled(0.2)
+    begun.load_state(tmp_path)
+    assert begun.machine.kl_coefficient == 0.3
+    learner.train_step(sampled_batch(1), 1)
+    begun.load_state(_saved(learner, tmp_path / "controlled"))
+    assert begun.machine.kl_coefficient == learner.machine.kl_coefficient < 0.2
+
+
+def test_sums_of_the_reference_that_a_state_lacks_are_forgotten(model_dir: Path, tmp_path: Path) -> None:
+    learner = Trainer(model_dir, TrainerConfig(algorithm="dpo", schedule=Schedule(peak=1e-3), threads=1))
+    learner.save_state(tmp_path)
+    learner.train_step([answer(0, 0, "1+1=", "2", 0.0), answer(0, 1, "1+1=", "3", 0.0)], 1)
+    assert len(learner.machine.cache) == 2
+    learner.load_state(tmp_path)
+    assert len(learner.machine.cache) == 0
 
 
 def test_random_numbers_go_on_where_they_were(model_dir: Path, tmp_path: Path) -> None:
