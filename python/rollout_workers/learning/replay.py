@@ -10,14 +10,17 @@ The spec is a file of lines of JSON: first what to load, then one step a line, i
     {"step": 1, "recorded": "blake3-..", "replayed": "blake3-..", "samples": 24}
 
 The first of them is of the state that it began with. The exit code is 0 when every digest is the recorded one, 65 when one is not
-(the rest is not trained then) or when a payload is damaged.
+(the rest is not trained then), when a payload is damaged or when the learner refuses a batch. With ``on_refused_gradient``
+``restore`` a refusal goes back to the last of the snapshots that the plan asks for; one that a stop took is not known.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,10 +30,11 @@ from rollout.buffer.v1.buffer_pb2 import Batch
 from rollout.errors import RolloutError
 from rollout.plan.v1.plan_pb2 import Plan
 from rollout.run.v1.run_pb2 import WorkerSpec
-from rollout_workers.learner import Trainer
+from rollout_workers.learner import LearnerError, Trainer
+from rollout_workers.learner.refusal import Refusals
 from rollout_workers.learning.payload import PayloadCorrupt, read_segments
 from rollout_workers.learning.ranks import Team
-from rollout_workers.learning.settings import trainer_config
+from rollout_workers.learning.settings import lasting, trainer_config
 from rollout_workers.mesh.spec import model_directory
 
 log = logging.getLogger(__name__)
@@ -62,10 +66,13 @@ def replay(path: str) -> int:
             trainer.train_step(samples, batch.step)
             if not _tell(trainer, batch.step, line["digest"], len(samples)):
                 return EXIT_DATA
+            if trainer.config.refusals.action == "restore" and lasting(plan.config, batch.step):
+                with tempfile.TemporaryDirectory(prefix="rollout-replay-") as folder:
+                    trainer.save_state(folder)  # as the run did: what a refusal goes back to
     except ReplaySpecError as error:
         log.error("%s", error)
         return EXIT_NO_INPUT
-    except (PayloadCorrupt, OSError, ValueError) as error:
+    except (PayloadCorrupt, LearnerError, OSError, ValueError) as error:
         log.error("%s", error)
         return EXIT_DATA
     finally:
@@ -75,9 +82,13 @@ def replay(path: str) -> int:
 
 
 def _trainer(head: dict[str, Any], plan: Plan, team: Team) -> Trainer:
-    """As many ranks as the run had: their number is part of what makes its bits."""
+    """As many ranks as the run had: their number is part of what makes its bits, as is what it did with refused gradients."""
     spec = WorkerSpec(plan=plan, base_dir=head["base_dir"])
-    trainer = team.trainer(model_directory(spec), trainer_config(plan.config, int(head["threads"]), spec.base_dir))
+    settings = replace(
+        trainer_config(plan.config, int(head["threads"]), spec.base_dir),
+        refusals=Refusals(plan.config.train.on_refused_gradient or "stop"),  # nothing is kept, and nobody told, a second time
+    )
+    trainer = team.trainer(model_directory(spec), settings)
     if head["state_directory"]:
         trainer.load_state(head["state_directory"])
     if trainer.step != int(head["step"]):
