@@ -70,19 +70,33 @@ def whiten(values: Tensor, *, epsilon: float = 1e-8) -> Tensor:
 
 
 def process_relative(
-    token_rewards: Tensor, rewards: Tensor, sample: Tensor, groups: Tensor, *, normalize_std: bool, epsilon: float = 1e-4
+    token_rewards: Tensor,
+    rewards: Tensor,
+    sample: Tensor,
+    groups: Tensor,
+    *,
+    normalize_std: bool,
+    penalty: Tensor | None = None,
+    epsilon: float = 1e-4,
 ) -> Tensor:
     """Advantages from process rewards: each reward relative to all of its group's, summed from the token on.
 
-    DeepSeekMath, arXiv 2402.03300, section 4.1.3. A token has a process reward where its ``token_rewards`` is not 0. The outcome
-    reward of a sample counts as one more, at its last token, where it is not 0. A group whose process rewards are all equal
-    gets 0.
+    DeepSeekMath, arXiv 2402.03300, section 4.1.3. A token has a process reward where its ``token_rewards`` is not 0; a step that
+    earned 0 has one that is next to it (``process_reward.NOTHING``). The outcome reward of a sample counts as one more, at its
+    last token, where it is not 0. A group whose process rewards are all equal gets 0.
 
-    token_rewards: float64 [T]. rewards: float64 [S]. sample: int64 [T], ascending. groups: int64 [S]. Returns float64 [T].
+    penalty: what is taken from the rewards at each token, from the process reward that follows; what follows the last, from that.
+    token_rewards, penalty: float64 [T]. rewards: float64 [S]. sample: int64 [T], ascending. groups: int64 [S]. Returns float64
+    [T].
     """
     scores = add_at_end(token_rewards, rewards, sample)
     places = scores.nonzero()[:, 0]
     relative = torch.zeros_like(scores)
+    if penalty is not None and places.numel():
+        following = torch.searchsorted(places, torch.arange(len(scores))).clamp(max=len(places) - 1)
+        at = torch.where(sample[places[following]] == sample, following, (following - 1).clamp(min=0))
+        own = sample[places[at]] == sample  # else of a sample without a process reward
+        scores = scores.index_add(0, places[at[own]], -penalty[own])
     relative[places] = group_relative(scores[places], groups[sample[places]], normalize_std=normalize_std, epsilon=epsilon)
     return sum_from_here(relative, sample)
 

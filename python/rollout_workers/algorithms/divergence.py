@@ -43,7 +43,7 @@ def adapted_coefficient(coefficient: float, divergence: float, samples: int, *, 
 
     Ziegler et al., arXiv 1909.08593, section 2.2: ``coefficient * (1 + clip(divergence / target - 1, -0.2, 0.2) * samples /
     horizon)``. ``divergence`` and ``target`` in the same unit, nats a token here; ``samples`` of the step; ``horizon`` in
-    samples.
+    samples, and no less than a step has: beyond 5 times that the coefficient would fall below 0.
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
-    return coefficient * (1 + error * samples / horizon)
+    return coefficient * (1 + error * min(1.0, samples / horizon))

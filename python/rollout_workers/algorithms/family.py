@@ -83,22 +83,19 @@ def estimate_by_group(batch: EstimatorBatch, *, config: PolicyConfig, advantages
 
     With the divergence in the reward, a sample's reward is first lowered by ``kl_coefficient`` times its sum over the sample.
     With ``token_rewards`` the estimate is that of process supervision, ``advantage.process_relative``, whatever
-    ``advantages`` is.
+    ``advantages`` is, and each process reward is lowered by the sum over its part of the sample.
 
     float64 [S] rewards and float64 [T] logprobs; ``advantages``: float64 [S], int64 [S] -> float64 [S]. Mask: the tokens are
     those that carry loss; a sample without one counts in its group. Returns float64 [T] advantages.
     """
     metrics: dict[str, float] = {}
     rewards, token_rewards = batch.rewards, batch.token_rewards
-    if config.kl_in_reward:
-        penalty = penalties(batch, config, metrics)
-        if token_rewards is None:
-            rewards = rewards.index_add(0, batch.sample, -penalty)
-        else:
-            token_rewards = token_rewards - penalty
+    penalty = penalties(batch, config, metrics) if config.kl_in_reward else None
     if token_rewards is None:
+        if penalty is not None:
+            rewards = rewards.index_add(0, batch.sample, -penalty)
         return Estimate(advantages=advantages(rewards, batch.groups)[batch.sample], metrics=metrics)
-    found = process_relative(token_rewards, rewards, batch.sample, batch.groups, normalize_std=normalize_std)
+    found = process_relative(token_rewards, rewards, batch.sample, batch.groups, normalize_std=normalize_std, penalty=penalty)
     return Estimate(advantages=found, metrics=metrics)
 
 

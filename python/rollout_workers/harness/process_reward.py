@@ -10,8 +10,12 @@ TAKEN_BY = frozenset({"ppo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "cispo"}
 """Algorithms with an advantage of its own for each token. The others (GSPO, RLOO) take a completion as one action."""
 
 
+NOTHING = 1e-30
+"""What stands for the reward of a step that earned 0: too little to count in a sum, and not the 0 of tokens that end none."""
+
+
 def spread(steps: Sequence[Step], tokens: int, text_of: Callable[[int], str]) -> tuple[float, ...]:
-    """The reward of each token: that of a step stands at the token that completes it. ``tokens`` floats.
+    """The reward of each token: that of a step stands at the token that completes it (``NOTHING`` for 0). ``tokens`` floats.
 
     text_of: text of the first n tokens. Example: tokens ``3 * 4`` | `` = 12`` and a step of 7 characters: (0.0, reward).
     """
@@ -25,5 +29,5 @@ def spread(steps: Sequence[Step], tokens: int, text_of: Callable[[int], str]) ->
             else:
                 low = middle + 1
         if tokens:
-            rewards[low - 1] += step.reward
+            rewards[low - 1] = rewards[low - 1] + step.reward or NOTHING
     return tuple(rewards)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollout.plugin import Step
 from rollout_workers.algorithms import EstimatorBatch, Needs, Updates, build_algorithm, config_type
 from rollout_workers.algorithms.advantage import add_at_end, equal_groups, group_relative, leave_one_out, sum_from_here, whiten
 from rollout_workers.algorithms.divergence import adapted_coefficient, k3
 from rollout_workers.algorithms.kto import mismatch, reference_point
 from rollout_workers.algorithms.ppo import gae
+from rollout_workers.harness.process_reward import spread
 
 D = torch.float64
 SAMPLE = torch.tensor([0, 0, 0, 2, 2])  # three samples, the second without a token
@@ -90,6 +92,32 @@ def test_a_reward_of_the_outcome_is_one_more_process_reward() -> None:
     )
 
 
+def test_a_step_that_earned_nothing_is_one_of_the_groups() -> None:
+    """Steps of 1 and 1 beside steps of 0 and 0: as far above their mean as these are below it."""
+    right, wrong = ([Step(n, n + 1, reward) for n in range(2)] for reward in (1.0, 0.0))
+    token_rewards = of(*(r for steps in (right, wrong) for r in spread(steps, 2, lambda tokens: "x" * tokens)))
+    found = build("grpo").estimate(
+        batch(rewards=of(0, 0), groups=torch.tensor([0, 0]), sample=torch.tensor([0, 0, 1, 1]), token_rewards=token_rewards)
+    )
+    step = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    assert found.advantages.tolist() == pytest.approx([2 * step, step, -2 * step, -step])
+
+
+def test_a_divergence_in_the_reward_lowers_the_process_reward_that_follows() -> None:
+    """Rewards of 1 and 3 at the places 1 and 2, of 5 at 3; what the token at 4 costs is taken from the last before it."""
+    given = {"rewards": of(0, 0, 0), "logprobs": of(-1, -1, -1, -2, -2), "reference_logprobs": of(-2, -2, -1, -2, -1)}
+    lowered = build("grpo", kl_coefficient=0.5, kl_in="reward", kl_estimator="k1")
+    found = lowered.estimate(batch(token_rewards=of(0, 1, 3, 5, 0), **given))  # k1: 1, 1, 0 and 0, -1
+    plain = build("grpo").estimate(
+        batch(rewards=of(0, 0, 0), token_rewards=of(0, 1 - 0.5 * 2, 3, 5 + 0.5, 0) + of(0, 1e-30, 0, 0, 0))
+    )
+    assert found.advantages.tolist() == pytest.approx(plain.advantages.tolist())
+    nowhere = build("grpo", kl_coefficient=1e-12, kl_in="reward", kl_estimator="k1")
+    unmoved = build("grpo").estimate(batch(rewards=of(0, 0, 0), token_rewards=of(1, 0, 3, 0, 0)))
+    almost = nowhere.estimate(batch(token_rewards=of(1, 0, 3, 0, 0), **given))  # the third sample has none
+    assert almost.advantages.tolist() == pytest.approx(unmoved.advantages.tolist())
+
+
 def test_a_divergence_in_the_reward_is_summed_over_the_sample() -> None:
     algorithm = build("rloo", kl_coefficient=0.5)
     found = algorithm.estimate(batch(logprobs=of(-1, -1, -1, -2, -2), reference_logprobs=of(-2, -2, -1, -2, -1)))
@@ -128,6 +156,9 @@ def test_the_kl_controller_moves_by_a_fifth_at_most() -> None:
     assert adapted_coefficient(0.1, 9.0, 100, target=0.5, horizon=1000) == pytest.approx(0.1 * 1.02)
     assert adapted_coefficient(0.1, 0.0, 100, target=0.5, horizon=1000) == pytest.approx(0.1 * 0.98)
     assert adapted_coefficient(0.1, 0.55, 100, target=0.5, horizon=1000) == pytest.approx(0.1 * 1.01)
+    for samples in (1000, 10_000):  # a step of more samples than the horizon
+        assert adapted_coefficient(0.1, 0.0, samples, target=0.5, horizon=1000) == pytest.approx(0.08)
+        assert adapted_coefficient(0.1, 9.0, samples, target=0.5, horizon=1000) == pytest.approx(0.12)
     controlled = build("ppo", kl_target=0.5, kl_horizon=1000.0)
     assert controlled.next_kl_coefficient(0.1, 9.0, 100) == pytest.approx(0.1 * 1.02)
     assert build("ppo").next_kl_coefficient is None and controlled.initial_kl_coefficient == 0.05
