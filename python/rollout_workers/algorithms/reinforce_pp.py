@@ -35,8 +35,8 @@ def estimate(batch: EstimatorBatch, *, config: ReinforcePpConfig) -> Estimate:
     """Return to go of each token, whitened over all tokens of the batch (section 3.1).
 
     A token's reward is its token reward, if any, less ``kl_coefficient`` times its divergence where that is in the reward; the
-    sample's reward stands at its last token. With ``group_baseline`` the sample's reward is relative to its group's mean, spread
-    over all its tokens alike.
+    sample's reward stands at its last token. With ``group_baseline`` the sample's reward is relative to its group's mean; with
+    ``gamma`` 1 all its tokens have it alike.
 
     float64 [S] rewards; float64 [T] token rewards and logprobs. Mask: the tokens are those that carry loss; a sample without one
     loses its reward, but for its part in the mean of its group. Returns float64 [T] advantages.

@@ -5,10 +5,12 @@
 | ``loss`` | the loss of the whole batch |
 | ``reward/mean``, ``reward/std`` | over the batch's samples; std divides by their number |
 | ``reward/NAME`` | mean of a metric that the reward returned, or of a part of it, over the samples that have it |
-| ``zero_advantage_groups`` | share of groups whose rewards are all equal |
+| ``zero_advantage_groups`` | share of groups none of whose samples has an advantage, as where all rewards are equal |
 | ``entropy`` | nats, mean over trained tokens that were computed |
-| ``kl/engine_learner`` | KL(engine || learner), k3, mean over the same tokens |
-| ``kl/reference`` | KL(learner || initial model), the loss's estimator, over the same tokens |
+| ``kl/engine_learner`` | KL(engine || learner before the step's first update), k3, mean over the same tokens |
+| ``kl/reference`` | KL(learner || initial model), the loss's estimator, over the same tokens; in the reward, of all trained |
+| ``kl/coefficient`` | its weight in this step |
+| ``kl/teacher`` | KL(learner || teacher), k1, over the same tokens |
 | ``rewards/chosen``, ``rewards/rejected`` | (implicit) rewards of each kind, summed, over the pairs; KTO: over all samples |
 | ``rewards/accuracy`` | share of pairs whose chosen completion has the higher reward |
 | ``rewards/margin`` | mean reward of the chosen less that of the rejected; KTO: of batches with both kinds |
@@ -25,7 +27,10 @@
 | ``staleness/share_N`` | share of samples that are N steps behind, or up to the next N (0, 1, 2, 3, 5, 9); where any is |
 | ``groups/equal_rewards`` | groups left out since their rewards are all equal, where the algorithm does so |
 | ``tokens_per_second``, ``samples_per_second`` | of the batch, over ``time/step`` |
-| ``time/pack``, ``time/forward``, ``time/backward``, ``time/optimizer``, ``time/step`` | seconds |
+| ``time/pack`` | seconds before the first update: packing, and the passes without gradient that an algorithm wants first |
+| ``time/forward``, ``time/backward``, ``time/optimizer``, ``time/step`` | seconds |
+| ``updates`` | of the weights in this step, where there are several; ``loss`` and ``grad_norm`` are their means |
+| ``refused`` | 1 where the gradient was refused and the step counts without it |
 
 A mean over no token (every sample was skipped) is left out.
 """

@@ -136,6 +136,7 @@ class Trainer:
         ``on_progress`` is called with micro-batches done and in all, of the update in hand. Raises ``StepOutOfTurn``,
         ``BadBatch``, and unless ``config.refusals`` goes on without them ``NonFiniteGradient`` or ``ExplodingGradient``.
         """
+        started = time.perf_counter()
         try:
             return self._make_step(samples, step, on_progress)
         except (NonFiniteGradient, ExplodingGradient) as error:
@@ -147,7 +148,8 @@ class Trainer:
                 self.machine.kl_coefficient = self._point[1]
             self.step = step
             metrics = describe_batch(samples, step=step, sampled=self.algorithm.needs.sampled)
-            return StepResult(step, metrics | {"refused": 1.0, "learning_rate": self.config.schedule.rate(step)})
+            metrics |= {"refused": 1.0, "learning_rate": self.config.schedule.rate(step)}
+            return StepResult(step, metrics | {"time/step": time.perf_counter() - started})
 
     def _make_step(self, samples: Sequence[TrainSample], step: int, on_progress: Callable[[int, int], None] | None) -> StepResult:
         if step != self.step + 1:
@@ -293,7 +295,7 @@ class Trainer:
 
     def _control_kl(self, metrics: dict[str, float]) -> None:
         adapt, measured = self.algorithm.next_kl_coefficient, metrics.get("kl/reference")
-        if self.algorithm.needs.reference and self.algorithm.needs.sampled:
+        if self.algorithm.initial_kl_coefficient > 0:
             metrics["kl/coefficient"] = self.machine.kl_coefficient
         if adapt is not None and measured is not None:
             self.machine.kl_coefficient = adapt(self.machine.kl_coefficient, measured, int(metrics["samples"]))

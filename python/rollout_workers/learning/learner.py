@@ -138,15 +138,15 @@ class Learner:
         """Write the state of ``step`` into a folder; the files with their digests, and the digest of the weights."""
         trainer = self._model()
 
-        def write() -> list[SnapshotFile]:
+        def write() -> tuple[list[SnapshotFile], str]:
             if trainer.step != step:
                 raise StepMismatch(f"the learner stands at step {trainer.step}, not {step}", mend="save that step")
             root = Path(directory)
-            return [_described(root, path) for path in trainer.save_state(root)]
+            return [_described(root, path) for path in trainer.save_state(root)], trainer.weights_digest().root
 
         before, self.activity = self.activity, f"saving the state of step {step}"
         try:
-            return await self._run(write), (await self._run(trainer.weights_digest)).root
+            return await self._run(write)  # the digest too: the next step may wait behind it
         finally:
             self.activity = before
 

@@ -18,8 +18,10 @@ from rollout_workers.algorithms.kto import mismatch
 from rollout_workers.algorithms.online_dpo import OnlineDpoConfig
 from rollout_workers.algorithms.ppo import PpoConfig
 from rollout_workers.learner import BadBatch, LoraConfig, Schedule, Trainer, TrainerConfig, TrainSample
+from rollout_workers.learner.objective.base import sequence_sums
 from rollout_workers.learner.objective.score import ending
 from rollout_workers.learner.objective.unpaired import _crossed
+from rollout_workers.learner.packing import pack
 
 from .addition import answer, sampled_batch
 from .oracle import sample_logprobs
@@ -111,14 +113,24 @@ def test_online_dpo_learns_nothing_of_ties(model_dir: Path) -> None:
     before = learner.weights_digest().root
     metrics = learner.train_step(tied, 1).metrics
     assert (metrics["pairs"], metrics["loss"], metrics["grad_norm"], metrics["groups/equal_rewards"]) == (0, 0, 0, 6)
+    assert "kl/coefficient" not in metrics, "beta is no coefficient of a term"
     assert learner.weights_digest().root == before
     with pytest.raises(BadBatch, match="not a number"):
         learner.train_step([dataclasses.replace(tied[0], reward=float("nan")), *tied[1:]], 2)
 
 
+def test_sums_over_long_samples_are_as_exact_as_their_type() -> None:
+    """What is trained on is a small difference of them, and the reference's are added up in float64."""
+    logprobs = -2 * torch.rand(20_000, generator=torch.Generator().manual_seed(0))
+    long = TrainSample("0", 0, np.zeros(20_001, np.int32), 1, np.ones(20_001, np.uint8), np.zeros(20_001, np.float32))
+    (micro,) = pack([long], [0], tokens=1 << 20)
+    assert sequence_sums(micro, logprobs, 1).tolist() == [logprobs.double().sum().float().item()]
+
+
 def test_kto_agrees_with_the_oracle(model_dir: Path) -> None:
     learner, samples = moved(model_dir, dataclasses.replace(CONFIG, algorithm="kto"), labelled), labelled(2)
-    crossed = [_crossed(samples[i], samples[j]) for i, j in enumerate(mismatch(samples))]
+    others = mismatch([s.token_ids[: s.prompt_length].tobytes() for s in samples])  # each prompt is that of several samples
+    crossed = [_crossed(samples[i], samples[j]) for i, j in enumerate(others)]
     initial = AutoModelForCausalLM.from_pretrained(model_dir)
     with torch.no_grad():
         point = (totals(learner.policy.model, crossed) - totals(initial, crossed)).mean().clamp(min=0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_workers.algorithms import GrpoConfig
+from rollout_workers.algorithms import DapoConfig, GrpoConfig
 from rollout_workers.learner import (
     AdamWConfig,
     BadBatch,
@@ -24,7 +24,7 @@ from rollout_workers.learner import (
 )
 from rollout_workers.learner.optimizer import FlatAdamW
 
-from .addition import demonstrations, sampled_batch
+from .addition import answer, demonstrations, sampled_batch
 from .oracle import grpo_loss, sample_logprobs, sft_loss
 
 
@@ -225,8 +225,10 @@ def test_metrics_of_a_step(model_dir: Path) -> None:
     assert "kl/reference" not in metrics
 
 
-def test_engine_and_learner_diverge_by_nothing_when_the_engine_is_right(model_dir: Path) -> None:
-    learner, samples = trainer(model_dir), sampled_batch(0)
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_engine_and_learner_diverge_by_nothing_when_the_engine_is_right(model_dir: Path, minibatches: int) -> None:
+    """However far the updates of the step lead from what sampled."""
+    learner, samples = trainer(model_dir, settings=GrpoConfig(minibatches=minibatches)), sampled_batch(0)
     exact = []
     with torch.no_grad():
         for sample in samples:
@@ -234,6 +236,16 @@ def test_engine_and_learner_diverge_by_nothing_when_the_engine_is_right(model_di
             logprobs[1:] = sample_logprobs(learner.policy.model, sample)
             exact.append(dataclasses.replace(sample, logprobs=logprobs))
     assert learner.train_step(exact, 1).metrics["kl/engine_learner"] == pytest.approx(0, abs=1e-9)
+
+
+def test_what_an_environment_said_is_not_overlong(model_dir: Path) -> None:
+    """Six tokens of two turns, and three between them, where eight may be sampled."""
+    settings = DapoConfig(max_tokens=8, overlong_share=0.5, dynamic_sampling=False)
+    learner = trainer(model_dir, algorithm="dapo", settings=settings)
+    samples = [answer(0, 0, "1+2=", "12345678", 1.0), answer(0, 1, "1+2=", "12345", 1.0), answer(0, 2, "1+2=", "1", 0.0)]
+    samples[0].loss_mask[6:9] = 0
+    found = learner.train_step(samples, 1).advantages
+    assert found["0/000000", 0] == found["0/000000", 1] > found["0/000000", 2]
 
 
 def test_the_reference_holds_still_while_the_policy_moves(model_dir: Path) -> None:

@@ -96,8 +96,10 @@ class Objective(Protocol):
 
 
 def sequence_sums(batch: MicroBatch, logprobs: Tensor, count: int) -> Tensor:
-    """float32 [count], with gradient: logprobs float32 [N] of a micro-batch summed over each sample of the whole batch."""
-    return logprobs.new_zeros(count).index_add_(0, torch.from_numpy(batch.sample).to(logprobs.device), logprobs)
+    """float32 [count], with gradient: logprobs float32 [N] of a micro-batch summed over each sample of the whole batch: in
+    float64, as the reference's, since what is trained on is the small difference of the two."""
+    sums = logprobs.new_zeros(count, dtype=torch.float64)
+    return sums.index_add_(0, torch.from_numpy(batch.sample).to(logprobs.device), logprobs.double()).float()
 
 
 def trained_lengths(samples: Sequence[TrainSample]) -> Tensor:

@@ -57,7 +57,8 @@ class Tokens:
             self.metrics["tokens/trained"] = _trained(self._samples)
 
     def updates(self) -> Iterator[list[MicroBatch]]:
-        """One update of the whole batch, or ``epochs`` times ``minibatches`` of whole groups, drawn anew each epoch."""
+        """One update of the whole batch, or ``epochs`` times ``minibatches`` of whole samples, group after group, in an order of
+        groups that is drawn anew each epoch."""
         updates, everything = self._algorithm.updates, range(len(self._samples))
         if updates.count == 1:
             yield self._begin(everything)
@@ -90,7 +91,7 @@ class Tokens:
             )
             loss = loss + value.loss
             sums |= value.sums
-        return Part(loss, len(batch.target), sums | self._measured(batch, policy))
+        return Part(loss, len(batch.target), sums | self._measured(batch, policy, slots))
 
     def advantages(self) -> Mapping[tuple[str, int], float]:
         """(group_key, sample) -> advantage; where tokens have their own, the mean over the trained ones."""
@@ -273,13 +274,17 @@ class Tokens:
     def _at(self, name: str, slots: Tensor, like: Tensor) -> Tensor:
         return self._known[name][slots].to(like.device)
 
-    def _measured(self, batch: MicroBatch, policy: Logprobs) -> dict[str, Tensor]:
-        """What is measured on every algorithm, summed over the micro-batch's tokens."""
+    def _measured(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None) -> dict[str, Tensor]:
+        """What is measured on every algorithm, summed over the micro-batch's tokens. The engine is held against the policy before
+        the first update, where that was measured: later ones have moved on from what sampled."""
         repeats = torch.from_numpy(np.bincount(batch.predictor, minlength=len(batch.predictors)))
         sums = {"entropy": (policy.entropy.detach() * repeats.to(policy.entropy.device)).sum()}
         if self._needs.sampled:
             engine = torch.from_numpy(batch.engine_logprobs).to(policy.tokens.device)
-            sums["kl/engine_learner"] = k3(engine, policy.tokens.detach()).sum()
+            learner = policy.tokens.detach()
+            if slots is not None and "logprobs" in self._known:
+                learner = self._at("logprobs", slots, learner)
+            sums["kl/engine_learner"] = k3(engine, learner).sum()
         return sums
 
 
@@ -296,7 +301,8 @@ def _without_loss(sample: TrainSample) -> TrainSample:
 
 
 def _lengths(samples: Sequence[TrainSample]) -> Tensor:
-    return torch.tensor([len(sample.token_ids) - sample.prompt_length for sample in samples])
+    """int64 [S]: sampled tokens; what an environment said between them was not."""
+    return torch.tensor([int(np.count_nonzero(sample.loss_mask[sample.prompt_length :])) for sample in samples])
 
 
 def _truncated(samples: Sequence[TrainSample]) -> Tensor:

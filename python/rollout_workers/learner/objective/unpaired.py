@@ -28,7 +28,7 @@ class Unpaired:
         self._reference = machine.cache.totals(machine, samples).float()
         self._point = 0.0
         if machine.algorithm.needs.mismatched:
-            others = mismatch([sample.group_key for sample in samples])
+            others = mismatch([sample.token_ids[: sample.prompt_length].tobytes() for sample in samples])
             crossed = [_crossed(samples[i], samples[j]) for i, j in enumerate(others)]
             self._point = reference_point(machine.totals(crossed), machine.totals(crossed, reference=True))
         self.metrics: dict[str, float] = {"tokens/trained": float(lengths.sum())}

@@ -82,7 +82,7 @@ FORMULAS = {
 # What several algorithms have in common: key -> its values where they are names, and what it sets.
 SETTINGS: dict[str, tuple[Iterable[str], str]] = {
     "reduction": (REDUCTIONS, "how token losses become one number: mean over tokens, over samples, or a sum over a constant"),
-    "normalization": (NORMALIZATIONS, "what rewards are compared with and scaled by"),
+    "normalization": (NORMALIZATIONS, "whose standard deviation advantages are divided by"),
     "baseline": (("group", "leave_one_out"), "whose mean reward is taken off"),
     "normalize_std": ((), "whether advantages are divided by the standard deviation"),
     "epochs": ((), "passes over a batch, each of `minibatches` updates"),
@@ -111,7 +111,8 @@ steps or tokens ([rewards](rewards.md)); with `[algorithm.distillation]` a teach
   whole batch, however it is cut into micro-batches and dealt out to ranks;
 - learning rates that are {schedules} after a warm-up;
 - a gradient that is not finite, or beyond a limit, is refused, and the batch kept (`train.on_refused_gradient`);
-- prompts that samples share are computed once, and logits for trained tokens alone.
+- prompts that samples share are computed once, where a model's layers see all that came before, and logits for trained tokens
+  alone.
 
 ## Samples of older weights
 
@@ -136,7 +137,8 @@ OF_NO_ORACLE = [
     "Advantages are float64 from float64 rewards; a group whose rewards are all equal gets exactly 0, where the oracles leave a "
     "rounding residue over their epsilon.",
     "verl refuses to whiten a batch of one token; ours gets advantage 0.",
-    "In verl a completion without tokens loses its reward; here its reward counts in the mean of its group.",
+    "In verl a completion without tokens loses its reward; here its reward counts in the mean of its group, where rewards are "
+    "compared within one (PPO, and REINFORCE++ without `group_baseline`, lose it too).",
     "Online DPO takes the first of samples with the same reward; TRL's makes a pair of two equal samples too.",
     "KTO's reference point is that of the whole batch, TRL's that of a micro-batch: ours doesn't change with how a batch is cut.",
 ]
