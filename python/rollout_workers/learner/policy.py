@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from rollout_workers.learner.types import TrainSample
 from rollout_workers.weights import LiveWeights
 from rollout_workers.weights.head import plain_head
 from rollout_workers.weights.pretrained import load_whole
+
+log = logging.getLogger(__name__)
 
 PROBE = 48  # tokens
 NO_MASK = torch.zeros(1, 1, 1, 1)  # of four dimensions: models take such a one as it is, and make none
@@ -63,6 +66,8 @@ class Policy:
         self.linear_head = plain_head(model)
         self.share_prefixes = True
         self.linear_head = self.linear_head and self._agrees(share_prefixes=False)
+        if not self.linear_head:
+            log.info("%s makes its logits itself: they are held whole, tokens x vocabulary", type(model).__name__)
         self.share_prefixes = attends_everywhere(model.config) and install(model, lambda: self._agrees(share_prefixes=True))
 
     @classmethod
@@ -151,6 +156,8 @@ class Policy:
             (batch,) = pack(samples, range(len(samples)), tokens=1 << 20, share_prefixes=share_prefixes)
             found = torch.full((len(samples), len(samples[0].token_ids)), torch.nan)
             found[batch.sample, batch.place] = self.logprobs(batch).tokens.float().cpu()
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return False
         token_ids = torch.from_numpy(np.stack([sample.token_ids for sample in samples])).long()

@@ -17,7 +17,10 @@ def plain_head(model: PreTrainedModel) -> bool:
 
     Scales and caps go by a dozen names in configs, and may not show in the logits of the weights at hand: under a cap of 30 small
     logits stay what they are, to the rounding of bfloat16. So in one call of the model its head's output is exchanged for powers
-    of two, which must come out as they are; and what went into the head must be the hidden states, bit for bit.
+    of two, which must come out as they are; and what went into the head must be the hidden states, bit for bit. Those come of
+    ``base_model`` in the same call, or from calling it alone where the model calls what is inside it (OPT, BART).
+
+    Raises ``torch.OutOfMemoryError``: a full GPU says nothing of the model.
     """
     head: Any = model.get_output_embeddings()
     trunk: Any = model.base_model
@@ -26,7 +29,7 @@ def plain_head(model: PreTrainedModel) -> bool:
     seen: dict[str, Tensor] = {}
 
     def states(_module: nn.Module, _given: Any, made: Any) -> None:
-        seen["states"] = made.last_hidden_state
+        seen["states"] = made[0]
 
     def exchange(_module: nn.Module, given: Any, made: Tensor) -> Tensor:
         seen["given"], seen["made"] = given[0], powers(made)
@@ -35,7 +38,12 @@ def plain_head(model: PreTrainedModel) -> bool:
     hooks = [trunk.register_forward_hook(states), head.register_forward_hook(exchange)]
     token_ids = torch.arange(PROBE, device=model.device).mul_(7919).remainder_(model.config.get_text_config().vocab_size)
     try:
-        logits = model(input_ids=token_ids[None], use_cache=False).logits
+        made = model(input_ids=token_ids[None], use_cache=False)
+        logits = made[0] if isinstance(made, tuple) else made.logits
+        if "states" not in seen:
+            trunk(input_ids=token_ids[None], use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return False
     finally:

@@ -31,6 +31,7 @@ def load_whole(auto: Any, directory: str | os.PathLike[str], *, new: Sequence[st
         )
     if missing := sorted(set(told["missing_keys"]) - set(new)):
         raise WeightsIncomplete(f"{directory} has no tensor {missing[0]}{_more(missing)}", mend=mend)
+    model.config.return_dict = True  # outputs are read by name
     return model
 
 

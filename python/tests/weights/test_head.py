@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     FalconH1Config,
@@ -22,11 +26,15 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
 )
 
+from rollout_workers.engines.transformers.score import linear_head
+from rollout_workers.learner.policy import Policy
 from rollout_workers.weights.head import plain_head
 
 SMALL: dict[str, Any] = {
@@ -37,10 +45,14 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+OPT = OPTConfig(vocab_size=60, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, word_embed_proj_dim=16)
+BART = BartConfig(vocab_size=60, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48)
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], bool]] = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SMALL)), True),
     "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=4)), True),
     "a bias": (lambda: PhiForCausalLM(PhiConfig(**SMALL)), True),
+    "opt, which calls its decoder": (lambda: OPTForCausalLM(OPT), True),
+    "bart, which calls its decoder": (lambda: BartForCausalLM(BART), True),
     "a cap": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=30.0)), False),
     "a cap far off": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=1e6)), False),
     "no cap": (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=None)), True),
@@ -83,3 +95,40 @@ def test_what_has_no_name_is_found(where: str) -> None:
     model = Shifted(LlamaConfig(**SMALL)).eval()
     model.where = where
     assert not plain_head(model)
+
+
+def test_a_model_that_calls_its_decoder_keeps_the_shortcut_where_it_is_used(tmp_path: Path) -> None:
+    config = OPTConfig(**{**OPT.to_dict(), "return_dict": False})
+    OPTForCausalLM(config).save_pretrained(tmp_path)
+    policy = Policy.load(tmp_path)
+    assert policy.linear_head and linear_head(policy.model)
+
+
+class Beside(OPTForCausalLM):
+    """Gives its head something else than what its base model makes."""
+
+    def forward(self, input_ids: Any = None, **_options: Any) -> Any:
+        states = self.model.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        return SimpleNamespace(logits=self.lm_head(states * 1.01))
+
+
+def test_a_decoder_whose_states_are_changed_is_found() -> None:
+    assert not plain_head(Beside(OPT).eval())
+
+
+def test_a_full_gpu_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_given: Any, **_options: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    monkeypatch.setattr(model, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        plain_head(model)
+
+
+def test_the_slow_way_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rollout_workers"):
+        assert not Policy(CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.9))).linear_head
+    assert [record.message for record in caplog.records] == [
+        "CohereForCausalLM makes its logits itself: they are held whole, tokens x vocabulary"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ from rollout_workers.engines.base import Logprobs
 from rollout_workers.engines.errors import ContextOverflow, EngineError, InvalidPrompt
 from rollout_workers.weights.head import plain_head
 
+log = logging.getLogger(__name__)
+
 HELD = 1 << 24
 """Logits that are held at a time, in elements; f32, and as many log-probabilities: 128 MB."""
 
@@ -31,6 +34,8 @@ class Scoring:
     def __init__(self, module: PreTrainedModel, max_len: int, vocabulary: int) -> None:
         self._module, self._max_len, self._vocabulary = module, max_len, vocabulary
         self._linear = linear_head(module)
+        if not self._linear:
+            log.info("%s makes its logits itself: those of a prompt to score are held whole", type(module).__name__)
         self._waiting: deque[tuple[NDArray[np.int64], Future[Logprobs]]] = deque()
 
     def __bool__(self) -> bool:
@@ -97,6 +102,8 @@ def linear_head(module: PreTrainedModel) -> bool:
     try:
         rows, head = _rows_of(module, ids, linear=True)
         found = head(rows).float()
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return False
     wanted = module(input_ids=ids, use_cache=False).logits.float()
