@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"strings"
 	"syscall"
 	"time"
 
@@ -66,29 +65,10 @@ func (a *app) execute(ctx context.Context, args []string) int {
 	}
 	var unknown *usageError
 	if errors.As(err, &unknown) || isCobraUsage(err) {
-		e = &exit.Error{Code: exit.Usage, Err: e.Err, Mend: fmt.Sprintf("see `%s --help`", command.CommandPath())}
+		e = &exit.Error{Code: exit.Usage, Err: ownWords(command, e.Err), Mend: fmt.Sprintf("see `%s --help`", command.CommandPath())}
 	}
 	a.fail(e, err)
 	return e.Code
-}
-
-// usageError is a mistake in the command line that a command found itself.
-type usageError struct{ error }
-
-func usage(format string, args ...any) error { return &usageError{fmt.Errorf(format, args...)} }
-
-// isCobraUsage recognises the errors that cobra makes itself; it gives them no type.
-func isCobraUsage(err error) bool {
-	text := err.Error()
-	for _, head := range []string{
-		"unknown command", "unknown flag", "unknown shorthand", "flag needs an argument", "invalid argument", "required flag",
-		"accepts ", "requires at least", "if any flags in the group", "at least one of the flags", "bad flag syntax",
-	} {
-		if strings.HasPrefix(text, head) {
-			return true
-		}
-	}
-	return false
 }
 
 // fail prints an error where errors go, in the format that was asked for.

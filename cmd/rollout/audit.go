@@ -118,12 +118,12 @@ func (a *app) auditText(r *audit.Report) string {
 	for _, reason := range slices.Sorted(maps.Keys(r.Excluded)) {
 		add("excluded", "%s for %s", output.Count(r.Excluded[reason]), reason)
 	}
-	add("samples", "%s trained: %s payloads verified (%s tokens, %s with the digest of their weights), %s dropped because a snapshot covers them",
-		output.Count(r.Samples.Trained), output.Count(r.Samples.Verified), output.Count(r.Samples.Tokens), output.Count(r.Samples.Receipts), output.Count(r.Samples.Covered))
-	add("dropped", "%s twins, %s refused, %s failed for infrastructure",
-		output.Count(r.Counts["twins_dropped"]), output.Count(r.Counts["refused"]), output.Count(r.Counts["infra_failed"]))
-	add("files", "%s segments whole (%s), %s covered by snapshots", output.Count(r.Segments.Whole), output.Bytes(r.Segments.Bytes), output.Count(r.Segments.Covered))
-	add("chain", "%s steps, head %s", output.Count(r.Steps), r.Chain)
+	add("samples", "%s trained: %s verified (%s, %s with the digest of their weights), %s dropped because a snapshot covers them",
+		output.Count(r.Samples.Trained), output.Plural(r.Samples.Verified, "payload"), output.Plural(r.Samples.Tokens, "token"), output.Count(r.Samples.Receipts), output.Count(r.Samples.Covered))
+	add("dropped", "%s, %s refused, %s failed for infrastructure",
+		output.Plural(r.Counts["twins_dropped"], "twin"), output.Count(r.Counts["refused"]), output.Count(r.Counts["infra_failed"]))
+	add("files", "%s whole (%s), %s covered by snapshots", output.Plural(r.Segments.Whole, "segment"), output.Bytes(r.Segments.Bytes), output.Count(r.Segments.Covered))
+	add("chain", "%s, head %s", output.Plural(r.Steps, "step"), r.Chain)
 	add("weights", "%s", r.Digest)
 	text := table.String()
 	if r.Whole {

@@ -187,7 +187,7 @@ func (a *app) planText(path string, source *planv1.ConfigSource, plan *planv1.Pl
 	for _, in := range plan.GetInputs() {
 		rows := ""
 		if in.GetRows() > 0 {
-			rows = output.Count(in.GetRows()) + " rows"
+			rows = output.Plural(in.GetRows(), "row")
 		}
 		table.Row("  "+roleName(in.GetRole()), in.GetPath(), output.Bytes(in.GetBytes()), s.Dim(output.Short(in.GetDigest())), rows)
 		total += in.GetBytes()

@@ -72,7 +72,7 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 	}
 	for text, args := range map[string][]string{
 		"snapshot snap-newest holds no average": {"addition-grpo", "--to", filepath.Join(out, "none"), "--average"},
-		"were all set":                          {"addition-grpo", "--to", filepath.Join(out, "none"), "--average", "--adapter"},
+		"exclude each other":                    {"addition-grpo", "--to", filepath.Join(out, "none"), "--average", "--adapter"},
 		"is there already":                      {"addition-grpo", "--to", filepath.Join(out, "adapter")},
 		"snapshot snap-newest holds no adapter": {"addition-grpo", "--to", filepath.Join(out, "none"), "--adapter"},
 		"nobody":                                {"nobody", "--to", filepath.Join(out, "none")},

@@ -107,7 +107,7 @@ func (a *app) tail(ctx context.Context, c *client.Client, name string, filter *s
 	}
 	run := got.GetStatus().GetRun()
 	filter.RunId = run.GetRunId()
-	follow := flags.follow && !flags.noFollow && !live.Ended(run.GetState())
+	follow := flags.follow && !flags.noFollow && !live.Over(run)
 	if !follow || flags.lines > 0 {
 		const most = 100000
 		request := &storagev1.ListEventsRequest{Filter: filter, Limit: most, Newest: true}
@@ -117,6 +117,9 @@ func (a *app) tail(ctx context.Context, c *client.Client, name string, filter *s
 		response, err := c.Events.ListEvents(ctx, request)
 		if err != nil {
 			return err
+		}
+		if since := filter.GetSince(); len(response.GetEvents()) == 0 && since != nil && !follow {
+			a.note("run %s has no such events since %s", run.GetName(), a.timeOf(since.AsTime()))
 		}
 		if err := a.events(response.GetEvents(), flags); err != nil || !follow {
 			return errors.Join(err, a.lastEvents(flags))
@@ -165,7 +168,7 @@ func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.Ev
 // lateEvents is how long the events of a run that has ended are waited for.
 const lateEvents = time.Second
 
-// watchEnd waits until the run has ended; false where it can't be watched.
+// watchEnd waits until the run does nothing more by itself: it has ended, or a refused gradient has paused it; false where it can't be watched.
 func watchEnd(ctx context.Context, c *client.Client, runID string) bool {
 	stream, err := c.Scheduler.WatchRun(ctx, &runv1.WatchRunRequest{RunId: runID})
 	if err != nil {
@@ -176,7 +179,7 @@ func watchEnd(ctx context.Context, c *client.Client, runID string) bool {
 		if err != nil {
 			return false
 		}
-		if live.Ended(response.GetStatus().GetRun().GetState()) {
+		if live.Over(response.GetStatus().GetRun()) {
 			return true
 		}
 	}

@@ -52,7 +52,7 @@ func TestARefusedGradientPausesUntilSomebodyResumes(t *testing.T) {
 		t.Fatalf("paused as well: %v, %v", got, err)
 	}
 	status := w.waitState(run, scheduler.Paused)
-	if waits := status.GetWaitingFor(); !strings.Contains(waits, "rollout runs resume "+run) || !strings.Contains(waits, "step-000001.npz") {
+	if waits := status.GetWaitingFor(); !strings.Contains(waits, "rollout runs resume "+run) || !strings.Contains(waits, "rollout run --config FILE --from "+run) || !strings.Contains(waits, "step-000001.npz") {
 		t.Errorf("waits for %q", waits)
 	}
 	if n := len(w.launcher.processes()); n != 2 {

@@ -105,7 +105,8 @@ func (w workerView) activity() string {
 
 // waitsForSomebody is what a run waits for that a refused gradient has paused.
 func waitsForSomebody(run *Run) string {
-	return "somebody to try the step again (`rollout runs resume " + run.GetRunId() + "`) or to cancel the run: " + run.GetMessage()
+	return "somebody to start a run with other settings (`rollout run --config FILE --from " + run.GetRunId() + "`), to cancel this one, or to try the step again " +
+		"(`rollout runs resume " + run.GetRunId() + "`), which gives the same gradient unless the machine was at fault: " + run.GetMessage()
 }
 
 // waitingFor names what the run waits for and who owns that: a person, a part of the control plane, workers, the learner.

@@ -154,6 +154,7 @@ func (r *Run) left(s style.Style, paths Paths) string {
 	case runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_INTERRUPTED, runv1.RunState_RUN_STATE_FAILED:
 		add("go on", s.Cyan("rollout run --resume "+run.GetRunId()))
 	case runv1.RunState_RUN_STATE_PAUSED: // by a refused gradient
+		add("change", s.Cyan("rollout run --config FILE --from "+run.GetRunId()))
 		add("try again", s.Cyan("rollout runs resume "+run.GetRunId()))
 		add("give up", s.Cyan("rollout runs cancel "+run.GetRunId()))
 	}

@@ -64,6 +64,14 @@ func Count[N int | int64 | uint64 | uint32 | float64](n N) string {
 	return digits
 }
 
+// Plural is a count and what is counted, as "1 row" and "1,200 rows".
+func Plural[N int | int64 | uint64 | uint32](n N, one string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return Count(n) + " " + one + "s"
+}
+
 // Duration is a time span as people say it: "42 s", "3 min 5 s", "2 h 10 min".
 func Duration(d time.Duration) string {
 	switch {

@@ -175,7 +175,7 @@ class Trainer:
                     if on_progress is not None:
                         on_progress(done, len(batches))
                 loss, norms = self._agree(loss, [optimizer.norm() for optimizer in self._optimizers])
-                self._check(step, loss, norms, rate)
+                self._check(loss, norms, rate)
                 with clock.measure("optimizer"):
                     self.optimizer.step(rate, norms[0])
                     if self.critic_optimizer is not None:
@@ -283,15 +283,20 @@ class Trainer:
         squares = [sum(norm * norm for norm in of_one) for of_one in zip(*(norms for _, norms in found), strict=True)]
         return sum(loss for loss, _ in found), [math.sqrt(square) for square in squares]
 
-    def _check(self, step: int, loss: float, norms: Sequence[float], rate: float) -> None:
+    def _check(self, loss: float, norms: Sequence[float], rate: float) -> None:
         """Refuse an update that would spoil the weights."""
-        told = f"step {step}: loss {loss}, gradient norm {norms[0]}"
-        mend = f"Look at the batch's logprobs and rewards, or lower the learning rate ({rate:g})"
+        told = f"loss {loss:.6g}, gradient norm {norms[0]:.6g}"
+        mend = (
+            "Look at the batch's logprobs and rewards. A run's settings are fixed: `rollout run --config FILE --from RUN` starts"
+            f" another with a lower `train.learning_rate` (here it was {rate:g})"
+        )
+        other = '`train.on_refused_gradient = "skip"`'
         if not (math.isfinite(loss) and all(map(math.isfinite, norms))):
-            raise NonFiniteGradient(f"{told}. The step was not made. {mend}")
+            raise NonFiniteGradient(f"{told}. The step was not made. {mend} or {other}")
         limit = self.config.refuse_grad_norm
         if limit and norms[0] > limit:
-            raise ExplodingGradient(f"{told}, beyond `train.refuse_grad_norm` = {limit:g}. The step was not made. {mend}")
+            raised = f"{told}, beyond `train.refuse_grad_norm` = {limit:g}. The step was not made."
+            raise ExplodingGradient(f"{raised} {mend}, a higher limit or {other}")
 
     def _control_kl(self, metrics: dict[str, float]) -> None:
         adapt, measured = self.algorithm.next_kl_coefficient, metrics.get("kl/reference")
