@@ -72,6 +72,5 @@ const byteOrderMark = "\xef\xbb\xbf"
 
 // utf16 names the encoding of a first line, as iconv knows it, where that is UTF-16; "" where it is not.
 func utf16(line []byte) string {
-	head := string(line[:min(len(line), 2)])
-	return map[string]string{"\xff\xfe": "UTF-16", "\xfe\xff": "UTF-16", "{\x00": "UTF-16LE", "\x00{": "UTF-16BE"}[head]
+	return map[string]string{"\xff\xfe": "UTF-16", "\xfe\xff": "UTF-16", "{\x00": "UTF-16LE", "\x00{": "UTF-16BE"}[string(line[:min(len(line), 2)])]
 }
