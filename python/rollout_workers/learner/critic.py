@@ -11,6 +11,7 @@ from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
 from rollout_workers.learner import single_pass
+from rollout_workers.learner.freezing import checkpoint_gradients
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy, call_packed
 from rollout_workers.learner.ranks import ALONE, Inside, Ranks
@@ -26,8 +27,8 @@ class Critic(nn.Module):
 
     _inside: Inside
 
-    def __init__(self, policy: Policy, directory: str | os.PathLike[str] | None = None) -> None:
-        """directory: the model's folder, for a network of its own."""
+    def __init__(self, policy: Policy, directory: str | os.PathLike[str] | None = None, *, checkpointing: bool = False) -> None:
+        """directory: the model's folder, for a network of its own. checkpointing: of its gradients."""
         super().__init__()
         model: Any = policy.model
         self.trunk: Any = None
@@ -37,6 +38,8 @@ class Critic(nn.Module):
             self.trunk = trunk.to(model.device).eval()
             self.trunk.set_attn_implementation(model.config._attn_implementation)  # what the policy's agreed with
             single_pass.install(self.trunk)
+            if checkpointing:
+                checkpoint_gradients(self.trunk)
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rollout_workers.learner.objective.base import Machine
 
 _KEY_BYTES = 16
+_PAGES, _PAGE_BYTES = 64, 4096  # of each file, of which its name is made
 
 
 class Reference:
@@ -28,6 +30,8 @@ class Reference:
 
     def __init__(self, policy: Policy, directory: str | os.PathLike[str]) -> None:
         """Load ``directory`` where the policy has no adapters. Raises ``OSError`` where it can't be loaded."""
+        self.name = _name_of(Path(directory))
+        """What it is, whatever folder it lies in: sums of another one are not its."""
         self._adapter = policy.adapter
         self._policy = policy
         if self._adapter is None:
@@ -77,6 +81,19 @@ class ReferenceCache:
         """Hold what ``tensors`` gave, and nothing else; None: it gave nothing."""
         held = () if keys is None or sums is None else zip(keys.numpy(), sums.tolist(), strict=True)
         self._sums = {bytes(key): value for key, value in held}
+
+
+def _name_of(directory: Path) -> str:
+    """Of the weights' files: pages of each, as to read all would take seconds. No two trainings leave the same ones."""
+    hasher = blake3()
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        size = path.stat().st_size
+        hasher.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for page in range(_PAGES):
+                file.seek(size * page // _PAGES)
+                hasher.update(file.read(_PAGE_BYTES))
+    return hasher.hexdigest()
 
 
 def _key(sample: TrainSample) -> bytes:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,19 +62,28 @@ def keep(path: Path, samples: Sequence[TrainSample], error: LearnerError) -> Pat
     """Write a batch for inspection.
 
     ``numpy.load`` gives, for S samples of L tokens in all: ``token_ids`` int32 [L], ``loss_mask`` uint8 [L], ``logprobs`` float32
-    [L], ``lengths``, ``prompt_lengths``, ``versions`` int64 [S], ``rewards`` float64 [S], ``groups`` text [S], ``error`` JSON.
+    [L], ``lengths``, ``prompt_lengths``, ``versions`` int64 [S], ``rewards`` float64 [S], ``groups`` text [S], ``error`` JSON;
+    and where a sample has them ``token_rewards`` and ``teacher_logprobs``, float32 [L], NaN where another has none.
     """
+    beside = {"token_rewards": [s.token_rewards for s in samples], "teacher_logprobs": [s.teacher_logprobs for s in samples]}
+    lengths = [len(sample.token_ids) for sample in samples]
+    further: dict[str, Any] = {
+        name: np.concatenate([np.full(n, np.nan, np.float32) if of is None else of for of, n in zip(found, lengths, strict=True)])
+        for name, found in beside.items()
+        if any(of is not None for of in found)
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(
         path,
         token_ids=np.concatenate([sample.token_ids for sample in samples]),
         loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
         logprobs=np.concatenate([sample.logprobs for sample in samples]),
-        lengths=np.array([len(sample.token_ids) for sample in samples]),
+        lengths=np.array(lengths),
         prompt_lengths=np.array([sample.prompt_length for sample in samples]),
         versions=np.array([sample.version for sample in samples]),
         rewards=np.array([sample.reward for sample in samples]),
         groups=np.array([sample.group_key for sample in samples]),
         error=np.array(json.dumps({"reason": error.reason, "message": str(error)})),
+        **further,
     )
     return path

@@ -73,6 +73,7 @@ def capture(trainer: Trainer) -> State:
             "critic_optimizer_steps": trainer.critic_optimizer.steps if trainer.critic_optimizer else 0,
             "kl_coefficient": trainer.machine.kl_coefficient if trainer.algorithm.next_kl_coefficient else None,
             "algorithm": trainer.algorithm.name,
+            "reference": trainer.machine.reference.name if trainer.machine.reference else None,
             "random": _random_state(),
         },
     )
@@ -152,7 +153,9 @@ def load_state(directory: Path, trainer: Trainer) -> None:
         trainer.critic_optimizer.load_moments(moments, steps=int(state["critic_optimizer_steps"]), scales=scales)
     if trainer.algorithm.next_kl_coefficient and state.get("kl_coefficient"):  # without a controller the config alone says it
         trainer.machine.kl_coefficient = float(state["kl_coefficient"])
-    trainer.machine.cache.load(saved.get("reference/keys"), saved.get("reference/sums"))
+    reference = trainer.machine.reference
+    ours = reference is not None and state.get("reference", reference.name) == reference.name  # else of another model's run
+    trainer.machine.cache.load(*(saved.get(name) if ours else None for name in ("reference/keys", "reference/sums")))
     trainer.optimizer.load_moments(saved, steps=int(state["optimizer_steps"]), scales=_own_scales(trainer, saved))
     trainer.step = int(state["step"])
     _restore_random(state["random"], saved)

@@ -378,7 +378,7 @@ def _critic(policy: Policy, algorithm: Algorithm, config: TrainerConfig, model_d
     if not algorithm.needs.critic:
         return None
     own = getattr(config.settings, "critic", "head") == "network"
-    return Critic(policy, model_dir if own else None)
+    return Critic(policy, model_dir if own else None, checkpointing=config.gradient_checkpointing)
 
 
 def _in_order(samples: Sequence[TrainSample]) -> list[TrainSample]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rollout_workers.algorithms.ppo import PpoConfig
 from rollout_workers.learner import BadSettings, LoraConfig, Schedule, Trainer, TrainerConfig
 
 from .addition import sampled_batch
@@ -30,6 +31,22 @@ def test_frozen_tensors_stay(model_dir: Path) -> None:
 def test_patterns_that_make_no_sense_are_refused(model_dir: Path, pattern: str, message: str) -> None:
     with pytest.raises(BadSettings, match=message):
         Trainer(model_dir, dataclasses.replace(CONFIG, freeze=(pattern,)))
+
+
+def test_checkpointing_is_the_critics_too(model_dir: Path) -> None:
+    digests = []
+    for checkpointing in (False, True):
+        settings = PpoConfig(critic="network")
+        config = dataclasses.replace(CONFIG, algorithm="ppo", settings=settings, gradient_checkpointing=checkpointing)
+        learner = Trainer(model_dir, config)
+        assert learner.machine.critic is not None
+        count = [0]
+        layer = next(m for m in learner.machine.critic.modules() if isinstance(m, GradientCheckpointingLayer))
+        layer.mlp.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))  # pyright: ignore
+        learner.train_step(sampled_batch(1), 1)
+        digests.append((learner.weights_digest().root, count[0]))
+    assert digests[0][0] == digests[1][0]
+    assert digests[1][1] > digests[0][1]
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])

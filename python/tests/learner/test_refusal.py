@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout_workers.learner import NonFiniteGradient, Schedule, Trainer, TrainerConfig
-from rollout_workers.learner.refusal import Refusals, Refused
+from rollout_workers.learner.refusal import Refusals, Refused, keep
 
 from .addition import sampled_batch
 
@@ -71,6 +71,15 @@ def test_what_was_restored_goes_on_as_from_the_state(model_dir: Path, tmp_path: 
     twin.step = 3
     twin.train_step(sampled_batch(4), 4)
     assert learner.weights_digest().root == twin.weights_digest().root
+
+
+def test_rewards_of_tokens_are_kept_too(tmp_path: Path) -> None:
+    first, second, *_ = sampled_batch(1)
+    rewarded = dataclasses.replace(second, token_rewards=np.arange(len(second.token_ids), dtype=np.float32))
+    with np.load(keep(tmp_path / "kept" / "batch.npz", [first, rewarded], NonFiniteGradient("no"))) as kept:
+        assert rewarded.token_rewards is not None and "teacher_logprobs" not in kept
+        want = [*[np.nan] * len(first.token_ids), *rewarded.token_rewards]
+        np.testing.assert_array_equal(kept["token_rewards"], want)
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -138,6 +139,18 @@ def test_sums_of_the_reference_that_a_state_lacks_are_forgotten(model_dir: Path,
     assert len(learner.machine.cache) == 2
     learner.load_state(tmp_path)
     assert len(learner.machine.cache) == 0
+
+
+def test_sums_of_another_reference_are_forgotten(model_dir: Path, tmp_path: Path) -> None:
+    """As in a run that goes on from another's snapshot with a model of its own; a copy of the model is the same one."""
+    config = TrainerConfig(algorithm="dpo", schedule=Schedule(peak=1e-3), threads=1)
+    learner = Trainer(model_dir, config)
+    learner.train_step([answer(0, 0, "1+1=", "2", 0.0), answer(0, 1, "1+1=", "3", 0.0)], 1)
+    learner.save_state(tmp_path / "state")
+    for folder, kept in ((shutil.copytree(model_dir, tmp_path / "copy"), 2), (prepare_model(tmp_path / "other", seed=1), 0)):
+        other = Trainer(folder, config)
+        other.load_state(tmp_path / "state")
+        assert len(other.machine.cache) == kept, folder
 
 
 def test_random_numbers_go_on_where_they_were(model_dir: Path, tmp_path: Path) -> None:
