@@ -152,7 +152,8 @@ _NOSY = """
 
 import sys
 
-_CALLER = pathlib.Path(sys.argv[0]).stem  # of the process that calls the reward
+_CALLER = pathlib.Path(sys.argv[0])  # what the process that calls the reward runs: a file, or a package
+_CALLER = _CALLER.parent.name if _CALLER.stem == "__main__" else _CALLER.stem
 pathlib.Path(__file__).with_name(f"environ-{_CALLER}").write_bytes(pathlib.Path("/proc/self/environ").read_bytes())
 """
 _EVERYBODY = {"probe", "reward_process", "learner", "inference"}
