@@ -14,7 +14,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// EnsureRun makes the WORK and TRAJ streams of a run and their consumers, or brings them to the settings above; what is in them
+// EnsureRun makes the WORK and TRAJ streams of a run and their consumers, or brings them to the settings of streams.go; what is in them
 // stays. Safe to call again and from several processes.
 func (b *Bus) EnsureRun(ctx context.Context, run string) error {
 	if err := checkRun(run); err != nil {

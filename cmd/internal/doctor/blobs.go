@@ -12,7 +12,6 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	"github.com/rollout-rl/rollout/libs/blob"
-	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
 )
 
 // blobs writes an object twice, reads, lists and deletes it.

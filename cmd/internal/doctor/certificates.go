@@ -6,7 +6,6 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
-	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
 )
 
 // certificates looks at ours: that they are in force and for how long, lead to their authority, and that nobody else reads their keys.

@@ -9,7 +9,6 @@ import (
 	"syscall"
 
 	"github.com/rollout-rl/rollout/cmd/internal/output"
-	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
 )
 
 // state looks at the folder of this host.

@@ -10,7 +10,6 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/rpc"
-	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
 )
 
 // consul registers a service and takes it away again.

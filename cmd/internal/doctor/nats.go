@@ -12,7 +12,6 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
-	_ "github.com/rollout-rl/rollout/libs/sqldb" // the driver "pgx"
 )
 
 // nats looks at JetStream and at the streams that are there.
