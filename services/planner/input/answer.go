@@ -19,16 +19,21 @@ func (d *Dataset) answer(line []byte, fields map[string]json.RawMessage) (string
 		d.lacks(line, fields, field, "data.answer_field", "answer_field")
 		return "", false
 	}
+	return d.trained(line, raw, field, "answer", "sft")
+}
+
+// trained is the text of a field that an algorithm trains on. noun: what it is to people.
+func (d *Dataset) trained(line []byte, raw json.RawMessage, field, noun, algorithm string) (string, bool) {
 	var text string
-	if json.Unmarshal(raw, &text) != nil || raw[0] != '"' || text == "" {
-		what := jsonKind(raw) + ", not a text"
-		if text == "" && raw[0] == '"' {
-			what = empty
-		}
-		d.badField("answer type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.sft] trains on it", field, what), mendText("answer", what))
-		return "", false
+	if json.Unmarshal(raw, &text) == nil && raw[0] == '"' && text != "" {
+		return text, true
 	}
-	return text, true
+	what := jsonKind(raw) + ", not a text"
+	if raw[0] == '"' {
+		what = empty
+	}
+	d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.%s] trains on it", field, what, algorithm), mendText(noun, what))
+	return "", false
 }
 
 // Completions are the fields that are trained on after the prompt, by name.

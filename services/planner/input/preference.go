@@ -73,16 +73,7 @@ func (d *Dataset) completion(line []byte, fields map[string]json.RawMessage, fie
 		d.lacks(line, fields, field, "data."+key, key)
 		return "", false
 	}
-	var text string
-	if json.Unmarshal(raw, &text) != nil || raw[0] != '"' || text == "" {
-		what := jsonKind(raw) + ", not a text"
-		if text == "" && raw[0] == '"' {
-			what = empty
-		}
-		d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.%s] trains on it", field, what, d.Preference.Algorithm), mendText("completion", what))
-		return "", false
-	}
-	return text, true
+	return d.trained(line, raw, field, "completion", d.Preference.Algorithm)
 }
 
 func (d *Dataset) margin(line []byte, fields map[string]json.RawMessage) {
