@@ -114,8 +114,9 @@ class Sender:
 
     def _follow(self, stream: _Stream) -> None:
         """Put through one stream until it ends. What it leaves unanswered is put by calls, which say why where that fails too."""
-        answers, plain = self._exchange(stream)
+        plain = False
         try:
+            answers, plain = self._exchange(stream)
             for answer in answers:
                 self._settle(stream.answered(), answer.answer.results)
                 plain, self._refused = False, 0
