@@ -84,9 +84,13 @@ class LeadingTrainer(Trainer):
         with self._together("capture"):
             state = self.capture()
         files = write_state(Path(directory), state)
+        self.restore_point()
+        return files
+
+    def restore_point(self) -> None:
+        """See ``Trainer``."""
         with self._together("mark"):
             self.mark()
-        return files
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """See ``Trainer``; every rank reads the folder."""

@@ -251,6 +251,10 @@ class Trainer:
         load_state(Path(directory), self)
         self.mark()
 
+    def restore_point(self) -> None:
+        """What a refusal goes back to is what stands now, as where the state is saved."""
+        self.mark()
+
     def mark(self) -> None:
         """The state was saved or loaded: what a refusal goes back to, where it does."""
         if self.config.refusals.action == "restore":

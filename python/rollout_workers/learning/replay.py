@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +66,7 @@ def replay(path: str) -> int:
             if not _tell(trainer, batch.step, line["digest"], len(samples)):
                 return EXIT_DATA
             if trainer.config.refusals.action == "restore" and lasting(plan.config, batch.step):
-                with tempfile.TemporaryDirectory(prefix="rollout-replay-") as folder:
-                    trainer.save_state(folder)  # as the run did: what a refusal goes back to
+                trainer.restore_point()  # the run saved its state here
     except ReplaySpecError as error:
         log.error("%s", error)
         return EXIT_NO_INPUT
