@@ -3,7 +3,8 @@
 python bench/buffer.py [--shapes big,small] [--systems fsync,process,transferqueue,ray,zeromq] [--share 1.0] [--rounds 1]
 
 Every system moves the same groups from one producing process to one consuming process, which checks each byte. Four puts of one
-group each are in flight; gets take a batch. Seconds are from the first put to the last byte checked; CPU seconds are those of all
+group each are in flight, sent and not answered (our client encodes the next four meanwhile; the peers' have no such step, they
+encode as they send); gets take a batch. Seconds are from the first put to the last byte checked; CPU seconds are those of all
 processes of a system, its servers included, between the two. Peers run first, so that the memory which they touched is not new to
 ours; the bare disk runs beside each fsync round. Prints one line a system, then each bar with what was seen, and ends with 1
 where one is missed.

@@ -58,7 +58,7 @@ class Buffer:
             return self._stub.TrimPayloads(request, metadata=self.server.metadata).bytes
 
     def producer(self, run: str, *, in_flight: int = 16) -> Producer:
-        """in_flight: puts that are not durable yet; one more waits until another is."""
+        """in_flight: puts that were sent and are not durable yet. As many more are prepared, and wait until others are."""
         server = self.server
         plain = "" if server.ca_file or server.cert_file else server.address
         return Producer(self.channel, server.metadata, run, in_flight=in_flight, address=plain)

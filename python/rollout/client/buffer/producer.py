@@ -33,12 +33,13 @@ class Producer:
     def __init__(
         self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int, address: str = ""
     ) -> None:
-        """address: host:port of a buffer that is reached without TLS and so by a plain socket too."""
+        """in_flight: puts that were sent and are not answered; as many are prepared meanwhile, so that the next request is there
+        when the last is answered. address: host:port of a buffer that is reached without TLS and so by a plain socket too."""
         stub = cast(Any, BufferServiceStub(channel))
         self._segments = Segments(lambda: call(stub.LendSegment, pb.LendSegmentRequest(run_id=run), metadata))
-        self._run, self._in_flight = run, in_flight
+        self._run, self._held = run, 2 * in_flight
         self._room: SimpleQueue[None] = SimpleQueue()
-        for _ in range(in_flight):
+        for _ in range(self._held):
             self._room.put(None)
         self._sender = Sender(channel, metadata, run, self._segments, self._room, in_flight=in_flight, address=address)
 
@@ -62,9 +63,9 @@ class Producer:
         """Put the samples of group ``index`` of an epoch; the arrays may be changed when this returns.
 
         first: number of the first sample in the group. group_size: samples that make the group complete, without it those given.
-        receipt: the weights that the engine held. Waits while as many puts as may be in flight are. Raises ``ValueError`` for
-        arrays that don't fit; of a put that does not travel ``RemoteError`` where the buffer can't be asked for a segment,
-        ``OSError`` for a full disk. What else fails, the put's ``result()`` raises.
+        receipt: the weights that the engine held. Waits while as many puts as may be in flight are, and as many are prepared.
+        Raises ``ValueError`` for arrays that don't fit; of a put that does not travel ``RemoteError`` where the buffer can't be
+        asked for a segment, ``OSError`` for a full disk. What else fails, the put's ``result()`` raises.
         """
         group = TrajectoryKey(run_id=self._run, epoch=epoch, index=index, attempt=attempt).SerializeToString()
         size, tail = group_size or len(samples), receipt_of(receipt)
@@ -92,9 +93,9 @@ class Producer:
 
     def flush(self) -> None:
         """Wait until everything that was put is durable, or has failed."""
-        for _ in range(self._in_flight):
+        for _ in range(self._held):
             self._room.get()
-        for _ in range(self._in_flight):
+        for _ in range(self._held):
             self._room.put(None)
 
     def close(self) -> None:

@@ -89,8 +89,8 @@ class Sender:
         self._segments, self._room, self._in_flight = segments, room, in_flight
         self._queue: SimpleQueue[Any] = SimpleQueue()  # of Pending, _WAKE, and None at the end
         self._gathering = threading.Lock()  # one thread at a time
-        self._counting = threading.Lock()  # of _calling
-        self._calling = 0  # puts that are in requests
+        self._window = threading.Condition()  # of _calling
+        self._calling = 0  # puts that are in requests and not answered
         self._ended = False  # the end was taken from the queue
         self._thread = threading.Thread(target=self._send, name="put", daemon=True)
         self._thread.start()
@@ -154,16 +154,15 @@ class Sender:
             if not held:
                 return
             if not stream.add(held):  # it ended meanwhile
-                with self._counting:
-                    self._calling -= len(held)
+                self._leave(len(held))
                 for pending in held:
                     self._queue.put(pending)
                 return
             yield _streamed(self._request(held))
 
     def _gather(self, stream: _Stream | None) -> list[Pending]:
-        """The next puts of one request; nothing at the end, or where the stream has ended. Small ones wait a moment for company,
-        unless all that may be in flight are here."""
+        """The next puts of one request, as many as may be in flight beside those that are; nothing at the end, or where the
+        stream has ended. Small ones wait a moment for company."""
         with self._gathering:
             first = self._queue.get()
             while first is _WAKE:
@@ -174,10 +173,13 @@ class Sender:
                 self._ended = True
                 return []
             held, size, carried = [first], first.size, first.carried
-            while len(held) < _MOST_PUTS and carried < _MOST_BYTES:
-                wait = size < _SMALL_BYTES and len(held) + self._calling < self._in_flight
+            with self._window:
+                while self._calling >= self._in_flight:
+                    self._window.wait()
+                most = min(_MOST_PUTS, self._in_flight - self._calling)
+            while len(held) < most and carried < _MOST_BYTES:
                 try:
-                    pending = self._queue.get(wait, _WAIT_SECONDS) if wait else self._queue.get_nowait()
+                    pending = self._queue.get(size < _SMALL_BYTES, _WAIT_SECONDS)
                 except Empty:
                     break
                 if pending is _WAKE:
@@ -188,9 +190,14 @@ class Sender:
                 held.append(pending)
                 size += pending.size
                 carried += pending.carried
-            with self._counting:
+            with self._window:
                 self._calling += len(held)
             return held
+
+    def _leave(self, puts: int) -> None:
+        with self._window:
+            self._calling -= puts
+            self._window.notify_all()
 
     def _request(self, held: Sequence[Pending]) -> list[bytes]:
         """A ``PutTrajectoriesRequest`` in pieces."""
@@ -211,8 +218,7 @@ class Sender:
         if not isinstance(outcome, BaseException) and len(outcome) != len(held):
             outcome = ConnectionError(f"the buffer answered {len(outcome)} of {len(held)} puts")
         self._segments.answered(held)
-        with self._counting:
-            self._calling -= len(held)
+        self._leave(len(held))
         for _ in held:
             self._room.put(None)
         if isinstance(outcome, BaseException):
