@@ -123,20 +123,26 @@ func (a *app) answer(ctx context.Context, job *infer.Job) error {
 			drawn = false
 		}
 	}
+	draw := func(line string) {
+		if a.terminal && a.format != formatJSON {
+			clear()
+			fmt.Fprint(a.stdout, line)
+			drawn = true
+		}
+	}
 	done, err := job.Run(ctx, func(e infer.Event) {
 		mu.Lock()
 		defer mu.Unlock()
 		switch e.Event {
+		case "loading":
+			draw(infer.Loading(e))
 		case "begin":
+			clear()
 			if kept = e.Kept; kept > 0 {
 				a.note("going on after %s of %s rows", output.Count(e.Kept), output.Count(e.Rows))
 			}
 		case "progress":
-			if a.terminal && a.format != formatJSON {
-				clear()
-				fmt.Fprint(a.stdout, infer.Progress(e, kept))
-				drawn = true
-			}
+			draw(infer.Progress(e, kept))
 		default:
 			clear()
 		}

@@ -42,7 +42,7 @@ type Job struct {
 	Lock    *os.File // holds Scratch for as long as the worker lives; nil: nobody sweeps
 }
 
-// Event is a line of the worker's: `begin`, `progress`, `end`, `interrupted` or `error`.
+// Event is a line of the worker's: `loading`, `begin`, `progress`, `end`, `interrupted` or `error`.
 type Event struct {
 	Event       string            `json:"event"`
 	Rows        int               `json:"rows"`
@@ -54,6 +54,8 @@ type Event struct {
 	MeanScore   *float64          `json:"mean_score"`
 	Statuses    map[string]uint64 `json:"statuses"`
 	Failures    map[string]uint64 `json:"failures"` // samples without a result, by reason
+	Retries     int               `json:"retries"`  // calls of the reward that were repeated after a failure
+	Model       string            `json:"model"`    // that is loaded
 	Output      string            `json:"output"`
 	Journal     string            `json:"journal"`
 	ModelDigest string            `json:"model_digest"`

@@ -32,10 +32,18 @@ func Progress(e Event, kept int) string {
 	if e.MeanScore != nil {
 		parts = append(parts, "mean score "+output.Number(*e.MeanScore))
 	}
+	if e.Retries > 0 {
+		parts = append(parts, fmt.Sprintf("reward tried again: %s", output.Count(e.Retries)))
+	}
 	if failed := Failures(e.Failures); failed != "" {
 		parts = append(parts, "failed: "+failed)
 	}
 	return strings.Join(parts, "  ")
+}
+
+// Loading says what is waited for before the first row.
+func Loading(e Event) string {
+	return fmt.Sprintf("loading %s for %s rows", e.Model, output.Count(e.Rows))
 }
 
 // Failures are samples without a result, counted by reason.

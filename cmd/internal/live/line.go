@@ -2,6 +2,7 @@ package live
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -79,7 +80,9 @@ func (r *Run) stepLine(e *eventv1.Event, s style.Style) string {
 	}
 	add("loss", "loss")
 	for _, name := range preferenceNames {
-		add(name, strings.TrimPrefix(name, "rewards/"))
+		if v, ok := m[name]; ok {
+			parts = append(parts, strings.TrimPrefix(name, "rewards/")+" "+preference(v))
+		}
 	}
 	add("entropy", "entropy")
 	add("grad_norm", "grad norm")
@@ -93,6 +96,14 @@ func (r *Run) stepLine(e *eventv1.Event, s style.Style) string {
 		parts = append(parts, seconds(v))
 	}
 	return strings.Join(parts, "  ")
+}
+
+// preference is a number without what rounding leaves of a zero: at the first step the policy is its own reference.
+func preference(v float64) string {
+	if math.Abs(v) < 1e-6 {
+		v = 0
+	}
+	return output.Number(v)
 }
 
 // preferenceNames are the numbers that training on preferences is about; a batch of others has none of them.

@@ -117,6 +117,10 @@ func TestPreferencesShowTheirOwnNumbers(t *testing.T) {
 		t.Errorf("the view\n%s", view)
 	}
 	e = step(4)
+	e.Metrics = map[string]float64{"loss": 0.693, "rewards/accuracy": 0, "rewards/margin": -3e-8} // of the first step
+	if line := r.Line(e, style.Style{}, time.UTC); !strings.HasSuffix(line, "accuracy 0  margin 0") {
+		t.Error(line)
+	}
 	e.Metrics = map[string]float64{"loss": 0.5, "rewards/margin": 0.2} // KTO has no pairs
 	r.Add(e)
 	if line := r.Line(e, style.Style{}, time.UTC); !strings.HasSuffix(line, "loss 0.500  margin 0.200") {

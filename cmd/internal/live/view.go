@@ -119,7 +119,7 @@ func (r *Run) curves(s style.Style, width int) []string {
 		}
 		for _, metric := range preferenceNames {
 			if v, ok := r.Step[metric]; ok {
-				rest = append(rest, strings.TrimPrefix(metric, "rewards/")+" "+output.Number(v))
+				rest = append(rest, strings.TrimPrefix(metric, "rewards/")+" "+preference(v))
 			}
 		}
 		for _, metric := range []string{"entropy", "kl/engine_learner", "grad_norm", "learning_rate"} {

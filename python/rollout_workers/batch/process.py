@@ -1,8 +1,8 @@
 """The process behind ``rollout infer batch``: no mesh, no services; a model, a dataset, a reward and an output.
 
-Standard output gets one JSON object a line: ``begin`` (what there is to do), ``progress`` (twice a second), and in the end one of
-``end``, ``interrupted`` and ``error``. A kill at any moment loses at most the rows in flight: the same spec goes on from the
-journal.
+Standard output gets one JSON object a line: ``loading`` (the model), ``begin`` (what there is to do), ``progress`` (twice a
+second), and in the end one of ``end``, ``interrupted`` and ``error``. A kill at any moment loses at most the rows in flight: the
+same spec goes on from the journal.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class _Batch:
         if spec.parquet:
             library()
         rows = await asyncio.to_thread(read_rows, spec.data, spec.limit)
+        _tell("loading", model=spec.model, rows=len(rows))
         model = await asyncio.to_thread(_load, spec)
         journal: Journal | None = None
         try:
@@ -126,6 +127,7 @@ class _Batch:
                 _tell(
                     "progress", rows=tally.rows, of=len(rows), samples=tally.samples, tokens=tally.tokens,
                     seconds=round(tally.seconds, 3), mean_score=tally.mean, failures=dict(tally.failures),
+                    retries=rewards.retries if rewards is not None else 0,
                 )  # fmt: skip
 
             await sample(

@@ -38,10 +38,14 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
 
 @dataclass(slots=True)
 class Told:
-    """What became of a batch: exit code and the last thing that it said."""
+    """What became of a batch: exit code and what it said, the last of it also by itself."""
 
     code: int
-    last: dict[str, Any]
+    events: list[dict[str, Any]]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.events[-1]
 
 
 @dataclass(slots=True)
@@ -101,6 +105,6 @@ def run(capfd: pytest.CaptureFixture[str]):
         capfd.readouterr()
         code = infer(str(spec))
         lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
-        return Told(code, json.loads(lines[-1]))
+        return Told(code, [json.loads(line) for line in lines])
 
     return go

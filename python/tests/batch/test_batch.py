@@ -79,6 +79,10 @@ def test_a_failed_reward_is_no_score(bench: Bench, run: Run) -> None:
     data = bench.data(20, fails=3)
     told = run(bench.spec(data))
     assert (told.code, told.last["reason"]) == (65, "SAMPLES_FAILED") and "REWARD_BAD_RESULT 2" in told.last["message"]
+    kinds = [event["event"] for event in told.events]
+    assert kinds[:2] == ["loading", "begin"] and set(kinds[2:-1]) == {"progress"}
+    assert (told.events[0]["rows"], told.events[0]["model"]) == (20, str(bench.example.model))
+    assert told.events[2]["retries"] <= told.events[-2]["retries"] and told.events[-2]["retries"] > 0
     assert not (bench.folder / "out.jsonl").exists()
     told = run(bench.spec(data))  # tried again, and them alone
     assert told.last["reason"] == "SAMPLES_FAILED"
