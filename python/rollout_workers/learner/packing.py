@@ -16,7 +16,7 @@ Only what the loss needs is computed: a sequence ends before its last trained to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -82,12 +82,13 @@ def pack(
     ranks: they work on as many at a time. Each is then as small as can be without one more turn of all: none works much longer
     than the others.
     """
-    flat = _Flat(samples, chosen)
+    flat = _Flat(samples, chosen, whole)
+    share = min(ROW_LIMIT, tokens) if share_prefixes else 0
+    bundles = [_rows(branches, share) for branches in flat.branches(share)]  # units share nothing: each has its own prompt
     if whole is not None:
-        bundles = _bundles(flat, whole, tokens, share_prefixes)
+        bundles.sort(key=lambda rows: max(row.size for row in rows))
         return [_assemble(part, flat) for part in _spread(lambda limit: _gather(bundles, limit), tokens, ranks)]
-    sequences = sorted(flat.sequences, key=_by_tokens)
-    rows = _rows(sequences, min(ROW_LIMIT, tokens)) if share_prefixes else [_Row.of(s) for s in sequences]
+    rows = [row for rows in bundles for row in rows]
     rows.sort(key=lambda row: row.size)  # stable: rows of one size keep the order of their tokens
     return [_assemble(part, flat) for part in _spread(lambda limit: _cut(rows, limit), tokens, ranks)]
 
@@ -108,35 +109,55 @@ def _spread(cut: Callable[[int], list[list[_Row]]], tokens: int, ranks: int) -> 
 class _Flat:
     """The samples one behind the other, so that what is done to each is done to all at once.
 
-    token_ids int32 [T], logprobs float32 [T]. trained int64 [N]: the trained tokens' places in these; place, owner int64 [N]:
-    their places in their samples, and whose they are. sequences: of the samples with a trained token, by their indices.
+    token_ids int32 [T], logprobs float32 [T]. Of the trained tokens, sample after sample, those of equal beginnings next to each
+    other and units apart: trained, place, owner int64 [N], where each is in these, in its sample, and whose it is.
     """
 
-    def __init__(self, samples: Sequence[TrainSample], chosen: Sequence[int]) -> None:
+    def __init__(self, samples: Sequence[TrainSample], chosen: Sequence[int], whole: Sequence[int] | None) -> None:
         indices = sorted(chosen)
         held = [samples[index] for index in indices]
-        lengths = np.array([len(sample.token_ids) for sample in held], np.int64)
+        arrays = [sample.token_ids for sample in held]
+        lengths = np.array([len(array) for array in arrays], np.int64)
         starts = np.cumsum(lengths) - lengths
-        self.token_ids = _joined([sample.token_ids for sample in held], np.int32)
+        self.token_ids = _joined(arrays, np.int32)
         self.logprobs = _joined([sample.logprobs for sample in held], np.float32)
         mask = _joined([sample.loss_mask for sample in held], np.uint8) != 0
         mask[starts[lengths > 0]] = False  # nothing precedes the first token
-        number = np.repeat(np.arange(len(held)), lengths)
-        self.trained = mask.nonzero()[0]
-        number = number[self.trained]
-        self.place = self.trained - starts[number]
-        self.owner = np.array(indices, np.int64)[number]
-        stops = np.searchsorted(number, np.arange(len(held)), "right").tolist()
+        trained = mask.nonzero()[0]
+        number = np.repeat(np.arange(len(held)), lengths)[trained]
+        counts = np.bincount(number, minlength=len(held))
+        stops = np.cumsum(counts)
+        ends = np.zeros(len(held), np.int64)  # a sample's last trained token is predicted and predicts nothing
+        ends[counts > 0] = trained[stops[counts > 0] - 1]
         keys = self.token_ids.astype(">u4").tobytes()
-        self.sequences: list[_Sequence] = []
+        cuts = zip(starts.tolist(), ends.tolist(), strict=True)
+        self._keys = [keys[4 * start : 4 * end] for start, end in cuts]  # they sort as the tokens do
+        units: dict[int, list[int]] = {}
+        for at in counts.nonzero()[0].tolist():
+            units.setdefault(0 if whole is None else whole[indices[at]], []).append(at)
+        self._units = [sorted(unit, key=self._keys.__getitem__) for unit in units.values()]  # equal ones by their indices
+        order = np.array([at for unit in self._units for at in unit], np.int64)
+        sizes = counts[order]
+        taken = np.repeat((stops - counts)[order] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(trained))
+        self.trained, self._counts, self._starts = trained[taken], counts.tolist(), starts.tolist()
+        self.place = self.trained - starts[number[taken]]
+        self.owner = np.array(indices, np.int64)[number[taken]]
+
+    def branches(self, limit: int) -> list[list[_Branch]]:
+        """The samples with a trained token, unit by unit, by their tokens. limit: of the length of those that are merged."""
+        found: list[list[_Branch]] = []
         first = 0
-        for index, start, stop in zip(indices, starts.tolist(), stops, strict=True):
-            if stop > first:
-                end = int(self.trained[stop - 1])
-                self.sequences.append(
-                    _Sequence(index, self.token_ids[start:end], first, stop, self.place[first:stop], keys[4 * start : 4 * end])
-                )
-            first = stop
+        for unit in self._units:
+            branches: list[_Branch] = []
+            for at in unit:
+                key, stop = self._keys[at], first + self._counts[at]
+                if branches and branches[-1].key == key and len(key) <= 4 * limit:
+                    branches[-1].stop = stop
+                else:
+                    branches.append(_Branch(key, self._starts[at], len(key) // 4, first, stop))
+                first = stop
+            found.append(branches)
+        return found
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
@@ -144,32 +165,54 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[
 
 
 @dataclass(slots=True)
-class _Sequence:
-    """A sample's tokens up to the last one that must be computed."""
+class _Branch:
+    """Samples whose tokens are the same up to the last one that must be computed, and where those lie in a row."""
 
-    index: int
-    inputs: NDArray[np.int32]  # [L]
-    first: int  # of its trained tokens among all
+    key: bytes
+    begin: int  # of the tokens, among all
+    length: int
+    first: int  # of the trained tokens, among all
     stop: int
-    trained: NDArray[np.int64]  # [n] positions of trained tokens in the sample, each in 1 .. L
-    key: bytes  # sorts as the tokens do
+    shared: int = 0  # how many tokens are those of the branch before it in its row
+    start: int = 0  # place of the first one that is not
 
 
-def _by_tokens(sequence: _Sequence) -> tuple[bytes, int]:
-    return sequence.key, sequence.index
+@dataclass(slots=True)
+class _Row:
+    """A prefix tree: branches in the order of their tokens, each with what is its own behind those before it."""
 
+    size: int
+    branches: list[_Branch]
 
-def _bundles(flat: _Flat, whole: Sequence[int], tokens: int, share_prefixes: bool) -> list[list[_Row]]:
-    """The rows of each unit. Sequences of different units share nothing: it is the unit that has a prompt."""
-    units: dict[int, list[_Sequence]] = {}
-    for sequence in flat.sequences:
-        units.setdefault(whole[sequence.index], []).append(sequence)
-    bundles: list[list[_Row]] = []
-    for unit in units.values():
-        unit.sort(key=_by_tokens)
-        bundles.append(_rows(unit, min(ROW_LIMIT, tokens)) if share_prefixes else [_Row.of(s) for s in unit])
-    bundles.sort(key=lambda rows: max(row.size for row in rows))
-    return bundles
+    @property
+    def single(self) -> bool:
+        """Whether plain causal attention does for this row."""
+        return len(self.branches) == 1
+
+    @property
+    def trained(self) -> slice:
+        """Its trained tokens, among all."""
+        return slice(self.branches[0].first, self.branches[-1].stop)
+
+    def write(
+        self, flat: _Flat, token_ids: NDArray[np.int64], positions: NDArray[np.int64], end: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Fill one row, arrays [T] each, that hold 0, 0 and each position's own index + 1. Returns which position predicts each
+        of its trained tokens."""
+        steps = np.arange(max(self.size, *(branch.length for branch in self.branches)))
+        node, closing = np.empty_like(steps), np.full_like(steps, self.size)  # of each depth: its position, its subtree's end
+        predictor = []
+        for branch in self.branches:
+            shared, length, start = branch.shared, branch.length, branch.start
+            stop = start + length - shared
+            token_ids[start:stop] = flat.token_ids[branch.begin + shared : branch.begin + length]
+            positions[start:stop] = steps[shared:length]
+            node[shared:length] = steps[start:stop]
+            predictor.append(node[flat.place[branch.first : branch.stop] - 1])
+        for branch in reversed(self.branches):
+            end[branch.start : branch.start + branch.length - branch.shared] = closing[branch.shared : branch.length]
+            closing[branch.shared :] = branch.start
+        return np.concatenate(predictor)
 
 
 def _gather(bundles: Sequence[list[_Row]], tokens: int) -> list[list[_Row]]:
@@ -185,77 +228,21 @@ def _gather(bundles: Sequence[list[_Row]], tokens: int) -> list[list[_Row]]:
     return parts
 
 
-@dataclass(slots=True)
-class _Row:
-    """A prefix tree that grows by one sequence at a time, in the order of their tokens."""
-
-    size: int = 0
-    sequences: list[_Sequence] = field(default_factory=list)
-    nodes: list[NDArray[np.int64]] = field(default_factory=list)  # per sequence: what predicts each of its trained tokens
-    pieces: list[tuple[int, NDArray[np.int32], int]] = field(default_factory=list)  # start, tokens, depth of the first
-    closed: list[tuple[int, int, int]] = field(default_factory=list)  # start, stop, end of their subtrees
-    path: list[tuple[int, int, int]] = field(default_factory=list)  # open pieces: start, depth, length
-    branch: NDArray[np.int64] = field(default_factory=lambda: np.zeros(256, np.int64))  # position at each depth of the newest
-
-    @staticmethod
-    def of(sequence: _Sequence) -> _Row:
-        """A row of one sequence."""
-        row = _Row()
-        row.add(sequence, 0)
-        return row
-
-    @property
-    def single(self) -> bool:
-        """Whether plain causal attention does for this row."""
-        return len(self.pieces) == 1
-
-    def add(self, sequence: _Sequence, shared: int) -> None:
-        """Add a sequence whose first ``shared`` inputs are those of the one added before it."""
-        self._close(shared)
-        length = len(sequence.inputs)
-        fresh = length - shared
-        if length > len(self.branch):
-            self.branch = np.resize(self.branch, 2 * length)
-        if fresh:
-            self.branch[shared:length] = np.arange(self.size, self.size + fresh)
-            self.pieces.append((self.size, sequence.inputs[shared:], shared))
-            self.path.append((self.size, shared, fresh))
-            self.size += fresh
-        self.sequences.append(sequence)
-        self.nodes.append(self.branch[sequence.trained - 1])
-
-    def _close(self, depth: int) -> None:
-        """End the subtrees of all open positions at ``depth`` or below."""
-        while self.path and self.path[-1][1] + self.path[-1][2] > depth:
-            start, first, length = self.path.pop()
-            kept = max(0, depth - first)
-            self.closed.append((start + kept, start + length, self.size))
-            if kept:
-                self.path.append((start, first, kept))
-
-    def write(self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], end: NDArray[np.int64]) -> None:
-        """Fill one row, arrays [T] each, that hold 0, 0 and each position's own index + 1."""
-        self._close(0)
-        for start, tokens, depth in self.pieces:
-            token_ids[start : start + len(tokens)] = tokens
-            positions[start : start + len(tokens)] = np.arange(depth, depth + len(tokens))
-        for start, stop, subtree_end in self.closed:
-            end[start:stop] = subtree_end
-
-
-def _rows(sequences: Sequence[_Sequence], limit: int) -> list[_Row]:
-    """Lay sequences, sorted by their tokens, into prefix trees."""
+def _rows(branches: Sequence[_Branch], limit: int) -> list[_Row]:
+    """Lay branches, sorted by their tokens, into prefix trees of at most ``limit`` positions, or of one branch."""
     rows: list[_Row] = []
-    for sequence in sequences:
+    for branch in branches:
         if rows:
             row = rows[-1]
-            shared = _common(row.sequences[-1].key, sequence.key)
-            size = row.size + len(sequence.inputs) - shared
-            worth = shared >= WORTH_SHARING * len(sequence.inputs)
+            shared = _common(row.branches[-1].key, branch.key)
+            size = row.size + branch.length - shared
+            worth = shared >= WORTH_SHARING * branch.length
             if size <= min(ROW_TARGET, limit) or (worth and size <= limit):
-                row.add(sequence, shared)
+                branch.shared, branch.start = shared, row.size
+                row.branches.append(branch)
+                row.size = size
                 continue
-        rows.append(_Row.of(sequence))
+        rows.append(_Row(branch.length, [branch]))
     return rows
 
 
@@ -283,20 +270,18 @@ def _assemble(rows: Sequence[_Row], flat: _Flat) -> MicroBatch:
     token_ids = np.zeros((len(rows), width), np.int64)
     positions = np.zeros((len(rows), width), np.int64)
     end = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding sees itself alone
-    for number, row in enumerate(rows):
-        row.write(token_ids[number], positions[number], end[number])
-    nodes = [np.concatenate(row.nodes) + number * width for number, row in enumerate(rows)]
-    predictors, predictor = np.unique(np.concatenate(nodes), return_inverse=True)
-    every = np.arange(len(flat.trained))
-    taken = np.concatenate([every[s.first : s.stop] for row in rows for s in row.sequences])
+    nodes = np.concatenate([row.write(flat, token_ids[at], positions[at], end[at]) + at * width for at, row in enumerate(rows)])
+    predicts = np.zeros(token_ids.size, np.bool_)
+    predicts[nodes] = True
+    taken = np.concatenate([np.arange(len(flat.trained))[row.trained] for row in rows])
     at = flat.trained[taken]
     return MicroBatch(
         token_ids=token_ids,
         positions=positions,
         subtree_end=None if all(row.single for row in rows) else end,
         sizes=np.array([row.size for row in rows], np.int64),
-        predictors=predictors,
-        predictor=predictor,
+        predictors=predicts.nonzero()[0],
+        predictor=(np.cumsum(predicts) - 1)[nodes],
         target=flat.token_ids[at].astype(np.int64),
         sample=flat.owner[taken],
         place=flat.place[taken],

@@ -112,6 +112,15 @@ def test_a_sequence_beyond_the_limit_is_never_masked() -> None:
     assert [len(batch.token_ids) for batch in batches] == [1, 2]
 
 
+def test_equal_answers_are_one_branch_unless_prefixes_are_not_shared() -> None:
+    samples = [sample_of(number, [5, 6, 7, 8], [number + 2]) for number in (0, 1, 0, 1)]
+    (batch,) = pack(samples, [3, 1, 0, 2], tokens=100)
+    assert batch.token_ids.tolist() == [[5, 6, 7]]
+    assert list(zip(batch.sample.tolist(), batch.place.tolist(), strict=True)) == [(0, 2), (2, 2), (1, 3), (3, 3)]
+    (apart,) = pack(samples, range(4), tokens=100, share_prefixes=False)
+    assert apart.sizes.tolist() == [2, 2, 3, 3]
+
+
 def test_nothing_trained_gives_nothing() -> None:
     assert pack([sample_of(0, [1, 2, 3], []), sample_of(1, [1], [0])], [0, 1], tokens=100) == []
 
