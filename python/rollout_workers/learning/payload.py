@@ -17,6 +17,7 @@ from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.errors import RolloutError
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, TrajectoryKey
 from rollout_workers.learner.types import TrainSample
+from rollout_workers.learning.trajectories import Columns, compiled
 from rollout_workers.mesh.discovery import Services
 
 log = logging.getLogger(__name__)
@@ -43,17 +44,18 @@ async def read_batch(batch: Batch, services: Services) -> list[TrainSample]:
         payloads.extend(chunk.payloads)
     if len(payloads) != len(batch.samples):
         raise PayloadCorrupt(f"step {batch.step}: the buffer sent {len(payloads)} payloads for {len(batch.samples)} samples")
-    return [_sample(ref, payload) for ref, payload in zip(batch.samples, payloads, strict=True)]
+    return _samples(batch.samples, payloads)
 
 
 def read_segments(batch: Batch) -> list[TrainSample]:
     """The samples from files alone. Raises ``OSError`` where one can't be opened, ``ValueError`` where a payload is in none,
     :class:`PayloadCorrupt`."""
-    paths = {ref.segment for ref in batch.samples}
+    places = [(ref.segment, ref.offset, ref.length) for ref in batch.samples]
+    paths = {path for path, _, _ in places}
     if "" in paths:
         raise ValueError("a payload is in the storage service")
     with _mapped(sorted(paths)) as segments:
-        return [_sample(ref, segments[ref.segment][ref.offset : ref.offset + ref.length]) for ref in batch.samples]
+        return _samples(batch.samples, [segments[path][start : start + length] for path, start, length in places])
 
 
 @contextmanager
@@ -69,10 +71,47 @@ def _mapped(paths: Sequence[str]) -> Iterator[dict[str, mmap.mmap]]:
             mapped.close()
 
 
-def _sample(ref: SampleRef, payload: bytes) -> TrainSample:
-    """Check and parse. Arrays are views of the parsed bytes."""
-    if crc32c.crc32c(payload) != ref.crc32c:
-        raise PayloadCorrupt(f"the payload of {_name(ref.key)} has another checksum than was recorded")
+def _samples(refs: Sequence[SampleRef], payloads: Sequence[bytes]) -> list[TrainSample]:
+    """Check and parse."""
+    for ref, payload in zip(refs, payloads, strict=True):
+        if crc32c.crc32c(payload) != ref.crc32c:
+            raise PayloadCorrupt(f"the payload of {_name(ref.key)} has another checksum than was recorded")
+    reader = compiled()
+    columns = reader.read(payloads) if reader is not None else None
+    return [parsed(payload) for payload in payloads] if columns is None else of_columns(columns, payloads)
+
+
+def of_columns(columns: Columns, payloads: Sequence[bytes]) -> list[TrainSample]:
+    """The very samples that ``parsed`` makes of the payloads, but that arrays are views of those of all."""
+    samples: list[TrainSample] = []
+    stop, place, group = 0, (-1, -1), ""
+    for payload, reward, row in zip(payloads, columns.rewards, columns.rows, strict=True):
+        tokens, prompt_tokens, epoch, index, sample, part, version, outcome, prompt, prompt_end, answer, answer_end, more = row
+        start, stop = stop, stop + tokens
+        if place != (epoch, index):
+            place, group = (epoch, index), _group(epoch, index)
+        made = TrainSample(
+            group,
+            sample * PARTS + part,
+            columns.token_ids[start:stop],
+            prompt_tokens,
+            columns.mask[start:stop],
+            columns.logprobs[start:stop],
+            reward,
+            version,
+            outcome == OUTCOME_TRUNCATED,
+            prompt=payload[prompt:prompt_end].decode(),
+            completion=payload[answer:answer_end].decode(),
+        )
+        if more:
+            whole = parsed(payload)
+            made.metrics, made.token_rewards, made.teacher_logprobs = whole.metrics, whole.token_rewards, whole.teacher_logprobs
+        samples.append(made)
+    return samples
+
+
+def parsed(payload: bytes) -> TrainSample:
+    """A sample by protobuf. Arrays are views of the parsed bytes. Raises :class:`PayloadCorrupt`."""
     trajectory = Trajectory.FromString(payload)
     ids = np.frombuffer(trajectory.token_ids, "<i4")
     logprobs = np.frombuffer(trajectory.logprobs, "<f4")
@@ -82,14 +121,14 @@ def _sample(ref: SampleRef, payload: bytes) -> TrainSample:
     fits = len(ids) == len(logprobs) == len(mask) >= trajectory.prompt_tokens
     if not fits or any(values is not None and len(values) != len(ids) for values in (rewards, teacher)):
         raise PayloadCorrupt(
-            f"the arrays of {_name(ref.key)} don't fit: {len(ids)} tokens, {len(logprobs)} logprobs, {len(mask)} mask values, "
-            f"{len(ids) if rewards is None else len(rewards)} token rewards, "
+            f"the arrays of {_name(trajectory.key)} don't fit: {len(ids)} tokens, {len(logprobs)} logprobs, "
+            f"{len(mask)} mask values, {len(ids) if rewards is None else len(rewards)} token rewards, "
             f"{len(ids) if teacher is None else len(teacher)} logprobs of a teacher, "
             f"prompt of {trajectory.prompt_tokens}"
         )
     key, spans = trajectory.key, trajectory.version_spans
     return TrainSample(
-        group_key=f"{key.epoch:010d}/{key.index:020d}",  # in the order of positions
+        group_key=_group(key.epoch, key.index),
         sample=key.sample * PARTS + key.part,
         token_ids=ids,
         prompt_length=trajectory.prompt_tokens,
@@ -104,6 +143,10 @@ def _sample(ref: SampleRef, payload: bytes) -> TrainSample:
         teacher_logprobs=teacher,
         metrics=dict(trajectory.metrics),
     )
+
+
+def _group(epoch: int, index: int) -> str:
+    return f"{epoch:010d}/{index:020d}"  # in the order of positions
 
 
 def _name(key: TrajectoryKey) -> str:
