@@ -50,12 +50,13 @@ async def read_batch(batch: Batch, services: Services) -> list[TrainSample]:
 def read_segments(batch: Batch) -> list[TrainSample]:
     """The samples from files alone. Raises ``OSError`` where one can't be opened, ``ValueError`` where a payload is in none,
     :class:`PayloadCorrupt`."""
-    places = [(ref.segment, ref.offset, ref.length) for ref in batch.samples]
+    refs = [*batch.samples]
+    places = [(ref.segment, ref.offset, ref.length) for ref in refs]
     paths = {path for path, _, _ in places}
     if "" in paths:
         raise ValueError("a payload is in the storage service")
     with _mapped(sorted(paths)) as segments:
-        return _samples(batch.samples, [segments[path][start : start + length] for path, start, length in places])
+        return _samples(refs, [segments[path][start : start + length] for path, start, length in places])
 
 
 @contextmanager

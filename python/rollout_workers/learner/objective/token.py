@@ -32,7 +32,7 @@ class Tokens:
         self.metrics: dict[str, float] = {}
         rewards = self._rewards(samples)
         keys = {key: number for number, key in enumerate(dict.fromkeys(sample.group_key for sample in samples))}
-        self._groups = torch.tensor([keys[sample.group_key] for sample in samples])
+        self._groups = torch.from_numpy(np.array([keys[sample.group_key] for sample in samples], np.int64))
         self._samples, self._number = samples, len(keys)
         self._index: TokenIndex | None = None
         self._known: dict[str, Tensor] = {}
@@ -135,7 +135,7 @@ class Tokens:
 
     def _rewards(self, samples: Sequence[TrainSample]) -> Tensor:
         """float64 [S], shaped. Raises ``BadBatch``."""
-        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        rewards = torch.from_numpy(np.array([sample.reward for sample in samples], np.float64))
         if self._needs.sampled and not bool(rewards.isfinite().all()):
             raise BadBatch("a reward is infinite or not a number; such a sample must be excluded, never trained on")
         if self._algorithm.shape is None:
@@ -289,7 +289,13 @@ class Tokens:
 
 
 def _trained(samples: Sequence[TrainSample]) -> float:
-    return float(sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples))
+    masks = [sample.loss_mask for sample in samples]
+    if not masks:
+        return 0.0
+    lengths = np.array([len(mask) for mask in masks])
+    trained = np.concatenate(masks) != 0
+    trained[(np.cumsum(lengths) - lengths)[lengths > 0]] = False  # nothing precedes the first token
+    return float(np.count_nonzero(trained))
 
 
 def _by_parts(samples: Sequence[TrainSample]) -> bool:
@@ -306,7 +312,7 @@ def _lengths(samples: Sequence[TrainSample]) -> Tensor:
 
 
 def _truncated(samples: Sequence[TrainSample]) -> Tensor:
-    return torch.tensor([sample.truncated for sample in samples])
+    return torch.from_numpy(np.array([sample.truncated for sample in samples], np.bool_))
 
 
 def _or_zeros(sample: TrainSample, array: np.ndarray | None) -> np.ndarray:
