@@ -89,7 +89,16 @@ func (f *fleet) load(ctx context.Context, m *member, w *weightsv1.WeightsManifes
 	if err != nil {
 		return nil, err
 	}
-	return m.client.LoadWeights(ctx, &inferencev1.LoadWeightsRequest{Weights: w, Offers: offered})
+	return m.client.LoadWeights(ctx, &inferencev1.LoadWeightsRequest{Weights: named(w), Offers: offered})
+}
+
+// named is w without its tensors and files, which a member finds where it gets them and its digest answers for: they would be sent to
+// each, and looked through there, in the middle of every step.
+func named(w *weightsv1.WeightsManifest) *weightsv1.WeightsManifest {
+	return &weightsv1.WeightsManifest{
+		RunId: w.GetRunId(), Version: w.GetVersion(), Digest: w.GetDigest(), Directory: w.GetDirectory(), Dtype: w.GetDtype(),
+		Bytes: w.GetBytes(), Form: w.GetForm(),
+	}
 }
 
 // peers is where w can be streamed from: the members that hold it, in no set order.

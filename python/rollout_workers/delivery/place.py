@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import uuid
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -127,8 +128,12 @@ class Place:
             return claim
 
     def _claims(self) -> list[tuple[Path, Claim]]:
-        found = ((path, _OWNER.fullmatch(path.name)) for path in self.root.glob(".owner-*"))
-        return [(path, (int(match[1]), int(match[2]))) for path, match in found if match]
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        found = ((name, _OWNER.fullmatch(name)) for name in names)
+        return [(self.root / name, (int(match[1]), int(match[2]))) for name, match in found if match]
 
 
 def replace(staging: Path, target: Path) -> None:
@@ -169,11 +174,16 @@ def _swap(staging: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = _libc()
     if not hasattr(libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _step_aside(staging: Path, target: Path) -> None:

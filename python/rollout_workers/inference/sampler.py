@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+
+from opentelemetry.context import Context
 
 from rollout.buffer.v1.buffer_pb2 import GetMissingRequest, GroupKey
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
@@ -125,7 +127,7 @@ class Sampler:
         await self._outlet.stop()
 
     async def _work(self, items: list[WorkItem]) -> None:
-        with span("sample", (incoming(item.headers) for item in items), groups=len(items)):
+        with span("sample", _callers(items), groups=len(items)):
             left = {item.key: item for item in items}
             try:
                 tasks = await self._tasks_of(items, left)
@@ -154,6 +156,7 @@ class Sampler:
         tasks: list[Task] = []
         complete: list[WorkItem] = []
         for item in items:
+            seeds = tuple(item.group.seeds)
             samples = missing.get(item.key, range(item.group.group_size))
             if not samples:
                 complete.append(left.pop(item.key))
@@ -163,7 +166,7 @@ class Sampler:
                     key=item.key,
                     row_json=item.group.row_json,
                     samples=tuple(samples),
-                    seeds=tuple(item.group.seeds[sample] for sample in samples),
+                    seeds=tuple(seeds[sample] for sample in samples),
                     row=item.group.row,
                 )
             )
@@ -186,6 +189,11 @@ class Sampler:
         return {item.key: list(group.samples) for item, group in zip(items, answer.groups, strict=True)}
 
 
+def _callers(items: Sequence[WorkItem]) -> Iterator[Context]:
+    """The traces that the items came with, each once."""
+    return map(incoming, {item.headers.get("traceparent"): item.headers for item in items}.values())
+
+
 class RowSender:
     """The same where rows themselves are trained on: they become examples, nothing is sampled."""
 
@@ -194,7 +202,7 @@ class RowSender:
 
     def begin(self, items: list[WorkItem]) -> None:
         """Send these."""
-        with span("send rows", (incoming(item.headers) for item in items), groups=len(items)):
+        with span("send rows", _callers(items), groups=len(items)):
             made = self._rows.examples([item.group.row_json for item in items])
             envelopes = [encode_row(item.group, row, self._who.worker) for item, row in zip(items, made, strict=True)]
             self._outlet.send(items, [envelope for row in envelopes for envelope in row])

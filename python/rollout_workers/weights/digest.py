@@ -39,6 +39,7 @@ _LEAF = b"\x00"
 _TENSOR = b"\x01"
 _ROOT = b"\x02"
 _SCHEME = "rollout.weights.v1"
+_LITTLE = sys.byteorder == "little"
 _PARALLEL_BYTES = 16 << 20  # below this a thread pool costs more than it saves
 
 
@@ -77,17 +78,13 @@ def weights_digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights
 
 def tensor_node(name: str, tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> bytes:
     """The node (32 bytes) of one tensor."""
-    return _node(_head(name, tensor.dtype, tuple(tensor.shape)), tensor_leaves(tensor, pool))
+    head, size = _frame(name, tensor.dtype, tensor.shape)
+    return _node(head, _leaves(raw_bytes(tensor), size, pool))
 
 
 def tensor_leaves(tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> list[bytes]:
     """The leaves (32 bytes each) of one tensor, in row order."""
-    data = raw_bytes(tensor)
-    size = _block_bytes(tuple(tensor.shape), tensor.element_size())
-    if 0 < len(data) <= size:
-        return [_leaf(data)]
-    blocks = [data[start : start + size] for start in range(0, len(data), size)] if size else []
-    return list(pool.map(_leaf, blocks) if pool else map(_leaf, blocks))
+    return _leaves(raw_bytes(tensor), _block_bytes(tuple(tensor.shape), tensor.element_size()), pool)
 
 
 def node_of_leaves(name: str, dtype: str, shape: tuple[int, ...], leaves: list[bytes]) -> bytes:
@@ -97,18 +94,41 @@ def node_of_leaves(name: str, dtype: str, shape: tuple[int, ...], leaves: list[b
 
 def root_node(nodes: Mapping[str, bytes]) -> bytes:
     """The root (32 bytes) over tensor nodes by name."""
-    ordered = sorted(nodes.items(), key=lambda item: item[0].encode())
-    body = b"".join(_string(name) + node for name, node in ordered)
-    return blake3(_ROOT + _string(_SCHEME) + struct.pack("<Q", len(ordered)) + body).digest()
+    body = b"".join([string + nodes[name] for name, string in _ordered(tuple(nodes))])
+    return blake3(_ROOT + _string(_SCHEME) + struct.pack("<Q", len(nodes)) + body).digest()
+
+
+def _leaves(data: memoryview, size: int, pool: ThreadPoolExecutor | None) -> list[bytes]:
+    """The leaves of a tensor's bytes, of which a full block holds ``size``."""
+    if 0 < len(data) <= size:
+        return [_leaf(data)]
+    blocks = [data[start : start + size] for start in range(0, len(data), size)] if size else []
+    return list(pool.map(_leaf, blocks) if pool else map(_leaf, blocks))
 
 
 def _node(head: bytes, leaves: list[bytes]) -> bytes:
     return blake3(head + struct.pack("<Q", len(leaves)) + b"".join(leaves)).digest()
 
 
-@lru_cache(maxsize=4096)  # a model's tensors are digested again and again
-def _head(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    return _described(name, dtype_name(dtype), shape)
+# A model's tensors are digested again and again; of a small one, what follows from names and shapes took as long as the hashing.
+
+
+@lru_cache(maxsize=4096)
+def _frame(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int]:
+    """What a tensor's node begins with, and the bytes of a full block."""
+    return _described(name, dtype_name(dtype), shape), _block_bytes(shape, dtype.itemsize)
+
+
+@lru_cache(maxsize=16)
+def _ordered(names: tuple[str, ...]) -> tuple[tuple[str, bytes], ...]:
+    """Names in the order of the root, each with its string."""
+    return tuple((name, _string(name)) for name in sorted(names, key=str.encode))
+
+
+@lru_cache(maxsize=4096)
+def _bytes_type(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    """So many bytes; ctypes forgets an array's type with its last use and makes it anew in 3 us."""
+    return ctypes.c_ubyte * size
 
 
 def _described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -129,14 +149,15 @@ def _block_bytes(shape: tuple[int, ...], element: int) -> int:
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's row-major little-endian bytes: a view where it is contiguous on the CPU, else of a copy. The view is good
     for as long as the tensor is."""
-    if tensor.numel() == 0:
+    size = tensor.nbytes
+    if size == 0:
         return memoryview(b"")
-    if tensor.device.type == "cpu" and sys.byteorder == "little" and tensor.is_contiguous():
+    if tensor.is_cpu and _LITTLE and tensor.is_contiguous():
         # Six calls of torch would do it too; for a small model they took as long as the hashing.
-        return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+        return memoryview(_bytes_type(size).from_address(tensor.data_ptr())).cast("B")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     array = flat.view(torch.uint8).numpy()
-    if sys.byteorder == "big" and tensor.element_size() > 1:
+    if not _LITTLE and tensor.element_size() > 1:
         array = array.reshape(-1, tensor.element_size())[:, ::-1].copy().reshape(-1)
     return memoryview(array)  # pyright: ignore[reportArgumentType]
 

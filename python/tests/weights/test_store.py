@@ -138,3 +138,15 @@ def test_the_tokenizer_travels_along(addition_model: Path, tmp_path: Path) -> No
     manifest = write_weights(tmp_path / "v", read_weights(addition_model).items(), config_source_dir=addition_model, version=1)
     assert AutoTokenizer.from_pretrained(tmp_path / "v").decode([4, 10, 13]) == "17+"
     assert {"tokenizer.json", "chat_template.jinja"} <= {entry.path for entry in manifest.files}
+
+
+def test_the_manifest_is_json_whatever_tensors_are_called(model: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+    _, source = model
+    names = ['a "quoted" one', "back\\slash", "größer", "plain.weight"]
+    tensors = [(name, torch.full((2, 3), float(at))) for at, name in enumerate(names)]
+    for version in (1, 2):  # the second time from what was kept of the first
+        manifest = write_weights(tmp_path / "v", tensors, config_source_dir=source, version=version)
+        raw = json.loads((tmp_path / "v" / "rollout_weights.json").read_text())
+        assert sorted(raw) == ["digest", "files", "tensors", "version"]
+        assert [entry["name"] for entry in raw["tensors"]] == sorted(names)
+        assert read_manifest(tmp_path / "v") == manifest

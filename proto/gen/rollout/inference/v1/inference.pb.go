@@ -380,7 +380,7 @@ func (*Prompt_Tokens) isPrompt_Kind() {}
 // LoadWeightsRequest names the weights to serve.
 type LoadWeightsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Manifest.
+	// Manifest; its tensors and files may be left out.
 	Weights *v1.WeightsManifest `protobuf:"bytes,1,opt,name=weights,proto3" json:"weights,omitempty"`
 	// How they are to be had without the manifest's folder, one after the other: patches upon the version that the worker holds, or
 	// the whole. Empty: the folder is read.
