@@ -211,7 +211,7 @@ class LoadWeightsRequest(_message.Message):
     OFFERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def weights(self) -> _weights_pb2.WeightsManifest:
-        """Manifest."""
+        """Manifest; its tensors and files may be left out."""
 
     @_builtins.property
     def offers(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.WeightsOffer]:
