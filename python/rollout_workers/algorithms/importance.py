@@ -8,6 +8,7 @@ arXiv 2110.00641, equation 2; in asynchronous training AReaL, arXiv 2505.24298).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -84,7 +85,7 @@ def staleness_histogram(steps_behind: Sequence[int]) -> dict[str, float]:
     starts = [0, 1, 2, 3, 5, 9]
     counts: dict[int, int] = dict.fromkeys(starts, 0)
     for steps in steps_behind:
-        counts[max(start for start in starts if start <= max(0, steps))] += 1
+        counts[starts[bisect_right(starts, max(0, steps)) - 1]] += 1
     return {f"staleness/share_{start}": count / len(steps_behind) for start, count in counts.items()} if steps_behind else {}
 
 
