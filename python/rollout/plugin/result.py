@@ -29,7 +29,7 @@ Bad = Callable[[str, str], RewardShapeError]
 
 
 def _score(item: Any, sample: Sample, index: int, bad: Bad) -> Score:
-    if not isinstance(item, Mapping):
+    if isinstance(item, float) or not isinstance(item, Mapping):
         return Score(_number(item, f"item {index}", bad))
     entries = dict(cast(Mapping[Any, Any], item))
     tokens, steps = entries.pop("token_rewards", None), entries.pop("step_rewards", None)
@@ -78,8 +78,8 @@ def _list(value: Any, where: str, bad: Bad) -> Sequence[Any]:
 
 def _number(value: Any, where: str, bad: Bad) -> float:
     mend = "return one finite number for each sample"
-    try:
-        number = float(value) if isinstance(value, SupportsFloat) else None
+    try:  # a protocol is asked last: that takes as long as all the rest of a sample
+        number = float(value) if isinstance(value, (float, int, SupportsFloat)) else None
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = None
     if number is None:

@@ -59,7 +59,14 @@ def _score(function: RewardFunction, groups: Any) -> list[Score]:
     for row_json, scorables in groups:
         row = json.loads(row_json)
         samples.extend(Sample(prompt, completion, row, array("i", ids)) for prompt, completion, ids in scorables)
-    return call_reward(function, samples)
+    return _shared(call_reward(function, samples))
+
+
+def _shared(scores: list[Score]) -> list[Score]:
+    """The same scores, those that are nothing but the same number as one object: on the way it is one, too."""
+    known: dict[str, Score] = {}
+    plain = [not (s.metrics or s.token_rewards or s.steps) for s in scores]
+    return [known.setdefault(s.reward.hex(), s) if p else s for s, p in zip(scores, plain, strict=True)]
 
 
 def _read(pipe: BinaryIO, arrived: queue.SimpleQueue[Any]) -> None:

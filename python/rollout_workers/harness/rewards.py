@@ -176,8 +176,11 @@ class Rewards:
 
     async def _call(self, groups: list[RewardGroup]) -> list[list[Result]]:
         """One call over all samples. Raises ``RewardError``."""
-        scores = iter(await self._source.call(groups, self._timeout))
-        return [[_result(next(scores)) for _ in group.samples] for group in groups]
+        scores = await self._source.call(groups, self._timeout)
+        made = {id(score): score for score in scores}  # several samples may share one
+        results = {at: _result(score) for at, score in made.items()}
+        each = iter(scores)
+        return [[results[id(next(each))] for _ in group.samples] for group in groups]
 
 
 def _result(score: Score) -> Result:

@@ -47,6 +47,9 @@ def _one(sample):
         raise ValueError("the first time")
     return {"reward": float(len(sample.completion)), "prompt": len(sample.prompt)}
 
+def plain(samples):
+    return [float(sample.completion) for sample in samples]
+
 async def asynchronous(samples):
     return [1.5 for _ in samples]
 """
@@ -77,6 +80,14 @@ async def test_scores_with_metrics_in_order(plugin: Path) -> None:
         [Result(2.0, {"prompt": 6.0}), Result(1.0, {"prompt": 6.0})],
         [Result(3.0, {"prompt": 6.0})],
     ]
+    await rewards.close()
+
+
+async def test_equal_scores_reach_each_their_sample(plugin: Path) -> None:
+    rewards = await make(plugin, "plain")
+    completions = ["0", "1", "-0.0", "1", "0", "-0.0", "0.25"]
+    scored = await rewards.score([group("", *completions[:3]), group("", *completions[3:])])
+    assert [repr(result.reward) for results in scored for result in results] == [repr(float(c)) for c in completions]
     await rewards.close()
 
 

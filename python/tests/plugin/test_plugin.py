@@ -42,6 +42,12 @@ def test_mappings_carry_metrics(tmp_path: Path) -> None:
     assert call_reward(function, SAMPLES) == [Score(1.0, {"length": 1.0})] * 2
 
 
+def test_any_kind_of_number_is_taken(tmp_path: Path) -> None:
+    numbers = "numpy.float32(0.5), fractions.Fraction(1, 4), decimal.Decimal(3), 7, True"
+    body = f"import decimal, fractions, numpy\ndef reward(s): return [{numbers}]"
+    assert call_reward(reward(tmp_path, body), [SAMPLES[0]] * 5) == [Score(n) for n in (0.5, 0.25, 3.0, 7.0, 1.0)]
+
+
 def test_numpy_is_taken(tmp_path: Path) -> None:
     function = reward(tmp_path, "import numpy\ndef reward(s): return numpy.arange(len(s))")
     assert call_reward(function, SAMPLES) == [Score(0.0), Score(1.0)]
