@@ -1,5 +1,7 @@
 """Sampling against Hugging Face's warpers, the distribution itself, and the random numbers' published vectors."""
 
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,12 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rollout_workers.engines.base import SamplingParams
-from rollout_workers.engines.transformers.philox import philox4x32, uniforms
-from rollout_workers.engines.transformers.sampler import Controls, sample
+from rollout_workers.engines.transformers.choose import Chooser, library
+from rollout_workers.engines.transformers.philox import philox4x32, plain_uniforms, uniforms
+from rollout_workers.engines.transformers.sampler import Controls, plain_sample, sample
 from rollout_workers.engines.transformers.slots import SlotTable
 
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "kernel"
 CASES = [
     SamplingParams(8),
     SamplingParams(8, temperature=0.7),
@@ -49,6 +53,22 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return scores.log_softmax(-1)
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Chooser:
+    """``choose.c`` as it is, compiled as the environment does it."""
+    folder = tmp_path_factory.mktemp("choose")
+    subprocess.run([SCRIPT, folder], check=True)
+    return Chooser(library(folder / "engines" / "transformers"))
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def chooser(request: pytest.FixtureRequest, compiled: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once with the compiled choice, once without."""
+    found = compiled if request.param == "compiled" else None
+    monkeypatch.setattr("rollout_workers.engines.transformers.sampler.compiled", lambda: found)
+
+
+@pytest.mark.usefixtures("chooser")
 def test_mixed_rows_follow_the_reference_distribution() -> None:
     torch.manual_seed(0)
     draws, vocabulary = 400, 40
@@ -68,6 +88,7 @@ def test_mixed_rows_follow_the_reference_distribution() -> None:
         assert ((counts - expected.exp() * draws).abs() <= 1.01).all(), params
 
 
+@pytest.mark.usefixtures("chooser")
 def test_greedy_rows_take_the_maximum_beside_sampled_ones() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
     picked = sample(
@@ -78,6 +99,7 @@ def test_greedy_rows_take_the_maximum_beside_sampled_ones() -> None:
     torch.testing.assert_close(picked.raw_logprobs[0], logits[0].log_softmax(-1)[1])
 
 
+@pytest.mark.usefixtures("chooser")
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_unit_interval_hit_possible_tokens(uniform: float) -> None:
     logits = torch.full((1, 64), -torch.inf)
@@ -85,6 +107,57 @@ def test_the_ends_of_the_unit_interval_hit_possible_tokens(uniform: float) -> No
     picked = sample(logits, torch.tensor([uniform], dtype=torch.float64), Controls())
     assert picked.tokens.item() in (7, 9)
     assert picked.logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("vocabulary", [1, 54, 64, 65, 257, 40_003])
+def test_compiled_and_plain_choose_the_same(vocabulary: int, compiled: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_workers.engines.transformers.sampler.compiled", lambda: compiled)
+    random = torch.Generator().manual_seed(vocabulary)
+    params = [*CASES, SamplingParams(8, temperature=0), SamplingParams(8, temperature=3.0)] * 3
+    logits = torch.randn(len(params), vocabulary, generator=random) * 3
+    logits[:, ::5] -= 200  # of probability 0 in float32
+    logits[:, 3::7] = -torch.inf
+    uniform = torch.rand(len(params), generator=random, dtype=torch.float64)
+    controls = controls_of(params, vocabulary)
+    found, wanted = sample(logits, uniform, controls), plain_sample(logits, uniform, controls)
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.raw_logprobs, wanted.raw_logprobs, atol=1e-5, rtol=1e-5)
+    untouched = torch.tensor([p == SamplingParams(8) for p in params])
+    assert torch.equal(found.logprobs[untouched], found.raw_logprobs[untouched])
+
+
+@pytest.mark.usefixtures("chooser")
+@pytest.mark.parametrize("vocabulary", [54, 3001])
+def test_a_row_has_the_same_bits_in_any_company(vocabulary: int) -> None:
+    params = [*CASES, SamplingParams(8, temperature=0), SamplingParams(8, temperature=3.0)] * 8
+    logits = torch.randn(len(params), vocabulary, generator=torch.Generator().manual_seed(1)) * 3
+    uniform = torch.rand(len(params), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    together = sample(logits, uniform, controls_of(params, vocabulary))
+    for row, its in enumerate(params):
+        alone = sample(logits[row : row + 1], uniform[row : row + 1], controls_of([its], vocabulary))
+        for one, among in zip(alone, together, strict=True):
+            assert one.numpy().tobytes() == among[row : row + 1].numpy().tobytes(), its
+
+
+@pytest.mark.usefixtures("chooser")
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_show_in_their_row_alone(wrong: float) -> None:
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(3))
+    logits[1, 70], logits[2] = wrong, -torch.inf
+    params = [SamplingParams(8), SamplingParams(8), SamplingParams(8, temperature=2.0), SamplingParams(8)]
+    picked = sample(logits, torch.full((4,), 0.5).double(), controls_of(params, 100))
+    assert picked.raw_logprobs.isfinite().tolist() == [True, False, False, True]
+    assert picked.logprobs.isfinite().tolist() == [True, False, False, True]
+    assert ((picked.tokens >= 0) & (picked.tokens < 100)).all()
+
+
+def test_compiled_numbers_are_the_plain_ones(compiled: Chooser) -> None:
+    seeds = np.array([0, 3, 2**63 + 5, 2**64 - 1], np.uint64)
+    start = np.array([0, 2, 2**33, 16])
+    for count in (2, 16):
+        assert compiled.uniforms(seeds, start, count).tobytes() == plain_uniforms(seeds, start, count).tobytes()
+    assert compiled.uniforms(seeds[::2], start[::2], 4).tobytes() == plain_uniforms(seeds[::2], start[::2], 4).tobytes()
 
 
 def test_philox_gives_the_published_words() -> None:

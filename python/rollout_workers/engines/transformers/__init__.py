@@ -6,6 +6,7 @@
     forward.py   lean.py (Llama, Mistral, Qwen2, Qwen3) or generic.py (the module's own forward)
     order.py     which slots stand together
     sampler.py   filters, inverse CDF        philox.py              random number = f(seed, token index)
+    choose.py    both of them by compiled code, on CPUs and where no filter is
     text.py      stop strings, streaming     held.py                stage, load, digest
     determinism.py  the check that deterministic mode begins with
 

@@ -1,6 +1,7 @@
 """Sampling, vectorised over rows: logits in, tokens and both logprobs out.
 
-Every kernel used here works row by row along the vocabulary, so a row's bits do not depend on the other rows.
+Every kernel used here works row by row along the vocabulary, and which one a row goes through depends on that row alone, so its
+bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rollout_workers.engines.transformers.choose import Chooser, compiled
 
 
 class Picked(NamedTuple):
@@ -44,7 +47,32 @@ class Controls:
 
 
 def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
-    """Draw one token a row by inverting the distribution function. logits [B, V] float, uniform f64[B] in [0, 1)."""
+    """Draw one token a row by inverting the distribution function. logits [B, V] float, uniform f64[B] in [0, 1).
+
+    On the CPU rows without a filter go through compiled code where it is there.
+    """
+    chooser = compiled() if logits.device.type == "cpu" else None
+    if chooser is None:
+        return plain_sample(logits, uniform, controls)
+    filters = controls.filters
+    if filters is None:
+        return _chosen(chooser, logits, uniform, controls)
+    rows = filters.rows
+    heat, greedy, shaped = (None if of is None else of[rows] for of in (controls.temperature, controls.greedy, controls.shaped))
+    part = Controls(heat, greedy, shaped, filters._replace(rows=torch.arange(len(rows))))
+    filtered = plain_sample(logits[rows], uniform[rows], part)
+    if len(rows) == len(logits):
+        return filtered
+    pairs = zip(_chosen(chooser, logits, uniform, controls), filtered, strict=True)
+    return Picked(*(every.index_copy_(0, rows, some) for every, some in pairs))
+
+
+def _chosen(chooser: Chooser, logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
+    return Picked(*chooser.choose(logits.float().contiguous(), uniform, controls.temperature, controls.greedy))
+
+
+def plain_sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
+    """The same by torch's operations, for any row on any device."""
     raw = torch.log_softmax(logits.float(), dim=-1)
     scores = raw if controls.temperature is None else raw / controls.temperature
     if controls.filters is not None:
