@@ -68,7 +68,8 @@ def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
 
 
 def _chosen(chooser: Chooser, logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
-    return Picked(*chooser.choose(logits.float().contiguous(), uniform, controls.temperature, controls.greedy))
+    heat, greedy = (None if of is None else of.contiguous() for of in (controls.temperature, controls.greedy))
+    return Picked(*chooser.choose(logits.float().contiguous(), uniform.double().contiguous(), heat, greedy))
 
 
 def plain_sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
