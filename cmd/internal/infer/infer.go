@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
@@ -91,7 +92,7 @@ func (j *Job) Run(ctx context.Context, told func(Event), log func(line string)) 
 	if err != nil {
 		return Event{}, fmt.Errorf("start %s: %w", args[0], err)
 	}
-	words := &warnings{tell: log}
+	words := &warnings{tell: log, again: map[string]int{}}
 	cmd.Stderr = words
 	if err := cmd.Start(); err != nil {
 		return Event{}, exit.New(exit.NoInput, "build it (`make build`), or name the command with --worker", "start the worker: %w", err)
@@ -109,7 +110,9 @@ func (j *Job) Run(ctx context.Context, told func(Event), log func(line string)) 
 			break
 		}
 	}
-	return j.ended(ctx, last, cmd.Wait(), words)
+	failed := cmd.Wait() // until all that it wrote is read
+	words.counts()
+	return j.ended(ctx, last, failed, words)
 }
 
 // ended makes an answer or an error of how the worker left.
@@ -147,12 +150,14 @@ func (j *Job) spec() (string, error) {
 	return path, nil
 }
 
-// warnings passes on what the worker warns of, not all of it, and keeps its last words.
+// warnings passes on what the worker warns of, not all of it and nothing twice, and keeps its last words.
 type warnings struct {
-	tell func(string)
-	told int
-	part string
-	last []byte
+	tell  func(string)
+	told  []string
+	again map[string]int // what was told, and came again
+	more  bool           // than are told
+	part  string
+	last  []byte
 }
 
 const (
@@ -179,12 +184,29 @@ func (w *warnings) Write(data []byte) (int, error) {
 			_, message, warned = strings.Cut(line, " ERROR ")
 		}
 		if _, text, named := strings.Cut(message, ": "); warned && named {
-			if w.told++; w.told <= mostTold {
-				w.tell(text)
-			}
-			if w.told == mostTold {
-				w.tell("further warnings are not shown")
-			}
+			w.warned(text)
+		}
+	}
+}
+
+func (w *warnings) warned(text string) {
+	switch {
+	case slices.Contains(w.told, text):
+		w.again[text]++
+	case len(w.told) < mostTold:
+		w.told = append(w.told, text)
+		w.tell(text)
+	case !w.more:
+		w.more = true
+		w.tell("further warnings are not shown")
+	}
+}
+
+// counts says how often warnings came again, when no more will come.
+func (w *warnings) counts() {
+	for _, text := range w.told {
+		if n := w.again[text]; n > 0 {
+			w.tell(fmt.Sprintf("%s more: %s", output.Count(n), text))
 		}
 	}
 }
