@@ -83,7 +83,8 @@ def _samples(refs: Sequence[SampleRef], payloads: Sequence[bytes]) -> list[Train
 
 
 def of_columns(columns: Columns, payloads: Sequence[bytes]) -> list[TrainSample]:
-    """The very samples that ``parsed`` makes of the payloads, but that arrays are views of those of all."""
+    """The very samples that ``parsed`` makes of the payloads, which it does where one has more than the columns tell. Arrays are
+    views of those of all."""
     samples: list[TrainSample] = []
     stop, place, group = 0, (-1, -1), ""
     for payload, reward, row in zip(payloads, columns.rewards, columns.rows, strict=True):
@@ -91,23 +92,24 @@ def of_columns(columns: Columns, payloads: Sequence[bytes]) -> list[TrainSample]
         start, stop = stop, stop + tokens
         if place != (epoch, index):
             place, group = (epoch, index), _group(epoch, index)
-        made = TrainSample(
-            group,
-            sample * PARTS + part,
-            columns.token_ids[start:stop],
-            prompt_tokens,
-            columns.mask[start:stop],
-            columns.logprobs[start:stop],
-            reward,
-            version,
-            outcome == OUTCOME_TRUNCATED,
-            prompt=payload[prompt:prompt_end].decode(),
-            completion=payload[answer:answer_end].decode(),
+        if more:  # than there are columns for
+            samples.append(parsed(payload))
+            continue
+        samples.append(
+            TrainSample(
+                group,
+                sample * PARTS + part,
+                columns.token_ids[start:stop],
+                prompt_tokens,
+                columns.mask[start:stop],
+                columns.logprobs[start:stop],
+                reward,
+                version,
+                outcome == OUTCOME_TRUNCATED,
+                prompt=payload[prompt:prompt_end].decode(),
+                completion=payload[answer:answer_end].decode(),
+            )
         )
-        if more:
-            whole = parsed(payload)
-            made.metrics, made.token_rewards, made.teacher_logprobs = whole.metrics, whole.token_rewards, whole.teacher_logprobs
-        samples.append(made)
     return samples
 
 
