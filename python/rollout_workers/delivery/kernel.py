@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import sys
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_workers.compiled import library
 from rollout_workers.delivery.layout import Span
 from rollout_workers.delivery.plain import HEAD, SEGMENT, Bytes, Plain, padded
 
 log = logging.getLogger(__name__)
-_HERE = Path(__file__).parent
+SOURCE = Path(__file__).with_name("segments.c")
 
 
 class Segments(Protocol):
@@ -82,18 +82,13 @@ def fastest() -> Segments:
     """Compiled code where there is some, numpy where not; both make the same bytes."""
     if sys.byteorder == "little":
         try:
-            return Kernel(library())
+            return Kernel(library(SOURCE))
         except OSError as error:
             log.warning(
                 "patches of weights are made in numpy, several times slower: %s. Mend: scripts/kernel, which needs a C compiler",
                 error,
             )
     return Plain()
-
-
-def library(folder: Path = _HERE) -> Path:
-    """Where ``scripts/kernel`` puts the library of the source as it is."""
-    return folder / f"_segments-{hashlib.sha256((_HERE / 'segments.c').read_bytes()).hexdigest()[:16]}.so"
 
 
 def _segments(piece: Span) -> int:

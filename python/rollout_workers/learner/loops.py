@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from rollout_workers.compiled import library
+
 log = logging.getLogger(__name__)
 BLOCK = 128  # rows whose sum is one row of partial sums
-_HERE = Path(__file__).parent
+SOURCE = Path(__file__).with_name("loops.c")
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
     "norm": [_POINTER, _POINTER, ctypes.c_float, _NUMBER, _NUMBER, _POINTER, _POINTER],
@@ -84,15 +85,10 @@ class Loops:
 def compiled() -> Loops | None:
     """The library of the source as it is; None where it is not there, and then torch's operations do the work."""
     try:
-        return Loops(library())
+        return Loops(library(SOURCE))
     except OSError as error:
         log.warning("the learner's loops are torch's, a fifth slower: %s. Mend: scripts/kernel, which needs a C compiler", error)
         return None
-
-
-def library(folder: Path = _HERE) -> Path:
-    """Where ``scripts/kernel`` puts the library of the source as it is."""
-    return folder / f"_loops-{hashlib.sha256((_HERE / 'loops.c').read_bytes()).hexdigest()[:16]}.so"
 
 
 def takes(tensor: Tensor) -> bool:

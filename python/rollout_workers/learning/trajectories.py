@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -19,8 +18,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_workers.compiled import library
+
 log = logging.getLogger(__name__)
-_HERE = Path(__file__).parent
+SOURCE = Path(__file__).with_name("trajectories.c")
 _COLUMNS = 13
 _TOKEN = 9  # bytes: a token's number, its logprob and its mask
 
@@ -69,14 +70,9 @@ def compiled() -> Reader | None:
     if sys.byteorder != "little":
         return None
     try:
-        return Reader(library())
+        return Reader(library(SOURCE))
     except OSError as error:
         log.warning(
             "payloads are read by protobuf, several times slower: %s. Mend: scripts/kernel, which needs a C compiler", error
         )
         return None
-
-
-def library(folder: Path = _HERE) -> Path:
-    """Where ``scripts/kernel`` puts the library of the source as it is."""
-    return folder / f"_trajectories-{hashlib.sha256((_HERE / 'trajectories.c').read_bytes()).hexdigest()[:16]}.so"

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from rollout_workers.delivery.kernel import Kernel, library
-
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "kernel"
+from rollout_workers.compiled import library
+from rollout_workers.delivery.kernel import SOURCE, Kernel
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    """``segments.c`` as it is, compiled as the environment does it."""
-    folder = tmp_path_factory.mktemp("kernel")
-    subprocess.run([SCRIPT, folder], check=True)
-    return Kernel(library(folder / "delivery"))
+def compiled(libraries: Path) -> Kernel:
+    """``segments.c`` as it is."""
+    return Kernel(library(SOURCE, libraries / "delivery"))

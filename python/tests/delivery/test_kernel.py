@@ -146,6 +146,6 @@ def test_a_piece_beyond_its_file_is_refused(compiled: Kernel) -> None:
 
 
 def test_without_a_library_numpy_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path) -> None:
-    monkeypatch.setattr(kernel, "library", lambda: tmp_path / "none.so")
+    monkeypatch.setattr(kernel, "library", lambda _: tmp_path / "none.so")
     assert isinstance(kernel.fastest.__wrapped__(), Plain)
     assert "scripts/kernel" in caplog.text

@@ -1,6 +1,5 @@
 """Sampling against Hugging Face's warpers, the distribution itself, and the random numbers' published vectors."""
 
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +9,13 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from rollout_workers.compiled import library
 from rollout_workers.engines.base import SamplingParams
-from rollout_workers.engines.transformers.choose import Chooser, library
+from rollout_workers.engines.transformers.choose import SOURCE, Chooser
 from rollout_workers.engines.transformers.philox import philox4x32, plain_uniforms, uniforms
 from rollout_workers.engines.transformers.sampler import Controls, plain_sample, sample
 from rollout_workers.engines.transformers.slots import SlotTable
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "kernel"
 CASES = [
     SamplingParams(8),
     SamplingParams(8, temperature=0.7),
@@ -54,11 +53,9 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Chooser:
-    """``choose.c`` as it is, compiled as the environment does it."""
-    folder = tmp_path_factory.mktemp("choose")
-    subprocess.run([SCRIPT, folder], check=True)
-    return Chooser(library(folder / "engines" / "transformers"))
+def compiled(libraries: Path) -> Chooser:
+    """``choose.c`` as it is."""
+    return Chooser(library(SOURCE, libraries / "engines" / "transformers"))
 
 
 @pytest.fixture(params=["compiled", "plain"])

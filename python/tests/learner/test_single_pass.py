@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,20 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from rollout_workers.compiled import library
 from rollout_workers.learner import loops as library_of
 from rollout_workers.learner import rms_norm, rotary, single_pass, swiglu
-from rollout_workers.learner.loops import Loops, library
+from rollout_workers.learner.loops import SOURCE, Loops
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "kernel"
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
 )
 
 
 @pytest.fixture(scope="module")
-def loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
-    """``loops.c`` as it is, compiled as the environment does it."""
-    folder = tmp_path_factory.mktemp("loops")
-    subprocess.run([SCRIPT, folder], check=True)
-    return Loops(library(folder / "learner"))
+def loops(libraries: Path) -> Loops:
+    """``loops.c`` as it is."""
+    return Loops(library(SOURCE, libraries / "learner"))
 
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -187,7 +184,7 @@ def test_other_types_get_what_they_got(loops: Loops) -> None:
 
 def test_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     library_of.compiled.cache_clear()
-    monkeypatch.setattr(library_of, "library", lambda: tmp_path / "none.so")
+    monkeypatch.setattr(library_of, "library", lambda _: tmp_path / "none.so")
     try:
         with caplog.at_level(logging.WARNING):
             ours = model()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +11,16 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from rollout.trajectory.v1 import trajectory_pb2 as pb
+from rollout_workers.compiled import library
 from rollout_workers.learner import TrainSample
 from rollout_workers.learning.payload import PayloadCorrupt, of_columns, parsed
-from rollout_workers.learning.trajectories import Reader, library
-
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "kernel"
+from rollout_workers.learning.trajectories import SOURCE, Reader
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """``trajectories.c`` as it is, compiled as the environment does it."""
-    folder = tmp_path_factory.mktemp("kernel")
-    subprocess.run([SCRIPT, folder], check=True)
-    return Reader(library(folder / "learning"))
+def reader(libraries: Path) -> Reader:
+    """``trajectories.c`` as it is."""
+    return Reader(library(SOURCE, libraries / "learning"))
 
 
 def drawn(draw: random.Random) -> pb.Trajectory:

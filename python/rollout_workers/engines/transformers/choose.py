@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 from pathlib import Path
 
@@ -17,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout_workers.compiled import library
+
 log = logging.getLogger(__name__)
-_HERE = Path(__file__).parent
+SOURCE = Path(__file__).with_name("choose.c")
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -58,12 +59,7 @@ class Chooser:
 def compiled() -> Chooser | None:
     """The library of the source as it is; None where it is not there."""
     try:
-        return Chooser(library())
+        return Chooser(library(SOURCE))
     except OSError as error:
         log.warning("tokens are chosen by torch, which takes longer: %s. Mend: scripts/kernel, which needs a C compiler", error)
         return None
-
-
-def library(folder: Path = _HERE) -> Path:
-    """Where ``scripts/kernel`` puts the library of the source as it is."""
-    return folder / f"_choose-{hashlib.sha256((_HERE / 'choose.c').read_bytes()).hexdigest()[:16]}.so"

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kernel"
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package's C as it is, compiled as the environment does it."""
+    folder = tmp_path_factory.mktemp("libraries")
+    subprocess.run([SCRIPT, folder], check=True)
+    return folder
