@@ -114,9 +114,14 @@ def timed(running: Mesh, steps: int, skip: int, config: Path, *sets: str) -> dic
     first, last = committed[skip - 1], committed[-1]
     seconds = (last.time.ToNanoseconds() - first.time.ToNanoseconds()) / 1e9 / steps
     parts = {name: statistics.fmean(event.metrics[name] for event in committed[skip:]) for name in first.metrics}
-    engine = [event.metrics for event in listed.events if event.kind == "sampling"]
-    totals = {name: sum(metrics[name] for metrics in engine) / len(committed) for name in ("time/engine", "time/engine_forward")}
     samples = statistics.fmean(event.metrics["samples"] for event in committed[skip:])
+    # The engine tells of whole seconds, which begin and end anywhere in a step: seconds a sample, times a step's samples.
+    since = first.time.ToNanoseconds()
+    engine = [e.metrics for e in listed.events if e.kind == "sampling" and e.time.ToNanoseconds() - since > 1e9]
+    sampled = sum(metrics["samples"] for metrics in engine)
+    totals = {
+        name: sum(metrics[name] for metrics in engine) / sampled * samples for name in ("time/engine", "time/engine_forward")
+    }
     return {**parts, **totals, "seconds": seconds, "samples_per_second": samples / seconds}
 
 

@@ -131,7 +131,7 @@ func (w *worker) beat() {
 	batch := &eventv1.EventBatch{Events: []*eventv1.Event{{
 		EventId: id.New(now), RunId: w.spec.GetRunId(), Time: timestamppb.New(now), Service: "inference-worker/" + w.spec.GetWorkerId(),
 		Level: eventv1.Level_LEVEL_INFO, Kind: "sampling", Step: version,
-		Metrics: map[string]float64{"samples_per_second": float64(done), "tokens_per_second": float64(tokens), "time/engine": 1, "time/engine_forward": 1},
+		Metrics: map[string]float64{"samples": float64(done), "samples_per_second": float64(done), "tokens_per_second": float64(tokens), "time/engine": 1, "time/engine_forward": 1},
 	}}}
 	body, err := proto.Marshal(batch)
 	if err == nil {

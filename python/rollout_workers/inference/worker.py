@@ -234,6 +234,7 @@ async def _tell(throughput: Throughput, events: Events, holdings: Holdings) -> N
                 "sampling",
                 step=holdings.version,
                 metrics={
+                    "samples": done.samples,
                     "samples_per_second": done.samples / done.time,
                     "tokens_per_second": done.tokens / done.time,
                     "time/engine": done.busy,
