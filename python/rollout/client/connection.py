@@ -11,17 +11,8 @@ from typing import Any, ClassVar, cast
 
 import grpc
 
+from rollout.channel import OPTIONS
 from rollout.errors import RolloutError
-
-OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", 256 << 20),
-    ("grpc.max_send_message_length", 256 << 20),
-    ("grpc.keepalive_time_ms", 10_000),  # a host that is gone without a word is missed after 15 s, whatever a call waits for
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # the core keeps the longer of the two
-    ("grpc.http2.max_pings_without_data", 0),  # any number: else two, and then one a minute
-)
-
 
 _FILE_VARIABLES = ("ROLLOUT_CA_FILE", "ROLLOUT_CERT_FILE", "ROLLOUT_KEY_FILE")
 

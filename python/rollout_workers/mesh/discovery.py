@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import grpc
 
+from rollout.channel import OPTIONS
 from rollout.errors import RolloutError
 from rollout_workers.mesh.agent import agent
 from rollout_workers.mesh.telemetry import outgoing
@@ -21,8 +22,7 @@ log = logging.getLogger(__name__)
 
 Stub = TypeVar("Stub")
 CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", 256 << 20),
-    ("grpc.max_send_message_length", 256 << 20),
+    *OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )

@@ -15,7 +15,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
-from rollout_workers.mesh.discovery import CHANNEL_OPTIONS
+from rollout.channel import SERVER_OPTIONS
 from rollout_workers.mesh.status import Unauthenticated, abort
 from rollout_workers.mesh.telemetry import incoming, span
 from rollout_workers.mesh.tls import PemFiles
@@ -59,7 +59,7 @@ class Server:
         """tls: what to serve with, asking callers for a certificate of the same authority; None: plain text.
         Raises ``PlainText``."""
         self._host, self._tls = host_of(os.environ, tls is not None), tls
-        self._server = grpc.aio.server(interceptors=[_Edge(token)], options=CHANNEL_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[_Edge(token)], options=SERVER_OPTIONS)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names: list[str] = []

@@ -310,7 +310,13 @@ async def test_sampling_is_told_once_a_second(
         for message in await puller.fetch(1, timeout=60):
             kinds.update({event.kind: event for event in event_pb2.EventBatch.FromString(message.data).events})
     assert kinds["sampling"].metrics["samples_per_second"] > 0
-    assert set(kinds["sampling"].metrics) == {"samples", "samples_per_second", "tokens_per_second", "time/engine", "time/engine_forward"}
+    assert set(kinds["sampling"].metrics) == {
+        "samples",
+        "samples_per_second",
+        "tokens_per_second",
+        "time/engine",
+        "time/engine_forward",
+    }
     await made.stop()
 
 
