@@ -48,17 +48,22 @@ class TokenLogprob(torch.autograd.Function):
         """See ``_Chunks.backward``."""
         hidden, weight, bias, predictor, target, normalizers, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         chunks = _Chunks(hidden.shape[0], ctx.step, predictor, target, ctx.temperature)
+        # Sums over many chunks are not kept in bfloat16, which loses what is small beside them.
+        kind = hidden.dtype if ctx.step >= hidden.shape[0] else torch.promote_types(hidden.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=kind) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=kind) if bias is not None and ctx.needs_input_grad[2] else None
         logits_of = lambda rows: linear(hidden[rows], weight, bias)  # noqa: E731
         for rows, grad_logits in chunks.backward(logits_of, normalizers, kept, grad, grad_entropy):
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
-            if grad_weight is not None:
+            if grad_weight is not None and kind == hidden.dtype:
                 grad_weight.addmm_(grad_logits.T, hidden[rows])
+            elif grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[rows]
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
+        grad_weight, grad_bias = (each if each is None else each.to(hidden.dtype) for each in (grad_weight, grad_bias))
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 

@@ -49,6 +49,23 @@ def test_agrees_with_log_softmax(limit: int, bias: bool, temperature: float) -> 
         torch.testing.assert_close(b.grad, b2.grad, atol=1e-5, rtol=1e-5)
 
 
+def test_many_chunks_of_bfloat16_are_as_near_the_gradient_as_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*s, generator=generator).bfloat16() for s in ((2048, 16), (12, 16), (12,)))
+    predictor, target = torch.arange(2048), torch.randint(0, 12, (2048,), generator=generator)
+
+    def gradients(kind: torch.dtype, limit: int) -> list[torch.Tensor]:
+        leaves = [t.to(kind, copy=True).requires_grad_() for t in (weight, bias)]
+        token_logprobs(hidden.to(kind), *leaves, predictor, target, limit=limit)[0].sum().backward()
+        assert all(t.grad is not None and t.grad.dtype == kind for t in leaves)
+        return [t.grad.float() for t in leaves if t.grad is not None]
+
+    for wanted, one, many in zip(
+        *(gradients(*c) for c in ((torch.float32, 1 << 25), (torch.bfloat16, 1 << 25), (torch.bfloat16, 24))), strict=True
+    ):
+        assert (many - wanted).norm() < 1.5 * (one - wanted).norm()
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden, weight = torch.randn(2, 3, requires_grad=True), torch.randn(5, 3)
     found, _ = token_logprobs(hidden, weight, None, torch.tensor([0, 1]), torch.tensor([4, 0]))
