@@ -7,7 +7,7 @@ from rollout_workers.engines.base import SampleDelta, SampleOutput
 from rollout_workers.engines.errors import TokenizerMissing
 from rollout_workers.engines.transformers.text import SampleText, advance
 
-from .tiny import byte_tokenizer, outputs, request, running
+from .tiny import byte_tokenizer, outputs, request, running, same_bits
 
 TOKENIZER = byte_tokenizer()
 
@@ -119,3 +119,28 @@ async def test_text_without_a_tokenizer_is_refused() -> None:
         for wrong in (request("a", stream=True), request("b", stop=("x",))):
             with pytest.raises(TokenizerMissing, match=wrong.request_id):
                 await outputs(engine, wrong)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["streamed first", "streamed last"])
+async def test_a_streamed_group_is_read_beside_others_of_the_same_parameters(first: bool) -> None:
+    async with running(text=True, max_len=64, slots=8, deterministic=True) as engine:
+        batch = [
+            request("a", seeds=range(2), max_tokens=20, stream=first),
+            request("b", seeds=range(2), max_tokens=20, stream=not first),
+        ]
+        streamed = "a" if first else "b"
+        alone = await outputs(engine, batch[not first])
+        shown: dict[int, str] = {0: "", 1: ""}
+        ends: dict[tuple[str, int], SampleOutput] = {}
+        async for item in engine.generate(batch):
+            if isinstance(item, SampleDelta):
+                assert item.request_id == streamed
+                shown[item.sample] += item.text
+            else:
+                ends[item.request_id, item.sample] = item
+        assert not any(end.error for end in ends.values()) and len(ends) == 4
+        for (name, sample), end in ends.items():
+            assert len(end.token_ids) == 20
+            assert end.text == (shown[sample] if name == streamed else None)
+            if name == streamed:
+                assert end.text and end.text == alone[name, sample].text and same_bits(end, alone[name, sample])

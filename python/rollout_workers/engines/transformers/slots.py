@@ -83,7 +83,7 @@ class SlotTable:
             more = np.full((self.slots, len(stop_ids) - self.stop_ids.shape[1]), -1, np.int64)
             self.stop_ids = np.concatenate((self.stop_ids, more), axis=1)
         self.active[slots] = True
-        self.watched[slots] = owners[0].text is not None
+        self.watched[slots] = [owner.text is not None for owner in owners]
         self.positions[slots] = prompt_tokens - 1
         self.generated[slots] = 0
         self.limit[slots] = limit
