@@ -46,6 +46,7 @@ goes on from, without chat template and history.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			flags.cmd = cmd
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt)
+			a.looks = true // a daemon that is started now serves no policy
 			c, err := a.dial(ctx)
 			stop()
 			if err != nil {

@@ -19,6 +19,7 @@ func TestCommands(t *testing.T) {
 	runCases(t, map[string]commandCase{
 		"runs-list":         {args: "runs list", asked: "ListRuns [] 20"},
 		"runs-list-state":   {args: "runs list --state running,paused -n 3", asked: "ListRuns [RUN_STATE_RUNNING RUN_STATE_PAUSED] 3"},
+		"runs-list-none":    {args: "runs list --state failed,cancelled", asked: "ListRuns [RUN_STATE_FAILED RUN_STATE_CANCELLED] 20"},
 		"runs-list-bad":     {args: "runs list --state walking"},
 		"runs-show":         {args: "runs show run-01"},
 		"runs-show-failed":  {args: "runs show addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_FAILED}},
@@ -40,6 +41,7 @@ func TestCommands(t *testing.T) {
 		"logs-ended":        {args: "logs tail addition-grpo", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: story()}},
 		"logs-details":      {args: "logs tail addition-grpo --details -n 4", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: story()}},
 		"logs-newest":       {args: "logs tail addition-grpo -n 2 --level warn", fake: &fake{history: story()}},
+		"logs-none":         {args: "logs tail addition-grpo --level error", fake: &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}},
 		"logs-bad-level":    {args: "logs tail addition-grpo --level loud"},
 		"logs-bad-since":    {args: "logs tail addition-grpo --since yesterday"},
 		"chat":              {args: "chat", fake: &fake{models: served}, stdin: "hi\n\n/reset\nagain\n/quit\nnever\n", asked: "Complete addition-grpo session \"\"\nComplete addition-grpo session \"\""},
@@ -133,7 +135,7 @@ func TestLogFilters(t *testing.T) {
 // Commands that only look start no daemon and leave no trace; they say where they looked.
 func TestLooksStartNoDaemon(t *testing.T) {
 	t.Parallel()
-	for _, args := range []string{"status", "runs list", "runs show x", "logs tail x", "snapshot list", "snapshot show snap-0"} {
+	for _, args := range []string{"status", "runs list", "runs show x", "logs tail x", "snapshot list", "snapshot show snap-0", "chat hi"} {
 		state := filepath.Join(t.TempDir(), "state")
 		got := execute(t, nil, append(strings.Fields(args), "--state-dir", state)...)
 		if got.code != 69 || got.stdout != "" || !strings.Contains(got.stderr, "no daemon runs in "+state) || !strings.Contains(got.stderr, "`rollout daemon start`") {

@@ -108,15 +108,19 @@ func (a *app) daemonStatus() *cobra.Command {
 }
 
 func (a *app) daemonInfo(stateDir string, info *daemon.Info) error {
+	told := *info
+	if told.Gateway != "" {
+		told.Gateway += "/v1" // what clients want as their base URL
+	}
 	if a.format == formatJSON {
-		return output.Value(a.stdout, map[string]any{"state_dir": stateDir, "daemon": info})
+		return output.Value(a.stdout, map[string]any{"state_dir": stateDir, "daemon": told})
 	}
 	var table output.Table
 	table.Row("rolloutd", fmt.Sprintf("pid %d, version %s", info.PID, info.Version))
 	table.Row("services", strings.Join(info.Targets, ", "))
 	table.Row("grpc", info.GRPC)
-	if info.Gateway != "" {
-		table.Row("gateway", info.Gateway+"/v1")
+	if told.Gateway != "" {
+		table.Row("gateway", told.Gateway)
 	}
 	table.Row("state", stateDir)
 	table.Row("log", daemon.LogFile(stateDir))

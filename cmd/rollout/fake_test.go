@@ -204,6 +204,9 @@ func (f *fake) ListRuns(_ context.Context, r *runv1.ListRunsRequest) (*runv1.Lis
 		old.RunId, old.Name, old.TotalSteps, old.Step = "run-01kapq0000000000000000000", "addition-sft", 1200, 1200
 		runs = append(runs, old)
 	}
+	if slices.Contains(r.GetStates(), runv1.RunState_RUN_STATE_FAILED) {
+		runs = nil
+	}
 	return &runv1.ListRunsResponse{Runs: runs}, nil
 }
 

@@ -118,8 +118,12 @@ func (a *app) tail(ctx context.Context, c *client.Client, name string, filter *s
 		if err != nil {
 			return err
 		}
-		if since := filter.GetSince(); len(response.GetEvents()) == 0 && since != nil && !follow {
-			a.note("run %s has no such events since %s", run.GetName(), a.timeOf(since.AsTime()))
+		if len(response.GetEvents()) == 0 && !follow {
+			since := ""
+			if filter.GetSince() != nil {
+				since = " since " + a.timeOf(filter.GetSince().AsTime())
+			}
+			a.note("run %s has no such events%s", run.GetName(), since)
 		}
 		if err := a.events(response.GetEvents(), flags); err != nil || !follow {
 			return errors.Join(err, a.lastEvents(flags))

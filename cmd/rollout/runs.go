@@ -41,7 +41,7 @@ func (a *app) runsList() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				return a.message(response, func() string { return a.runsText(response) })
+				return a.message(response, func() string { return a.runsText(response, states) })
 			})
 		},
 	}
@@ -59,7 +59,10 @@ func stateNames() []string {
 	return names
 }
 
-func (a *app) runsText(response *runv1.ListRunsResponse) string {
+func (a *app) runsText(response *runv1.ListRunsResponse, states []string) string {
+	if len(response.GetRuns()) == 0 && len(states) > 0 {
+		return "no run is " + strings.Join(states, " or ") + "; `rollout runs list` shows all\n"
+	}
 	if len(response.GetRuns()) == 0 {
 		return "no runs; start one with `rollout run --config FILE`\n"
 	}

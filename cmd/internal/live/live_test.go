@@ -381,6 +381,10 @@ func TestAnswersBeforeAndAfter(t *testing.T) {
 		e.Attributes = map[string]string{"samples": samples}
 		r.Add(e)
 	}
+	for _, group := range []string{"0/3", "0/7", "0/3"} { // told again after a restart
+		r.Add(&eventv1.Event{Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Attributes: map[string]string{
+			"group": group, "reason": "ATTEMPTS_EXHAUSTED", "last_reason": "REWARD_RAISED"}})
+	}
 	golden(t, "testdata/summary.txt", r.Summary(style.Style{}, Paths{PNG: "/r/reward.png", HTML: "/r/index.html"}))
 }
 

@@ -3,6 +3,7 @@
 package live
 
 import (
+	"cmp"
 	"encoding/json"
 	"math"
 	"slices"
@@ -29,6 +30,7 @@ type Run struct {
 	Step      map[string]float64 // metrics of the last step
 	Warnings  []*Warning         // the newest
 	Snapshot  *eventv1.Event     // the newest
+	LeftOut   map[string]string  // groups that no attempt completed -> why the last failed
 	committed []time.Time        // times of the last steps, without a pause between them
 	lastStep  uint64
 	repeats   Repeats
@@ -99,6 +101,11 @@ func (r *Run) Add(e *eventv1.Event) {
 		}
 		r.committed = append(r.committed, e.GetTime().AsTime())
 		r.committed = r.committed[max(0, len(r.committed)-paceWindow):]
+	case "group.excluded":
+		if r.LeftOut == nil {
+			r.LeftOut = map[string]string{}
+		}
+		r.LeftOut[e.GetAttributes()["group"]] = cmp.Or(e.GetAttributes()["last_reason"], e.GetAttributes()["reason"])
 	case "eval.finished":
 		r.addEval(e)
 	case "snapshot.created":

@@ -2,6 +2,8 @@ package live
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -61,10 +63,31 @@ func (r *Run) Summary(s style.Style, paths Paths) string {
 	if run.GetReason() != "" || run.GetMessage() != "" {
 		fmt.Fprintf(&b, "   %s\n", s.Red(strings.TrimLeft(run.GetReason()+": ", ": ")+strings.ReplaceAll(run.GetMessage(), "\n", "\n   ")))
 	}
+	b.WriteString(r.leftOut(s))
 	b.WriteString(r.comparison(s))
 	b.WriteString(r.answers(s))
 	b.WriteString(r.left(s, paths))
 	return b.String()
+}
+
+// leftOut says which groups were never trained on though nobody wanted that.
+func (r *Run) leftOut(s style.Style) string {
+	if len(r.LeftOut) == 0 {
+		return ""
+	}
+	counts := map[string]int{}
+	for _, reason := range r.LeftOut {
+		counts[reason]++
+	}
+	var reasons []string
+	for _, reason := range slices.Sorted(maps.Keys(counts)) {
+		reasons = append(reasons, fmt.Sprintf("%s %d", reason, counts[reason]))
+	}
+	what := "1 group is left out, each attempt at it failed"
+	if n := len(r.LeftOut); n > 1 {
+		what = fmt.Sprintf("%d groups are left out, each attempt at them failed", n)
+	}
+	return "   " + s.Red(fmt.Sprintf("%s: %s; see `rollout logs tail %s --level warn`", what, strings.Join(reasons, ", "), r.Status.GetRun().GetRunId())) + "\n"
 }
 
 // comparison is the table of measures before and after.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,5 +95,5 @@ def library() -> Any:
         return pyarrow.parquet
     except ImportError as error:
         raise LibraryMissing(
-            "Parquet needs the library pyarrow", mend="install `rollout-rl[parquet]`, or use a .jsonl file"
+            "Parquet needs the library pyarrow", mend=f"install it: `{sys.executable} -m pip install pyarrow`, or use a .jsonl file"
         ) from error

@@ -122,7 +122,7 @@ def test_two_do_not_write_one_journal(bench: Bench, run: Callable[[Path], Told])
 def test_parquet_without_its_library(bench: Bench, run: Callable[[Path], Told], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     told = run(bench.spec(bench.data(2), "out.parquet"))
-    assert (told.code, told.last["reason"]) == (66, "LIBRARY_MISSING") and "rollout-rl[parquet]" in told.last["mend"]
+    assert (told.code, told.last["reason"]) == (66, "LIBRARY_MISSING") and "-m pip install pyarrow`" in told.last["mend"]
 
 
 def test_a_journal_damaged_inside_is_refused_and_half_a_line_at_its_end_is_not(tmp_path: Path) -> None:
