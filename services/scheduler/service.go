@@ -56,6 +56,13 @@ func (s *service) conductor(runID string) *conductor {
 	return s.conductors[runID]
 }
 
+// conducted is how many runs go on here.
+func (s *service) conducted() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.conductors)
+}
+
 // shutdown interrupts every run and waits for the conductors.
 func (s *service) shutdown() {
 	s.mu.Lock()
