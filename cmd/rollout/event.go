@@ -4,7 +4,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/spf13/cobra"
+	"github.com/rollout-rl/rollout/libs/nearest"
 )
 
 // eventKinds are the kinds of events that the services and workers give; a test holds the list against their sources.
@@ -30,22 +30,10 @@ func known(flag string, names, there []string) error {
 			continue
 		}
 		text := "invalid argument %q for --%s"
-		if near := nearest(name, there); near != "" {
+		if near := nearest.To(name, there); near != "" {
 			return usage(text+"; did you mean `%s`? There are %s", name, flag, near, strings.Join(there, ", "))
 		}
 		return usage(text+": there are %s", name, flag, strings.Join(there, ", "))
 	}
 	return nil
-}
-
-// nearest is the name that most likely was meant, "" where none is near; it measures as the suggestions of commands do.
-func nearest(name string, there []string) string {
-	group := &cobra.Command{SuggestionsMinimumDistance: 2}
-	for _, candidate := range there {
-		group.AddCommand(&cobra.Command{Use: candidate, Run: func(*cobra.Command, []string) {}})
-	}
-	if near := group.SuggestionsFor(name); len(near) > 0 {
-		return near[0]
-	}
-	return ""
 }

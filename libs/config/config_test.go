@@ -120,11 +120,12 @@ func TestErrors(t *testing.T) {
 		says  []string
 		hides string
 	}{
-		"unknown keys, with their lines": {file: "listen = \"127.0.0.1:0\"\nlissten = 1\n[nats]\nurll = 2\n", says: []string{":2:1: unknown key \"lissten\"", ":4:1: unknown key \"nats.urll\""}},
+		"unknown keys, with their lines": {file: "listen = \"127.0.0.1:0\"\nlissten = 1\n[nats]\nurll = 2\n", says: []string{":2:1: unknown key \"lissten\"; did you mean `listen`?", ":4:1: unknown key \"nats.urll\"; did you mean `nats.url`?"}},
+		"a key of a table":               {file: "[blob]\nfolder = \"x\"\n", says: []string{`unknown key "blob.folder"; there are blob.url, blob.endpoint`}, hides: "nats.url"},
 		"wrong type":                     {file: "listen = 1\n", says: []string{":1:10:"}},
 		"broken TOML":                    {file: "listen = \n", says: []string{":1:"}},
 		"bad duration in the file":       {file: "drain = \"soon\"\n", says: []string{"drain", "no duration"}},
-		"unknown variable":               {env: []string{"ROLLOUTD_NATS=1"}, says: []string{"unknown variable ROLLOUTD_NATS"}},
+		"unknown variable":               {env: []string{"ROLLOUTD_NATS=1"}, says: []string{"unknown variable ROLLOUTD_NATS; did you mean `ROLLOUTD_NATS_URL`?"}},
 		"bad variable":                   {env: []string{"ROLLOUTD_DRAIN=x"}, says: []string{"ROLLOUTD_DRAIN", "no duration"}},
 		"unknown flag":                   {args: []string{"--natsurl", "x"}, says: []string{"natsurl"}},
 		"stray argument":                 {args: []string{"buffer"}, says: []string{`"buffer"`}},

@@ -9,10 +9,13 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/pelletier/go-toml/v2"
+
+	"github.com/rollout-rl/rollout/libs/nearest"
 )
 
 // Load reads every source. args are the command line without the program's name, environ is os.Environ(). With -h or --help
@@ -148,7 +151,7 @@ func fileError(path string, err error) error {
 				errs = append(errs, fmt.Errorf("%s:%d:%d: %s is now %s", path, row, column, name, now))
 				continue
 			}
-			errs = append(errs, fmt.Errorf("%s:%d:%d: unknown key %q; keys are %s", path, row, column, name, names()))
+			errs = append(errs, fmt.Errorf("%s:%d:%d: unknown key %q; %s", path, row, column, name, meant(name, names(), "")))
 		}
 		return errors.Join(errs...)
 	case errors.As(err, &syntax):
@@ -174,7 +177,7 @@ func fromEnvironment(c *Config, env map[string]string) error {
 				errs = append(errs, fmt.Errorf("variable %s: write %s", name, now))
 				continue
 			}
-			errs = append(errs, fmt.Errorf("unknown variable %s; keys are %s", name, names()))
+			errs = append(errs, fmt.Errorf("unknown variable %s; %s", name, meant(strings.TrimPrefix(name, envPrefix), variables(), envPrefix)))
 			continue
 		}
 		if err := k.set(c, value); err != nil {
@@ -184,12 +187,33 @@ func fromEnvironment(c *Config, env map[string]string) error {
 	return errors.Join(errs...)
 }
 
-func names() string {
-	var out []string
+func names() (out []string) {
 	for _, k := range keys {
 		out = append(out, k.name)
 	}
-	return strings.Join(out, ", ")
+	return out
+}
+
+func variables() (out []string) {
+	for _, k := range keys {
+		out = append(out, strings.TrimPrefix(k.env(), envPrefix))
+	}
+	return out
+}
+
+// meant is the mend for a name that is none of those there are, without the prefix of all: the one that was meant, else all of its table, else
+// all.
+func meant(name string, there []string, prefix string) string {
+	if near := nearest.To(name, there); near != "" {
+		return fmt.Sprintf("did you mean `%s%s`?", prefix, near)
+	}
+	if at := strings.LastIndex(name, "."); at > 0 {
+		others := slices.DeleteFunc(slices.Clone(there), func(other string) bool { return !strings.HasPrefix(other, name[:at+1]) })
+		if len(others) > 0 {
+			there = others
+		}
+	}
+	return "there are " + prefix + strings.Join(there, ", "+prefix)
 }
 
 func environment(environ []string) map[string]string {

@@ -12,8 +12,8 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/nearest"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
-	"github.com/rollout-rl/rollout/services/planner/config"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
@@ -126,7 +126,7 @@ func (d *draft) exists(field, path string, folder bool) bool {
 	switch {
 	case errors.Is(err, os.ErrNotExist):
 		mend := "correct the path; it starts at the folder of the configuration, " + d.baseDir
-		if similar := input.Similar(d.baseDir, path, config.Nearest); similar != "" {
+		if similar := input.Similar(d.baseDir, path, nearest.To); similar != "" {
 			mend = fmt.Sprintf("did you mean %q?", similar)
 		}
 		what := "file"

@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"google.golang.org/protobuf/reflect/protoreflect"
+
 )
 
 const good = `name = "addition"
@@ -190,22 +191,6 @@ func TestContract(t *testing.T) {
 		} else if !slices.Contains(leaves(""), path) {
 			t.Errorf("%s is to mean %s, which is no field", name, path)
 		}
-	}
-}
-
-func TestNearest(t *testing.T) {
-	t.Parallel()
-	keys := []string{"group_size", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop"}
-	for name, want := range map[string]string{
-		"grp_size": "group_size", "groupsize": "group_size", "GROUP_SIZE": "group_size", "temprature": "temperature", "temp": "temperature",
-		"topp": "top_p", "tpo_k": "top_k", "stops": "stop", "frobnicate": "", "x": "", "": "",
-	} {
-		if got := nearest(name, keys); got != want {
-			t.Errorf("%q: %q, want %q", name, got, want)
-		}
-	}
-	if d := distance("ca", "abc"); d != 3 {
-		t.Errorf("distance(ca, abc) = %d", d)
 	}
 }
 

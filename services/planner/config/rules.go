@@ -9,6 +9,7 @@ import (
 	"buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	"buf.build/go/protovalidate"
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/nearest"
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 	"google.golang.org/protobuf/proto"
@@ -87,7 +88,7 @@ func (r *Reading) badText(place document.Span, field string, v *protovalidate.Vi
 	case len(rules.GetString().GetIn()) > 0:
 		allowed := append([]string(nil), rules.GetString().GetIn()...)
 		mend := "write " + alternatives(allowed)
-		if near := nearestOf(got, allowed); near != "" {
+		if near := nearest.Of(got, allowed); near != "" {
 			mend = fmt.Sprintf("did you mean %q?", near)
 		}
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be %s, got %q", field, alternatives(allowed), got), mend)

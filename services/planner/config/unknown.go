@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/rollout-rl/rollout/libs/nearest"
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 	"google.golang.org/protobuf/reflect/protoreflect"
@@ -60,7 +61,7 @@ func (r *Reading) unknown(e *document.Entry, message protoreflect.MessageDescrip
 		where = "in [" + at + "]"
 	}
 	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), mendUnknown(e.Key, message, at, r.algorithm()))
-	if near := nearest(e.Key, fieldNames(message, false)); near != "" {
+	if near := nearest.To(e.Key, fieldNames(message, false)); near != "" {
 		r.broken[join(at, near)] = true // it was meant: no rule is held against its default
 	}
 }
@@ -74,7 +75,7 @@ func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDe
 		r.broken[at] = true
 	}
 	var mend string
-	if near := nearest(e.Key, names); near != "" {
+	if near := nearest.To(e.Key, names); near != "" {
 		mend = fmt.Sprintf("did you mean [%s]?", join(at, near))
 		r.broken[join(at, near)] = true
 	} else if full := pathOf(e.Key, "", true); full != "" {
@@ -104,7 +105,7 @@ func (r *Reading) algorithm() string {
 
 // mendUnknown looks for the key that was meant: in the same table, in another one, by the name that other trainers use.
 func mendUnknown(key string, message protoreflect.MessageDescriptor, at, algorithm string) string {
-	if near := nearest(key, fieldNames(message, false)); near != "" {
+	if near := nearest.To(key, fieldNames(message, false)); near != "" {
 		return fmt.Sprintf("did you mean `%s`?", near)
 	}
 	alias := aliasOf(key, algorithm)
@@ -122,7 +123,7 @@ func mendUnknown(key string, message protoreflect.MessageDescriptor, at, algorit
 	for _, path := range all {
 		names = append(names, leafOf(path))
 	}
-	if near := nearest(key, names); near != "" {
+	if near := nearest.To(key, names); near != "" {
 		return fmt.Sprintf("did you mean `%s`? It belongs %s", near, home(all[slices.Index(names, near)]))
 	}
 	known := fieldNames(message, false)

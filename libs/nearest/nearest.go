@@ -1,34 +1,33 @@
-package config
+// Package nearest finds what a mistyped name was meant to be.
+package nearest
 
 import "strings"
 
-// Nearest is the candidate that name most likely was meant to be, "" where none is near.
-func Nearest(name string, candidates []string) string { return nearest(name, candidates) }
-
-// nearest is the candidate that name most likely was meant to be, "" where none is near: at most a third of the letters
+// To is the candidate that name most likely was meant to be, "" where none is near: at most a third of the letters
 // differ, or one is the other with more behind it.
-func nearest(name string, candidates []string) string {
+func To(name string, candidates []string) string {
 	best, bestDistance := "", len(name)/3+2
 	lower := strings.ToLower(name)
 	for _, candidate := range candidates {
-		if limit := max(1, max(len(name), len(candidate))/3); distance(lower, candidate) <= min(limit, bestDistance-1) {
-			best, bestDistance = candidate, distance(lower, candidate)
+		limit, far := max(1, max(len(name), len(candidate))/3), distance(lower, strings.ToLower(candidate))
+		if far <= min(limit, bestDistance-1) {
+			best, bestDistance = candidate, far
 		}
 	}
 	if best != "" || len(name) < 4 {
 		return best
 	}
 	for _, candidate := range candidates {
-		if strings.HasPrefix(candidate, lower) || len(candidate) > 3 && strings.HasPrefix(lower, candidate+"_") {
+		if whole := strings.ToLower(candidate); strings.HasPrefix(whole, lower) || len(whole) > 3 && strings.HasPrefix(lower, whole+"_") {
 			return candidate
 		}
 	}
 	return ""
 }
 
-// nearestOf is more willing than nearest: the candidates are all that there is.
-func nearestOf(name string, candidates []string) string {
-	if near := nearest(name, candidates); near != "" {
+// Of is more willing than To: the candidates are all that there is.
+func Of(name string, candidates []string) string {
+	if near := To(name, candidates); near != "" {
 		return near
 	}
 	for _, candidate := range candidates {
