@@ -95,5 +95,6 @@ def library() -> Any:
         return pyarrow.parquet
     except ImportError as error:
         raise LibraryMissing(
-            "Parquet needs the library pyarrow", mend=f"install it: `{sys.executable} -m pip install pyarrow`, or use a .jsonl file"
+            "Parquet needs the library pyarrow",
+            mend=f"install it: `{sys.executable} -m pip install pyarrow`, or use a .jsonl file",
         ) from error

@@ -10,7 +10,6 @@ import (
 	"github.com/google/go-cmp/cmp"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"google.golang.org/protobuf/reflect/protoreflect"
-
 )
 
 const good = `name = "addition"
