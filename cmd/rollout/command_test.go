@@ -1,13 +1,18 @@
 package main
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+	"time"
+
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -129,6 +134,19 @@ func TestLogFilters(t *testing.T) {
 	if s := f.filter.String(); f.filter.GetRunId() != runID || len(f.filter.GetServices()) != 2 || f.filter.GetMinLevel() != 4 ||
 		!f.filter.GetSince().AsTime().Equal(noon) || f.filter.GetKinds()[0] != "log" {
 		t.Errorf("filter %s", s)
+	}
+}
+
+func TestLogsAreInTheOrderOfTime(t *testing.T) {
+	t.Parallel()
+	late := func(n uint64, after time.Duration) *eventv1.Event {
+		return &eventv1.Event{Sequence: n, Kind: "log", Service: "buffer", Level: eventv1.Level_LEVEL_INFO, Message: fmt.Sprintf("at %s", after),
+			Time: timestamppb.New(noon.Add(after))}
+	}
+	f := &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: []*eventv1.Event{late(1, time.Second), late(2, 3*time.Second), late(3, 2*time.Second)}}
+	got := command{plane: newPlane(t, f)}.run(t, "logs", "tail", "addition-grpo")
+	if first, second, third := strings.Index(got.stdout, "at 1s"), strings.Index(got.stdout, "at 2s"), strings.Index(got.stdout, "at 3s"); first < 0 || second < first || third < second {
+		t.Error(got.text())
 	}
 }
 

@@ -125,11 +125,13 @@ func (a *app) tail(ctx context.Context, c *client.Client, name string, filter *s
 			}
 			a.note("run %s has no such events%s", run.GetName(), since)
 		}
-		if err := a.events(response.GetEvents(), flags); err != nil || !follow {
-			return errors.Join(err, a.lastEvents(flags))
-		}
 		if n := len(response.GetEvents()); n > 0 {
 			filter.AfterSequence = response.GetEvents()[n-1].GetSequence()
+		}
+		// They come in the order in which they were stored; those of other processes come later than they happened.
+		slices.SortStableFunc(response.Events, func(x, y *eventv1.Event) int { return x.GetTime().AsTime().Compare(y.GetTime().AsTime()) })
+		if err := a.events(response.GetEvents(), flags); err != nil || !follow {
+			return errors.Join(err, a.lastEvents(flags))
 		}
 	}
 	return errors.Join(a.follow(ctx, c, filter, flags), a.lastEvents(flags))
