@@ -1,7 +1,12 @@
 """Two deterministic runs of one plan end in the same bits, undisturbed or interrupted after any step."""
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import pytest
 from conftest import GROUPS, SAMPLES, STEPS
 from mesh import Mesh, assert_consumed_once, mesh
@@ -30,6 +35,41 @@ def test_another_seed_gives_another_digest(reference: str, config: Path, tmp_pat
     with mesh(tmp_path) as running:
         run = running.submit(config, "seed=99")
         assert running.finish(run).weights_digest != reference
+
+
+@contextmanager
+def asked(running: Mesh, run: str) -> Iterator[list[str]]:
+    """Somebody talks to the policy all the time, with the settings of its own samples; the answers."""
+    client = openai.OpenAI(base_url=f"{running.daemon()['gateway']}/v1", api_key="none", max_retries=0)
+    answers, over = list[str](), threading.Event()
+
+    def talk(stream: bool) -> None:
+        while not over.is_set():
+            if stream:
+                pieces = client.completions.create(model=run, prompt="2+2=", stream=True)
+                answers.append("".join(piece.choices[0].text for piece in pieces if piece.choices))
+            else:
+                answers.append(client.completions.create(model=run, prompt="2+2=").choices[0].text)
+
+    with ThreadPoolExecutor(16) as pool:
+        talks = [pool.submit(talk, stream) for stream in (True, False) * 8]
+        try:
+            yield answers
+        finally:
+            over.set()
+        for each in talks:
+            each.result()
+
+
+def test_who_talks_to_the_policy_changes_nothing(reference: str, config: Path, tmp_path: Path) -> None:
+    with mesh(tmp_path) as running:
+        run = running.submit(config)
+        running.until_step(run, 1)
+        with asked(running, run) as answers:
+            running.until_step(run, STEPS - 1)
+        running.finish(run)
+        assert len(answers) > 8 and sum(map(bool, answers)) > len(answers) / 2  # a policy that knows nothing may end at once
+        assert assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES) == reference
 
 
 def interrupted(running: Mesh, config: Path, step: int) -> str:
