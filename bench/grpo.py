@@ -119,6 +119,8 @@ def timed(running: Mesh, steps: int, skip: int, config: Path, *sets: str) -> dic
     since = first.time.ToNanoseconds()
     engine = [e.metrics for e in listed.events if e.kind == "sampling" and e.time.ToNanoseconds() - since > 1e9]
     sampled = sum(metrics["samples"] for metrics in engine)
+    if not sampled:
+        raise SystemExit("too few steps: the engine tells of whole seconds, and the measured steps took none; raise --steps")
     totals = {
         name: sum(metrics[name] for metrics in engine) / sampled * samples for name in ("time/engine", "time/engine_forward")
     }

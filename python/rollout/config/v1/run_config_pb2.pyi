@@ -1003,7 +1003,7 @@ class TrainConfig(_message.Message):
     gradient_checkpointing: _builtins.bool
     """Whether the backward pass computes activations again instead of keeping them: less memory, about a third more time."""
     refuse_grad_norm: _builtins.float
-    """A policy's gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large. A critic that is a network of its own is clipped only."""
+    """A policy's gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large. Of a critic that is a network of its own only one that is not finite is."""
     on_refused_gradient: _builtins.str
     """What a refused gradient does: `stop` pauses the run until somebody resumes it, which tries the step again, `skip` goes on with the weights as they were, `restore` goes on with those
     of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.

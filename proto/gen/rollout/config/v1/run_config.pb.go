@@ -1438,7 +1438,7 @@ type TrainConfig struct {
 	Freeze []string `protobuf:"bytes,20,rep,name=freeze,proto3" json:"freeze,omitempty"`
 	// Whether the backward pass computes activations again instead of keeping them: less memory, about a third more time.
 	GradientCheckpointing *bool `protobuf:"varint,21,opt,name=gradient_checkpointing,json=gradientCheckpointing,proto3,oneof" json:"gradient_checkpointing,omitempty"`
-	// A policy's gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large. A critic that is a network of its own is clipped only.
+	// A policy's gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large. Of a critic that is a network of its own only one that is not finite is.
 	RefuseGradNorm *float64 `protobuf:"fixed64,22,opt,name=refuse_grad_norm,json=refuseGradNorm,proto3,oneof" json:"refuse_grad_norm,omitempty"`
 	// What a refused gradient does: `stop` pauses the run until somebody resumes it, which tries the step again, `skip` goes on with the weights as they were, `restore` goes on with those
 	// of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.
