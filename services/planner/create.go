@@ -94,6 +94,7 @@ func (d *draft) read() error {
 	if d.eval, err = d.dataset("data.eval", cfg.GetData().GetEval(), "", planv1.InputRole_INPUT_ROLE_EVAL_DATA); err != nil {
 		return err
 	}
+	d.heldOut()
 	d.readModel(cfg.GetModel().GetPath())
 	d.readTeacher(cfg.GetAlgorithm().GetDistillation().GetTeacher())
 	d.readRewards()

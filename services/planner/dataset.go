@@ -40,6 +40,17 @@ func (d *draft) dataset(field, path, answer string, role planv1.InputRole) (*inp
 	return data, nil
 }
 
+// heldOut warns of held-out rows that are the ones trained on.
+func (d *draft) heldOut() {
+	if d.train == nil || d.eval == nil || d.train.Digest != d.eval.Digest {
+		return
+	}
+	const field = "data.eval"
+	d.warnings.At(d.Place(field), problem.BadRow, field,
+		fmt.Sprintf("%s holds the very rows of `data.train`: an evaluation then says how well they were learned by heart", d.Config.GetData().GetEval()),
+		"keep some rows out of `data.train` and name their file here")
+}
+
 // labels warns of labelled completions that are all of one kind: KTO then knows what to write more of, or less, and not instead of what.
 func (d *draft) labels(data *input.Dataset) {
 	if data.Preference.Label == "" || data.Desirable > 0 && data.Desirable < data.Rows {

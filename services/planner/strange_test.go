@@ -84,3 +84,30 @@ func TestLabelsOfOneKindAreWarnedOf(t *testing.T) {
 		}
 	}
 }
+
+// What was trained on says little of what was learned.
+func TestHeldOutRowsThatAreTrainedOnAreWarnedOf(t *testing.T) {
+	t.Parallel()
+	s, dir := server(t), project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
+	rows, err := os.ReadFile(filepath.Join(dir, "train.jsonl"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		rows string
+		want int
+	}{{string(rows), 1}, {string(rows) + string(rows), 0}} {
+		if err := os.WriteFile(filepath.Join(dir, "eval.jsonl"), []byte(c.rows), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		got := create(t, s, dir, `data.eval="eval.jsonl"`, "eval.every_steps=1")
+		if got.GetPlan() == nil || len(got.GetWarnings()) != c.want {
+			t.Fatalf("%v", got)
+		}
+		for _, w := range got.GetWarnings() {
+			if !strings.Contains(w.GetMessage(), "eval.jsonl holds the very rows of `data.train`") {
+				t.Errorf("%v", w)
+			}
+		}
+	}
+}
