@@ -99,6 +99,9 @@ def write_model(folder: Path, *, layers: int = 4, hidden: int = 128, seed: int =
     os.environ.setdefault("USE_TF", "0")
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of a file of 3 MB
 
     tokenizer = build_tokenizer()
     config = Qwen3Config(
