@@ -173,7 +173,9 @@ func (c *conductor) before(ctx context.Context, e *ending) {
 		if c.state() == Starting { // a short run: the controller was done before its progress was heard
 			_, _ = c.svc.transition(ctx, c.id, Running, nil)
 		}
-		if _, err := c.svc.transition(ctx, c.id, Draining, nil); err != nil {
+		progress := c.progress()
+		all := func(r *Run) error { advance(r, progress); return nil } // its record is a little behind
+		if _, err := c.svc.transition(ctx, c.id, Draining, all); err != nil {
 			c.svc.Log.WarnContext(ctx, "run does not drain", "run", c.id, "error", err)
 		}
 		return

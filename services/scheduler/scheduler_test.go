@@ -57,6 +57,13 @@ func TestARunGoesThrough(t *testing.T) {
 			if s := w.events.of("run.state", "state"); !slices.Equal(s, []string{"PENDING", "STARTING", "RUNNING", "DRAINING", "SUCCEEDED"}) {
 				t.Errorf("states %v", s)
 			}
+			w.events.mu.Lock()
+			for _, e := range w.events.all {
+				if e.GetAttributes()["state"] == "DRAINING" && e.GetStep() != 5 {
+					t.Errorf("it drains at step %d", e.GetStep())
+				}
+			}
+			w.events.mu.Unlock()
 			got := status.GetRun()
 			if got.GetStep() != 5 || got.GetTotalSteps() != 5 || got.GetWeightsDigest() != "digest-5" || got.GetEndTime() == nil || got.GetName() != "test-run" {
 				t.Errorf("record %v", got)
