@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+os.environ.setdefault("MKL_CBWR", "AUTO")  # as workers do
 os.environ["OMP_WAIT_POLICY"] = "ACTIVE"  # for both: nothing else runs
 
 import numpy as np

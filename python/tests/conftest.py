@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("MKL_CBWR", "AUTO")  # as workers do, before MKL's first product
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kernel"
 

@@ -24,6 +24,8 @@ AVX-512, the 0.8 M parameter model and the shapes of SmolLM2-135M, 4 to 260 rows
 - SDPA has the same bits for a row whatever rows it is called with, but other bits for another KV length, though the rest is
   masked. So a row reads its own length class (order.py), which follows from its position alone. A masked NaN leaks (0 * NaN),
   so the cache starts at zero, and a slot that saw a number that is not finite is zeroed.
+- On AMD's processors (Zen 5) that holds with two threads only where MKL is told so before its first product (``MKL_CBWR=AUTO``,
+  which workers set): else the bits of its small products depend on where the operands lie, which differs by thread.
 - softmax, log_softmax, cumsum and sort work row by row. A row that no filter and no temperature touches must take its raw
   logprobs, not a second log_softmax of them. Element-wise exp-like kernels (SiLU) treat the last numel % 32 elements
   differently: harmless where the inner size is a multiple of 32.
