@@ -10,8 +10,8 @@ import os
 
 # Before torch: spinning OpenMP threads of two processes starve each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Before MKL's first product, whose bits otherwise depend on where its operands lie: with two threads a row of an attention had others
-# in other company on processors of one maker.
+# Before MKL's first product, whose bits otherwise depend on where its operands lie: on AMD's processors a row of an attention had
+# others in other company where two threads computed it.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
