@@ -25,7 +25,7 @@ func (a *app) completionsCommand() *cobra.Command {
 		Long: `Show completions that were trained on, with their rewards and advantages: those of the newest step that keeps some, of one step,
 or of all. [completions] of the configuration says how many a step are kept.
 
-Where a control plane runs it is asked; else its state folder is read, and nothing is started. ` + runArgument,
+` + orFolder + " " + runArgument,
 		Example: `  rollout completions addition-grpo
   rollout completions addition-grpo --step 40
   rollout completions addition-grpo --all --format json`,

@@ -47,7 +47,7 @@ func (a *app) exportMetrics() *cobra.Command {
 names, with the settings there. What a tracker has already is left alone, so it may be done again at any time, for runs that go on
 too. The trackers' libraries are the extras tensorboard, wandb and mlflow of the Python package.
 
-Where a control plane runs it is asked; else its state folder is read, and nothing is started. ` + runArgument,
+` + orFolder + " " + runArgument,
 		Example: `  rollout export metrics addition-grpo
   rollout export metrics addition-grpo --to tensorboard --directory tb
   rollout export metrics addition-grpo --to mlflow --tracking-uri http://127.0.0.1:5000`,

@@ -16,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
@@ -39,6 +40,8 @@ func (a *app) logsTail() *cobra.Command {
 		Short: "Show the events of a run; --follow goes on with new ones",
 		Long: `Show the events of a run. With --follow new ones are shown as they come, until the run ends. ` + runArgument + `
 
+` + orFolder + `
+
 Warnings that say the same, numbers and quoted texts aside, are joined: each is shown at most every ten seconds, with how often it
 came. With --details, --kind or --format json every event is shown.`,
 		Example: `  rollout logs tail addition-grpo
@@ -51,8 +54,8 @@ came. With --details, --kind or --format json every event is shown.`,
 			if err != nil {
 				return err
 			}
-			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
-				return a.tail(ctx, c, args[0], filter, &flags)
+			return a.browse(cmd, func(ctx context.Context, r record.Reader) error {
+				return a.tail(ctx, r, args[0], filter, &flags)
 			})
 		},
 	}
@@ -100,41 +103,41 @@ func (f *logFlags) filter(now time.Time) (*storagev1.EventFilter, error) {
 	return nil, usage("invalid argument %q for --since: it is a duration such as 10m or a time such as 2006-01-02T15:04:05Z", f.since)
 }
 
-func (a *app) tail(ctx context.Context, c *client.Client, name string, filter *storagev1.EventFilter, flags *logFlags) error {
-	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
+func (a *app) tail(ctx context.Context, r record.Reader, name string, filter *storagev1.EventFilter, flags *logFlags) error {
+	got, err := r.Run(ctx, name)
 	if err != nil {
 		return err
 	}
-	run := got.GetStatus().GetRun()
+	run := got.GetRun()
 	filter.RunId = run.GetRunId()
-	follow := flags.follow && !flags.noFollow && !live.Over(run)
+	services, running := r.(record.Services)
+	follow := flags.follow && !flags.noFollow && running && !live.Over(run)
 	if !follow || flags.lines > 0 {
-		const most = 100000
-		request := &storagev1.ListEventsRequest{Filter: filter, Limit: most, Newest: true}
+		limit := 100_000
 		if flags.lines > 0 {
-			request.Limit = min(flags.lines, most)
+			limit = min(int(flags.lines), limit)
 		}
-		response, err := c.Events.ListEvents(ctx, request)
+		events, err := r.Events(ctx, filter, limit, true)
 		if err != nil {
 			return err
 		}
-		if len(response.GetEvents()) == 0 && !follow {
+		if len(events) == 0 && !follow {
 			since := ""
 			if filter.GetSince() != nil {
 				since = " since " + a.timeOf(filter.GetSince().AsTime())
 			}
 			a.note("run %s has no such events%s", run.GetName(), since)
 		}
-		if n := len(response.GetEvents()); n > 0 {
-			filter.AfterSequence = response.GetEvents()[n-1].GetSequence()
+		if n := len(events); n > 0 {
+			filter.AfterSequence = events[n-1].GetSequence()
 		}
 		// They come in the order in which they were stored; those of other processes come later than they happened.
-		slices.SortStableFunc(response.Events, func(x, y *eventv1.Event) int { return x.GetTime().AsTime().Compare(y.GetTime().AsTime()) })
-		if err := a.events(response.GetEvents(), flags); err != nil || !follow {
+		slices.SortStableFunc(events, func(x, y *eventv1.Event) int { return x.GetTime().AsTime().Compare(y.GetTime().AsTime()) })
+		if err := a.events(events, flags); err != nil || !follow {
 			return errors.Join(err, a.lastEvents(flags))
 		}
 	}
-	return errors.Join(a.follow(ctx, c, filter, flags), a.lastEvents(flags))
+	return errors.Join(a.follow(ctx, services.Client, filter, flags), a.lastEvents(flags))
 }
 
 // follow prints events until the run ends. An interrupt is the ordinary way to leave.

@@ -19,7 +19,7 @@ func (a *app) reportCommand() *cobra.Command {
 		Long: `Write a run's reward curve (reward.png) and a page with charts of all main metrics, evaluations, sample answers and completions
 (index.html), which needs no network.
 
-Where a control plane runs it is asked; else its state folder is read, and nothing is started. ` + runArgument,
+` + orFolder + " " + runArgument,
 		Example: `  rollout report addition-grpo
   rollout report addition-grpo --out report`,
 		Args: cobra.ExactArgs(1),

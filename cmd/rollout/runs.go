@@ -10,7 +10,9 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
 func (a *app) runsCommand() *cobra.Command {
@@ -24,6 +26,7 @@ func (a *app) runsList() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "list",
 		Short: "List runs, newest first",
+		Long:  "List runs, newest first.\n\n" + orFolder,
 		Example: `  rollout runs list
   rollout runs list --state running,paused --format json`,
 		Args: cobra.NoArgs,
@@ -36,8 +39,8 @@ func (a *app) runsList() *cobra.Command {
 				}
 				request.States = append(request.States, runv1.RunState(state))
 			}
-			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
-				response, err := c.Scheduler.ListRuns(ctx, request)
+			return a.browse(cmd, func(ctx context.Context, r record.Reader) error {
+				response, err := r.Runs(ctx, request)
 				if err != nil {
 					return err
 				}
@@ -80,31 +83,54 @@ func (a *app) runsText(response *runv1.ListRunsResponse, states []string) string
 	return text
 }
 
+const orFolder = "Where a control plane runs it is asked; else its state folder is read, and nothing is started."
+
 const runArgument = "RUN is a run's id, a unique prefix of it, or a name (then its newest run)."
 
 func (a *app) runsShow() *cobra.Command {
 	return &cobra.Command{
 		Use:     "show RUN",
-		Short:   "Show one run: state, progress, queues, workers",
-		Long:    "Show one run: state, progress, queues, workers. " + runArgument,
+		Short:   "Show one run: state, progress, rewards, queues, workers",
+		Long:    "Show one run: state, progress, rewards, queues, workers. " + runArgument + "\n\n" + orFolder,
 		Example: "  rollout runs show addition-grpo",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
-				response, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
+			return a.browse(cmd, func(ctx context.Context, r record.Reader) error {
+				status, err := r.Run(ctx, args[0])
 				if err != nil {
 					return err
 				}
-				return a.message(response.GetStatus(), func() string { return a.runText(response.GetStatus()) })
+				shown, err := gather(ctx, r, status)
+				if err != nil {
+					return err
+				}
+				return a.message(status, func() string { return a.runText(shown) })
 			})
 		},
 	}
 }
 
-func (a *app) runText(status *runv1.RunStatus) string {
-	r := &live.Run{}
-	r.Update(status)
-	run := status.GetRun()
+// lookBack is how many of its newest steps a run is shown with, and how many evaluations.
+const lookBack = 200
+
+// gather is a run with what its newest events tell of it.
+func gather(ctx context.Context, r record.Reader, status *runv1.RunStatus) (*live.Run, error) {
+	shown := &live.Run{}
+	shown.Update(status)
+	for _, kind := range []string{"step.committed", "eval.finished"} {
+		events, err := r.Events(ctx, &storagev1.EventFilter{RunId: status.GetRun().GetRunId(), Kinds: []string{kind}}, lookBack, true)
+		if err != nil {
+			return nil, err
+		}
+		for _, e := range events {
+			shown.Add(e)
+		}
+	}
+	return shown, nil
+}
+
+func (a *app) runText(r *live.Run) string {
+	run := r.Status.GetRun()
 	text := r.View(a.style(), 1000, a.zone, "")
 	var table output.Table
 	add := func(name, value string) {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
@@ -24,19 +25,20 @@ func (a *app) snapshotList() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:     "list [RUN]",
 		Short:   "List snapshots, newest first",
+		Long:    "List snapshots, newest first.\n\n" + orFolder,
 		Example: "  rollout snapshot list\n  rollout snapshot list addition-grpo",
 		Args:    cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
+			return a.browse(cmd, func(ctx context.Context, r record.Reader) error {
 				request := &snapshotv1.ListSnapshotsRequest{PageSize: limit}
 				if len(args) == 1 {
-					got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
+					got, err := r.Run(ctx, args[0])
 					if err != nil {
 						return err
 					}
-					request.RunId = got.GetStatus().GetRun().GetRunId()
+					request.RunId = got.GetRun().GetRunId()
 				}
-				response, err := c.Snapshot.ListSnapshots(ctx, request)
+				response, err := r.Snapshots(ctx, request)
 				if err != nil {
 					return err
 				}
@@ -70,16 +72,16 @@ func (a *app) snapshotShow() *cobra.Command {
 	return &cobra.Command{
 		Use:     "show SNAPSHOT",
 		Short:   "Show a snapshot's manifest",
-		Long:    "Show a snapshot's manifest. SNAPSHOT is its id, or a unique prefix of it.",
+		Long:    "Show a snapshot's manifest. SNAPSHOT is its id, or a unique prefix of it.\n\n" + orFolder,
 		Example: "  rollout snapshot show snap-01kapq5q5m",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.look(cmd, func(ctx context.Context, c *client.Client) error {
-				response, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: args[0]})
+			return a.browse(cmd, func(ctx context.Context, r record.Reader) error {
+				snapshot, err := r.Snapshot(ctx, args[0])
 				if err != nil {
 					return err
 				}
-				return a.message(response.GetSnapshot(), func() string { return a.snapshotText(response.GetSnapshot()) })
+				return a.message(snapshot, func() string { return a.snapshotText(snapshot) })
 			})
 		},
 	}

@@ -66,7 +66,7 @@ func (s *service) announce(run *Run) {
 	}
 	s.emit(run, &eventv1.Event{Kind: "run.state", Level: level, Message: message, Step: run.GetStep(),
 		Attributes: map[string]string{"state": name, "reason": run.GetReason()}})
-	s.Log.Info("run changed", "run", run.GetRunId(), "state", name, "reason", run.GetReason())
+	s.Log.Info("run changed", "run_id", run.GetRunId(), "state", name, "reason", run.GetReason())
 }
 
 func (s *service) emit(run *Run, e *eventv1.Event) {

@@ -211,7 +211,7 @@ func TestScreenNeverShrinks(t *testing.T) {
 	m.Run.Update(&runv1.RunStatus{Run: &runv1.Run{State: runv1.RunState_RUN_STATE_SUCCEEDED}})
 	m.Done = true
 	view := m.View().Content
-	if after := strings.Count(view, "\n"); after != before || m.blank != 4 { // the wait, two workers, the hint
+	if after := strings.Count(view, "\n"); after != before || m.blank != 5 { // the wait, the groups, two workers, the hint
 		t.Errorf("%d lines became %d, of them %d empty:\n%s", before, after, m.blank, view)
 	}
 }

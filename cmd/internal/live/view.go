@@ -39,9 +39,10 @@ func (r *Run) View(s style.Style, width int, zone *time.Location, hint string) s
 		speed += fmt.Sprintf("  %s a step", seconds(t))
 	}
 	lines = append(lines, label(s, "speed")+speed)
-	q := status.GetQueues()
-	lines = append(lines, label(s, "groups")+fmt.Sprintf("%s in flight  %s ready  %s leased  %s consumed  %s excluded",
-		output.Count(q.GetInFlight()), output.Count(q.GetReady()), output.Count(q.GetLeased()), output.Count(q.GetConsumed()), output.Count(q.GetExcluded())))
+	if q := status.GetQueues(); q != nil {
+		lines = append(lines, label(s, "groups")+fmt.Sprintf("%s in flight  %s ready  %s leased  %s consumed  %s excluded",
+			output.Count(q.GetInFlight()), output.Count(q.GetReady()), output.Count(q.GetLeased()), output.Count(q.GetConsumed()), output.Count(q.GetExcluded())))
+	}
 	lines = append(lines, r.workers(s)...)
 	for _, w := range r.Warnings {
 		lines = append(lines, warning(w.Event, w.Count, s, zone))

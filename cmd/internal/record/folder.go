@@ -1,6 +1,7 @@
 package record
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"os"
@@ -9,12 +10,14 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/audit"
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/replay"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	"github.com/rollout-rl/rollout/services/scheduler"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 	"github.com/rollout-rl/rollout/services/snapshot"
 	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
@@ -30,15 +33,23 @@ type Folder struct {
 	snapshots *snapshotstore.Store
 }
 
-// Open opens the databases of a state folder.
-func Open(ctx context.Context, state string) (_ *Folder, err error) {
-	place := sqldb.Files(filepath.Join(state, "db"))
+// Held is nil where a state folder has the databases that a Folder reads.
+func Held(state string) error {
 	for _, service := range []string{"scheduler", "storage", "snapshot"} {
-		if _, err := os.Stat(filepath.Join(string(place), service+".sqlite")); err != nil {
-			return nil, exit.New(exit.NoInput, "name the state folder with --state-dir, or a running control plane with --server",
+		if _, err := os.Stat(filepath.Join(state, "db", service+".sqlite")); err != nil {
+			return exit.New(exit.NoInput, "name the state folder with --state-dir, or a running control plane with --server",
 				"no %s database to read: %w", service, err)
 		}
 	}
+	return nil
+}
+
+// Open opens the databases of a state folder.
+func Open(ctx context.Context, state string) (_ *Folder, err error) {
+	if err := Held(state); err != nil {
+		return nil, err
+	}
+	place := sqldb.Files(filepath.Join(state, "db"))
 	f := &Folder{state: state}
 	defer func() {
 		if err != nil {
@@ -70,10 +81,42 @@ func (f *Folder) Close() error {
 	return errors.Join(errs...)
 }
 
-// Run implements Reader. Queues and workers are those of nobody: nothing runs.
+// Runs implements Reader.
+func (f *Folder) Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
+	runs, err := f.runs.List(ctx, scheduler.Filter{After: page.GetPageToken()})
+	if err != nil {
+		return nil, err
+	}
+	for _, run := range runs {
+		asLeft(run)
+	}
+	if states := page.GetStates(); len(states) > 0 {
+		runs = slices.DeleteFunc(runs, func(run *runv1.Run) bool { return !slices.Contains(states, run.GetState()) })
+	}
+	response := &runv1.ListRunsResponse{Runs: runs}
+	if size := int(cmp.Or(page.GetPageSize(), 100)); len(runs) > size {
+		response.Runs, response.NextPageToken = runs[:size], runs[size-1].GetRunId()
+	}
+	return response, nil
+}
+
+// Run implements Reader. Queues are those that it ended with; there are no workers.
 func (f *Folder) Run(ctx context.Context, name string) (*runv1.RunStatus, error) {
 	run, err := f.runs.Resolve(ctx, name)
-	return &runv1.RunStatus{Run: run}, err
+	if err != nil {
+		return nil, err
+	}
+	queues, err := f.runs.Queues(ctx, run.GetRunId())
+	return &runv1.RunStatus{Run: asLeft(run), Queues: queues}, err
+}
+
+// asLeft shows a run that a dead process left active as what it is: interrupted. The scheduler records that when it starts.
+func asLeft(run *runv1.Run) *runv1.Run {
+	if !live.Over(run) {
+		run.State = runv1.RunState_RUN_STATE_INTERRUPTED
+		run.Message = "the control plane died; `rollout run --resume " + run.GetRunId() + "` goes on"
+	}
+	return run
 }
 
 // Events implements Reader.
@@ -84,6 +127,17 @@ func (f *Folder) Events(ctx context.Context, filter *storagev1.EventFilter, limi
 // Metrics implements Reader.
 func (f *Folder) Metrics(ctx context.Context, runID string) ([]*storagev1.Series, error) {
 	return f.events.Series(ctx, runID, nil, 0)
+}
+
+// Snapshots implements Reader.
+func (f *Folder) Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
+	size := int(cmp.Or(page.GetPageSize(), 100))
+	found, err := f.snapshots.List(ctx, snapshot.Filter{Run: page.GetRunId(), Kind: page.GetKind(), After: page.GetPageToken(), Limit: size + 1})
+	response := &snapshotv1.ListSnapshotsResponse{Snapshots: found}
+	if len(found) > size {
+		response.Snapshots, response.NextPageToken = found[:size], found[size-1].GetSnapshotId()
+	}
+	return response, err
 }
 
 // Snapshot implements Reader.

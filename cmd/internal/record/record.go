@@ -13,12 +13,16 @@ import (
 
 // Reader reads what is stored of runs.
 type Reader interface {
+	// Runs are the newest first, a page of them.
+	Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error)
 	// Run is the run of an id, a unique prefix of one, or a name.
 	Run(ctx context.Context, name string) (*runv1.RunStatus, error)
 	// Events are at most limit events, oldest first: the first, or with newest the last ones.
 	Events(ctx context.Context, filter *storagev1.EventFilter, limit int, newest bool) ([]*eventv1.Event, error)
 	// Metrics are the series of a run, by name.
 	Metrics(ctx context.Context, runID string) ([]*storagev1.Series, error)
+	// Snapshots are the newest first, a page of them.
+	Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error)
 	// Snapshot is the one of an id or a unique prefix of one.
 	Snapshot(ctx context.Context, id string) (*snapshotv1.Snapshot, error)
 	// NewestSnapshot is the newest training state of a run; nil where there is none.

@@ -13,6 +13,11 @@ import (
 // Services asks running services. They write snapshots to their own host's disk.
 type Services struct{ Client *client.Client }
 
+// Runs implements Reader.
+func (s Services) Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
+	return s.Client.Scheduler.ListRuns(ctx, page)
+}
+
 // Run implements Reader.
 func (s Services) Run(ctx context.Context, name string) (*runv1.RunStatus, error) {
 	got, err := s.Client.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
@@ -29,6 +34,11 @@ func (s Services) Events(ctx context.Context, filter *storagev1.EventFilter, lim
 func (s Services) Metrics(ctx context.Context, runID string) ([]*storagev1.Series, error) {
 	got, err := s.Client.Events.QueryMetrics(ctx, &storagev1.QueryMetricsRequest{RunId: runID})
 	return got.GetSeries(), err
+}
+
+// Snapshots implements Reader.
+func (s Services) Snapshots(ctx context.Context, page *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
+	return s.Client.Snapshot.ListSnapshots(ctx, page)
 }
 
 // Snapshot implements Reader.

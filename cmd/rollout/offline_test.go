@@ -1,0 +1,67 @@
+package main
+
+import (
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/scheduler"
+	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
+	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
+	storagestore "github.com/rollout-rl/rollout/services/storage/sqlstore"
+)
+
+// left is the state folder of a control plane that died while a run was going on.
+func left(t *testing.T) (state string) {
+	t.Helper()
+	state = t.TempDir()
+	place := sqldb.Files(filepath.Join(state, "db"))
+	run := (&fake{directory: filepath.Join(state, "runs", runID)}).run(runv1.RunState_RUN_STATE_RUNNING, 2)
+	if _, err := sqldbtest.Store(t, place, schedulerstore.Open).Create(t.Context(), run, "", scheduler.Cursor{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := sqldbtest.Store(t, place, storagestore.Open).Append(t.Context(), story()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := sqldbtest.Store(t, place, snapshotstore.Open).Record(t.Context(), snapshot()); err != nil {
+		t.Fatal(err)
+	}
+	return state
+}
+
+// Commands that look around read the state folder where no control plane runs; what a dead one left active is interrupted.
+func TestStateFolderIsBrowsed(t *testing.T) {
+	t.Parallel()
+	state := left(t)
+	for _, c := range []struct {
+		args string
+		want []string
+	}{
+		{"runs list", []string{runID, "INTERRUPTED", "2/3"}},
+		{"runs list --state interrupted", []string{runID}},
+		{"runs list --state running", []string{"no run is running"}},
+		{"runs list --format json", []string{`"RUN_STATE_INTERRUPTED"`}},
+		{"runs show addition-grpo", []string{"INTERRUPTED", "the control plane died", "0.900"}},
+		{"logs tail addition-grpo --follow", []string{"step=3"}},
+		{"snapshot list addition-grpo", []string{snapshot().GetSnapshotId()}},
+		{"snapshot show " + snapshot().GetSnapshotId(), []string{"run", runID}},
+	} {
+		got := command{}.run(t, append(strings.Fields(c.args), "--state-dir", state)...)
+		for _, want := range c.want {
+			if got.code != 0 || !strings.Contains(got.stdout, want) {
+				t.Errorf("%s: %q is missing\n%s", c.args, want, got.text())
+			}
+		}
+		if !strings.Contains(c.args, "json") && !strings.Contains(got.stderr, "no control plane runs here") {
+			t.Errorf("%s does not say where it looked: %s", c.args, got.stderr)
+		}
+	}
+	for _, args := range []string{"runs show nobody", "snapshot show snap-none", "snapshot list nobody", "logs tail nobody"} {
+		if got := (command{}).run(t, append(strings.Fields(args), "--state-dir", state)...); got.code == 0 || !strings.Contains(got.stderr, "no") {
+			t.Errorf("%s: %s", args, got.text())
+		}
+	}
+}
