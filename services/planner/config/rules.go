@@ -172,7 +172,7 @@ func (r *Reading) crossField(id, message, at string) {
 		return
 	}
 	for _, match := range pathInRule.FindAllStringSubmatch(expressions()[id], -1) {
-		if r.brokenUnder(match[1]) {
+		if field := fieldAt(match[1]); r.unread(match[1]) || field != nil && field.IsMap() && r.brokenUnder(match[1]) {
 			return
 		}
 	}
@@ -245,12 +245,23 @@ func namedFields(message string) []string {
 	return out
 }
 
-// brokenUnder reports whether the field, one of its tables or something in it could not be read.
-func (r *Reading) brokenUnder(field string) bool {
+// unread reports whether the field, or a table that it stands in, could not be read. A rule that names a table asks whether it is
+// there; one of names of the user's is there once something in it is.
+func (r *Reading) unread(field string) bool {
 	for broken := range r.broken {
-		if broken == field || strings.HasPrefix(broken, field+".") || strings.HasPrefix(field, broken+".") {
+		if broken == field || strings.HasPrefix(field, broken+".") {
 			return true
 		}
 	}
 	return false
+}
+
+// brokenUnder reports whether the field, one of its tables or something in it could not be read.
+func (r *Reading) brokenUnder(field string) bool {
+	for broken := range r.broken {
+		if strings.HasPrefix(broken, field+".") {
+			return true
+		}
+	}
+	return r.unread(field)
 }
