@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -79,3 +80,18 @@ def test_what_was_cut_off_counts_for_its_group_and_not_in_the_loss(model_dir: Pa
     learner.step = 0
     trained = sum(int(sample.loss_mask.sum()) for sample in samples if not sample.truncated)
     assert learner.train_step(samples, 1).metrics["tokens/trained"] == trained
+
+
+def test_a_reward_of_0_counts_beside_samples_whose_parts_are_rewarded(model_dir: Path) -> None:
+    """Of another group, or of its own: its number is then the reward of its last token."""
+    learner, samples = trainer(model_dir), sampled_batch(0)
+    plain = trainer(model_dir).train_step(sampled_batch(0), 1).advantages
+    for sample in samples[:2]:  # of the first group
+        sample.token_rewards = np.where(np.arange(len(sample.token_ids)) == sample.prompt_length, 1.0, 0.0).astype(np.float32)
+        sample.reward = 0.0
+    samples[2].reward = samples[3].reward = 0.0
+    found = learner.train_step(samples, 1).advantages
+    for sample in samples[4:]:
+        key = (sample.group_key, sample.sample)
+        assert found[key] == pytest.approx(plain[key], abs=1e-6)
+    assert any(plain.values()) and found[samples[2].group_key, 2] < -0.5 < 0 < found[samples[0].group_key, 0]

@@ -12,6 +12,7 @@ from torch import Tensor
 from rollout_workers.algorithms import EstimatorBatch, TokenBatch, ValueBatch
 from rollout_workers.algorithms.advantage import equal_groups
 from rollout_workers.algorithms.divergence import k3
+from rollout_workers.harness.process_reward import NOTHING
 from rollout_workers.learner.index import TokenIndex
 from rollout_workers.learner.objective.base import Machine, Part
 from rollout_workers.learner.packing import MicroBatch
@@ -215,7 +216,7 @@ class Tokens:
             rewards=rewards,
             groups=self._groups,
             sample=index.sample,
-            token_rewards=index.gather([_or_zeros(s, s.token_rewards) for s in samples]) if by_token else None,
+            token_rewards=index.gather([_parts(s) for s in samples]) if by_token else None,
             logprobs=known.get("logprobs"),
             reference_logprobs=known.get("reference"),
             values=known.get("values"),
@@ -315,5 +316,10 @@ def _truncated(samples: Sequence[TrainSample]) -> Tensor:
     return torch.from_numpy(np.array([sample.truncated for sample in samples], np.bool_))
 
 
-def _or_zeros(sample: TrainSample, array: np.ndarray | None) -> np.ndarray:
-    return np.zeros(len(sample.token_ids), np.float32) if array is None else array
+def _parts(sample: TrainSample) -> np.ndarray:
+    """float32 [T]: the rewards of its parts. That of a whole sample stands at its end, and counts if it is 0."""
+    if sample.token_rewards is not None:
+        return sample.token_rewards
+    parts = np.zeros(len(sample.token_ids), np.float32)
+    parts[np.flatnonzero(sample.loss_mask)[-1:]] = NOTHING
+    return parts
