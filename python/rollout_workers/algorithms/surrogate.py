@@ -112,8 +112,8 @@ def policy_loss(tokens: TokenBatch, *, config: PolicyConfig, ratio: str = "token
         per_token = -clipped.detach() * advantages * tokens.logprobs
         cut = clipped != r
     else:
-        gain = torch.minimum(r * advantages, clipped * advantages)
         cut = ((r < 1 - config.clip_low) & (advantages < 0)) | ((r > 1 + config.clip_high) & (advantages > 0))
+        gain = torch.where(cut, clipped * advantages, r * advantages)  # their minimum, with all of its gradient at the clip
         if config.dual_clip:
             bound = config.dual_clip * advantages
             cut = cut | ((advantages < 0) & (gain < bound))

@@ -128,3 +128,12 @@ def test_what_is_needed_and_missing_is_named() -> None:
 def test_reference_and_every_token_are_needed_only_for_the_divergence(coefficient: float, needed: bool) -> None:
     needs = grpo(GrpoConfig(kl_coefficient=coefficient)).needs
     assert (needs.reference, needs.every_token) == (needed, needed)
+
+
+@pytest.mark.parametrize("clip", [{"clip_low": 0.0}, {"clip_high": 0.0}, {"clip_low": 0.0, "clip_high": 0.0}])
+def test_a_clip_of_0_leaves_the_first_update_its_whole_gradient(clip: dict[str, float]) -> None:
+    logprobs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
+    batch = TokenBatch(logprobs=logprobs, normalizer=3.0, advantages=torch.tensor([1.5, -1.5, 0.0]))
+    grpo(GrpoConfig(**clip)).loss(batch).loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-0.5, 0.5, 0.0]
