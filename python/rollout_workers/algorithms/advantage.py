@@ -83,14 +83,16 @@ def process_relative(
 
     DeepSeekMath, arXiv 2402.03300, section 4.1.3. A token has a process reward where its ``token_rewards`` is not 0; a step that
     earned 0 has one that is next to it (``process_reward.NOTHING``). The outcome reward of a sample counts as one more, at its
-    last token, where it is not 0. A group whose process rewards are all equal gets 0.
+    last token, in each group of which one is not 0: a wrong answer is then below a right one with the same steps. A group whose
+    process rewards are all equal gets 0.
 
     penalty: what is taken from the rewards at each token, from the process reward that follows; what follows the last, from that.
     token_rewards, penalty: float64 [T]. rewards: float64 [S]. sample: int64 [T], ascending. groups: int64 [S]. Returns float64
     [T].
     """
     scores = add_at_end(token_rewards, rewards, sample)
-    places = scores.nonzero()[:, 0]
+    told = torch.zeros_like(rewards).index_add_(0, groups, (rewards != 0).to(rewards.dtype)) > 0  # by group
+    places = ((scores != 0) | (add_at_end(torch.zeros_like(scores), told[groups].to(scores.dtype), sample) != 0)).nonzero()[:, 0]
     relative = torch.zeros_like(scores)
     if penalty is not None and places.numel():
         following = torch.searchsorted(places, torch.arange(len(scores))).clamp(max=len(places) - 1)

@@ -92,6 +92,15 @@ def test_a_reward_of_the_outcome_is_one_more_process_reward() -> None:
     )
 
 
+def test_an_outcome_of_0_is_one_more_where_another_of_the_group_is_not() -> None:
+    """Both samples made the same step, worth 1; the first answer is right, the second wrong."""
+    given = {"groups": torch.tensor([0, 0]), "sample": torch.tensor([0, 0, 1, 1]), "token_rewards": of(1, 0, 1, 0)}
+    found = build("grpo").estimate(batch(rewards=of(1, 0), **given)).advantages
+    scale = 1 / (0.5 + 1e-4)  # of 1, 1, 1, 0
+    assert found.tolist() == pytest.approx([0.5 * scale, 0.25 * scale, -0.5 * scale, -0.75 * scale])
+    assert build("grpo").estimate(batch(rewards=of(0, 0), **given)).advantages.tolist() == [0, 0, 0, 0]
+
+
 def test_a_step_that_earned_nothing_is_one_of_the_groups() -> None:
     """Steps of 1 and 1 beside steps of 0 and 0: as far above their mean as these are below it."""
     right, wrong = ([Step(n, n + 1, reward) for n in range(2)] for reward in (1.0, 0.0))
