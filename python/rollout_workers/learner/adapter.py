@@ -97,6 +97,15 @@ class Adapter:
         """The live adapters under PEFT's names."""
         return get_peft_model_state_dict(self._peft, adapter_name=NAME)
 
+    def differs(self, directory: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> str:
+        """How saved adapters, which fit by their shapes, would be other ones here; empty: they would not."""
+        own: Any = self._peft.peft_config[NAME]
+        saved: Any = peft.LoraConfig.from_pretrained(str(directory))
+        if saved.lora_alpha != own.lora_alpha:
+            return f"was trained with `lora.alpha` = {saved.lora_alpha:g}, the run's config says {own.lora_alpha:g}"
+        lost = sorted(tensors.keys() - self.tensors().keys())
+        return f"has {lost[0]}, for which the run's `lora.targets` and `lora.dora` have no place" if lost else ""
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write a folder that ``PeftModel.from_pretrained`` loads onto the model that the run began with."""
         self.write(directory, self.tensors())

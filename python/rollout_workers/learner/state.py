@@ -31,6 +31,7 @@ from rollout_workers.learner.policy import Policy
 from rollout_workers.learner.shards import assign, whole
 from rollout_workers.learner.types import StateUnreadable
 from rollout_workers.weights import named_weights, read_weights, weights_digest, write_weights
+from rollout_workers.weights.store import WeightsUnreadable
 
 if TYPE_CHECKING:
     from rollout_workers.learner.trainer import Trainer
@@ -188,6 +189,10 @@ def _read(directory: Path, trainer: Trainer) -> tuple[dict[str, Any], _Tensors, 
     if verifies and adapters and weights_digest(adapters.items()).root != state["adapter_digest"]:
         raise StateUnreadable(f"{directory}/adapter: the tensors don't hash to {state['adapter_digest']}; they were damaged")
     live = trainer.policy.adapter.tensors() if trainer.policy.adapter else dict(named_weights(trainer.policy.model))
+    if trainer.policy.adapter and (told := trainer.policy.adapter.differs(directory / "adapter", adapters)):
+        raise StateUnreadable(f"{directory}/adapter {told}: its adapters would be another policy")
+    if verifies and adapters and (other := _of_another_base(trainer.model_dir, weights, adapters)):
+        raise StateUnreadable(f"{directory} has adapters of another model than {trainer.model_dir}: {other} differs")
     weights = adapters or weights
     _same_shapes(directory / ("adapter" if adapters else "weights"), live, weights)
     averages = trainer.optimizer.averages()
@@ -195,6 +200,20 @@ def _read(directory: Path, trainer: Trainer) -> tuple[dict[str, Any], _Tensors, 
     _same_shapes(directory / "optimizer.safetensors", wanted, saved)
     _same_shapes(directory / "critic.safetensors", _critic_tensors(trainer), critic)
     return state, live, weights, saved, critic
+
+
+def _of_another_base(model: Path, weights: _Tensors, adapters: _Tensors) -> str:
+    """A tensor without an adapter that is another in a model's folder than in the state; empty: there is none."""
+    adapted = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in adapters}
+    try:
+        base = read_weights(model)
+    except WeightsUnreadable as error:
+        raise StateUnreadable(f"{model}: {error}") from error
+    for name in sorted(base.keys() & weights.keys()):
+        kept = name.rpartition(".")[0] not in adapted and f"base_model.model.{name}" not in adapters
+        if kept and not torch.equal(base[name].to(weights[name].dtype), weights[name]):
+            return name
+    return ""
 
 
 def _critic_tensors(trainer: Trainer) -> dict[str, Tensor]:

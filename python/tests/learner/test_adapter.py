@@ -14,7 +14,7 @@ from rollout_workers.algorithms import GrpoConfig
 from rollout_workers.learner import BadSettings, LoraConfig, Schedule, StateUnreadable, Trainer, TrainerConfig
 from rollout_workers.weights import read_weights
 
-from .addition import sampled_batch
+from .addition import prepare_model, sampled_batch
 from .oracle import sample_logprobs
 from .test_families import pairs
 
@@ -112,6 +112,27 @@ def test_a_state_of_the_other_kind_is_refused(model_dir: Path, tmp_path: Path) -
         full.load_state(tmp_path / "with")
     with pytest.raises(StateUnreadable, match="without adapters"):
         Trainer(model_dir, CONFIG).load_state(tmp_path / "without")
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraConfig(rank=4, alpha=64), r"`lora.alpha` = 8, the run's config says 64"),
+        (LoraConfig(rank=4, alpha=8, targets=("q_proj",)), r"has .*down_proj.*`lora.targets`"),
+    ],
+)
+def test_adapters_that_would_be_others_are_refused(lora: LoraConfig, message: str, model_dir: Path, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=4, alpha=8))
+    trained(model_dir, config, 1).save_state(tmp_path)
+    with pytest.raises(StateUnreadable, match=message):
+        Trainer(model_dir, dataclasses.replace(config, lora=lora)).load_state(tmp_path)
+
+
+def test_adapters_of_another_model_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    trained(model_dir, CONFIG, 1).save_state(tmp_path / "state")
+    other = Trainer(prepare_model(tmp_path / "other", seed=5), CONFIG)
+    with pytest.raises(StateUnreadable, match=r"of another model than .*other: .* differs"):
+        other.load_state(tmp_path / "state")
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_prj"])
