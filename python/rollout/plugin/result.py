@@ -9,6 +9,9 @@ from typing import Any, SupportsFloat, cast
 from rollout.plugin.place import definition, name_of
 from rollout.plugin.score import RewardFunction, RewardShapeError, Sample, Score, Step
 
+OWN = frozenset({"mean", "std", "retries"})
+"""Names under ``reward/`` that a step's metrics have already: another number of that name would be lost."""
+
 
 def scores(function: RewardFunction, result: Any, samples: Sequence[Sample]) -> list[Score]:
     def bad(what: str, mend: str) -> RewardShapeError:
@@ -35,6 +38,9 @@ def _score(item: Any, sample: Sample, index: int, bad: Bad) -> Score:
     tokens, steps = entries.pop("token_rewards", None), entries.pop("step_rewards", None)
     if tokens is None and steps is None and "reward" not in entries:
         raise bad(f"a mapping without `reward` as item {index}", 'add the key: {"reward": 1.0, ...}')
+    if taken := OWN.intersection(map(str, entries)):
+        told = f"the metric `{min(taken)}` in item {index}, which the run has of its own as `reward/{min(taken)}`"
+        raise bad(told, "give it another name")
     numbers = {str(key): _number(value, f"`{key}` of item {index}", bad) for key, value in entries.items()}
     return Score(
         numbers.pop("reward", 0.0),

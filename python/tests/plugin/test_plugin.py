@@ -92,6 +92,10 @@ async def test_a_slow_call_is_a_timeout_and_no_score(tmp_path: Path) -> None:
         ("[float('nan'), 1.0]", "returned nan as item 0"),
         ("[1.0, float('-inf')]", "returned -inf as item 1"),
         ("[1.0, {'score': 1.0}]", "returned a mapping without `reward` as item 1"),
+        (
+            "[1.0, {'reward': 1.0, 'mean': 3.0}]",
+            "returned the metric `mean` in item 1, which the run has of its own as `reward/mean`",
+        ),
         ("[1.0, {'reward': 1.0, 'ok': 'yes'}]", "returned a str as `ok` of item 1"),
     ],
 )
