@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rollout_workers.learner.trainer import Trainer
 
 FORMAT = "rollout.train_state.v1"
+_AS_MODEL = "To begin with its weights alone, name what `rollout export weights` writes of it as `model.path`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,10 @@ def _read(directory: Path, trainer: Trainer) -> tuple[dict[str, Any], _Tensors, 
             raise StateUnreadable(f"{directory}/state.json: format {state.get('format')!r}, wanted {FORMAT!r}")
         weights = read_weights(directory / "weights")
         saved = load_file(directory / "optimizer.safetensors")
+        if trainer.machine.critic is not None and not (directory / "critic.safetensors").exists():
+            raise StateUnreadable(
+                f"{directory} is a state without a critic, which {trainer.config.algorithm} trains. {_AS_MODEL}"
+            )
         critic = load_file(directory / "critic.safetensors") if trainer.machine.critic is not None else {}
         adapters = load_file(directory / "adapter" / "adapter_model.safetensors") if state.get("adapter_digest") else {}
     except StateUnreadable:
@@ -185,7 +190,7 @@ def _read(directory: Path, trainer: Trainer) -> tuple[dict[str, Any], _Tensors, 
         raise StateUnreadable(f"{directory}/weights: the tensors don't hash to {state['weights_digest']}; they were damaged")
     if (trainer.policy.adapter is not None) != bool(adapters):
         kind = "with" if adapters else "without"
-        raise StateUnreadable(f"{directory} is a state {kind} adapters, the run's config says otherwise")
+        raise StateUnreadable(f"{directory} is a state {kind} adapters, the run's config says otherwise. {_AS_MODEL}")
     if verifies and adapters and weights_digest(adapters.items()).root != state["adapter_digest"]:
         raise StateUnreadable(f"{directory}/adapter: the tensors don't hash to {state['adapter_digest']}; they were damaged")
     live = trainer.policy.adapter.tensors() if trainer.policy.adapter else dict(named_weights(trainer.policy.model))
@@ -246,7 +251,7 @@ def _own_scales(trainer: Trainer, saved: Mapping[str, Tensor]) -> dict[str, Tens
 def _same_shapes(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     for name, tensor in wanted.items():
         if name not in found:
-            raise StateUnreadable(f"{path} lacks {name}: it is the state of another model or precision")
+            raise StateUnreadable(f"{path} lacks {name}: it is the state of another model, algorithm or precision. {_AS_MODEL}")
         if found[name].shape != tensor.shape or found[name].dtype != tensor.dtype:
             raise StateUnreadable(
                 f"{path}: {name} is {found[name].dtype} {tuple(found[name].shape)}, the model's is "

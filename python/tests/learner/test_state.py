@@ -241,3 +241,15 @@ def test_the_state_of_another_model_is_refused(model_dir: Path, tmp_path: Path) 
 def _saved(learner: Trainer, folder: Path) -> Path:
     learner.save_state(folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"), [("ppo", "without a critic, which ppo trains"), ("reward_model", "lacks score.weight")]
+)
+def test_a_state_of_another_algorithm_tells_how_to_take_its_weights(
+    model_dir: Path, tmp_path: Path, algorithm: str, message: str
+) -> None:
+    trained(model_dir, 1).save_state(tmp_path)
+    other = Trainer(model_dir, replace(CONFIG, algorithm=algorithm, settings=None))
+    with pytest.raises(StateUnreadable, match=rf"{message}.*`rollout export weights`"):
+        other.load_state(tmp_path)
