@@ -123,6 +123,11 @@ proximal over engine, is right whatever its version, and with `importance_level`
 over all of its spans. The numbers of versions enter no loss: they tell how stale a sample is, by its oldest span
 (`staleness/max`, `staleness/share_N`). In sync mode the engine's log-probabilities enter no loss either.
 
+With `sampling.top_p`, `top_k` or `min_p` the engine's log-probability is that of the filtered distribution, and the learner's
+that of the whole one. Then the weight of a token is the probability that the filter kept, below 1 without any staleness, and
+that of a long sample at level `sequence` comes near 0; with `old_policy = "engine"` the ratio begins there. `kl/engine_learner`
+counts it as well, in sync mode too. Async runs do best without filters.
+
 ## Snapshots
 
 A snapshot holds weights, moments, step, random numbers, the KL controller's coefficient, critic and the reference's sums, and
