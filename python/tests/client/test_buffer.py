@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,25 @@ def test_refusals_name_the_sample(buffer: Buffer) -> None:
             producer.put(1, [Sample(np.zeros(3))])  # type: ignore[arg-type]
         for n in (1, 2, 3):  # and the producer goes on
             producer.put(n, group(n))
+
+
+def test_a_closed_producer_says_so(buffer: Buffer) -> None:
+    producer = buffer.producer("r")
+    put = producer.put(0, group(0))
+    producer.close()
+    producer.close()
+    assert put.result(60).accepted == SIZE
+    with pytest.raises(ValueError, match="closed"):
+        producer.put(1, group(1))
+    with pytest.raises(ValueError, match="in_flight"):
+        buffer.producer("r", in_flight=0)
+
+
+def test_many_threads_may_flush(buffer: Buffer) -> None:
+    with buffer.producer("r", in_flight=2) as producer, ThreadPoolExecutor(8) as pool:
+        for n in range(40):
+            producer.put(n, group(n))
+            assert all(future.result(60) is None for future in [pool.submit(producer.flush) for _ in range(8)])
 
 
 def test_trim_frees_what_is_consumed(buffer: Buffer) -> None:

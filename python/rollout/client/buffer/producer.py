@@ -6,6 +6,7 @@ to the sender; a small one hands it everything.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, Self, cast
@@ -34,11 +35,16 @@ class Producer:
         self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int, address: str = ""
     ) -> None:
         """in_flight: puts that were sent and are not answered; as many are prepared meanwhile, so that the next request is there
-        when the last is answered. address: host:port of a buffer that is reached without TLS and so by a plain socket too."""
+        when the last is answered. address: host:port of a buffer that is reached without TLS and so by a plain socket too.
+        Raises ``ValueError`` for an ``in_flight`` below 1."""
+        if in_flight < 1:
+            raise ValueError(f"in_flight must be at least 1, it is {in_flight}")
         stub = cast(Any, BufferServiceStub(channel))
         self._segments = Segments(lambda: call(stub.LendSegment, pb.LendSegmentRequest(run_id=run), metadata))
         self._run, self._held = run, 2 * in_flight
         self._room: SimpleQueue[None] = SimpleQueue()
+        self._flushing = threading.Lock()  # two that each took a part of the room would wait for the other's
+        self._closed = False  # written while all of the room is taken
         for _ in range(self._held):
             self._room.put(None)
         self._sender = Sender(channel, metadata, run, self._segments, self._room, in_flight=in_flight, address=address)
@@ -64,8 +70,10 @@ class Producer:
 
         first: number of the first sample in the group. group_size: samples that make the group complete, without it those given.
         receipt: the weights that the engine held. Waits while as many puts as may be in flight are, and as many are prepared.
-        Raises ``ValueError`` for arrays that don't fit; of a put that does not travel ``RemoteError`` where the buffer can't be
-        asked for a segment, ``OSError`` for a full disk. What else fails, the put's ``result()`` raises.
+        attempt: a sample that is refused, or failed, dissolves its group; the group's samples are wanted again with a higher
+        attempt than before, and those of a lower one count as duplicates.
+        Raises ``ValueError`` for arrays that don't fit and where it is closed; of a put that does not travel ``RemoteError``
+        where the buffer can't be asked for a segment, ``OSError`` for a full disk. What else fails, ``result()`` raises.
         """
         group = TrajectoryKey(run_id=self._run, epoch=epoch, index=index, attempt=attempt).SerializeToString()
         size, tail = group_size or len(samples), receipt_of(receipt)
@@ -84,6 +92,8 @@ class Producer:
             crcs.append(crc)
         self._room.get()
         try:
+            if self._closed:
+                raise ValueError("the producer is closed")
             pending = self._write(heads, payloads, crcs)
         except BaseException:
             self._room.put(None)
@@ -93,15 +103,24 @@ class Producer:
 
     def flush(self) -> None:
         """Wait until everything that was put is durable, or has failed."""
-        for _ in range(self._held):
-            self._room.get()
-        for _ in range(self._held):
-            self._room.put(None)
+        self._drain()
 
     def close(self) -> None:
-        """Wait for what was put, and let the segments go. Puts that failed say so where they are asked."""
-        self.flush()
-        self._sender.close()
+        """Wait for what was put, and let the segments go. Puts that failed say so where they are asked. Nothing is put any more;
+        to close again does nothing."""
+        if self._drain(close=True):
+            self._sender.close()
+
+    def _drain(self, *, close: bool = False) -> bool:
+        """Whether this is the call that closed it."""
+        with self._flushing:
+            for _ in range(self._held):
+                self._room.get()
+            closes = close and not self._closed
+            self._closed |= close
+            for _ in range(self._held):
+                self._room.put(None)
+        return closes
 
     def _write(self, heads: list[bytes], payloads: list[list[Piece]], crcs: list[int]) -> Pending:
         pending = Pending.of(heads, [sum(map(len, payload)) for payload in payloads])
