@@ -98,7 +98,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
                 yield chunk
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        prompts = self._generation.tokenize(request.prompts)
+        prompts = await self._generation.tokenized(request.prompts)
         return pb.TokenizeResponse(prompts=[pb.TokenIds(ids=ids.tolist()) for ids in prompts], max_model_len=self._max_model_len)
 
     async def AbortRequests(

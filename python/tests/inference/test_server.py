@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from numpy.typing import NDArray
 
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceStub
@@ -145,6 +147,7 @@ async def test_absent_parameters_are_those_of_the_run(caller: Caller) -> None:
         (text("1+1="), {"max_tokens": LIMIT}, "CONTEXT_OVERFLOW"),
         (text(""), {}, "INVALID_PROMPT"),
         (pb.Prompt(tokens=pb.TokenIds(ids=[5, 9999])), {}, "INVALID_PROMPT"),
+        (pb.Prompt(tokens=pb.TokenIds(ids=[5, 2**32 - 1])), {}, "INVALID_PROMPT"),
         (text("a"), {"temperature": -0.5}, "INVALID_REQUEST"),
     ],
 )
@@ -154,6 +157,24 @@ async def test_a_bad_request_is_told_before_anything_runs(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await caller.generate(prompt, **params)
     assert reason_of(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+
+async def test_a_long_prompt_holds_up_nobody(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, answered = threading.Event(), threading.Event()
+    encode = Text.encode
+
+    def slow(self: Text, texts: Sequence[str], *, special: bool = True) -> list[NDArray[np.int32]]:
+        if any(len(one) > 20_000 for one in texts):
+            begun.set()
+            assert answered.wait(10), "nobody is answered while a long prompt is tokenised"
+        return encode(self, texts, special=special)
+
+    monkeypatch.setattr(Text, "encode", slow)
+    long = asyncio.create_task(caller.call("Tokenize", pb.TokenizeRequest(prompts=[text("1" * 30_000)])))
+    await asyncio.to_thread(begun.wait, 10)
+    [short] = await caller.generate(text("1+1="), max_tokens=1)
+    answered.set()
+    assert short.token_ids and len((await long).prompts[0].ids) == 30_000
 
 
 async def test_pause_abort_resume(caller: Caller) -> None:
