@@ -9,6 +9,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
@@ -211,4 +212,18 @@ func FuzzRead(f *testing.F) {
 			}
 		}
 	})
+}
+
+func TestTextThatIsNotUTF8(t *testing.T) {
+	t.Parallel()
+	got := read(t, "# caf\xc3\xa9\nname = \"caf\xe9 \xff\"\n").Sorted()
+	if len(got) != 1 || !proto.Equal(got[0], &planv1.Problem{
+		Reason: "SYNTAX", File: "run.toml", Line: 2, Column: 12, Text: "\uFFFD", Message: "the byte 0xe9 is not UTF-8", Mend: "save the file as UTF-8",
+		Excerpt: "name = \"caf\uFFFD \uFFFD\"",
+	}) {
+		t.Errorf("problems %s", got)
+	}
+	if _, err := proto.Marshal(got[0]); err != nil {
+		t.Error(err)
+	}
 }

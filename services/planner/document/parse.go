@@ -15,6 +15,9 @@ import (
 // then lacks what stood there.
 func Parse(source *Source) (*Value, []Fault) {
 	p := &parser{source: source, root: &Value{Kind: Table, Span: Span{Source: source}}}
+	if fault, found := p.source.invalid(); found {
+		return p.root, []Fault{fault}
+	}
 	p.table = p.root
 	for start := 0; start < len(source.Data); {
 		start = p.expressions(start)

@@ -6,6 +6,7 @@ package document
 
 import (
 	"bytes"
+	"fmt"
 	"sort"
 	"strings"
 	"unicode/utf8"
@@ -29,6 +30,23 @@ func NewSource(name string, data []byte, firstLine int) *Source {
 		}
 	}
 	return s
+}
+
+// invalid finds the first byte that is not UTF-8. Nothing of such a text can be told to anybody, so from then on the source
+// holds the replacement character in the place of each such byte.
+func (s *Source) invalid() (Fault, bool) {
+	if utf8.Valid(s.Data) {
+		return Fault{}, false
+	}
+	at := 0
+	for r, size := utf8.DecodeRune(s.Data); r != utf8.RuneError || size > 1; r, size = utf8.DecodeRune(s.Data[at:]) {
+		at += size
+	}
+	wrong := s.Data[at]
+	*s = *NewSource(s.Name, []byte(string([]rune(string(s.Data)))), s.FirstLine)
+	return Fault{
+		Span: Span{Source: s, Offset: at, Length: len("\uFFFD")}, Message: fmt.Sprintf("the byte 0x%02x is not UTF-8", wrong), Mend: "save the file as UTF-8",
+	}, true
 }
 
 // End is the empty span behind the last line that holds anything.
