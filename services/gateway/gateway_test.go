@@ -9,6 +9,8 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -172,6 +174,19 @@ func TestStreamedCompletion(t *testing.T) {
 	}
 	if len(events) != 8 || events[7] != "data: [DONE]" || !strings.Contains(events[6], `"total_tokens":10`) || !strings.Contains(events[3], `"index":1`) {
 		t.Fatalf("events %q", events)
+	}
+}
+
+func TestStreamedOffsetsGoOn(t *testing.T) {
+	t.Parallel()
+	s, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny"})
+	_, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":["a","b"],"stream":true,"logprobs":1}`, "")
+	var got []string
+	for _, found := range regexp.MustCompile(`"text_offset":\[(\d+)\]`).FindAllStringSubmatch(body, -1) {
+		got = append(got, found[1])
+	}
+	if want := []string{"0", "3", "7", "0", "3", "7"}; !slices.Equal(got, want) {
+		t.Errorf("offsets %s, want %s: in the text of each choice", got, want)
 	}
 }
 

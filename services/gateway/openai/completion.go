@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
@@ -49,7 +50,7 @@ func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	req.Prompts = prompts
-	form := textForm{logprobs: body.Logprobs != nil, echo: body.Echo, prompts: body.PromptLogprobs != nil, n: req.GetN()}
+	form := textForm{logprobs: body.Logprobs != nil, echo: body.Echo, prompts: body.PromptLogprobs != nil, n: req.GetN(), said: map[uint32]int{}}
 	for _, p := range prompts {
 		form.texts = append(form.texts, p.GetText())
 	}
@@ -95,10 +96,11 @@ func prompts(raw json.RawMessage) ([]*inferencev1.Prompt, error) {
 // textForm renders answers as completions.
 type textForm struct {
 	logprobs bool
-	echo     bool     // the prompt stands before the completion
-	prompts  bool     // the prompt's logprobs stand beside it, as vLLM tells them
-	texts    []string // prompts, where they were sent as texts
-	n        uint32   // completions a prompt
+	echo     bool           // the prompt stands before the completion
+	prompts  bool           // the prompt's logprobs stand beside it, as vLLM tells them
+	texts    []string       // prompts, where they were sent as texts
+	n        uint32         // completions a prompt
+	said     map[uint32]int // characters that a stream has told of each choice
 }
 
 func (textForm) id() string { return "cmpl-" }
@@ -118,6 +120,7 @@ type textLogprobs struct {
 	TokenLogprobs []*float32 `json:"token_logprobs"`
 	TopLogprobs   []any      `json:"top_logprobs"`
 	TextOffset    []int      `json:"text_offset"`
+	begin         int        // offset of the first token
 }
 
 // known is what vLLM tells of a token.
@@ -153,7 +156,9 @@ func (f textForm) piece(index uint32, p piece) any {
 	choice := textChoice{Index: index, Text: p.text, FinishReason: reason(p.finish)}
 	if f.logprobs {
 		choice.Logprobs = noLogprobs()
+		choice.Logprobs.begin = f.said[index]
 		choice.Logprobs.add([]piece{p})
+		f.said[index] += utf8.RuneCountInString(p.text)
 	}
 	return choice
 }
@@ -183,7 +188,7 @@ func (l *textLogprobs) add(pieces []piece) {
 }
 
 func (l *textLogprobs) token(text string, logprob *float32) {
-	offset := 0
+	offset := l.begin
 	if last := len(l.Tokens) - 1; last >= 0 {
 		offset = l.TextOffset[last] + len([]rune(l.Tokens[last]))
 	}
