@@ -83,6 +83,7 @@ func TestBadRequests(t *testing.T) {
 		{"streamed echo", "POST", text, `{"model":"tiny","prompt":"a","echo":true,"stream":true}`},
 		{"streamed prompt logprobs", "POST", text, `{"model":"tiny","prompt":"a","prompt_logprobs":0,"stream":true}`},
 		{"negative prompt logprobs", "POST", text, `{"model":"tiny","prompt":"a","prompt_logprobs":-1}`},
+		{"unknown token", "POST", text, `{"model":"tiny","prompt":[9999]}`},
 		{"best_of", "POST", text, `{"model":"tiny","prompt":"a","best_of":3}`},
 		{"completion overflow", "POST", text, `{"model":"tiny","prompt":"a","max_tokens":65}`},
 		{"wrong method", "GET", chat, ``},

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -67,6 +68,9 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	}
 	if f.bug {
 		return rpcerr.New(codes.Internal, "ENGINE_FAILED", "a tensor of the wrong shape")
+	}
+	if ids := req.GetPrompts()[0].GetTokens().GetIds(); slices.Contains(ids, 9999) {
+		return rpcerr.New(codes.InvalidArgument, "INVALID_PROMPT", "token id 9999 is outside the vocabulary")
 	}
 	if req.GetParams().GetMaxTokens() > 64 {
 		return rpcerr.New(codes.InvalidArgument, "CONTEXT_OVERFLOW", "3 tokens of prompt and %d new ones are more than the context of 64", req.GetParams().GetMaxTokens())

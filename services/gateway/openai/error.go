@@ -91,6 +91,8 @@ func errorOf(err error, model, prompt string) *apiError {
 		return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: "model", Code: "invalid_value", Message: domain.Error()}
 	case domain.Reason() == "CONTEXT_OVERFLOW":
 		return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: prompt, Code: "context_length_exceeded", Message: domain.Error()}
+	case domain.Reason() == "INVALID_PROMPT", domain.Reason() == "PROMPT_INVALID":
+		return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: prompt, Code: "invalid_value", Message: domain.Error()}
 	case domain.Code() == codes.InvalidArgument:
 		return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Code: "invalid_value", Message: domain.Error()}
 	case domain.Code() == codes.Unavailable, domain.Code() == codes.ResourceExhausted:
