@@ -70,6 +70,9 @@ func TestBadRequests(t *testing.T) {
 		{"stop of another type", "POST", chat, `{"model":"tiny","stop":3,` + hello + `}`},
 		{"tools", "POST", chat, `{"model":"tiny","tools":[{"type":"function"}],` + hello + `}`},
 		{"penalty", "POST", chat, `{"model":"tiny","presence_penalty":1,` + hello + `}`},
+		{"vLLM's penalty", "POST", chat, `{"model":"tiny","repetition_penalty":1.1,` + hello + `}`},
+		{"vLLM's grammar", "POST", chat, `{"model":"tiny","guided_json":{"type":"object"},` + hello + `}`},
+		{"vLLM's end", "POST", text, `{"model":"tiny","prompt":"a","ignore_eos":true}`},
 		{"logit bias", "POST", chat, `{"model":"tiny","logit_bias":{"5":1},` + hello + `}`},
 		{"top logprobs", "POST", chat, `{"model":"tiny","logprobs":true,"top_logprobs":5,` + hello + `}`},
 		{"json mode", "POST", chat, `{"model":"tiny","response_format":{"type":"json_object"},` + hello + `}`},
@@ -188,6 +191,17 @@ func TestStreamedOffsetsGoOn(t *testing.T) {
 	}
 	if want := []string{"0", "3", "7", "0", "3", "7"}; !slices.Equal(got, want) {
 		t.Errorf("offsets %s, want %s: in the text of each choice", got, want)
+	}
+}
+
+func TestVLLMsNeutralValuesAreTaken(t *testing.T) {
+	t.Parallel()
+	worker := &fakeWorker{model: "tiny"}
+	s, _ := serve(t, gateway.Config{}, worker)
+	neutral := `"repetition_penalty":1.0,"length_penalty":1,"use_beam_search":false,"ignore_eos":false,"min_tokens":0,"stop_token_ids":[],"guided_json":null`
+	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a","top_k":-1,`+neutral+`}`, "")
+	if resp.StatusCode != http.StatusOK || worker.last.GetParams().TopK == nil || worker.last.GetParams().GetTopK() != 0 {
+		t.Errorf("%s %s: sampled with %s", resp.Status, body, worker.last.GetParams())
 	}
 }
 

@@ -2,7 +2,7 @@
 // streaming, so that OpenAI's own clients work unmodified.
 //
 // Beyond OpenAI's fields a request may hold top_k, min_p and, for completions, vLLM's prompt_logprobs. What would change the answer
-// and is not supported (tools, penalties, ...) is refused; other unknown fields are ignored, as OpenAI's clients expect. Answers carry the weights version in
+// and is not supported (tools, penalties, vLLM's constraints, ...) is refused; other unknown fields are ignored, as OpenAI's clients expect. Answers carry the weights version in
 // system_fingerprint ("weights-v12") and in the header x-rollout-weights-version (of a stream: those of its first token; each
 // chunk's fingerprint names the newest so far), the session in x-rollout-session; a
 // request that sends x-rollout-session goes on with that session.

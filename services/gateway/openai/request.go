@@ -13,6 +13,7 @@ import (
 
 // sampling is the fields that chats and completions share.
 type sampling struct {
+	vllm
 	Model            *string         `json:"model"`
 	Temperature      *float64        `json:"temperature"`
 	TopP             *float64        `json:"top_p"`
@@ -79,7 +80,7 @@ func (s *sampling) check() error {
 	}
 	for _, err := range []error{
 		inRange("temperature", s.Temperature, 0, 2), inRange("top_p", s.TopP, 1e-9, 1), inRange("min_p", s.MinP, 0, 1),
-		atLeast("top_k", s.TopK, 0), atLeast("n", s.N, 1), atLeast("max_tokens", s.MaxTokens, 1), atLeast("seed", s.Seed, 0),
+		atLeast("top_k", s.TopK, -1), atLeast("n", s.N, 1), atLeast("max_tokens", s.MaxTokens, 1), atLeast("seed", s.Seed, 0),
 	} {
 		if err != nil {
 			return err
@@ -97,7 +98,7 @@ func (s *sampling) check() error {
 	case s.StreamOptions != nil && !s.Stream:
 		return invalid("stream_options", "`stream_options` goes with `stream: true`")
 	}
-	return nil
+	return s.vllm.check()
 }
 
 // stops reads a text, a list of texts, or null.
@@ -137,7 +138,7 @@ func (s *sampling) request(r *http.Request) (*gatewayv1.CompleteRequest, error) 
 	}
 	params := &inferencev1.SamplingParams{Temperature: s.Temperature, TopP: s.TopP, MinP: s.MinP, Stop: stops}
 	if s.TopK != nil {
-		params.TopK = ptr(uint32(min(*s.TopK, 1<<31)))
+		params.TopK = ptr(uint32(min(max(0, *s.TopK), 1<<31))) // vLLM's clients send -1 for all
 	}
 	if s.MaxTokens != nil {
 		params.MaxTokens = ptr(uint32(min(*s.MaxTokens, 1<<31)))
