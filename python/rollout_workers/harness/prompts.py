@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,6 +63,11 @@ class Text:
     def eos_id(self) -> int | None:
         """End of sequence."""
         return self.tokenizer.eos_token_id
+
+    @cached_property
+    def longest(self) -> int:
+        """Most characters of a token of the vocabulary."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[Ids]:
         """Token ids of each text. special: with what the tokenizer puts around a sequence (such as a begin token)."""

@@ -50,14 +50,15 @@ class Generation:
         self._engine, self._text, self._params, self._limit = engine, text, params, max_model_len
         self._running: dict[str, list[str]] = {}  # request id -> the engine's ids
 
-    async def tokenized(self, prompts: Sequence[pb.Prompt]) -> list[NDArray[np.int32]]:
+    async def tokenized(self, prompts: Sequence[pb.Prompt], *, bounded: bool = False) -> list[NDArray[np.int32]]:
         """Token ids of each prompt. Long ones take seconds, and what else the worker does goes on meanwhile. Raises
-        ``PromptInvalid`` for a chat that the template refuses, ``InvalidPrompt`` for an id that no vocabulary has."""
+        ``PromptInvalid`` for a chat that the template refuses, ``InvalidPrompt`` for an id that no vocabulary has; bounded:
+        ``ContextOverflow`` for a text that can't fit, before it is tokenised."""
         if sum(prompt.ByteSize() for prompt in prompts) > _LONG_BYTES:
-            return await asyncio.to_thread(self._tokenize, prompts)
-        return self._tokenize(prompts)
+            return await asyncio.to_thread(self._tokenize, prompts, bounded)
+        return self._tokenize(prompts, bounded)
 
-    def _tokenize(self, prompts: Sequence[pb.Prompt]) -> list[NDArray[np.int32]]:
+    def _tokenize(self, prompts: Sequence[pb.Prompt], bounded: bool) -> list[NDArray[np.int32]]:
         out: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * len(prompts)
         texts: list[tuple[int, str, bool]] = []
         for at, prompt in enumerate(prompts):
@@ -76,6 +77,10 @@ class Generation:
                 texts.append((at, self._text.render(messages), False))
             else:
                 texts.append((at, prompt.text, True))
+        for at, text, _ in texts:
+            if bounded and len(text) > _LONG_BYTES and len(text) > self._limit * self._text.longest:
+                told = f"the text of prompt {at} has {len(text)} characters, which the context of {self._limit} tokens can't hold"
+                raise ContextOverflow(told, mend="shorten the prompt", violations=[(f"prompts[{at}]", told)])
         for special in (False, True):
             chosen = [(at, text) for at, text, s in texts if s is special]
             for (at, _), ids in zip(chosen, self._text.encode([t for _, t in chosen], special=special), strict=True):
@@ -84,7 +89,7 @@ class Generation:
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Pieces as they are sampled where the request streams, else one message a completion."""
-        prompts = await self.tokenized(request.prompts)
+        prompts = await self.tokenized(request.prompts, bounded=True)
         self._check(prompts, request.params)
         seed = request.params.seed if request.params.HasField("seed") else secrets.randbits(63)
         name = request.request_id

@@ -149,6 +149,7 @@ async def test_absent_parameters_are_those_of_the_run(caller: Caller) -> None:
         (pb.Prompt(tokens=pb.TokenIds(ids=[5, 9999])), {}, "INVALID_PROMPT"),
         (pb.Prompt(tokens=pb.TokenIds(ids=[5, 2**32 - 1])), {}, "INVALID_PROMPT"),
         (text("a"), {"temperature": -0.5}, "INVALID_REQUEST"),
+        (text("1" * 1_000_000), {}, "CONTEXT_OVERFLOW"),
     ],
 )
 async def test_a_bad_request_is_told_before_anything_runs(
