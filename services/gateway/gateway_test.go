@@ -215,6 +215,21 @@ func TestFailingWorkerIsReplacedBeforeTheFirstToken(t *testing.T) {
 	}
 }
 
+func TestWorkerThatLeavesIsReplacedOrAskedForLater(t *testing.T) {
+	t.Parallel()
+	body := `{"model":"tiny","prompt":"a"}`
+	alone, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", leaves: true})
+	if resp, answer := do(t, alone, "POST", "/v1/completions", body, ""); resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") != "1" {
+		t.Errorf("%s, Retry-After %q: %s", resp.Status, resp.Header.Get("Retry-After"), answer)
+	}
+	two, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", leaves: true}, &fakeWorker{model: "tiny"})
+	for range 4 {
+		if resp, answer := do(t, two, "POST", "/v1/completions", body, ""); resp.StatusCode != http.StatusOK {
+			t.Errorf("%s %s", resp.Status, answer)
+		}
+	}
+}
+
 func TestFailureAfterTheFirstTokenIsTold(t *testing.T) {
 	t.Parallel()
 	s, store := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", breaks: true})

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/id"
@@ -81,6 +82,9 @@ func (s *service) generate(ctx context.Context, w *worker, call *inferencev1.Gen
 			return nil
 		}
 		if err != nil {
+			if ctx.Err() == nil && status.Code(err) == codes.Canceled { // not by the caller: the connection was closed
+				err = rpcerr.New(codes.Unavailable, ReasonNoWorker, "the worker left before the completion's end").RetryAfter(time.Second)
+			}
 			return err
 		}
 		if err := book.add(piece); err != nil {

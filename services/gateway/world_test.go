@@ -36,6 +36,7 @@ type fakeWorker struct {
 	inferencev1.UnimplementedInferenceWorkerServiceServer
 	model   string
 	broken  bool          // fails before the first token
+	leaves  bool          // its connection is closed before the first token
 	bug     bool          // fails in a way that nobody has foreseen
 	breaks  bool          // fails after the first token
 	endless bool          // samples until the caller leaves
@@ -65,6 +66,9 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	f.mu.Unlock()
 	if f.broken {
 		return status.Error(codes.Unavailable, "the engine is gone")
+	}
+	if f.leaves {
+		return status.Error(codes.Canceled, "grpc: the client connection is closing")
 	}
 	if f.bug {
 		return rpcerr.New(codes.Internal, "ENGINE_FAILED", "a tensor of the wrong shape")
