@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/signal"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 	"google.golang.org/protobuf/proto"
@@ -58,7 +59,11 @@ goes on from, without chat template and history.`,
 			}
 			flags.reset()
 			if len(args) == 1 {
-				return a.say(cmd.Context(), c, flags, args[0])
+				stopped, err := a.say(cmd.Context(), c, flags, args[0])
+				if stopped {
+					return context.Canceled
+				}
+				return err
 			}
 			return a.converse(cmd.Context(), c, flags)
 		},
@@ -77,6 +82,12 @@ func (f *chatFlags) reset() {
 	f.history = nil
 	if f.system != "" {
 		f.history = append(f.history, &inferencev1.ChatMessage{Role: "system", Content: f.system})
+	}
+}
+
+func (f *chatFlags) answered(text string) {
+	if !f.raw {
+		f.history = append(f.history, &inferencev1.ChatMessage{Role: "assistant", Content: text})
 	}
 }
 
@@ -142,7 +153,7 @@ func (a *app) converse(ctx context.Context, c *client.Client, flags *chatFlags) 
 			flags.reset()
 			flags.session = ""
 		default:
-			if err := a.say(ctx, c, flags, lines.Text()); err != nil {
+			if _, err := a.say(ctx, c, flags, lines.Text()); err != nil {
 				return err
 			}
 		}
@@ -153,10 +164,13 @@ func (a *app) converse(ctx context.Context, c *client.Client, flags *chatFlags) 
 	return lines.Err()
 }
 
-// say sends one message and prints the answer as it comes. Ctrl-C ends the answer, not the talk.
-func (a *app) say(ctx context.Context, c *client.Client, flags *chatFlags, text string) error {
+// say sends one message and prints the answer as it comes. Ctrl-C ends the answer, not the talk: it was stopped then.
+func (a *app) say(ctx context.Context, c *client.Client, flags *chatFlags, text string) (stopped bool, err error) {
 	ctx, stop := signal.NotifyContext(ctx, os.Interrupt)
 	defer stop()
+	if !utf8.ValidString(text) {
+		return false, exit.New(exit.Data, "send it as UTF-8", "the message is not UTF-8")
+	}
 	prompt := &inferencev1.Prompt{Kind: &inferencev1.Prompt_Text{Text: text}}
 	if !flags.raw {
 		flags.history = append(flags.history, &inferencev1.ChatMessage{Role: "user", Content: text})
@@ -166,7 +180,7 @@ func (a *app) say(ctx context.Context, c *client.Client, flags *chatFlags, text 
 		Model: flags.model, Prompts: []*inferencev1.Prompt{prompt}, Params: flags.params(), N: 1, Stream: true, SessionId: flags.session,
 	})
 	if err != nil {
-		return err
+		return false, err
 	}
 	var answer strings.Builder
 	for {
@@ -176,10 +190,11 @@ func (a *app) say(ctx context.Context, c *client.Client, flags *chatFlags, text 
 		}
 		if ctx.Err() != nil {
 			fmt.Fprintln(a.stdout, a.style().Yellow(" (stopped)"))
-			return nil
+			flags.answered(answer.String()) // templates want the roles to alternate
+			return true, nil
 		}
 		if err != nil {
-			return err
+			return false, err
 		}
 		flags.session = response.GetSessionId()
 		answer.WriteString(response.GetPiece().GetText())
@@ -189,16 +204,14 @@ func (a *app) say(ctx context.Context, c *client.Client, flags *chatFlags, text 
 			_, err = io.WriteString(a.stdout, printable(response.GetPiece().GetText()))
 		}
 		if err != nil {
-			return err
+			return false, err
 		}
 	}
-	if !flags.raw {
-		flags.history = append(flags.history, &inferencev1.ChatMessage{Role: "assistant", Content: answer.String()})
-	}
+	flags.answered(answer.String())
 	if a.format != formatJSON {
 		fmt.Fprintln(a.stdout)
 	}
-	return nil
+	return false, nil
 }
 
 // printable takes out control characters: a policy in training may say anything.

@@ -124,6 +124,15 @@ func TestChatKeepsTheTalk(t *testing.T) {
 	}
 }
 
+func TestChatRefusesWhatIsNotUTF8(t *testing.T) {
+	t.Parallel()
+	f := &fake{models: []*gatewayv1.Model{{Name: "m"}}}
+	got := command{plane: newPlane(t, f), stdin: strings.NewReader("caf\xe9\n")}.run(t, "chat")
+	if got.code != 65 || !strings.Contains(got.stderr, "the message is not UTF-8") || len(f.prompts) != 0 {
+		t.Errorf("%s, %d prompts", got.text(), len(f.prompts))
+	}
+}
+
 func TestLogFilters(t *testing.T) {
 	t.Parallel()
 	f := &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}
