@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"google.golang.org/grpc/codes"
 
@@ -37,7 +38,12 @@ func lockState(dir string) (unlock func(), err error) {
 	if err != nil {
 		return nil, fmt.Errorf("lock the state folder: %w", err)
 	}
-	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	for n := 0; n < 10 && errors.Is(err, syscall.EWOULDBLOCK); n++ { // `rollout` holds it for a moment to see whether anybody does
+		time.Sleep(10 * time.Millisecond)
+		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	}
+	if err != nil {
 		owner := make([]byte, 16)
 		n, _ := f.Read(owner)
 		f.Close()

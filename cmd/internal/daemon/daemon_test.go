@@ -49,6 +49,11 @@ func serve() {
 	if err == nil {
 		err = marker.Close()
 	}
+	unlock, lockErr := own(stateDir)
+	if lockErr == nil {
+		defer unlock.Close()
+	}
+	err = errors.Join(err, lockErr)
 	data, _ := json.Marshal(Info{PID: os.Getpid(), GRPC: "127.0.0.1:1", TokenFile: "token", Targets: []string{"all"}})
 	err = errors.Join(err, os.WriteFile(infoFile(stateDir)+".tmp", data, 0o600), os.Rename(infoFile(stateDir)+".tmp", infoFile(stateDir)))
 	if err != nil {
@@ -59,6 +64,15 @@ func serve() {
 	if os.Getenv("FAKE_STUBBORN") != "" {
 		<-stop
 	}
+}
+
+// own locks a state folder as rolloutd does.
+func own(stateDir string) (*os.File, error) {
+	f, err := os.OpenFile(lockOf(stateDir), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	return f, syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 }
 
 func starter(t *testing.T, mode string, env ...string) Starter {
@@ -255,8 +269,22 @@ func TestStaleAndBrokenFiles(t *testing.T) {
 	if err := os.WriteFile(infoFile(dir), fmt.Appendf(nil, `{"pid": %d, "grpc": "127.0.0.1:1"}`, os.Getpid()), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if info, err := Find(dir); err != nil || info.GRPC != "127.0.0.1:1" {
+	// a process lives that has the number of the one that wrote the file: after a reboot, or in a copy of the folder
+	if info, err := Find(dir); info != nil || err != nil {
+		t.Errorf("a folder that was never owned: %v %v", info, err)
+	}
+	lock, err := own(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info, err := Find(dir); err != nil || info == nil || info.GRPC != "127.0.0.1:1" {
 		t.Errorf("%v %v", info, err)
+	}
+	if err := lock.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if info, err := Stop(t.Context(), dir, time.Minute, false); info != nil || err != nil { // would end this process
+		t.Errorf("a folder that nobody owns any more: %v %v", info, err)
 	}
 }
 

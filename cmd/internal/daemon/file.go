@@ -50,8 +50,12 @@ func infoFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd
 // LogFile is where the daemon writes what it does.
 func LogFile(stateDir string) string { return filepath.Join(stateDir, "logs", "rolloutd.log") }
 
+// lockOf is the file that rolloutd has locked for as long as it lives, see lockState there.
+func lockOf(stateDir string) string { return filepath.Join(stateDir, "rolloutd.lock") }
+
 // Find returns the living daemon of a state folder, nil where there is none. A file whose process is dead is stale and no
-// daemon.
+// daemon. Nor is one that names a living process in a folder that nobody owns: after a reboot, or in a copy of the folder, the
+// process is somebody else.
 func Find(stateDir string) (*Info, error) {
 	data, err := os.ReadFile(infoFile(stateDir))
 	if errors.Is(err, os.ErrNotExist) {
@@ -64,10 +68,20 @@ func Find(stateDir string) (*Info, error) {
 	if err := json.Unmarshal(data, &info); err != nil || info.PID <= 0 || info.GRPC == "" {
 		return nil, nil // a half of a file that a crash left
 	}
-	if !alive(info.PID) {
+	if !alive(info.PID) || !owned(stateDir) {
 		return nil, nil
 	}
 	return &info, nil
+}
+
+// owned reports whether a rolloutd has the state folder. Where that can't be found out, it says yes.
+func owned(stateDir string) bool {
+	f, err := os.Open(lockOf(stateDir))
+	if err != nil {
+		return !errors.Is(err, os.ErrNotExist)
+	}
+	defer f.Close()
+	return syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB) != nil
 }
 
 // alive reports whether a process exists and is no zombie of ours.
