@@ -132,7 +132,7 @@ func (a *app) note(format string, args ...any) {
 // connect goes to the control plane that was named, else to the local daemon, which it starts where there is none and the
 // command does more than look.
 func (a *app) connect(ctx context.Context) (*client.Client, error) {
-	stateDir, err := daemon.StateDir(a.stateDir, a.env)
+	stateDir, err := daemon.StateDir(a.stateDir, a.environ)
 	if err != nil {
 		return nil, exit.New(exit.Usage, "name one with --state-dir", "%w", err)
 	}
@@ -237,7 +237,7 @@ func (a *app) look(cmd *cobra.Command, call func(ctx context.Context, c *client.
 // state folder. Nothing is started.
 func (a *app) askOrRead(cmd *cobra.Command, ask func(context.Context, *client.Client) error, read func(ctx context.Context, state string) error) error {
 	if a.server == "" && a.consul == "" {
-		state, err := daemon.StateDir(a.stateDir, a.env)
+		state, err := daemon.StateDir(a.stateDir, a.environ)
 		if err != nil {
 			return exit.New(exit.Usage, "name one with --state-dir", "%w", err)
 		}

@@ -30,7 +30,7 @@ func (a *app) daemonStart() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 			defer stop()
-			stateDir, err := daemon.StateDir(a.stateDir, a.env)
+			stateDir, err := daemon.StateDir(a.stateDir, a.environ)
 			if err != nil {
 				return err
 			}
@@ -55,7 +55,7 @@ func (a *app) daemonStop() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 			defer stop()
-			stateDir, err := daemon.StateDir(a.stateDir, a.env)
+			stateDir, err := daemon.StateDir(a.stateDir, a.environ)
 			if err != nil {
 				return err
 			}
@@ -87,7 +87,7 @@ func (a *app) daemonStatus() *cobra.Command {
 		Example: "  rollout daemon status",
 		Args:    cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
-			stateDir, err := daemon.StateDir(a.stateDir, a.env)
+			stateDir, err := daemon.StateDir(a.stateDir, a.environ)
 			if err != nil {
 				return err
 			}

@@ -35,7 +35,7 @@ func (a *app) keep(cmd *cobra.Command) func() (apikey.Keep, error) {
 			path, err := filepath.Abs(*file)
 			return apikey.Keep{Path: path}, err
 		}
-		dir, err := daemon.StateDir(a.stateDir, a.env)
+		dir, err := daemon.StateDir(a.stateDir, a.environ)
 		if err != nil {
 			return apikey.Keep{}, err
 		}

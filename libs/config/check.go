@@ -28,9 +28,7 @@ func (c Config) finish() (Config, error) {
 		}
 		c.Database.URL = r.text
 	}
-	for _, p := range []*string{&c.StateDir, &c.SharedDir, &c.Join, &c.TokenFile, &c.KeysFile,
-		&c.NATS.CAFile, &c.NATS.CertFile, &c.NATS.KeyFile, &c.Consul.CAFile, &c.Consul.CertFile, &c.Consul.KeyFile,
-		&c.TLS.CertFile, &c.TLS.KeyFile, &c.TLS.CAFile, &c.TLS.WorkerCertFile, &c.TLS.WorkerKeyFile} {
+	for _, p := range c.paths() {
 		if *p == "" {
 			continue
 		}
@@ -71,6 +69,9 @@ func (c Config) finish() (Config, error) {
 	}
 	if c.Join == c.StateDir {
 		fail("join: is this process's own state folder; give each process its own")
+	}
+	if c.Buffer.SegmentBytes < 0 {
+		fail("buffer.segment_bytes: %d is below 0", c.Buffer.SegmentBytes)
 	}
 	if c.Worker.Cores < 0 {
 		fail("worker.cores: %d is below 0", c.Worker.Cores)

@@ -51,6 +51,60 @@ func TestDefaults(t *testing.T) {
 	}
 }
 
+func TestPathsOfAFile(t *testing.T) {
+	t.Parallel()
+	path := write(t, `
+state_dir = "~/state"
+token_file = "/a/token"
+[tls]
+cert_file = "certs/c.pem"
+key_file = "../k.pem"
+[nats]
+token = "file:nats-token"
+[database]
+url = "file:~/url"
+`)
+	folder := filepath.Dir(path)
+	got := load(t, nil, "--config", path, "--api-keys-file", "/flag/keys")
+	for _, c := range [][2]string{
+		{got.StateDir, "/home/u/state"}, {got.TokenFile, "/a/token"}, {got.KeysFile, "/flag/keys"},
+		{got.TLS.CertFile, filepath.Join(folder, "certs/c.pem")}, {got.TLS.KeyFile, filepath.Join(filepath.Dir(folder), "k.pem")},
+		{got.NATS.Token.String(), "file:" + filepath.Join(folder, "nats-token")}, {got.Database.URL, "file:/home/u/url"},
+	} {
+		if c[0] != c[1] {
+			t.Errorf("%q, want %q", c[0], c[1])
+		}
+	}
+}
+
+// The CLI finds the folder with StateDir alone.
+func TestTheStateFolderOfTheDefaultFile(t *testing.T) {
+	t.Parallel()
+	home := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(home, "rollout"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(home, "rollout", "rolloutd.toml"), []byte("state_dir = \"/file\"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for want, env := range map[string][]string{
+		"/file":     {"XDG_CONFIG_HOME=" + home, "XDG_STATE_HOME=/x"},
+		"/variable": {"XDG_CONFIG_HOME=" + home, "ROLLOUT_STATE_DIR=/variable"},
+	} {
+		found, err := StateDir(env)
+		if got := load(t, env).StateDir; err != nil || got != want || found != want {
+			t.Errorf("rolloutd has %q, the CLI %q %v, want %q", got, found, err, want)
+		}
+	}
+}
+
+func TestASegmentHasNoNegativeSize(t *testing.T) {
+	t.Parallel()
+	if _, err := Load([]string{"--buffer-segment-bytes=-1"}, home, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), "buffer.segment_bytes") {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestSourcesGoOverEachOther(t *testing.T) {
 	t.Parallel()
 	path := write(t, `

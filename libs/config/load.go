@@ -108,7 +108,7 @@ func byFlag(name string) (key, bool) {
 func fromFile(c *Config, path string, env map[string]string) error {
 	named := path != ""
 	if !named {
-		path = filepath.Join(configHome(env), "rollout", "rolloutd.toml")
+		path = defaultFile(env)
 	}
 	data, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) && !named {
@@ -134,8 +134,11 @@ func fromFile(c *Config, path string, env map[string]string) error {
 	} else {
 		f.Config.Drain = c.Drain
 	}
+	if !named && env["ROLLOUT_STATE_DIR"] != "" { // where StateDir looks, too: a variable goes over the file
+		f.StateDir = c.StateDir
+	}
 	*c = f.Config
-	return nil
+	return c.place(path, env)
 }
 
 func fileError(path string, err error) error {
@@ -225,9 +228,17 @@ func environment(environ []string) map[string]string {
 	return env
 }
 
-// StateDir is the state folder that environ asks for: $ROLLOUT_STATE_DIR, $XDG_STATE_HOME/rollout or ~/.local/state/rollout. The
-// CLI and rolloutd meet there.
-func StateDir(environ []string) (string, error) { return defaultState(environment(environ)) }
+// StateDir is the state folder that environ asks for: $ROLLOUT_STATE_DIR, that of the default configuration file,
+// $XDG_STATE_HOME/rollout or ~/.local/state/rollout. The CLI and rolloutd meet there.
+func StateDir(environ []string) (string, error) {
+	env := environment(environ)
+	if env["ROLLOUT_STATE_DIR"] == "" {
+		if dir := stateDirOfFile(env); dir != "" {
+			return dir, nil
+		}
+	}
+	return defaultState(env)
+}
 
 func defaultState(env map[string]string) (string, error) {
 	switch {

@@ -290,21 +290,29 @@ func TestStaleAndBrokenFiles(t *testing.T) {
 
 func TestStateDir(t *testing.T) {
 	t.Parallel()
+	configured := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(configured, "rollout"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(configured, "rollout", "rolloutd.toml"), []byte("state_dir = \"/e\"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct {
 		flag string
-		env  map[string]string
+		env  []string
 		want string
 	}{
-		{"/a", map[string]string{"ROLLOUT_STATE_DIR": "/b"}, "/a"},
-		{"", map[string]string{"ROLLOUT_STATE_DIR": "/b", "XDG_STATE_HOME": "/c"}, "/b"},
-		{"", map[string]string{"XDG_STATE_HOME": "/c", "HOME": "/d"}, "/c/rollout"},
-		{"", map[string]string{"XDG_STATE_HOME": "relative", "HOME": "/d"}, "/d/.local/state/rollout"},
+		{"/a", []string{"ROLLOUT_STATE_DIR=/b"}, "/a"},
+		{"", []string{"ROLLOUT_STATE_DIR=/b", "XDG_STATE_HOME=/c", "XDG_CONFIG_HOME=" + configured}, "/b"},
+		{"", []string{"XDG_STATE_HOME=/c", "HOME=/d", "XDG_CONFIG_HOME=" + configured}, "/e"},
+		{"", []string{"XDG_STATE_HOME=/c", "HOME=/d"}, "/c/rollout"},
+		{"", []string{"XDG_STATE_HOME=relative", "HOME=/d"}, "/d/.local/state/rollout"},
 	} {
-		if got, err := StateDir(c.flag, func(name string) string { return c.env[name] }); err != nil || got != c.want {
+		if got, err := StateDir(c.flag, c.env); err != nil || got != c.want {
 			t.Errorf("%v: %q %v", c, got, err)
 		}
 	}
-	if _, err := StateDir("", func(string) string { return "" }); err == nil {
+	if _, err := StateDir("", nil); err == nil {
 		t.Error("a folder out of nothing")
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+
+	"github.com/rollout-rl/rollout/libs/config"
 )
 
 // Info is the content of rolloutd.json.
@@ -29,20 +31,13 @@ type Info struct {
 	Targets   []string `json:"targets"`
 }
 
-// StateDir is the folder of the local mesh: the flag, else the environment's wish, else the place that XDG gives.
-func StateDir(flag string, env func(string) string) (string, error) {
-	for _, dir := range []string{flag, env("ROLLOUT_STATE_DIR")} {
-		if dir != "" {
-			return filepath.Abs(dir)
-		}
+// StateDir is the folder of the local mesh: the flag, else what the environment and rolloutd's configuration wish, as rolloutd
+// itself finds it.
+func StateDir(flag string, environ []string) (string, error) {
+	if flag != "" {
+		return filepath.Abs(flag)
 	}
-	if dir := env("XDG_STATE_HOME"); filepath.IsAbs(dir) {
-		return filepath.Join(dir, "rollout"), nil
-	}
-	if home := env("HOME"); home != "" {
-		return filepath.Join(home, ".local", "state", "rollout"), nil
-	}
-	return "", errors.New("no state folder: neither --state-dir nor HOME is set")
+	return config.StateDir(environ)
 }
 
 func infoFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.json") }
