@@ -58,13 +58,15 @@ type Client struct {
 	Artifacts storagev1.ArtifactServiceClient
 	Gateway   gatewayv1.RolloutGatewayServiceClient
 
-	Name string // of the control plane, for people
+	Name       string // of the control plane, for people
+	Replicated bool   // others may stand in for a service that dies: not the local daemon, which is one process
 
 	main    *grpc.ClientConn // nil where every service is looked up
 	options Options
 	token   string
 	mu      sync.Mutex
 	found   map[string]*grpc.ClientConn // services that were looked up
+	conns   map[string]*grpc.ClientConn // by address: all that were made for them
 }
 
 // Of makes the stubs on one connection, which Close closes.
@@ -73,7 +75,7 @@ func Of(conn *grpc.ClientConn, name string) *Client {
 }
 
 func (c *Client) stubs() *Client {
-	c.found = map[string]*grpc.ClientConn{}
+	c.found, c.conns = map[string]*grpc.ClientConn{}, map[string]*grpc.ClientConn{}
 	c.Planner = planv1.NewPlannerServiceClient(c.conn("planner"))
 	c.Scheduler = runv1.NewSchedulerServiceClient(c.conn("scheduler"))
 	c.Buffer = bufferv1.NewBufferServiceClient(c.conn("buffer"))
@@ -107,7 +109,7 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Client{Name: o.Address, options: o, token: token}
+	c := &Client{Name: o.Address, Replicated: o.Hosted == nil, options: o, token: token}
 	if o.Address == "" {
 		c.Name = "of Consul " + o.Consul
 		return c.stubs(), nil
@@ -158,7 +160,7 @@ func (c *Client) Close() error {
 	if c.main != nil {
 		errs = append(errs, c.main.Close())
 	}
-	for _, conn := range c.found {
+	for _, conn := range c.conns {
 		errs = append(errs, conn.Close())
 	}
 	return errors.Join(errs...)

@@ -139,6 +139,46 @@ func TestServicesApartAreLookedUp(t *testing.T) {
 	}
 }
 
+// A scheduler dies, and stays registered for a moment beside the one that took over.
+func TestTheOneThatTookOverIsFound(t *testing.T) {
+	t.Parallel()
+	dead, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addresses := []string{dead.Addr().String()}
+	if err := dead.Close(); err != nil {
+		t.Fatal(err)
+	}
+	tookOver := make(chan struct{})
+	next := serve(t, func(s *grpc.Server) { runv1.RegisterSchedulerServiceServer(s, scheduler{}) })
+	agent := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		select {
+		case <-tookOver:
+			addresses = append(addresses[:1], next)
+		default:
+		}
+		var entries []string
+		for epoch, address := range addresses {
+			host, port, _ := net.SplitHostPort(address)
+			entries = append(entries, fmt.Sprintf(`{"Service": {"Address": %q, "Port": %s, "Meta": {"epoch": "%d"}}}`, host, port, epoch+9))
+		}
+		fmt.Fprintf(w, "[%s]", strings.Join(entries, ","))
+	}))
+	t.Cleanup(agent.Close)
+	c := dial(t, Options{Consul: strings.TrimPrefix(agent.URL, "http://")})
+	if !c.Replicated {
+		t.Error("nobody can stand in")
+	}
+	if _, err := c.Scheduler.ListRuns(t.Context(), &runv1.ListRunsRequest{}); status.Code(err) != codes.Unavailable {
+		t.Errorf("of a dead scheduler: %v", err)
+	}
+	close(tookOver)
+	if _, err := c.Scheduler.ListRuns(t.Context(), &runv1.ListRunsRequest{}); err != nil {
+		t.Errorf("after the takeover: %v", err)
+	}
+}
+
 func TestTLS(t *testing.T) {
 	t.Parallel()
 	https := httptest.NewUnstartedServer(nil) // for its certificate

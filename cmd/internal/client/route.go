@@ -27,7 +27,9 @@ func (r route) Invoke(ctx context.Context, method string, args, reply any, opts 
 	if err != nil {
 		return err
 	}
-	return conn.Invoke(ctx, method, args, reply, opts...)
+	err = conn.Invoke(ctx, method, args, reply, opts...)
+	r.mind(conn, err)
+	return err
 }
 
 // NewStream begins a stream.
@@ -36,7 +38,21 @@ func (r route) NewStream(ctx context.Context, desc *grpc.StreamDesc, method stri
 	if err != nil {
 		return nil, err
 	}
-	return conn.NewStream(ctx, desc, method, opts...)
+	stream, err := conn.NewStream(ctx, desc, method, opts...)
+	r.mind(conn, err)
+	return stream, err
+}
+
+// mind lets the next call look the service up again where this one found nobody: another process may have taken over.
+func (r route) mind(conn *grpc.ClientConn, err error) {
+	if status.Code(err) != codes.Unavailable {
+		return
+	}
+	r.c.mu.Lock()
+	defer r.c.mu.Unlock()
+	if r.c.found[r.service] == conn {
+		delete(r.c.found, r.service)
+	}
 }
 
 func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
@@ -49,15 +65,19 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	if err != nil {
 		return nil, status.Errorf(codes.Unavailable, "look up %s in Consul %s: %v", r.service, r.c.options.Consul, err)
 	}
-	conn, err := r.c.dial(address)
-	if err != nil {
-		return nil, err
+	conn := r.c.conns[address]
+	if conn == nil {
+		if conn, err = r.c.dial(address); err != nil {
+			return nil, err
+		}
+		r.c.conns[address] = conn
 	}
 	r.c.found[r.service] = conn
 	return conn, nil
 }
 
-// lookup asks a Consul agent, or the embedded registry, for a passing instance.
+// lookup asks a Consul agent, or the embedded registry, for a passing instance. Of several the one with the highest epoch leads:
+// one that was killed passes for a while yet.
 // API: https://developer.hashicorp.com/consul/api-docs/health#list-service-instances-for-service
 func lookup(ctx context.Context, o Options, token, service string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, reachable)
@@ -86,6 +106,7 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 		Service struct {
 			Address string
 			Port    int
+			Meta    map[string]string
 		}
 	}
 	if err := json.NewDecoder(response.Body).Decode(&entries); err != nil {
@@ -94,9 +115,15 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 	if len(entries) == 0 {
 		return "", fmt.Errorf("no instance passes its check")
 	}
-	host := entries[0].Service.Address
-	if host == "" {
-		host = entries[0].Node.Address
+	newest, highest := entries[0], uint64(0)
+	for _, e := range entries {
+		if epoch, err := strconv.ParseUint(e.Service.Meta["epoch"], 10, 64); err == nil && epoch > highest {
+			newest, highest = e, epoch
+		}
 	}
-	return net.JoinHostPort(host, strconv.Itoa(entries[0].Service.Port)), nil
+	host := newest.Service.Address
+	if host == "" {
+		host = newest.Node.Address
+	}
+	return net.JoinHostPort(host, strconv.Itoa(newest.Service.Port)), nil
 }

@@ -24,6 +24,8 @@ const (
 	tries      = 5
 	tryFor     = time.Second
 	retryDelay = 200 * time.Millisecond
+	// takeover is how long it may take at least where another process can stand in: a lease ends, the other one registers.
+	takeover   = 20 * time.Second
 	historyMax = 100000
 )
 
@@ -200,9 +202,9 @@ func (f *follower) events(ctx context.Context, settled chan struct{}) error {
 
 // again takes a stream up again while the server is away for a moment. io.EOF ends it well.
 func (f *follower) again(ctx context.Context, stream func(progress func()) error) error {
-	left := tries
+	left, lost := tries, time.Time{}
 	for {
-		err := stream(func() { left = tries })
+		err := stream(func() { left, lost = tries, time.Time{} })
 		switch {
 		case err == nil || errors.Is(err, io.EOF):
 			return nil
@@ -211,14 +213,20 @@ func (f *follower) again(ctx context.Context, stream func(progress func()) error
 		case status.Code(err) != codes.Unavailable:
 			return err
 		}
+		if lost.IsZero() {
+			lost = time.Now()
+		}
 		for ; ; left-- {
-			if left == 0 {
+			if left <= 0 && (!f.client.Replicated || time.Since(lost) > takeover) {
 				return exit.New(exit.Unavailable, "see `rollout daemon status` and the daemon's log, then go on with `rollout run --resume "+f.runID+"`",
 					"the control plane went away while the run went on: it was stopped, or it died")
 			}
 			if f.answers(ctx) {
 				left--
 				break
+			}
+			if ctx.Err() != nil {
+				return ctx.Err()
 			}
 		}
 	}
