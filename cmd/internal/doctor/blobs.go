@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"strings"
 	"time"
 
@@ -16,6 +17,10 @@ import (
 
 // blobs writes an object twice, reads, lists and deletes it.
 func blobs(ctx context.Context, p Patient, r *report) {
+	if err := answers(ctx, p.Config.Blob.Endpoint); err != nil {
+		r.fail("reach", err, "is blob.endpoint right, and can this host reach it? One that speaks plain HTTP has http:// there")
+		return
+	}
 	store, err := backend.Bucket(ctx, p.Config.Blob, p.Environ)
 	if err != nil {
 		r.fail("reach", err, mendOf(err, map[error]string{
@@ -54,6 +59,25 @@ func blobs(ctx context.Context, p Patient, r *report) {
 		r.ok("delete", "")
 	}
 	r.skew(info.Modified, began, between+time.Second) // object stores tell whole seconds
+}
+
+// answers says why nobody answers at an endpoint. The client of the bucket tries so often that the time of a check ends before it
+// gives up, and then says nothing but that.
+func answers(ctx context.Context, endpoint string) error {
+	if endpoint == "" {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, http.MethodHead, endpoint, nil)
+	if err != nil {
+		return err
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return fmt.Errorf("the object store does not answer: %w", err)
+	}
+	return response.Body.Close()
 }
 
 func readAll(ctx context.Context, store blob.Store, key string) ([]byte, error) {

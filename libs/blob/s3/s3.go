@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -122,6 +123,9 @@ const (
 	noUpload     = "NoSuchUpload"
 )
 
+// denied are the codes of refused credentials. Some gateways answer them with a 404, which is no missing object.
+var denied = []string{"AccessDenied", "InvalidAccessKeyId", "XAdminUserNotFound", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"}
+
 func code(err error) string {
 	var api smithy.APIError
 	if errors.As(err, &api) {
@@ -145,6 +149,8 @@ func (s *Store) mapError(op, key string, err error) error {
 	case err == nil, errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded), errors.Is(err, blob.ErrDenied):
 	case code(err) == "NoSuchBucket":
 		err = blob.ErrNoBucket.With("bucket", s.c.Bucket).Wrap(err)
+	case slices.Contains(denied, code(err)):
+		err = blob.ErrDenied.With("bucket", s.c.Bucket).Wrap(err)
 	case code(err) == "NoSuchKey", status(err) == http.StatusNotFound:
 		err = blob.ErrNotFound
 	case code(err) == precondition, status(err) == http.StatusPreconditionFailed:
