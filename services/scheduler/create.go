@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"strings"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -43,7 +44,7 @@ func (s *service) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run
 		CreateTime: timestamppb.New(now), FromSnapshot: from, Step: cursor.FirstStep, TotalSteps: plan.GetConfig().GetTrain().GetSteps(),
 		Incarnation: 1,
 	}
-	run.Directory = filepath.Join(s.cfg.StateDir, "runs", run.GetRunId())
+	s.house(run)
 	recorded, err := s.Store.Create(ctx, run, req.GetIdempotencyKey(), cursor)
 	if err != nil || recorded.GetRunId() != run.GetRunId() {
 		return recorded, err
@@ -51,6 +52,15 @@ func (s *service) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run
 	crashpoint.Here("scheduler/created") // the run is recorded, nobody conducts it
 	s.announce(recorded)
 	return recorded, s.conduct(recorded)
+}
+
+// house gives a run its folder, where the state folder is now: it may have been moved, or be a copy whose original lives on.
+func (s *service) house(r *Run) {
+	folder := filepath.Join(s.cfg.StateDir, "runs", r.GetRunId())
+	if within, ok := strings.CutPrefix(r.GetWeightsDirectory(), r.GetDirectory()+string(filepath.Separator)); ok && r.GetDirectory() != "" {
+		r.WeightsDirectory = filepath.Join(folder, within)
+	}
+	r.Directory = folder
 }
 
 // verify asks the planner whether the plan's inputs still are what they were.

@@ -102,6 +102,7 @@ func (s *service) begin(ctx context.Context, seen *Run, to State) (*Run, error) 
 			}
 		}
 		r.Incarnation++
+		s.house(r)
 		if to == Paused {
 			return nil // with its reason: what waits for room goes on by itself when there is some, what waits for a person does not
 		}

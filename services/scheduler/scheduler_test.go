@@ -213,6 +213,32 @@ func TestInterruptAndResume(t *testing.T) {
 	w.whole(6)
 }
 
+// A state folder that was moved, or copied for a try, has its runs' folders with it: what a run writes when it goes on belongs there.
+func TestAMovedStateFolderKeepsItsRuns(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true
+	w.start()
+	run := w.create(plan(2, "sync", 0, false)).GetRunId()
+	before := w.waitState(run, scheduler.Running).GetRun().GetDirectory()
+	w.generation.stop()
+	if _, err := w.store.Update(t.Context(), run, func(r *scheduler.Run) error {
+		r.WeightsDirectory = filepath.Join(before, "weights", "v000001")
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	w.config.StateDir = t.TempDir()
+	w.start()
+	resumed := w.resume(run)
+	folder := filepath.Join(w.config.StateDir, "runs", run)
+	if resumed.GetDirectory() != folder || resumed.GetWeightsDirectory() != filepath.Join(folder, "weights", "v000001") {
+		t.Errorf("it goes on in %s, its weights in %s", resumed.GetDirectory(), resumed.GetWeightsDirectory())
+	}
+	w.mesh.do(func() { w.mesh.held = false })
+	w.waitState(run, scheduler.Succeeded)
+}
+
 // Steps that were committed while the process was being killed are in the ledger alone; a list after the restart knows them.
 func TestListAfterAKillKnowsTheLedgersSteps(t *testing.T) {
 	t.Parallel()
