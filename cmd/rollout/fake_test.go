@@ -42,6 +42,7 @@ type fake struct {
 	bufferv1.UnimplementedBufferServiceServer
 	snapshotv1.UnimplementedSnapshotServiceServer
 	storagev1.UnimplementedEventServiceServer
+	storagev1.UnimplementedArtifactServiceServer
 	gatewayv1.UnimplementedRolloutGatewayServiceServer
 
 	directory string             // of the run
@@ -68,6 +69,7 @@ func (f *fake) Register(r grpc.ServiceRegistrar) {
 	bufferv1.RegisterBufferServiceServer(r, f)
 	snapshotv1.RegisterSnapshotServiceServer(r, f)
 	storagev1.RegisterEventServiceServer(r, f)
+	storagev1.RegisterArtifactServiceServer(r, f)
 	gatewayv1.RegisterRolloutGatewayServiceServer(r, f)
 }
 
@@ -325,6 +327,10 @@ func snapshot() *snapshotv1.Snapshot {
 			{Path: "optimizer.safetensors", Digest: "blake3-" + strings.Repeat("34", 32), Bytes: 6_416_152},
 		},
 	}
+}
+
+func (f *fake) GetArtifact(_ *storagev1.GetArtifactRequest, stream grpc.ServerStreamingServer[storagev1.GetArtifactResponse]) error {
+	return stream.Send(&storagev1.GetArtifactResponse{Chunk: []byte("kept")})
 }
 
 func (f *fake) ListSnapshots(_ context.Context, r *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {

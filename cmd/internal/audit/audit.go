@@ -25,6 +25,7 @@ type Evidence struct {
 	Groups    []*bufferv1.GroupRecord
 	Samples   []*bufferv1.SampleRecord
 	Snapshots []*snapshotv1.Snapshot
+	Missing   []string // content ids of the newest training state's files that are not there
 	// The scheduler's cursor before and after the ledger was read: a run that goes on moves it meanwhile.
 	CursorBefore, CursorAfter uint64
 }
@@ -100,6 +101,7 @@ func Check(e *Evidence) *Report {
 	a.checkCursor()
 	a.checkRun()
 	a.checkSnapshots()
+	a.checkState()
 	a.checkSegments()
 	a.report.Whole = len(a.report.Breaks) == 0
 	return a.report

@@ -103,12 +103,15 @@ func TestCorruptionsAreNamed(t *testing.T) {
 		{"bit flip in a segment", edit(3, func(b []byte) []byte { b[40] ^= 1; return b }), "SEGMENT_DAMAGED", audit.Break{Segment: 3}},
 		{"segment without its head", edit(2, func(b []byte) []byte { b[0] = 'X'; return b }), "SEGMENT_DAMAGED", audit.Break{Segment: 2}},
 		{"cursor beyond", do("scheduler", `UPDATE cursor SET position = 9`), "CURSOR_BEYOND", audit.Break{Group: "1/3"}},
+		{"state without its files", func(t *testing.T, folder string) {
+			must(t, os.RemoveAll(filepath.Join(folder, "artifacts")))
+		}, "SNAPSHOT_MISSING", audit.Break{Step: 1}},
 		{"cursor behind", do("scheduler", `UPDATE cursor SET position = 6`), "CURSOR_BEHIND", audit.Break{Group: "1/1"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			folder := t.TempDir()
-			for _, part := range []string{"db", "segments"} {
+			for _, part := range []string{"db", "segments", "artifacts"} {
 				must(t, os.CopyFS(filepath.Join(folder, part), os.DirFS(filepath.Join(whole, part))))
 			}
 			c.spoil(t, folder)

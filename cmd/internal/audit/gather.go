@@ -5,12 +5,15 @@ import (
 	"errors"
 	"io"
 
+	"google.golang.org/grpc/codes"
+
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
 	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
@@ -39,6 +42,15 @@ func Ask(ctx context.Context, c *client.Client, name string) (*Evidence, error) 
 	if from := e.Run.GetFromSnapshot(); from != "" {
 		if got, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: from}); err == nil { // it may be gone
 			e.Snapshots = append(e.Snapshots, got.GetSnapshot())
+		}
+	}
+	state := newestState(e.Snapshots, run)
+	if e.Missing, err = missing(state, func(content string) error { return begins(ctx, c, content) }); err != nil {
+		return nil, err
+	}
+	if len(e.Missing) > 0 {
+		if _, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: state.GetSnapshotId()}); rpcerr.Code(err) == codes.NotFound {
+			e.Missing = nil // the run went on meanwhile, and a newer one has taken its place
 		}
 	}
 	stream, err := c.Buffer.ExportLedger(ctx, &bufferv1.ExportLedgerRequest{RunId: run})
@@ -85,12 +97,50 @@ func Read(ctx context.Context, place Place, name string) (_ *Evidence, err error
 	if e.Snapshots, err = readSnapshots(ctx, place.Databases, e.Run); err != nil {
 		return nil, err
 	}
+	cas, err := place.CAS()
+	if err != nil {
+		return nil, err
+	}
+	if e.Missing, err = missing(newestState(e.Snapshots, run), func(content string) error {
+		_, err := cas.Stat(ctx, content)
+		return err
+	}); err != nil {
+		return nil, err
+	}
 	if err := e.readLedger(ctx, place, run); err != nil && !errors.Is(err, buffer.ErrNoLedger) {
 		return nil, err
 	}
 	after, err := runs.Cursor(ctx, run)
 	e.CursorBefore, e.CursorAfter = before.Position, after.Position
 	return e, err
+}
+
+// begins reads the beginning of an artifact: the index of the storage service may name what its disk has lost.
+func begins(ctx context.Context, c *client.Client, content string) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := c.Artifacts.GetArtifact(ctx, &storagev1.GetArtifactRequest{ContentId: content})
+	if err != nil {
+		return err
+	}
+	if _, err = stream.Recv(); errors.Is(err, io.EOF) {
+		return nil
+	}
+	return err
+}
+
+// missing asks for each file of a snapshot.
+func missing(s *snapshotv1.Snapshot, stat func(content string) error) (out []string, err error) {
+	for _, f := range s.GetFiles() {
+		err := stat(f.GetDigest())
+		if err != nil && rpcerr.Code(err) != codes.NotFound {
+			return nil, err
+		}
+		if err != nil {
+			out = append(out, f.GetDigest())
+		}
+	}
+	return out, nil
 }
 
 func readSnapshots(ctx context.Context, place sqldb.Place, run *runv1.Run) (_ []*snapshotv1.Snapshot, err error) {

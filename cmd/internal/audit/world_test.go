@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/cmd/internal/audit"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -157,7 +158,15 @@ func snapshots(ctx context.Context, folder string) error {
 		return err
 	}
 	defer store.Close()
-	_, err = store.Record(ctx, &snapshotv1.Snapshot{SnapshotId: "snap-1", RunId: run, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: 1,
+	cas, err := audit.Folder(folder).CAS()
+	if err != nil {
+		return err
+	}
+	kept, err := cas.PutBytes(ctx, []byte("state"))
+	if err != nil {
+		return err
+	}
+	_, err = store.Record(ctx, &snapshotv1.Snapshot{SnapshotId: "snap-1", Files: []*snapshotv1.SnapshotFile{{Path: "state.json", Digest: kept, Bytes: 5}}, RunId: run, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: 1,
 		WeightsDigest: digest(1), Cursor: &runv1.Cursor{Position: 2, Rows: rows}})
 	return err
 }
