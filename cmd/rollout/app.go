@@ -154,7 +154,7 @@ func (a *app) connect(ctx context.Context) (*client.Client, error) {
 		}
 		return client.Dial(ctx, client.Options{Key: key, Address: info.GRPC, Hosted: info.Targets, Consul: info.Consul, TokenFile: info.TokenFile, TLS: tls})
 	}
-	o := client.Options{Address: a.server, Consul: a.consul, TokenFile: a.tokenFile}
+	o := client.Options{Address: a.server, Consul: a.consul, ACL: a.env("CONSUL_HTTP_TOKEN"), TokenFile: a.tokenFile}
 	if o.Key, err = a.key(); err != nil {
 		return nil, err
 	}

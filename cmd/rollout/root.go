@@ -45,7 +45,7 @@ func (a *app) root() *cobra.Command {
 	flags := root.PersistentFlags()
 	flags.StringVar(&a.format, "format", formatText, "how answers are written: `text` or json (one document, or a line each where they stream)")
 	flags.StringVar(&a.server, "server", a.env("ROLLOUT_SERVER"), "`address` (host:port) of a running control plane; empty: a local one")
-	flags.StringVar(&a.consul, "consul", a.env("ROLLOUT_CONSUL"), "`address` (host:port or URL) of a Consul agent that knows the services, where they run apart")
+	flags.StringVar(&a.consul, "consul", a.env("ROLLOUT_CONSUL"), "`address` (host:port or URL) of a Consul agent that knows the services, where they run apart; its ACL token is $CONSUL_HTTP_TOKEN")
 	flags.StringVar(&a.stateDir, "state-dir", "", "`folder` of the local control plane (default: $ROLLOUT_STATE_DIR, else ~/.local/state/rollout)")
 	flags.StringVar(&a.tokenFile, "token-file", "", "`file` that holds the token of --server (default: token in the state folder)")
 	flags.StringVar(&a.apiKey, "api-key", "", "`reference` to an API key, env:NAME or file:PATH (default: $ROLLOUT_API_KEY, else the token)")

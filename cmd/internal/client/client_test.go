@@ -139,6 +139,28 @@ func TestServicesApartAreLookedUp(t *testing.T) {
 	}
 }
 
+// Consul's own ACL knows nothing of the mesh token.
+func TestConsulHasATokenOfItsOwn(t *testing.T) {
+	t.Parallel()
+	at := serve(t, func(s *grpc.Server) { runv1.RegisterSchedulerServiceServer(s, scheduler{}) })
+	agent := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("X-Consul-Token") != "acl" {
+			w.WriteHeader(http.StatusForbidden)
+			return
+		}
+		host, port, _ := net.SplitHostPort(at)
+		fmt.Fprintf(w, `[{"Service": {"Address": %q, "Port": %s}}]`, host, port)
+	}))
+	t.Cleanup(agent.Close)
+	consul := strings.TrimPrefix(agent.URL, "http://")
+	if _, err := dial(t, Options{Consul: consul, ACL: "acl"}).Scheduler.ListRuns(t.Context(), &runv1.ListRunsRequest{}); err != nil {
+		t.Error(err)
+	}
+	if _, err := dial(t, Options{Consul: consul}).Scheduler.ListRuns(t.Context(), &runv1.ListRunsRequest{}); err == nil || !strings.Contains(err.Error(), "CONSUL_HTTP_TOKEN") {
+		t.Errorf("got %v", err)
+	}
+}
+
 // A scheduler dies, and stays registered for a moment beside the one that took over.
 func TestTheOneThatTookOverIsFound(t *testing.T) {
 	t.Parallel()

@@ -91,6 +91,9 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 	if err != nil {
 		return "", err
 	}
+	if o.ACL != "" {
+		token = o.ACL
+	}
 	request.Header.Set("X-Consul-Token", token)
 	transport := &http.Transport{DisableKeepAlives: true, TLSClientConfig: o.TLS.Clone()} // and no proxy: the agent is near
 	response, err := (&http.Client{Transport: transport}).Do(request)
@@ -98,6 +101,9 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 		return "", err
 	}
 	defer response.Body.Close()
+	if response.StatusCode == http.StatusForbidden && o.ACL == "" {
+		return "", fmt.Errorf("it answers %s; put a Consul token with service:read and node:read into CONSUL_HTTP_TOKEN", response.Status)
+	}
 	if response.StatusCode != http.StatusOK {
 		return "", fmt.Errorf("it answers %s", response.Status)
 	}
