@@ -15,6 +15,7 @@ import (
 const (
 	day           = 24 * time.Hour
 	authorityDays = 3650
+	mostDays      = 36500
 	issuedDays    = 30
 )
 
@@ -63,6 +64,17 @@ func (a *app) clock() func() time.Time {
 	return time.Now
 }
 
+// checkDays keeps within what a duration holds: more would make a certificate that ended long ago.
+func checkDays(days uint) error {
+	if days == 0 {
+		return usage("invalid argument 0 for --days: it lives for one day at least")
+	}
+	if days > mostDays {
+		return usage("invalid argument %d for --days: it lives for %d days at most", days, mostDays)
+	}
+	return nil
+}
+
 func (a *app) certsInit() *cobra.Command {
 	var name string
 	var days uint
@@ -80,8 +92,8 @@ One that is there already is never overwritten.`,
 		if err != nil {
 			return err
 		}
-		if days == 0 {
-			return usage("invalid argument 0 for --days: it lives for one day at least")
+		if err := checkDays(days); err != nil {
+			return err
 		}
 		if _, err := f.Init(name, time.Duration(days)*day); err != nil {
 			return err
@@ -112,8 +124,8 @@ machine (localhost, 127.0.0.1, ::1 and its name) and the hosts that --host names
 		if err != nil {
 			return err
 		}
-		if days == 0 {
-			return usage("invalid argument 0 for --days: it lives for one day at least")
+		if err := checkDays(days); err != nil {
+			return err
 		}
 		id := cert.Identity{Kind: cert.Kind(args[0]), Name: args[1]}
 		if id.Kind != cert.Person {
@@ -147,8 +159,8 @@ can run each day; processes that use the files take the new ones at their next c
 		if err != nil {
 			return err
 		}
-		if days == 0 {
-			return usage("invalid argument 0 for --days: it lives for one day at least")
+		if err := checkDays(days); err != nil {
+			return err
 		}
 		chosen, err := a.certsDue(f, args, all, time.Duration(within)*day)
 		if err != nil {

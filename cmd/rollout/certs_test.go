@@ -32,6 +32,7 @@ func TestCerts(t *testing.T) {
 	run("issue", "robot", "x")
 	run("issue", "service", "control", "--host", "h:1")
 	run("issue", "person", "ada", "--days", "0")
+	run("issue", "person", "ada", "--days", "999999999") // more than a duration holds
 	now = now.Add(25 * day)
 	run("show")
 	run("renew")
