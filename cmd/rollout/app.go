@@ -181,7 +181,11 @@ func (a *app) key() (string, error) {
 	if err != nil {
 		return "", usage("invalid argument for --api-key: %w", err)
 	}
-	return ref.Read("--api-key", a.environ)
+	key, err := ref.Read("--api-key", a.environ)
+	if err != nil {
+		return "", exit.New(exit.NoInput, "name a file (chmod 600) or a variable that holds the key", "%w", err)
+	}
+	return key, nil
 }
 
 // ensure returns the local daemon.

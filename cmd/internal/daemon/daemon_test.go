@@ -288,6 +288,19 @@ func TestStaleAndBrokenFiles(t *testing.T) {
 	}
 }
 
+func TestAFileInPlaceOfTheFolder(t *testing.T) {
+	t.Parallel()
+	s := starter(t, "serve")
+	s.StateDir = filepath.Join(s.StateDir, "file")
+	if err := os.WriteFile(s.StateDir, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, _, err := s.Ensure(t.Context())
+	if e := exit.From(err); e.Code != exit.CannotMake || e.Mend == "" {
+		t.Errorf("exit code %d: %v", e.Code, err)
+	}
+}
+
 func TestStateDir(t *testing.T) {
 	t.Parallel()
 	configured := t.TempDir()

@@ -53,7 +53,7 @@ func lockOf(stateDir string) string { return filepath.Join(stateDir, "rolloutd.l
 // process is somebody else.
 func Find(stateDir string) (*Info, error) {
 	data, err := os.ReadFile(infoFile(stateDir))
-	if errors.Is(err, os.ErrNotExist) {
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) { // who starts one says that no folder can be made there
 		return nil, nil
 	}
 	if err != nil {
