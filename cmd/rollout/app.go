@@ -276,7 +276,7 @@ func (a *app) records(cmd *cobra.Command, use func(context.Context, record.Reade
 // browse is records for commands that people type to look around: where there is neither a control plane nor a state folder, they
 // are told how to come by one.
 func (a *app) browse(cmd *cobra.Command, use func(context.Context, record.Reader) error) error {
-	if state, err := daemon.StateDir(a.stateDir, a.env); err != nil || record.Held(state) != nil {
+	if state, err := daemon.StateDir(a.stateDir, a.environ); err != nil || record.Held(state) != nil {
 		return a.look(cmd, func(ctx context.Context, c *client.Client) error { return use(ctx, record.Services{Client: c}) })
 	}
 	return a.records(cmd, use)
