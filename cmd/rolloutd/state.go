@@ -40,7 +40,7 @@ func lockState(dir string) (unlock func(), err error) {
 	}
 	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 	for n := 0; n < 10 && errors.Is(err, syscall.EWOULDBLOCK); n++ { // `rollout` holds it for a moment to see whether anybody does
-		time.Sleep(10 * time.Millisecond)
+		<-time.After(10 * time.Millisecond)
 		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 	}
 	if err != nil {

@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before MKL's first product, whose bits otherwise depend on where its operands lie: on AMD's processors a row of an attention had
 # others in other company where two threads computed it.
 os.environ.setdefault("MKL_CBWR", "AUTO")
+# Before cuBLAS: its products then have the same bits each time.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("USE_TF", "0")

@@ -20,9 +20,10 @@ from rollout_workers.weights.tensor_file import read_tensors
 class Merging:
     """Calls take turns: each leaves its adapters in the model."""
 
-    def __init__(self, model_directory: str, dtype: torch.dtype, lora: LoraConfig) -> None:
-        """Load the model that the adapters belong to. Raises ``BadSettings``, ``OSError``."""
-        self._adapter = Adapter(Policy.load_model(model_directory, dtype=dtype), lora)
+    def __init__(self, model_directory: str, dtype: torch.dtype, lora: LoraConfig, device: str | None = None) -> None:
+        """Load the model that the adapters belong to. device: as for ``Policy.load_model``. Raises ``BadSettings``,
+        ``OSError``."""
+        self._adapter = Adapter(Policy.load_model(model_directory, dtype=dtype, device=device), lora)
 
     @torch.no_grad()
     def __call__(self, folder: Path) -> dict[str, Tensor]:

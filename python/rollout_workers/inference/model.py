@@ -11,6 +11,7 @@ from typing import Any
 
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.delivery.depot import ADAPTER_FILE
+from rollout_workers.devices import device_of, repeat_bits
 from rollout_workers.engines.base import Engine
 from rollout_workers.harness.prompts import Text
 from rollout_workers.mesh.spec import is_deterministic, model_directory
@@ -48,6 +49,8 @@ def load(spec: WorkerSpec) -> Model:
     config = spec.plan.config
     if (kind := config.engine.kind or "transformers") != "transformers":
         raise UnknownEngine(f'no engine {kind!r} is here: write `kind = "transformers"` in [engine], or renew the workers')
+    if is_deterministic(config):
+        repeat_bits()
     began = time.monotonic()
     engine = TransformersEngine.load(
         folder,
@@ -56,6 +59,7 @@ def load(spec: WorkerSpec) -> Model:
             max_len=config.engine.max_model_len,
             deterministic=is_deterministic(config),
             threads=spec.threads or None,
+            device=device_of(spec),
         ),
         dtype=getattr(torch, config.model.dtype),
         version=version,
@@ -77,4 +81,4 @@ def _merging(spec: WorkerSpec) -> Callable[[Path], Mapping[str, Any]] | None:
 
     lora = config.lora
     settings = LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
-    return Merging(model_directory(spec), getattr(torch, config.model.dtype), settings)
+    return Merging(model_directory(spec), getattr(torch, config.model.dtype), settings, device_of(spec))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout_workers.algorithms import Algorithm, build_algorithm
+from rollout_workers.devices import repeat_bits
 from rollout_workers.learner.adapter import LoraConfig
 from rollout_workers.learner.companions import companions_of
 from rollout_workers.learner.critic import Critic
@@ -88,6 +89,7 @@ class Trainer:
         self.algorithm: Algorithm = build_algorithm(config.algorithm, config.settings)
         self.step = 0
         self._use_threads()
+        repeat_bits()
         torch.manual_seed(config.seed)
         kind = Scorer if self.algorithm.needs.score_head else Policy
         self.policy: Policy = kind.prepare(

@@ -34,16 +34,24 @@ class RewardModel:
     """Scores completions as training did: at the last token, which is the end of the sequence. Blocks; one call at a time."""
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, dtype: torch.dtype, end: int | None, tokens: int, alone: bool
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype,
+        end: int | None,
+        tokens: int,
+        alone: bool,
+        device: str | None = None,
     ) -> None:
         """Load. Raises ``BadSettings`` for a folder without a trained head.
 
         end: id of the end of a sequence, appended to a completion that lacks it. tokens: most positions of a forward pass.
-        alone: each completion by itself, so that its score does not depend on its neighbours by a bit.
+        alone: each completion by itself, so that its score does not depend on its neighbours by a bit. device: where it computes;
+        None is the first GPU, else the CPU.
         """
         if not _has_head(Path(directory)):
             raise BadSettings(f"{os.fspath(directory)} is no reward model: no file in it has the tensor `score.weight`")
-        self._scorer = Scorer.load(directory, dtype=dtype)
+        self._scorer = Scorer.load(directory, dtype=dtype, device=device)
         self._end, self._tokens, self._alone = end, tokens, alone
         config = self._scorer.model.config.get_text_config()
         self._longest = int(getattr(config, "max_position_embeddings", 0) or 0)

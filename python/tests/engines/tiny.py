@@ -91,7 +91,7 @@ async def outputs(engine: TransformersEngine, *batch: GroupRequest) -> dict[tupl
 @torch.no_grad()
 def plain_logits(model: torch.nn.Module, prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray) -> torch.Tensor:
     """Logits [T, V] that the module's own forward gives for each of ``tokens``."""
-    ids = torch.tensor([[*prompt, *(int(t) for t in tokens)]], device=model.device)
+    ids = torch.tensor([[*prompt, *(int(t) for t in tokens)]]).to(model.device)
     return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu()
 
 

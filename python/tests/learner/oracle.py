@@ -13,9 +13,9 @@ from rollout_workers.learner import TrainSample
 
 def sample_logprobs(model: PreTrainedModel, sample: TrainSample, temperature: float = 1.0) -> torch.Tensor:
     """Logprobs of every token but the first, [T - 1]."""
-    token_ids = torch.from_numpy(sample.token_ids).long()
+    token_ids = torch.from_numpy(sample.token_ids).long().to(model.device)
     logits = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1] / temperature
-    return torch.stack([logits[i].log_softmax(0)[token_ids[i + 1]] for i in range(len(logits))])
+    return torch.stack([logits[i].log_softmax(0)[token_ids[i + 1]] for i in range(len(logits))]).cpu()
 
 
 def grpo_loss(model: PreTrainedModel, samples: Sequence[TrainSample], temperature: float = 1.0) -> torch.Tensor:

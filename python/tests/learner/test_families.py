@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rollout_workers.algorithms.ipo import IpoConfig
 from rollout_workers.algorithms.kto import mismatch
@@ -150,8 +150,9 @@ def test_a_reward_model_agrees_with_the_oracle_and_loads_as_a_classifier(model_d
     learner, samples = Trainer(model_dir, dataclasses.replace(CONFIG, algorithm="reward_model")), pairs(2, margin=margin)
     model = learner.policy.model
 
-    def score(classifier: torch.nn.Module, sample: TrainSample) -> torch.Tensor:
-        return classifier(input_ids=torch.from_numpy(sample.token_ids).long()[None]).logits[0, 0]
+    def score(classifier: PreTrainedModel, sample: TrainSample) -> torch.Tensor:
+        token_ids = torch.from_numpy(sample.token_ids).long()[None].to(classifier.device)
+        return classifier(input_ids=token_ids, use_cache=False).logits[0, 0].cpu()
 
     scores = torch.stack([score(model, sample) for sample in samples])
     margins = torch.tensor([s.reward for s in samples[::2]])

@@ -74,7 +74,7 @@ def disagreement(forward: Forward, module: PreTrainedModel) -> float | None:
     ids = torch.arange(3 * 8, device=device).mul_(7919).remainder_(vocabulary).view(3, 8)
     expected = module(input_ids=ids, use_cache=False).logits.float()
     cache = KvCache.empty(forward.shape, 3, 8, device)
-    lengths = torch.tensor([5, 3, 4], device=device)
+    lengths = torch.tensor([5, 3, 4]).to(device)
     rows = torch.arange(3, device=device)
     logits, prompt = forward.prefill(ids[:, :5], lengths)
     cache.write(rows, prompt)

@@ -106,7 +106,7 @@ class _Layer:
         if getattr(attention, "q_norm", None) is not None:
             self.head_norms = fuse([attention.q_norm.weight, attention.k_norm.weight]).view(2, -1)
             kinds = [0] * self.heads + [1] * self.kv_heads
-            self.norm_of_head = torch.tensor(kinds, device=self.head_norms.device)
+            self.norm_of_head = torch.tensor(kinds).to(self.head_norms.device)
 
     def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, eps: float) -> Tensor:
         """Fills kv [P, T, 2, kv_heads, dim]; every token sees itself and the ones before it in its row."""

@@ -1,0 +1,58 @@
+"""Engine and learner on a device that is not the CPU, as on a GPU: their own suites, in a process with such a device.
+
+What is left out compares bits of the CPU's kernels, or has Hugging Face's own code make tensors in a way that only a real device
+knows.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+LEFT_OUT = [
+    "bits_of_samples",
+    "same_bits",
+    "keep_their_bits",
+    "bits_do_not_depend",
+    "caller_that_has_gone",  # a deterministic engine, as those before
+    "gpt2",
+    "decodes_differently",
+]
+SUITES = {
+    "engine": ["engines/test_control.py", "engines/test_generate.py", "engines/test_score.py", "engines/test_held.py"],
+    "learner": ["learner/test_families.py", "learner/test_trainer.py", "learning/test_learner.py", "inference/test_merging.py"],
+    "reward model": ["scoring"],
+}
+
+
+def pytest_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(TESTS.parent)])}
+    command = [sys.executable, "-m", "pytest", "-p", "far_device", "-p", "no:cacheprovider", "--assert=plain", *arguments]
+    return subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(600)  # whole suites
+@pytest.mark.parametrize("suite", SUITES)
+def test_it_computes_there(suite: str) -> None:
+    done = pytest_of("-k", "not " + " and not ".join(LEFT_OUT), *(str(TESTS / name) for name in SUITES[suite]))
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_what_a_gpu_refuses_is_refused(tmp_path: Path) -> None:
+    """The device is one: what would fail beside a GPU fails here."""
+    wrong = tmp_path / "test_wrong.py"
+    wrong.write_text(
+        "import pytest, torch\n"
+        "there = torch.zeros(3).to('lazy:0')\n"
+        "@pytest.mark.parametrize('call', [lambda: there + torch.ones(3), lambda: there.numpy(), lambda: there.data_ptr()])\n"
+        "def test(call):\n    call()\n"
+        "def test_right():\n    assert (there + there.new_ones(3)).cpu().numpy().sum() == 3 and there.device.type == 'lazy'\n"
+    )
+    done = pytest_of(str(wrong))
+    assert "3 failed, 1 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
