@@ -71,7 +71,7 @@ func (d *draft) readScoringModel(part reward.Part) {
 }
 
 // dryCalls asks for one call of each reward on the first rows: one sample that answers as the row does, one that says nothing, as
-// a policy may.
+// a policy may. Held-out rows that are evaluated may have other keys, so the first of them is scored too.
 func (d *draft) dryCalls() []*dryCall {
 	if d.first == nil || len(d.first.First) == 0 {
 		return nil
@@ -100,6 +100,10 @@ func (d *draft) dryCalls() []*dryCall {
 				sample.Completion = d.first.Reference(row)
 			}
 			request.Samples = append(request.Samples, sample)
+		}
+		if d.eval != nil && d.eval != d.first && d.Config.GetEval().GetEverySteps() > 0 {
+			row := d.eval.First[0]
+			request.HeldOut = []probe.Sample{{Prompt: row.Prompt, Completion: d.eval.Reference(row), Row: row.JSON}}
 		}
 		if d.model != nil {
 			request.Model = input.Resolve(d.baseDir, d.Config.GetModel().GetPath())

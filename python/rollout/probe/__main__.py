@@ -9,7 +9,7 @@ Request (every part may be absent)::
 
     {"packages": ["torch", ...],
      "reward": {"plugin": "reward.py:exact" (or "expression": "..."), "base_dir": "/...", "timeout_seconds": 30.0,
-                "samples": [{"prompt": "...", "completion": "...", "row": {...}}], "model": "/...",
+                "samples": [{"prompt": "...", "completion": "...", "row": {...}}], "held_out": [...], "model": "/...",
                 "files": [{"path": "/...", "name": "train.jsonl"}]},
      "tokenizer": {"model": "/...", "chat_template": false,
                    "files": [{"path": "/...", "prompt_field": "prompt", "answer_fields": [], "limit": 1920}]},

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rollout.dataset import rows
 from rollout.errors import Place
-from rollout.plugin import RewardFunction, RewardTimeout, Sample, call_reward, load_reward, split_plugin
+from rollout.plugin import RewardError, RewardFunction, RewardTimeout, Sample, call_reward, load_reward, split_plugin
 from rollout.probe.tokenizer import BadModel, Json, tokenizer_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
         timer.start()
         return timer
 
-    samples = samples_of(request)
+    model = request.get("model", "")
+    samples, held_out = samples_of(request["samples"], model), samples_of(request.get("held_out", []), model)
     function: RewardFunction
     if expression:
         function = compiled(expression, request.get("files", []))
@@ -63,9 +64,19 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
         function = load_reward(plugin, base_dir)
         timer.cancel()
     start = time.monotonic()
-    timer = watch(f"`{'reward.expression' if expression else split_plugin(plugin)[1]}`")
+    name = f"`{'reward.expression' if expression else split_plugin(plugin)[1]}`"
+    timer = watch(name)
     scores = call_reward(function, samples)
     timer.cancel()
+    if held_out:  # whose rows may have other keys
+        timer = watch(f"of the first held-out row, {name}")
+        try:
+            call_reward(function, held_out)
+        except RewardError as error:
+            error.message = f"of the first held-out row: {error.message}"
+            raise
+        finally:
+            timer.cancel()
     return {
         "scores": [{"reward": score.reward, "metrics": dict(score.metrics)} for score in scores],
         "parts": any(score.token_rewards or score.steps for score in scores),
@@ -74,13 +85,12 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
     }
 
 
-def samples_of(request: Json) -> list[Sample]:
+def samples_of(samples: list[Json], model: str) -> list[Sample]:
     """The samples, with tokens where the model's tokenizer is at hand."""
-    samples: list[Json] = request["samples"]
     ids: list[list[int]] = [[] for _ in samples]
-    if request.get("model"):
+    if model and samples:
         with contextlib.suppress(BadModel):  # which another part says
-            tokenizer = tokenizer_of(Path(request["model"]))
+            tokenizer = tokenizer_of(Path(model))
             texts = [sample["completion"] for sample in samples]
             ids = [encoded.ids for encoded in tokenizer.encode_batch(texts, add_special_tokens=False)]
     return [Sample(s["prompt"], s["completion"], s["row"], tokens) for s, tokens in zip(samples, ids, strict=True)]

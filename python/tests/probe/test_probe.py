@@ -47,6 +47,15 @@ def test_the_reward_is_called_and_its_files_are_named(tmp_path: Path) -> None:
     assert answer["files"] == [str(tmp_path / "neighbour.py"), str(tmp_path / "reward.py")]
 
 
+def test_a_held_out_row_is_scored_by_a_call_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def reward(samples): return [float(s.row['answer'] == '2') for s in samples]\n")
+    request = {"plugin": "reward.py:reward", "base_dir": str(tmp_path), "timeout_seconds": 10.0, "samples": [SAMPLE]}
+    assert len(probe({"reward": request | {"held_out": [SAMPLE]}})["reward"]["scores"]) == 1
+    error = probe({"reward": request | {"held_out": [SAMPLE | {"row": {"solution": "2"}}]}})["reward"]["error"]
+    assert error["message"] == "of the first held-out row: `reward` raised KeyError: 'answer'"
+    assert error["line"] == 1
+
+
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     body = "import sys\ndef reward(s): return [float('torch' in sys.modules or 'transformers' in sys.modules)]\n"
     assert call(tmp_path, body)["scores"][0]["reward"] == 0.0

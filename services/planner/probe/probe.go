@@ -45,13 +45,14 @@ type Teacher struct {
 }
 
 // Reward asks for one call of a plugin or an expression. Files are rows whose fields an expression must find; Model is the folder
-// whose tokenizer makes the tokens that a plugin sees.
+// whose tokenizer makes the tokens that a plugin sees. Samples of held-out rows are scored by a call of their own.
 type Reward struct {
 	Plugin         string   `json:"plugin,omitempty"`
 	Expression     string   `json:"expression,omitempty"`
 	BaseDir        string   `json:"base_dir"`
 	TimeoutSeconds float64  `json:"timeout_seconds"`
 	Samples        []Sample `json:"samples"`
+	HeldOut        []Sample `json:"held_out,omitempty"`
 	Files          []Rows   `json:"files,omitempty"`
 	Model          string   `json:"model,omitempty"`
 }
@@ -209,9 +210,13 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	return nil, err
 }
 
-// patience is how long a reward may take, its import and one call.
+// patience is how long a reward may take, its import and each call.
 func (p *Prober) patience(r *Reward) time.Duration {
-	return time.Duration(2*r.TimeoutSeconds*float64(time.Second)) + cmp.Or(p.KillDelay, killDelay)
+	limits := 2.0
+	if len(r.HeldOut) > 0 {
+		limits++
+	}
+	return time.Duration(limits*r.TimeoutSeconds*float64(time.Second)) + cmp.Or(p.KillDelay, killDelay)
 }
 
 var (
