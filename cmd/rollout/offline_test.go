@@ -1,6 +1,7 @@
 package main
 
 import (
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -61,6 +62,31 @@ func TestStateFolderIsBrowsed(t *testing.T) {
 	}
 	for _, args := range []string{"runs show nobody", "snapshot show snap-none", "snapshot list nobody", "logs tail nobody"} {
 		if got := (command{}).run(t, append(strings.Fields(args), "--state-dir", state)...); got.code == 0 || !strings.Contains(got.stderr, "no") {
+			t.Errorf("%s: %s", args, got.text())
+		}
+	}
+}
+
+// A state folder of another user, or on a read-only mount, is read as it is.
+func TestStateFolderThatMayOnlyBeRead(t *testing.T) {
+	t.Parallel()
+	if os.Getuid() == 0 {
+		t.Skip("root may write everywhere")
+	}
+	state := left(t)
+	folder := filepath.Join(state, "db")
+	files, _ := filepath.Glob(filepath.Join(folder, "*"))
+	for _, file := range files {
+		if err := os.Chmod(file, 0o400); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Chmod(folder, 0o500); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.Chmod(folder, 0o700) })
+	for _, args := range []string{"runs list", "runs show addition-grpo", "logs tail addition-grpo", "snapshot list addition-grpo"} {
+		if got := (command{}).run(t, append(strings.Fields(args), "--state-dir", state)...); got.code != 0 {
 			t.Errorf("%s: %s", args, got.text())
 		}
 	}

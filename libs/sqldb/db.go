@@ -45,6 +45,7 @@ type DB struct {
 	fence    Fence
 
 	durability Durability // of SQLite; PostgreSQL's is the server's
+	readOnly   string     // path of a SQLite file that is only read, else ""
 }
 
 // Fence is run at the begin of each write transaction and refuses it with an error, see Fenced.

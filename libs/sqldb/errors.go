@@ -25,12 +25,16 @@ var (
 	ErrRole        = rpcerr.New(codes.PermissionDenied, "DATABASE_ROLE", "the database lacks a role or a schema")
 	ErrVersion     = rpcerr.New(codes.FailedPrecondition, "DATABASE_VERSION", "PostgreSQL is older than version 14; upgrade the server")
 	ErrNewer       = rpcerr.New(codes.FailedPrecondition, "DATABASE_NEWER", "the database was brought up to date by a newer rolloutd; start that version, or restore a backup from before")
+	ErrOlder       = rpcerr.New(codes.FailedPrecondition, "DATABASE_OLDER", "the database is of an older rolloutd").Mend(mendUnread)
+	ErrUnread      = rpcerr.New(codes.FailedPrecondition, "DATABASE_UNREAD", "the database can't be read as it is").Mend(mendUnread)
 	ErrConflict    = rpcerr.New(codes.Aborted, "DATABASE_CONFLICT", "other transactions were always first").RetryAfter(100 * time.Millisecond)
 	ErrTimeout     = rpcerr.New(codes.DeadlineExceeded, "DATABASE_TIMEOUT", "the database gave up on a statement that took longer than database.statement_timeout_s")
 	ErrFull        = rpcerr.New(codes.ResourceExhausted, "DATABASE_FULL", "the database has no space left").RetryAfter(time.Second)
 	// ErrUnknown: a commit had no answer and the database can't tell any more whether it happened. Read before you repeat.
 	ErrUnknown = rpcerr.New(codes.Unknown, "DATABASE_COMMIT_UNKNOWN", "the answer to a commit was lost and the database does not know the transaction any more")
 )
+
+const mendUnread = "copy the state folder, each file of it, to where you may write (`cp -r`), and name the copy with --state-dir"
 
 // SQLSTATEs that are branched on.
 const (

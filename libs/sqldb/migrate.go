@@ -29,10 +29,13 @@ func Ready(ctx context.Context, place Place, service string, d Durability, migra
 
 // Migrate applies the goose migrations (NNNNN_name.sql) that the database lacks, each in its transaction: those of the folder
 // sqlite or postgres of fsys. Processes that start together take turns, by a lock file beside a SQLite file and by an advisory
-// lock of PostgreSQL; ctx bounds the wait. ErrNewer.
+// lock of PostgreSQL; ctx bounds the wait. A database that is only read must be up to date. ErrNewer, ErrOlder.
 func (db *DB) Migrate(ctx context.Context, fsys fs.FS) error {
 	if db.Postgres() {
 		return db.postgres.locked(ctx, func(*pgx.Conn) error { return db.migrate(ctx, goose.DialectPostgres, fsys, "postgres") })
+	}
+	if db.readOnly != "" {
+		return db.current(ctx, fsys)
 	}
 	unlock, err := lockFile(ctx, db.write)
 	if err != nil {

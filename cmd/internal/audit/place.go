@@ -26,7 +26,7 @@ type Place struct {
 // Folder is the place of a control plane without servers: its state folder.
 func Folder(state string) Place {
 	return Place{
-		Databases: sqldb.Files(filepath.Join(state, "db")), Segments: filepath.Join(state, "segments"), Artifacts: filepath.Join(state, "artifacts"),
+		Databases: sqldb.Archive(filepath.Join(state, "db")), Segments: filepath.Join(state, "segments"), Artifacts: filepath.Join(state, "artifacts"),
 	}
 }
 
@@ -40,6 +40,9 @@ func Configured(ctx context.Context, file, scratch string, environ []string) (Pl
 	if place.Databases, err = backend.Databases(cfg, environ); err != nil {
 		return Place{}, err
 	}
+	if files, ok := place.Databases.(sqldb.Files); ok {
+		place.Databases = sqldb.Archive(files)
+	}
 	if place.Bucket, err = backend.Bucket(ctx, cfg.Blob, environ); err != nil || place.Bucket == nil {
 		return place, err
 	}
@@ -49,7 +52,7 @@ func Configured(ctx context.Context, file, scratch string, environ []string) (Pl
 
 // check says what is missing of a state folder.
 func (p Place) check() error {
-	folder, ok := p.Databases.(sqldb.Files)
+	folder, ok := p.Databases.(sqldb.Archive)
 	if !ok {
 		return nil
 	}

@@ -49,7 +49,7 @@ func Open(ctx context.Context, state string) (_ *Folder, err error) {
 	if err := Held(state); err != nil {
 		return nil, err
 	}
-	place := sqldb.Files(filepath.Join(state, "db"))
+	place := sqldb.Archive(filepath.Join(state, "db"))
 	f := &Folder{state: state}
 	defer func() {
 		if err != nil {

@@ -1,0 +1,100 @@
+package sqldb
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/url"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"github.com/pressly/goose/v3"
+)
+
+// Archive is Files of which nobody writes any more. Where they may be written they are opened as Files are; where not, as on a
+// read-only mount or for another user, they are read as they are, and nothing is made beside them.
+type Archive string
+
+// Open implements Place.
+func (a Archive) Open(ctx context.Context, service string, d Durability) (*DB, error) {
+	path := filepath.Join(string(a), service+".sqlite")
+	if writable(path) {
+		return Files(a).Open(ctx, service, d)
+	}
+	return OpenReadOnly(path)
+}
+
+// writable reports whether SQLite may change a database: the file, those beside it and their folder.
+func writable(path string) bool {
+	const write = 2 // W_OK
+	for _, file := range []string{path, path + "-wal", path + "-shm", path + ".migrate"} {
+		if err := syscall.Access(file, write); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return false
+		}
+	}
+	err := syscall.Access(filepath.Dir(path), write)
+	return err == nil || errors.Is(err, os.ErrNotExist)
+}
+
+// OpenReadOnly opens a database file and writes nothing, for which SQLite asks: changes that stand in the file -wal alone are read
+// with the file -shm beside it. ErrUnread.
+func OpenReadOnly(path string) (*DB, error) {
+	for _, file := range []string{path, path + "-wal", path + "-shm"} {
+		if f, err := os.Open(file); err == nil {
+			f.Close()
+		} else if file == path || !errors.Is(err, os.ErrNotExist) {
+			return nil, ErrUnread.WithMessage("the database can't be read: %v", err).Wrap(err)
+		}
+	}
+	wal, err := os.Stat(path + "-wal")
+	_, noShm := os.Stat(path + "-shm")
+	q := url.Values{"mode": {"ro"}, "_pragma": {"busy_timeout(10000)", "query_only(1)", "temp_store(MEMORY)"}, "_time_format": {"sqlite"}}
+	switch {
+	case err == nil && wal.Size() > 0 && noShm != nil:
+		return nil, ErrUnread.WithMessage("the last changes of %s stand in %s, which can't be read where nothing can be written", path, wal.Name())
+	case err != nil || noShm != nil: // everything is in the file, and nobody has it open
+		q.Set("immutable", "1")
+	}
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return nil, fmt.Errorf("open database: %w", err)
+	}
+	dsn := url.URL{Scheme: "file", Path: abs, RawQuery: q.Encode()}
+	db, err := sql.Open("sqlite", dsn.String())
+	if err != nil {
+		return nil, fmt.Errorf("open database %s: %w", path, err)
+	}
+	db.SetMaxOpenConns(max(2, runtime.GOMAXPROCS(0)))
+	return &DB{write: db, read: db, readOnly: path}, nil
+}
+
+// current holds the schema of a database that is only read against the migrations. ErrOlder, ErrNewer.
+func (db *DB) current(ctx context.Context, fsys fs.FS) error {
+	names, err := fs.Glob(fsys, "sqlite/*.sql")
+	if err != nil || len(names) == 0 {
+		return fmt.Errorf("read migrations of sqlite: %w", errors.Join(err, os.ErrNotExist))
+	}
+	newest, err := goose.NumericComponent(names[len(names)-1])
+	if err != nil {
+		return fmt.Errorf("read migrations of sqlite: %w", err)
+	}
+	var has int64
+	err = db.One(ctx, "SELECT coalesce(max(version_id), 0) FROM goose_db_version WHERE is_applied", nil, &has)
+	if err != nil && !strings.Contains(err.Error(), "no such table") {
+		return ErrUnread.WithMessage("%s can't be read: %v", db.readOnly, err).Wrap(err)
+	}
+	switch {
+	case has > newest:
+		return ErrNewer.With("has", strconv.FormatInt(has, 10)).With("knows", strconv.FormatInt(newest, 10))
+	case has < newest:
+		return ErrOlder.WithMessage("%s is of an older rolloutd (schema %d, this one reads %d), and can't be brought up to date where nothing can be written",
+			db.readOnly, has, newest)
+	}
+	return nil
+}
