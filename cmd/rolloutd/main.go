@@ -18,12 +18,15 @@ import (
 	"log/slog"
 	"os"
 	"runtime"
+	"slices"
 
+	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/lifecycle"
 	"github.com/rollout-rl/rollout/libs/rpc"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/telemetry"
 )
@@ -34,8 +37,11 @@ var version = "unknown"
 // Exit codes, by sysexits(3).
 const (
 	exitUsage       = 64
+	exitData        = 65 // a database is damaged
+	exitNoInput     = 66 // a secret or a token is not where the configuration says
 	exitUnavailable = 69
 	exitSoftware    = 70
+	exitCannotMake  = 73 // the state folder can't be written
 	exitInterrupted = 130
 )
 
@@ -87,13 +93,39 @@ func run(drain, hard context.Context, args, environ []string, out io.Writer) int
 	case errors.Is(err, lifecycle.ErrHardStop):
 		log.Warn("stopped before everything had ended", "error", err)
 		return exitInterrupted
-	case errors.Is(err, errUnavailable), errors.Is(err, bus.ErrUnavailable), errors.Is(err, discovery.ErrUnavailable),
-		errors.Is(err, bus.ErrToken), errors.Is(err, discovery.ErrDenied), errors.Is(err, rpc.ErrTokenFile),
-		errors.Is(err, sqldb.ErrUnavailable), errors.Is(err, sqldb.ErrDenied), errors.Is(err, sqldb.ErrRole),
-		errors.Is(err, sqldb.ErrVersion), errors.Is(err, sqldb.ErrNewer):
-		log.Error("rolloutd can't start", "error", err)
+	}
+	code := codeOf(err)
+	text := "rolloutd can't start"
+	if code == exitSoftware {
+		text = "rolloutd failed"
+	}
+	if mend := rpcerr.Mend(err); mend != "" {
+		log.Error(text, "error", err, "mend", mend)
+	} else {
+		log.Error(text, "error", err)
+	}
+	return code
+}
+
+// unavailable are the errors of what rolloutd needs and has not: servers, addresses, its folder.
+var unavailable = []error{
+	errUnavailable, errLocked, errListen, bus.ErrUnavailable, bus.ErrToken, discovery.ErrUnavailable, discovery.ErrDenied, rpc.ErrTokenFile,
+	sqldb.ErrUnavailable, sqldb.ErrDenied, sqldb.ErrRole, sqldb.ErrVersion, sqldb.ErrNewer,
+	blob.ErrUnavailable, blob.ErrDenied, blob.ErrNoBucket,
+}
+
+// codeOf is the exit code of what ended the process.
+func codeOf(err error) int {
+	is := func(target error) bool { return errors.Is(err, target) }
+	switch {
+	case is(config.ErrSecret), is(rpc.ErrTokenMissing):
+		return exitNoInput
+	case is(sqldb.ErrDamaged):
+		return exitData
+	case is(errFolder):
+		return exitCannotMake
+	case slices.ContainsFunc(unavailable, is):
 		return exitUnavailable
 	}
-	log.Error("rolloutd failed", "error", err)
 	return exitSoftware
 }

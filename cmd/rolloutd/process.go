@@ -138,7 +138,7 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	if err != nil {
 		return err
 	}
-	addr, err := listen(ctx, m.cfg.Listen, rememberedPort(m.cfg.StateDir, "grpc"), m.server.Listen)
+	addr, err := listen(ctx, "listen", m.cfg.Listen, rememberedPort(m.cfg.StateDir, "grpc"), m.server.Listen)
 	if err != nil {
 		return err
 	}

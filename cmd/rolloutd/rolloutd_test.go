@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"io/fs"
+	"net"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -63,7 +64,7 @@ func TestOneProcessAStateFolder(t *testing.T) {
 	t.Parallel()
 	d := start(t, t.TempDir())
 	second := spawn(t, d.state)
-	if code := second.wait(); code != exitSoftware || !strings.Contains(second.log.String(), "pid "+strconv.Itoa(d.cmd.Process.Pid)) {
+	if code := second.wait(); code != exitUnavailable || !strings.Contains(second.log.String(), "mend=") || !strings.Contains(second.log.String(), "pid "+strconv.Itoa(d.cmd.Process.Pid)) {
 		t.Errorf("exit code %d:\n%s", code, second.log)
 	}
 	if d.runtime().PID != d.cmd.Process.Pid {
@@ -115,6 +116,46 @@ func TestBadCommandLines(t *testing.T) {
 			var out bytes.Buffer
 			code := run(t.Context(), t.Context(), append([]string{"--state-dir", t.TempDir()}, c.args...), []string{"HOME=/"}, &out)
 			if code != c.code || !strings.Contains(out.String(), c.says) {
+				t.Errorf("exit code %d: %s", code, &out)
+			}
+		})
+	}
+}
+
+// What a start needs and has not is told with its code and how to mend it.
+func TestStartsThatCanNotBe(t *testing.T) {
+	t.Parallel()
+	taken, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // a test
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { taken.Close() })
+	port := taken.Addr().String()
+	damaged := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(damaged, "db"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(damaged, "db", "buffer.sqlite"), []byte(strings.Repeat("no database ", 99)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		args []string
+		code int
+		says string
+	}{
+		"a variable that is not set": {[]string{"--nats-token", "env:NOT_SET"}, exitNoInput, "NOT_SET"},
+		"a secret's file is missing": {[]string{"--nats-token", "file:/none"}, exitNoInput, "/none"},
+		"a token's file is missing":  {[]string{"--token-file", "/none"}, exitNoInput, "/none"},
+		"a port in use":              {[]string{"--listen", port}, exitUnavailable, port},
+		"a gateway's port in use":    {[]string{"--gateway-listen", port}, exitUnavailable, "gateway.listen"},
+		"a damaged database":         {[]string{"--state-dir", damaged}, exitData, "buffer.sqlite"},
+		"a file for a folder":        {[]string{"--state-dir", publicFile(t)}, exitCannotMake, "state folder"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var out bytes.Buffer
+			code := run(t.Context(), t.Context(), append([]string{"--state-dir", t.TempDir()}, c.args...), []string{"HOME=/", "KEY=k"}, &out)
+			if code != c.code || !strings.Contains(out.String(), c.says) || !strings.Contains(out.String(), "mend=") {
 				t.Errorf("exit code %d: %s", code, &out)
 			}
 		})

@@ -71,7 +71,7 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 	}
 	if hosts(targets, registryTarget) {
 		r := registry.New(e.consulToken)
-		lis, err := listen(ctx, m.cfg.Consul.Listen, rememberedPort(m.cfg.StateDir, "consul"), listenTCP)
+		lis, err := listen(ctx, "consul.listen", m.cfg.Consul.Listen, rememberedPort(m.cfg.StateDir, "consul"), listenTCP)
 		if err != nil {
 			return stop, fmt.Errorf("listen for the registry: %w", err)
 		}
@@ -207,7 +207,7 @@ func anyListens(ctx context.Context, urls []string) (err error) {
 func startNATS(ctx context.Context, cfg config.Config, o bus.EmbeddedOptions) (*bus.Embedded, error) {
 	// Take the address for a moment to learn a free port, the last one where possible: workers and other processes find the
 	// server again after a restart.
-	lis, err := listen(ctx, cfg.NATS.Listen, rememberedPort(cfg.StateDir, "nats"), listenTCP)
+	lis, err := listen(ctx, "nats.listen", cfg.NATS.Listen, rememberedPort(cfg.StateDir, "nats"), listenTCP)
 	if err != nil {
 		return nil, fmt.Errorf("listen for NATS: %w", err)
 	}
@@ -217,15 +217,22 @@ func startNATS(ctx context.Context, cfg config.Config, o bus.EmbeddedOptions) (*
 	return bus.StartEmbedded(natsDir(cfg.StateDir), o)
 }
 
-// listen takes address; where its port is 0 it tries the remembered port first.
-func listen[L any](ctx context.Context, address string, remembered int, take func(context.Context, string) (L, error)) (L, error) {
+var errListen = rpcerr.New(codes.Unavailable, "ROLLOUTD_ADDRESS", "an address can't be listened on")
+
+// listen takes the address of a key; where its port is 0 it tries the remembered port first. errListen.
+func listen[L any](ctx context.Context, key, address string, remembered int, take func(context.Context, string) (L, error)) (L, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err == nil && port == "0" && remembered > 0 {
 		if l, err := take(ctx, net.JoinHostPort(host, fmt.Sprint(remembered))); err == nil {
 			return l, nil
 		}
 	}
-	return take(ctx, address)
+	l, err := take(ctx, address)
+	if err != nil {
+		err = errListen.WithMessage("%s: can't listen on %s: %v", key, address, err).Wrap(err).
+			Mend("stop what has the port, or give " + key + " another address; with port 0 it is a free one")
+	}
+	return l, err
 }
 
 func listenTCP(ctx context.Context, address string) (net.Listener, error) {

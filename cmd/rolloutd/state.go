@@ -27,16 +27,21 @@ func segmentDir(state string) string  { return filepath.Join(state, "segments") 
 func artifactDir(state string) string { return filepath.Join(state, "artifacts") }
 func portsFile(state string) string   { return filepath.Join(state, "ports.json") }
 
-var errLocked = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_IN_USE", "another rolloutd owns the state folder")
+var (
+	errFolder = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_FOLDER", "the state folder can't be used").
+			Mend("give rolloutd's user the folder, or name another one with --state-dir")
+	errLocked = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_IN_USE", "another rolloutd owns the state folder").
+			Mend("stop the other one, or give this one another --state-dir")
+)
 
 // lockState makes the state folder and owns it until unlock. The kernel lets go of the lock when the process dies.
 func lockState(dir string) (unlock func(), err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, fmt.Errorf("make the state folder: %w", err)
+		return nil, errFolder.WithMessage("make the state folder: %v", err).Wrap(err)
 	}
 	f, err := os.OpenFile(filepath.Join(dir, "rolloutd.lock"), os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
-		return nil, fmt.Errorf("lock the state folder: %w", err)
+		return nil, errFolder.WithMessage("lock the state folder: %v", err).Wrap(err)
 	}
 	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 	for n := 0; n < 10 && errors.Is(err, syscall.EWOULDBLOCK); n++ { // `rollout` holds it for a moment to see whether anybody does

@@ -51,7 +51,7 @@ func isFile(path string) bool {
 
 // preferRemembered gives address with a free port in place of 0, the remembered one where nobody has it.
 func preferRemembered(ctx context.Context, address string, remembered int) (string, error) {
-	lis, err := listen(ctx, address, remembered, listenTCP)
+	lis, err := listen(ctx, "gateway.listen", address, remembered, listenTCP)
 	if err != nil {
 		return "", err
 	}

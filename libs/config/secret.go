@@ -7,6 +7,10 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
 // Ref says where a secret is, for it never stands in a configuration itself: "env:NAME" is a variable, "file:PATH" a file that its
@@ -36,6 +40,9 @@ func (r *Ref) UnmarshalText(text []byte) error {
 	*r = got
 	return nil
 }
+
+// ErrSecret says that a secret is not where its reference says, or that others may read it.
+var ErrSecret = rpcerr.New(codes.NotFound, "SECRET_MISSING", "a secret is not where the configuration says")
 
 func (r Ref) check() error {
 	kind, rest, _ := strings.Cut(r.text, ":")
@@ -72,20 +79,20 @@ func (r Ref) Read(key string, environ []string) (string, error) {
 	case "env":
 		text := strings.TrimSpace(environment(environ)[rest])
 		if text == "" {
-			return "", fmt.Errorf("%s: the variable %s is not set or empty", key, rest)
+			return "", ErrSecret.WithMessage("%s: the variable %s is not set or empty", key, rest).Mend("set it for this process: `export " + rest + "=...`")
 		}
 		return text, nil
 	case "file":
 		data, err := os.ReadFile(rest)
 		if err != nil {
-			return "", fmt.Errorf("%s: %w", key, err)
+			return "", ErrSecret.WithMessage("%s: %v", key, err).Wrap(err).Mend("write the secret into that file and `chmod 600` it, or name another one")
 		}
 		if info, err := os.Stat(rest); err == nil && info.Mode().Perm()&0o077 != 0 {
-			return "", fmt.Errorf("%s: others may read %s; chmod 600 it", key, rest)
+			return "", ErrSecret.WithMessage("%s: others may read %s; chmod 600 it", key, rest).Mend("chmod 600 " + rest)
 		}
 		text := strings.TrimSpace(string(data))
 		if text == "" {
-			return "", fmt.Errorf("%s: %s is empty", key, rest)
+			return "", ErrSecret.WithMessage("%s: %s is empty", key, rest).Mend("write the secret into it")
 		}
 		return text, nil
 	}

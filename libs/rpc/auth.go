@@ -30,6 +30,8 @@ var (
 		"the call has no valid credential: neither the mesh token, which is in the token file that rolloutd.json names, nor an API key that is in force")
 	ErrTokenFile = rpcerr.New(codes.FailedPrecondition, "TOKEN_FILE",
 		"the token file must be readable by its owner alone (mode 0600) and hold one line")
+	ErrTokenMissing = rpcerr.New(codes.NotFound, "TOKEN_MISSING", "there is no such token file").
+			Mend("name the mesh's token file with token_file, or leave the key out: one is made in the state folder")
 )
 
 const (
@@ -120,6 +122,9 @@ func (p perCall) RequireTransportSecurity() bool { return false }
 // ReadToken reads a token file. It refuses one that others may read (ErrTokenFile).
 func ReadToken(path string) (string, error) {
 	f, err := os.Open(path)
+	if errors.Is(err, os.ErrNotExist) {
+		return "", ErrTokenMissing.WithMessage("read token file: %v", err).Wrap(err)
+	}
 	if err != nil {
 		return "", fmt.Errorf("read token file: %w", err)
 	}
@@ -129,7 +134,8 @@ func ReadToken(path string) (string, error) {
 		return "", fmt.Errorf("read token file: %w", err)
 	}
 	if info.Mode().Perm()&0o077 != 0 {
-		return "", ErrTokenFile.With("path", path).With("mode", info.Mode().Perm().String())
+		return "", ErrTokenFile.With("path", path).WithMessage("others may read the token file %s (mode %04o, not 0600)", path, info.Mode().Perm()).
+			Mend("chmod 600 " + path)
 	}
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -137,7 +143,8 @@ func ReadToken(path string) (string, error) {
 	}
 	token := strings.TrimSpace(string(data))
 	if token == "" || strings.ContainsAny(token, " \n\r\t") {
-		return "", ErrTokenFile.With("path", path)
+		return "", ErrTokenFile.With("path", path).WithMessage("the token file %s does not hold one line with a token", path).
+			Mend("name the right file with token_file; one in the state folder is made anew where it is removed")
 	}
 	return token, nil
 }

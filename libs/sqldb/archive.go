@@ -71,7 +71,7 @@ func OpenReadOnly(path string) (*DB, error) {
 		return nil, fmt.Errorf("open database %s: %w", path, err)
 	}
 	db.SetMaxOpenConns(max(2, runtime.GOMAXPROCS(0)))
-	return &DB{write: db, read: db, readOnly: path}, nil
+	return &DB{write: db, read: db, path: path, readOnly: true}, nil
 }
 
 // current holds the schema of a database that is only read against the migrations. ErrOlder, ErrNewer.
@@ -87,14 +87,17 @@ func (db *DB) current(ctx context.Context, fsys fs.FS) error {
 	var has int64
 	err = db.One(ctx, "SELECT coalesce(max(version_id), 0) FROM goose_db_version WHERE is_applied", nil, &has)
 	if err != nil && !strings.Contains(err.Error(), "no such table") {
-		return ErrUnread.WithMessage("%s can't be read: %v", db.readOnly, err).Wrap(err)
+		if err := whole(err, db.path); errors.Is(err, ErrDamaged) {
+			return err
+		}
+		return ErrUnread.WithMessage("%s can't be read: %v", db.path, err).Wrap(err)
 	}
 	switch {
 	case has > newest:
 		return ErrNewer.With("has", strconv.FormatInt(has, 10)).With("knows", strconv.FormatInt(newest, 10))
 	case has < newest:
 		return ErrOlder.WithMessage("%s is of an older rolloutd (schema %d, this one reads %d), and can't be brought up to date where nothing can be written",
-			db.readOnly, has, newest)
+			db.path, has, newest)
 	}
 	return nil
 }

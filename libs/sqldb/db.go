@@ -45,7 +45,8 @@ type DB struct {
 	fence    Fence
 
 	durability Durability // of SQLite; PostgreSQL's is the server's
-	readOnly   string     // path of a SQLite file that is only read, else ""
+	path       string     // of the SQLite file
+	readOnly   bool       // of SQLite: nothing may be written
 }
 
 // Fence is run at the begin of each write transaction and refuses it with an error, see Fenced.

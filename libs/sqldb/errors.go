@@ -13,6 +13,8 @@ import (
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"google.golang.org/grpc/codes"
+	"modernc.org/sqlite"
+	sqlite3 "modernc.org/sqlite/lib"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
@@ -25,6 +27,7 @@ var (
 	ErrRole        = rpcerr.New(codes.PermissionDenied, "DATABASE_ROLE", "the database lacks a role or a schema")
 	ErrVersion     = rpcerr.New(codes.FailedPrecondition, "DATABASE_VERSION", "PostgreSQL is older than version 14; upgrade the server")
 	ErrNewer       = rpcerr.New(codes.FailedPrecondition, "DATABASE_NEWER", "the database was brought up to date by a newer rolloutd; start that version, or restore a backup from before")
+	ErrDamaged     = rpcerr.New(codes.DataLoss, "DATABASE_DAMAGED", "the database file is damaged")
 	ErrOlder       = rpcerr.New(codes.FailedPrecondition, "DATABASE_OLDER", "the database is of an older rolloutd").Mend(mendUnread)
 	ErrUnread      = rpcerr.New(codes.FailedPrecondition, "DATABASE_UNREAD", "the database can't be read as it is").Mend(mendUnread)
 	ErrConflict    = rpcerr.New(codes.Aborted, "DATABASE_CONFLICT", "other transactions were always first").RetryAfter(100 * time.Millisecond)
@@ -53,6 +56,16 @@ func state(err error) string {
 		return pg.Code
 	}
 	return ""
+}
+
+// whole is err, or ErrDamaged where SQLite says that the file is none or not whole.
+func whole(err error, path string) error {
+	var found *sqlite.Error
+	if errors.As(err, &found) && (found.Code()&0xff == sqlite3.SQLITE_CORRUPT || found.Code()&0xff == sqlite3.SQLITE_NOTADB) {
+		return ErrDamaged.WithMessage("the database %s is damaged: %v", path, err).Wrap(err).
+			Mend("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
+	}
+	return err
 }
 
 // transient reports whether the connection is what failed.

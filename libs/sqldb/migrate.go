@@ -34,15 +34,15 @@ func (db *DB) Migrate(ctx context.Context, fsys fs.FS) error {
 	if db.Postgres() {
 		return db.postgres.locked(ctx, func(*pgx.Conn) error { return db.migrate(ctx, goose.DialectPostgres, fsys, "postgres") })
 	}
-	if db.readOnly != "" {
+	if db.readOnly {
 		return db.current(ctx, fsys)
 	}
 	unlock, err := lockFile(ctx, db.write)
 	if err != nil {
-		return fmt.Errorf("migrate database: %w", err)
+		return whole(fmt.Errorf("migrate database: %w", err), db.path)
 	}
 	defer unlock()
-	return db.migrate(ctx, goose.DialectSQLite3, fsys, "sqlite")
+	return whole(db.migrate(ctx, goose.DialectSQLite3, fsys, "sqlite"), db.path)
 }
 
 func (db *DB) migrate(ctx context.Context, dialect goose.Dialect, fsys fs.FS, dir string) error {

@@ -29,13 +29,13 @@ func OpenSQLite(path string, d Durability) (*DB, error) {
 	// The file and its WAL mode exist before a query-only connection looks. Of two processes that switch a new file to WAL at the
 	// same time one is told that it is locked, whatever the busy timeout; so they take turns.
 	if err := inTurn(path, write.PingContext); err != nil {
-		return nil, errors.Join(fmt.Errorf("open database %s: %w", path, err), write.Close())
+		return nil, errors.Join(whole(fmt.Errorf("open database %s: %w", path, err), path), write.Close())
 	}
 	read, err := openPool(path, d, max(2, runtime.GOMAXPROCS(0)), "query_only(1)")
 	if err != nil {
 		return nil, errors.Join(err, write.Close())
 	}
-	return &DB{write: write, read: read, durability: d}, nil
+	return &DB{write: write, read: read, path: path, durability: d}, nil
 }
 
 func inTurn(path string, fn func(ctx context.Context) error) error {

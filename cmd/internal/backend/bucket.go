@@ -2,12 +2,14 @@ package backend
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/blob/gcs"
 	"github.com/rollout-rl/rollout/libs/blob/s3"
 	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
 // Bucket is the configured bucket; nil where blobs are files. It is asked for a blob that is not there, so that a bucket that
@@ -41,9 +43,23 @@ func Bucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, e
 	}
 	for _, err := range store.List(ctx, "none/") {
 		if err != nil {
-			return nil, fmt.Errorf("%s://%s: %w", bucket.Kind, bucket.Name, err)
+			return nil, explained(fmt.Errorf("%s://%s: %w", bucket.Kind, bucket.Name, err))
 		}
 		break
 	}
 	return store, nil
+}
+
+// explained gives an error of a bucket its mend.
+func explained(err error) error {
+	for target, mend := range map[*rpcerr.Error]string{
+		blob.ErrNoBucket:    "make the bucket, or mend blob.url and blob.region",
+		blob.ErrDenied:      "check the credentials of [blob], or the role of this host",
+		blob.ErrUnavailable: "check blob.endpoint, and that this host reaches it; `rollout doctor` says why",
+	} {
+		if errors.Is(err, target) {
+			return target.WithMessage("%v", err).Wrap(err).Mend(mend)
+		}
+	}
+	return err
 }
