@@ -189,7 +189,7 @@ func (a *app) key() (string, error) {
 }
 
 // ensure returns the local daemon.
-func (a *app) ensure(ctx context.Context, stateDir string) (*daemon.Info, error) {
+func (a *app) ensure(ctx context.Context, stateDir string, args ...string) (*daemon.Info, error) {
 	if info, err := daemon.Find(stateDir); info != nil || err != nil {
 		return info, err
 	}
@@ -201,7 +201,7 @@ func (a *app) ensure(ctx context.Context, stateDir string) (*daemon.Info, error)
 		return nil, err
 	}
 	began := time.Now()
-	info, started, err := daemon.Starter{StateDir: stateDir, Binary: binary}.Ensure(ctx)
+	info, started, err := daemon.Starter{StateDir: stateDir, Binary: binary, Args: args}.Ensure(ctx)
 	if started {
 		a.note("started rolloutd (pid %d) in %.1f s; log %s", info.PID, time.Since(began).Seconds(), daemon.LogFile(stateDir))
 	}

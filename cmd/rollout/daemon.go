@@ -3,8 +3,10 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
@@ -14,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	daemonconfig "github.com/rollout-rl/rollout/libs/config"
 )
 
 func (a *app) daemonCommand() *cobra.Command {
@@ -22,10 +25,13 @@ func (a *app) daemonCommand() *cobra.Command {
 }
 
 func (a *app) daemonStart() *cobra.Command {
-	return &cobra.Command{
-		Use:     "start",
-		Short:   "Start the local daemon where none runs",
-		Example: "  rollout daemon start\n  rollout daemon start --state-dir /tmp/rollout",
+	var file string
+	cmd := &cobra.Command{
+		Use:   "start",
+		Short: "Start the local daemon where none runs",
+		Long: `Start the local daemon where none runs. With --config it reads that rolloutd.toml; its state folder is that of --state-dir, or the
+default one, where the other commands look for it.`,
+		Example: "  rollout daemon start\n  rollout daemon start --state-dir /tmp/rollout --config rolloutd.toml",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
@@ -34,13 +40,38 @@ func (a *app) daemonStart() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			info, err := a.ensure(ctx, stateDir)
+			var args []string
+			if file != "" {
+				if args, err = configured(file, stateDir, a.environ); err != nil {
+					return err
+				}
+			}
+			info, err := a.ensure(ctx, stateDir, args...)
 			if err != nil {
 				return err
 			}
 			return a.daemonInfo(stateDir, info)
 		},
 	}
+	cmd.Flags().StringVar(&file, "config", "", "`file` of rolloutd's configuration (default: $XDG_CONFIG_HOME/rollout/rolloutd.toml)")
+	_ = cmd.MarkFlagFilename("config", "toml")
+	return cmd
+}
+
+// configured is what tells rolloutd, which runs in its state folder, to read a file. One that it could not read is refused now.
+func configured(file, stateDir string, environ []string) ([]string, error) {
+	file, err := filepath.Abs(file)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := os.Stat(file); err != nil {
+		return nil, exit.New(exit.NoInput, "name rolloutd's configuration with --config", "%w", err)
+	}
+	args := []string{"--config", file}
+	if _, err := daemonconfig.Load(append(args, "--state-dir", stateDir), environ, io.Discard); err != nil {
+		return nil, exit.New(exit.Data, "deploy/rolloutd.toml lists every key", "%w", err)
+	}
+	return args, nil
 }
 
 func (a *app) daemonStop() *cobra.Command {
