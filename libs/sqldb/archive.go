@@ -101,3 +101,9 @@ func (db *DB) current(ctx context.Context, fsys fs.FS) error {
 	}
 	return nil
 }
+
+// Whole reads a little of a SQLite file: one that is cut off, or is no database, is told. ErrDamaged.
+func (db *DB) Whole(ctx context.Context) error {
+	var n int
+	return whole(db.One(ctx, "SELECT count(*) FROM sqlite_schema", nil, &n), db.path)
+}

@@ -22,7 +22,7 @@ const (
 
 // Finding is one thing that was looked at.
 type Finding struct {
-	Server string `json:"server"` // state, database, nats, consul, blob, tls
+	Server string `json:"server"` // state, local, database, nats, consul, blob, tls
 	Check  string `json:"check"`
 	Status Status `json:"status"`
 	Detail string `json:"detail,omitempty"`
@@ -82,7 +82,7 @@ func Look(ctx context.Context, p Patient) []Finding {
 	checks := []struct {
 		server string
 		look   func(context.Context, Patient, *report)
-	}{{"state", state}, {"database", database}, {"nats", nats}, {"consul", consul}, {"blob", blobs}, {"tls", certificates}}
+	}{{"state", state}, {"local", local}, {"database", database}, {"nats", nats}, {"consul", consul}, {"blob", blobs}, {"tls", certificates}}
 	reports := make([]report, len(checks))
 	var wg sync.WaitGroup
 	for i, c := range checks {
