@@ -101,7 +101,7 @@ func (d *draft) dryCalls() []*dryCall {
 			}
 			request.Samples = append(request.Samples, sample)
 		}
-		if d.eval != nil && d.eval != d.first && d.Config.GetEval().GetEverySteps() > 0 {
+		if d.eval != nil && d.eval != d.first && len(d.eval.First) > 0 && d.Config.GetEval().GetEverySteps() > 0 {
 			row := d.eval.First[0]
 			request.HeldOut = []probe.Sample{{Prompt: row.Prompt, Completion: d.eval.Reference(row), Row: row.JSON}}
 		}
