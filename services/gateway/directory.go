@@ -22,18 +22,24 @@ type directory struct {
 
 	mu      sync.Mutex
 	workers map[string]*worker // by address and process
+	closed  bool
+	hands   sync.WaitGroup // requests in hand; none is added once closed
 }
+
+// parting is how long the requests in hand of a worker that left the registry may take.
+const parting = 10 * time.Second
 
 type worker struct {
 	run         string
 	incarnation uint64
 	client      inferencev1.InferenceWorkerServiceClient
 	since       time.Time
-	cancel      context.CancelFunc
+	cancel      context.CancelFunc // closes its connection
 
 	// Under the directory's lock.
 	model string // empty until the worker said it
 	load  int    // requests in hand
+	left  bool   // it is out of the registry, and finishes what is in hand
 }
 
 // serve follows the registry until ctx ends.
@@ -70,9 +76,35 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 			})
 		}
 		for _, w := range gone {
-			w.cancel()
+			w.leave()
 		}
 		d.mu.Unlock()
+	}
+}
+
+// leave closes the connection of a worker that is out of the registry once nothing is in hand: one that drains still answers.
+func (w *worker) leave() {
+	w.left = true
+	if w.load == 0 {
+		w.cancel()
+		return
+	}
+	time.AfterFunc(parting, w.cancel)
+}
+
+// close takes no more requests, and returns when those in hand have ended or ctx has.
+func (d *directory) close(ctx context.Context) {
+	d.mu.Lock()
+	d.closed = true
+	d.mu.Unlock()
+	idle := make(chan struct{})
+	go func() {
+		d.hands.Wait()
+		close(idle)
+	}()
+	select {
+	case <-idle:
+	case <-ctx.Done():
 	}
 }
 
@@ -145,14 +177,18 @@ func (d *directory) take(run string, tried map[*worker]bool) (w *worker, release
 			w = candidate
 		}
 	}
-	if w == nil {
+	if w == nil || d.closed {
 		return nil, nil
 	}
 	w.load++
+	d.hands.Add(1)
 	return w, func() {
 		d.mu.Lock()
 		defer d.mu.Unlock()
-		w.load--
+		defer d.hands.Done()
+		if w.load--; w.load == 0 && w.left {
+			w.cancel()
+		}
 	}
 }
 

@@ -88,6 +88,7 @@ func (s *Server) Run(ctx context.Context) error {
 	if err := s.http.Shutdown(grace); err != nil {
 		return errors.Join(err, s.http.Close())
 	}
+	s.svc.dir.close(grace) // those of gRPC
 	return nil
 }
 

@@ -41,6 +41,8 @@ type fakeWorker struct {
 	breaks  bool          // fails after the first token
 	endless bool          // samples until the caller leaves
 	left    chan struct{} // closed when an endless request's caller left
+	hold    chan struct{} // not nil: after the first token it waits until this is closed
+	gone    chan struct{} // not nil: once this is closed the registry does not have it, though it answers
 
 	mu      sync.Mutex
 	last    *inferencev1.GenerateRequest
@@ -111,6 +113,13 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 					close(f.left)
 					return stream.Context().Err()
 				}
+				if f.hold != nil && i == 1 {
+					select {
+					case <-f.hold:
+					case <-stream.Context().Done():
+						return stream.Context().Err()
+					}
+				}
 				if err := stream.Send(piece); err != nil {
 					return err
 				}
@@ -128,13 +137,24 @@ func promptOf(p *inferencev1.Prompt) []uint32 {
 	return []uint32{1, 2}
 }
 
-// registry announces fixed workers.
-type registry []discovery.Instance
+// registry announces workers: the first of them until gone is closed, the others for ever.
+type registry struct {
+	list []discovery.Instance
+	gone chan struct{}
+}
 
-func (r registry) Watch(ctx context.Context, _ string) <-chan []discovery.Instance {
-	out := make(chan []discovery.Instance, 1)
-	out <- r
-	context.AfterFunc(ctx, func() { close(out) })
+func (r *registry) Watch(ctx context.Context, _ string) <-chan []discovery.Instance {
+	out := make(chan []discovery.Instance, 2)
+	out <- r.list
+	go func() {
+		defer close(out)
+		select {
+		case <-r.gone:
+			out <- r.list[1:]
+			<-ctx.Done()
+		case <-ctx.Done():
+		}
+	}()
 	return out
 }
 
@@ -182,7 +202,14 @@ func (l *ledger) Turns(_ context.Context, session string) ([]*gateway.Turn, erro
 // serve runs a gateway before workers; it returns when the gateway lists all their models.
 func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.Server, *ledger) {
 	t.Helper()
-	reg := registry{}
+	s, store, _ := run(t, cfg, workers...)
+	return s, store
+}
+
+// run is serve, with what ends the gateway and gives its last word.
+func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.Server, store *ledger, end func() <-chan error) {
+	t.Helper()
+	reg := &registry{}
 	for i, w := range workers {
 		listener, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
@@ -192,12 +219,15 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 		inferencev1.RegisterInferenceWorkerServiceServer(server, w)
 		go func() { _ = server.Serve(listener) }()
 		t.Cleanup(server.Stop)
-		reg = append(reg, discovery.Instance{
+		if w.gone != nil {
+			reg.gone = w.gone
+		}
+		reg.list = append(reg.list, discovery.Instance{
 			Address: listener.Addr().String(),
 			Meta:    map[string]string{"run": "run-" + w.model, "incarnation": "1", "process": fmt.Sprint(i)},
 		})
 	}
-	store := &ledger{sessions: map[string][]*gateway.Turn{}}
+	store = &ledger{sessions: map[string][]*gateway.Turn{}}
 	s, err := gateway.New(cfg, gateway.Deps{
 		Store: store, Registry: reg, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {
@@ -209,10 +239,16 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	go func() { ended <- s.Run(ctx) }()
-	t.Cleanup(func() {
+	go func() {
+		ended <- s.Run(ctx)
+		close(ended)
+	}()
+	end = func() <-chan error {
 		cancel()
-		if err := <-ended; err != nil {
+		return ended
+	}
+	t.Cleanup(func() {
+		if err := <-end(); err != nil {
 			t.Error(err)
 		}
 	})
@@ -226,7 +262,7 @@ func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.S
 			t.Fatal(err)
 		}
 		if len(got.GetModels()) == len(models) {
-			return s, store
+			return s, store, end
 		}
 		if time.Now().After(deadline) {
 			t.Fatalf("the gateway lists %s", got)

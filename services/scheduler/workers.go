@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"os"
@@ -20,6 +21,9 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
+// drainGrace is what an inference worker gets to leave: people's requests in hand may take 10 s of it, groups 2 s.
+const drainGrace = 12 * time.Second
+
 // supervisors makes one supervisor a worker of the run: the inference workers of the plan, one learner, and one worker for each
 // reward model.
 func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
@@ -31,6 +35,10 @@ func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
 	}
 	var out []*launch.Supervisor
 	add := func(kind string, number int) {
+		limits := limits
+		if kind == "inference" {
+			limits.StopGrace = cmp.Or(limits.StopGrace, drainGrace)
+		}
 		id := kind + "-" + strconv.Itoa(number)
 		c.update(func(v *view) { v.crowd.put(id, workerView{kind: kind}) })
 		out = append(out, &launch.Supervisor{

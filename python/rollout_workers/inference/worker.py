@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceWorkerService"].full_name
 _ROWS_IN_HAND = 1024
 _GRACE_SECONDS = 10.0
+"""For requests in hand, from the beginning of a drain; ``drainGrace`` of services/scheduler/workers.go is a little more."""
+_GROUPS_SECONDS = 2.0
+"""For groups in hand, which others sample again."""
 VERIFY_LEAST_SECONDS = 10.0
 _VERIFY_SHARE = 0.002  # most of the time that goes into verifying
 
@@ -152,11 +155,16 @@ async def run_inference_worker(
         for task in background:
             task.cancel()
         await asyncio.to_thread(registration.stop)
+        leaves_at = time.monotonic() + _GRACE_SECONDS
         await puller.stop()
         if lifecycle.exit_code:
             await worker.stop()
-        await worker.drain()
-        await server.stop(_GRACE_SECONDS)
+        finishing = asyncio.create_task(worker.drain(), name="drain")
+        await asyncio.wait({finishing}, timeout=_GROUPS_SECONDS)
+        if not finishing.done():
+            await worker.stop()
+        await finishing
+        await server.stop(max(0.0, leaves_at - time.monotonic()))
     finally:
         if server is not None:
             await server.stop(0)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import crc32c
 import numpy as np
 import pytest
 
 from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.inference.v1 import inference_pb2
+from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceStub
 from rollout.trajectory.v1 import trajectory_pb2 as pb
 from rollout_workers.engines.base import GroupRequest
 from rollout_workers.harness.prompts import Text
@@ -234,6 +238,26 @@ async def test_draining_finishes_what_was_begun_and_gives_back_the_rest(
     puller = await streams.js.pull_subscribe_bind("workers", stream=f"WORK_{run}")
     again = [message for _ in range(2) for message in await puller.fetch(1, timeout=60)]  # at once, not after the ack wait
     assert len(again) == 2
+
+
+async def test_draining_waits_for_requests_in_hand_longer_than_for_groups(
+    daemon: Daemon, example: Example, run: str, streams: RunStreams, engine: ScriptedEngine, text: Text
+) -> None:
+    made = await worker(daemon, config(example), run, engine, text)
+    assert made.channel is not None
+    await engine.pause()
+    await streams.issue([prompt_group(0, example.rows(1)[0], run=run)])
+    request = inference_pb2.GenerateRequest(request_id="a", prompts=[inference_pb2.Prompt(text="17+25=")], n=1)
+    stub = cast(Any, InferenceWorkerServiceStub(made.channel))
+    asking = stub.Generate(request, metadata=made.metadata)
+    answer = asyncio.create_task(asking.read())
+    await until(lambda: len(engine.requests) == 2)
+    made.lifecycle.drain()
+    await asyncio.sleep(3)  # groups get 2 s
+    await engine.resume()
+    assert (await answer).finish_reason == "stop"
+    assert await made.stop() == 0
+    assert await streams.work_left() == 1
 
 
 async def test_rows_for_supervised_training(daemon: Daemon, example: Example, run: str, streams: RunStreams, text: Text) -> None:
