@@ -109,8 +109,8 @@ class AsyncClient:
         since: datetime.datetime | None = None,
         after_sequence: int = 0,
     ) -> AsyncGenerator[Event, None]:
-        """Stored events in order, then new ones, until the caller leaves."""
-        wanted = event_filter(run_id, kinds, services, min_level, since, after_sequence)
+        """Stored events in order, then new ones, until the caller leaves. run_id: as in ``run``; "": of all runs."""
+        wanted = event_filter(await self._id(run_id), kinds, services, min_level, since, after_sequence)
         stream = self._events.TailEvents(storage_pb2.TailEventsRequest(filter=wanted), metadata=self.server.metadata)
         try:
             with remote_errors():
@@ -121,7 +121,11 @@ class AsyncClient:
             stream.cancel()
 
     async def metrics(self, run_id: str, names: Sequence[str] = (), *, from_step: int = 0) -> dict[str, list[tuple[int, float]]]:
-        """(step, value) of each metric, by name; without names all of them."""
-        request = storage_pb2.QueryMetricsRequest(run_id=run_id, names=list(names), from_step=from_step)
+        """(step, value) of each metric, by name; without names all of them. run_id: as in ``run``."""
+        request = storage_pb2.QueryMetricsRequest(run_id=await self._id(run_id), names=list(names), from_step=from_step)
         with remote_errors():
             return points(await self._events.QueryMetrics(request, metadata=self.server.metadata))
+
+    async def _id(self, run_id: str) -> str:
+        """The whole id of what ``run`` takes: events know no names."""
+        return (await self.run(run_id)).run.run_id if run_id else ""

@@ -42,7 +42,9 @@ class Scheduler(SchedulerServiceServicer):
     async def CreateRun(self, request: run_pb2.CreateRunRequest, context: Any) -> run_pb2.CreateRunResponse:
         return run_pb2.CreateRunResponse(run=run_pb2.Run(run_id="run-1", name=request.lock.decode()))
 
-    async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> None:
+    async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> run_pb2.GetRunResponse | None:
+        if request.run_id in ("run-1", "sums"):
+            return run_pb2.GetRunResponse(status=run_pb2.RunStatus(run=run_pb2.Run(run_id="run-1", name="sums")))
         await abort(context, RunNotFound("no such run", metadata={"run": request.run_id}, retry_seconds=0.5))
 
     async def WatchRun(self, request: run_pb2.WatchRunRequest, context: Any) -> AsyncIterator[run_pb2.WatchRunResponse]:
@@ -55,11 +57,13 @@ class Storage(EventServiceServicer):
     async def TailEvents(
         self, request: storage_pb2.TailEventsRequest, context: Any
     ) -> AsyncIterator[storage_pb2.TailEventsResponse]:
+        assert request.filter.run_id in ("", "run-1")  # names are the scheduler's
         kinds = request.filter.kinds
         yield storage_pb2.TailEventsResponse(events=[Event(sequence=1, kind=kinds[0]), Event(sequence=2, kind=kinds[0])])
         await asyncio.Event().wait()
 
     async def QueryMetrics(self, request: storage_pb2.QueryMetricsRequest, context: Any) -> storage_pb2.QueryMetricsResponse:
+        assert request.run_id == "run-1"
         points = [storage_pb2.Point(step=step, value=step / 2) for step in (1, 2)]
         return storage_pb2.QueryMetricsResponse(series=[storage_pb2.Series(name=request.names[0], points=points)])
 
@@ -104,6 +108,30 @@ async def test_the_blocking_client_does_the_same(state: Path) -> None:
             return run.run_id, steps, first.sequence, client.metrics(run.run_id, ["loss"])
 
     assert await asyncio.to_thread(script) == ("run-1", [1, 2], 1, {"loss": [(1, 0.5), (2, 1.0)]})
+
+
+async def test_metrics_and_events_of_a_run_by_its_name(state: Path) -> None:
+    async with connect_async(state=state) as client:
+        assert await client.metrics("sums", ["loss"]) == {"loss": [(1, 0.5), (2, 1.0)]}
+        for run in ("sums", ""):
+            events = client.tail(run, kinds=["log"])
+            assert (await anext(events)).sequence == 1
+            await events.aclose()
+        with pytest.raises(RemoteError, match="no such run"):
+            await client.metrics("nothing")
+        with pytest.raises(RemoteError, match="no such run"):
+            await anext(client.tail("nothing"))
+
+    def script() -> None:
+        with connect(state=state) as client:
+            assert client.metrics("sums", ["loss"]) == {"loss": [(1, 0.5), (2, 1.0)]}
+            assert next(client.tail("sums", kinds=["log"])).sequence == 1
+            with pytest.raises(RemoteError, match="no such run"):
+                client.metrics("nothing")
+            with pytest.raises(RemoteError, match="no such run"):
+                next(client.tail("nothing"))
+
+    await asyncio.to_thread(script)
 
 
 async def test_every_problem_of_a_configuration(state: Path) -> None:
