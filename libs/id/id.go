@@ -32,10 +32,15 @@ func New(now time.Time) string {
 // ValidRun reports whether s is a run id. Only such strings may become subjects, file names or table keys.
 func ValidRun(s string) bool {
 	u, ok := strings.CutPrefix(s, runPrefix)
-	if !ok || u != strings.ToLower(u) {
+	return ok && Valid(u)
+}
+
+// Valid reports whether s is what New makes.
+func Valid(s string) bool {
+	if s != strings.ToLower(s) {
 		return false
 	}
-	_, err := ulid.ParseStrict(strings.ToUpper(u))
+	_, err := ulid.ParseStrict(strings.ToUpper(s))
 	return err == nil
 }
 

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -214,6 +215,32 @@ func TestIdempotencyKey(t *testing.T) {
 	list, err := w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{})
 	if err != nil || len(list.GetRuns()) != 1 {
 		t.Fatalf("runs %v, %v", list, err)
+	}
+}
+
+func TestRunsAreListedPageByPage(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true
+	w.start()
+	w.planner.set(plan(2, "sync", 0, false))
+	for _, key := range []string{"a", "b"} {
+		if _, err := w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, IdempotencyKey: key}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	first, err := w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{PageSize: 1})
+	if err != nil || len(first.GetRuns()) != 1 || first.GetNextPageToken() == "" {
+		t.Fatalf("got %v, %v", first, err)
+	}
+	second, err := w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{PageSize: 1, PageToken: first.GetNextPageToken()})
+	if err != nil || len(second.GetRuns()) != 1 || second.GetNextPageToken() != "" || second.GetRuns()[0].GetRunId() == first.GetRuns()[0].GetRunId() {
+		t.Fatalf("got %v, %v", second, err)
+	}
+	_, err = w.generation.ListRuns(t.Context(), &runv1.ListRunsRequest{PageToken: "2"})
+	e, _ := rpcerr.From(err)
+	if rpcerr.Code(err) != codes.InvalidArgument || len(e.Violations()) != 1 || e.Violations()[0].Path != "page_token" {
+		t.Errorf("a token that is none: %v", err)
 	}
 }
 

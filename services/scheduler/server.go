@@ -5,7 +5,10 @@ import (
 	"sync"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -95,6 +98,10 @@ func (s *Server) GetRun(ctx context.Context, req *runv1.GetRunRequest) (*runv1.G
 
 // ListRuns implements the contract. Steps of active runs are those of this moment.
 func (s *Server) ListRuns(ctx context.Context, req *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
+	if after := req.GetPageToken(); after != "" && !id.ValidRun(after) {
+		return nil, rpcerr.New(codes.InvalidArgument, rpcerr.ReasonInvalidRequest, "the page token %q is none; send the next_page_token of the page before, or nothing", after).
+			Field("page_token", "must be a next_page_token")
+	}
 	s.current(ctx)
 	size := int(req.GetPageSize())
 	if size == 0 {

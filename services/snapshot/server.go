@@ -2,10 +2,14 @@ package snapshot
 
 import (
 	"context"
+	"strings"
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -69,6 +73,12 @@ func (s *Server) GetSnapshot(ctx context.Context, req *snapshotv1.GetSnapshotReq
 
 // ListSnapshots implements the contract.
 func (s *Server) ListSnapshots(ctx context.Context, req *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
+	if after := req.GetPageToken(); after != "" {
+		if made, ok := strings.CutPrefix(after, prefix); !ok || !id.Valid(made) {
+			return nil, rpcerr.New(codes.InvalidArgument, rpcerr.ReasonInvalidRequest, "the page token %q is none; send the next_page_token of the page before, or nothing", after).
+				Field("page_token", "must be a next_page_token")
+		}
+	}
 	size := int(req.GetPageSize())
 	if size == 0 {
 		size = s.cfg.PageSize

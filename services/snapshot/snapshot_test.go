@@ -331,4 +331,11 @@ func TestPages(t *testing.T) {
 	if !slices.Equal(steps, []uint64{5, 4, 3, 2, 1}) {
 		t.Fatalf("steps %v", steps)
 	}
+	for _, token := range []string{"2", "snap-x", "run-01kapq3n8jz3gq5p1cs0e8q0vd"} {
+		_, err := w.ListSnapshots(t.Context(), &snapshotv1.ListSnapshotsRequest{PageToken: token})
+		e, _ := rpcerr.From(err)
+		if rpcerr.Code(err) != codes.InvalidArgument || len(e.Violations()) != 1 || e.Violations()[0].Path != "page_token" {
+			t.Errorf("the page token %q: %v", token, err)
+		}
+	}
 }
