@@ -77,6 +77,12 @@ type envelope struct {
 	Usage             *usage `json:"usage,omitempty"`
 }
 
+// counted is a chunk of a stream that ends with the usage: OpenAI writes null until then.
+type counted struct {
+	envelope
+	Usage *usage `json:"usage"`
+}
+
 // tally is what an answer has gathered so far.
 type tally struct {
 	envelope
@@ -195,6 +201,9 @@ func (h *handler) stream(w http.ResponseWriter, r *http.Request, req *gatewayv1.
 	chunk := func(choices ...any) error {
 		e := t.envelope
 		e.Choices = choices
+		if withUsage {
+			return event(counted{envelope: e})
+		}
 		return event(e)
 	}
 	err := h.Backend.Complete(r.Context(), req, func(got *gatewayv1.CompleteResponse) error {

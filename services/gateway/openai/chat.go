@@ -12,9 +12,9 @@ import (
 type chatRequest struct {
 	sampling
 	Messages            []chatMessage   `json:"messages"`
-	MaxCompletionTokens *int64          `json:"max_completion_tokens"`
+	MaxCompletionTokens *whole          `json:"max_completion_tokens"`
 	Logprobs            bool            `json:"logprobs"`
-	TopLogprobs         *int64          `json:"top_logprobs"`
+	TopLogprobs         *whole          `json:"top_logprobs"`
 	Tools               []any           `json:"tools"`
 	Functions           []any           `json:"functions"`
 	ResponseFormat      *responseFormat `json:"response_format"`

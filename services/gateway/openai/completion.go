@@ -16,10 +16,10 @@ type completionRequest struct {
 	Prompt   json.RawMessage `json:"prompt"`
 	Echo     bool            `json:"echo"`
 	Suffix   *string         `json:"suffix"`
-	BestOf   *int64          `json:"best_of"`
-	Logprobs *int64          `json:"logprobs"`
+	BestOf   *whole          `json:"best_of"`
+	Logprobs *whole          `json:"logprobs"`
 	// vLLM's.
-	PromptLogprobs *int64 `json:"prompt_logprobs"`
+	PromptLogprobs *whole `json:"prompt_logprobs"`
 }
 
 func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {

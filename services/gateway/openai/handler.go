@@ -1,5 +1,6 @@
 // Package openai serves policies as OpenAI's HTTP API: /v1/models, /v1/chat/completions and /v1/completions, plain and
-// streaming, so that OpenAI's own clients work unmodified.
+// streaming, so that OpenAI's own clients work unmodified. /health asks for no key and says that the gateway serves, whether or not
+// a policy is there.
 //
 // Beyond OpenAI's fields a request may hold top_k, min_p and, for completions, vLLM's prompt_logprobs. What would change the answer
 // and is not supported (tools, penalties, vLLM's constraints, ...) is refused; other unknown fields are ignored, as OpenAI's clients expect. Answers carry the weights version in
@@ -55,10 +56,16 @@ func Handler(o Options) http.Handler {
 	route(http.MethodGet, "/v1/models/{model...}", h.model)
 	route(http.MethodPost, "/v1/chat/completions", h.chat)
 	route(http.MethodPost, "/v1/completions", h.completions)
+	mux.HandleFunc("/health", func(w http.ResponseWriter, r *http.Request) {
+		if h.refused(w, r, http.MethodGet) {
+			return
+		}
+		_ = writeJSON(w, http.StatusOK, map[string]string{"status": "ok"})
+	})
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		h.fail(w, r, &apiError{
 			Status: http.StatusNotFound, Type: typeInvalid, Code: "unknown_url",
-			Message: "unknown request URL: " + r.Method + " " + r.URL.Path + "; there are /v1/models, /v1/chat/completions and /v1/completions",
+			Message: "unknown request URL: " + r.Method + " " + r.URL.Path + "; there are /v1/models, /v1/chat/completions, /v1/completions and /health",
 		})
 	})
 	return traced(mux)
@@ -66,12 +73,7 @@ func Handler(o Options) http.Handler {
 
 // guard checks method and key, and turns an error into OpenAI's shape.
 func (h *handler) guard(w http.ResponseWriter, r *http.Request, method string, serve func(http.ResponseWriter, *http.Request) error) {
-	if r.Method != method {
-		w.Header().Set("Allow", method)
-		h.fail(w, r, &apiError{
-			Status: http.StatusMethodNotAllowed, Type: typeInvalid, Code: "method_not_supported",
-			Message: "not allowed to " + r.Method + " on " + r.URL.Path + "; use " + method,
-		})
+	if h.refused(w, r, method) {
 		return
 	}
 	if err := h.admit(r); err != nil {
@@ -83,6 +85,23 @@ func (h *handler) guard(w http.ResponseWriter, r *http.Request, method string, s
 	if err := serve(w, r); err != nil {
 		h.fail(w, r, err)
 	}
+}
+
+// refused answers a request of another method. HEAD goes where GET does; the server leaves the body out.
+func (h *handler) refused(w http.ResponseWriter, r *http.Request, method string) bool {
+	if r.Method == method || r.Method == http.MethodHead && method == http.MethodGet {
+		return false
+	}
+	allowed := method
+	if method == http.MethodGet {
+		allowed = "GET, HEAD"
+	}
+	w.Header().Set("Allow", allowed)
+	h.fail(w, r, &apiError{
+		Status: http.StatusMethodNotAllowed, Type: typeInvalid, Code: "method_not_supported",
+		Message: "not allowed to " + r.Method + " on " + r.URL.Path + "; use " + method,
+	})
+	return true
 }
 
 // admit checks the key: to look asks for the scope read, to sample for submit.
@@ -102,7 +121,7 @@ func (h *handler) admit(r *http.Request) error {
 		}
 	}
 	needed := apikey.Submit
-	if r.Method == http.MethodGet {
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
 		needed = apikey.Read
 	}
 	if !key.Scope.Allows(needed) {

@@ -17,12 +17,12 @@ type sampling struct {
 	Model            *string         `json:"model"`
 	Temperature      *float64        `json:"temperature"`
 	TopP             *float64        `json:"top_p"`
-	TopK             *int64          `json:"top_k"`
+	TopK             *whole          `json:"top_k"`
 	MinP             *float64        `json:"min_p"`
-	N                *int64          `json:"n"`
+	N                *whole          `json:"n"`
 	Stop             json.RawMessage `json:"stop"`
-	Seed             *int64          `json:"seed"`
-	MaxTokens        *int64          `json:"max_tokens"`
+	Seed             *whole          `json:"seed"`
+	MaxTokens        *whole          `json:"max_tokens"`
 	Stream           bool            `json:"stream"`
 	StreamOptions    *streamOptions  `json:"stream_options"`
 	PresencePenalty  *float64        `json:"presence_penalty"`
@@ -72,7 +72,7 @@ func (s *sampling) check() error {
 		}
 		return nil
 	}
-	atLeast := func(param string, value *int64, low int64) error {
+	atLeast := func(param string, value *whole, low whole) error {
 		if value != nil && *value < low {
 			return invalid(param, "`%s` must be at least %d, it is %d", param, low, *value)
 		}
