@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -99,3 +101,11 @@ def test_foreign_bytes_are_corrupt() -> None:
         ):
             with pytest.raises(PayloadCorrupt):
                 parse(memoryview(spoiled))
+
+
+@pytest.mark.parametrize("name", ["token_ids", "logprobs", "loss_mask", "raw_logprobs"])
+def test_a_list_is_refused_with_what_is_wanted(name: str) -> None:
+    plain: Any = {name: [1, 2, 3]}
+    arrays = {"token_ids": np.arange(3, dtype=np.int32)} | plain
+    with pytest.raises(ValueError, match=r"a list stands where an array of \w+ is wanted; make it with np\.array"):
+        pieces(Sample(**arrays), b"")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,10 @@ def pieces(sample: Sample, head: bytes) -> list[Piece]:
     a file of such payloads they are all aligned, and what computes on a mapped one needs no copy.
     """
     mask, ids, logprobs, raw = arrays = (sample.loss_mask, sample.token_ids, sample.logprobs, sample.raw_logprobs)
+    for dtype, array in zip(_TYPES, cast("tuple[Any, ...]", arrays), strict=True):
+        if not isinstance(array, np.ndarray):
+            kind = type(array).__name__
+            raise ValueError(f"a {kind} stands where an array of {dtype} is wanted; make it with np.array(.., np.{dtype})")
     tokens = len(ids)
     if (
         len(mask) == len(logprobs) == tokens
