@@ -32,6 +32,7 @@ type app struct {
 	env            func(string) string
 	environ        []string // all of it, for configurations that name variables
 	terminal       bool     // whether stdout is one
+	typed          bool     // whether stdin is one too: a person types
 	dial           func(ctx context.Context) (*client.Client, error)
 	zone           *time.Location                    // of times that people read; nil: local
 	now            func() time.Time                  // nil: time.Now

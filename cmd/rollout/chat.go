@@ -153,8 +153,12 @@ func (a *app) converse(ctx context.Context, c *client.Client, flags *chatFlags) 
 			flags.reset()
 			flags.session = ""
 		default:
-			if _, err := a.say(ctx, c, flags, lines.Text()); err != nil {
+			_, err := a.say(ctx, c, flags, lines.Text())
+			if err != nil && !a.typed {
 				return err
+			}
+			if err != nil { // a person may say something else
+				a.fail(exit.From(err), err)
 			}
 		}
 	}
@@ -168,6 +172,12 @@ func (a *app) converse(ctx context.Context, c *client.Client, flags *chatFlags) 
 func (a *app) say(ctx context.Context, c *client.Client, flags *chatFlags, text string) (stopped bool, err error) {
 	ctx, stop := signal.NotifyContext(ctx, os.Interrupt)
 	defer stop()
+	said := len(flags.history)
+	defer func() {
+		if err != nil { // as if it had not been said: roles must alternate
+			flags.history = flags.history[:said]
+		}
+	}()
 	if !utf8.ValidString(text) {
 		return false, exit.New(exit.Data, "send it as UTF-8", "the message is not UTF-8")
 	}

@@ -178,6 +178,21 @@ func TestLooksStartNoDaemon(t *testing.T) {
 	}
 }
 
+// One message that can't be answered ends what a script says, not what a person does, and leaves nothing in the talk.
+func TestTalkGoesOnAfterARefusal(t *testing.T) {
+	t.Parallel()
+	for typed, asked := range map[bool]int{true: 2, false: 1} {
+		f := &fake{models: []*gatewayv1.Model{{Name: "m"}}}
+		got := command{plane: newPlane(t, f), stdin: strings.NewReader("one\ncaf\xe9\ntwo\n"), typed: typed}.run(t, "chat")
+		if len(f.prompts) != asked || (got.code == 0) != typed || !strings.Contains(got.stderr, "the message is not UTF-8") {
+			t.Errorf("typed %t: %d prompts, %s", typed, len(f.prompts), got.text())
+		}
+		if talk := f.prompts[asked-1].GetChat().GetMessages(); len(talk) != 2*asked-1 {
+			t.Errorf("typed %t: the talk is %v", typed, talk)
+		}
+	}
+}
+
 func TestHelpHasExamplesEverywhere(t *testing.T) {
 	t.Parallel()
 	a := &app{env: func(string) string { return "" }}

@@ -72,6 +72,7 @@ type command struct {
 	env        map[string]string
 	interrupts <-chan os.Signal
 	now        func() time.Time
+	typed      bool // by a person at a terminal
 }
 
 // result is what came of it.
@@ -85,7 +86,7 @@ func (c command) run(t *testing.T, args ...string) result {
 	var stdout, stderr bytes.Buffer
 	a := &app{
 		stdin: c.stdin, stdout: &stdout, stderr: &stderr, zone: time.UTC, now: c.now,
-		env: func(name string) string { return c.env[name] },
+		env: func(name string) string { return c.env[name] }, typed: c.typed,
 	}
 	for name, value := range c.env {
 		a.environ = append(a.environ, name+"="+value)

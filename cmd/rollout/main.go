@@ -17,6 +17,7 @@ func main() {
 		stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, env: os.Getenv, environ: os.Environ(),
 		terminal: term.IsTerminal(int(os.Stdout.Fd())),
 	}
+	a.typed = a.terminal && term.IsTerminal(int(os.Stdin.Fd()))
 	a.dial = a.connect
 	os.Exit(a.execute(context.Background(), os.Args[1:]))
 }
