@@ -87,7 +87,7 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 			"CONFLICT algorithm.ppo.kl_target: `algorithm.ppo.kl_target` needs `algorithm.ppo.kl_coefficient` above 0: it is what is adapted: remove `kl_target`, or write `kl_coefficient = 0.05`"},
 		{"a dual clip inside the clip", "ppo", "", []string{"algorithm.ppo.dual_clip=0.9"},
 			"CONFLICT algorithm.ppo.dual_clip: `algorithm.ppo.dual_clip` must be above 1, or 0 for no bound: write `dual_clip = 3.0`, or remove it"},
-		{"all masked", "grpo", "", []string{"algorithm.grpo.importance_correction=mask", "algorithm.grpo.importance_cap=0.3"},
+		{"all masked", "grpo", "", []string{"mode=async", "algorithm.grpo.importance_correction=mask", "algorithm.grpo.importance_cap=0.3"},
 			"CONFLICT algorithm.grpo.importance_cap: `algorithm.grpo.importance_floor` must not exceed `algorithm.grpo.importance_cap`: every token would be masked: lower `importance_floor` or raise `importance_cap`"},
 		{"weightless", "kto", "", []string{"algorithm.kto.desirable_weight=0", "algorithm.kto.undesirable_weight=0"},
 			"CONFLICT algorithm.kto.desirable_weight: `algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0: remove one of them: 1.0 is the default"},

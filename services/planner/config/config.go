@@ -68,6 +68,7 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 	reading.bind(root, reading.Config.ProtoReflect(), "")
 	reading.defaults()
 	reading.rules(r.validator)
+	reading.idle()
 	return reading
 }
 

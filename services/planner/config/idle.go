@@ -1,0 +1,66 @@
+package config
+
+import (
+	"fmt"
+	"strings"
+
+	"google.golang.org/protobuf/reflect/protoreflect"
+
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+)
+
+// idleKey is a key that nothing reads where another one has a certain value. `*` stands for the algorithm's name.
+type idleKey struct {
+	keys  []string
+	where string // the other key
+	is    string // its value there, as text
+	why   string
+}
+
+var idleKeys = []idleKey{
+	{
+		[]string{"algorithm.*.importance_correction", "algorithm.*.importance_cap", "algorithm.*.importance_floor", "algorithm.*.importance_level", "algorithm.*.old_policy"},
+		"mode", "sync", "samples are of the very weights that are trained",
+	},
+	{[]string{"algorithm.*.overlong_penalty"}, "algorithm.*.overlong_share", "0", "no completion is too long"},
+	{[]string{"algorithm.*.critic_learning_rate"}, "algorithm.*.critic", "head", "the critic is a head of the policy, and learns at its rate"},
+	{[]string{"sampling.refill_rounds", "sampling.refill_shortfall"}, "algorithm.*.dynamic_sampling", "false", "no group is drawn in another's place"},
+}
+
+// idle tells of keys that the text sets and that nothing would read.
+func (r *Reading) idle() {
+	name := algorithm.Name(r.Config)
+	if name == "" {
+		return
+	}
+	for _, one := range idleKeys {
+		where := strings.Replace(one.where, "*", name, 1)
+		if !r.Readable(where) || r.text(where) != one.is {
+			continue
+		}
+		for _, key := range one.keys {
+			key = strings.Replace(key, "*", name, 1)
+			if r.Wrote(key) && r.Readable(key) {
+				r.Problems.At(r.Place(key), problem.Conflict, key,
+					fmt.Sprintf("`%s` has no effect where `%s` is %s: %s", key, where, one.is, one.why), "remove it, or change `"+where+"`")
+			}
+		}
+	}
+}
+
+// text is the value of a field, "" where the configuration has no such field.
+func (r *Reading) text(path string) string {
+	message, value := r.Config.ProtoReflect(), protoreflect.Value{}
+	for key := range strings.SplitSeq(path, ".") {
+		field := message.Descriptor().Fields().ByTextName(key)
+		if field == nil {
+			return ""
+		}
+		value = message.Get(field)
+		if field.Message() != nil {
+			message = value.Message()
+		}
+	}
+	return value.String()
+}
