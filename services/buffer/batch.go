@@ -68,6 +68,15 @@ func (s *Service) tryLease(ctx context.Context, run string, step uint64) (batch 
 			batch, err = s.batch(ctx, r, d.known)
 			return err
 		}
+		if r.Ledger().Groups[Dissolved] > 0 {
+			lost, err := r.ListGroups(ctx, GroupQuery{States: []State{Dissolved}, Limit: 1})
+			if err != nil {
+				return err
+			}
+			if len(lost) > 0 {
+				d.lost = lost[0]
+			}
+		}
 		due, waiting = d.full(r.Ledger()) || len(d.stale) > 0, d.waiting(r.Ledger(), step)
 		return d.enough(r.Ledger(), step)
 	})

@@ -101,7 +101,7 @@ func TestFailureDissolvesUntilReissueOrExclusion(t *testing.T) {
 	if l.GetDissolved()[1].GetReason() != "ABORTED" {
 		t.Errorf("%v", l.GetDissolved()[1])
 	}
-	if w := s.waiting(1); w != "the next attempt of 2 dissolved groups (scheduler)" {
+	if w := s.waiting(1); w != "the next attempt of 2 dissolved groups (scheduler), such as group 0/0 after attempt 0: REWARD_TIMEOUT" {
 		t.Errorf("waits for %q", w)
 	}
 	s.reissue(0, 1)

@@ -16,8 +16,9 @@ type draw struct {
 	skip    []*Group // excluded ones that count for the step
 	stale   []*Group // ready ones that must be dissolved first
 	missing map[State]int
-	pending int  // open ones that wait for a digest alone
-	drawn   bool // every group that the step may go through is settled
+	lost    *Group // a dissolved one, as an example
+	pending int    // open ones that wait for a digest alone
+	drawn   bool   // every group that the step may go through is settled
 	known   *Step
 	samples []Sample // of the batch, once it is leased
 }
@@ -101,7 +102,7 @@ func (d *draw) waiting(l *Ledger, step uint64) string {
 		parts = append(parts, fmt.Sprintf("%d of %d groups of step %d (inference workers)%s", sampling, want, step, d.inPlace(l)))
 	}
 	if dissolved > 0 {
-		parts = append(parts, fmt.Sprintf("the next attempt of %d dissolved groups (scheduler)", dissolved))
+		parts = append(parts, fmt.Sprintf("the next attempt of %d dissolved groups (scheduler)%s", dissolved, d.example(l)))
 	}
 	if d.pending > 0 {
 		parts = append(parts, fmt.Sprintf("the digest of the weights that sampled %d groups (learner-controller)", d.pending))
@@ -110,6 +111,15 @@ func (d *draw) waiting(l *Ledger, step uint64) string {
 		parts = append(parts, "the ledger to be opened again: ingest is stopped (scheduler)")
 	}
 	return strings.Join(parts, "; ")
+}
+
+// example names a dissolved group: a producer of one's own puts it again, as the attempt after that.
+func (d *draw) example(l *Ledger) string {
+	if d.lost == nil {
+		return ""
+	}
+	key := l.key(d.lost)
+	return fmt.Sprintf(", such as group %d/%d after attempt %d: %s", key.GetEpoch(), key.GetIndex(), key.GetAttempt(), or(d.lost.Reason, "dissolved"))
 }
 
 // lease takes the groups of a step, or dissolves the stale ones. It reports whether the step has a batch now.
