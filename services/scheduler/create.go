@@ -5,12 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -106,9 +108,31 @@ func (s *service) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot
 			WithMessage("snapshot %s is of step %d, and the plan wants %d steps: none is left", snap.GetSnapshotId(), snap.GetStep(), steps).
 			Mend(fmt.Sprintf("raise `train.steps` above %d: `rollout run --config FILE --from %s`", snap.GetStep(), snap.GetSnapshotId()))
 	}
+	if lacks := unlike(snap, plan.GetConfig()); lacks != "" {
+		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
+			WithMessage("snapshot %s %s: a run of this plan can't go on from it", snap.GetSnapshotId(), lacks).
+			Mend("to begin with its weights alone: `rollout export weights " + snap.GetSnapshotId() + " --to FOLDER`, and `path = \"FOLDER\"` in [model]")
+	}
 	if _, err := s.Snapshots.PinSnapshot(ctx, &snapshotv1.PinSnapshotRequest{SnapshotId: snap.GetSnapshotId()}); err != nil {
 		return "", Cursor{}, fmt.Errorf("keep the snapshot that the run starts from: %w", err)
 	}
 	position := snap.GetCursor().GetPosition()
 	return snap.GetSnapshotId(), Cursor{Position: position, First: position, FirstStep: snap.GetStep()}, nil
+}
+
+// unlike says what keeps a training state from being one of a plan, as far as its files tell; "" where nothing does.
+func unlike(snap *snapshotv1.Snapshot, config *configv1.RunConfig) string {
+	holds := func(prefix string) bool {
+		return slices.ContainsFunc(snap.GetFiles(), func(f *snapshotv1.SnapshotFile) bool { return strings.HasPrefix(f.GetPath(), prefix) })
+	}
+	adapters := holds("adapter/")
+	switch {
+	case config.GetAlgorithm().GetPpo() != nil && !holds("critic.safetensors"):
+		return "holds no critic, which [algorithm.ppo] goes on with"
+	case config.GetLora() != nil && !adapters:
+		return "holds no adapters, which [lora] goes on with"
+	case config.GetLora() == nil && adapters:
+		return "holds adapters, and the plan has no [lora]"
+	}
+	return ""
 }

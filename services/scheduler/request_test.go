@@ -16,6 +16,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -331,6 +332,30 @@ func TestRestoredRun(t *testing.T) {
 	if got := w.snapshots.pinned; !slices.Equal(got, []string{"snap-full"}) {
 		t.Errorf("kept from retention: %v", got)
 	}
+	ppo, lora := plan(5, "sync", 0, false), plan(5, "sync", 0, false)
+	ppo.Config.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Ppo{Ppo: &configv1.PpoConfig{}}}
+	lora.Config.Lora = &configv1.LoraConfig{}
+	for _, c := range []struct {
+		plan  *planv1.Plan
+		holds string
+		want  string
+	}{
+		{ppo, "weights/model.safetensors", "holds no critic"},
+		{ppo, "critic.safetensors", ""},
+		{lora, "weights/model.safetensors", "holds no adapters"},
+		{lora, "adapter/adapter_model.safetensors", ""},
+		{plan(5, "sync", 0, false), "adapter/adapter_model.safetensors", "holds adapters"},
+		{plan(5, "sync", 0, false), "critic.safetensors", ""},
+	} {
+		w.planner.set(c.plan)
+		w.snapshots.snap.Files = []*snapshotv1.SnapshotFile{{Path: c.holds}}
+		_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
+		if (err == nil) != (c.want == "") || err != nil && (!errors.Is(err, scheduler.ErrSnapshotKind) || !strings.Contains(err.Error(), c.want) || !strings.Contains(rpcerr.Mend(err), "rollout export weights snap-full")) {
+			t.Errorf("%s for %v: %v", c.holds, c.plan.GetConfig().GetAlgorithm(), err)
+		}
+	}
+	w.snapshots.snap.Files = nil
+	w.planner.set(plan(5, "sync", 0, false))
 	w.snapshots.snap.Step = 5
 	_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
 	if !errors.Is(err, scheduler.ErrNothingToDo) || !strings.Contains(rpcerr.Mend(err), "--from snap-full") {
