@@ -27,7 +27,7 @@ def connect(server: str | None = None, *, token: str | None = None, state: str |
 
 
 class Client:
-    """The calls that scripts need. Every one raises ``RemoteError``."""
+    """The calls that scripts need. Every one raises ``RemoteError``, and ``ValueError`` once it is closed."""
 
     def __init__(self, server: Server) -> None:
         self.server = server

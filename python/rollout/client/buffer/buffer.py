@@ -23,7 +23,7 @@ def connect(server: str | None = None, *, token: str | None = None, state: str |
 
 
 class Buffer:
-    """One connection; producers and consumers share it. Calls raise ``RemoteError``."""
+    """One connection; producers and consumers share it. Calls raise ``RemoteError``, and ``ValueError`` once it is closed."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
