@@ -123,4 +123,4 @@ class Client:
 
     def _id(self, run_id: str) -> str:
         """The whole id of what ``run`` takes: events know no names."""
-        return (self.run(run_id)).run.run_id if run_id else ""
+        return self.run(run_id).run.run_id if run_id else ""

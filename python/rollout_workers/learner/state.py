@@ -208,12 +208,12 @@ def _read(directory: Path, trainer: Trainer) -> tuple[dict[str, Any], _Tensors, 
 
 
 def _of_another_base(model: Path, weights: _Tensors, adapters: _Tensors) -> str:
-    """A tensor without an adapter that is another in a model's folder than in the state; empty: there is none."""
+    """A tensor without an adapter that is another in a model's folder than in the state; empty: none is known to be."""
     adapted = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in adapters}
     try:
         base = read_weights(model)
-    except WeightsUnreadable as error:
-        raise StateUnreadable(f"{model}: {error}") from error
+    except WeightsUnreadable:  # such as of an older format, which transformers has loaded: nothing to hold it against
+        return ""
     for name in sorted(base.keys() & weights.keys()):
         kept = name.rpartition(".")[0] not in adapted and f"base_model.model.{name}" not in adapters
         if kept and not torch.equal(base[name].to(weights[name].dtype), weights[name]):
