@@ -10,6 +10,7 @@ import openai
 import pytest
 from conftest import GROUPS, SAMPLES, STEPS
 from mesh import Mesh, assert_consumed_once, mesh
+from scenario import SLOW
 
 from rollout.run.v1 import run_pb2
 
@@ -73,9 +74,10 @@ def test_who_talks_to_the_policy_changes_nothing(reference: str, config: Path, t
 
 
 def interrupted(running: Mesh, config: Path, step: int) -> str:
-    """A run that was cancelled after a step. One that has made its last step by then is no such run: another is begun."""
+    """A run that was cancelled after a step; its reward takes its time, or a fast machine makes the last step before the
+    cancel is there. One that has made its last step all the same is no such run: another is begun."""
     for _ in range(5):
-        run = running.submit(config)
+        run = running.submit(config, SLOW)
         running.until_step(run, step)
         running.scheduler.CancelRun(run_pb2.CancelRunRequest(run_id=run, drain=step % 2 == 0))
         list(running.watch(run))
