@@ -1,4 +1,5 @@
-"""Pairs and labels through the whole mesh: rows become samples, none is sampled, each is trained once.
+"""Pairs and labels through the whole mesh: rows become samples, none is sampled, each is trained once; the learner computes the
+loss of those that are held out.
 
 Whether they learn is asked by `make learn-check`."""
 
@@ -16,7 +17,7 @@ STEPS, GROUPS = 4, 8
 SMALL = (f"train.steps={STEPS}", f"train.groups_per_step={GROUPS}", "train.warmup_steps=0", "engine.slots=32")
 PAIRS = ROOT / "models" / "addition-data" / "preferences.jsonl"
 JOBS = {
-    "reward_model": ("reward_model", (), 2),
+    "reward_model": ("reward_model", ("eval.every_steps=2",), 2),
     "kto": ("kto", ("eval.every_steps=0",), 1),
     "kto on pairs": ("kto", ("eval.every_steps=0", "algorithm.kto.paired=true", f'data.train="{PAIRS}"'), 2),
 }
@@ -33,4 +34,6 @@ def test_pairs_and_labels_are_trained_once(tmp_path: Path) -> None:
             assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=samples)
             margins = client.metrics(run, ["rewards/margin"])["rewards/margin"]
             assert [step for step, _ in margins] == list(range(1, STEPS + 1)), name
+            held = client.metrics(run, ["eval/loss", "eval/rewards/accuracy"])
+            assert [[step for step, _ in series] for series in held.values()] == [[0, 2, 4]] * 2 * (name == "reward_model")
             assert len({step.weights_digest for step in running.ledger(run)[1]}) == STEPS, f"{name}: each step moves the weights"

@@ -5,8 +5,8 @@
 Writes the model's folder (what ``AutoModelForCausalLM`` and ``AutoTokenizer`` load) and ``train.jsonl`` and ``eval.jsonl`` with
 rows such as ``{"prompt": "17+25=", "answer": "42"}``: all 10,000 sums of two numbers from 0 to 99, of which 500 are held
 out. ``preferences.jsonl`` and ``labels.jsonl`` hold the training sums with a right and a wrong answer each, as pairs
-(``chosen``, ``rejected``) and one by one (``completion``, ``label``). Everything follows from a fixed seed: a second call
-finds what is there and changes nothing.
+(``chosen``, ``rejected``) and one by one (``completion``, ``label``); ``preferences-eval.jsonl`` holds pairs of those that are
+held out. Everything follows from a fixed seed: a second call finds what is there and changes nothing.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def write_data(folder: Path) -> None:
     write_rows(folder / "eval.jsonl", rows[:HELD_OUT])
     write_rows(folder / "train.jsonl", train)
     write_rows(folder / "preferences.jsonl", pairs)
+    write_rows(folder / "preferences-eval.jsonl", preferences(rows[:HELD_OUT]))
     write_rows(folder / "labels.jsonl", single)
 
 

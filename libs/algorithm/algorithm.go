@@ -24,9 +24,15 @@ func FromData(config *configv1.RunConfig) bool {
 	return false
 }
 
-// Samples reports whether a run asks a model for completions at all: one that is trained on rows does so for its evaluations alone.
+// Samples reports whether a run asks a model for completions at all: one that is trained on rows does so for its evaluations alone,
+// where a reward scores them.
 func Samples(config *configv1.RunConfig) bool {
-	return !FromData(config) || config.GetEval().GetEverySteps() > 0
+	return !FromData(config) || config.GetEval().GetEverySteps() > 0 && config.GetReward() != nil
+}
+
+// TeachesHeldOut reports whether held-out rows are evaluated as the training rows are trained on, by their loss: nobody answers them.
+func TeachesHeldOut(config *configv1.RunConfig) bool {
+	return FromData(config) && config.GetEval().GetEverySteps() > 0 && config.GetReward() == nil
 }
 
 // Pairs reports whether a row holds a chosen and a rejected completion.

@@ -28,10 +28,12 @@ func TestEveryAlgorithmOfTheContractHasATitleAndASource(t *testing.T) {
 		config.Sampling = nil
 		quiet := Samples(config)
 		config.Eval = &configv1.EvalConfig{EverySteps: proto.Uint64(1)}
-		if quiet == data[field.TextName()] || !Samples(config) {
-			t.Errorf("%s: samples %v, %v with an evaluation", field.TextName(), quiet, Samples(config))
+		computed, bare := TeachesHeldOut(config), Samples(config)
+		config.Reward = &configv1.RewardConfig{}
+		if quiet == data[field.TextName()] || bare != quiet || computed == quiet || !Samples(config) || TeachesHeldOut(config) {
+			t.Errorf("%s: samples %v, with evaluations %v, which a reward scores %v", field.TextName(), quiet, bare, Samples(config))
 		}
-		config.Eval = nil
+		config.Eval, config.Reward = nil, nil
 	}
 	paired := &configv1.KtoConfig{Paired: proto.Bool(true)}
 	config.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Kto{Kto: paired}}

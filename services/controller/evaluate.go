@@ -9,13 +9,35 @@ import (
 	"time"
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
-// evaluate asks a worker that holds the newest weights for the held-out answers. A worker that fails is replaced by
-// another; after a worker each has failed, or none came, it tries anew: evaluation is part of the run, not a side show.
-func (d *drive) evaluate(ctx context.Context, step uint64) error {
+// evaluate says how well the newest weights do on held-out rows.
+func (d *drive) evaluate(ctx context.Context, l *learner, step uint64) error {
 	d.enter(evaluating, "")
+	if d.set.teachesHeldOut() {
+		return d.evaluateLoss(ctx, l, step)
+	}
+	return d.evaluateAnswers(ctx, step)
+}
+
+// evaluateLoss has the learner compute the loss of held-out rows.
+func (d *drive) evaluateLoss(ctx context.Context, l *learner, step uint64) error {
+	d.waiting("%s to compute the loss of the held-out rows", l.worker)
+	got, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.EvaluateLossResponse, error) {
+		return l.client.EvaluateLoss(ctx, &learnerv1.EvaluateLossRequest{RunId: d.spec.GetRunId(), Step: step})
+	})
+	if err != nil {
+		return fmt.Errorf("evaluate step %d: %w", step, err)
+	}
+	d.emitLoss(step, got)
+	return nil
+}
+
+// evaluateAnswers asks a worker that holds the newest weights for the held-out answers. A worker that fails is replaced by
+// another; after a worker each has failed, or none came, it tries anew: evaluation is part of the run, not a side show.
+func (d *drive) evaluateAnswers(ctx context.Context, step uint64) error {
 	tried := map[*member]bool{}
 	for {
 		m, changed := d.fleet.holder(d.weights, tried)

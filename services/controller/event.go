@@ -169,6 +169,20 @@ func (d *drive) emitEval(step uint64, samples []*inferencev1.EvalSample) {
 	})
 }
 
+func (d *drive) emitLoss(step uint64, got *learnerv1.EvaluateLossResponse) {
+	means := map[string]float64{"eval/samples": float64(got.GetRows()), "eval/failed": float64(got.GetRefused())}
+	for name, value := range got.GetMetrics() {
+		means["eval/"+name] = value
+	}
+	level := eventv1.Level_LEVEL_INFO
+	message := fmt.Sprintf("evaluation at step %d: loss %.4g over %d held-out rows", step, got.GetMetrics()["loss"], got.GetRows()-got.GetRefused())
+	if got.GetRefused() > 0 {
+		level = eventv1.Level_LEVEL_WARN
+		message += fmt.Sprintf("; %d could not be taken and count for nothing", got.GetRefused())
+	}
+	d.emit(&eventv1.Event{Kind: "eval.finished", Step: step, Level: level, Metrics: means, Message: message})
+}
+
 // without tells of groups that a step had to do without.
 func without(excluded uint32) string {
 	if excluded == 0 {

@@ -158,7 +158,7 @@ func (d *drive) begin(ctx context.Context, l *learner, step uint64, digest strin
 	if d.set.cfg.GetEval().GetEverySteps() == 0 {
 		return nil
 	}
-	return d.evaluate(ctx, step)
+	return d.evaluate(ctx, l, step)
 }
 
 // again trains on a committed batch once more and returns the digest that came out.

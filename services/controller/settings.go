@@ -36,6 +36,9 @@ func (s settings) offers(run string) offers {
 // generates reports whether the weights can answer prompts, so that inference workers get them.
 func (s settings) generates() bool { return algorithm.Generates(s.cfg) }
 
+// teachesHeldOut reports whether evaluations are the learner's: the loss of held-out rows.
+func (s settings) teachesHeldOut() bool { return algorithm.TeachesHeldOut(s.cfg) }
+
 func (s settings) last(step uint64) bool { return step >= s.steps }
 
 // evaluates: at every n-th step, and after the last.
@@ -50,8 +53,8 @@ func (s settings) snapshots(step uint64) bool {
 	return s.last(step) || every > 0 && step%every == 0
 }
 
-// delivers: at every n-th step, where an evaluation needs the weights, and after the last.
+// delivers: at every n-th step, where an evaluation needs the weights at a worker, and after the last.
 func (s settings) delivers(step uint64) bool {
 	every := s.cfg.GetTrain().GetDeliverEverySteps()
-	return s.last(step) || s.evaluates(step) || every > 0 && step%every == 0
+	return s.last(step) || s.evaluates(step) && !s.teachesHeldOut() || every > 0 && step%every == 0
 }

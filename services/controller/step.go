@@ -97,7 +97,7 @@ func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
 // settle does what is due after a committed step. Doing it twice is fine.
 func (d *drive) settle(ctx context.Context, l *learner, step uint64) error {
 	if d.set.evaluates(step) {
-		if err := d.evaluate(ctx, step); err != nil {
+		if err := d.evaluate(ctx, l, step); err != nil {
 			return err
 		}
 	}

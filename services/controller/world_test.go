@@ -483,6 +483,15 @@ func (l *fakeLearner) SaveState(_ context.Context, in *learnerv1.SaveStateReques
 	return &learnerv1.SaveStateResponse{WeightsDigest: l.digest}, err
 }
 
+// EvaluateLoss answers for the step that the learner stands at.
+func (l *fakeLearner) EvaluateLoss(_ context.Context, in *learnerv1.EvaluateLossRequest) (*learnerv1.EvaluateLossResponse, error) {
+	_, err := l.world.at("EvaluateLoss")
+	if in.GetStep() != l.step {
+		return nil, status.Errorf(codes.FailedPrecondition, "step %d asked for at %d", in.GetStep(), l.step)
+	}
+	return &learnerv1.EvaluateLossResponse{Metrics: map[string]float64{"loss": 0.5, "rewards/accuracy": 0.75}, Rows: 8, Refused: 2}, err
+}
+
 // fakeInference is an inference worker that holds what it is told to.
 type fakeInference struct {
 	inferencev1.UnimplementedInferenceWorkerServiceServer

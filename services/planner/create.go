@@ -83,15 +83,11 @@ func (d *draft) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 // read reads every file that the configuration names, as far as it could be read itself.
 func (d *draft) read() error {
 	cfg := d.Config
-	answer := ""
-	if cfg.GetAlgorithm().GetSft() != nil {
-		answer = cfg.GetData().GetAnswerField()
-	}
 	var err error
-	if d.train, err = d.dataset("data.train", cfg.GetData().GetTrain(), answer, planv1.InputRole_INPUT_ROLE_TRAIN_DATA); err != nil {
+	if d.train, err = d.dataset("data.train", cfg.GetData().GetTrain(), planv1.InputRole_INPUT_ROLE_TRAIN_DATA); err != nil {
 		return err
 	}
-	if d.eval, err = d.dataset("data.eval", cfg.GetData().GetEval(), "", planv1.InputRole_INPUT_ROLE_EVAL_DATA); err != nil {
+	if d.eval, err = d.dataset("data.eval", cfg.GetData().GetEval(), planv1.InputRole_INPUT_ROLE_EVAL_DATA); err != nil {
 		return err
 	}
 	d.heldOut()

@@ -11,19 +11,19 @@ import (
 )
 
 // dataset reads one file of rows; nil where it is not named, not there or not whole.
-func (d *draft) dataset(field, path, answer string, role planv1.InputRole) (*input.Dataset, error) {
+func (d *draft) dataset(field, path string, role planv1.InputRole) (*input.Dataset, error) {
 	if path == "" || !d.exists(field, path, false) {
 		return nil, nil
 	}
 	before := d.Problems.Len()
 	data := &input.Dataset{
-		Path: path, PromptField: d.Config.GetData().GetPromptField(), AnswerField: answer,
+		Path: path, PromptField: d.Config.GetData().GetPromptField(),
 		ReferenceField: d.Config.GetData().GetAnswerField(), ChatTemplate: d.Config.GetModel().GetChatTemplate(),
 	}
-	if role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA {
-		data.Preference = d.preference()
+	if d.taught(role) {
+		data.AnswerField, data.Preference = d.answer(), d.preference()
 	}
-	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.Config)
+	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.Config) && !d.taught(role)
 	if err := data.Read(input.Resolve(d.baseDir, path), &d.Problems); err != nil {
 		return nil, err
 	}
@@ -75,7 +75,20 @@ func (d *draft) scored() planv1.InputRole {
 	return planv1.InputRole_INPUT_ROLE_TRAIN_DATA
 }
 
-// preference is what the algorithm needs of the training rows beside their prompts.
+// taught reports whether rows must hold what is trained on: the training rows, and held-out ones that nobody answers.
+func (d *draft) taught(role planv1.InputRole) bool {
+	return role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA || algorithm.TeachesHeldOut(d.Config)
+}
+
+// answer is the field that the algorithm trains on; "" where there is none.
+func (d *draft) answer() string {
+	if d.Config.GetAlgorithm().GetSft() != nil {
+		return d.Config.GetData().GetAnswerField()
+	}
+	return ""
+}
+
+// preference is what the algorithm needs of rows beside their prompts.
 func (d *draft) preference() input.Preference {
 	data, p := d.Config.GetData(), input.Preference{Algorithm: algorithm.Name(d.Config)}
 	if algorithm.Pairs(d.Config) {

@@ -1,6 +1,7 @@
 package live
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"slices"
@@ -124,7 +125,7 @@ func evalText(metrics map[string]float64, s style.Style) string {
 	return strings.Join(parts, "  ")
 }
 
-// evalNames are the names of an evaluation's measures: accuracy and reward first.
+// evalNames are the names of an evaluation's measures: those that it is about first.
 func evalNames(metrics map[string]float64) []string {
 	var names []string
 	for name := range metrics {
@@ -133,11 +134,13 @@ func evalNames(metrics map[string]float64) []string {
 		}
 	}
 	slices.SortFunc(names, func(a, b string) int {
-		rank := func(name string) int { return slices.Index([]string{"eval/reward", "eval/accuracy"}, name) }
-		if rank(a) != rank(b) {
-			return rank(b) - rank(a)
+		rank := func(name string) int {
+			if at := slices.Index(EvalNames, name); at >= 0 {
+				return at
+			}
+			return len(EvalNames)
 		}
-		return strings.Compare(a, b)
+		return cmp.Or(rank(a)-rank(b), strings.Compare(a, b))
 	})
 	return names
 }

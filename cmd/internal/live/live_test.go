@@ -67,6 +67,29 @@ func eval(n uint64, reward float64) *eventv1.Event {
 }
 
 // busy is a run in its twelfth step.
+// TestEvaluationsAreAboutWhatTheyMeasure: answers that were scored, or else how the rows themselves are known.
+func TestEvaluationsAreAboutWhatTheyMeasure(t *testing.T) {
+	t.Parallel()
+	for want, metrics := range map[string]map[string]float64{
+		"accuracy":         {"eval/reward": 0.5, "eval/accuracy": 0.4},
+		"reward":           {"eval/reward": 0.5, "eval/length": 3},
+		"rewards/accuracy": {"eval/loss": 0.6, "eval/rewards/accuracy": 0.7},
+		"loss":             {"eval/loss": 0.6, "eval/entropy": 1},
+	} {
+		r := &Run{}
+		for step := range uint64(2) {
+			r.Add(&eventv1.Event{Kind: "eval.finished", Step: step, Metrics: metrics})
+		}
+		values, name := r.Accuracy()
+		if name != want || len(values) != 2 || values[0] != metrics["eval/"+want] {
+			t.Errorf("%v: %s %v, want %s", metrics, name, values, want)
+		}
+		if names := evalNames(metrics); names[0] != "eval/"+want {
+			t.Errorf("%v is told as %v", metrics, names)
+		}
+	}
+}
+
 func busy() *Run {
 	r := &Run{}
 	r.Update(statusOf(runv1.RunState_RUN_STATE_RUNNING, 12))

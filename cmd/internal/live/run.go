@@ -138,20 +138,23 @@ func (r *Run) Supervised() bool {
 	return algorithm.FromData(r.Status.GetRun().GetPlan().GetConfig())
 }
 
+// EvalNames are the numbers that evaluations are about, of which the first that there is counts: of answers that were scored, then of
+// rows whose loss was computed.
+var EvalNames = []string{"eval/accuracy", "eval/reward", "eval/rewards/accuracy", "eval/loss"}
+
 // Accuracy is the number that evaluations are about, of each of them, and its name.
 func (r *Run) Accuracy() (values []float64, name string) {
-	name = "reward"
-	for _, eval := range r.Evals {
-		if _, ok := eval.Metrics["eval/accuracy"]; ok {
-			name = "accuracy"
+	for _, name = range EvalNames {
+		for _, eval := range r.Evals {
+			if value, ok := eval.Metrics[name]; ok {
+				values = append(values, value)
+			}
+		}
+		if len(values) > 0 {
+			return values, strings.TrimPrefix(name, "eval/")
 		}
 	}
-	for _, eval := range r.Evals {
-		if value, ok := eval.Metrics["eval/"+name]; ok {
-			values = append(values, value)
-		}
-	}
-	return values, name
+	return nil, "reward"
 }
 
 // Remaining is how long the steps that are left will take at the pace of the last ones since the run was started or resumed;

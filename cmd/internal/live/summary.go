@@ -105,7 +105,7 @@ func (r *Run) comparison(s style.Style) string {
 		}
 		change := last.Metrics[name] - before
 		sign := s.Green
-		if change < 0 {
+		if change < 0 != (name == "eval/loss") {
 			sign = s.Red
 		}
 		table.Row(strings.TrimPrefix(name, "eval/"), output.Number(before), output.Number(last.Metrics[name]), sign(fmt.Sprintf("%+.3f", change)))

@@ -106,9 +106,12 @@ func (d *Data) curve() (name string, points Series) {
 	return "loss", d.Series["loss"]
 }
 
-// held is the evaluation's series: accuracy where there is one.
+// held is the evaluation's series: of what it is about.
 func (d *Data) held() (name string, points Series) {
-	for _, name := range []string{"eval/accuracy", "eval/reward"} {
+	if curve, _ := d.curve(); curve == "loss" && len(d.Series["eval/loss"]) > 0 {
+		return "eval/loss", d.Series["eval/loss"] // beside that of the steps: the two part where rows are learned by heart
+	}
+	for _, name := range live.EvalNames {
 		if points := d.Series[name]; len(points) > 0 {
 			return name, points
 		}

@@ -143,7 +143,7 @@ func (d *Data) panels() []panel {
 	name, points := d.curve()
 	main := []line{{name: name, class: "raw", points: points}, {name: name, class: "a", points: points.smooth()}}
 	note := name + " while training"
-	if evalName, evals := d.held(); len(evals) > 0 && name != "loss" {
+	if evalName, evals := d.held(); len(evals) > 0 && (name != "loss" || evalName == "eval/loss") {
 		main = append(main, line{name: evalName, class: "b", points: evals, dots: true})
 		note += " (blue), " + evalName + " on held-out rows (orange)"
 	}

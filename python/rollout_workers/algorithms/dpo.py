@@ -46,17 +46,26 @@ def dpo_loss(batch: PairBatch, *, config: DpoConfig) -> LossTerms:
     logits = config.beta * (chosen - rejected)
     smoothing = config.label_smoothing
     per_pair = -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
-    return LossTerms(
-        loss=per_pair.sum() / batch.pairs, sums=margin_sums(config.beta * chosen.detach(), config.beta * rejected.detach())
-    )
+    return LossTerms(loss=per_pair.sum() / batch.pairs, sums=margin_sums(batch, config.beta))
 
 
-def margin_sums(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+_ROUNDING = 2e-6  # of a token's logprob, and as a share of their sum; what is below it says nothing
+
+
+def margin_sums(batch: PairBatch, beta: float) -> dict[str, Tensor]:
     """Sums over pairs of the implicit rewards: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin``, and
-    ``rewards/accuracy`` (pairs whose chosen one is above). float32 [P], [P] -> float32 scalar each."""
+    ``rewards/accuracy`` (pairs whose chosen one is above by more than rounding: a policy that is still its reference prefers
+    nothing).
+
+    float32 [P] each -> float32 scalar each, without gradient. Mask: as the loss's. Reduction: sums over the pairs given.
+    """
+    ratios = (batch.chosen - batch.reference_chosen).detach(), (batch.rejected - batch.reference_rejected).detach()
+    sums, tokens = batch.reference_chosen.abs() + batch.reference_rejected.abs(), batch.chosen_lengths + batch.rejected_lengths
+    rounding = _ROUNDING * (sums + tokens)
+    chosen, rejected = beta * ratios[0], beta * ratios[1]
     return {
         "rewards/chosen": chosen.sum(),
         "rewards/rejected": rejected.sum(),
         "rewards/margin": (chosen - rejected).sum(),
-        "rewards/accuracy": (chosen > rejected).float().sum(),
+        "rewards/accuracy": (ratios[0] - ratios[1] > rounding).float().sum(),
     }

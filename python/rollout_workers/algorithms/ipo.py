@@ -36,9 +36,8 @@ def ipo_loss(batch: PairBatch, *, config: IpoConfig) -> LossTerms:
     """
     chosen = batch.chosen - batch.reference_chosen
     rejected = batch.rejected - batch.reference_rejected
-    sums = margin_sums(config.beta * chosen.detach(), config.beta * rejected.detach())
     if config.length_normalize:
         chosen = chosen / batch.chosen_lengths.clamp(min=1)
         rejected = rejected / batch.rejected_lengths.clamp(min=1)
     per_pair = (chosen - rejected - 1 / (2 * config.beta)).square()
-    return LossTerms(loss=per_pair.sum() / batch.pairs, sums=sums)
+    return LossTerms(loss=per_pair.sum() / batch.pairs, sums=margin_sums(batch, config.beta))

@@ -24,6 +24,7 @@ from rollout_workers.harness.prompts import PromptReader
 from rollout_workers.harness.reward_config import scorer_of
 from rollout_workers.harness.reward_worker_client import RewardWorker
 from rollout_workers.harness.rewards import RewardSource, Scorer
+from rollout_workers.harness.rows import rows_of
 from rollout_workers.harness.single_turn import SingleTurn
 from rollout_workers.harness.teaching import taught
 from rollout_workers.inference.evaluation import Evaluation
@@ -32,7 +33,6 @@ from rollout_workers.inference.model import Model, load
 from rollout_workers.inference.params import of_run
 from rollout_workers.inference.puller import Puller, capacity
 from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings
-from rollout_workers.inference.rows import rows_of
 from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
 from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing

@@ -69,6 +69,11 @@ class LeadingTrainer(Trainer):
         with self._together("train_step", list(samples), step):
             return super().train_step(samples, step, on_progress)
 
+    def evaluate(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """See ``Trainer``."""
+        with self._together("evaluate", list(samples)):
+            return super().evaluate(samples)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, gathered; they stay as they are when the trainer goes on."""
         with self._together("named_weights"):

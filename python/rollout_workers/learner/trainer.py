@@ -25,7 +25,7 @@ from rollout_workers.learner.optimizer import FlatAdamW
 from rollout_workers.learner.packing import MicroBatch
 from rollout_workers.learner.policy import Policy
 from rollout_workers.learner.ranks import ALONE, Ranks
-from rollout_workers.learner.reference import Reference
+from rollout_workers.learner.reference import Reference, ReferenceCache
 from rollout_workers.learner.refusal import Refusals
 from rollout_workers.learner.schedule import Schedule
 from rollout_workers.learner.scorer import Scorer
@@ -113,6 +113,7 @@ class Trainer:
             kl_coefficient=self.algorithm.initial_kl_coefficient,
             ranks=ranks,
         )
+        self._held_out = ReferenceCache()  # no part of the state: data that is trained on has its own
         critic = self.machine.critic
         for model in (self.policy, self.machine.reference, critic, self.machine.teacher):
             if model is not None:
@@ -201,6 +202,24 @@ class Trainer:
         }
         self._control_kl(metrics)
         return StepResult(step=step, metrics=metrics, advantages=objective.advantages())
+
+    @torch.no_grad()
+    def evaluate(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """The loss on held-out samples, and the algorithm's other numbers, as a step on them would tell. Changes nothing that a
+        later step computes. Raises ``BadBatch``."""
+        self._use_threads()
+        machine = replace(self.machine, cache=self._held_out)
+        objective = FAMILIES[self.algorithm.family](machine, _in_order(samples), self.step)
+        loss, sums = 0.0, TokenSums()
+        for batches in objective.updates():
+            for batch, mine in self.ranks.deal(batches):
+                part = objective.part(batch)
+                if mine:
+                    loss += float(part.loss)
+                    sums.add(part.count, part.sums)
+        loss, _ = self._agree(loss, [])
+        sums.merge(self.ranks.exchange(sums))
+        return {"loss": loss} | sums.means()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under their Hugging Face names, adapters merged in. Live ones where there is one rank: they change with the

@@ -21,6 +21,7 @@ from rollout.weights.v1.weights_pb2 import WeightsManifest, WeightsOffer
 from rollout_workers.learner import StepOutOfTurn, Trainer
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.learning.completions import Keep
+from rollout_workers.learning.held_out import HeldOut
 from rollout_workers.learning.publication import Publication
 from rollout_workers.mesh.status import EdgeError
 
@@ -43,6 +44,12 @@ class StepMismatch(EdgeError):
     reason: ClassVar[str] = "STEP_OUT_OF_TURN"
 
 
+class NoHeldOut(EdgeError):
+    """An evaluation is asked for where the plan holds no rows out, or the policy answers them."""
+
+    reason: ClassVar[str] = "NO_EVALUATION"
+
+
 @dataclass(slots=True)
 class _Made:
     """The step that was made last, for whoever asks again."""
@@ -55,9 +62,13 @@ class _Made:
 class Learner:
     """Runs the trainer in a thread of its own. Methods belong to one event loop and may overlap; they take turns."""
 
-    def __init__(self, publication: Publication, keep: Keep | None = None) -> None:
-        """keep: which completions go with a step's result; None: none."""
+    def __init__(
+        self, publication: Publication, keep: Keep | None = None, held_out: Callable[[], HeldOut | None] = lambda: None
+    ) -> None:
+        """keep: which completions go with a step's result; None: none. held_out: reads what evaluations compute the loss of."""
         self._publication, self._keep = publication, keep
+        self._read_held_out = held_out
+        self._rows: HeldOut | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
         self._trainer: Trainer | None = None
         self._made: _Made | None = None
@@ -118,6 +129,24 @@ class Learner:
         if publish and not result.HasField("weights"):
             result.weights.CopyFrom(await self.publish())
         return result
+
+    async def evaluate(self, step: int) -> pb.EvaluateLossResponse:
+        """The loss of the weights of ``step`` on the held-out rows, which are read when they are wanted first. Raises
+        ``StepMismatch``, ``NoHeldOut``, ``BadBatch``, and what reading them raises."""
+        trainer = self._model()
+
+        def evaluate() -> pb.EvaluateLossResponse:
+            if trainer.step != step:
+                raise StepMismatch(f"the learner stands at step {trainer.step}, not {step}", mend="evaluate that step")
+            held = self._held_out()
+            metrics = trainer.evaluate(held.samples) if held.samples else {}
+            return pb.EvaluateLossResponse(metrics=metrics, rows=held.rows, refused=held.refused)
+
+        before, self.activity = self.activity, f"computing the loss of held-out rows after step {step}"
+        try:
+            return await self._run(evaluate)
+        finally:
+            self.activity = before
 
     async def publish(self) -> WeightsManifest:
         """Write the weights of the current step."""
@@ -200,6 +229,13 @@ class Learner:
             result.weights_digest = trainer.weights_digest().root
         result.metrics["time/publish"] = time.perf_counter() - began
         return result
+
+    def _held_out(self) -> HeldOut:
+        if self._rows is None:
+            self._rows = self._read_held_out()
+        if self._rows is None:
+            raise NoHeldOut("the plan has no held-out rows whose loss is computed", mend="set `data.eval` and `eval.every_steps`")
+        return self._rows
 
     def _prepare(self, trainer: Trainer) -> None:
         """Make room for the next weights in the trainer's thread, a moment later: now these are on their way, and others wait."""

@@ -76,6 +76,10 @@ class LearnerServer(LearnerWorkerServiceServicer):
         offers = await self._learner.offers(request.digest, request.base_digest, whole=request.whole, store=request.store)
         return pb.OfferWeightsResponse(offers=offers)
 
+    async def EvaluateLoss(self, request: pb.EvaluateLossRequest, context: grpc.aio.ServicerContext) -> pb.EvaluateLossResponse:
+        self._check_run(request.run_id)
+        return await self._learner.evaluate(request.step)
+
     async def SaveState(self, request: pb.SaveStateRequest, context: grpc.aio.ServicerContext) -> pb.SaveStateResponse:
         self._check_run(request.run_id)
         files, digest = await self._learner.save(request.step, request.directory)

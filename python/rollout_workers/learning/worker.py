@@ -19,6 +19,7 @@ from rollout_workers.delivery.place import Superseded
 from rollout_workers.delivery.shelf import Shelf
 from rollout_workers.delivery.stored import Stored
 from rollout_workers.learning.completions import keep_of
+from rollout_workers.learning.held_out import held_out_of
 from rollout_workers.learning.learner import Learner
 from rollout_workers.learning.publication import Publication
 from rollout_workers.learning.ranks import Team
@@ -66,7 +67,7 @@ async def run_learner_worker(
         await services.close()
         return
     team = team or Team(spec.plan.config, lifecycle.lost)
-    learner = Learner(publication, keep_of(spec.plan.config))
+    learner = Learner(publication, keep_of(spec.plan.config), lambda: held_out_of(spec))
     try:
         began = time.monotonic()
         settings = replace(

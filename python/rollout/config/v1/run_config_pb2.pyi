@@ -218,7 +218,9 @@ class DataConfig(_message.Message):
     train: _builtins.str
     """Training rows: a JSON Lines file, one object a line."""
     eval: _builtins.str
-    """Held-out rows, same format. Empty: no evaluation."""
+    """Held-out rows. With a `[reward]` the policy answers their prompts; without one they have all that training rows have, and the
+    loss on them is computed. Empty: no evaluation.
+    """
     prompt_field: _builtins.str
     """Field of a row that holds the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]` messages that end
     with the assistant's need no answer beside them: each of the assistant's turns is trained on.
@@ -1305,7 +1307,10 @@ Global___StalenessConfig: _TypeAlias = StalenessConfig  # noqa: Y015
 
 @_typing.final
 class EvalConfig(_message.Message):
-    """EvalConfig sets evaluation on held-out rows."""
+    """EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the answers. Algorithms that train on
+    rows (SFT, reward models, DPO, IPO, KTO) need no reward: without one the learner computes the loss on the held-out rows, and what it
+    tells of a step, such as `rewards/accuracy`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -42,7 +42,7 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_DELIVERING: _Phase.ValueType  # 5
     """Workers take over the new weights."""
     PHASE_EVALUATING: _Phase.ValueType  # 6
-    """Workers answer held-out prompts."""
+    """Workers answer held-out prompts, or the learner computes the loss of held-out rows."""
     PHASE_SNAPSHOTTING: _Phase.ValueType  # 7
     """The training state is being saved."""
     PHASE_RECOVERING: _Phase.ValueType  # 8
@@ -74,7 +74,7 @@ PHASE_COMMITTING: Phase.ValueType  # 4
 PHASE_DELIVERING: Phase.ValueType  # 5
 """Workers take over the new weights."""
 PHASE_EVALUATING: Phase.ValueType  # 6
-"""Workers answer held-out prompts."""
+"""Workers answer held-out prompts, or the learner computes the loss of held-out rows."""
 PHASE_SNAPSHOTTING: Phase.ValueType  # 7
 """The training state is being saved."""
 PHASE_RECOVERING: Phase.ValueType  # 8
@@ -723,6 +723,84 @@ class OfferWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OfferWeightsResponse: _TypeAlias = OfferWeightsResponse  # noqa: Y015
+
+@_typing.final
+class EvaluateLossRequest(_message.Message):
+    """EvaluateLossRequest asks for an evaluation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    step: _builtins.int
+    """Step whose weights are evaluated."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateLossRequest: _TypeAlias = EvaluateLossRequest  # noqa: Y015
+
+@_typing.final
+class EvaluateLossResponse(_message.Message):
+    """EvaluateLossResponse says how well the weights know the held-out rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    METRICS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """Rows, those that could not be taken among them."""
+    refused: _builtins.int
+    """Rows that could not be taken, as one that is too long."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The loss and what else the algorithm measures, by the field's names, over all rows that were taken."""
+
+    def __init__(
+        self,
+        *,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        rows: _builtins.int = ...,
+        refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "refused", b"refused", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateLossResponse: _TypeAlias = EvaluateLossResponse  # noqa: Y015
 
 @_typing.final
 class SaveStateRequest(_message.Message):

@@ -263,6 +263,11 @@ class LearnerWorkerServiceStub:
                 request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsRequest.SerializeToString,
                 response_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsResponse.FromString,
                 _registered_method=True)
+        self.EvaluateLoss = channel.unary_unary(
+                '/rollout.learner.v1.LearnerWorkerService/EvaluateLoss',
+                request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.EvaluateLossRequest.SerializeToString,
+                response_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.EvaluateLossResponse.FromString,
+                _registered_method=True)
         self.SaveState = channel.unary_unary(
                 '/rollout.learner.v1.LearnerWorkerService/SaveState',
                 request_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.SaveStateRequest.SerializeToString,
@@ -310,6 +315,14 @@ class LearnerWorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EvaluateLoss(self, request, context):
+        """EvaluateLoss computes the loss of the weights of the current step on the plan's held-out rows, for algorithms that train on rows.
+        FAILED_PRECONDITION, reason STEP_OUT_OF_TURN, where it stands at another step; NO_EVALUATION where the plan has no such rows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveState(self, request, context):
         """SaveState writes the training state of the current step into a folder.
         """
@@ -346,6 +359,11 @@ def add_LearnerWorkerServiceServicer_to_server(servicer, server):
                     servicer.OfferWeights,
                     request_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsRequest.FromString,
                     response_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsResponse.SerializeToString,
+            ),
+            'EvaluateLoss': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvaluateLoss,
+                    request_deserializer=rollout_dot_learner_dot_v1_dot_learner__pb2.EvaluateLossRequest.FromString,
+                    response_serializer=rollout_dot_learner_dot_v1_dot_learner__pb2.EvaluateLossResponse.SerializeToString,
             ),
             'SaveState': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveState,
@@ -467,6 +485,33 @@ class LearnerWorkerService:
             '/rollout.learner.v1.LearnerWorkerService/OfferWeights',
             rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsRequest.SerializeToString,
             rollout_dot_learner_dot_v1_dot_learner__pb2.OfferWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvaluateLoss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.learner.v1.LearnerWorkerService/EvaluateLoss',
+            rollout_dot_learner_dot_v1_dot_learner__pb2.EvaluateLossRequest.SerializeToString,
+            rollout_dot_learner_dot_v1_dot_learner__pb2.EvaluateLossResponse.FromString,
             options,
             channel_credentials,
             insecure,

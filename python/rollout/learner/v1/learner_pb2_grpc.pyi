@@ -114,6 +114,10 @@ class LearnerWorkerServiceStub:
     """OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
     that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
     """
+    EvaluateLoss: _grpc.UnaryUnaryMultiCallable[_learner_pb2.EvaluateLossRequest, _learner_pb2.EvaluateLossResponse]
+    """EvaluateLoss computes the loss of the weights of the current step on the plan's held-out rows, for algorithms that train on rows.
+    FAILED_PRECONDITION, reason STEP_OUT_OF_TURN, where it stands at another step; NO_EVALUATION where the plan has no such rows.
+    """
     SaveState: _grpc.UnaryUnaryMultiCallable[_learner_pb2.SaveStateRequest, _learner_pb2.SaveStateResponse]
     """SaveState writes the training state of the current step into a folder."""
     GetLearnerStatus: _grpc.UnaryUnaryMultiCallable[_learner_pb2.GetLearnerStatusRequest, _learner_pb2.GetLearnerStatusResponse]
@@ -137,6 +141,10 @@ class LearnerWorkerServiceAsyncStub(LearnerWorkerServiceStub):
     OfferWeights: _aio.UnaryUnaryMultiCallable[_learner_pb2.OfferWeightsRequest, _learner_pb2.OfferWeightsResponse]  # type: ignore[assignment]
     """OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
     that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+    """
+    EvaluateLoss: _aio.UnaryUnaryMultiCallable[_learner_pb2.EvaluateLossRequest, _learner_pb2.EvaluateLossResponse]  # type: ignore[assignment]
+    """EvaluateLoss computes the loss of the weights of the current step on the plan's held-out rows, for algorithms that train on rows.
+    FAILED_PRECONDITION, reason STEP_OUT_OF_TURN, where it stands at another step; NO_EVALUATION where the plan has no such rows.
     """
     SaveState: _aio.UnaryUnaryMultiCallable[_learner_pb2.SaveStateRequest, _learner_pb2.SaveStateResponse]  # type: ignore[assignment]
     """SaveState writes the training state of the current step into a folder."""
@@ -182,6 +190,16 @@ class LearnerWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_learner_pb2.OfferWeightsResponse, _abc.Awaitable[_learner_pb2.OfferWeightsResponse]]:
         """OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
         that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+        """
+
+    @_abc_1.abstractmethod
+    def EvaluateLoss(
+        self,
+        request: _learner_pb2.EvaluateLossRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_learner_pb2.EvaluateLossResponse, _abc.Awaitable[_learner_pb2.EvaluateLossResponse]]:
+        """EvaluateLoss computes the loss of the weights of the current step on the plan's held-out rows, for algorithms that train on rows.
+        FAILED_PRECONDITION, reason STEP_OUT_OF_TURN, where it stands at another step; NO_EVALUATION where the plan has no such rows.
         """
 
     @_abc_1.abstractmethod

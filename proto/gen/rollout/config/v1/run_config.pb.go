@@ -299,7 +299,8 @@ type DataConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Training rows: a JSON Lines file, one object a line.
 	Train *string `protobuf:"bytes,1,opt,name=train,proto3,oneof" json:"train,omitempty"`
-	// Held-out rows, same format. Empty: no evaluation.
+	// Held-out rows. With a `[reward]` the policy answers their prompts; without one they have all that training rows have, and the
+	// loss on them is computed. Empty: no evaluation.
 	Eval *string `protobuf:"bytes,2,opt,name=eval,proto3,oneof" json:"eval,omitempty"`
 	// Field of a row that holds the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]` messages that end
 	// with the assistant's need no answer beside them: each of the assistant's turns is trained on.
@@ -1888,7 +1889,9 @@ func (x *StalenessConfig) GetMaxSteps() uint32 {
 	return 0
 }
 
-// EvalConfig sets evaluation on held-out rows.
+// EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the answers. Algorithms that train on
+// rows (SFT, reward models, DPO, IPO, KTO) need no reward: without one the learner computes the loss on the held-out rows, and what it
+// tells of a step, such as `rewards/accuracy`.
 type EvalConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Steps between two evaluations; there is one before the first step and one after the last as well. 0: none.
@@ -2400,7 +2403,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xbaD\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\x81F\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2423,7 +2426,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora\x12F\n" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
-	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\x84;\xbaH\x80;\x1a\xd9\x03\n" +
+	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\xcb<\xbaH\xc7<\x1a\xd9\x03\n" +
 	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1a\xe4\x02this.mode != 'sync' || this.staleness.max_steps == 0u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation), has(this.algorithm.online_dpo)].exists(x, x)\x1a\xdd\x02\n" +
 	"\x11run_config.reward\x12(`[algorithm.*]` needs a `[reward]` table\x1a\x9d\x02has(this.reward) || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.online_dpo)].exists(x, x)\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\x9e\x03\n" +
@@ -2440,12 +2443,12 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xdf\x01\n" +
 	"\x1erun_config.teacher_temperature\x12m`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: that is what endpoints answer for\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1at\n" +
-	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\xc2\x01\n" +
-	"\x14run_config.eval_data\x12;`eval.every_steps` needs `data.eval` and a `[reward]` table\x1amthis.eval.every_steps == 0u || has(this.algorithm.reward_model) || (this.data.eval != '' && has(this.reward))\x1a\xb1\x01\n" +
-	"\x1crun_config.reward_model_eval\x12N`eval.every_steps` is not for `[algorithm.reward_model]`: it answers no prompt\x1aA!(this.eval.every_steps > 0u && has(this.algorithm.reward_model))\x1a\xb3\x01\n" +
+	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\xd5\x02\n" +
+	"\x14run_config.eval_data\x12X`eval.every_steps` needs `data.eval`, and a `[reward]` table where the algorithm samples\x1a\xe2\x01this.eval.every_steps == 0u || (this.data.eval != '' && (has(this.reward) || [has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x)))\x1a\xce\x01\n" +
+	"\x1crun_config.reward_model_eval\x12Wa `[reward]` is not for evaluations of `[algorithm.reward_model]`: it answers no prompt\x1aU!(this.eval.every_steps > 0u && has(this.algorithm.reward_model) && has(this.reward))\x1a\xb3\x01\n" +
 	"\x16run_config.lora_freeze\x12f`train.freeze` and `[lora]` exclude each other: with adapters every weight of the model stays as it is\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\xa0\x01\n" +
-	"\x17run_config.lora_average\x12T`train.ema_decay` is not for `[lora]`: the average is one of the model's own weights\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)\x1a\xbf\x02\n" +
-	"\x12run_config.context\x12:`sampling.max_tokens` must be below `engine.max_model_len`\x1a\xec\x01this.sampling.max_tokens < this.engine.max_model_len || (this.eval.every_steps == 0u && [has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x))B\a\n" +
+	"\x17run_config.lora_average\x12T`train.ema_decay` is not for `[lora]`: the average is one of the model's own weights\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)\x1a\xd6\x02\n" +
+	"\x12run_config.context\x12:`sampling.max_tokens` must be below `engine.max_model_len`\x1a\x83\x02this.sampling.max_tokens < this.engine.max_model_len || ((this.eval.every_steps == 0u || !has(this.reward)) && [has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x))B\a\n" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
 	"\x05_modeB\x10\n" +

@@ -47,7 +47,7 @@ const (
 	Phase_PHASE_COMMITTING Phase = 4
 	// Workers take over the new weights.
 	Phase_PHASE_DELIVERING Phase = 5
-	// Workers answer held-out prompts.
+	// Workers answer held-out prompts, or the learner computes the loss of held-out rows.
 	Phase_PHASE_EVALUATING Phase = 6
 	// The training state is being saved.
 	Phase_PHASE_SNAPSHOTTING Phase = 7
@@ -1398,6 +1398,125 @@ func (x *OfferWeightsResponse) GetOffers() []*v1.WeightsOffer {
 	return nil
 }
 
+// EvaluateLossRequest asks for an evaluation.
+type EvaluateLossRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Step whose weights are evaluated.
+	Step          uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EvaluateLossRequest) Reset() {
+	*x = EvaluateLossRequest{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EvaluateLossRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EvaluateLossRequest) ProtoMessage() {}
+
+func (x *EvaluateLossRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EvaluateLossRequest.ProtoReflect.Descriptor instead.
+func (*EvaluateLossRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *EvaluateLossRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *EvaluateLossRequest) GetStep() uint64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+// EvaluateLossResponse says how well the weights know the held-out rows.
+type EvaluateLossResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The loss and what else the algorithm measures, by the field's names, over all rows that were taken.
+	Metrics map[string]float64 `protobuf:"bytes,1,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
+	// Rows, those that could not be taken among them.
+	Rows uint32 `protobuf:"varint,2,opt,name=rows,proto3" json:"rows,omitempty"`
+	// Rows that could not be taken, as one that is too long.
+	Refused       uint32 `protobuf:"varint,3,opt,name=refused,proto3" json:"refused,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EvaluateLossResponse) Reset() {
+	*x = EvaluateLossResponse{}
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EvaluateLossResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EvaluateLossResponse) ProtoMessage() {}
+
+func (x *EvaluateLossResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EvaluateLossResponse.ProtoReflect.Descriptor instead.
+func (*EvaluateLossResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *EvaluateLossResponse) GetMetrics() map[string]float64 {
+	if x != nil {
+		return x.Metrics
+	}
+	return nil
+}
+
+func (x *EvaluateLossResponse) GetRows() uint32 {
+	if x != nil {
+		return x.Rows
+	}
+	return 0
+}
+
+func (x *EvaluateLossResponse) GetRefused() uint32 {
+	if x != nil {
+		return x.Refused
+	}
+	return 0
+}
+
 // SaveStateRequest names a folder.
 type SaveStateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1413,7 +1532,7 @@ type SaveStateRequest struct {
 
 func (x *SaveStateRequest) Reset() {
 	*x = SaveStateRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1425,7 +1544,7 @@ func (x *SaveStateRequest) String() string {
 func (*SaveStateRequest) ProtoMessage() {}
 
 func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[20]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1438,7 +1557,7 @@ func (x *SaveStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateRequest.ProtoReflect.Descriptor instead.
 func (*SaveStateRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{20}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SaveStateRequest) GetRunId() string {
@@ -1475,7 +1594,7 @@ type SaveStateResponse struct {
 
 func (x *SaveStateResponse) Reset() {
 	*x = SaveStateResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1487,7 +1606,7 @@ func (x *SaveStateResponse) String() string {
 func (*SaveStateResponse) ProtoMessage() {}
 
 func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[21]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1500,7 +1619,7 @@ func (x *SaveStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SaveStateResponse.ProtoReflect.Descriptor instead.
 func (*SaveStateResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{21}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SaveStateResponse) GetFiles() []*v13.SnapshotFile {
@@ -1526,7 +1645,7 @@ type GetLearnerStatusRequest struct {
 
 func (x *GetLearnerStatusRequest) Reset() {
 	*x = GetLearnerStatusRequest{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1538,7 +1657,7 @@ func (x *GetLearnerStatusRequest) String() string {
 func (*GetLearnerStatusRequest) ProtoMessage() {}
 
 func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[22]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1551,7 +1670,7 @@ func (x *GetLearnerStatusRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusRequest.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{22}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{24}
 }
 
 // GetLearnerStatusResponse says where the worker stands.
@@ -1573,7 +1692,7 @@ type GetLearnerStatusResponse struct {
 
 func (x *GetLearnerStatusResponse) Reset() {
 	*x = GetLearnerStatusResponse{}
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1585,7 +1704,7 @@ func (x *GetLearnerStatusResponse) String() string {
 func (*GetLearnerStatusResponse) ProtoMessage() {}
 
 func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_learner_v1_learner_proto_msgTypes[23]
+	mi := &file_rollout_learner_v1_learner_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1598,7 +1717,7 @@ func (x *GetLearnerStatusResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetLearnerStatusResponse.ProtoReflect.Descriptor instead.
 func (*GetLearnerStatusResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{23}
+	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GetLearnerStatusResponse) GetStep() uint64 {
@@ -1729,7 +1848,17 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\x05store\x18\x04 \x01(\bR\x05store\x12\x14\n" +
 	"\x05whole\x18\x05 \x01(\bR\x05whole\"P\n" +
 	"\x14OfferWeightsResponse\x128\n" +
-	"\x06offers\x18\x01 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"m\n" +
+	"\x06offers\x18\x01 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"I\n" +
+	"\x13EvaluateLossRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x12\n" +
+	"\x04step\x18\x02 \x01(\x04R\x04step\"\xd1\x01\n" +
+	"\x14EvaluateLossResponse\x12O\n" +
+	"\ametrics\x18\x01 \x03(\v25.rollout.learner.v1.EvaluateLossResponse.MetricsEntryR\ametrics\x12\x12\n" +
+	"\x04rows\x18\x02 \x01(\rR\x04rows\x12\x18\n" +
+	"\arefused\x18\x03 \x01(\rR\arefused\x1a:\n" +
+	"\fMetricsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"m\n" +
 	"\x10SaveStateRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x04R\x04step\x12%\n" +
@@ -1763,13 +1892,14 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\bStartRun\x12#.rollout.learner.v1.StartRunRequest\x1a$.rollout.learner.v1.StartRunResponse\x12R\n" +
 	"\aStopRun\x12\".rollout.learner.v1.StopRunRequest\x1a#.rollout.learner.v1.StopRunResponse\x12^\n" +
 	"\vGetProgress\x12&.rollout.learner.v1.GetProgressRequest\x1a'.rollout.learner.v1.GetProgressResponse\x12f\n" +
-	"\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x012\xd8\x04\n" +
+	"\rWatchProgress\x12(.rollout.learner.v1.WatchProgressRequest\x1a).rollout.learner.v1.WatchProgressResponse0\x012\xbb\x05\n" +
 	"\x14LearnerWorkerService\x12[\n" +
 	"\n" +
 	"Initialize\x12%.rollout.learner.v1.InitializeRequest\x1a&.rollout.learner.v1.InitializeResponse\x12N\n" +
 	"\x05Train\x12 .rollout.learner.v1.TrainRequest\x1a!.rollout.learner.v1.TrainResponse0\x01\x12g\n" +
 	"\x0ePublishWeights\x12).rollout.learner.v1.PublishWeightsRequest\x1a*.rollout.learner.v1.PublishWeightsResponse\x12a\n" +
-	"\fOfferWeights\x12'.rollout.learner.v1.OfferWeightsRequest\x1a(.rollout.learner.v1.OfferWeightsResponse\x12X\n" +
+	"\fOfferWeights\x12'.rollout.learner.v1.OfferWeightsRequest\x1a(.rollout.learner.v1.OfferWeightsResponse\x12a\n" +
+	"\fEvaluateLoss\x12'.rollout.learner.v1.EvaluateLossRequest\x1a(.rollout.learner.v1.EvaluateLossResponse\x12X\n" +
 	"\tSaveState\x12$.rollout.learner.v1.SaveStateRequest\x1a%.rollout.learner.v1.SaveStateResponse\x12m\n" +
 	"\x10GetLearnerStatus\x12+.rollout.learner.v1.GetLearnerStatusRequest\x1a,.rollout.learner.v1.GetLearnerStatusResponseB\xd6\x01\n" +
 	"\x16com.rollout.learner.v1B\fLearnerProtoP\x01ZDgithub.com/rollout-rl/rollout/proto/gen/rollout/learner/v1;learnerv1\xa2\x02\x03RLX\xaa\x02\x12Rollout.Learner.V1\xca\x02\x12Rollout\\Learner\\V1\xe2\x02\x1eRollout\\Learner\\V1\\GPBMetadata\xea\x02\x14Rollout::Learner::V1b\x06proto3"
@@ -1787,7 +1917,7 @@ func file_rollout_learner_v1_learner_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_learner_v1_learner_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_rollout_learner_v1_learner_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(Phase)(0),                       // 0: rollout.learner.v1.Phase
 	(*Progress)(nil),                 // 1: rollout.learner.v1.Progress
@@ -1810,58 +1940,64 @@ var file_rollout_learner_v1_learner_proto_goTypes = []any{
 	(*PublishWeightsResponse)(nil),   // 18: rollout.learner.v1.PublishWeightsResponse
 	(*OfferWeightsRequest)(nil),      // 19: rollout.learner.v1.OfferWeightsRequest
 	(*OfferWeightsResponse)(nil),     // 20: rollout.learner.v1.OfferWeightsResponse
-	(*SaveStateRequest)(nil),         // 21: rollout.learner.v1.SaveStateRequest
-	(*SaveStateResponse)(nil),        // 22: rollout.learner.v1.SaveStateResponse
-	(*GetLearnerStatusRequest)(nil),  // 23: rollout.learner.v1.GetLearnerStatusRequest
-	(*GetLearnerStatusResponse)(nil), // 24: rollout.learner.v1.GetLearnerStatusResponse
-	nil,                              // 25: rollout.learner.v1.TrainResult.MetricsEntry
-	(*v1.WeightsManifest)(nil),       // 26: rollout.weights.v1.WeightsManifest
-	(*v11.Plan)(nil),                 // 27: rollout.plan.v1.Plan
-	(*v12.Batch)(nil),                // 28: rollout.buffer.v1.Batch
-	(*v1.WeightsOffer)(nil),          // 29: rollout.weights.v1.WeightsOffer
-	(*v13.SnapshotFile)(nil),         // 30: rollout.snapshot.v1.SnapshotFile
+	(*EvaluateLossRequest)(nil),      // 21: rollout.learner.v1.EvaluateLossRequest
+	(*EvaluateLossResponse)(nil),     // 22: rollout.learner.v1.EvaluateLossResponse
+	(*SaveStateRequest)(nil),         // 23: rollout.learner.v1.SaveStateRequest
+	(*SaveStateResponse)(nil),        // 24: rollout.learner.v1.SaveStateResponse
+	(*GetLearnerStatusRequest)(nil),  // 25: rollout.learner.v1.GetLearnerStatusRequest
+	(*GetLearnerStatusResponse)(nil), // 26: rollout.learner.v1.GetLearnerStatusResponse
+	nil,                              // 27: rollout.learner.v1.TrainResult.MetricsEntry
+	nil,                              // 28: rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	(*v1.WeightsManifest)(nil),       // 29: rollout.weights.v1.WeightsManifest
+	(*v11.Plan)(nil),                 // 30: rollout.plan.v1.Plan
+	(*v12.Batch)(nil),                // 31: rollout.buffer.v1.Batch
+	(*v1.WeightsOffer)(nil),          // 32: rollout.weights.v1.WeightsOffer
+	(*v13.SnapshotFile)(nil),         // 33: rollout.snapshot.v1.SnapshotFile
 }
 var file_rollout_learner_v1_learner_proto_depIdxs = []int32{
 	0,  // 0: rollout.learner.v1.Progress.phase:type_name -> rollout.learner.v1.Phase
-	26, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
-	27, // 2: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
+	29, // 1: rollout.learner.v1.Progress.weights:type_name -> rollout.weights.v1.WeightsManifest
+	30, // 2: rollout.learner.v1.StartRunRequest.plan:type_name -> rollout.plan.v1.Plan
 	1,  // 3: rollout.learner.v1.StopRunResponse.progress:type_name -> rollout.learner.v1.Progress
 	1,  // 4: rollout.learner.v1.GetProgressResponse.progress:type_name -> rollout.learner.v1.Progress
 	1,  // 5: rollout.learner.v1.WatchProgressResponse.progress:type_name -> rollout.learner.v1.Progress
-	28, // 6: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
+	31, // 6: rollout.learner.v1.TrainRequest.batch:type_name -> rollout.buffer.v1.Batch
 	14, // 7: rollout.learner.v1.TrainResponse.progress:type_name -> rollout.learner.v1.TrainProgress
 	15, // 8: rollout.learner.v1.TrainResponse.result:type_name -> rollout.learner.v1.TrainResult
-	26, // 9: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
-	25, // 10: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
+	29, // 9: rollout.learner.v1.TrainResult.weights:type_name -> rollout.weights.v1.WeightsManifest
+	27, // 10: rollout.learner.v1.TrainResult.metrics:type_name -> rollout.learner.v1.TrainResult.MetricsEntry
 	16, // 11: rollout.learner.v1.TrainResult.completions:type_name -> rollout.learner.v1.Completion
-	26, // 12: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
-	29, // 13: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
-	30, // 14: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
-	2,  // 15: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
-	4,  // 16: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
-	6,  // 17: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
-	8,  // 18: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
-	10, // 19: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
-	12, // 20: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
-	17, // 21: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
-	19, // 22: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
-	21, // 23: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
-	23, // 24: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
-	3,  // 25: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
-	5,  // 26: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
-	7,  // 27: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
-	9,  // 28: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
-	11, // 29: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
-	13, // 30: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
-	18, // 31: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
-	20, // 32: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
-	22, // 33: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
-	24, // 34: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
-	25, // [25:35] is the sub-list for method output_type
-	15, // [15:25] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	29, // 12: rollout.learner.v1.PublishWeightsResponse.weights:type_name -> rollout.weights.v1.WeightsManifest
+	32, // 13: rollout.learner.v1.OfferWeightsResponse.offers:type_name -> rollout.weights.v1.WeightsOffer
+	28, // 14: rollout.learner.v1.EvaluateLossResponse.metrics:type_name -> rollout.learner.v1.EvaluateLossResponse.MetricsEntry
+	33, // 15: rollout.learner.v1.SaveStateResponse.files:type_name -> rollout.snapshot.v1.SnapshotFile
+	2,  // 16: rollout.learner.v1.LearnerControllerService.StartRun:input_type -> rollout.learner.v1.StartRunRequest
+	4,  // 17: rollout.learner.v1.LearnerControllerService.StopRun:input_type -> rollout.learner.v1.StopRunRequest
+	6,  // 18: rollout.learner.v1.LearnerControllerService.GetProgress:input_type -> rollout.learner.v1.GetProgressRequest
+	8,  // 19: rollout.learner.v1.LearnerControllerService.WatchProgress:input_type -> rollout.learner.v1.WatchProgressRequest
+	10, // 20: rollout.learner.v1.LearnerWorkerService.Initialize:input_type -> rollout.learner.v1.InitializeRequest
+	12, // 21: rollout.learner.v1.LearnerWorkerService.Train:input_type -> rollout.learner.v1.TrainRequest
+	17, // 22: rollout.learner.v1.LearnerWorkerService.PublishWeights:input_type -> rollout.learner.v1.PublishWeightsRequest
+	19, // 23: rollout.learner.v1.LearnerWorkerService.OfferWeights:input_type -> rollout.learner.v1.OfferWeightsRequest
+	21, // 24: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:input_type -> rollout.learner.v1.EvaluateLossRequest
+	23, // 25: rollout.learner.v1.LearnerWorkerService.SaveState:input_type -> rollout.learner.v1.SaveStateRequest
+	25, // 26: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:input_type -> rollout.learner.v1.GetLearnerStatusRequest
+	3,  // 27: rollout.learner.v1.LearnerControllerService.StartRun:output_type -> rollout.learner.v1.StartRunResponse
+	5,  // 28: rollout.learner.v1.LearnerControllerService.StopRun:output_type -> rollout.learner.v1.StopRunResponse
+	7,  // 29: rollout.learner.v1.LearnerControllerService.GetProgress:output_type -> rollout.learner.v1.GetProgressResponse
+	9,  // 30: rollout.learner.v1.LearnerControllerService.WatchProgress:output_type -> rollout.learner.v1.WatchProgressResponse
+	11, // 31: rollout.learner.v1.LearnerWorkerService.Initialize:output_type -> rollout.learner.v1.InitializeResponse
+	13, // 32: rollout.learner.v1.LearnerWorkerService.Train:output_type -> rollout.learner.v1.TrainResponse
+	18, // 33: rollout.learner.v1.LearnerWorkerService.PublishWeights:output_type -> rollout.learner.v1.PublishWeightsResponse
+	20, // 34: rollout.learner.v1.LearnerWorkerService.OfferWeights:output_type -> rollout.learner.v1.OfferWeightsResponse
+	22, // 35: rollout.learner.v1.LearnerWorkerService.EvaluateLoss:output_type -> rollout.learner.v1.EvaluateLossResponse
+	24, // 36: rollout.learner.v1.LearnerWorkerService.SaveState:output_type -> rollout.learner.v1.SaveStateResponse
+	26, // 37: rollout.learner.v1.LearnerWorkerService.GetLearnerStatus:output_type -> rollout.learner.v1.GetLearnerStatusResponse
+	27, // [27:38] is the sub-list for method output_type
+	16, // [16:27] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_rollout_learner_v1_learner_proto_init() }
@@ -1880,7 +2016,7 @@ func file_rollout_learner_v1_learner_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_learner_v1_learner_proto_rawDesc), len(file_rollout_learner_v1_learner_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   25,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -258,6 +258,7 @@ const (
 	LearnerWorkerService_Train_FullMethodName            = "/rollout.learner.v1.LearnerWorkerService/Train"
 	LearnerWorkerService_PublishWeights_FullMethodName   = "/rollout.learner.v1.LearnerWorkerService/PublishWeights"
 	LearnerWorkerService_OfferWeights_FullMethodName     = "/rollout.learner.v1.LearnerWorkerService/OfferWeights"
+	LearnerWorkerService_EvaluateLoss_FullMethodName     = "/rollout.learner.v1.LearnerWorkerService/EvaluateLoss"
 	LearnerWorkerService_SaveState_FullMethodName        = "/rollout.learner.v1.LearnerWorkerService/SaveState"
 	LearnerWorkerService_GetLearnerStatus_FullMethodName = "/rollout.learner.v1.LearnerWorkerService/GetLearnerStatus"
 )
@@ -279,6 +280,9 @@ type LearnerWorkerServiceClient interface {
 	// OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
 	// that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
 	OfferWeights(ctx context.Context, in *OfferWeightsRequest, opts ...grpc.CallOption) (*OfferWeightsResponse, error)
+	// EvaluateLoss computes the loss of the weights of the current step on the plan's held-out rows, for algorithms that train on rows.
+	// FAILED_PRECONDITION, reason STEP_OUT_OF_TURN, where it stands at another step; NO_EVALUATION where the plan has no such rows.
+	EvaluateLoss(ctx context.Context, in *EvaluateLossRequest, opts ...grpc.CallOption) (*EvaluateLossResponse, error)
 	// SaveState writes the training state of the current step into a folder.
 	SaveState(ctx context.Context, in *SaveStateRequest, opts ...grpc.CallOption) (*SaveStateResponse, error)
 	// GetLearnerStatus says where it stands.
@@ -342,6 +346,16 @@ func (c *learnerWorkerServiceClient) OfferWeights(ctx context.Context, in *Offer
 	return out, nil
 }
 
+func (c *learnerWorkerServiceClient) EvaluateLoss(ctx context.Context, in *EvaluateLossRequest, opts ...grpc.CallOption) (*EvaluateLossResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(EvaluateLossResponse)
+	err := c.cc.Invoke(ctx, LearnerWorkerService_EvaluateLoss_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *learnerWorkerServiceClient) SaveState(ctx context.Context, in *SaveStateRequest, opts ...grpc.CallOption) (*SaveStateResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(SaveStateResponse)
@@ -379,6 +393,9 @@ type LearnerWorkerServiceServer interface {
 	// OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
 	// that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
 	OfferWeights(context.Context, *OfferWeightsRequest) (*OfferWeightsResponse, error)
+	// EvaluateLoss computes the loss of the weights of the current step on the plan's held-out rows, for algorithms that train on rows.
+	// FAILED_PRECONDITION, reason STEP_OUT_OF_TURN, where it stands at another step; NO_EVALUATION where the plan has no such rows.
+	EvaluateLoss(context.Context, *EvaluateLossRequest) (*EvaluateLossResponse, error)
 	// SaveState writes the training state of the current step into a folder.
 	SaveState(context.Context, *SaveStateRequest) (*SaveStateResponse, error)
 	// GetLearnerStatus says where it stands.
@@ -404,6 +421,9 @@ func (UnimplementedLearnerWorkerServiceServer) PublishWeights(context.Context, *
 }
 func (UnimplementedLearnerWorkerServiceServer) OfferWeights(context.Context, *OfferWeightsRequest) (*OfferWeightsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method OfferWeights not implemented")
+}
+func (UnimplementedLearnerWorkerServiceServer) EvaluateLoss(context.Context, *EvaluateLossRequest) (*EvaluateLossResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method EvaluateLoss not implemented")
 }
 func (UnimplementedLearnerWorkerServiceServer) SaveState(context.Context, *SaveStateRequest) (*SaveStateResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method SaveState not implemented")
@@ -497,6 +517,24 @@ func _LearnerWorkerService_OfferWeights_Handler(srv interface{}, ctx context.Con
 	return interceptor(ctx, in, info, handler)
 }
 
+func _LearnerWorkerService_EvaluateLoss_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(EvaluateLossRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(LearnerWorkerServiceServer).EvaluateLoss(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: LearnerWorkerService_EvaluateLoss_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(LearnerWorkerServiceServer).EvaluateLoss(ctx, req.(*EvaluateLossRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _LearnerWorkerService_SaveState_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(SaveStateRequest)
 	if err := dec(in); err != nil {
@@ -551,6 +589,10 @@ var LearnerWorkerService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "OfferWeights",
 			Handler:    _LearnerWorkerService_OfferWeights_Handler,
+		},
+		{
+			MethodName: "EvaluateLoss",
+			Handler:    _LearnerWorkerService_EvaluateLoss_Handler,
 		},
 		{
 			MethodName: "SaveState",
