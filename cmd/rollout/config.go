@@ -102,9 +102,15 @@ func gist(config *configv1.RunConfig) string {
 		work += " on reference answers"
 	}
 	if !algorithm.FromData(config) {
-		work += fmt.Sprintf(" with %d samples a prompt", config.GetSampling().GetGroupSize())
+		work += " with " + output.Plural(config.GetSampling().GetGroupSize(), "sample") + " a prompt"
 	}
-	prompts := output.Count(config.GetTrain().GetGroupsPerStep()) + " prompts"
+	unit := " prompts"
+	if algorithm.Pairs(config) {
+		unit = " pairs"
+	} else if algorithm.FromData(config) {
+		unit = " rows"
+	}
+	prompts := output.Count(config.GetTrain().GetGroupsPerStep()) + unit
 	if draws := algorithm.DrawBatches(config); draws > 1 {
 		prompts += fmt.Sprintf(" whose rewards differ (of at most %s drawn)", output.Count(config.GetTrain().GetGroupsPerStep()*draws))
 	}
@@ -193,7 +199,11 @@ func (a *app) planText(path string, source *planv1.ConfigSource, plan *planv1.Pl
 		total += in.GetBytes()
 	}
 	text := fmt.Sprintf("%s %s\n%s\n%s", s.Bold(path), s.Dim(plan.GetPlanId()), gist(plan.GetConfig()), table.String())
-	text += fmt.Sprintf("%d files, %s; every row, the model's folder and the reward were checked\n", len(plan.GetInputs()), output.Bytes(total))
+	checked := "every row and the model's folder were checked"
+	if plan.GetConfig().GetReward() != nil {
+		checked = "every row, the model's folder and the reward were checked"
+	}
+	text += fmt.Sprintf("%d files, %s; %s\n", len(plan.GetInputs()), output.Bytes(total), checked)
 	run := "rollout run --plan " + path
 	if folder, err := filepath.Abs(filepath.Dir(path)); err == nil && folder != source.GetBaseDir() {
 		run += " --base-dir " + source.GetBaseDir()
