@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollout.dataset import Prompt, rows
+from rollout.dialogue import plain_row
 from rollout.probe.chat import chat_renderer
 from rollout.probe.tokenizer import Json, tokenizer_of
 
@@ -32,7 +33,8 @@ def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt, bool], st
     counted, longest, too_long, unknown = 0, 0, 0, 0
     stand_in = unknown_token(tokenizer)
     answer_fields: list[str] = file.get("answer_fields") or []
-    for chunk in chunks(rows(file["path"]), CHUNK):
+    for read in chunks(rows(file["path"]), CHUNK):
+        chunk = [plain_row(row, file["prompt_field"], answer_fields) for row in read]
         talks = [bool(answer_fields) and answer_fields[0] not in row for row in chunk]  # its messages end with the answer
         texts = [text_of(row[file["prompt_field"]], render, not talk) for row, talk in zip(chunk, talks, strict=True)]
         encoded = tokenizer.encode_batch(texts, add_special_tokens=render is None)

@@ -16,8 +16,7 @@ from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
 from rollout_workers.harness.environment import Task
 from rollout_workers.harness.episode import EpisodeRunner, FinishedGroup
-from rollout_workers.harness.preference import Labelled, Pairs
-from rollout_workers.harness.supervised import Supervised
+from rollout_workers.harness.rows import Rows
 from rollout_workers.inference.artifact import move_out
 from rollout_workers.inference.encode import encode_group, encode_row, in_messages, large
 from rollout_workers.inference.puller import Puller
@@ -197,7 +196,7 @@ def _callers(items: Sequence[WorkItem]) -> Iterator[Context]:
 class RowSender:
     """The same where rows themselves are trained on: they become examples, nothing is sampled."""
 
-    def __init__(self, who: Identity, rows: Supervised | Pairs | Labelled, outlet: Outlet) -> None:
+    def __init__(self, who: Identity, rows: Rows, outlet: Outlet) -> None:
         self._who, self._rows, self._outlet = who, rows, outlet
 
     def begin(self, items: list[WorkItem]) -> None:

@@ -10,10 +10,9 @@ import numpy as np
 
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.harness.environment import Refusal
-from rollout_workers.harness.preference import Labelled, Pairs
 from rollout_workers.harness.prompts import PromptReader, Text
-from rollout_workers.harness.rows import rows_of
-from rollout_workers.harness.supervised import Example, Supervised
+from rollout_workers.harness.rows import Rows, rows_of
+from rollout_workers.harness.supervised import Example
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.mesh.spec import model_directory, resolve
 
@@ -45,14 +44,13 @@ def held_out_of(spec: WorkerSpec) -> HeldOut | None:
     return read_rows(Path(resolve(spec, config.data.eval)), made_by, config.eval.max_prompts)
 
 
-def read_rows(path: Path, made_by: Supervised | Pairs | Labelled, most: int) -> HeldOut:
+def read_rows(path: Path, made_by: Rows, most: int) -> HeldOut:
     """The first ``most`` rows of a file (JSON Lines; 0: all)."""
     rows = [line for line in path.read_bytes().splitlines() if line.strip()]
     rows = rows[:most] if most else rows
-    made: Sequence[Example | list[Example] | Refusal] = made_by.examples(rows)
     samples: list[TrainSample] = []
     refused = 0
-    for row, examples in enumerate(made):
+    for row, examples in enumerate(made_by.examples(rows)):
         if isinstance(examples, Refusal):
             refused += 1
             continue

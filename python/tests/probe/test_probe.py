@@ -147,6 +147,16 @@ def test_answers_count_where_they_are_trained_on(model: Path) -> None:
     assert lengths["longest"] == 4 + 2 + 1
 
 
+def test_completions_that_are_messages_count_as_their_texts(model: Path) -> None:
+    user, right, wrong = (
+        {"role": role, "content": text} for role, text in (("user", "1+1="), ("assistant", "2"), ("assistant", "11"))
+    )
+    options = {"chat_template": True, "answer_fields": ["chosen", "rejected"]}
+    (texts,) = measure(model, [{"prompt": "1+1=", "chosen": "2", "rejected": "11"}], **options)["files"]
+    (messages,) = measure(model, [{"chosen": [user, right], "rejected": [user, wrong]}], **options)["files"]
+    assert messages == texts and texts["longest"] > 7
+
+
 def test_a_prompt_without_tokens_is_named(model: Path) -> None:
     (lengths,) = measure(model, [{"prompt": "1"}, {"prompt": ""}])["files"]
     assert lengths["empty"] == [1]

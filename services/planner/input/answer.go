@@ -3,7 +3,6 @@ package input
 import (
 	"encoding/json"
 	"fmt"
-	"strings"
 )
 
 func (d *Dataset) answer(line []byte, fields map[string]json.RawMessage) (string, bool) {
@@ -48,9 +47,6 @@ func (d *Dataset) Completions() []string {
 func mendText(noun, what string) string {
 	if what == empty {
 		return "remove the row, or write the " + noun + ": nothing is learned from none"
-	}
-	if strings.HasPrefix(what, "a list") {
-		return "write the " + noun + " as a text in quotes: lists of messages are not taken here, so of a conversation the last message's `content`"
 	}
 	return "write the " + noun + " as a text in quotes"
 }

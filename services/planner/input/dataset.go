@@ -135,6 +135,9 @@ func (d *Dataset) row(line []byte) {
 		d.bad("duplicate", line, at, "", fmt.Sprintf("the row has %q twice: the last one would count", key), "remove one of the two")
 		return
 	}
+	if !d.plain(line, fields) {
+		return
+	}
 	prompt, ok := d.prompt(line, fields)
 	answer, answerOK := d.answer(line, fields)
 	d.preference(line, fields)

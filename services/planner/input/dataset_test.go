@@ -114,8 +114,8 @@ func TestAnEmptyCompletionIsMended(t *testing.T) {
 		{Dataset{AnswerField: "answer"}, `{"prompt": "1", "answer": 2}`, "write the answer as a text in quotes"},
 		{Dataset{Preference: Preference{Completion: "c", Label: "l"}}, `{"prompt": "1", "c": "", "l": true}`, "remove the row, or write the completion: nothing is learned from none"},
 		{
-			Dataset{Preference: Preference{Chosen: "a", Rejected: "b"}}, `{"prompt": "1", "a": [{"role": "assistant", "content": "2"}], "b": "3"}`,
-			"write the completion as a text in quotes: lists of messages are not taken here, so of a conversation the last message's `content`",
+			Dataset{Preference: Preference{Chosen: "a", Rejected: "b"}}, `{"prompt": "1", "a": [{"role": "assistant", "text": "2"}], "b": "3"}`,
+			"write a text, or messages like {\"role\": \"assistant\", \"content\": \"...\"}",
 		},
 	} {
 		if err := os.WriteFile(file, []byte(c.row), 0o600); err != nil {
@@ -207,7 +207,7 @@ func TestPreferencesThatCannotBeLearnedFrom(t *testing.T) {
 		{pair, `{"prompt": "1", "good": "2"}`, "1:1 the row has no `bad`\n"},
 		{pair, `{"prompt": "1", "good": "2", "bad": "2"}`, "1:30 `good` and `bad` are the same: there is nothing to learn\n"},
 		{pair, `{"prompt": "1", "good": "", "bad": "2"}`, "1:17 `good` is empty; [algorithm.dpo] trains on it\n"},
-		{pair, `{"prompt": "1", "good": ["x"], "bad": "2"}`, "1:17 `good` is a list, not a text; [algorithm.dpo] trains on it\n"},
+		{pair, `{"prompt": "1", "good": ["x"], "bad": "2"}`, "1:17 `good` is no list of messages with a text `role` and `content`\n"},
 		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": 0.5}`, ""},
 		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": "much"}`, "1:42 `by` is a text, not a number\n"},
 		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": 0}`, ""},

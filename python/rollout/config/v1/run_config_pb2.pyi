@@ -230,7 +230,9 @@ class DataConfig(_message.Message):
     shuffle: _builtins.bool
     """Whether each epoch visits the rows in a new seeded order."""
     chosen_field: _builtins.str
-    """Field of a row that holds the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]` and `[algorithm.reward_model]`."""
+    """Field of a row that holds the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]` and `[algorithm.reward_model]`: a
+    text, or messages that end with the assistant's. Messages before that one are the prompt, which the row then need not hold.
+    """
     rejected_field: _builtins.str
     """Field of a row that holds the completion it is preferred to."""
     margin_field: _builtins.str

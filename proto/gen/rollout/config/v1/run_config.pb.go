@@ -309,7 +309,8 @@ type DataConfig struct {
 	AnswerField *string `protobuf:"bytes,4,opt,name=answer_field,json=answerField,proto3,oneof" json:"answer_field,omitempty"`
 	// Whether each epoch visits the rows in a new seeded order.
 	Shuffle *bool `protobuf:"varint,5,opt,name=shuffle,proto3,oneof" json:"shuffle,omitempty"`
-	// Field of a row that holds the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]` and `[algorithm.reward_model]`.
+	// Field of a row that holds the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]` and `[algorithm.reward_model]`: a
+	// text, or messages that end with the assistant's. Messages before that one are the prompt, which the row then need not hold.
 	ChosenField *string `protobuf:"bytes,20,opt,name=chosen_field,json=chosenField,proto3,oneof" json:"chosen_field,omitempty"`
 	// Field of a row that holds the completion it is preferred to.
 	RejectedField *string `protobuf:"bytes,21,opt,name=rejected_field,json=rejectedField,proto3,oneof" json:"rejected_field,omitempty"`
