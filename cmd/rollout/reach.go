@@ -19,6 +19,9 @@ import (
 	daemonconfig "github.com/rollout-rl/rollout/libs/config"
 )
 
+// consulToken is the variable of the CLI's ACL token.
+const consulToken = "CONSUL_HTTP_TOKEN"
+
 // connect goes to the control plane that was named, else to the local daemon, which it starts where there is none and the
 // command does more than look.
 func (a *app) connect(ctx context.Context) (*client.Client, error) {
@@ -42,9 +45,9 @@ func (a *app) connect(ctx context.Context) (*client.Client, error) {
 		if err != nil {
 			return nil, err
 		}
-		return client.Dial(ctx, client.Options{Key: key, Address: info.GRPC, Hosted: info.Targets, Consul: info.Consul, TokenFile: info.TokenFile, TLS: tls})
+		return client.Dial(ctx, client.Options{Key: key, Address: info.GRPC, Hosted: info.Targets, Consul: info.Consul, ACL: a.env(consulToken), TokenFile: info.TokenFile, TLS: tls})
 	}
-	o := client.Options{Address: a.server, Consul: a.consul, ACL: a.env("CONSUL_HTTP_TOKEN"), TokenFile: a.tokenFile}
+	o := client.Options{Address: a.server, Consul: a.consul, ACL: a.env(consulToken), TokenFile: a.tokenFile}
 	if o.Key, err = a.key(); err != nil {
 		return nil, err
 	}

@@ -36,21 +36,41 @@ type Options struct {
 	Log     *slog.Logger // nil discards
 }
 
-// NewClient makes a client. No request is sent.
+// exactly sends what Options say: Consul's client adds what it finds in CONSUL_* variables, which were exported for other tools.
+type exactly struct {
+	token string
+	next  http.RoundTripper
+}
+
+func (e exactly) RoundTrip(req *http.Request) (*http.Response, error) {
+	req = req.Clone(req.Context())
+	req.Header.Del("X-Consul-Token")
+	if e.token != "" {
+		req.Header.Set("X-Consul-Token", e.token)
+	}
+	values := req.URL.Query()
+	values.Del("ns")
+	values.Del("partition")
+	req.URL.RawQuery = values.Encode()
+	return e.next.RoundTrip(req)
+}
+
+// anonymous is Consul's name of no token. With it the client looks for none in the environment; it is never sent.
+const anonymous = "anonymous"
+
+// NewClient makes a client. No request is sent, and no variable of the environment counts.
 func NewClient(o Options) (*Client, error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	config := &consul.Config{ // not DefaultConfig, which reads the environment
-		Address:   o.Address,
-		Scheme:    "http",
-		Token:     o.Token,
-		Transport: &http.Transport{MaxIdleConnsPerHost: 32, IdleConnTimeout: 90 * time.Second, Proxy: nil},
-	}
+	transport := &http.Transport{MaxIdleConnsPerHost: 32, IdleConnTimeout: 90 * time.Second, Proxy: nil}
 	if o.TLS != nil {
-		config.Transport.DialTLSContext = o.TLS.Dial
+		transport.DialTLSContext = o.TLS.Dial
 	}
-	api, err := consul.NewClient(config)
+	api, err := consul.NewClient(&consul.Config{
+		Address: o.Address, Scheme: "http", Token: anonymous,
+		HttpClient: &http.Client{Transport: exactly{token: o.Token, next: transport}},
+	})
 	if err != nil {
 		return nil, fmt.Errorf("discovery client for %s: %w", o.Address, err)
 	}

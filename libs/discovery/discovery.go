@@ -18,8 +18,9 @@ import (
 // Errors of this package, compared with errors.Is.
 var (
 	ErrUnavailable = rpcerr.New(codes.Unavailable, "DISCOVERY_UNAVAILABLE", "the Consul agent does not answer").RetryAfter(time.Second)
-	ErrDenied      = rpcerr.New(codes.PermissionDenied, "DISCOVERY_DENIED", "the Consul agent refused the token")
-	ErrService     = rpcerr.New(codes.InvalidArgument, "DISCOVERY_SERVICE", "a registration needs name, id, address, port and TTL")
+	ErrDenied      = rpcerr.New(codes.PermissionDenied, "DISCOVERY_DENIED", "the Consul agent refused the token").
+			Mend("name one with service:write and node:read by consul.token, as \"env:CONSUL_HTTP_TOKEN\"; no CONSUL_* variable counts unless it is named")
+	ErrService = rpcerr.New(codes.InvalidArgument, "DISCOVERY_SERVICE", "a registration needs name, id, address, port and TTL")
 )
 
 // DefaultTTL is how long a registration lives without a renewal. Renewals come three times as often.

@@ -67,6 +67,43 @@ func TestErrors(t *testing.T) {
 	}
 }
 
+// Who uses other tools of Consul's makers has these exported always.
+func TestVariablesForOtherToolsDoNotCount(t *testing.T) {
+	for _, name := range []string{
+		"CONSUL_HTTP_ADDR", "CONSUL_HTTP_TOKEN", "CONSUL_HTTP_TOKEN_FILE", "CONSUL_HTTP_AUTH", "CONSUL_HTTP_SSL", "CONSUL_HTTP_SSL_VERIFY",
+		"CONSUL_CACERT", "CONSUL_CAPATH", "CONSUL_CLIENT_CERT", "CONSUL_CLIENT_KEY", "CONSUL_TLS_SERVER_NAME", "CONSUL_NAMESPACE", "CONSUL_PARTITION",
+	} {
+		t.Setenv(name, "/elsewhere")
+	}
+	t.Setenv("CONSUL_HTTP_SSL", "true")
+	for _, mine := range []string{token, ""} {
+		r := registry.New(mine)
+		handler, strange := r.Handler(), atomic.Int32{}
+		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+			if q := req.URL.Query(); q.Has("ns") || q.Has("partition") || req.Header.Get("X-Consul-Token") != mine {
+				strange.Add(1)
+			}
+			handler.ServeHTTP(w, req)
+		}))
+		c := client(t, strings.TrimPrefix(s.URL, "http://"), mine)
+		ctx, cancel := context.WithCancel(t.Context())
+		registration, err := c.Register(ctx, discovery.Service{Name: "x", ID: "x", Address: "127.0.0.1", Port: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if list, err := c.Lookup(ctx, "x"); err != nil || len(list) != 1 {
+			t.Errorf("found %v, %v", list, err)
+		}
+		cancel()
+		registration.Wait()
+		r.Close()
+		s.Close()
+		if n := strange.Load(); n > 0 {
+			t.Errorf("%d requests carry what the environment says", n)
+		}
+	}
+}
+
 func TestEmbeddedRegistryRestart(t *testing.T) {
 	t.Parallel()
 	lis, err := net.Listen("tcp", "127.0.0.1:0")

@@ -43,7 +43,7 @@ type Options struct {
 	Address   string   // host:port of one process; empty where every service is looked up
 	Hosted    []string // targets of that process; nil: all
 	Consul    string   // host:port, or URL, of the agent that knows the others; empty: there are none
-	ACL       string   // token for that agent; empty: that of the calls, which the embedded registry takes
+	ACL       string   // token for that agent; where it is empty or refused: that of the calls, which the embedded registry takes
 	TokenFile string
 	Key       string      // an API key, in place of the token of TokenFile
 	TLS       *tls.Config // nil: plain text

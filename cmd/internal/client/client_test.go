@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"google.golang.org/grpc"
@@ -139,12 +140,14 @@ func TestServicesApartAreLookedUp(t *testing.T) {
 	}
 }
 
-// Consul's own ACL knows nothing of the mesh token.
+// Consul's own ACL knows nothing of the mesh token, and the embedded registry nothing of a token that was exported for Consul.
 func TestConsulHasATokenOfItsOwn(t *testing.T) {
 	t.Parallel()
+	var wanted atomic.Value
+	wanted.Store("acl")
 	at := serve(t, func(s *grpc.Server) { runv1.RegisterSchedulerServiceServer(s, scheduler{}) })
 	agent := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Header.Get("X-Consul-Token") != "acl" {
+		if r.Header.Get("X-Consul-Token") != wanted.Load() {
 			w.WriteHeader(http.StatusForbidden)
 			return
 		}
@@ -158,6 +161,10 @@ func TestConsulHasATokenOfItsOwn(t *testing.T) {
 	}
 	if _, err := dial(t, Options{Consul: consul}).Scheduler.ListRuns(t.Context(), &runv1.ListRunsRequest{}); err == nil || !strings.Contains(err.Error(), "CONSUL_HTTP_TOKEN") {
 		t.Errorf("got %v", err)
+	}
+	wanted.Store("secret")
+	if _, err := dial(t, Options{Consul: consul, ACL: "acl"}).Scheduler.ListRuns(t.Context(), &runv1.ListRunsRequest{}); err != nil {
+		t.Errorf("of the embedded registry: %v", err)
 	}
 }
 

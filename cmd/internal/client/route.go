@@ -1,6 +1,7 @@
 package client
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -87,21 +88,16 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 		scheme, agent = "http", o.Consul
 	}
 	place := url.URL{Scheme: scheme, Host: agent, Path: "/v1/health/service/" + service, RawQuery: "passing=1"}
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, place.String(), nil)
-	if err != nil {
-		return "", err
+	response, err := ask(ctx, place.String(), cmp.Or(o.ACL, token), o)
+	if err == nil && response.StatusCode == http.StatusForbidden && o.ACL != "" { // which may be for another agent than this registry
+		response.Body.Close()
+		response, err = ask(ctx, place.String(), token, o)
 	}
-	if o.ACL != "" {
-		token = o.ACL
-	}
-	request.Header.Set("X-Consul-Token", token)
-	transport := &http.Transport{DisableKeepAlives: true, TLSClientConfig: o.TLS.Clone()} // and no proxy: the agent is near
-	response, err := (&http.Client{Transport: transport}).Do(request)
 	if err != nil {
 		return "", err
 	}
 	defer response.Body.Close()
-	if response.StatusCode == http.StatusForbidden && o.ACL == "" {
+	if response.StatusCode == http.StatusForbidden {
 		return "", fmt.Errorf("it answers %s; put a Consul token with service:read and node:read into CONSUL_HTTP_TOKEN", response.Status)
 	}
 	if response.StatusCode != http.StatusOK {
@@ -132,4 +128,14 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 		host = newest.Node.Address
 	}
 	return net.JoinHostPort(host, strconv.Itoa(newest.Service.Port)), nil
+}
+
+func ask(ctx context.Context, place, token string, o Options) (*http.Response, error) {
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, place, nil)
+	if err != nil {
+		return nil, err
+	}
+	request.Header.Set("X-Consul-Token", token)
+	transport := &http.Transport{DisableKeepAlives: true, TLSClientConfig: o.TLS.Clone()} // and no proxy: the agent is near
+	return (&http.Client{Transport: transport}).Do(request)
 }
