@@ -125,6 +125,10 @@ func fromFile(c *Config, path string, env map[string]string) error {
 	d := toml.NewDecoder(bytes.NewReader(data))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&f); err != nil {
+		if name := number(data); name != "" {
+			wanted, mend := expected(name)
+			return fmt.Errorf("%s: %s: expected %s; write %s", path, name, wanted, mend)
+		}
 		return fileError(path, err)
 	}
 	if f.Drain != "" {
@@ -159,7 +163,11 @@ func fileError(path string, err error) error {
 		return errors.Join(errs...)
 	case errors.As(err, &syntax):
 		row, column := syntax.Position()
-		return fmt.Errorf("%s:%d:%d: %w", path, row, column, err)
+		text := strings.TrimPrefix(err.Error(), "toml: ")
+		if name := strings.Join(syntax.Key(), "."); name != "" {
+			text = name + ": " + mistyped(name, text)
+		}
+		return fmt.Errorf("%s:%d:%d: %s", path, row, column, text)
 	}
 	return fmt.Errorf("%s: %w", path, err)
 }

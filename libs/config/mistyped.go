@@ -1,0 +1,77 @@
+package config
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/pelletier/go-toml/v2"
+)
+
+// articles are TOML's own words for what stands in a file, as one reads them.
+var articles = map[string]string{
+	"integer": "an integer", "array": "an array", "inline table": "a table", "string": "a string", "boolean": "a boolean", "float": "a float",
+	"local date": "a date", "local time": "a time", "local datetime": "a time", "datetime": "a time",
+}
+
+// mistyped says in TOML's words what is wrong with the value of a key, where the decoder says it in Go's. Other texts stay.
+func mistyped(name, text string) string {
+	_, rest, decoding := strings.Cut(text, "cannot decode TOML ")
+	found, _, _ := strings.Cut(rest, " into ")
+	if strings.Contains(text, "array table") {
+		decoding, found = true, "array"
+	}
+	if !decoding {
+		return text
+	}
+	if words := articles[found]; words != "" {
+		found = words
+	}
+	wanted, mend := expected(name)
+	return fmt.Sprintf("expected %s, got %s; write %s", wanted, found, mend)
+}
+
+// expected is the type of a key's value, and what to write.
+func expected(name string) (wanted, mend string) {
+	last := name[strings.LastIndex(name, ".")+1:]
+	for _, k := range keys {
+		if k.name != name {
+			continue
+		}
+		switch k.field(&Config{}).(type) {
+		case *bool:
+			return "a boolean", "`" + last + " = true` or `" + last + " = false`, without quotes"
+		case *int:
+			return "an integer", "`" + last + " = 1`, without quotes"
+		case *[]string:
+			return "an array of strings", "`" + last + " = [\"..\"]`"
+		case *time.Duration:
+			return "a duration in a string", "`" + last + " = \"15s\"`"
+		case *Ref:
+			return "a string that says where the secret is", "`" + last + " = \"file:PATH\"` or `" + last + " = \"env:NAME\"`"
+		}
+		return "a string", "`" + last + " = \"..\"`"
+	}
+	return "a table", "its keys below a line `[" + name + "]`"
+}
+
+// number is the key of a secret that stands there as a number or the like: the decoder doesn't say which it refused.
+func number(data []byte) string {
+	var tables map[string]any
+	if err := toml.Unmarshal(data, &tables); err != nil {
+		return ""
+	}
+	for _, k := range keys {
+		if _, secret := k.field(&Config{}).(*Ref); !secret {
+			continue
+		}
+		table, last, _ := strings.Cut(k.name, ".")
+		values, _ := tables[table].(map[string]any)
+		switch values[last].(type) {
+		case nil, string, map[string]any, []any:
+		default:
+			return k.name
+		}
+	}
+	return ""
+}
