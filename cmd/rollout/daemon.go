@@ -30,7 +30,8 @@ func (a *app) daemonStart() *cobra.Command {
 		Use:   "start",
 		Short: "Start the local daemon where none runs",
 		Long: `Start the local daemon where none runs. With --config it reads that rolloutd.toml; its state folder is that of --state-dir, or the
-default one, where the other commands look for it.`,
+default one, where the other commands look for it. It writes to logs/rolloutd.log there; beyond 16 MiB the log begins anew, and the
+three before it are kept as rolloutd.log.1 (the newest) to rolloutd.log.3.`,
 		Example: "  rollout daemon start\n  rollout daemon start --state-dir /tmp/rollout --config rolloutd.toml",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

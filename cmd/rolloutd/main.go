@@ -20,6 +20,7 @@ import (
 	"runtime"
 	"slices"
 
+	local "github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/config"
@@ -79,6 +80,7 @@ func run(drain, hard context.Context, args, environ []string, out io.Writer) int
 		fmt.Fprintln(out, "rolloutd:", err)
 		return exitUsage
 	}
+	out = local.BoundLog(out, cfg.StateDir)
 	handler, err := telemetry.NewHandler(out, cfg.Log.Format, cfg.Log.Level)
 	if err != nil {
 		fmt.Fprintln(out, "rolloutd:", err)

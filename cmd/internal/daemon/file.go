@@ -42,9 +42,6 @@ func StateDir(flag string, environ []string) (string, error) {
 
 func infoFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.json") }
 
-// LogFile is where the daemon writes what it does.
-func LogFile(stateDir string) string { return filepath.Join(stateDir, "logs", "rolloutd.log") }
-
 // lockOf is the file that rolloutd has locked for as long as it lives, see lockState there.
 func lockOf(stateDir string) string { return filepath.Join(stateDir, "rolloutd.lock") }
 

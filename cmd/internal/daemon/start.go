@@ -117,6 +117,9 @@ func (s Starter) start(ctx context.Context) (*Info, error) {
 	}
 	defer log.Close()
 	at, _ := log.Seek(0, io.SeekEnd)
+	if at > logMost && putAway(log, log.Name()) == nil { // else it goes on growing; the daemon tells why it can't be put away
+		at = 0
+	}
 	cmd := exec.Command(s.Binary, append([]string{"--state-dir", s.StateDir}, s.Args...)...) //nolint:noctx // it outlives us
 	cmd.Stdout, cmd.Stderr, cmd.Env, cmd.Dir = log, log, s.Env, s.StateDir
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
@@ -157,7 +160,10 @@ func (s Starter) start(ctx context.Context) (*Info, error) {
 func (s Starter) failed(at int64, format string, args ...any) error {
 	path := LogFile(s.StateDir)
 	data, _ := os.ReadFile(path)
-	data = bytes.TrimSpace(data[min(int(at), len(data)):])
+	if int(at) <= len(data) { // else the daemon put away what was before
+		data = data[at:]
+	}
+	data = bytes.TrimSpace(data)
 	lines := strings.Split(string(data), "\n")
 	lines = lines[max(0, len(lines)-lastLines):]
 	err := fmt.Errorf(format, args...)
