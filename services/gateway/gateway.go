@@ -43,4 +43,6 @@ type Store interface {
 	Append(ctx context.Context, session string, turns []*Turn) error
 	// Turns returns the turns of a session in order. ErrSession where there is none.
 	Turns(ctx context.Context, session string) ([]*Turn, error)
+	// Forget removes the sessions whose newest turn is older than before, whole, and returns how many.
+	Forget(ctx context.Context, before time.Time) (sessions int, err error)
 }

@@ -350,3 +350,11 @@ func TestModelsOfTwoRuns(t *testing.T) {
 		}
 	}
 }
+
+func TestOldSessionsAreForgotten(t *testing.T) {
+	t.Parallel()
+	_, store := serve(t, gateway.Config{})
+	if got, want := <-store.forgot, time.Unix(1_700_000_000, 0).AddDate(0, 0, -7); !got.Equal(want) {
+		t.Errorf("sessions before %v were forgotten, not before %v", got, want)
+	}
+}

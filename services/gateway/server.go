@@ -75,6 +75,7 @@ func (s *Server) Run(ctx context.Context) error {
 	follow, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	instances := s.svc.Registry.Watch(follow, "inference-worker")
 	wg.Go(func() { s.svc.dir.serve(follow, instances) })
+	wg.Go(func() { s.svc.forget(ctx) })
 	defer cancel()
 	failed := make(chan error, 1)
 	wg.Go(func() { failed <- s.serveHTTP() })

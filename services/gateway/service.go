@@ -101,6 +101,33 @@ func (s *service) Session(ctx context.Context, session string) ([]*Turn, error) 
 	return s.Store.Turns(ctx, session)
 }
 
+const (
+	sessionsKept = 7 * 24 * time.Hour // after its newest turn a session is forgotten; one that goes on keeps all of its turns
+	forgetEvery  = time.Hour
+)
+
+// forget removes old sessions, now and from time to time, until ctx ends.
+func (s *service) forget(ctx context.Context) {
+	tick := time.NewTicker(forgetEvery)
+	defer tick.Stop()
+	for {
+		n, err := s.Store.Forget(ctx, s.Now().Add(-sessionsKept))
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err != nil:
+			s.Log.Warn("old sessions were not forgotten, trying again later", "error", err)
+		case n > 0:
+			s.Log.Info("old sessions were forgotten", "sessions", n)
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
 // book gathers the pieces of a request into turns.
 type book struct {
 	now   func() time.Time

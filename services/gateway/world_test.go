@@ -162,7 +162,13 @@ func (r *registry) Watch(ctx context.Context, _ string) <-chan []discovery.Insta
 type ledger struct {
 	mu       sync.Mutex
 	sessions map[string][]*gateway.Turn
+	forgot   chan time.Time // sessions before this
 	log      lockedLog
+}
+
+func (l *ledger) Forget(_ context.Context, before time.Time) (int, error) {
+	l.forgot <- before
+	return 0, nil
 }
 
 // lockedLog is what a gateway has logged.
@@ -227,7 +233,7 @@ func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.S
 			Meta:    map[string]string{"run": "run-" + w.model, "incarnation": "1", "process": fmt.Sprint(i)},
 		})
 	}
-	store = &ledger{sessions: map[string][]*gateway.Turn{}}
+	store = &ledger{sessions: map[string][]*gateway.Turn{}, forgot: make(chan time.Time, 1)}
 	s, err := gateway.New(cfg, gateway.Deps{
 		Store: store, Registry: reg, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {

@@ -3,9 +3,12 @@ package storetest
 
 import (
 	"errors"
+	"fmt"
 	"testing"
+	"time"
 
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/services/gateway"
 )
@@ -15,6 +18,35 @@ func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
 	t.Run("unknown session", func(t *testing.T) {
 		if _, err := open(t).Turns(t.Context(), "sess-x"); !errors.Is(err, gateway.ErrSession) {
 			t.Fatalf("got %v", err)
+		}
+	})
+	t.Run("sessions are forgotten after their newest turn, whole", func(t *testing.T) {
+		store, now := open(t), time.Now()
+		turn := func(age time.Duration) []*gateway.Turn {
+			return []*gateway.Turn{{RequestId: "a", Time: timestamppb.New(now.Add(-age))}}
+		}
+		add := func(session string, ages ...time.Duration) {
+			for _, age := range ages {
+				if err := store.Append(t.Context(), session, turn(age)); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		add("sess-used", 3*time.Hour)
+		for i := range 100 {
+			add(fmt.Sprintf("sess-old-%d", i), 3*time.Hour, 2*time.Hour)
+		}
+		add("sess-used", 2*time.Hour, 0)
+		add("sess-young", time.Minute)
+		for _, want := range []int{100, 0} {
+			if got, err := store.Forget(t.Context(), now.Add(-time.Hour)); err != nil || got != want {
+				t.Errorf("forgot %d sessions, %v; want %d", got, err, want)
+			}
+		}
+		for session, want := range map[string]int{"sess-used": 3, "sess-young": 1, "sess-old-0": 0, "sess-old-99": 0} {
+			if got, err := store.Turns(t.Context(), session); len(got) != want || errors.Is(err, gateway.ErrSession) != (want == 0) {
+				t.Errorf("%s has %d turns, %v", session, len(got), err)
+			}
 		}
 	})
 	t.Run("turns come back as they were, in order, of their session alone", func(t *testing.T) {
