@@ -102,8 +102,16 @@ func (db *DB) current(ctx context.Context, fsys fs.FS) error {
 	return nil
 }
 
-// Whole reads a little of a SQLite file: one that is cut off, or is no database, is told. ErrDamaged.
+// Whole reads every page of a SQLite file: one that is cut off, has damaged pages or is no database is told. ErrDamaged; ctx's error where
+// it ends before.
 func (db *DB) Whole(ctx context.Context) error {
-	var n int
-	return whole(db.One(ctx, "SELECT count(*) FROM sqlite_schema", nil, &n), db.path)
+	var found string
+	err := db.One(ctx, "PRAGMA quick_check(1)", nil, &found)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	if err == nil && found != "ok" {
+		return damaged(db.path, errors.New(strings.Join(strings.Fields(found), " ")))
+	}
+	return whole(err, db.path)
 }

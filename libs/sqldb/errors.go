@@ -62,10 +62,14 @@ func state(err error) string {
 func whole(err error, path string) error {
 	var found *sqlite.Error
 	if errors.As(err, &found) && (found.Code()&0xff == sqlite3.SQLITE_CORRUPT || found.Code()&0xff == sqlite3.SQLITE_NOTADB) {
-		return ErrDamaged.WithMessage("the database %s is damaged: %v", path, err).Wrap(err).
-			Mend("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
+		return damaged(path, err)
 	}
 	return err
+}
+
+func damaged(path string, err error) error {
+	return ErrDamaged.WithMessage("the database %s is damaged: %v", path, err).Wrap(err).
+		Mend("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
 }
 
 // transient reports whether the connection is what failed.

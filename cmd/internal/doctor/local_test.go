@@ -1,9 +1,11 @@
 package doctor
 
 import (
+	"context"
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -56,5 +58,53 @@ func TestLocal(t *testing.T) {
 	}
 	if strings.TrimSpace(failed) != "token buffer.sqlite gateway.listen" {
 		t.Errorf("failed: %s", failed)
+	}
+}
+
+// A page in the middle that a disk has spoilt is found too, where the schema can still be read, and a database that can't be read in time
+// is no damaged one.
+func TestAPageOfADatabase(t *testing.T) {
+	t.Parallel()
+	c := config.Default(t.TempDir())
+	path := filepath.Join(c.StateDir, "db", "buffer.sqlite")
+	db, err := sqldb.OpenSQLite(path, sqldb.Full)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, statement := range []string{
+		"CREATE TABLE t (a BLOB)", "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000) INSERT INTO t SELECT randomblob(500) FROM n",
+	} {
+		if _, err := db.Exec(t.Context(), statement); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := db.Close(); err != nil {
+		t.Fatal(err)
+	}
+	look := func(ctx context.Context) Finding {
+		var r report
+		local(ctx, Patient{Config: c}, &r)
+		return r.list[slices.IndexFunc(r.list, func(f Finding) bool { return f.Check == "buffer.sqlite" })]
+	}
+	if got := look(t.Context()); got.Status != OK {
+		t.Errorf("%+v", got)
+	}
+	late, cancel := context.WithCancel(t.Context())
+	cancel()
+	if got := look(late); got.Status != Warning || !strings.Contains(got.Mend, "PRAGMA quick_check") {
+		t.Errorf("%+v", got)
+	}
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.WriteAt(make([]byte, 4096), 40*4096); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got := look(t.Context()); got.Status != Failed || !strings.Contains(got.Mend, "restore the state folder from a backup") {
+		t.Errorf("%+v", got)
 	}
 }
