@@ -23,12 +23,15 @@ const auditShown = 50
 
 func (a *app) auditCommand() *cobra.Command {
 	var configured string
+	var files bool
 	cmd := &cobra.Command{
 		Use:   "audit RUN",
 		Short: "Prove from the ledger that a run lost nothing and did nothing twice",
 		Long: `Prove from the ledger that each prompt of each epoch was consumed exactly once or excluded for a reason, that steps, batches
 and weights form one unbroken chain, that every trained token was sampled by the weights that are recorded, and that the payload
-files are whole. What breaks the proof is printed with run, group, step and offset, and the exit code is 65.
+files and those of the run's snapshots are whole. What breaks the proof is printed with run, group, step and offset, and the exit code is 65.
+
+The files of snapshots are read to their end: where they are large or far away --files=false only looks whether they are there.
 
 Where a control plane runs it is asked; else its state folder is read, and nothing is started. With --config the databases and the
 bucket that a rolloutd.toml names are read, and no service is asked. ` + runArgument,
@@ -38,12 +41,13 @@ bucket that a rolloutd.toml names are read, and no service is asked. ` + runArgu
   rollout audit addition-grpo --config rolloutd.toml`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.gather(cmd, args[0], configured,
+			return a.gather(cmd, args[0], configured, files,
 				func(e *audit.Evidence, _ audit.Place) error { return a.audit(e) },
 				func(e *audit.Evidence, _ *client.Client) error { return a.audit(e) })
 		},
 	}
 	configuredFlag(cmd, &configured)
+	cmd.Flags().BoolVar(&files, "files", true, "read the files of the run's snapshots, and hold them against their digests")
 	return cmd
 }
 
@@ -66,10 +70,10 @@ func (a *app) audit(evidence *audit.Evidence) (err error) {
 }
 
 // gather asks the control plane that was named or that runs here, else reads the state folder; with configured it reads what that
-// rolloutd.toml names.
-func (a *app) gather(cmd *cobra.Command, run, configured string, read func(*audit.Evidence, audit.Place) error, asked func(*audit.Evidence, *client.Client) error) error {
+// rolloutd.toml names. With files the files of snapshots are read.
+func (a *app) gather(cmd *cobra.Command, run, configured string, files bool, read func(*audit.Evidence, audit.Place) error, asked func(*audit.Evidence, *client.Client) error) error {
 	from := func(ctx context.Context, place audit.Place) error {
-		e, err := audit.Read(ctx, place, run)
+		e, err := audit.Read(ctx, place, run, files)
 		if err != nil {
 			return err
 		}
@@ -91,7 +95,7 @@ func (a *app) gather(cmd *cobra.Command, run, configured string, read func(*audi
 	}
 	return a.askOrRead(cmd,
 		func(ctx context.Context, c *client.Client) error {
-			e, err := audit.Ask(ctx, c, run)
+			e, err := audit.Ask(ctx, c, run, files)
 			if err != nil {
 				return err
 			}
@@ -123,6 +127,9 @@ func (a *app) auditText(r *audit.Report) string {
 	add("dropped", "%s, %s refused, %s failed for infrastructure",
 		output.Plural(r.Counts["twins_dropped"], "twin"), output.Count(r.Counts["refused"]), output.Count(r.Counts["infra_failed"]))
 	add("files", "%s whole (%s), %s covered by snapshots", output.Plural(r.Segments.Whole, "segment"), output.Bytes(r.Segments.Bytes), output.Count(r.Segments.Covered))
+	if r.Files.Whole > 0 {
+		add("state", "%s of snapshots whole (%s)", output.Plural(r.Files.Whole, "file"), output.Bytes(r.Files.Bytes))
+	}
 	add("chain", "%s, head %s", output.Plural(r.Steps, "step"), r.Chain)
 	add("weights", "%s", r.Digest)
 	text := table.String()

@@ -45,7 +45,7 @@ segments on this host or in a bucket that a rolloutd.toml (--config) names, and 
 			job.Scratch = scratch
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 			defer stop()
-			return a.gather(cmd, args[0], configured,
+			return a.gather(cmd, args[0], configured, false, // it verifies what it reads
 				func(e *audit.Evidence, place audit.Place) error {
 					artifacts, err := place.CAS()
 					if err != nil {

@@ -25,7 +25,9 @@ type Evidence struct {
 	Groups    []*bufferv1.GroupRecord
 	Samples   []*bufferv1.SampleRecord
 	Snapshots []*snapshotv1.Snapshot
-	Missing   []string // content ids of the newest training state's files that are not there
+	Missing   []string // content ids of files of the run's snapshots that are not there
+	Corrupt   []string // and of those that hold other bytes
+	Files     Files    // of the run's snapshots, that were read
 	// The scheduler's cursor before and after the ledger was read: a run that goes on moves it meanwhile.
 	CursorBefore, CursorAfter uint64
 }
@@ -43,6 +45,7 @@ type Report struct {
 	Excluded map[string]int   `json:"excluded"` // groups by reason
 	Samples  Samples          `json:"samples"`
 	Segments Segments         `json:"segments"`
+	Files    Files            `json:"snapshot_files"`
 	Counts   map[string]int64 `json:"counts"` // dropped twins, refused and failed samples, as the ledger counted them
 	Breaks   []Break          `json:"breaks"`
 }
@@ -63,6 +66,12 @@ type Samples struct {
 	Covered  uint64 `json:"payloads_covered"`  // dropped, because a snapshot covers them
 	Tokens   uint64 `json:"tokens_verified"`   // trained ones among the verified
 	Receipts uint64 `json:"receipts_verified"` // samples whose payload names the digest of the weights that sampled it
+}
+
+// Files counts files of snapshots, each content once.
+type Files struct {
+	Whole uint64 `json:"whole"` // read, and what their digests say
+	Bytes uint64 `json:"bytes"` // of those
 }
 
 // Segments counts payload files.

@@ -24,7 +24,7 @@ func blake(text string) string {
 
 func check(t *testing.T, folder string) *audit.Report {
 	t.Helper()
-	evidence, err := audit.Read(t.Context(), audit.Folder(folder), "audited")
+	evidence, err := audit.Read(t.Context(), audit.Folder(folder), "audited", true)
 	must(t, err)
 	return audit.Check(evidence)
 }
@@ -106,6 +106,15 @@ func TestCorruptionsAreNamed(t *testing.T) {
 		{"state without its files", func(t *testing.T, folder string) {
 			must(t, os.RemoveAll(filepath.Join(folder, "artifacts")))
 		}, "SNAPSHOT_MISSING", audit.Break{Step: 1}},
+		{"bit flip in a file of a state", func(t *testing.T, folder string) {
+			file, err := filepath.Glob(filepath.Join(folder, "artifacts", "cas", "*", "*"))
+			must(t, err)
+			data, err := os.ReadFile(file[0])
+			must(t, err)
+			data[len(data)/2] ^= 1
+			must(t, os.Chmod(file[0], 0o600))
+			must(t, os.WriteFile(file[0], data, 0o600))
+		}, "SNAPSHOT_CORRUPT", audit.Break{Step: 1}},
 		{"cursor behind", do("scheduler", `UPDATE cursor SET position = 6`), "CURSOR_BEHIND", audit.Break{Group: "1/1"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -134,7 +143,7 @@ func TestCorruptionsAreNamed(t *testing.T) {
 // A prompt that two rows claim can't be written to either database; an export that holds it is refused all the same.
 func TestAPromptConsumedTwice(t *testing.T) {
 	t.Parallel()
-	evidence, err := audit.Read(t.Context(), audit.Folder(state(t)), run)
+	evidence, err := audit.Read(t.Context(), audit.Folder(state(t)), run, true)
 	must(t, err)
 	evidence.Groups = append(evidence.Groups, evidence.Groups[0])
 	r := audit.Check(evidence)
@@ -149,7 +158,7 @@ func TestAPromptConsumedTwice(t *testing.T) {
 // Of rows with a preferred and a rejected completion a group is a pair, whatever would be sampled of a prompt.
 func TestTheLedgerIsOfThePlan(t *testing.T) {
 	t.Parallel()
-	evidence, err := audit.Read(t.Context(), audit.Folder(state(t)), run)
+	evidence, err := audit.Read(t.Context(), audit.Folder(state(t)), run, true)
 	must(t, err)
 	config := evidence.Run.GetPlan().GetConfig()
 	config.Sampling.GroupSize = proto.Uint32(1)
@@ -176,7 +185,7 @@ func TestARunWithoutALedger(t *testing.T) {
 	if r := check(t, folder); len(r.Breaks) != 1 || r.Breaks[0].Kind != "LEDGER_MISSING" {
 		t.Errorf("%+v", r.Breaks)
 	}
-	evidence, err := audit.Read(t.Context(), audit.Folder(folder), run)
+	evidence, err := audit.Read(t.Context(), audit.Folder(folder), run, true)
 	must(t, err)
 	evidence.Run.Step = 0
 	if r := audit.Check(evidence); !r.Whole { // it has not begun
@@ -187,7 +196,7 @@ func TestARunWithoutALedger(t *testing.T) {
 func TestNothingToRead(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()
-	_, err := audit.Read(t.Context(), audit.Folder(folder), "audited")
+	_, err := audit.Read(t.Context(), audit.Folder(folder), "audited", true)
 	if e := exit.From(err); e.Code != exit.NoInput || e.Mend == "" {
 		t.Errorf("%v", err)
 	}

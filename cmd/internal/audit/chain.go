@@ -103,24 +103,23 @@ func (a *auditor) checkSnapshots() {
 	}
 }
 
-// checkState looks whether the state that a recovery begins with is there: no other stands for the payloads that it let go.
+// checkState looks whether the files of the snapshots are there, whole: a recovery begins with the newest, and no other stands for the
+// payloads that it let go.
 func (a *auditor) checkState() {
-	newest := newestState(a.Snapshots, a.report.RunID)
-	for _, f := range newest.GetFiles() {
-		if slices.Contains(a.Missing, f.GetDigest()) {
-			a.flag(Break{Step: newest.GetStep()}, "SNAPSHOT_MISSING", "snapshot %s has lost its file %s, %s", newest.GetSnapshotId(), f.GetPath(), f.GetDigest())
+	a.report.Files = a.Files
+	for _, s := range a.Snapshots {
+		if s.GetRunId() != a.report.RunID {
+			continue
+		}
+		for _, f := range s.GetFiles() {
+			switch at := (Break{Step: s.GetStep()}); {
+			case slices.Contains(a.Missing, f.GetDigest()):
+				a.flag(at, "SNAPSHOT_MISSING", "snapshot %s has lost its file %s, %s", s.GetSnapshotId(), f.GetPath(), f.GetDigest())
+			case slices.Contains(a.Corrupt, f.GetDigest()):
+				a.flag(at, "SNAPSHOT_CORRUPT", "file %s of snapshot %s holds other bytes than %s", f.GetPath(), s.GetSnapshotId(), f.GetDigest())
+			}
 		}
 	}
-}
-
-// newestState is the training state that a run goes on from; nil where there is none.
-func newestState(all []*snapshotv1.Snapshot, run string) (newest *snapshotv1.Snapshot) {
-	for _, s := range all {
-		if s.GetKind() == snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE && s.GetRunId() == run && (newest == nil || s.GetStep() > newest.GetStep()) {
-			newest = s
-		}
-	}
-	return newest
 }
 
 // chainLink is blake3 over "rollout.chain.v1", the previous link, the step as 8 bytes little-endian, batch and weights digest.

@@ -3,11 +3,15 @@ package audit
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"slices"
 
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/libs/blob"
+	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -21,8 +25,9 @@ import (
 	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
 )
 
-// Ask gathers the rows of a run (id, prefix or name) from running services.
-func Ask(ctx context.Context, c *client.Client, name string) (*Evidence, error) {
+// Ask gathers the rows of a run (id, prefix or name) from running services. With files it reads the files of its snapshots, else it only
+// looks whether they are there.
+func Ask(ctx context.Context, c *client.Client, name string, files bool) (*Evidence, error) {
 	before, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
 	if err != nil {
 		return nil, err
@@ -44,14 +49,12 @@ func Ask(ctx context.Context, c *client.Client, name string) (*Evidence, error) 
 			e.Snapshots = append(e.Snapshots, got.GetSnapshot())
 		}
 	}
-	state := newestState(e.Snapshots, run)
-	if e.Missing, err = missing(state, func(content string) error { return begins(ctx, c, content) }); err != nil {
+	err = e.lookAt(run, files, func(content string) (uint64, error) { return fetch(ctx, c, content, files) }, func(snapshot string) bool {
+		_, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: snapshot})
+		return rpcerr.Code(err) == codes.NotFound
+	})
+	if err != nil {
 		return nil, err
-	}
-	if len(e.Missing) > 0 {
-		if _, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: state.GetSnapshotId()}); rpcerr.Code(err) == codes.NotFound {
-			e.Missing = nil // the run went on meanwhile, and a newer one has taken its place
-		}
 	}
 	stream, err := c.Buffer.ExportLedger(ctx, &bufferv1.ExportLedgerRequest{RunId: run})
 	if err != nil {
@@ -75,8 +78,8 @@ func Ask(ctx context.Context, c *client.Client, name string) (*Evidence, error) 
 	return e, nil
 }
 
-// Read gathers the rows of a run from the databases, segments and artifacts of a control plane. Services are not asked.
-func Read(ctx context.Context, place Place, name string) (_ *Evidence, err error) {
+// Read is Ask, of the databases, segments and artifacts of a control plane. Services are not asked.
+func Read(ctx context.Context, place Place, name string, files bool) (_ *Evidence, err error) {
 	if err := place.check(); err != nil {
 		return nil, err
 	}
@@ -101,9 +104,9 @@ func Read(ctx context.Context, place Place, name string) (_ *Evidence, err error
 	if err != nil {
 		return nil, err
 	}
-	if e.Missing, err = missing(newestState(e.Snapshots, run), func(content string) error {
-		_, err := cas.Stat(ctx, content)
-		return err
+	if err := e.lookAt(run, files, func(content string) (uint64, error) { return readFile(ctx, cas, content, files) }, func(snapshot string) bool {
+		now, err := readSnapshots(ctx, place.Databases, e.Run)
+		return err == nil && !slices.ContainsFunc(now, func(s *snapshotv1.Snapshot) bool { return s.GetSnapshotId() == snapshot })
 	}); err != nil {
 		return nil, err
 	}
@@ -115,32 +118,77 @@ func Read(ctx context.Context, place Place, name string) (_ *Evidence, err error
 	return e, err
 }
 
-// begins reads the beginning of an artifact: the index of the storage service may name what its disk has lost.
-func begins(ctx context.Context, c *client.Client, content string) error {
+// fetch reads an artifact, or its beginning: the index of the storage service may name what its disk has lost.
+func fetch(ctx context.Context, c *client.Client, content string, whole bool) (read uint64, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := c.Artifacts.GetArtifact(ctx, &storagev1.GetArtifactRequest{ContentId: content})
 	if err != nil {
-		return err
+		return 0, err
 	}
-	if _, err = stream.Recv(); errors.Is(err, io.EOF) {
-		return nil
+	hash := id.NewHasher()
+	for {
+		got, err := stream.Recv()
+		switch {
+		case errors.Is(err, io.EOF) && whole && hash.ID() != content:
+			return read, blob.ErrCorrupt
+		case errors.Is(err, io.EOF), err == nil && !whole:
+			return read, nil
+		case err != nil:
+			return read, err
+		}
+		read += uint64(len(got.GetChunk()))
+		_, _ = hash.Write(got.GetChunk())
 	}
-	return err
 }
 
-// missing asks for each file of a snapshot.
-func missing(s *snapshotv1.Snapshot, stat func(content string) error) (out []string, err error) {
-	for _, f := range s.GetFiles() {
-		err := stat(f.GetDigest())
-		if err != nil && rpcerr.Code(err) != codes.NotFound {
-			return nil, err
+// readFile is fetch, of a store of artifacts.
+func readFile(ctx context.Context, cas *blob.CAS, content string, whole bool) (uint64, error) {
+	if !whole {
+		_, err := cas.Stat(ctx, content)
+		return 0, err
+	}
+	r, err := cas.Open(ctx, content)
+	if err != nil {
+		return 0, err
+	}
+	defer r.Close()
+	n, err := io.Copy(io.Discard, r)
+	return uint64(n), err
+}
+
+// lookAt looks at each file of the run's snapshots. gone reports whether a snapshot was removed meanwhile: a run that goes on makes newer ones.
+func (e *Evidence) lookAt(run string, files bool, look func(content string) (uint64, error), gone func(snapshot string) bool) error {
+	looked := map[string]bool{}
+	for _, s := range e.Snapshots {
+		if s.GetRunId() != run {
+			continue
 		}
-		if err != nil {
-			out = append(out, f.GetDigest())
+		removed := false
+		for _, f := range s.GetFiles() {
+			content := f.GetDigest()
+			if removed || looked[content] {
+				continue
+			}
+			read, err := look(content)
+			switch {
+			case err == nil:
+			case rpcerr.Code(err) == codes.NotFound:
+				if removed = gone(s.GetSnapshotId()); !removed {
+					e.Missing = append(e.Missing, content)
+				}
+			case rpcerr.Code(err) == codes.DataLoss:
+				e.Corrupt = append(e.Corrupt, content)
+			default:
+				return fmt.Errorf("read file %s of snapshot %s: %w", f.GetPath(), s.GetSnapshotId(), err)
+			}
+			looked[content] = !removed
+			if files && err == nil {
+				e.Files.Whole, e.Files.Bytes = e.Files.Whole+1, e.Files.Bytes+read
+			}
 		}
 	}
-	return out, nil
+	return nil
 }
 
 func readSnapshots(ctx context.Context, place sqldb.Place, run *runv1.Run) (_ []*snapshotv1.Snapshot, err error) {
