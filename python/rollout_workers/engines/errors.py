@@ -68,6 +68,8 @@ class ModelUnsupported(EngineError):
     """The module can't be decoded by this engine, or not in the mode that was asked for."""
 
     reason = "MODEL_UNSUPPORTED"
+    permanent = True
+    """To start again would meet the same."""
 
 
 class WeightsMismatch(EngineError):

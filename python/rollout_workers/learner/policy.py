@@ -198,7 +198,8 @@ def attends_everywhere(config: PreTrainedConfig) -> bool:
     """Whether every layer is plain attention over the whole sequence; a window would show on long sequences only."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    return kinds == {"full_attention"} and not getattr(text, "sliding_window", None)
+    local = "local" in (getattr(text, "attention_layers", None) or ())  # GPT-Neo
+    return kinds == {"full_attention"} and not local and not getattr(text, "sliding_window", None)
 
 
 def probe_samples(vocabulary: int) -> list[TrainSample]:

@@ -14,6 +14,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -44,10 +46,19 @@ def gemma() -> PreTrainedModel:
     return Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, sliding_window=4, final_logit_softcapping=0.1))
 
 
+def local() -> PreTrainedModel:
+    """GPT-Neo counts its window in places of the row; this one is wider than the probe of prefix trees."""
+    kinds = [[["global", "local"], 1]]
+    return GPTNeoForCausalLM(
+        GPTNeoConfig(vocab_size=60, hidden_size=32, num_layers=2, num_heads=4, attention_types=kinds, window_size=200)
+    )
+
+
 CASES = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SMALL)), True, True),
     "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4)), True, True),
     "windows": (lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4)), False, True),
+    "local": (local, False, True),
     "capped logits": (gemma, False, False),
     "recurrent": (lambda: MambaForCausalLM(MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2)), False, True),
 }

@@ -4,6 +4,7 @@
     decoder.py   admit, step, settle         slots.py, sample.py    what is in flight
     prefill.py   which prompts run together  kv.py                  dense KV cache, a row per slot
     forward.py   lean.py (Llama, Mistral, Qwen2, Qwen3) or generic.py (the module's own forward)
+    reach.py     what layers see, and how long a sequence may be
     order.py     which slots stand together
     sampler.py   filters, inverse CDF        philox.py              random number = f(seed, token index)
     choose.py    both of them by compiled code, on CPUs and where no filter is

@@ -64,7 +64,7 @@ class TransformersEngine:
     ) -> TransformersEngine:
         """An engine over a model's folder with its tokenizer; no network. ``dtype`` None is the checkpoint's own.
         Raises ``WeightsIncomplete``."""
-        module = load_whole(AutoModelForCausalLM, model_dir, dtype=dtype or "auto", attn_implementation="sdpa")
+        module = load_whole(AutoModelForCausalLM, model_dir, dtype=dtype or "auto")
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         return cls(module, config, tokenizer=tokenizer, version=version)
 

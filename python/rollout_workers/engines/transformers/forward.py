@@ -14,6 +14,7 @@ from rollout_workers.engines.errors import ModelUnsupported
 from rollout_workers.engines.transformers.generic import GenericForward
 from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment
 from rollout_workers.engines.transformers.lean import LeanForward
+from rollout_workers.engines.transformers.reach import check_reach
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ class Forward(Protocol):
 def choose_forward(module: PreTrainedModel, max_len: int) -> Forward:
     """The lean forward where it knows the architecture and agrees with the module, else the module's own.
 
-    Raises ``ModelUnsupported`` where that does not agree with the module's plain forward either.
+    Raises ``ModelUnsupported`` where that does not agree with the module's plain forward either, or would not at ``max_len``.
     """
+    check_reach(module.config.get_text_config(), max_len)
     reason = LeanForward.refusal(module, max_len)
     if reason is None:
         lean = LeanForward(module, max_len)
@@ -53,12 +55,17 @@ def choose_forward(module: PreTrainedModel, max_len: int) -> Forward:
             return lean
         reason = f"its logits are off by {error:.2e}"
     log.info("decoding %s through its own forward: %s", type(module).__name__, reason)
-    generic = GenericForward(module, max_len)
-    error = disagreement(generic, module)
+    try:
+        generic = GenericForward(module, max_len)
+        error = disagreement(generic, module)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as cause:
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise
+        raise ModelUnsupported(f"{type(module).__name__} can't be decoded step by step with a cache: {cause}") from cause
     if error is not None:
         raise ModelUnsupported(
             f"{type(module).__name__}: decoding step by step is off by {error:.2e} from its plain forward; "
-            "this engine needs a causal decoder with plain (not sliding, not recurrent) attention"
+            "this engine needs a causal decoder with plain (not recurrent) attention"
         )
     return generic
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from rollout_workers.engines.errors import ModelUnsupported
 from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, step_index
+from rollout_workers.engines.transformers.reach import Windows
 
 
 class GenericForward:
@@ -19,11 +20,8 @@ class GenericForward:
     splits = False
 
     def __init__(self, module: PreTrainedModel, max_len: int) -> None:
-        config = module.config.get_text_config()
-        window = getattr(config, "sliding_window", None)
-        if window and window < max_len:
-            raise ModelUnsupported(f"{config.model_type} looks back {window} tokens only; set max_len to {window} or less")
         self.module = module
+        self.windows = Windows(module.config.get_text_config(), max_len)
         self.shape = self._measure()
 
     def again(self) -> GenericForward:
@@ -50,7 +48,7 @@ class GenericForward:
         return self.module(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=self.windows.masks(mask, positions),
             past_key_values=Cache(layers=[*layers]),
             use_cache=True,
         ).logits
