@@ -23,6 +23,7 @@ from rollout_workers.weights import named_weights
 
 NAME = "default"
 _BASE = ".base_layer."
+_ADAPTER = "lora_"
 HEAD = "score"
 """What a sequence classifier scores with. It is new, so it is trained whole, and a part of the adapter."""
 _WHOLE = f".modules_to_save.{NAME}."
@@ -50,7 +51,8 @@ class Adapter:
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> None:
-        """Freeze the model and put an adapter on each target. Raises ``BadSettings`` where a target names no linear layer.
+        """Freeze the model and put an adapter on each target. Raises ``BadSettings`` where a target names no linear layer, or
+        PEFT can't adapt the model so.
 
         The same model, settings and seed give the same adapters, whatever was drawn before.
         """
@@ -67,7 +69,10 @@ class Adapter:
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self._peft: Any = peft.get_peft_model(model, settings)
+            try:
+                self._peft: Any = peft.get_peft_model(model, settings)
+            except ValueError as error:
+                raise BadSettings(f"`[lora]` does not fit {type(model).__name__}: {error}") from error
         self.model = model
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
@@ -88,9 +93,9 @@ class Adapter:
                 yield f"{module}.{leaf}", whole(tensor)
             elif _UNTRAINED in name:
                 continue
-            elif base:
-                yield f"{layer}.{rest}", self._merged(layer) if rest == "weight" else whole(tensor)
-            elif not name.startswith(inside):
+            elif base and not rest.startswith(_ADAPTER):  # of several adapters on one module each holds the next
+                yield f"{layer.replace(_BASE.rstrip('.'), '')}.{rest}", self._merged(layer, rest, tensor)
+            elif not base and not name.startswith(inside):
                 yield name, whole(tensor)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -122,18 +127,26 @@ class Adapter:
         settings = replace(self._peft.peft_config[NAME], base_model_name_or_path=base, inference_mode=True)
         settings.save_pretrained(str(directory))
 
-    def _merged(self, name: str) -> Tensor:
-        """Merge one layer as PEFT does, and put its weight back bit for bit."""
+    def _merged(self, name: str, leaf: str, tensor: Tensor) -> Tensor:
+        """Merge a parameter of one module, ``leaf``, as PEFT does, and put it back bit for bit; one without an adapter is itself.
+
+        Experts are parameters with three dimensions, each of which has an adapter around the module that holds all.
+        """
         layer: Any = self._layers[name]
+        while getattr(layer, "parameter_name", "weight") != leaf:
+            name, _, inner = name.rpartition(".")
+            if f".{inner}." != _BASE:
+                return whole(tensor)
+            layer = self._layers[name]
         with gathered(layer), torch.no_grad():
-            base = layer.get_base_layer()
-            kept = base.weight.data
-            base.weight.data = kept.clone()
+            parameter = getattr(layer.get_base_layer(), leaf)
+            kept = parameter.data
+            parameter.data = kept.clone()
             try:
                 layer.merge(adapter_names=[NAME])
-                return base.weight.data
+                return parameter.data
             finally:
-                base.weight.data = kept
+                parameter.data = kept
                 layer.merged_adapters.clear()
 
 

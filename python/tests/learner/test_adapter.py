@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout_workers.algorithms import GrpoConfig
 from rollout_workers.learner import BadSettings, LoraConfig, Schedule, StateUnreadable, Trainer, TrainerConfig
@@ -164,3 +165,39 @@ def test_the_head_of_a_reward_model_is_trained_whole_beside_adapters(model_dir: 
             wanted = learner.policy.model(input_ids=ids).logits
             for found in (plain(input_ids=ids).logits, adapted(input_ids=ids).logits):
                 torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def experts(folder: Path) -> Path:
+    """The folder of a mixture of experts, which are parameters of one module and no linear layers."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, initializer_range=0.2, pad_token_id=None,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_experts_are_merged_under_their_own_names(tmp_path: Path) -> None:
+    learner = Trainer(experts(tmp_path / "model"), CONFIG)
+    begin = {name: tensor.clone() for name, tensor in learner.named_weights()}
+    assert set(begin) == set(AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict())
+    for step in (1, 2, 3):
+        learner.train_step(sampled_batch(step), step)
+    learner.save_state(tmp_path / "state")
+    moved = {name for name, tensor in learner.named_weights() if not torch.equal(tensor, begin[name])}
+    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"} <= moved
+    assert all("proj" in name or name.endswith("mlp.gate.weight") for name in moved)
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "state" / "weights", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    loaded: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "state" / "adapter"))
+    for sample in sampled_batch(9)[:4]:
+        wanted = sample_logprobs(learner.policy.model, sample)
+        for found in (merged, loaded):
+            torch.testing.assert_close(sample_logprobs(found, sample), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_that_experts_can_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadSettings, match=r"`\[lora\]` does not fit Qwen3MoeForCausalLM: .*use_dora"):
+        Trainer(experts(tmp_path), dataclasses.replace(CONFIG, lora=LoraConfig(rank=4, dora=True)))
