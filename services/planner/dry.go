@@ -130,7 +130,7 @@ func (d *draft) mendLength(data *input.Dataset) string {
 		mend += ", raise `max_model_len` in [engine]"
 	}
 	if d.model.Context > 0 {
-		mend += fmt.Sprintf(" (the model has %d positions)", d.model.Context)
+		mend += " (" + d.model.Bound + ")"
 	}
 	return mend
 }

@@ -34,7 +34,11 @@ func (d *draft) readModel(path string) {
 		d.Problems.At(d.Place("model.path"), problem.BadModel, "model.path", fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, model.Architecture),
 			"name a language model; a reward model is for `[reward.model]`")
 	}
-	d.fitContext(model.Context)
+	if model.Unsampled != "" {
+		d.Problems.At(d.Place("model.path"), problem.BadModel, "model.path", fmt.Sprintf("workers can't decode %s: %s", path, model.Unsampled),
+			"take a decoder with plain or windowed attention")
+	}
+	d.fitContext(model)
 	d.fitTensors(model)
 	if d.Problems.Len() > before {
 		return
@@ -53,23 +57,23 @@ func (d *draft) pin(role planv1.InputRole, model *input.Model, folder, path stri
 	return files
 }
 
-// fitContext holds the longest sequence against the model's positions. The default is lowered to what the model has; a number
-// that the user wrote is not.
-func (d *draft) fitContext(positions int64) {
-	engine := d.Config.GetEngine()
+// fitContext holds the longest sequence against what the model allows. The default is lowered to that; a number that the user
+// wrote is not.
+func (d *draft) fitContext(model *input.Model) {
+	engine, positions := d.Config.GetEngine(), model.Context
 	if positions == 0 || int64(engine.GetMaxModelLen()) <= positions {
 		return
 	}
 	if d.Wrote("engine.max_model_len") {
 		d.Problems.At(d.Place("engine.max_model_len"), problem.OutOfRange, "engine.max_model_len",
-			fmt.Sprintf("`engine.max_model_len` is %d, but the model has %d positions", engine.GetMaxModelLen(), positions),
+			fmt.Sprintf("`engine.max_model_len` is %d, but %s", engine.GetMaxModelLen(), model.Bound),
 			fmt.Sprintf("write `max_model_len = %d` or less", positions))
 		return
 	}
 	engine.MaxModelLen = proto.Uint32(uint32(positions))
 	if tokens := d.Config.GetSampling().GetMaxTokens(); int64(tokens) >= positions && algorithm.Samples(d.Config) {
 		d.Problems.At(d.Place("sampling.max_tokens"), problem.OutOfRange, "sampling.max_tokens",
-			fmt.Sprintf("`sampling.max_tokens` is %d, but the model has %d positions for prompt and completion together", tokens, positions),
+			fmt.Sprintf("`sampling.max_tokens` is %d, but %s, for prompt and completion together", tokens, model.Bound),
 			fmt.Sprintf("write a number below %d", positions))
 	}
 }

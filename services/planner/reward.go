@@ -61,7 +61,7 @@ func (d *draft) readScoringModel(part reward.Part) {
 			"take one that was trained from a model with the same tokenizer")
 	case scorer.Context > 0 && int64(d.Config.GetEngine().GetMaxModelLen()) > scorer.Context:
 		d.Problems.At(d.Place(field), problem.OutOfRange, field,
-			fmt.Sprintf("the reward model has %d positions, fewer than the %d of `engine.max_model_len`", scorer.Context, d.Config.GetEngine().GetMaxModelLen()),
+			fmt.Sprintf("of the reward model: %s, fewer than the %d of `engine.max_model_len`", scorer.Bound, d.Config.GetEngine().GetMaxModelLen()),
 			fmt.Sprintf("write `max_model_len = %d` in [engine]", scorer.Context))
 	}
 	if d.Problems.Len() > before {

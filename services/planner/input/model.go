@@ -21,7 +21,9 @@ import (
 // Model is what was found in a folder in the Hugging Face layout.
 type Model struct {
 	Files        []string // every file that loading it may read, by name, sorted
-	Context      int64    // longest sequence that its positions allow; 0 where it does not say
+	Context      int64    // longest sequence that it allows; 0 where it does not say
+	Bound        string   // what allows no longer one
+	Unsampled    string   // why workers can't sample from it; "" where they can
 	ChatTemplate bool     // whether its tokenizer has one
 	Tensors      []string // names of the tensors in its files
 	shapes       map[string][]int64
@@ -57,7 +59,7 @@ func ReadModel(folder, path, field string, problems *problem.List) *Model {
 		}
 	}
 	if config := r.object("config.json", "copy the whole folder of the model, or save it with `save_pretrained`"); config != nil {
-		m.Context = number(config, "max_position_embeddings", "n_positions")
+		m.reach(config)
 		m.Embedded = number(config, "vocab_size")
 		var classes []string
 		if json.Unmarshal(config["architectures"], &classes) == nil && len(classes) > 0 {
