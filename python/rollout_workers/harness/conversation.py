@@ -39,6 +39,7 @@ def turns_of(text: Text, messages: Messages, end: Ids) -> tuple[Ids, NDArray[np.
     begins = [len(_leading(text, whole, messages, turn, answering=True)) for turn in turns]
     pieces = [whole[a:b] for a, b in zip([0, *begins], [*begins, len(whole)], strict=True)]
     encoded = text.encode(pieces, special=False)
+    encoded[1:] = text.following(pieces[1:], encoded[:-1])
     ids, masks = [encoded[0]], [np.zeros(len(encoded[0]), np.uint8)]
     for turn, begin, piece, tokens in zip(turns, begins, pieces[1:], encoded[1:], strict=True):
         stops = np.flatnonzero(tokens == end[0])
@@ -46,7 +47,7 @@ def turns_of(text: Text, messages: Messages, end: Ids) -> tuple[Ids, NDArray[np.
             trained, rest = tokens[: stops[0] + 1], tokens[stops[0] + 1 :]
         else:
             length = len(_leading(text, whole, messages, turn + 1, answering=False)) - begin
-            trained, rest = text.encode([piece[:length], piece[length:]], special=False)
+            trained, rest = text.following([piece[:length], piece[length:]], [ids[-1], tokens[:0]])
         if turn == turns[-1]:
             trained, rest = trained if len(stops) else np.concatenate((trained, end)), rest[:0]
         ids += trained, rest

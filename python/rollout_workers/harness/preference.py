@@ -37,7 +37,7 @@ class Pairs:
         prompts = self._prompts.read(rows)
         texts = [[text_field(row, field, "data.chosen_field, data.rejected_field") for field in self._fields] for row in rows]
         flat = [text if isinstance(text, str) else "" for pair in texts for text in pair]
-        ids = self._text.encode(flat, special=False)
+        ids = self._text.following(flat, [prompt for prompt in prompts for _ in self._fields])
         out: list[list[Example] | Refusal] = []
         for number, (row, prompt, pair) in enumerate(zip(rows, prompts, texts, strict=True)):
             margin = self._margin_of(row)
@@ -77,7 +77,7 @@ class Labelled:
         """One a row (JSON), in order."""
         prompts = self._prompts.read(rows)
         texts = [text_field(row, self._completion, "data.completion_field") for row in rows]
-        ids = self._text.encode([text if isinstance(text, str) else "" for text in texts], special=False)
+        ids = self._text.following([text if isinstance(text, str) else "" for text in texts], prompts)
         out: list[list[Example] | Refusal] = []
         for row, prompt, text, tokens in zip(rows, prompts, texts, ids, strict=True):
             label = self._label_of(row)

@@ -16,6 +16,7 @@ from rollout.errors import RolloutError
 
 Ids = NDArray[np.int32]
 _CACHED_PROMPTS = 100_000
+_LINE = "\n"
 
 
 class PromptInvalid(RolloutError):
@@ -74,6 +75,36 @@ class Text:
         if self._fast is not None:
             return [np.array(e.ids, np.int32) for e in self._fast.encode_batch(list(texts), add_special_tokens=special)]
         return [np.array(ids, np.int32) for ids in self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]]
+
+    def following(self, texts: Sequence[str], before: Sequence[Prompt | Ids | PromptInvalid]) -> list[Ids]:
+        """Token ids of each text where it goes on after the tokens beside it, as a model writes them.
+
+        A tokenizer of SentencePiece's kind puts a space before what begins a text, and some after special tokens.
+        """
+        plain = self.encode(texts, special=False)
+        if not self._leads:
+            return plain
+        leads = [self._lead(ids.token_ids if isinstance(ids, Prompt) else ids) for ids in before]
+        alone = self.encode(leads, special=False)
+        joint = self.encode([lead + text for lead, text in zip(leads, texts, strict=True)], special=False)
+        return [
+            both[len(lead) :] if np.array_equal(both[: len(lead)], lead) else text
+            for both, lead, text in zip(joint, alone, plain, strict=True)
+        ]
+
+    @cached_property
+    def _leads(self) -> bool:
+        """Whether a text that begins has other tokens than one that goes on."""
+        alone, joint, begun = self.encode([_LINE, _LINE + "a", "a"], special=False)
+        return not np.array_equal(joint[len(alone) :], begun)
+
+    def _lead(self, before: Ids | PromptInvalid) -> str:
+        """A text after which others are tokenised as after these ids: their last token where it is a special one, else a line's
+        end, which joins no other character."""
+        if isinstance(before, PromptInvalid) or not len(before):
+            return _LINE
+        token = self.tokenizer.added_tokens_decoder.get(int(before[-1]))
+        return _LINE if token is None else token.content
 
     def decode(self, sequences: Iterable[Sequence[int] | Ids]) -> list[str]:
         """Text of each sequence, special tokens left out."""

@@ -63,7 +63,7 @@ class Supervised:
     def _answered(self, rows: Sequence[bytes]) -> list[Example | Refusal]:
         prompts = self._prompts.read(rows)
         answers = [text_field(row, self._field, "data.answer_field") for row in rows]
-        encoded = self._text.encode([a if isinstance(a, str) else "" for a in answers], special=False)
+        encoded = self._text.following([a if isinstance(a, str) else "" for a in answers], prompts)
         out: list[Example | Refusal] = []
         for prompt, answer, ids in zip(prompts, answers, encoded, strict=True):
             if isinstance(prompt, PromptInvalid):
