@@ -262,7 +262,6 @@ async def _verify(holdings: Holdings, lifecycle: Lifecycle) -> None:
         except HeldWeightsMismatch as error:
             lifecycle.fence(str(error))
             return
-        except Exception as error:
-            log.debug("verify: %r", error)
-            return
+        except Exception:  # of the engine, which says so to those that sample; the tensors may change all the same
+            log.warning("what the engine holds could not be verified; it is tried again", exc_info=True)
         pause = max(VERIFY_LEAST_SECONDS, (time.monotonic() - began) / _VERIFY_SHARE)

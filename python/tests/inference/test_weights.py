@@ -12,6 +12,7 @@ import torch
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceStub
 from rollout.weights.v1.weights_pb2 import WeightsManifest, WeightsReceipt
+from rollout_workers.engines.errors import EngineFailed
 from rollout_workers.engines.transformers import TransformersEngine
 from rollout_workers.inference import server, worker
 from rollout_workers.inference.model import Model, load
@@ -139,6 +140,26 @@ async def test_a_byte_that_flips_by_itself_is_found(
     flip(loader.model)
     assert await loader.made.ended() == 3
     assert "the engine holds" in loader.made.lifecycle.reason
+
+
+async def test_a_verification_that_fails_is_tried_again(
+    daemon: Daemon, example: Example, run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "VERIFY_LEAST_SECONDS", 0.05)
+    loader = await Loader(daemon, example, run).start()
+    digest = TransformersEngine.weights_digest
+    failures = iter([EngineFailed("out of memory")])
+
+    async def failing(self: TransformersEngine) -> str:
+        for error in failures:
+            flip(loader.model)
+            raise error
+        return await digest(self)
+
+    monkeypatch.setattr(TransformersEngine, "weights_digest", failing)
+    assert await loader.made.ended() == 3
+    assert "the engine holds" in loader.made.lifecycle.reason
+    assert "could not be verified" in caplog.text
 
 
 def flip(model: Model) -> None:
