@@ -3,6 +3,7 @@ package buffer_test
 import (
 	"context"
 	"path/filepath"
+	"slices"
 	"sync/atomic"
 	"testing"
 
@@ -144,4 +145,18 @@ func TestALeaseSeesWhatAnotherProcessWrote(t *testing.T) {
 	m.put(0, groupOf(0, 0, 0)[2:]...)
 	m.put(0, groupOf(1, 0, 0)...)
 	m.lease(0, 1)
+}
+
+// What no step has taken of a run that ended is not held in memory for as long as the process lives.
+func TestAClosedLedgerIsHeldNoMore(t *testing.T) {
+	t.Parallel()
+	m := newMindful(t, ledgerConfig())
+	left := slices.Concat(groupOf(0, 0, 0), groupOf(1, 0, 0))
+	m.put(0, left...)
+	if _, err := m.servers[0].CloseLedger(t.Context(), &bufferv1.CloseLedgerRequest{RunId: run}); err != nil {
+		t.Fatal(err)
+	}
+	if read := m.lease(0, 1); read != int64(len(left)) {
+		t.Errorf("%d samples were read of %d that came before the ledger was closed", read, len(left))
+	}
 }

@@ -220,5 +220,6 @@ func (s *Service) close(ctx context.Context, run string, incarnation uint32) err
 	if f != nil {
 		f.stop()
 	}
+	s.hub(run).memory.forget() // the rows stay; a run that goes on reads them
 	return nil
 }
