@@ -34,7 +34,7 @@ func realPlanner(t *testing.T) *plane {
 	if err != nil {
 		t.Fatal(err)
 	}
-	server, err := planner.New(planner.Config{Python: python(t), PythonPath: source, Env: os.Environ()}, planner.Deps{})
+	server, err := planner.New(planner.Config{Python: python(t), PythonPath: source, Env: os.Environ()})
 	if err != nil {
 		t.Fatal(err)
 	}

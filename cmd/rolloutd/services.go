@@ -105,7 +105,7 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 }
 
 func newPlanner(_ context.Context, m *mesh) (hosted, error) {
-	s, err := planner.New(planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.cfg, m.environ)}, planner.Deps{Log: m.logger("planner")})
+	s, err := planner.New(planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.cfg, m.environ)})
 	return hosted{service: s}, err
 }
 

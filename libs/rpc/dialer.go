@@ -106,7 +106,15 @@ func (d *Dialer) DialWorker(address string) (*grpc.ClientConn, error) {
 	if t != nil && !t.Mutual() && loopback(address) {
 		t = nil
 	}
-	return dialAddress(address, d.o.Token, t, d.o.Log)
+	options := clientOptions(d.o.Token, t, d.o.Log, false)
+	if !loopback(address) {
+		options = append(options, grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: workerKeepalive, Timeout: keepaliveTimeout}))
+	}
+	conn, err := grpc.NewClient("passthrough:///"+address, options...)
+	if err != nil {
+		return nil, fmt.Errorf("dial %s: %w", address, err)
+	}
+	return conn, nil
 }
 
 func loopback(address string) bool {
@@ -124,24 +132,6 @@ func (d *Dialer) Close() error {
 		delete(d.conns, name)
 	}
 	return errors.Join(errs...)
-}
-
-// DialWorker is a plain-text connection to one address (host:port), for who has no Dialer, such as the CLI. Calls fail at
-// once with Unavailable where nobody listens. The caller closes it.
-func DialWorker(address, token string) (*grpc.ClientConn, error) {
-	return dialAddress(address, token, nil, slog.New(slog.DiscardHandler))
-}
-
-func dialAddress(address, token string, t *cert.Source, log *slog.Logger) (*grpc.ClientConn, error) {
-	options := clientOptions(token, t, log, false)
-	if !loopback(address) {
-		options = append(options, grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: workerKeepalive, Timeout: keepaliveTimeout}))
-	}
-	conn, err := grpc.NewClient("passthrough:///"+address, options...)
-	if err != nil {
-		return nil, fmt.Errorf("dial %s: %w", address, err)
-	}
-	return conn, nil
 }
 
 func clientOptions(token string, t *cert.Source, log *slog.Logger, waitForReady bool) []grpc.DialOption {

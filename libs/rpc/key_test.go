@@ -23,7 +23,7 @@ func TestAPIKeys(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		conn, err := rpc.DialWorker(b.address, key)
+		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: key}).DialWorker(b.address)
 		if err != nil {
 			t.Fatal(err)
 		}

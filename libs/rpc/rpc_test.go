@@ -160,7 +160,7 @@ func TestToken(t *testing.T) {
 	t.Parallel()
 	b := setup(t, &events{list: ok, tail: ok}, rpc.ServerOptions{})
 	for _, bad := range []string{"", "wrong", token + "x"} {
-		conn, err := rpc.DialWorker(b.address, bad)
+		conn, err := rpc.NewDialer(rpc.DialerOptions{Token: bad}).DialWorker(b.address)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -254,7 +254,7 @@ func TestDrainLetsACallEndAndTellsAStream(t *testing.T) {
 		list: func(context.Context) error { started <- struct{}{}; <-release; return nil },
 		tail: func(ctx context.Context) error { started <- struct{}{}; <-ctx.Done(); close(release); return ctx.Err() },
 	}, rpc.ServerOptions{Drain: 4 * time.Second})
-	conn, err := rpc.DialWorker(b.address, token)
+	conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token}).DialWorker(b.address)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -290,7 +290,7 @@ func TestDrainCutsOffWhatDoesNotEnd(t *testing.T) {
 	started, release := make(chan struct{}), make(chan struct{})
 	defer close(release)
 	b := setup(t, &events{list: func(context.Context) error { close(started); <-release; return nil }}, rpc.ServerOptions{Drain: 50 * time.Millisecond})
-	conn, err := rpc.DialWorker(b.address, token)
+	conn, err := rpc.NewDialer(rpc.DialerOptions{Token: token}).DialWorker(b.address)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -23,7 +23,6 @@ const (
 	ReasonAmbiguous    = "MODEL_NOT_NAMED"
 	ReasonNoWorker     = "NO_WORKER"
 	ReasonSession      = "SESSION_NOT_FOUND"
-	ReasonOverflow     = "CONTEXT_OVERFLOW" // the worker's
 )
 
 // Errors of the service, compared with errors.Is.

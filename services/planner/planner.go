@@ -9,7 +9,6 @@ package planner
 
 import (
 	"errors"
-	"log/slog"
 	"path/filepath"
 
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -27,32 +26,22 @@ type Config struct {
 	Env []string
 }
 
-// Deps is what the planner needs from its process.
-type Deps struct {
-	Log *slog.Logger
-}
-
 // Server is the planner.
 type Server struct {
 	planv1.UnimplementedPlannerServiceServer
 
 	reader *config.Reader
 	prober *probe.Prober
-	log    *slog.Logger
 }
 
 // New makes a planner. It fails where the contract's rules don't compile or the interpreter is not named.
-func New(cfg Config, deps Deps) (*Server, error) {
+func New(cfg Config) (*Server, error) {
 	if cfg.Python == "" {
 		return nil, errors.New("planner: no Python interpreter is named")
 	}
 	reader, err := config.NewReader()
 	if err != nil {
 		return nil, err
-	}
-	log := deps.Log
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
 	}
 	python := cfg.Python
 	if filepath.Base(python) != python { // a path, not a name to be looked up
@@ -63,6 +52,5 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	return &Server{
 		reader: reader,
 		prober: &probe.Prober{Python: python, PythonPath: cfg.PythonPath, Env: cfg.Env},
-		log:    log,
 	}, nil
 }

@@ -56,7 +56,7 @@ func prober(t *testing.T) Config {
 
 func server(t *testing.T) *Server {
 	t.Helper()
-	s, err := New(prober(t), Deps{})
+	s, err := New(prober(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -218,7 +218,7 @@ func TestACallerThatLeavesEndsTheProbe(t *testing.T) {
 func TestNoPythonIsOneProblem(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "def exact(samples): return []\n")
-	s, err := New(Config{Python: "/nowhere/python"}, Deps{})
+	s, err := New(Config{Python: "/nowhere/python"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -226,7 +226,7 @@ func TestNoPythonIsOneProblem(t *testing.T) {
 	if len(problems) != 1 || problems[0].GetReason() != "PROBE_FAILED" {
 		t.Errorf("problems: %v", problems)
 	}
-	if _, err := New(Config{}, Deps{}); err == nil {
+	if _, err := New(Config{}); err == nil {
 		t.Error("a planner without an interpreter")
 	}
 }
@@ -245,7 +245,7 @@ func TestFoldersAreAbsolute(t *testing.T) {
 
 func TestValidateReadsNothing(t *testing.T) {
 	t.Parallel()
-	s, err := New(Config{Python: "/nowhere/python"}, Deps{})
+	s, err := New(Config{Python: "/nowhere/python"})
 	if err != nil {
 		t.Fatal(err)
 	}

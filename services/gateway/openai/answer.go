@@ -26,7 +26,6 @@ type form interface {
 // belongs to the last of the tokens; the others carry "".
 type piece struct {
 	text     string
-	tokens   int
 	logprobs []float32
 	finish   string
 	prompt   prompt // of the last piece, where the request asks for it
@@ -131,7 +130,7 @@ func (t *tally) take(req *gatewayv1.CompleteRequest, got *gatewayv1.CompleteResp
 	}
 	t.used.TotalTokens = t.used.PromptTokens + t.used.CompletionTokens
 	return index, piece{
-		text: raw.GetText(), tokens: len(raw.GetTokenIds()), logprobs: raw.GetRawLogprobs(), finish: raw.GetFinishReason(),
+		text: raw.GetText(), logprobs: raw.GetRawLogprobs(), finish: raw.GetFinishReason(),
 		prompt: prompt{ids: raw.GetPromptTokenIds(), texts: raw.GetPromptTexts(), logprobs: raw.GetPromptLogprobs()},
 	}
 }

@@ -88,7 +88,7 @@ func (p *parser) header(node *unstable.Node) {
 		e := table.Get(string(key.Data))
 		switch {
 		case e == nil:
-			e = table.add(string(key.Data), p.span(key.Raw), &Value{Kind: Table, Span: span, implicit: !last})
+			e = table.add(string(key.Data), p.span(key.Raw), &Value{Kind: Table, Span: span})
 			e.Value.header = last
 			if last && node.Kind == unstable.ArrayTable {
 				p.fault(span, "there is no array of tables in a configuration", "write one table: ["+string(key.Data)+"]")
@@ -100,7 +100,7 @@ func (p *parser) header(node *unstable.Node) {
 				return
 			}
 		case last:
-			e.Value.header, e.Value.implicit = true, false
+			e.Value.header = true
 			e.Value.Span, e.Span = span, p.span(key.Raw)
 		}
 		table = e.Value
@@ -137,7 +137,7 @@ func (p *parser) keyValue(table *Value, node *unstable.Node) {
 			return
 		}
 		if e == nil {
-			e = table.add(name, span, &Value{Kind: Table, Span: span, implicit: true})
+			e = table.add(name, span, &Value{Kind: Table, Span: span})
 		}
 		if e.Value.Kind != Table || e.Value.inline {
 			p.duplicate(span, "key `"+name+"`", e)

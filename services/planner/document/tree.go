@@ -34,9 +34,8 @@ type Value struct {
 	Float   float64
 	Bool    bool
 
-	header   bool // made by a `[header]`: a second one is a duplicate
-	implicit bool // made on the way to a longer header or dotted key
-	inline   bool // `{...}`: complete where it stands
+	header bool // made by a `[header]`: a second one is a duplicate
+	inline bool // `{...}`: complete where it stands
 }
 
 // Entry is a key and its value.
