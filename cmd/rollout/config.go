@@ -14,6 +14,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/atomicfile"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
@@ -227,24 +228,13 @@ func roleName(role planv1.InputRole) string {
 
 // writeFile replaces a file whole or not at all.
 func writeFile(path string, data []byte) error {
-	fail := func(err error) error {
-		var place *os.PathError
-		if errors.As(err, &place) {
-			err = place.Err
-		}
-		return exit.New(exit.CannotMake, "name another file with -o", "can't write %s: %w", path, err)
+	err := atomicfile.Write(path, data, 0o644)
+	var place *os.PathError
+	if errors.As(err, &place) {
+		err = place.Err
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")
 	if err != nil {
-		return fail(err)
-	}
-	defer os.Remove(tmp.Name())
-	_, err = tmp.Write(data)
-	if err = errors.Join(err, tmp.Chmod(0o644), tmp.Sync(), tmp.Close()); err != nil {
-		return fail(err)
-	}
-	if err := os.Rename(tmp.Name(), path); err != nil {
-		return fail(err)
+		return exit.New(exit.CannotMake, "name another file with -o", "can't write %s: %w", path, err)
 	}
 	return nil
 }

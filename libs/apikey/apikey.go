@@ -22,6 +22,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/rollout-rl/rollout/libs/atomicfile"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
@@ -139,16 +140,10 @@ func (k Keep) change(by func([]Record) ([]Record, error)) error {
 	if err != nil {
 		return err
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(k.Path), ".keys-*") // 0600
-	if err != nil {
+	if err := atomicfile.Write(k.Path, append(data, '\n'), 0o600); err != nil {
 		return fmt.Errorf("write the API keys: %w", err)
 	}
-	defer os.Remove(tmp.Name())
-	_, err = tmp.Write(append(data, '\n'))
-	if err = errors.Join(err, tmp.Sync(), tmp.Close()); err != nil {
-		return fmt.Errorf("write the API keys: %w", err)
-	}
-	return os.Rename(tmp.Name(), k.Path)
+	return nil
 }
 
 // Ring is the keys of a file as a process checks them. Its methods may be called from many goroutines.

@@ -19,6 +19,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/rollout-rl/rollout/libs/atomicfile"
 )
 
 // Folder is a folder with an authority and what it issued: ca.pem and ca-key.pem, KIND-NAME.pem and KIND-NAME-key.pem. Keys are
@@ -221,16 +223,10 @@ func (f Folder) sign(name string, template, parent *x509.Certificate, key, signe
 }
 
 func put(path, kind string, der []byte, mode os.FileMode) error {
-	tmp, err := os.CreateTemp(filepath.Dir(path), ".cert-*") // 0600
-	if err != nil {
+	if err := atomicfile.Write(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), mode); err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
-	defer os.Remove(tmp.Name())
-	err = pem.Encode(tmp, &pem.Block{Type: kind, Bytes: der})
-	if err = errors.Join(err, tmp.Chmod(mode), tmp.Sync(), tmp.Close()); err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
-	}
-	return os.Rename(tmp.Name(), path)
+	return nil
 }
 
 func newKey() (*ecdsa.PrivateKey, error) { return ecdsa.GenerateKey(elliptic.P256(), rand.Reader) }

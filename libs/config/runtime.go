@@ -2,10 +2,10 @@ package config
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
+
+	"github.com/rollout-rl/rollout/libs/atomicfile"
 )
 
 // Runtime is rolloutd.json: how to reach a running rolloutd. It is there exactly while every target serves.
@@ -24,22 +24,13 @@ type Runtime struct {
 	Targets   []string `json:"targets"`
 }
 
-// WriteRuntime writes the file, readable by its owner alone, under a temporary name that is renamed.
+// WriteRuntime writes the file whole, readable by its owner alone.
 func WriteRuntime(path string, r Runtime) error {
 	data, err := json.MarshalIndent(r, "", "  ")
 	if err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(path), ".rolloutd-*") // 0600
-	if err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
-	}
-	defer os.Remove(tmp.Name())
-	_, err = tmp.Write(append(data, '\n'))
-	if err = errors.Join(err, tmp.Sync(), tmp.Close()); err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
-	}
-	if err := os.Rename(tmp.Name(), path); err != nil {
+	if err := atomicfile.Write(path, append(data, '\n'), 0o600); err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
 	return nil

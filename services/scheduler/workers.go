@@ -14,6 +14,7 @@ import (
 
 	"google.golang.org/protobuf/encoding/protojson"
 
+	"github.com/rollout-rl/rollout/libs/atomicfile"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/reward"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -71,7 +72,7 @@ func (c *conductor) command(id, kind string) (launch.Command, error) {
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
 	}
 	base := filepath.Join(run.GetDirectory(), "workers", id)
-	if err := writeSecret(base+".json", text); err != nil {
+	if err := atomicfile.Write(base+".json", text, 0o600); err != nil {
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
 	}
 	env := append(slices.Clone(w.Env), "ROLLOUT_WORKER_SPEC="+base+".json", "OMP_NUM_THREADS="+strconv.Itoa(int(spec.GetThreads())))
@@ -244,21 +245,4 @@ func (c *conductor) change(id string, change func(*workerView)) {
 		change(&w)
 		v.crowd.put(id, w)
 	})
-}
-
-// writeSecret writes a file that only its owner reads, whole or not at all.
-func writeSecret(path string, content []byte) error {
-	f, err := os.CreateTemp(filepath.Dir(path), ".spec-*") // mode 0600
-	if err != nil {
-		return err
-	}
-	defer os.Remove(f.Name())
-	if _, err := f.Write(content); err != nil {
-		f.Close()
-		return err
-	}
-	if err := f.Close(); err != nil {
-		return err
-	}
-	return os.Rename(f.Name(), path)
 }
