@@ -28,25 +28,6 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def truncated_weight(logprobs: Tensor, behaviour: Tensor, cap: float) -> Tensor:
-    """``min(p / p_behaviour, cap)`` of each token, a constant for the gradient.
-
-    Truncated importance sampling (Ionides 2008; per token as in IMPALA's rho, arXiv 1802.01561). ``behaviour`` are the
-    logprobs that the engine sampled with, so the weight covers both older weights and the engine's other arithmetic.
-    The cap bounds the variance and biases towards the behaviour policy. float [N], [N] -> float [N].
-    """
-    return bounded_exp(logprobs.detach() - behaviour).clamp(max=cap)
-
-
-def masked_weight(logprobs: Tensor, behaviour: Tensor, floor: float, cap: float) -> Tensor:
-    """``p / p_behaviour`` where it lies within ``floor`` .. ``cap``, else 0, a constant for the gradient.
-
-    IcePop (Ling Team, "Every Step Evolves", arXiv 2510.18855, with 0.5 and 5): a token on which the two policies disagree teaches
-    nothing, rather than a little. float [N], [N] -> float [N].
-    """
-    return _mask(bounded_exp(logprobs.detach() - behaviour), floor, cap)
-
-
 def importance_weights(
     proximal: Tensor,
     behaviour: Tensor,
@@ -60,8 +41,16 @@ def importance_weights(
     """The weight of each token, a constant for the gradient. float [N], [N], int64 [N] -> float [N].
 
     ``level``: the ratio of the token (``token``), of its whole sample (``sequence``, the product), or the geometric mean over its
-    sample (``geometric``, comparable between lengths: GSPO, arXiv 2507.18071). ``correction``: ``truncate`` at ``cap``, ``mask``
-    outside ``floor`` .. ``cap``, or ``none``: ones. ``sample`` may be absent at level ``token``. Raises ``ValueError``.
+    sample (``geometric``, comparable between lengths: GSPO, arXiv 2507.18071). ``sample`` may be absent at level ``token``.
+    ``correction``:
+
+    - ``truncate`` at ``cap``, which bounds the variance and biases towards the behaviour policy (Ionides 2008; per token as in
+      IMPALA's rho, arXiv 1802.01561);
+    - ``mask``, 0 outside ``floor`` .. ``cap``: where the two policies disagree nothing is taught, rather than a little (IcePop,
+      Ling Team, "Every Step Evolves", arXiv 2510.18855, with 0.5 and 5);
+    - ``none``: ones.
+
+    Raises ``ValueError``.
     """
     if correction == "none":
         return torch.ones_like(behaviour)
@@ -71,7 +60,7 @@ def importance_weights(
             raise ValueError(f"importance weights at level {level!r} need the sample of each token")
         log_ratio = (sum_over_sample if level == "sequence" else mean_over_sample)(log_ratio, sample)
     ratio = bounded_exp(log_ratio)
-    return ratio.clamp(max=cap) if correction == "truncate" else _mask(ratio, floor, cap)
+    return ratio.clamp(max=cap) if correction == "truncate" else ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
 
 
 def staleness_histogram(steps_behind: Sequence[int]) -> dict[str, float]:
@@ -87,7 +76,3 @@ def staleness_histogram(steps_behind: Sequence[int]) -> dict[str, float]:
     for steps in steps_behind:
         counts[starts[bisect_right(starts, max(0, steps)) - 1]] += 1
     return {f"staleness/share_{start}": count / len(steps_behind) for start, count in counts.items()} if steps_behind else {}
-
-
-def _mask(ratio: Tensor, floor: float, cap: float) -> Tensor:
-    return ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)

@@ -32,7 +32,6 @@ _ABSENT_RETRY_SECONDS = 0.25
 _DRAIN_SECONDS = 2.0
 _ACK = b"+ACK"
 _NAK = b"-NAK"
-_TERM = b"+TERM"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,10 +141,6 @@ class WorkQueue:
     async def give_back(self, items: Iterable[WorkItem]) -> None:
         """Not done: somebody else gets them at once."""
         await self._settle(items, _NAK)
-
-    async def terminate(self, items: Iterable[WorkItem]) -> None:
-        """Can never be done by anybody."""
-        await self._settle(items, _TERM)
 
     async def stop(self) -> None:
         """Ask for no more, and give back what still arrives. When this returns the server sends nothing here any more: what is

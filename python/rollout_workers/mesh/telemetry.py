@@ -85,6 +85,5 @@ class Meters:
         meter = metrics.get_meter("rollout_workers")
         self.samples = meter.create_counter("rollout.samples", description="samples finished, by outcome")
         self.tokens = meter.create_counter("rollout.tokens", description="completion tokens of finished samples")
-        self.reward_seconds = meter.create_histogram("rollout.reward.duration", unit="s")
         self.publish_seconds = meter.create_histogram("rollout.publish.duration", unit="s")
         self.train_seconds = meter.create_histogram("rollout.train.duration", unit="s")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout_workers.algorithms import GrpoConfig, TokenBatch
-from rollout_workers.algorithms.importance import importance_weights, masked_weight, staleness_histogram, truncated_weight
+from rollout_workers.algorithms.importance import importance_weights, staleness_histogram
 from rollout_workers.algorithms.surrogate import policy_loss
 
 SAMPLE = torch.tensor([0, 0, 1])
@@ -17,20 +17,21 @@ CAPS = {"cap": 1.5, "floor": 0.5}
 
 
 def test_the_ratio_is_capped_above_and_only_there() -> None:
-    weights = truncated_weight(torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -1.0, -6.0]), cap=2.0)
-    assert weights.tolist() == pytest.approx([1.6487212, 1.0, 2.0])
-    assert truncated_weight(torch.tensor([-9.0]), torch.tensor([0.0]), cap=2.0).item() == pytest.approx(1.2341e-4, rel=1e-4)
+    weights = importance_weights(
+        torch.tensor([-1.0, -1.0, -1.0, -9.0]),
+        torch.tensor([-1.5, -1.0, -6.0, 0.0]),
+        None,
+        correction="truncate",
+        level="token",
+        **CAPS,
+    )
+    assert weights.tolist() == pytest.approx([1.5, 1.0, 1.5, 1.2341e-4], rel=1e-4)
 
 
-def test_the_weight_is_a_constant_for_the_gradient() -> None:
-    logprobs = torch.tensor([-1.0], requires_grad=True)
-    assert not truncated_weight(logprobs, torch.tensor([-1.5]), cap=2.0).requires_grad
-    assert not masked_weight(logprobs, torch.tensor([-1.5]), floor=0.5, cap=2.0).requires_grad
-
-
-def test_a_mask_takes_what_lies_outside_and_leaves_the_rest_as_it_is() -> None:
-    weights = masked_weight(torch.tensor([0.0, 0.0, 0.0]), torch.tensor([-0.3, -3.0, 3.0]), floor=0.5, cap=2.0)
-    assert weights.tolist() == pytest.approx([math.exp(0.3), 0, 0])
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_the_weight_is_a_constant_for_the_gradient(correction: str) -> None:
+    proximal = PROXIMAL.clone().requires_grad_()
+    assert not importance_weights(proximal, BEHAVIOUR, SAMPLE, correction=correction, level="token", **CAPS).requires_grad
 
 
 @pytest.mark.parametrize(
