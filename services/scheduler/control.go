@@ -11,6 +11,7 @@ import (
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 )
 
+// control starts the controller and listens to it; it begins again when the controller's process was replaced.
 func (c *conductor) control(ctx context.Context) error {
 	run := c.record()
 	if refusal.Paused(run) { // by an earlier incarnation, and nobody has resumed it: no step is tried
@@ -42,6 +43,7 @@ func (c *conductor) control(ctx context.Context) error {
 	}
 }
 
+// listen follows the progress until the controller ends the stream (nil) or it breaks.
 func (c *conductor) listen(ctx context.Context) error {
 	stream, err := c.svc.Controller.WatchProgress(ctx, &learnerv1.WatchProgressRequest{RunId: c.id})
 	if err != nil {
@@ -60,6 +62,7 @@ func (c *conductor) listen(ctx context.Context) error {
 	}
 }
 
+// drained waits for a request to drain and carries it out.
 func (c *conductor) drained(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
@@ -83,6 +86,8 @@ func (c *conductor) drained(ctx context.Context) error {
 	})
 }
 
+// keepProgress writes the progress into the run's record, at once when the state changes, else once a second with the queues: what
+// is seen of the run if this process dies.
 func (c *conductor) keepProgress(ctx context.Context) error {
 	progress, run := c.progress(), c.record()
 	begun := progress.GetPhase() > learnerv1.Phase_PHASE_PREPARING && progress.GetPhase() <= learnerv1.Phase_PHASE_SNAPSHOTTING
@@ -112,6 +117,7 @@ func (c *conductor) keepProgress(ctx context.Context) error {
 	return errors.Join(err, c.svc.Store.KeepQueues(ctx, c.id, c.queues()))
 }
 
+// advance takes what the progress says of steps and weights into the record; it never goes back.
 func advance(r *Run, p *learnerv1.Progress) {
 	r.Step = max(r.GetStep(), p.GetStep())
 	if w := p.GetWeights(); w.GetDirectory() != "" {

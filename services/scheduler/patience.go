@@ -10,6 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
+// insist repeats a call while it fails in a way that may pass, and shows what is waited for.
 func (c *conductor) insist(ctx context.Context, what string, call func(context.Context) error) error {
 	delay := 50 * time.Millisecond
 	told := false
@@ -34,6 +35,7 @@ func (c *conductor) insist(ctx context.Context, what string, call func(context.C
 	}
 }
 
+// noticeSlow shows what is waited for when a call has not returned after two seconds; the returned function ends that.
 func (c *conductor) noticeSlow(what string) func() {
 	var mu sync.Mutex
 	returned := false
@@ -52,6 +54,7 @@ func (c *conductor) noticeSlow(what string) func() {
 	}
 }
 
+// follow repeats a call that reads a stream, however the stream ends, until ctx ends or the call fails for good.
 func (c *conductor) follow(ctx context.Context, what string, call func(context.Context) error) error {
 	for {
 		err := endOfStream(call(ctx))
@@ -70,6 +73,7 @@ func (c *conductor) follow(ctx context.Context, what string, call func(context.C
 	}
 }
 
+// pause waits, at most until ctx ends.
 func pause(ctx context.Context, d time.Duration) error {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
