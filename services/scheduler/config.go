@@ -92,6 +92,8 @@ type Bus interface {
 	WorkMark(ctx context.Context, run string) (uint64, error)
 	PurgeWork(ctx context.Context, run string, before uint64) error
 	Publish(ctx context.Context, messages ...bus.Message) error
+	// Healthy reports whether the connection is up.
+	Healthy() bool
 }
 
 // Registry tells which workers serve. *discovery.Client satisfies it.

@@ -32,6 +32,7 @@ import (
 type mesh struct {
 	t          *testing.T
 	bus        *stream
+	busAway    bool // nobody answers at NATS
 	ledger     *ledger
 	controller *controller
 
@@ -223,6 +224,12 @@ func (s *stream) PurgeWork(_ context.Context, _ string, before uint64) error {
 		s.m.queue = slices.DeleteFunc(s.m.queue, func(g *runv1.PromptGroup) bool { return s.m.places[g] < before })
 	})
 	return nil
+}
+
+func (s *stream) Healthy() bool {
+	up := true
+	s.m.do(func() { up = !s.m.busAway })
+	return up
 }
 
 func (s *stream) Publish(_ context.Context, messages ...bus.Message) error {

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/scheduler"
 )
 
 // Threads that spin pay where nobody else wants the cores: a run beside another, and engine and learner of an async run, sleep.
@@ -29,5 +30,21 @@ func TestOnlyARunThatIsAloneSpins(t *testing.T) {
 			}
 			w.launcher.mu.Unlock()
 		}
+	}
+}
+
+// Whatever else a run waits for while NATS is away, it is told that it is.
+func TestAWaitForNATSIsTold(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	w.mesh.held = true // no run ends
+	w.start()
+	run := w.create(plan(4, "sync", 1, false))
+	w.wait(run.GetRunId(), func(s *runv1.RunStatus) bool { return s.GetRun().GetState() == scheduler.Running })
+	for _, away := range []bool{true, false} {
+		w.mesh.do(func() { w.mesh.busAway = away })
+		w.wait(run.GetRunId(), func(s *runv1.RunStatus) bool {
+			return strings.Contains(s.GetWaitingFor(), "NATS to answer again (its servers): ") == away
+		})
 	}
 }

@@ -170,6 +170,11 @@ func (c *conductor) poll(ctx context.Context) {
 		return
 	}
 	c.polled = time.Now()
+	away := ""
+	if !c.svc.Bus.Healthy() {
+		away = "no server of nats.url does; `rollout doctor` says more" // work and samples travel there: whatever else is waited for, waits for it
+	}
+	c.waitFor("NATS to answer again (its servers)", away)
 	c.mu.Lock()
 	workers := maps.Clone(c.view.crowd.workers)
 	c.mu.Unlock()
