@@ -9,22 +9,18 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/bus"
-	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
-	"github.com/rollout-rl/rollout/services/scheduler"
 )
 
 // mesh is a ledger, a work stream, a controller and workers in one lock: each publish is sampled in a random order, each full
@@ -268,129 +264,6 @@ func (m *mesh) bound() uint64 {
 	return uint64(m.config.GetMaxStaleness()+1) * uint64(m.config.GetGroupsPerStep())
 }
 
-// ---- the ledger ---------------------------------------------------------------------------------
-
-func (l *ledger) OpenLedger(_ context.Context, in *bufferv1.OpenLedgerRequest, _ ...grpc.CallOption) (*bufferv1.OpenLedgerResponse, error) {
-	var state *bufferv1.LedgerState
-	if err := l.m.admit("OpenLedger", in.GetIncarnation()); err != nil {
-		return nil, err
-	}
-	l.m.do(func() {
-		l.m.incarnation = in.GetIncarnation()
-		if l.m.config != nil && !proto.Equal(l.m.config, in.GetConfig()) {
-			l.m.t.Errorf("the ledger was opened with %v, then with %v", l.m.config, in.GetConfig())
-		}
-		if l.m.config == nil {
-			l.m.config, l.m.step = in.GetConfig(), in.GetConfig().GetFirstStep()
-		}
-		l.m.open = true
-	})
-	l.m.read(func() { state = l.m.state() })
-	return &bufferv1.OpenLedgerResponse{State: state}, nil
-}
-
-// admit refuses what is asked in the name of an older incarnation, as buffer and controller do.
-func (m *mesh) admit(what string, incarnation uint32) (err error) {
-	m.read(func() {
-		if incarnation < m.incarnation {
-			m.refused = append(m.refused, what)
-			err = status.Error(codes.FailedPrecondition, "a newer incarnation is known")
-		}
-	})
-	return err
-}
-
-func (l *ledger) CloseLedger(_ context.Context, in *bufferv1.CloseLedgerRequest, _ ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error) {
-	if err := l.m.admit("CloseLedger", in.GetIncarnation()); err != nil {
-		return nil, err
-	}
-	l.m.do(func() { l.m.open = false })
-	return &bufferv1.CloseLedgerResponse{}, nil
-}
-
-func (m *mesh) state() *bufferv1.LedgerState {
-	s := &bufferv1.LedgerState{Step: m.step, StalledReason: m.stalled, StalledMessage: m.stalled}
-	for _, p := range m.positions() {
-		switch g := m.groups[p]; g.GetState() {
-		case bufferv1.GroupState_GROUP_STATE_OPEN:
-			s.Open++
-		case bufferv1.GroupState_GROUP_STATE_READY:
-			s.Ready++
-		case bufferv1.GroupState_GROUP_STATE_CONSUMED:
-			s.Consumed++
-		case bufferv1.GroupState_GROUP_STATE_EXCLUDED:
-			s.Excluded++
-		case bufferv1.GroupState_GROUP_STATE_DISSOLVED:
-			s.Dissolved = append(s.Dissolved, proto.CloneOf(g))
-		}
-	}
-	return s
-}
-
-func (m *mesh) positions() (out []uint64) {
-	for p := range m.groups {
-		out = append(out, p)
-	}
-	slices.Sort(out)
-	return out
-}
-
-func (l *ledger) WatchLedger(ctx context.Context, _ *bufferv1.WatchLedgerRequest, _ ...grpc.CallOption) (grpc.ServerStreamingClient[bufferv1.WatchLedgerResponse], error) {
-	return &follow[bufferv1.WatchLedgerResponse]{ctx: ctx, m: l.m, next: func() (*bufferv1.WatchLedgerResponse, bool) {
-		return &bufferv1.WatchLedgerResponse{State: l.m.state()}, false
-	}}, nil
-}
-
-func (l *ledger) ListSteps(_ context.Context, in *bufferv1.ListStepsRequest, _ ...grpc.CallOption) (*bufferv1.ListStepsResponse, error) {
-	out := &bufferv1.ListStepsResponse{}
-	l.m.read(func() {
-		for step := in.GetFromStep(); step <= l.m.step; step++ {
-			out.Steps = append(out.Steps, &bufferv1.StepRecord{Step: step, WeightsDigest: fmt.Sprint("digest-", step)})
-		}
-	})
-	return out, nil
-}
-
-func (l *ledger) ListGroups(_ context.Context, in *bufferv1.ListGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ListGroupsResponse, error) {
-	out := &bufferv1.ListGroupsResponse{}
-	l.m.read(func() {
-		for _, p := range l.m.positions() {
-			if p >= in.GetFromPosition() && len(out.GetGroups()) < int(in.GetLimit()) {
-				out.Groups = append(out.Groups, proto.CloneOf(l.m.groups[p]))
-			}
-		}
-	})
-	return out, nil
-}
-
-func (l *ledger) ExcludeGroups(_ context.Context, in *bufferv1.ExcludeGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ExcludeGroupsResponse, error) {
-	l.m.do(func() {
-		for _, k := range in.GetGroups() {
-			g := l.m.groups[uint64(k.GetEpoch())*rows+k.GetIndex()]
-			g.State, g.Reason = bufferv1.GroupState_GROUP_STATE_EXCLUDED, in.GetReason()
-		}
-	})
-	return &bufferv1.ExcludeGroupsResponse{}, nil
-}
-
-func (l *ledger) ReissueGroups(_ context.Context, in *bufferv1.ReissueGroupsRequest, _ ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error) {
-	var err error
-	l.m.do(func() {
-		for _, k := range in.GetGroups() {
-			g := l.m.groups[uint64(k.GetEpoch())*rows+k.GetIndex()]
-			if g.GetKey().GetAttempt() >= k.GetAttempt() {
-				continue
-			}
-			if g.GetState() != bufferv1.GroupState_GROUP_STATE_DISSOLVED {
-				err = status.Error(codes.FailedPrecondition, "not dissolved")
-				return
-			}
-			g.Key, g.State = k, bufferv1.GroupState_GROUP_STATE_OPEN
-		}
-	})
-	return &bufferv1.ReissueGroupsResponse{}, err
-}
-
 // ---- the controller -----------------------------------------------------------------------------
 
 func (c *controller) StartRun(_ context.Context, in *learnerv1.StartRunRequest, _ ...grpc.CallOption) (*learnerv1.StartRunResponse, error) {
@@ -463,133 +336,4 @@ func (f *follow[T]) Recv() (*T, error) {
 	var message *T
 	message, f.ended = f.next()
 	return message, nil
-}
-
-// ---- death --------------------------------------------------------------------------------------
-
-// gate lets nothing through once it is closed.
-type gate struct {
-	closed atomic.Bool
-	away   atomic.Int32 // so many reads of a cursor fail
-	frozen atomic.Pointer[freeze]
-}
-
-// freeze is where a process stands still, until it is thawed.
-type freeze struct {
-	at            string
-	reached, thaw chan struct{}
-}
-
-func (g *gate) freeze(at string) *freeze {
-	f := &freeze{at: at, reached: make(chan struct{}), thaw: make(chan struct{})}
-	g.frozen.Store(f)
-	return f
-}
-
-// pass is err for a call at which the process may stand still.
-func (g *gate) pass(at string) error {
-	if f := g.frozen.Load(); f != nil && f.at == at && g.frozen.CompareAndSwap(f, nil) {
-		close(f.reached)
-		<-f.thaw
-	}
-	return g.err()
-}
-
-func (g *gate) close() { g.closed.Store(true) }
-
-func (g *gate) err() error {
-	if g.closed.Load() {
-		return status.Error(codes.Unavailable, "this process is dead")
-	}
-	return nil
-}
-
-type gatedStore struct {
-	scheduler.Store
-	gate *gate
-}
-
-func (s gatedStore) Cursor(ctx context.Context, run string) (scheduler.Cursor, error) {
-	if s.gate.away.Add(-1) >= 0 {
-		return scheduler.Cursor{}, sqldb.ErrUnavailable
-	}
-	return s.Store.Cursor(ctx, run)
-}
-
-func (s gatedStore) Update(ctx context.Context, run string, change func(*scheduler.Run) error) (*scheduler.Run, error) {
-	if err := s.gate.err(); err != nil {
-		return nil, err
-	}
-	return s.Store.Update(ctx, run, change)
-}
-
-func (s gatedStore) Advance(ctx context.Context, run string, from, to uint64) error {
-	if err := s.gate.err(); err != nil {
-		return err
-	}
-	return s.Store.Advance(ctx, run, from, to)
-}
-
-func (s gatedStore) KeepQueues(ctx context.Context, run string, q *runv1.Queues) error {
-	if err := s.gate.err(); err != nil {
-		return err
-	}
-	return s.Store.KeepQueues(ctx, run, q)
-}
-
-type gatedBus struct {
-	gate *gate
-	scheduler.Bus
-}
-
-func (b gatedBus) Publish(ctx context.Context, messages ...bus.Message) error {
-	if err := b.gate.err(); err != nil {
-		return err
-	}
-	return b.Bus.Publish(ctx, messages...)
-}
-
-func (b gatedBus) PurgeWork(ctx context.Context, run string, before uint64) error {
-	if err := b.gate.pass("PurgeWork"); err != nil {
-		return err
-	}
-	return b.Bus.PurgeWork(ctx, run, before)
-}
-
-type gatedBuffer struct {
-	scheduler.Buffer
-	gate *gate
-}
-
-func (b gatedBuffer) CloseLedger(ctx context.Context, in *bufferv1.CloseLedgerRequest, o ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error) {
-	if err := b.gate.pass("CloseLedger"); err != nil {
-		return nil, err
-	}
-	return b.Buffer.CloseLedger(ctx, in, o...)
-}
-
-func (b gatedBuffer) ReissueGroups(ctx context.Context, in *bufferv1.ReissueGroupsRequest, o ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error) {
-	if err := b.gate.err(); err != nil {
-		return nil, err
-	}
-	return b.Buffer.ReissueGroups(ctx, in, o...)
-}
-
-func (b gatedBuffer) ExcludeGroups(ctx context.Context, in *bufferv1.ExcludeGroupsRequest, o ...grpc.CallOption) (*bufferv1.ExcludeGroupsResponse, error) {
-	if err := b.gate.err(); err != nil {
-		return nil, err
-	}
-	return b.Buffer.ExcludeGroups(ctx, in, o...)
-}
-
-type gatedController struct {
-	scheduler.Controller
-	gate *gate
-}
-
-func (c gatedController) StopRun(ctx context.Context, in *learnerv1.StopRunRequest, o ...grpc.CallOption) (*learnerv1.StopRunResponse, error) {
-	if err := c.gate.pass("StopRun"); err != nil {
-		return nil, err
-	}
-	return c.Controller.StopRun(ctx, in, o...)
 }

@@ -1,0 +1,169 @@
+package controller
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+// Ledger.
+
+func (w *world) RecordWeights(_ context.Context, in *bufferv1.RecordWeightsRequest, _ ...grpc.CallOption) (*bufferv1.RecordWeightsResponse, error) {
+	effect, err := w.at("RecordWeights")
+	if effect {
+		w.mu.Lock()
+		w.initial = in.GetDigest()
+		w.mu.Unlock()
+	}
+	return &bufferv1.RecordWeightsResponse{}, err
+}
+
+func (w *world) LeaseBatch(ctx context.Context, in *bufferv1.LeaseBatchRequest, _ ...grpc.CallOption) (*bufferv1.LeaseBatchResponse, error) {
+	if _, err := w.at("LeaseBatch"); err != nil {
+		return nil, err
+	}
+	w.mu.Lock()
+	starved := w.starved
+	w.mu.Unlock()
+	if starved != nil {
+		starved()
+		sleep(ctx, time.Millisecond) // as the buffer, which holds the request for a while
+		return &bufferv1.LeaseBatchResponse{WaitingFor: "samples"}, nil
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if in.GetStep() != uint64(len(w.steps))+1 {
+		return nil, status.Errorf(codes.FailedPrecondition, "lease of step %d after %d", in.GetStep(), len(w.steps))
+	}
+	return &bufferv1.LeaseBatchResponse{Batch: batch(in.GetStep())}, nil
+}
+
+func batch(step uint64) *bufferv1.Batch {
+	return &bufferv1.Batch{RunId: run, Step: step, BatchId: digestOf("batch", step), Groups: 2, Samples: make([]*bufferv1.SampleRef, 4)}
+}
+
+func (w *world) CommitStep(_ context.Context, in *bufferv1.CommitStepRequest, _ ...grpc.CallOption) (*bufferv1.CommitStepResponse, error) {
+	effect, fault := w.at("CommitStep")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	record := &bufferv1.StepRecord{Step: in.GetStep(), BatchId: in.GetBatchId(), WeightsDigest: in.GetWeightsDigest()}
+	switch n := uint64(len(w.steps)); {
+	case in.GetStep() == n && proto.Equal(w.steps[n-1], record):
+	case in.GetStep() != n+1:
+		return nil, status.Errorf(codes.FailedPrecondition, "commit of step %d after %d", in.GetStep(), n)
+	case effect:
+		w.steps = append(w.steps, record)
+	}
+	return &bufferv1.CommitStepResponse{Step: record}, fault
+}
+
+func (w *world) GetBatch(_ context.Context, in *bufferv1.GetBatchRequest, _ ...grpc.CallOption) (*bufferv1.GetBatchResponse, error) {
+	_, err := w.at("GetBatch")
+	return &bufferv1.GetBatchResponse{Batch: batch(in.GetStep())}, err
+}
+
+func (w *world) ListSteps(context.Context, *bufferv1.ListStepsRequest, ...grpc.CallOption) (*bufferv1.ListStepsResponse, error) {
+	_, err := w.at("ListSteps")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return &bufferv1.ListStepsResponse{Steps: append([]*bufferv1.StepRecord(nil), w.steps...)}, err
+}
+
+func (w *world) TrimPayloads(context.Context, *bufferv1.TrimPayloadsRequest, ...grpc.CallOption) (*bufferv1.TrimPayloadsResponse, error) {
+	_, err := w.at("TrimPayloads")
+	return &bufferv1.TrimPayloadsResponse{}, err
+}
+
+// Snapshots.
+
+func (w *world) CreateSnapshot(_ context.Context, in *snapshotv1.CreateSnapshotRequest, _ ...grpc.CallOption) (*snapshotv1.CreateSnapshotResponse, error) {
+	effect, err := w.at("CreateSnapshot")
+	if effect {
+		w.mu.Lock()
+		s := proto.CloneOf(in.GetSnapshot())
+		s.SnapshotId = fmt.Sprintf("snap-%d", s.GetStep())
+		w.snapshots = append(w.snapshots, s)
+		w.mu.Unlock()
+	}
+	return &snapshotv1.CreateSnapshotResponse{}, err
+}
+
+func (w *world) GetSnapshot(context.Context, *snapshotv1.GetSnapshotRequest, ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "not asked for")
+}
+
+func (w *world) ListSnapshots(context.Context, *snapshotv1.ListSnapshotsRequest, ...grpc.CallOption) (*snapshotv1.ListSnapshotsResponse, error) {
+	_, err := w.at("ListSnapshots")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	resp := &snapshotv1.ListSnapshotsResponse{}
+	if n := len(w.snapshots); n > 0 {
+		resp.Snapshots = w.snapshots[n-1:]
+	}
+	return resp, err
+}
+
+func (w *world) MaterializeSnapshot(_ context.Context, in *snapshotv1.MaterializeSnapshotRequest, _ ...grpc.CallOption) (*snapshotv1.MaterializeSnapshotResponse, error) {
+	_, err := w.at("MaterializeSnapshot")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, s := range w.snapshots {
+		if s.GetSnapshotId() == in.GetSnapshotId() {
+			return &snapshotv1.MaterializeSnapshotResponse{Snapshot: s}, err
+		}
+	}
+	return nil, status.Error(codes.NotFound, in.GetSnapshotId())
+}
+
+// Scheduler, store, events.
+
+func (w *world) CompleteRun(_ context.Context, in *runv1.CompleteRunRequest, _ ...grpc.CallOption) (*runv1.CompleteRunResponse, error) {
+	effect, err := w.at("CompleteRun")
+	if effect {
+		w.mu.Lock()
+		w.completed = append(w.completed, in)
+		w.mu.Unlock()
+	}
+	return &runv1.CompleteRunResponse{}, err
+}
+
+func (w *world) Save(_ context.Context, d *Drive) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.stored = d
+	return nil
+}
+
+func (w *world) Get(context.Context, string) (*Drive, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.stored == nil {
+		return nil, ErrNotFound
+	}
+	return w.stored, nil
+}
+
+func (w *world) Active(context.Context) ([]*Drive, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.stored != nil && w.stored.Active {
+		return []*Drive{w.stored}, nil
+	}
+	return nil, nil
+}
+
+func (w *world) Emit(e *eventv1.Event) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.events = append(w.events, e)
+}

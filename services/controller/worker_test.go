@@ -1,0 +1,162 @@
+package controller
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/libs/refusal"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+)
+
+// fakeLearner is a learner whose weights are a hash chain over the batches.
+type fakeLearner struct {
+	learnerv1.UnimplementedLearnerWorkerServiceServer
+	world   *world
+	address string
+	step    uint64
+	digest  string // empty before Initialize
+	drift   string // mixed into each step: a learner that does not repeat itself
+	refuses uint64 // step whose gradient it refuses
+
+	published sync.Map // digest -> folder
+}
+
+func (l *fakeLearner) GetLearnerStatus(context.Context, *learnerv1.GetLearnerStatusRequest) (*learnerv1.GetLearnerStatusResponse, error) {
+	return &learnerv1.GetLearnerStatusResponse{Step: l.step, Initialized: l.digest != "", WeightsDigest: l.digest}, nil
+}
+
+func (l *fakeLearner) Initialize(_ context.Context, in *learnerv1.InitializeRequest) (*learnerv1.InitializeResponse, error) {
+	effect, err := l.world.at("Initialize")
+	if effect && l.digest == "" {
+		l.step, l.digest = in.GetStep(), digestAt(in.GetStep())
+	}
+	return &learnerv1.InitializeResponse{Step: l.step, WeightsDigest: l.digest}, err
+}
+
+func (l *fakeLearner) Train(in *learnerv1.TrainRequest, stream grpc.ServerStreamingServer[learnerv1.TrainResponse]) error {
+	effect, fault := l.world.at("Train")
+	if fault == nil && in.GetStep() == l.refuses {
+		return rpcerr.New(codes.FailedPrecondition, refusal.Exploding, "step %d: kept in step.npz", in.GetStep()).GRPCStatus().Err()
+	}
+	if effect && in.GetStep() == l.step+1 {
+		l.step, l.digest = in.GetStep(), digestOf(l.digest, in.GetBatch().GetBatchId()+l.drift)
+	}
+	if fault != nil {
+		return fault
+	}
+	if in.GetStep() != l.step {
+		return status.Errorf(codes.FailedPrecondition, "step %d asked for at %d", in.GetStep(), l.step)
+	}
+	result := &learnerv1.TrainResult{Step: l.step, WeightsDigest: l.digest, Metrics: map[string]float64{"loss": 1},
+		Completions: []*learnerv1.Completion{{Index: 4, Prompt: "1+1=", Completion: "2", Reward: 1, Advantage: proto.Float64(0.5)}}}
+	if in.GetPublish() {
+		result.Weights = l.manifest()
+	}
+	return stream.Send(&learnerv1.TrainResponse{Kind: &learnerv1.TrainResponse_Result{Result: result}})
+}
+
+// manifest publishes the weights as they are.
+func (l *fakeLearner) manifest() *weightsv1.WeightsManifest {
+	folder := l.world.t.TempDir()
+	l.published.Store(l.digest, folder)
+	return &weightsv1.WeightsManifest{RunId: run, Version: l.step, Digest: l.digest, Directory: folder}
+}
+
+// forget removes the folders of all that was published, as when a host loses its memory.
+func (l *fakeLearner) forget() {
+	l.published.Range(func(_, folder any) bool { return os.RemoveAll(folder.(string)) == nil })
+}
+
+func (l *fakeLearner) PublishWeights(context.Context, *learnerv1.PublishWeightsRequest) (*learnerv1.PublishWeightsResponse, error) {
+	_, err := l.world.at("PublishWeights")
+	return &learnerv1.PublishWeightsResponse{Weights: l.manifest()}, err
+}
+
+// OfferWeights offers a patch to who holds the step before this one, else the whole; of what it published itself.
+func (l *fakeLearner) OfferWeights(_ context.Context, in *learnerv1.OfferWeightsRequest) (*learnerv1.OfferWeightsResponse, error) {
+	if _, held := l.published.Load(in.GetDigest()); !held {
+		return nil, rpcerr.New(codes.NotFound, "WEIGHTS_NOT_HELD", "not published here")
+	}
+	offer := &weightsv1.WeightsOffer{Version: l.step, Digest: in.GetDigest(), Form: weightsv1.WeightsForm_WEIGHTS_FORM_WHOLE, Bytes: 100}
+	if l.step > 0 && !in.GetWhole() && in.GetBaseDigest() == digestAt(l.step-1) {
+		offer.Form, offer.BaseDigest = weightsv1.WeightsForm_WEIGHTS_FORM_PATCH, in.GetBaseDigest()
+	}
+	if in.GetStore() {
+		offer.ContentId = digestOf("stored", l.step)
+	}
+	return &learnerv1.OfferWeightsResponse{Offers: []*weightsv1.WeightsOffer{offer}}, nil
+}
+
+func (l *fakeLearner) SaveState(_ context.Context, in *learnerv1.SaveStateRequest) (*learnerv1.SaveStateResponse, error) {
+	_, err := l.world.at("SaveState")
+	if in.GetStep() != l.step || !filepath.IsAbs(in.GetDirectory()) {
+		return nil, status.Errorf(codes.FailedPrecondition, "state of step %d asked for at %d", in.GetStep(), l.step)
+	}
+	return &learnerv1.SaveStateResponse{WeightsDigest: l.digest}, err
+}
+
+// EvaluateLoss answers for the step that the learner stands at.
+func (l *fakeLearner) EvaluateLoss(_ context.Context, in *learnerv1.EvaluateLossRequest) (*learnerv1.EvaluateLossResponse, error) {
+	_, err := l.world.at("EvaluateLoss")
+	if in.GetStep() != l.step {
+		return nil, status.Errorf(codes.FailedPrecondition, "step %d asked for at %d", in.GetStep(), l.step)
+	}
+	return &learnerv1.EvaluateLossResponse{Metrics: map[string]float64{"loss": 0.5, "rewards/accuracy": 0.75}, Rows: 8, Refused: 2}, err
+}
+
+// fakeInference is an inference worker that holds what it is told to.
+type fakeInference struct {
+	inferencev1.UnimplementedInferenceWorkerServiceServer
+	world   *world
+	address string
+	corrupt bool // holds something else than it was sent
+	refuses func(in *inferencev1.LoadWeightsRequest) error
+
+	mu      sync.Mutex
+	receipt *weightsv1.WeightsReceipt
+	offered []string // how each version came: "folder", or the forms and sources that were offered
+}
+
+func (i *fakeInference) LoadWeights(_ context.Context, in *inferencev1.LoadWeightsRequest) (*inferencev1.LoadWeightsResponse, error) {
+	effect, err := i.world.at("LoadWeights")
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if len(in.GetOffers()) == 0 && (i.world.apart || missing(in.GetWeights())) {
+		return nil, notHeld(reasonUnreadable)
+	}
+	if i.refuses != nil {
+		if err := i.refuses(in); err != nil {
+			return nil, err
+		}
+	}
+	i.offered = append(i.offered, described(in.GetOffers()))
+	if effect {
+		i.receipt = &weightsv1.WeightsReceipt{Version: in.GetWeights().GetVersion(), Digest: in.GetWeights().GetDigest()}
+		if i.corrupt {
+			i.receipt.Digest = digestOf("something else")
+		}
+	}
+	return &inferencev1.LoadWeightsResponse{Receipt: i.receipt}, err
+}
+
+func (i *fakeInference) Evaluate(in *inferencev1.EvaluateRequest, stream grpc.ServerStreamingServer[inferencev1.EvaluateResponse]) error {
+	if _, err := i.world.at("Evaluate"); err != nil {
+		return err
+	}
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.receipt.GetVersion() != in.GetVersion() {
+		return status.Errorf(codes.FailedPrecondition, "version %d asked for at %d", in.GetVersion(), i.receipt.GetVersion())
+	}
+	return stream.Send(&inferencev1.EvaluateResponse{Samples: []*inferencev1.EvalSample{{Prompt: "1+1=", Completion: "2", Reward: 1}}})
+}
