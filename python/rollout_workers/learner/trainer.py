@@ -30,6 +30,7 @@ from rollout_workers.learner.refusal import Refusals
 from rollout_workers.learner.schedule import Schedule
 from rollout_workers.learner.scorer import Scorer
 from rollout_workers.learner.state import State, capture, load_state, write_state
+from rollout_workers.learner.tally import Clock, Updates
 from rollout_workers.learner.teacher import Teacher
 from rollout_workers.learner.types import (
     BadBatch,
@@ -162,7 +163,7 @@ class Trainer:
         ordered = _in_order(samples)
         metrics = describe_batch(ordered, step=step, sampled=self.algorithm.needs.sampled)
         self.machine.algorithm = self.algorithm
-        clock, sums, updates = _Clock(), TokenSums(), _Updates()
+        clock, sums, updates = Clock(), TokenSums(), Updates()
         several = self.algorithm.updates.count > 1
         before = self._remember() if several else []
         rate = self.config.schedule.rate(step)
@@ -285,7 +286,7 @@ class Trainer:
     def _optimizers(self) -> list[FlatAdamW]:
         return [self.optimizer] if self.critic_optimizer is None else [self.optimizer, self.critic_optimizer]
 
-    def _accumulate(self, objective: Objective, batch: MicroBatch, mine: bool, sums: TokenSums, clock: _Clock) -> float:
+    def _accumulate(self, objective: Objective, batch: MicroBatch, mine: bool, sums: TokenSums, clock: Clock) -> float:
         """Add a micro-batch's gradient; returns its part of the loss. mine: whether it counts; else another rank counts it."""
         with clock.measure("forward"):
             part = objective.part(batch)
@@ -345,53 +346,6 @@ class Trainer:
         threads = self.config.threads or os.cpu_count() or 1
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-
-
-class _Updates:
-    """What the updates of a step have in common."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._loss = self._norm = self._computed = self._critic = 0.0
-
-    def add(self, loss: float, norms: Sequence[float], computed: int) -> None:
-        """One more. norms: of the policy's gradient, and of the critic's where it has its own."""
-        self.count += 1
-        self._loss, self._norm, self._computed = self._loss + loss, self._norm + norms[0], self._computed + computed
-        self._critic += sum(norms[1:])
-
-    def metrics(self) -> dict[str, float]:
-        """Means over the updates."""
-        told = {"loss": self._loss / self.count, "grad_norm": self._norm / self.count, "tokens/computed": self._computed}
-        if self._critic:
-            told["value/grad_norm"] = self._critic / self.count
-        return told | ({"updates": float(self.count)} if self.count > 1 else {})
-
-
-class _Clock:
-    """Adds up the seconds of the phases of a step."""
-
-    def __init__(self) -> None:
-        self._seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-
-    def measure(self, phase: str) -> _Measure:
-        return _Measure(self._seconds, phase)
-
-    def seconds(self) -> dict[str, float]:
-        return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-
-
-class _Measure:
-    def __init__(self, seconds: dict[str, float], phase: str) -> None:
-        self._seconds, self._phase = seconds, phase
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._seconds[self._phase] += time.perf_counter() - self._started
 
 
 def _teacher(policy: Policy, algorithm: Algorithm, config: TrainerConfig) -> Teacher | None:
