@@ -38,7 +38,7 @@ type issuer struct {
 	file     *dataset.File
 	order    dataset.Order
 	position uint64
-	settled  map[settledKey]bool // dissolved attempts that were acted on
+	settled  map[uint64]uint32 // by position: attempts that were acted on, of those that the ledger tells as dissolved
 	// By position: dissolved attempts whose next one may be open already while its work is not on the stream. Once the ledger has
 	// opened it, no state tells of it again.
 	owed map[uint64]*bufferv1.GroupRecord
@@ -75,7 +75,7 @@ func newIssuer(c *conductor, run *Run, data input, position uint64) *issuer {
 	config := run.GetPlan().GetConfig()
 	c.seePosition(position)
 	return &issuer{
-		c: c, record: run, data: data, position: position, settled: map[settledKey]bool{}, owed: map[uint64]*bufferv1.GroupRecord{},
+		c: c, record: run, data: data, position: position, settled: map[uint64]uint32{}, owed: map[uint64]*bufferv1.GroupRecord{},
 		order: dataset.Order{Seed: config.GetSeed(), Rows: data.rows, Shuffle: config.GetData().GetShuffle()},
 	}
 }

@@ -161,6 +161,23 @@ func TestDissolvedGroupsAreSettledOnce(t *testing.T) {
 	a.want(t, "reissue 0 attempt 5", "publish 0 attempt 5", "exclude 1")
 }
 
+// A run of months has no end of groups that dissolve.
+func TestWhatWasSettledIsForgottenOnceTheLedgerTellsOfItNoMore(t *testing.T) {
+	t.Parallel()
+	i, _ := bench(t, 4, Running, nil)
+	for attempt := range uint32(3) {
+		for index := range uint64(4) {
+			i.c.seeLedger(&bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(index, attempt, dissolved, 0)}})
+			if err := i.act(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if len(i.settled) != 1 {
+				t.Fatalf("one group is dissolved, of %d it is known that they were", len(i.settled))
+			}
+		}
+	}
+}
+
 // The ledger opened the next attempt, and buffer or stream died before the scheduler knew or could publish: no state of the ledger
 // tells of the group again, and its work must go out all the same.
 func TestAnAttemptThatIsOpenIsPublished(t *testing.T) {

@@ -14,25 +14,23 @@ import (
 // AttemptsExhausted is the reason of groups that failed in each of their attempts.
 const AttemptsExhausted = "ATTEMPTS_EXHAUSTED"
 
-type settledKey struct {
-	position uint64
-	attempt  uint32
-}
-
 // settle gives dissolved groups their next attempt, or excludes them after the last.
 func (i *issuer) settle(ctx context.Context, dissolved []*bufferv1.GroupRecord) error {
 	attempts := max(1, i.record.GetPlan().GetConfig().GetLimits().GetGroupAttempts())
 	var again, out []*bufferv1.GroupRecord
+	settled := map[uint64]uint32{} // what is told no more never will be again
 	for _, g := range dissolved {
 		delete(i.owed, g.GetPosition()) // its next attempt is not open yet, or was published after all
-		switch {
-		case i.settled[settledKey{g.GetPosition(), g.GetKey().GetAttempt()}]:
+		switch attempt, acted := i.settled[g.GetPosition()]; {
+		case acted && attempt == g.GetKey().GetAttempt():
+			settled[g.GetPosition()] = attempt
 		case g.GetFailures() < attempts: // going stale is no failure
 			again = append(again, g)
 		default:
 			out = append(out, g)
 		}
 	}
+	i.settled = settled
 	for _, p := range slices.Sorted(maps.Keys(i.owed)) {
 		again = append(again, i.owed[p])
 	}
@@ -92,6 +90,6 @@ func (i *issuer) exclude(ctx context.Context, groups []*bufferv1.GroupRecord) er
 
 func (i *issuer) remember(groups []*bufferv1.GroupRecord) {
 	for _, g := range groups {
-		i.settled[settledKey{g.GetPosition(), g.GetKey().GetAttempt()}] = true
+		i.settled[g.GetPosition()] = g.GetKey().GetAttempt()
 	}
 }
