@@ -54,7 +54,7 @@ def test_killed_in_the_middle_and_resumed_equals_uninterrupted(bench: Bench, run
     assert killed.returncode == -signal.SIGKILL, killed
     assert not (bench.folder / "killed.jsonl").exists()
     journal = bench.folder / "killed.jsonl.journal"
-    assert 24 <= len(journal.read_text().splitlines()) - 1 <= 100
+    assert 24 <= len(journal.read_text().splitlines()) - 1 < 160
     with journal.open("ab") as file:
         file.write(b'{"row":3,"samples":[{"sam')  # what a kill in the middle of a write leaves
     monkeypatch.setenv("NO_SIGNALS", "1")
@@ -69,7 +69,7 @@ def test_a_signal_leaves_what_is_done(number: signal.Signals, bench: Bench, run:
     told = run(spec)
     assert (told.code, told.last["event"], told.last["of"]) == (130, "interrupted", 80)
     kept = told.last["rows"]
-    assert 24 <= kept <= 50 and not (bench.folder / "out.jsonl").exists()
+    assert 24 <= kept < 80 and not (bench.folder / "out.jsonl").exists()
     monkeypatch.setenv("NO_SIGNALS", "1")
     assert run(spec).code == 0
     assert len(bench.records()) == 160
