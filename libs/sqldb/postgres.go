@@ -115,12 +115,18 @@ func (s *server) prepare(ctx context.Context) error {
 			return ErrVersion.With("version", strconv.Itoa(version/10000))
 		}
 		var user, database string
-		var role, member, schema bool
+		var role, member, schema, owned bool
 		err := conn.QueryRow(ctx, `SELECT current_user, current_database(), r.oid IS NOT NULL,
-				r.oid IS NOT NULL AND pg_has_role(current_user, r.oid, 'MEMBER'), EXISTS (SELECT 1 FROM pg_namespace WHERE nspname = $1)
-			FROM (SELECT 1) one LEFT JOIN pg_roles r ON r.rolname = $1`, s.schema).Scan(&user, &database, &role, &member, &schema)
+				r.oid IS NOT NULL AND pg_has_role(current_user, r.oid, 'MEMBER'), n.oid IS NOT NULL,
+				coalesce(has_schema_privilege(r.oid, n.oid, 'USAGE'), false)
+			FROM (SELECT 1) one LEFT JOIN pg_roles r ON r.rolname = $1 LEFT JOIN pg_namespace n ON n.nspname = $1`, s.schema).
+			Scan(&user, &database, &role, &member, &schema, &owned)
 		if err != nil {
 			return domain(err)
+		}
+		if schema && !owned {
+			return ErrRole.WithMessage("the schema %s of database %s does not belong to the role %s, as after a restore without the roles", s.schema, database, s.schema).
+				Mend("restore into an empty database, after `pg_dumpall --roles-only` of the old server; docs/reliability.md has the steps")
 		}
 		quote := func(name string) string { return pgx.Identifier{name}.Sanitize() }
 		var missing []string

@@ -14,6 +14,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 )
@@ -80,6 +81,22 @@ func TestPostgresOrdinaryUser(t *testing.T) {
 	migrate(t, sqldbtest.Open(t, ordinary, "x"))
 	if !strings.Contains(statements, schema) {
 		t.Errorf("%q", statements)
+	}
+}
+
+// A dump that was restored on a server without its roles has schemas that belong to whoever restored them.
+func TestPostgresRestoredWithoutRoles(t *testing.T) {
+	t.Parallel()
+	place := sqldbtest.Place(t)
+	admin(t, "CREATE SCHEMA "+place.Schema("x"))
+	for _, made := range []bool{false, true} {
+		if made {
+			admin(t, "CREATE ROLE "+place.Schema("x"))
+		}
+		_, err := place.Open(t.Context(), "x", sqldb.Full)
+		if !errors.Is(err, sqldb.ErrRole) || !strings.Contains(rpcerr.Mend(err), "pg_dumpall --roles-only") {
+			t.Errorf("with the role (%t): %v", made, err)
+		}
 	}
 }
 
