@@ -6,6 +6,8 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
+	"time"
 
 	"github.com/rollout-rl/rollout/cmd/internal/backend"
 	"github.com/rollout-rl/rollout/libs/discovery"
@@ -49,14 +51,43 @@ func consul(ctx context.Context, p Patient, r *report) {
 	r.ok("leader", "there is one")
 	registering, cancel := context.WithCancel(ctx)
 	name := "rollout-doctor"
-	reg, err := client.Register(registering, discovery.Service{Name: name, ID: name + "-" + rand.Text(), Address: "127.0.0.1", Port: 1})
+	id := name + "-" + rand.Text()
+	reg, err := client.Register(registering, discovery.Service{Name: name, ID: id, Address: "127.0.0.1", Port: 1})
 	cancel()
 	if err != nil {
 		r.fail("permissions", err, `give the token: service_prefix "" { policy = "write" }, node_prefix "" { policy = "read" }`)
 		return
 	}
 	reg.Wait()
+	if !gone(ctx, client, name, id) {
+		r.fail("permissions", errors.New("a service that was deregistered stays in the catalog: who looks it up finds a process that left"),
+			"give the agent a token of its own, with node:write and service:write (acl.tokens.agent; `consul acl set-agent-token agent TOKEN`)")
+		return
+	}
 	r.ok("permissions", "registers and deregisters")
+}
+
+const (
+	goneWithin = 2 * time.Second // less than a registration's TTL, after which it does not pass any more
+	gonePoll   = 50 * time.Millisecond
+)
+
+// gone reports whether an instance is not in the catalog any more: the agent takes services out with its own token, not ours.
+func gone(ctx context.Context, client *discovery.Client, name, id string) bool {
+	ctx, cancel := context.WithTimeout(ctx, goneWithin)
+	defer cancel()
+	tick := time.NewTicker(gonePoll)
+	defer tick.Stop()
+	for {
+		if list, err := client.Lookup(ctx, name); err == nil && !slices.ContainsFunc(list, func(i discovery.Instance) bool { return i.ID == id }) {
+			return true
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-tick.C:
+		}
+	}
 }
 
 // token is the mesh token, "" where there is none yet.

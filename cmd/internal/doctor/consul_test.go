@@ -1,0 +1,36 @@
+package doctor
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/discovery/registry"
+)
+
+// An agent with ACLs and without a token of its own says that it deregisters, and the catalog keeps the service.
+func TestAnAgentThatCannotDeregister(t *testing.T) {
+	t.Parallel()
+	for _, keeps := range []bool{false, true} {
+		r := registry.New("")
+		handler := r.Handler()
+		agent := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+			if keeps && strings.HasPrefix(req.URL.Path, "/v1/agent/service/deregister/") {
+				return
+			}
+			handler.ServeHTTP(w, req)
+		}))
+		t.Cleanup(func() { r.Close(); agent.Close() })
+		c := config.Default(t.TempDir())
+		c.Consul.Address = agent.URL
+		var found report
+		consul(t.Context(), Patient{Config: c, Now: time.Now}, &found)
+		last := found.list[len(found.list)-1]
+		if last.Check != "permissions" || (last.Status == Failed) != keeps || strings.Contains(last.Mend, "acl.tokens.agent") != keeps {
+			t.Errorf("keeps %t: %+v", keeps, found.list)
+		}
+	}
+}
