@@ -6,6 +6,7 @@ Any other exception becomes INTERNAL with a fixed message; its detail goes to th
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 DOMAIN = "rollout"
 DETAILS_KEY = "grpc-status-details-bin"
 _INTERNAL = "internal error: the worker's log has the detail"
+_FULL = "no space is left on the disk to which the worker writes: free some there, then `rollout run --resume RUN` goes on"
 
 # gRPC codes of the reasons that workers give. One that is not here is FAILED_PRECONDITION: the caller must change something.
 _CODES: Mapping[str, int] = {
@@ -102,6 +104,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
         return _status(code_pb2.CANCELLED, "the call was canceled", "CANCELED")
     if not isinstance(reason, str):
         log.error("a call failed: %r", error, exc_info=error)
+        if _disk_full(error):
+            return _status(code_pb2.FAILED_PRECONDITION, _FULL, "DISK_FULL")
         return _status(code_pb2.INTERNAL, _INTERNAL, "INTERNAL")
     status = _status(_CODES.get(reason, code_pb2.FAILED_PRECONDITION), str(error), reason, getattr(error, "metadata", None) or {})
     violations: Sequence[tuple[str, str]] = getattr(error, "violations", ())
@@ -114,6 +118,11 @@ def status_of(error: BaseException) -> status_pb2.Status:
     if delay is not None:
         _attach(status, error_details_pb2.RetryInfo(retry_delay=Duration(nanos=int(delay * 1e9) % 10**9, seconds=int(delay))))
     return status
+
+
+def _disk_full(error: BaseException) -> bool:
+    """Whether a write had no room. The library of safetensors tells in words alone."""
+    return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "No space left on device" in str(error)
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> None:
