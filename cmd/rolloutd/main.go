@@ -23,6 +23,7 @@ import (
 	local "github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/lifecycle"
@@ -39,7 +40,7 @@ var version = "unknown"
 const (
 	exitUsage       = 64
 	exitData        = 65 // a database is damaged
-	exitNoInput     = 66 // a secret or a token is not where the configuration says
+	exitNoInput     = 66 // a secret, a token or a certificate is not where the configuration says
 	exitUnavailable = 69
 	exitSoftware    = 70
 	exitCannotMake  = 73 // the state folder can't be written
@@ -120,7 +121,7 @@ var unavailable = []error{
 func codeOf(err error) int {
 	is := func(target error) bool { return errors.Is(err, target) }
 	switch {
-	case is(config.ErrSecret), is(rpc.ErrTokenMissing):
+	case is(config.ErrSecret), is(rpc.ErrTokenMissing), is(cert.ErrFile), is(cert.ErrMissing):
 		return exitNoInput
 	case is(sqldb.ErrDamaged):
 		return exitData

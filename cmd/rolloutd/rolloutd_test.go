@@ -145,6 +145,7 @@ func TestStartsThatCanNotBe(t *testing.T) {
 	}{
 		"a variable that is not set": {[]string{"--nats-token", "env:NOT_SET"}, exitNoInput, "NOT_SET"},
 		"a secret's file is missing": {[]string{"--nats-token", "file:/none"}, exitNoInput, "/none"},
+		"a certificate is missing":   {[]string{"--tls-cert-file", "/none.pem", "--tls-key-file", "/none"}, exitNoInput, "/none.pem"},
 		"a token's file is missing":  {[]string{"--token-file", "/none"}, exitNoInput, "/none"},
 		"a port in use":              {[]string{"--listen", port}, exitUnavailable, port},
 		"a gateway's port in use":    {[]string{"--gateway-listen", port}, exitUnavailable, "gateway.listen"},

@@ -24,8 +24,9 @@ import (
 var (
 	ErrUnavailable = rpcerr.New(codes.Unavailable, "BUS_UNAVAILABLE", "the NATS server does not answer").RetryAfter(time.Second)
 	ErrNoStream    = rpcerr.New(codes.NotFound, "BUS_STREAM_NOT_FOUND", "no such stream or consumer; EnsureRun makes those of a run")
-	ErrToken       = rpcerr.New(codes.Unauthenticated, "BUS_UNAUTHENTICATED", "the NATS server refused the credentials")
-	ErrTLS         = rpcerr.New(codes.FailedPrecondition, "BUS_TLS",
+	ErrToken       = rpcerr.New(codes.Unauthenticated, "BUS_UNAUTHENTICATED", "the NATS server refused the credentials").
+			Mend("check nats.token, nats.user with its password, or nats.nkey against the server's users")
+	ErrTLS = rpcerr.New(codes.FailedPrecondition, "BUS_TLS",
 		"no TLS with the NATS server: it asks for it or does not speak it, or a certificate is not of the expected authority")
 	ErrReplicas = rpcerr.New(codes.FailedPrecondition, "BUS_REPLICAS",
 		"the NATS servers can't keep that many replicas; add nodes or lower nats.replicas")

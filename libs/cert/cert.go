@@ -23,7 +23,8 @@ import (
 var (
 	ErrMissing = rpcerr.New(codes.NotFound, "CERT_MISSING", "there is no such certificate")
 	ErrExists  = rpcerr.New(codes.AlreadyExists, "CERT_EXISTS", "there is one already")
-	ErrFile    = rpcerr.New(codes.FailedPrecondition, "CERT_FILE", "the certificate or its key can't be used")
+	ErrFile    = rpcerr.New(codes.FailedPrecondition, "CERT_FILE", "the certificate or its key can't be used").
+			Mend("name PEM files that are there and belong together; `rollout certs show` tells of those that `rollout certs` made")
 	ErrName    = rpcerr.New(codes.InvalidArgument, "CERT_NAME", "a certificate can't be made for that")
 	ErrExpired = rpcerr.New(codes.FailedPrecondition, "CERT_EXPIRED", "the certificate has ended")
 )
