@@ -34,6 +34,10 @@ func (d *draft) readModel(path string) {
 		d.Problems.At(d.Place("model.path"), problem.BadModel, "model.path", fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, model.Architecture),
 			"name a language model; a reward model is for `[reward.model]`")
 	}
+	if model.Quantised != "" {
+		d.Problems.At(d.Place("model.path"), problem.BadModel, "model.path", fmt.Sprintf("the weights of %s are quantised (%s): they can't be trained", path, model.Quantised),
+			"take the weights that they were made from")
+	}
 	if model.Unsampled != "" {
 		d.Problems.At(d.Place("model.path"), problem.BadModel, "model.path", fmt.Sprintf("workers can't decode %s: %s", path, model.Unsampled),
 			"take a decoder with plain or windowed attention")

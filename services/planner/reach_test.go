@@ -17,6 +17,8 @@ func TestModelsThatCantBeDecodedAreRefused(t *testing.T) {
 		`{"model_type": "falcon", "alibi": false}`:                                                          "",
 		`{"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}`:                                 "it has layers of conv",
 		`{"model_type": "granite", "layer_types": ["attention"]}`:                                           "",
+		`{"quantization_config": {"quant_method": "mxfp4"}}`:                                                "the weights of model are quantised (mxfp4): they can't be trained",
+		`{"quantization_config": null}`:                                                                     "",
 		`{"model_type": "mamba"}`:                                                                           "it has recurrent layers",
 		`{"model_type": "deepseek_v3"}`:                                                                     "it keeps latent vectors",
 		`{"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"]}`:                  "",

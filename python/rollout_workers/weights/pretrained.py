@@ -17,12 +17,23 @@ class WeightsIncomplete(RolloutError):
     """To start again would meet the same."""
 
 
+class ModelUnknown(RolloutError, ValueError):
+    """A folder of a model that transformers, as it is installed here, does not know as one of the kind that is wanted."""
+
+    reason: ClassVar[str] = "MODEL_UNKNOWN"
+    permanent: ClassVar[bool] = True
+
+
 def load_whole(auto: Any, directory: str | os.PathLike[str], *, new: Sequence[str] = (), **options: Any) -> Any:
     """The model that ``auto.from_pretrained(directory, **options)`` gives, without network. new: tensors that the
-    folder may lack. Raises :class:`WeightsIncomplete`."""
-    model, told = auto.from_pretrained(
-        directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
+    folder may lack. Raises :class:`WeightsIncomplete`, :class:`ModelUnknown`."""
+    try:
+        model, told = auto.from_pretrained(
+            directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except ValueError as error:
+        first = str(error).partition("\n")[0]
+        raise ModelUnknown(f"{os.fspath(directory)} can't be loaded by {auto.__name__}: {first}") from error
     mend = "save the model again with `save_pretrained`, weights and config.json together"
     if wrong := sorted(told["mismatched_keys"], key=str):
         name, has, wants = (tuple(item) if isinstance(item, (list, tuple)) else item for item in wrong[0])

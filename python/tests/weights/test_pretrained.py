@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollout_workers.weights.pretrained import WeightsIncomplete, load_whole
+from rollout_workers.weights.pretrained import ModelUnknown, WeightsIncomplete, load_whole
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
@@ -50,3 +50,11 @@ def test_resized_embeddings_are_refused(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 16}))
     with pytest.raises(WeightsIncomplete, match=re.escape("has the shape 12x8, and config.json wants 16x8")):
         load_whole(AutoModelForCausalLM, folder)
+
+
+def test_a_model_that_is_not_known_is_refused_for_good(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen99"}))
+    with pytest.raises(ModelUnknown, match=r"can't be loaded by AutoModelForCausalLM: .*qwen99") as refused:
+        load_whole(AutoModelForCausalLM, folder)
+    assert refused.value.permanent and "\n" not in str(refused.value)

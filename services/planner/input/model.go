@@ -23,6 +23,7 @@ type Model struct {
 	Files        []string // every file that loading it may read, by name, sorted
 	Context      int64    // longest sequence that it allows; 0 where it does not say
 	Bound        string   // what allows no longer one
+	Quantised    string   // how its weights are quantised; "" where they are not
 	Unsampled    string   // why workers can't sample from it; "" where they can
 	ChatTemplate bool     // whether its tokenizer has one
 	Tensors      []string // names of the tensors in its files

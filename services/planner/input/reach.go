@@ -32,6 +32,17 @@ type textConfig struct {
 	Parameters      rope     `json:"rope_parameters"`
 }
 
+// quantised names the method by which a model's weights were quantised; "" where they were not.
+func quantised(config map[string]json.RawMessage) string {
+	var found struct {
+		Method string `json:"quant_method"`
+	}
+	if json.Unmarshal(config["quantization_config"], &found) == nil && found.Method != "" {
+		return found.Method
+	}
+	return ""
+}
+
 type rope struct {
 	Type     string `json:"rope_type"`
 	Older    string `json:"type"`
@@ -60,7 +71,7 @@ func (m *Model) reach(config map[string]json.RawMessage) {
 	if slices.Contains(c.AttentionLayers, "local") {
 		m.bound(c.WindowSize, "the model has layers that look back %d tokens, beyond which workers can't sample")
 	}
-	m.Unsampled = cacheless[c.ModelType]
+	m.Quantised, m.Unsampled = quantised(config), cacheless[c.ModelType]
 	if c.ModelType == "falcon" && c.Alibi {
 		m.Unsampled = cacheless["bloom"]
 	}
