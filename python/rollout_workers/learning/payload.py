@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 import crc32c
+import grpc
 import numpy as np
 
 from rollout.buffer.v1.buffer_pb2 import Batch, ReadPayloadsRequest, SampleRef
@@ -18,11 +19,14 @@ from rollout.errors import RolloutError
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, TrajectoryKey
 from rollout_workers.learner.types import TrainSample
 from rollout_workers.learning.trajectories import Columns, compiled
-from rollout_workers.mesh.discovery import Services
+from rollout_workers.mesh.discovery import Services, ServiceUnavailable
+from rollout_workers.mesh.retry import again
 
 log = logging.getLogger(__name__)
 
 PARTS = 1 << 12  # pieces of one sample, for the order
+PATIENCE_SECONDS = 30.0
+"""For a buffer that does not answer; then whoever asked for the step asks again."""
 
 
 class PayloadCorrupt(RolloutError):
@@ -32,19 +36,38 @@ class PayloadCorrupt(RolloutError):
 
 
 async def read_batch(batch: Batch, services: Services) -> list[TrainSample]:
-    """The samples of a batch, group by group as the batch has them. Raises :class:`PayloadCorrupt`, gRPC errors."""
+    """The samples of a batch, group by group as the batch has them. Raises :class:`PayloadCorrupt`, :class:`ServiceUnavailable`,
+    and gRPC errors of another kind."""
     try:
         return await asyncio.to_thread(read_segments, batch)
     except (OSError, ValueError, PayloadCorrupt) as error:
         log.info("step %d: the segments can't be read here (%s); asking the buffer", batch.step, error)
-    stub = await services.stub("buffer", BufferServiceStub)
-    request = ReadPayloadsRequest(run_id=batch.run_id, step=batch.step)
-    payloads: list[bytes] = []
-    async for chunk in stub.ReadPayloads(request, metadata=services.metadata()):
-        payloads.extend(chunk.payloads)
+    payloads = await _asked(batch, services)
     if len(payloads) != len(batch.samples):
         raise PayloadCorrupt(f"step {batch.step}: the buffer sent {len(payloads)} payloads for {len(batch.samples)} samples")
     return _samples(batch.samples, payloads)
+
+
+async def _asked(batch: Batch, services: Services) -> list[bytes]:
+    """The payloads from the buffer, which another may take over at any moment: it is looked up and asked again for a while."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + PATIENCE_SECONDS
+    request = ReadPayloadsRequest(run_id=batch.run_id, step=batch.step)
+    async for _ in again(f"step {batch.step}: the buffer does not give the payloads"):
+        try:
+            stub = await services.stub("buffer", BufferServiceStub)
+            chunks = stub.ReadPayloads(request, metadata=services.metadata())
+            return [payload async for chunk in chunks for payload in chunk.payloads]
+        except ServiceUnavailable:
+            if loop.time() > until:
+                raise
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            services.forget("buffer")
+            if loop.time() > until:
+                raise ServiceUnavailable(f"the buffer does not answer: {error.details()}") from error
+    raise AssertionError("unreachable")
 
 
 def read_segments(batch: Batch) -> list[TrainSample]:

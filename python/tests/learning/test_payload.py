@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
+from rollout.buffer.v1.buffer_pb2 import ReadPayloadsResponse
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, VersionSpan
 from rollout_workers.learner import TrainSample
 from rollout_workers.learner.metrics import describe_batch
+from rollout_workers.learning import payload
 from rollout_workers.learning.payload import PayloadCorrupt, read_batch
-from rollout_workers.mesh.discovery import Services
+from rollout_workers.mesh.discovery import Services, ServiceUnavailable
 from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.services import Host, buffer_double
+from rollout_workers.mesh.testing.services import BufferDouble, Host, buffer_double
 
 from .batches import batch, trajectories, trajectory
 
@@ -53,6 +58,30 @@ async def test_a_sample_of_two_versions_is_as_stale_as_its_oldest(nowhere: Servi
     metrics = describe_batch(samples, step=9, sampled=True)
     shares = {name: value for name, value in metrics.items() if name.startswith("staleness/") and value}
     assert shares == {"staleness/max": 3, "staleness/share_0": 0.5, "staleness/share_1": 0.25, "staleness/share_3": 0.25}
+
+
+async def test_a_buffer_that_is_taken_over_is_asked_again(daemon: Daemon, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads, asked = trajectories(run, 1), list[int]()
+
+    class Leaving(BufferDouble):
+        async def ReadPayloads(self, request: Any, context: Any) -> AsyncIterator[ReadPayloadsResponse]:
+            asked.append(request.step)
+            yield ReadPayloadsResponse(payloads=payloads[:3])
+            if len(asked) < 3:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the process ends")
+            yield ReadPayloadsResponse(payloads=payloads[3:])
+
+    host = Host(daemon)
+    host.buffer(Leaving())  # pyright: ignore[reportAbstractUsage]
+    await host.start()
+    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    assert len(await read_batch(batch(run, 1, payloads, None), services)) == 32 and len(asked) == 3
+    asked.clear()
+    monkeypatch.setattr(payload, "PATIENCE_SECONDS", -1.0)
+    with pytest.raises(ServiceUnavailable, match="the buffer does not answer: the process ends"):
+        await read_batch(batch(run, 1, payloads, None), services)
+    await services.close()
+    await host.stop()
 
 
 async def test_through_the_buffer_where_segments_are_elsewhere(daemon: Daemon, run: str, tmp_path: Path) -> None:
