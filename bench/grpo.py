@@ -1,11 +1,14 @@
 """GRPO through the whole mesh against TRL's GRPOTrainer, and where a step of ours spends its time.
 
     python bench/grpo.py [--steps 60] [--rounds 2]
+    python bench/grpo.py --alone --answers 32
 
 Both train the addition example's warmed-up model on the same prompts, 32 groups of 8, at most 4 new tokens, AdamW. Ours runs as a
 user's run does: seven services, embedded NATS, registry, two workers, every sample through the buffer's ledger. A round measures
 TRL (in its fastest settings that run here, see trl_peer.py), ours free, ours deterministic, one after the other; the last line of
-each pair is the ratio. Ours counts wall time between the first and the last measured step, everything included.
+each pair is the ratio. Ours counts wall time between the first and the last measured step, everything included. With longer
+answers the model is the untrained one, which ends an answer by chance, and the reward is the share of digits: it shows how the
+mesh's share falls with the model's work.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps of ours that are measured")
     parser.add_argument("--rounds", type=int, default=2, help="rounds; medians count")
     parser.add_argument("--alone", action="store_true", help="ours alone, for profiling")
+    parser.add_argument("--answers", type=int, default=4, help="most tokens of an answer; more than 4 with --alone")
     options = parser.parse_args()
+    if options.answers > 4 and not options.alone:
+        parser.error("TRL answers with at most 4 tokens here: add --alone")
     shutil.rmtree(CACHE / "state", ignore_errors=True)
     results: dict[str, list[float]] = {"trl": [], "free": [], "deterministic": []}
     with mesh(CACHE / "state") as running:
@@ -53,7 +59,7 @@ def main() -> None:
                 flush=True,
             )
             for name in ("free", "deterministic"):
-                ours = measure(running, model, options.steps, deterministic=name == "deterministic")
+                ours = measure(running, model, options.steps, deterministic=name == "deterministic", answers=options.answers)
                 results[name].append(ours["samples_per_second"])
                 print(
                     f"round {number}: ours, {name}: {ours['samples_per_second']:,.0f} samples/s, "
@@ -87,14 +93,25 @@ def trl(model: Path, data: Path = ROOT / "models" / "addition-data" / "train.jso
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(running: Mesh, model: Path, steps: int, *, deterministic: bool) -> dict[str, Any]:
+def measure(running: Mesh, model: Path, steps: int, *, deterministic: bool, answers: int = 4) -> dict[str, Any]:
     """Seconds of a step and of its parts, each a mean over the measured steps."""
+    longer = (
+        ()
+        if answers <= 4
+        else (
+            f'model.path="{ROOT / "models" / "addition"}"',
+            f'reward.plugin="{ROOT / "e2e" / "reward.py"}:digit_share"',
+            f"sampling.max_tokens={answers}",
+            f"engine.max_model_len={answers + 12}",
+        )
+    )
     return timed(
         running,
         steps,
         SKIP,
         CONFIG,
         f'model.path="{model}"',
+        *longer,
         f"deterministic={str(deterministic).lower()}",
         "eval.every_steps=0",
         "snapshot.every_steps=0",
@@ -145,6 +162,7 @@ def breakdown(ours: dict[str, Any]) -> None:
     rows["deliver, rewards, publish, ingest, lease"] = step - sum(rows.values())
     for name, seconds in rows.items():
         print(f"    {name:<46} {1e3 * seconds:7.1f} ms  {seconds / step:6.1%}")
+    print(f"    {'tokens of an answer':<46} {ours['length/mean']:7.1f}")
     print(f"    {'step':<46} {1e3 * step:7.1f} ms; the mesh's own share {(step - model) / step:.1%}", flush=True)
 
 
