@@ -2,6 +2,7 @@ package telemetry
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"sync/atomic"
 	"time"
@@ -30,15 +31,21 @@ type Events struct {
 	publisher Publisher
 	subject   func(run string) string
 	service   string
-	queue     chan *eventv1.Event
+	queue     chan queued
 	dropped   atomic.Uint64
 	log       *slog.Logger
+}
+
+// queued is an event, or a place in the queue that somebody waits for.
+type queued struct {
+	event   *eventv1.Event
+	reached chan<- struct{} // closed when all before it was shipped
 }
 
 // NewEvents makes the shipper of a process. subject names the bus subject of a run ("" for none). log is a logger that makes no
 // events; it hears of drops.
 func NewEvents(p Publisher, subject func(run string) string, service string, log *slog.Logger) *Events {
-	return &Events{publisher: p, subject: subject, service: service, queue: make(chan *eventv1.Event, eventQueue), log: log}
+	return &Events{publisher: p, subject: subject, service: service, queue: make(chan queued, eventQueue), log: log}
 }
 
 // Emit queues an event, filling in what is missing of id, time, service, level and kind. Where the queue is full the event is
@@ -60,9 +67,25 @@ func (e *Events) Emit(ev *eventv1.Event) {
 		ev.Level = eventv1.Level_LEVEL_INFO
 	}
 	select {
-	case e.queue <- ev:
+	case e.queue <- queued{event: ev}:
 	default:
 		e.dropped.Add(1)
+	}
+}
+
+// Flush returns when every event that was emitted before is on the bus, or is dropped: nobody waits for company then.
+func (e *Events) Flush(ctx context.Context) error {
+	reached := make(chan struct{})
+	select {
+	case e.queue <- queued{reached: reached}:
+	case <-ctx.Done():
+		return fmt.Errorf("events wait for the bus: %w", ctx.Err())
+	}
+	select {
+	case <-reached:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("events wait for the bus: %w", ctx.Err())
 	}
 }
 
@@ -73,19 +96,15 @@ func (e *Events) Dropped() uint64 { return e.dropped.Load() }
 func (e *Events) Run(ctx context.Context) error {
 	reported := uint64(0)
 	for {
-		var first *eventv1.Event
 		select {
-		case first = <-e.queue:
+		case first := <-e.queue:
+			e.shipFrom(ctx, first)
 		case <-ctx.Done():
 			for len(e.queue) > 0 {
-				e.ship(context.WithoutCancel(ctx), e.collect(ctx, <-e.queue))
+				e.shipFrom(ctx, <-e.queue)
 			}
 			return nil
 		}
-		window, cancel := context.WithTimeout(ctx, eventInterval)
-		batch := e.collect(window, first)
-		cancel()
-		e.ship(context.WithoutCancel(ctx), batch)
 		if n := e.dropped.Load(); n > reported {
 			e.log.Warn("events were dropped", "events", n-reported, "in_all", n)
 			reported = n
@@ -93,24 +112,37 @@ func (e *Events) Run(ctx context.Context) error {
 	}
 }
 
-// collect takes events until the batch is full, or window has ended and no more are queued.
-func (e *Events) collect(window context.Context, first *eventv1.Event) []*eventv1.Event {
-	batch := []*eventv1.Event{first}
-	for len(batch) < eventBatch {
+// shipFrom ships a batch that begins with first.
+func (e *Events) shipFrom(ctx context.Context, first queued) {
+	window, cancel := context.WithTimeout(ctx, eventInterval)
+	batch, reached := e.collect(window, first)
+	cancel()
+	e.ship(context.WithoutCancel(ctx), batch)
+	if reached != nil {
+		close(reached)
+	}
+}
+
+// collect takes events until the batch is full, somebody waits for it, or window has ended and no more are queued.
+func (e *Events) collect(window context.Context, next queued) (batch []*eventv1.Event, reached chan<- struct{}) {
+	for {
+		if next.reached != nil {
+			return batch, next.reached
+		}
+		if batch = append(batch, next.event); len(batch) == eventBatch {
+			return batch, nil
+		}
 		select {
-		case ev := <-e.queue:
-			batch = append(batch, ev)
+		case next = <-e.queue:
 			continue
 		default:
 		}
 		select {
-		case ev := <-e.queue:
-			batch = append(batch, ev)
+		case next = <-e.queue:
 		case <-window.Done():
-			return batch
+			return batch, nil
 		}
 	}
-	return batch
 }
 
 // ship publishes a batch, one message a run, in the order of the events.

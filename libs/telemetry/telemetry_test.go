@@ -115,6 +115,41 @@ type enabled struct{ slog.Handler }
 
 func (enabled) Enabled(context.Context, slog.Level) bool { return true }
 
+func TestFlushWaitsForTheBusAlone(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		b := &bus{}
+		e := telemetry.NewEvents(b, func(run string) string { return run }, "x", slog.New(slog.DiscardHandler))
+		short, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := e.Flush(short); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("while nothing is shipped: %v", err)
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() { done <- e.Run(ctx) }()
+		began := time.Now()
+		for n := range 3 {
+			e.Emit(&eventv1.Event{RunId: "run-1"})
+			if err := e.Flush(ctx); err != nil {
+				t.Error(err)
+			}
+			b.mu.Lock()
+			if len(b.messages) != n+1 {
+				t.Errorf("after %d events and flushes %d messages are on the bus", n+1, len(b.messages))
+			}
+			b.mu.Unlock()
+		}
+		if waited := time.Since(began); waited > 0 {
+			t.Errorf("events waited %v for company that nobody waits for", waited)
+		}
+		stop()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 func TestEventsTravelInBatches(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -76,6 +76,8 @@ type Conn interface {
 // Events takes events without blocking.
 type Events interface {
 	Emit(e *eventv1.Event)
+	// Flush returns when what was emitted is on the bus.
+	Flush(ctx context.Context) error
 }
 
 // Deps are the service's surroundings.

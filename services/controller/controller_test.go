@@ -74,6 +74,9 @@ func correct(t *testing.T, w *world) {
 	if n := len(w.completed); n == 0 || w.completed[n-1].GetState() != runv1.RunState_RUN_STATE_SUCCEEDED {
 		t.Fatalf("the scheduler was told %v", w.completed)
 	}
+	if len(w.late) > 0 {
+		t.Fatalf("the scheduler was told of the end before these were on the bus: %v", w.late)
+	}
 	if n := len(w.snapshots); n == 0 || w.snapshots[n-1].GetStep() != steps || w.snapshots[n-1].GetCursor().GetPosition() != 2*steps {
 		t.Fatalf("newest snapshot %v", w.snapshots)
 	}

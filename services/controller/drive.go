@@ -202,6 +202,7 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 		}
 	})
 	d.emitPhase()
+	d.flush(ctx)
 	if taken := d.save(ctx, report != nil); taken || report == nil { // a report that is not delivered is delivered after a restart
 		return
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"strconv"
+	"time"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -27,6 +28,16 @@ func (d *drive) emit(e *eventv1.Event) {
 		e.Level = eventv1.Level_LEVEL_INFO
 	}
 	d.deps.Events.Emit(e)
+}
+
+// flush sees to it that the scheduler, when it hears of the end, finds what was told before on the bus. A bus that is away keeps no run
+// from ending.
+func (d *drive) flush(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
+	defer cancel()
+	if err := d.deps.Events.Flush(ctx); err != nil {
+		d.log.WarnContext(ctx, "the last events of the run may be stored after its end, or not at all", "error", err)
+	}
 }
 
 func (d *drive) emitPhase() {

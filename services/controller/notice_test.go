@@ -22,6 +22,8 @@ type told []*eventv1.Event
 
 func (t *told) Emit(e *eventv1.Event) { *t = append(*t, e) }
 
+func (t *told) Flush(context.Context) error { return nil }
+
 // Steps in a row from which nothing is learned are told of once, then at ten times as many; a step with a gradient ends the row.
 func TestStepsWithoutAGradientAreToldOf(t *testing.T) {
 	t.Parallel()

@@ -132,6 +132,7 @@ func (w *world) CompleteRun(_ context.Context, in *runv1.CompleteRunRequest, _ .
 	if effect {
 		w.mu.Lock()
 		w.completed = append(w.completed, in)
+		w.late = append(w.late, w.events[w.flushed:]...)
 		w.mu.Unlock()
 	}
 	return &runv1.CompleteRunResponse{}, err
@@ -166,4 +167,11 @@ func (w *world) Emit(e *eventv1.Event) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.events = append(w.events, e)
+}
+
+func (w *world) Flush(context.Context) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.flushed = len(w.events)
+	return nil
 }

@@ -42,6 +42,8 @@ type world struct {
 	stored    *Drive
 	completed []*runv1.CompleteRunRequest
 	events    []*eventv1.Event
+	flushed   int              // how many of the events are on the bus
+	late      []*eventv1.Event // those that were not when the scheduler was told of an end
 
 	calls   int
 	fault   int          // number of the call that fails; 0: none

@@ -92,6 +92,8 @@ type Bus interface {
 	WorkMark(ctx context.Context, run string) (uint64, error)
 	PurgeWork(ctx context.Context, run string, before uint64) error
 	Publish(ctx context.Context, messages ...bus.Message) error
+	// EventsStored returns when the storage service has every event that is on the bus.
+	EventsStored(ctx context.Context) error
 	// Healthy reports whether the connection is up.
 	Healthy() bool
 }
@@ -110,6 +112,8 @@ type Conn interface {
 // Events takes events without blocking.
 type Events interface {
 	Emit(e *eventv1.Event)
+	// Flush returns when what was emitted is on the bus.
+	Flush(ctx context.Context) error
 }
 
 // Deps are the scheduler's surroundings.

@@ -75,6 +75,7 @@ func (c *conductor) before(ctx context.Context, e *ending) {
 		if c.state() == Starting { // a short run: the controller was done before its progress was heard
 			_, _ = c.svc.transition(ctx, c.id, Running, nil)
 		}
+		c.askProgress(ctx)
 		progress := c.progress()
 		all := func(r *Run) error { advance(r, progress); return nil } // its record is a little behind
 		if _, err := c.svc.transition(ctx, c.id, Draining, all); err != nil {
@@ -89,15 +90,20 @@ func (c *conductor) before(ctx context.Context, e *ending) {
 	}
 }
 
+// askProgress sees how far the controller is: its end is heard before the last of what it streams.
+func (c *conductor) askProgress(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
+	if resp, err := c.svc.Controller.GetProgress(ctx, &learnerv1.GetProgressRequest{RunId: c.id}); err == nil {
+		c.seeProgress(resp.GetProgress())
+	}
+}
+
 // after closes what the run used and records its end. The streams of a run that has succeeded go last: by then its record says that
 // nobody will go on with it.
 func (c *conductor) after(ctx context.Context, e *ending, mark uint64) {
 	s := c.svc
-	asking, cancel := context.WithTimeout(ctx, 2*time.Second)
-	defer cancel()
-	if resp, err := s.Controller.GetProgress(asking, &learnerv1.GetProgressRequest{RunId: c.id}); err == nil {
-		c.seeProgress(resp.GetProgress())
-	}
+	c.askProgress(ctx)
 	closing, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
 	_, err := s.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.id, Incarnation: c.incarnation})
@@ -109,6 +115,7 @@ func (c *conductor) after(ctx context.Context, e *ending, mark uint64) {
 	if err := errors.Join(errs...); err != nil {
 		s.Log.WarnContext(ctx, "not everything of the run could be closed", "run", c.id, "error", err)
 	}
+	c.told(ctx, e)
 	crashpoint.Here("scheduler/ended") // what was to be closed is, the end is not recorded
 	progress := c.progress()
 	if e.state == Paused { // the record says so, and why
@@ -137,5 +144,19 @@ func (c *conductor) after(ctx context.Context, e *ending, mark uint64) {
 	defer cancel()
 	if err := s.Bus.DeleteRun(removing, c.id); err != nil {
 		s.Log.WarnContext(ctx, "the streams of the run stay until the scheduler starts again", "run", c.id, "error", err)
+	}
+}
+
+// told waits until storage has the events of the run: who hears of its end may read its last step and evaluation at once. The
+// controller's are on the bus when it reports. A storage service that is away keeps no run from ending, nor does it a process from
+// leaving, whose runs are Interrupted or Paused.
+func (c *conductor) told(ctx context.Context, e *ending) {
+	if e.state == Interrupted || e.state == Paused {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
+	defer cancel()
+	if err := errors.Join(c.svc.Events.Flush(ctx), c.svc.Bus.EventsStored(ctx)); err != nil {
+		c.svc.Log.WarnContext(ctx, "the last events of the run may be stored after its end", "run", c.id, "error", err)
 	}
 }

@@ -82,6 +82,8 @@ func (a *around) ExcludeGroups(_ context.Context, in *bufferv1.ExcludeGroupsRequ
 
 func (a *around) Emit(*eventv1.Event) {}
 
+func (a *around) Flush(context.Context) error { return nil }
+
 // bench gives an issuer of two-group steps over ten rows whose cursor stands at a position.
 func bench(t *testing.T, position uint64, state State, ledger *bufferv1.LedgerState, known ...*bufferv1.GroupRecord) (*issuer, *around) {
 	t.Helper()

@@ -29,6 +29,7 @@ type mesh struct {
 	t          *testing.T
 	bus        *stream
 	busAway    bool // nobody answers at NATS
+	events     *events
 	ledger     *ledger
 	controller *controller
 
@@ -219,6 +220,13 @@ func (s *stream) PurgeWork(_ context.Context, _ string, before uint64) error {
 	s.m.do(func() {
 		s.m.queue = slices.DeleteFunc(s.m.queue, func(g *runv1.PromptGroup) bool { return s.m.places[g] < before })
 	})
+	return nil
+}
+
+func (s *stream) EventsStored(context.Context) error {
+	s.m.events.mu.Lock()
+	defer s.m.events.mu.Unlock()
+	s.m.events.stored = s.m.events.flushed
 	return nil
 }
 

@@ -58,6 +58,9 @@ func TestARunGoesThrough(t *testing.T) {
 				t.Errorf("states %v", s)
 			}
 			w.events.mu.Lock()
+			if len(w.events.late) > 0 {
+				t.Errorf("the run was told to have ended before these were stored: %v", w.events.late)
+			}
 			for _, e := range w.events.all {
 				if e.GetAttributes()["state"] == "DRAINING" && e.GetStep() != 5 {
 					t.Errorf("it drains at step %d", e.GetStep())

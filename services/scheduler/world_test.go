@@ -73,6 +73,7 @@ func setupAt(t *testing.T, place sqldb.Place) *world {
 	w.registry = &registry{lists: map[string][]discovery.Instance{}, changed: make(chan struct{})}
 	w.launcher = &launcher{registry: w.registry}
 	w.mesh = newMesh(t)
+	w.mesh.events = w.events
 	var text bytes.Buffer
 	for row := range rows {
 		fmt.Fprintf(&text, `{"prompt": "row %d"}`+"\n", row)
@@ -270,11 +271,25 @@ type events struct {
 	onEmit func(*eventv1.Event) // told of each event, where it is set
 	mu     sync.Mutex
 	all    []*eventv1.Event
+
+	flushed, stored int              // how many are on the bus, and in the storage
+	late            []*eventv1.Event // those that were not stored when a run was told to have succeeded
+}
+
+// Flush implements scheduler.Events.
+func (e *events) Flush(context.Context) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.flushed = len(e.all)
+	return nil
 }
 
 func (e *events) Emit(event *eventv1.Event) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if event.GetAttributes()["state"] == "SUCCEEDED" {
+		e.late = e.all[e.stored:]
+	}
 	e.all = append(e.all, event)
 	if e.onEmit != nil {
 		e.onEmit(event)

@@ -42,6 +42,8 @@ type quiet struct{}
 
 func (quiet) Emit(*eventv1.Event) {}
 
+func (quiet) Flush(context.Context) error { return nil }
+
 // plan takes 4 steps of 2 prompts, 3 samples each, over 5 rows.
 func plan() *planv1.Plan {
 	return &planv1.Plan{

@@ -338,4 +338,28 @@ func events(t *testing.T, b *bundle) {
 	if got[1].Subject() != bus.MeshEvents || got[2].Subject() != "rollout.events.other" {
 		t.Errorf("subjects %s %s", got[1].Subject(), got[2].Subject())
 	}
+	for _, d := range got[1:] {
+		if err := d.AckConfirmed(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	storedAfter(t, b, got[0])
+}
+
+// storedAfter holds EventsStored to wait for an event that was taken before others and not acked.
+func storedAfter(t *testing.T, b *bundle, last *bus.Delivery) {
+	t.Helper()
+	short, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if err := b.bus.EventsStored(short); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("with an event that nobody stored: %v", err)
+	}
+	stored := make(chan error, 1)
+	go func() { stored <- b.bus.EventsStored(t.Context()) }()
+	if err := last.AckConfirmed(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-stored; err != nil {
+		t.Error(err)
+	}
 }
