@@ -1,14 +1,15 @@
 """GRPO through the whole mesh against TRL's GRPOTrainer, and where a step of ours spends its time.
 
-    python bench/grpo.py [--steps 60] [--rounds 2]
-    python bench/grpo.py --alone --answers 32
+    python bench/grpo.py [--steps 60] [--rounds 2] [--answers 8 32]
+    python bench/grpo.py --alone --answers
 
 Both train the addition example's warmed-up model on the same prompts, 32 groups of 8, at most 4 new tokens, AdamW. Ours runs as a
 user's run does: seven services, embedded NATS, registry, two workers, every sample through the buffer's ledger. A round measures
 TRL (in its fastest settings that run here, see trl_peer.py), ours free, ours deterministic, one after the other; the last line of
-each pair is the ratio. Ours counts wall time between the first and the last measured step, everything included. With longer
-answers the model is the untrained one, which ends an answer by chance, and the reward is the share of digits: it shows how the
-mesh's share falls with the model's work.
+each pair is the ratio. Ours counts wall time between the first and the last measured step, everything included.
+
+Answers of 4 tokens are the shortest job there is. After it the same step is taken apart with longer ones: the model is the
+untrained one then, which ends an answer by chance, and the reward is the share of digits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from rollout.storage.v1 import storage_pb2  # noqa: E402
 CACHE = ROOT / ".cache" / "bench"
 CONFIG = ROOT / "examples" / "addition" / "grpo.toml"
 SKIP = 10
-ALONE = {"samples_per_second": 1.0, "own_share": 0.0, "threads": 0, "micro_batches": 0, "completion_tokens_per_sample": 0}
 LEARNER = ("time/forward", "time/backward", "time/optimizer")
 
 
@@ -41,32 +41,35 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps of ours that are measured")
     parser.add_argument("--rounds", type=int, default=2, help="rounds; medians count")
     parser.add_argument("--alone", action="store_true", help="ours alone, for profiling")
-    parser.add_argument("--answers", type=int, default=4, help="most tokens of an answer; more than 4 with --alone")
+    parser.add_argument("--answers", type=int, nargs="*", default=[8, 32], help="most tokens of the longer answers")
     options = parser.parse_args()
-    if options.answers > 4 and not options.alone:
-        parser.error("TRL answers with at most 4 tokens here: add --alone")
     shutil.rmtree(CACHE / "state", ignore_errors=True)
     results: dict[str, list[float]] = {"trl": [], "free": [], "deterministic": []}
     with mesh(CACHE / "state") as running:
         model = warm_model(running)
         for number in range(1, options.rounds + 1):
-            peer = ALONE if options.alone else trl(model)
-            results["trl"].append(peer["samples_per_second"])
-            print(
-                f"round {number}: TRL {peer['samples_per_second']:,.0f} samples/s ({peer['threads']} threads, "
-                f"{peer['micro_batches']} micro-batches, {peer['completion_tokens_per_sample']} tokens a sample, "
-                f"{peer['own_share']:.1%} of a step outside of model and optimizer)",
-                flush=True,
-            )
-            for name in ("free", "deterministic"):
-                ours = measure(running, model, options.steps, deterministic=name == "deterministic", answers=options.answers)
-                results[name].append(ours["samples_per_second"])
+            peer = None if options.alone else trl(model)
+            if peer:
+                results["trl"].append(peer["samples_per_second"])
                 print(
-                    f"round {number}: ours, {name}: {ours['samples_per_second']:,.0f} samples/s, "
-                    f"{ours['samples_per_second'] / peer['samples_per_second']:.2f} x TRL",
+                    f"round {number}: TRL {peer['samples_per_second']:,.0f} samples/s ({peer['threads']} threads, "
+                    f"{peer['micro_batches']} micro-batches, {peer['completion_tokens_per_sample']} tokens a sample, "
+                    f"{peer['own_share']:.1%} of a step outside of model and optimizer)",
                     flush=True,
                 )
+            for name in ("free", "deterministic"):
+                ours = measure(running, model, options.steps, deterministic=name == "deterministic")
+                results[name].append(ours["samples_per_second"])
+                times = f", {ours['samples_per_second'] / peer['samples_per_second']:.2f} x TRL" if peer else ""
+                print(f"round {number}: ours, {name}: {ours['samples_per_second']:,.0f} samples/s{times}", flush=True)
                 breakdown(ours)
+        for answers in options.answers:
+            for name in ("free", "deterministic"):
+                ours = measure(running, model, options.steps, deterministic=name == "deterministic", answers=answers)
+                print(f"at most {answers} tokens, {name}: {ours['samples_per_second']:,.0f} samples/s", flush=True)
+                breakdown(ours)
+    if options.alone:
+        return
     middle = {name: statistics.median(values) for name, values in results.items()}
     for name in ("free", "deterministic"):
         print(
