@@ -88,6 +88,10 @@ func (db *DB) Among(n int) string {
 		fmt.Sprintf("IN (SELECT value::bigint FROM json_array_elements_text($%d::json))", n))
 }
 
+// Text is what a TEXT column can hold of a text that came from outside: PostgreSQL has no NUL in it, and refuses the whole
+// transaction.
+func Text(s string) string { return strings.ReplaceAll(s, "\x00", "\uFFFD") }
+
 // Rows is the VALUES of n rows whose parameters come in order, columns of them a row. SQLite's have no numbers: it looks each
 // numbered one up among all, which for 64 samples took as long as writing them.
 func (db *DB) Rows(n, columns int) string {

@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"fmt"
 
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/services/buffer"
 )
 
@@ -15,7 +16,7 @@ type writer struct{ *reader }
 func (w *writer) PutGroups(ctx context.Context, groups []*buffer.Group) error {
 	return w.rows(ctx, "write groups", w.sql.putGroups, len(groups), func(i int) []any {
 		g := groups[i]
-		return []any{g.Position, g.Attempt, int32(g.State), g.Reason, g.Step, g.Samples, g.Pending, g.Failures, g.MinVersion, g.Arrival, g.TokenRewards}
+		return []any{g.Position, g.Attempt, int32(g.State), sqldb.Text(g.Reason), g.Step, g.Samples, g.Pending, g.Failures, g.MinVersion, g.Arrival, g.TokenRewards}
 	})
 }
 
@@ -23,8 +24,8 @@ func (w *writer) PutGroups(ctx context.Context, groups []*buffer.Group) error {
 func (w *writer) AddSamples(ctx context.Context, samples []buffer.Sample) error {
 	return w.rows(ctx, "write samples", w.sql.addSamples, len(samples), func(i int) []any {
 		s := &samples[i]
-		digest := sql.NullString{String: s.ReceiptDigest, Valid: s.ReceiptDigest != ""}
-		return []any{s.Position, s.Sample, s.Part, s.Attempt, s.Segment, s.Offset, s.Length, s.CRC, s.Ref, s.Reward, int32(s.Outcome),
+		digest := sql.NullString{String: sqldb.Text(s.ReceiptDigest), Valid: s.ReceiptDigest != ""}
+		return []any{s.Position, s.Sample, s.Part, s.Attempt, s.Segment, s.Offset, s.Length, s.CRC, sqldb.Text(s.Ref), s.Reward, int32(s.Outcome),
 			s.MinVersion, s.ReceiptVersion, digest}
 	})
 }

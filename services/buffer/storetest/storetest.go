@@ -31,6 +31,7 @@ func Run(t *testing.T, open func(t *testing.T, folder string) buffer.Store) {
 		"UpdatesTakeTurns":      takeTurns,
 		"ViewSeesOneMoment":     oneMoment,
 		"Groups":                groups,
+		"TextsWithNUL":          texts,
 		"Samples":               samples,
 		"PendingUntilVerified":  pending,
 		"Steps":                 steps,
@@ -165,6 +166,19 @@ func oneMoment(t *testing.T, b *bundle) {
 		if len(g) > 0 || r.Ledger().Revision != 0 {
 			t.Errorf("the view moved on: %v", g)
 		}
+		return err
+	})
+}
+
+// texts come from producers, and none may spoil the transaction of all others.
+func texts(t *testing.T, b *bundle) {
+	b.update(func(tx buffer.Tx) error {
+		return errors.Join(tx.PutGroups(t.Context(), []*buffer.Group{{Position: 3, State: buffer.Dissolved, Reason: "A\x00B"}}),
+			tx.AddSamples(t.Context(), []buffer.Sample{{Position: 3, Ref: "x\x00", ReceiptDigest: "\x00"}}))
+	})
+	b.view(func(r buffer.Reader) error {
+		got, err := r.Groups(t.Context(), []uint64{3})
+		equal(t, "groups", got, map[uint64]*buffer.Group{3: {Position: 3, State: buffer.Dissolved, Reason: "A\uFFFDB"}})
 		return err
 	})
 }

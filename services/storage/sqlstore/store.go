@@ -53,7 +53,8 @@ func (s *Store) Append(ctx context.Context, events []*storage.Event) (added int,
 			if err != nil {
 				return err
 			}
-			done, err := insert.ExecContext(ctx, e.GetEventId(), e.GetRunId(), e.GetTime().AsTime().UnixMicro(), e.GetService(), int32(e.GetLevel()), e.GetKind(), raw)
+			done, err := insert.ExecContext(ctx, sqldb.Text(e.GetEventId()), sqldb.Text(e.GetRunId()), e.GetTime().AsTime().UnixMicro(),
+				sqldb.Text(e.GetService()), int32(e.GetLevel()), sqldb.Text(e.GetKind()), raw)
 			if err != nil {
 				return err
 			}
@@ -85,7 +86,7 @@ func measure(ctx context.Context, tx *sql.Tx, e *storage.Event) error {
 		if _, err := tx.ExecContext(ctx, `INSERT INTO metric (run_id, name, step, value, time_us) VALUES ($1, $2, $3, $4, $5)
 			ON CONFLICT (run_id, name, step) DO UPDATE SET value = excluded.value, time_us = excluded.time_us
 			WHERE excluded.time_us >= metric.time_us`,
-			e.GetRunId(), name, int64(e.GetStep()), known, e.GetTime().AsTime().UnixMicro()); err != nil {
+			sqldb.Text(e.GetRunId()), sqldb.Text(name), int64(e.GetStep()), known, e.GetTime().AsTime().UnixMicro()); err != nil {
 			return err
 		}
 	}

@@ -67,6 +67,16 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 		}
 		want(t, store, storage.Filter{After: listed[2].GetSequence()}, 10, false, "4", "5", "6")
 	})
+	t.Run("a name with a NUL keeps no other event away", func(t *testing.T) {
+		store := fill(t, event(1, func(e *storage.Event) {
+			e.Step, e.Kind, e.Service, e.Metrics = 1, "step.committed", "a\x00b", map[string]float64{"reward/\x00": 3}
+		}), event(2, nil))
+		want(t, store, storage.Filter{}, 10, false, "1", "2")
+		all, err := store.Series(t.Context(), "run-a", nil, 0)
+		if err != nil || len(all) != 1 || all[0].GetName() != "reward/\uFFFD" || all[0].GetPoints()[0].GetValue() != 3 {
+			t.Fatalf("got %v, %v", all, err)
+		}
+	})
 	t.Run("of a step recorded twice the newest counts", func(t *testing.T) {
 		step := func(n int, step uint64, kind string, metrics map[string]float64) *storage.Event {
 			return event(n, func(e *storage.Event) { e.Step, e.Kind, e.Metrics = step, kind, metrics })
