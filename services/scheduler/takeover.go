@@ -104,15 +104,36 @@ func (s *service) catchUpOne(ctx context.Context, id string) error {
 	return err
 }
 
-// sweep removes the streams of runs that have succeeded: who recorded their end may have died before it did. Nobody goes on with them.
+const (
+	sweepEvery  = time.Hour
+	streamsKept = time.Hour // of a run that failed or was cancelled: whoever resumes it then makes them anew
+)
+
+// sweep removes the streams that nobody uses, now and every hour.
 func (s *service) sweep(ctx context.Context) {
+	for {
+		if err := s.sweepStreams(ctx); err != nil && ctx.Err() == nil {
+			s.Log.WarnContext(ctx, "the streams of runs that have ended may be left", "error", err)
+		}
+		if pause(ctx, sweepEvery) != nil {
+			return
+		}
+	}
+}
+
+// sweepStreams removes the streams of runs that have succeeded, whose scheduler may have died before it did, and of those that ended
+// otherwise some time ago. A resumed run finds in its ledger all that it needs.
+func (s *service) sweepStreams(ctx context.Context) error {
 	runs, err := s.Bus.Runs(ctx)
 	for _, id := range runs {
-		if run, e := s.Store.Get(ctx, id); e == nil && run.GetState() == Succeeded { // another is not ours, or may be resumed
+		run, unknown := s.Store.Get(ctx, id)
+		if unknown != nil { // another mesh's
+			continue
+		}
+		given := run.GetState() == Failed || run.GetState() == Cancelled
+		if run.GetState() == Succeeded || given && s.Now().Sub(run.GetEndTime().AsTime()) > streamsKept {
 			err = errors.Join(err, s.Bus.DeleteRun(ctx, id))
 		}
 	}
-	if err != nil && ctx.Err() == nil {
-		s.Log.WarnContext(ctx, "the streams of runs that have succeeded may be left", "error", err)
-	}
+	return err
 }
