@@ -10,6 +10,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -102,12 +103,24 @@ func run(drain, hard context.Context, args, environ []string, out io.Writer) int
 	if code == exitSoftware {
 		text = "rolloutd failed"
 	}
-	if mend := rpcerr.Mend(err); mend != "" {
+	if mend := cmp.Or(rpcerr.Mend(err), mendOf(err)); mend != "" {
 		log.Error(text, "error", err, "mend", mend)
 	} else {
 		log.Error(text, "error", err)
 	}
 	return code
+}
+
+// mendOf is what to do where a server does not answer at the start.
+func mendOf(err error) string {
+	for target, key := range map[error]string{
+		sqldb.ErrUnavailable: "database.url", bus.ErrUnavailable: "nats.url", discovery.ErrUnavailable: "consul.address",
+	} {
+		if errors.Is(err, target) {
+			return "check " + key + ", and that this host reaches it; `rollout doctor` says why"
+		}
+	}
+	return ""
 }
 
 // unavailable are the errors of what rolloutd needs and has not: servers, addresses, its folder.

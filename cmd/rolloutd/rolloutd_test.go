@@ -122,6 +122,18 @@ func TestBadCommandLines(t *testing.T) {
 	}
 }
 
+// repeated is a part of an error's chain that is there twice.
+func repeated(text string) string {
+	said := map[string]bool{}
+	for part := range strings.SplitSeq(text, ": ") {
+		if len(part) > 20 && said[part] {
+			return part
+		}
+		said[part] = true
+	}
+	return ""
+}
+
 // What a start needs and has not is told with its code and how to mend it.
 func TestStartsThatCanNotBe(t *testing.T) {
 	t.Parallel()
@@ -150,12 +162,17 @@ func TestStartsThatCanNotBe(t *testing.T) {
 		"a port in use":              {[]string{"--listen", port}, exitUnavailable, port},
 		"a gateway's port in use":    {[]string{"--gateway-listen", port}, exitUnavailable, "gateway.listen"},
 		"a damaged database":         {[]string{"--state-dir", damaged}, exitData, "buffer.sqlite"},
+		"PostgreSQL is down":         {[]string{"--database-url", "postgres://u@127.0.0.1:1/db"}, exitUnavailable, "database.url"},
+		"Consul is down":             {[]string{"--consul-address", "127.0.0.1:1"}, exitUnavailable, "consul.address"},
 		"a file for a folder":        {[]string{"--state-dir", publicFile(t)}, exitCannotMake, "state folder"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			var out bytes.Buffer
 			code := run(t.Context(), t.Context(), append([]string{"--state-dir", t.TempDir()}, c.args...), []string{"HOME=/", "KEY=k"}, &out)
+			if twice := repeated(out.String()); twice != "" {
+				t.Errorf("%q is said twice: %s", twice, &out)
+			}
 			if code != c.code || !strings.Contains(out.String(), c.says) || !strings.Contains(out.String(), "mend=") {
 				t.Errorf("exit code %d: %s", code, &out)
 			}

@@ -37,11 +37,11 @@ var (
 // lockState makes the state folder and owns it until unlock. The kernel lets go of the lock when the process dies.
 func lockState(dir string) (unlock func(), err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, errFolder.WithMessage("make the state folder: %v", err).Wrap(err)
+		return nil, errFolder.WithMessage("make the state folder").Wrap(err)
 	}
 	f, err := os.OpenFile(filepath.Join(dir, "rolloutd.lock"), os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
-		return nil, errFolder.WithMessage("lock the state folder: %v", err).Wrap(err)
+		return nil, errFolder.WithMessage("lock the state folder").Wrap(err)
 	}
 	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 	for n := 0; n < 10 && errors.Is(err, syscall.EWOULDBLOCK); n++ { // `rollout` holds it for a moment to see whether anybody does

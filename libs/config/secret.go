@@ -85,7 +85,7 @@ func (r Ref) Read(key string, environ []string) (string, error) {
 	case "file":
 		data, err := os.ReadFile(rest)
 		if err != nil {
-			return "", ErrSecret.WithMessage("%s: %v", key, err).Wrap(err).Mend("write the secret into that file and `chmod 600` it, or name another one")
+			return "", ErrSecret.WithMessage("%s", key).Wrap(err).Mend("write the secret into that file and `chmod 600` it, or name another one")
 		}
 		if info, err := os.Stat(rest); err == nil && info.Mode().Perm()&0o077 != 0 {
 			return "", ErrSecret.WithMessage("%s: others may read %s; chmod 600 it", key, rest).Mend("chmod 600 " + rest)

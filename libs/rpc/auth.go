@@ -123,7 +123,7 @@ func (p perCall) RequireTransportSecurity() bool { return false }
 func ReadToken(path string) (string, error) {
 	f, err := os.Open(path)
 	if errors.Is(err, os.ErrNotExist) {
-		return "", ErrTokenMissing.WithMessage("read token file: %v", err).Wrap(err)
+		return "", ErrTokenMissing.WithMessage("read token file").Wrap(err)
 	}
 	if err != nil {
 		return "", fmt.Errorf("read token file: %w", err)

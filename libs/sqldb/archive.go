@@ -49,7 +49,7 @@ func OpenReadOnly(path string) (*DB, error) {
 		if f, err := os.Open(file); err == nil {
 			f.Close()
 		} else if file == path || !errors.Is(err, os.ErrNotExist) {
-			return nil, ErrUnread.WithMessage("the database can't be read: %v", err).Wrap(err)
+			return nil, ErrUnread.WithMessage("the database can't be read").Wrap(err)
 		}
 	}
 	wal, err := os.Stat(path + "-wal")
@@ -90,7 +90,7 @@ func (db *DB) current(ctx context.Context, fsys fs.FS) error {
 		if err := whole(err, db.path); errors.Is(err, ErrDamaged) {
 			return err
 		}
-		return ErrUnread.WithMessage("%s can't be read: %v", db.path, err).Wrap(err)
+		return ErrUnread.WithMessage("%s can't be read", db.path).Wrap(err)
 	}
 	switch {
 	case has > newest:

@@ -68,7 +68,7 @@ func whole(err error, path string) error {
 }
 
 func damaged(path string, err error) error {
-	return ErrDamaged.WithMessage("the database %s is damaged: %v", path, err).Wrap(err).
+	return ErrDamaged.WithMessage("the database %s is damaged", path).Wrap(err).
 		Mend("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
 }
 

@@ -43,23 +43,23 @@ func Bucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, e
 	}
 	for _, err := range store.List(ctx, "none/") {
 		if err != nil {
-			return nil, explained(fmt.Errorf("%s://%s: %w", bucket.Kind, bucket.Name, err))
+			return nil, explained(bucket.Kind+"://"+bucket.Name, err)
 		}
 		break
 	}
 	return store, nil
 }
 
-// explained gives an error of a bucket its mend.
-func explained(err error) error {
+// explained gives an error of a bucket its name and its mend.
+func explained(name string, err error) error {
 	for target, mend := range map[*rpcerr.Error]string{
 		blob.ErrNoBucket:    "make the bucket, or mend blob.url and blob.region",
 		blob.ErrDenied:      "check the credentials of [blob], or the role of this host",
 		blob.ErrUnavailable: "check blob.endpoint, and that this host reaches it; `rollout doctor` says why",
 	} {
 		if errors.Is(err, target) {
-			return target.WithMessage("%v", err).Wrap(err).Mend(mend)
+			return target.WithMessage("%s", name).Wrap(err).Mend(mend)
 		}
 	}
-	return err
+	return fmt.Errorf("%s: %w", name, err)
 }
