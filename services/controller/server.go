@@ -172,15 +172,16 @@ func (s *Server) WatchProgress(req *learnerv1.WatchProgressRequest, stream grpc.
 // find returns the drive of a run; of one that ended in an earlier process, its last progress.
 func (s *Server) find(ctx context.Context, run string) (*drive, error) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if d := s.drives[run]; d != nil {
+	d := s.drives[run]
+	s.mu.Unlock()
+	if d != nil {
 		return d, nil
 	}
 	known, err := s.deps.Store.Get(ctx, run)
 	if err != nil {
 		return nil, err
 	}
-	d := newDrive(s.cfg, s.deps, known.Spec, known.Weights)
+	d = newDrive(s.cfg, s.deps, known.Spec, known.Weights)
 	d.board.now.Phase, d.board.now.Step = known.Phase, known.Step
 	if !ended(known.Phase) {
 		d.board.now.Phase = stopped
