@@ -125,7 +125,7 @@ func mendOf(err error) string {
 
 // unavailable are the errors of what rolloutd needs and has not: servers, addresses, its folder.
 var unavailable = []error{
-	errUnavailable, errLocked, errListen, bus.ErrUnavailable, bus.ErrToken, discovery.ErrUnavailable, discovery.ErrDenied, rpc.ErrTokenFile,
+	errUnavailable, errLocked, errListen, errStranger, bus.ErrUnavailable, bus.ErrToken, discovery.ErrUnavailable, discovery.ErrDenied, rpc.ErrTokenFile,
 	sqldb.ErrUnavailable, sqldb.ErrDenied, sqldb.ErrRole, sqldb.ErrVersion, sqldb.ErrNewer,
 	blob.ErrUnavailable, blob.ErrDenied, blob.ErrNoBucket,
 }

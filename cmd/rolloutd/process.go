@@ -120,6 +120,10 @@ func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
 	if err == nil {
 		err = m.discovery.Ready(ctx)
 	}
+	m.meta[metaMesh] = meshOf(m.endpoints.token)
+	if err == nil && !m.ownRegistry() {
+		err = m.refuseStrangers(ctx)
+	}
 	if err != nil {
 		m.bus.Close()
 		return fmt.Errorf("registry at %s: %w", m.endpoints.consul, err)

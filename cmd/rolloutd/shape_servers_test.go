@@ -166,10 +166,12 @@ func TestProductionRefusals(t *testing.T) {
 	if err := os.WriteFile(wrong, []byte("wrong-secret-0123\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	start(t, filepath.Join(p.root, "first"), "--target", "planner", "--config", p.file)
 	for name, c := range map[string]struct {
 		args []string
 		says string
 	}{
+		"mesh":   {[]string{"--token-file", wrong}, "is of another mesh"},
 		"consul": {[]string{"--consul-token", "file:" + wrong}, "refused the token"},
 		"bucket": {[]string{"--blob-url", "s3://missing"}, "blob.url"},
 		"blobs":  {[]string{"--blob-secret-key", "file:" + wrong}, "refused the credentials"},
