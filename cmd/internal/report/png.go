@@ -67,10 +67,14 @@ func (d *Data) PNG(w io.Writer) error {
 	if finite := points.thin(); len(finite) > 0 && p.Y.Max-p.Y.Min <= 1e-9*max(math.Abs(p.Y.Max), math.Abs(p.Y.Min)) {
 		p.Y.Min, p.Y.Max = span(finite[0].Value, finite[0].Value)
 	}
-	p.Legend.Top = name == "loss" // where the curve is not
 	if name != "loss" && p.Y.Min >= 0 && p.Y.Max <= 1.0001 {
-		p.Y.Min, p.Y.Max = 0, 1.02
+		p.Y.Min = 0
+		if p.Y.Max > 0.5 { // lower rewards would be a flat line
+			p.Y.Max = 1.02
+		}
 	}
+	_, evals := d.held()
+	p.Legend.Top = low(xys(points.smooth()), xys(evals), (p.Y.Min+p.Y.Max)/2)
 	p.Legend.Padding, p.Legend.XOffs, p.Legend.YOffs = vg.Points(3), vg.Points(-8), vg.Points(8)
 	canvas := vgimg.PngCanvas{Canvas: vgimg.NewWith(vgimg.UseWH(9*vg.Inch, 5*vg.Inch), vgimg.UseDPI(dotsPerInch))}
 	p.Draw(draw.Crop(draw.New(canvas), vg.Points(12), vg.Points(-16), vg.Points(10), vg.Points(-12)))
@@ -78,6 +82,17 @@ func (d *Data) PNG(w io.Writer) error {
 		return fmt.Errorf("write the curve: %w", err)
 	}
 	return nil
+}
+
+// low reports whether curves run below the middle on their right, where the legend is: there it stands on top.
+func low(curve, evals plotter.XYs, middle float64) bool {
+	sum, n := 0.0, 0
+	for _, values := range []plotter.XYs{curve, evals} {
+		for _, v := range values[len(values)*2/3:] {
+			sum, n = sum+v.Y, n+1
+		}
+	}
+	return n > 0 && sum/float64(n) < middle
 }
 
 // addText writes a sentence where a curve would be.

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 
+	"gonum.org/v1/plot/plotter"
+
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -202,3 +204,24 @@ func TestSmoothKeepsTheEnds(t *testing.T) {
 }
 
 func ptr[T any](v T) *T { return &v }
+
+func TestTheLegendStandsWhereTheCurvesAreNot(t *testing.T) {
+	t.Parallel()
+	line := func(from, to float64) (out plotter.XYs) {
+		for i := range 10 {
+			out = append(out, plotter.XY{X: float64(i), Y: from + (to-from)*float64(i)/9})
+		}
+		return out
+	}
+	for name, c := range map[string]struct {
+		curve, evals plotter.XYs
+		top          bool
+	}{
+		"rises": {line(0, 1), line(0.1, 0.9), false}, "falls": {line(1, 0), nil, true}, "stays low": {line(0.02, 0.08), line(0.03, 0.05), true},
+		"stays high": {line(0.8, 0.9), nil, false}, "evaluations alone": {nil, line(0.1, 0.2), true}, "nothing": {nil, nil, false},
+	} {
+		if got := low(c.curve, c.evals, 0.5); got != c.top {
+			t.Errorf("%s: on top %v", name, got)
+		}
+	}
+}
