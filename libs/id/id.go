@@ -2,6 +2,7 @@
 package id
 
 import (
+	"bytes"
 	"crypto/rand"
 	"encoding/hex"
 	"fmt"
@@ -27,6 +28,12 @@ func NewRun(now time.Time) string { return runPrefix + New(now) }
 // New makes a lowercase ULID.
 func New(now time.Time) string {
 	return strings.ToLower(ulid.MustNew(ulid.Timestamp(now), rand.Reader).String())
+}
+
+// At makes the lowercase ULID of a time and of what seed names: the same one whenever both are the same.
+func At(t time.Time, seed string) string {
+	sum := blake3.Sum256([]byte(seed))
+	return strings.ToLower(ulid.MustNew(ulid.Timestamp(t), bytes.NewReader(sum[:])).String())
 }
 
 // ValidRun reports whether s is a run id. Only such strings may become subjects, file names or table keys.

@@ -24,6 +24,17 @@ func TestRun(t *testing.T) {
 	}
 }
 
+func TestAt(t *testing.T) {
+	t.Parallel()
+	first := id.At(time.UnixMilli(1), "a")
+	if !id.Valid(first) || first != id.At(time.UnixMilli(1), "a") {
+		t.Fatalf("%s, then %s", first, id.At(time.UnixMilli(1), "a"))
+	}
+	if later, other := id.At(time.UnixMilli(2), "a"), id.At(time.UnixMilli(1), "b"); first >= later || first == other {
+		t.Errorf("%s; later %s, of another seed %s", first, later, other)
+	}
+}
+
 func TestContent(t *testing.T) {
 	t.Parallel()
 	// The empty-input vector of the blake3 reference.

@@ -3,6 +3,7 @@ package scheduler
 import (
 	"context"
 	"errors"
+	"time"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -32,11 +33,11 @@ func (s *service) cancel(ctx context.Context, runID string, drain bool) (*Run, e
 	}
 	if drain && run.GetState() == Starting && c.progress().GetPhase() <= learnerv1.Phase_PHASE_PREPARING { // no step is in hand
 		c.end(&ending{state: Cancelled, message: "cancelled by request while it started"})
-		return run, nil
+		return s.stopped(ctx, c)
 	}
 	if !drain || run.GetState() == Pending {
 		c.end(&ending{state: Cancelled, message: "cancelled by request"})
-		return run, nil
+		return s.stopped(ctx, c)
 	}
 	if run.GetState() != Draining {
 		if run, err = s.transition(ctx, runID, Draining, nil); err != nil {
@@ -44,7 +45,27 @@ func (s *service) cancel(ctx context.Context, runID string, drain bool) (*Run, e
 		}
 	}
 	c.drain()
+	advance(run, c.progress())
 	return run, nil
+}
+
+// cancelPatience is how long whoever cancels a run at once waits to be told that it has ended.
+const cancelPatience = 2 * time.Second
+
+// stopped is the record of a run that is being cancelled, once it has ended; after cancelPatience as it stands then.
+func (s *service) stopped(ctx context.Context, c *conductor) (*Run, error) {
+	patience := time.NewTimer(cancelPatience)
+	defer patience.Stop()
+	select {
+	case <-c.done:
+	case <-patience.C:
+	case <-ctx.Done():
+	}
+	run, err := s.Store.Get(ctx, c.id)
+	if err == nil {
+		advance(run, c.progress())
+	}
+	return run, err
 }
 
 // complete is the controller's word that a run has ended, or stands still until somebody resumes it.

@@ -44,8 +44,9 @@ func TestCancelAtOnce(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
 	for range 2 {
-		if _, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run}); err != nil {
-			t.Fatal(err)
+		got, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run})
+		if err != nil || got.GetRun().GetState() != scheduler.Cancelled || got.GetRun().GetEndTime() == nil {
+			t.Fatalf("got %v, %v", got, err)
 		}
 	}
 	got := w.waitState(run, scheduler.Cancelled).GetRun()
@@ -91,8 +92,9 @@ func TestCancelWhileItStarts(t *testing.T) {
 	w.start()
 	run := w.create(plan(4, "sync", 0, false)).GetRunId()
 	w.waitState(run, scheduler.Starting)
-	if _, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run, Drain: true}); err != nil {
-		t.Fatal(err)
+	answer, err := w.generation.CancelRun(t.Context(), &runv1.CancelRunRequest{RunId: run, Drain: true})
+	if err != nil || answer.GetRun().GetState() != scheduler.Cancelled {
+		t.Fatalf("got %v, %v", answer, err)
 	}
 	got := w.waitState(run, scheduler.Cancelled).GetRun()
 	if states := w.events.of("run.state", "state"); slices.Contains(states, "DRAINING") || got.GetStep() != 0 || !strings.Contains(got.GetMessage(), "while it started") {

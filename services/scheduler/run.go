@@ -93,6 +93,9 @@ var transitions = map[State][]State{
 // activeStates are those that have a conductor.
 var activeStates = []State{Pending, Starting, Running, Paused, Draining}
 
+// endStates are those of runs that nobody goes on with unasked. Their records have an end time.
+var endStates = []State{Succeeded, Failed, Cancelled}
+
 func active(s State) bool { return slices.Contains(activeStates, s) }
 
 // ended reports whether a watcher has seen the last of the run until somebody resumes it.

@@ -47,7 +47,12 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 func (s *Server) Run(ctx context.Context) error {
 	s.svc.catchUp(ctx, s.left)
 	close(s.caughtUp)
-	s.svc.wg.Go(func() { s.svc.sweep(ctx) })
+	s.svc.wg.Go(func() {
+		if err := s.svc.retell(ctx); err != nil && ctx.Err() == nil {
+			s.svc.Log.WarnContext(ctx, "the events of runs may lack an end", "error", err)
+		}
+		s.svc.sweep(ctx)
+	})
 	if s.svc.cfg.ResumeOnStart {
 		var wg sync.WaitGroup
 		defer wg.Wait()

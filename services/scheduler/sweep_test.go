@@ -2,13 +2,19 @@ package scheduler
 
 import (
 	"context"
+	"log/slog"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/libs/id"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
 // archive is a store of runs that ended, each a time ago, and a bus that has streams of all of them and of another mesh's.
@@ -32,6 +38,59 @@ func (e *archive) Runs(context.Context) ([]string, error) { return slices.Clone(
 func (e *archive) DeleteRun(_ context.Context, run string) error {
 	e.left = slices.DeleteFunc(e.left, func(id string) bool { return id == run })
 	return nil
+}
+
+func (e *archive) List(_ context.Context, f Filter) (out []*Run, _ error) {
+	for _, run := range e.runs {
+		if slices.Contains(f.States, run.GetState()) {
+			out = append(out, run)
+		}
+	}
+	return out, nil
+}
+
+// listener hears events.
+type listener struct {
+	Events
+	heard []*eventv1.Event
+}
+
+func (l *listener) Emit(e *eventv1.Event) { l.heard = append(l.heard, e) }
+
+// A process that dies between the record of an end and its event leaves the event to the next one. Storage drops what it has by id.
+func TestTheLastEndsAreToldAgain(t *testing.T) {
+	t.Parallel()
+	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	e := &archive{runs: map[string]*Run{
+		"running":   {RunId: "running", State: Running},
+		"succeeded": {RunId: "succeeded", State: Succeeded, Step: 7, EndTime: timestamppb.New(now.Add(-time.Hour)), Incarnation: 1},
+		"failed":    {RunId: "failed", State: Failed, Reason: "WORKER_CRASH_LOOP", EndTime: timestamppb.New(now.Add(-time.Hour - retold)), Incarnation: 2},
+		"older":     {RunId: "older", State: Cancelled, EndTime: timestamppb.New(now.Add(-time.Hour - retold - time.Second)), Incarnation: 1},
+	}}
+	first, again := &listener{}, &listener{}
+	old := newService(Config{}, Deps{Store: e, Events: first, Log: slog.New(slog.DiscardHandler), Now: func() time.Time { return now.Add(-time.Hour) }})
+	old.announce(e.runs["succeeded"])
+	old.announce(e.runs["failed"])
+	next := newService(Config{}, Deps{Store: e, Events: again, Now: func() time.Time { return now }})
+	if err := next.retell(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	slices.SortFunc(again.heard, func(x, y *eventv1.Event) int { return -strings.Compare(x.GetRunId(), y.GetRunId()) })
+	if len(again.heard) != 2 {
+		t.Fatalf("told again: %v", again.heard)
+	}
+	for i, told := range again.heard {
+		if !proto.Equal(told, first.heard[i]) || !id.Valid(told.GetEventId()) {
+			t.Errorf("told first, then again:\n%v\n%v", first.heard[i], told)
+		}
+	}
+	if a, b := again.heard[0].GetEventId(), again.heard[1].GetEventId(); a == b {
+		t.Errorf("both are %s", a)
+	}
+	e.runs["failed"].Incarnation++
+	if stateEvent(e.runs["failed"]).GetEventId() == first.heard[1].GetEventId() {
+		t.Error("the end of the next incarnation is told by the same event")
+	}
 }
 
 func TestStreamsThatNobodyUsesAreRemoved(t *testing.T) {

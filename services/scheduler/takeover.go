@@ -104,6 +104,30 @@ func (s *service) catchUpOne(ctx context.Context, id string) error {
 	return err
 }
 
+// retold is how long before the newest end others are told of again: events travel in parts of a second.
+const retold = 10 * time.Second
+
+// retell tells of the last ends again: a process that was killed right after it had recorded one may not have told of it. Storage
+// knows those that it has.
+func (s *service) retell(ctx context.Context) error {
+	runs, err := s.Store.List(ctx, Filter{States: endStates})
+	if err != nil {
+		return err
+	}
+	var newest time.Time
+	for _, run := range runs {
+		if end := run.GetEndTime(); end != nil && end.AsTime().After(newest) {
+			newest = end.AsTime()
+		}
+	}
+	for _, run := range runs {
+		if end := run.GetEndTime(); end != nil && newest.Sub(end.AsTime()) <= retold {
+			s.emit(run, stateEvent(run))
+		}
+	}
+	return nil
+}
+
 const (
 	sweepEvery  = time.Hour
 	streamsKept = time.Hour // of a run that failed or was cancelled: whoever resumes it then makes them anew

@@ -2,6 +2,8 @@ package scheduler
 
 import (
 	"context"
+	"fmt"
+	"slices"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -53,8 +55,14 @@ func (s *service) interrupt(ctx context.Context, runID, why string) error {
 	return err
 }
 
-// announce emits the run.state event.
+// announce tells of the state that a run has now.
 func (s *service) announce(run *Run) {
+	s.emit(run, stateEvent(run))
+	s.Log.Info("run changed", "run_id", run.GetRunId(), "state", stateName(run.GetState()), "reason", run.GetReason())
+}
+
+// stateEvent is the run.state event. That of an end has an id of its own, made from the record: told again, storage knows it.
+func stateEvent(run *Run) *eventv1.Event {
 	level := eventv1.Level_LEVEL_INFO
 	if run.GetState() == Failed {
 		level = eventv1.Level_LEVEL_ERROR
@@ -64,14 +72,22 @@ func (s *service) announce(run *Run) {
 	if run.GetMessage() != "" {
 		message += ": " + run.GetMessage()
 	}
-	s.emit(run, &eventv1.Event{Kind: "run.state", Level: level, Message: message, Step: run.GetStep(),
-		Attributes: map[string]string{"state": name, "reason": run.GetReason()}})
-	s.Log.Info("run changed", "run_id", run.GetRunId(), "state", name, "reason", run.GetReason())
+	e := &eventv1.Event{Kind: "run.state", Level: level, Message: message, Step: run.GetStep(),
+		Attributes: map[string]string{"state": name, "reason": run.GetReason()}}
+	if slices.Contains(endStates, run.GetState()) && run.GetEndTime() != nil {
+		e.Time = run.GetEndTime()
+		e.EventId = id.At(e.GetTime().AsTime(), fmt.Sprintf("run.state %s %d %s", run.GetRunId(), run.GetIncarnation(), name))
+	}
+	return e
 }
 
+// emit fills in what an event does not say itself.
 func (s *service) emit(run *Run, e *eventv1.Event) {
-	now := s.Now().UTC()
-	e.EventId, e.RunId, e.Time, e.Service = id.New(now), run.GetRunId(), timestamppb.New(now), "scheduler"
+	if e.GetEventId() == "" {
+		now := s.Now().UTC()
+		e.EventId, e.Time = id.New(now), timestamppb.New(now)
+	}
+	e.RunId, e.Service = run.GetRunId(), "scheduler"
 	s.Events.Emit(e)
 }
 

@@ -69,11 +69,11 @@ func (w *Watcher) lines(ctx context.Context, updates <-chan Update) (*Outcome, e
 				return outcome, nil
 			}
 			outcome.Stopped = true
-			if err := w.stop(ctx, interrupts == 1); err != nil {
-				return outcome, err
-			}
 			if !w.JSON {
 				fmt.Fprintln(w.Out, stopping(interrupts))
+			}
+			if err := w.stop(ctx, interrupts == 1); err != nil {
+				return outcome, err
 			}
 		case u := <-updates:
 			switch {

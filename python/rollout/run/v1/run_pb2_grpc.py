@@ -99,7 +99,8 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelRun(self, request, context):
-        """CancelRun stops a run: with drain the step in hand is finished first. Idempotent.
+        """CancelRun stops a run: with drain the step in hand is finished first. Idempotent. Without drain it waits up to two seconds for
+        the end, and the record that it returns is the ended run's then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

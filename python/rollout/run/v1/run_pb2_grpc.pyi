@@ -42,7 +42,9 @@ class SchedulerServiceStub:
     ListRuns: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListRunsRequest, _run_pb2.ListRunsResponse]
     """ListRuns returns runs, newest first."""
     CancelRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.CancelRunResponse]
-    """CancelRun stops a run: with drain the step in hand is finished first. Idempotent."""
+    """CancelRun stops a run: with drain the step in hand is finished first. Idempotent. Without drain it waits up to two seconds for
+    the end, and the record that it returns is the ended run's then.
+    """
     PauseRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.PauseRunResponse]
     """PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason."""
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.ResumeRunResponse]
@@ -67,7 +69,9 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     ListRuns: _aio.UnaryUnaryMultiCallable[_run_pb2.ListRunsRequest, _run_pb2.ListRunsResponse]  # type: ignore[assignment]
     """ListRuns returns runs, newest first."""
     CancelRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.CancelRunResponse]  # type: ignore[assignment]
-    """CancelRun stops a run: with drain the step in hand is finished first. Idempotent."""
+    """CancelRun stops a run: with drain the step in hand is finished first. Idempotent. Without drain it waits up to two seconds for
+    the end, and the record that it returns is the ended run's then.
+    """
     PauseRun: _aio.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.PauseRunResponse]  # type: ignore[assignment]
     """PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason."""
     ResumeRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.ResumeRunResponse]  # type: ignore[assignment]
@@ -113,7 +117,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.CancelRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.CancelRunResponse, _abc.Awaitable[_run_pb2.CancelRunResponse]]:
-        """CancelRun stops a run: with drain the step in hand is finished first. Idempotent."""
+        """CancelRun stops a run: with drain the step in hand is finished first. Idempotent. Without drain it waits up to two seconds for
+        the end, and the record that it returns is the ended run's then.
+        """
 
     @_abc_1.abstractmethod
     def PauseRun(

@@ -43,7 +43,8 @@ type SchedulerServiceClient interface {
 	GetRun(ctx context.Context, in *GetRunRequest, opts ...grpc.CallOption) (*GetRunResponse, error)
 	// ListRuns returns runs, newest first.
 	ListRuns(ctx context.Context, in *ListRunsRequest, opts ...grpc.CallOption) (*ListRunsResponse, error)
-	// CancelRun stops a run: with drain the step in hand is finished first. Idempotent.
+	// CancelRun stops a run: with drain the step in hand is finished first. Idempotent. Without drain it waits up to two seconds for
+	// the end, and the record that it returns is the ended run's then.
 	CancelRun(ctx context.Context, in *CancelRunRequest, opts ...grpc.CallOption) (*CancelRunResponse, error)
 	// PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason.
 	PauseRun(ctx context.Context, in *PauseRunRequest, opts ...grpc.CallOption) (*PauseRunResponse, error)
@@ -155,7 +156,8 @@ type SchedulerServiceServer interface {
 	GetRun(context.Context, *GetRunRequest) (*GetRunResponse, error)
 	// ListRuns returns runs, newest first.
 	ListRuns(context.Context, *ListRunsRequest) (*ListRunsResponse, error)
-	// CancelRun stops a run: with drain the step in hand is finished first. Idempotent.
+	// CancelRun stops a run: with drain the step in hand is finished first. Idempotent. Without drain it waits up to two seconds for
+	// the end, and the record that it returns is the ended run's then.
 	CancelRun(context.Context, *CancelRunRequest) (*CancelRunResponse, error)
 	// PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason.
 	PauseRun(context.Context, *PauseRunRequest) (*PauseRunResponse, error)
