@@ -64,10 +64,19 @@ func (d *Dataset) Read(file string, problems *problem.List) error {
 	hasher := id.NewHasher()
 	reader := bufio.NewReaderSize(f, 1<<20)
 	var line []byte
+	blanks := 0
 	for {
 		line, err = readLine(reader, line[:0], hasher)
 		d.Bytes += uint64(len(line))
-		if len(line) > 0 && !d.foreign {
+		switch {
+		case len(line) == 0 || d.foreign:
+		case len(bytes.TrimSpace(line)) == 0:
+			blanks++ // those at the end are nothing
+		default:
+			for ; blanks > 0; blanks-- {
+				d.Rows++
+				d.row(nil)
+			}
 			d.Rows++
 			d.row(bytes.TrimRight(line, "\r\n"))
 		}

@@ -46,7 +46,7 @@ func TestRowsAreCountedWhateverEndsTheLines(t *testing.T) {
 	t.Parallel()
 	row := `{"prompt": "1+1=", "answer": "2"}`
 	for text, want := range map[string]uint64{
-		row: 1, row + "\n": 1, row + "\r\n" + row + "\r\n": 2, row + "\n" + row: 2,
+		row: 1, row + "\n": 1, row + "\r\n" + row + "\r\n": 2, row + "\n" + row: 2, row + "\n\n \r\n\t": 1, // blank lines at the end are nothing
 		`{"prompt": "` + strings.Repeat("x", 3<<20) + "\"}\n" + row: 2, // longer than the reader's buffer
 	} {
 		d, problems := dataset(t, text)
@@ -56,6 +56,15 @@ func TestRowsAreCountedWhateverEndsTheLines(t *testing.T) {
 		if d.Digest != id.Content([]byte(text)) || d.Bytes != uint64(len(text)) {
 			t.Errorf("%.40q: digest %s of %d bytes", text, d.Digest, d.Bytes)
 		}
+	}
+}
+
+func TestBlankLinesBetweenRowsAreRefused(t *testing.T) {
+	t.Parallel()
+	row := `{"prompt": "1+1=", "answer": "2"}` + "\n"
+	_, problems := dataset(t, row+"\n"+row+"\n")
+	if want := "2:1 the line is empty\n"; problems != want {
+		t.Errorf("got %q, want %q", problems, want)
 	}
 }
 
