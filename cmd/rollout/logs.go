@@ -133,11 +133,11 @@ func (a *app) tail(ctx context.Context, r record.Reader, name string, filter *st
 		}
 		// They come in the order in which they were stored; those of other processes come later than they happened.
 		slices.SortStableFunc(events, func(x, y *eventv1.Event) int { return x.GetTime().AsTime().Compare(y.GetTime().AsTime()) })
-		if err := a.events(events, flags); err != nil || !follow {
-			return errors.Join(err, a.lastEvents(flags))
+		if err := a.events(events, flags, !follow); err != nil || !follow {
+			return err
 		}
 	}
-	return errors.Join(a.follow(ctx, services.Client, filter, flags), a.lastEvents(flags))
+	return errors.Join(a.follow(ctx, services.Client, filter, flags), a.events(nil, flags, true))
 }
 
 // follow prints events until the run ends. An interrupt is the ordinary way to leave.
@@ -168,7 +168,7 @@ func (a *app) follow(ctx context.Context, c *client.Client, filter *storagev1.Ev
 		case err != nil:
 			return err
 		}
-		if err := a.events(response.GetEvents(), flags); err != nil {
+		if err := a.events(response.GetEvents(), flags, false); err != nil {
 			return err
 		}
 	}
@@ -194,53 +194,58 @@ func watchEnd(ctx context.Context, c *client.Client, runID string) bool {
 	}
 }
 
-func (a *app) events(events []*eventv1.Event, flags *logFlags) error {
-	for _, e := range events {
-		if a.format == formatJSON {
+// events prints events; last says that no more follow. Then all stand in the order of time, a joined warning where the newest that it
+// counts was.
+func (a *app) events(events []*eventv1.Event, flags *logFlags, last bool) error {
+	if a.format == formatJSON {
+		for _, e := range events {
 			if err := output.Line(a.stdout, "", e); err != nil {
 				return err
 			}
-			continue
 		}
+		return nil
+	}
+	var lines []logLine
+	for _, e := range events {
 		joined := flags.joins() && e.GetLevel() >= eventv1.Level_LEVEL_WARN
 		if joined {
 			flags.repeats.Add(e)
 		}
-		if err := a.warnings(flags.repeats.Due(e.GetTime().AsTime())); err != nil {
-			return err
+		lines = append(lines, a.warnings(flags.repeats.Due(e.GetTime().AsTime()))...)
+		if !joined {
+			lines = append(lines, logLine{e.GetTime().AsTime(), a.eventText(e, flags.details)})
 		}
-		if joined {
-			continue
-		}
-		if _, err := fmt.Fprintln(a.stdout, a.eventText(e, flags.details)); err != nil {
+	}
+	if last {
+		lines = append(lines, a.warnings(flags.repeats.Rest())...)
+		slices.SortStableFunc(lines, func(x, y logLine) int { return x.time.Compare(y.time) })
+	}
+	for _, line := range lines {
+		if _, err := fmt.Fprintln(a.stdout, line.text); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// logLine is what is printed of one event, or of several warnings that say the same.
+type logLine struct {
+	time time.Time
+	text string
 }
 
 // joins reports whether warnings that say the same are joined: not for those who ask for details or for a kind of event.
 func (f *logFlags) joins() bool { return !f.details && len(f.kinds) == 0 }
 
-// lastEvents prints what was counted and not printed yet.
-func (a *app) lastEvents(flags *logFlags) error {
-	if a.format == formatJSON {
-		return nil
-	}
-	return a.warnings(flags.repeats.Rest())
-}
-
-func (a *app) warnings(list []*live.Warning, counts []uint64) error {
+func (a *app) warnings(list []*live.Warning, counts []uint64) (lines []logLine) {
 	for i, w := range list {
 		text := a.eventText(w.Event, false)
 		if counts[i] > 1 {
 			text += a.style().Bold(fmt.Sprintf(" (%s times)", output.Count(counts[i])))
 		}
-		if _, err := fmt.Fprintln(a.stdout, text); err != nil {
-			return err
-		}
+		lines = append(lines, logLine{w.GetTime().AsTime(), text})
 	}
-	return nil
+	return lines
 }
 
 // eventText is an event in a line: its message, or everything that it says where it has none or details are wanted.
