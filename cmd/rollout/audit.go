@@ -15,7 +15,9 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/audit"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 // auditShown is how many breaks are printed for people.
@@ -72,11 +74,12 @@ func (a *app) audit(evidence *audit.Evidence) (err error) {
 // gather asks the control plane that was named or that runs here, else reads the state folder; with configured it reads what that
 // rolloutd.toml names. With files the files of snapshots are read.
 func (a *app) gather(cmd *cobra.Command, run, configured string, files bool, read func(*audit.Evidence, audit.Place) error, asked func(*audit.Evidence, *client.Client) error) error {
-	from := func(ctx context.Context, place audit.Place) error {
+	from := func(ctx context.Context, place audit.Place, as func(*runv1.Run)) error {
 		e, err := audit.Read(ctx, place, run, files)
 		if err != nil {
 			return err
 		}
+		as(e.Run)
 		return read(e, place)
 	}
 	if configured != "" {
@@ -91,7 +94,7 @@ func (a *app) gather(cmd *cobra.Command, run, configured string, files bool, rea
 		if err != nil {
 			return err
 		}
-		return from(ctx, place)
+		return from(ctx, place, func(*runv1.Run) {}) // its services may run elsewhere
 	}
 	return a.askOrRead(cmd,
 		func(ctx context.Context, c *client.Client) error {
@@ -101,7 +104,7 @@ func (a *app) gather(cmd *cobra.Command, run, configured string, files bool, rea
 			}
 			return asked(e, c)
 		},
-		func(ctx context.Context, state string) error { return from(ctx, audit.Folder(state)) })
+		func(ctx context.Context, state string) error { return from(ctx, audit.Folder(state), live.AsLeft) })
 }
 
 func (a *app) auditText(r *audit.Report) string {

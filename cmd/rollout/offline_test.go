@@ -6,9 +6,13 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/buffer"
+	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
@@ -63,6 +67,42 @@ func TestStateFolderIsBrowsed(t *testing.T) {
 	for _, args := range []string{"runs show nobody", "snapshot show snap-none", "snapshot list nobody", "logs tail nobody"} {
 		if got := (command{}).run(t, append(strings.Fields(args), "--state-dir", state)...); got.code == 0 || !strings.Contains(got.stderr, "no") {
 			t.Errorf("%s: %s", args, got.text())
+		}
+	}
+}
+
+// The ledger of a control plane that was killed knows steps that the record lacks: all commands show those, and the same state.
+func TestStateFolderShowsWhatTheLedgerHas(t *testing.T) {
+	t.Parallel()
+	state := left(t)
+	weights := filepath.Join(state, "runs", runID, "weights", "v000003")
+	if err := os.MkdirAll(weights, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	digest := id.Content([]byte("weights"))
+	ledgers := sqldbtest.Store(t, sqldb.Files(filepath.Join(state, "db")), bufferstore.Open)
+	if err := ledgers.Create(t.Context(), runID, &bufferv1.LedgerConfig{GroupsPerStep: 1, GroupSize: 1, Rows: 7}); err != nil {
+		t.Fatal(err)
+	}
+	if err := ledgers.Update(t.Context(), runID, func(tx buffer.Tx) error {
+		tx.Ledger().Step = 3
+		return tx.PutStep(t.Context(), &buffer.Step{Step: 3, WeightsDigest: digest, Chain: "link"})
+	}); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		args string
+		want []string
+	}{
+		{"runs list", []string{"INTERRUPTED", "3/3"}},
+		{"runs show addition-grpo --format json", []string{`"RUN_STATE_INTERRUPTED"`, weights, digest}},
+		{"audit addition-grpo", []string{runID + ", INTERRUPTED"}},
+	} {
+		got := command{}.run(t, append(strings.Fields(c.args), "--state-dir", state)...)
+		for _, want := range c.want {
+			if !strings.Contains(got.stdout, want) {
+				t.Errorf("%s: %q is missing\n%s", c.args, want, got.text())
+			}
 		}
 	}
 }

@@ -95,13 +95,18 @@ func (s *service) catchUpOne(ctx context.Context, id string) error {
 	last := resp.GetSteps()[len(resp.GetSteps())-1]
 	_, err = s.update(ctx, id, func(r *Run) error {
 		r.Step = max(r.GetStep(), last.GetStep())
-		folder := filepath.Join(r.GetDirectory(), "weights", fmt.Sprintf("v%06d", last.GetStep()))
+		folder := WeightsFolder(r, last.GetStep())
 		if _, err := os.Stat(folder); err == nil {
 			r.WeightsDirectory, r.WeightsDigest = folder, last.GetWeightsDigest()
 		}
 		return nil
 	})
 	return err
+}
+
+// WeightsFolder is where a run's learner writes the weights of a version.
+func WeightsFolder(run *Run, version uint64) string {
+	return filepath.Join(run.GetDirectory(), "weights", fmt.Sprintf("v%06d", version))
 }
 
 // retold is how long before the newest end others are told of again: events travel in parts of a second.

@@ -201,6 +201,14 @@ func Ended(state runv1.RunState) bool {
 // Over reports whether a run does nothing more by itself: it has ended, or waits for somebody after a refused gradient.
 func Over(run *runv1.Run) bool { return Ended(run.GetState()) || refusal.Paused(run) }
 
+// AsLeft makes of a run that a dead process left active what it is: interrupted.
+func AsLeft(run *runv1.Run) {
+	if !Over(run) {
+		run.State = runv1.RunState_RUN_STATE_INTERRUPTED
+		run.Message = "the control plane died; `rollout run --resume " + run.GetRunId() + "` goes on"
+	}
+}
+
 // State is the short name of a state: "RUNNING".
 func State(state runv1.RunState) string {
 	return strings.TrimPrefix(state.String(), "RUN_STATE_")

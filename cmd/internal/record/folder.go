@@ -17,6 +17,8 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	"github.com/rollout-rl/rollout/services/buffer"
+	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 	"github.com/rollout-rl/rollout/services/snapshot"
@@ -31,6 +33,7 @@ type Folder struct {
 	runs      *schedulerstore.Store
 	events    *storagestore.Store
 	snapshots *snapshotstore.Store
+	ledgers   *bufferstore.Store // nil: there are none
 }
 
 // Held is nil where a state folder has the databases that a Folder reads.
@@ -62,7 +65,12 @@ func Open(ctx context.Context, state string) (_ *Folder, err error) {
 	if f.events, err = storagestore.Open(ctx, place); err != nil {
 		return nil, err
 	}
-	f.snapshots, err = snapshotstore.Open(ctx, place)
+	if f.snapshots, err = snapshotstore.Open(ctx, place); err != nil {
+		return nil, err
+	}
+	if _, missing := os.Stat(filepath.Join(string(place), "buffer.sqlite")); missing == nil {
+		f.ledgers, err = bufferstore.Open(ctx, place)
+	}
 	return f, err
 }
 
@@ -78,6 +86,9 @@ func (f *Folder) Close() error {
 	if f.snapshots != nil {
 		errs = append(errs, f.snapshots.Close())
 	}
+	if f.ledgers != nil {
+		errs = append(errs, f.ledgers.Close())
+	}
 	return errors.Join(errs...)
 }
 
@@ -88,7 +99,9 @@ func (f *Folder) Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.
 		return nil, err
 	}
 	for _, run := range runs {
-		asLeft(run)
+		if err := f.asLeft(ctx, run); err != nil {
+			return nil, err
+		}
 	}
 	if states := page.GetStates(); len(states) > 0 {
 		runs = slices.DeleteFunc(runs, func(run *runv1.Run) bool { return !slices.Contains(states, run.GetState()) })
@@ -106,17 +119,40 @@ func (f *Folder) Run(ctx context.Context, name string) (*runv1.RunStatus, error)
 	if err != nil {
 		return nil, err
 	}
+	if err := f.asLeft(ctx, run); err != nil {
+		return nil, err
+	}
 	queues, err := f.runs.Queues(ctx, run.GetRunId())
-	return &runv1.RunStatus{Run: asLeft(run), Queues: queues}, err
+	return &runv1.RunStatus{Run: run, Queues: queues}, err
 }
 
-// asLeft shows a run that a dead process left active as what it is: interrupted. The scheduler records that when it starts.
-func asLeft(run *runv1.Run) *runv1.Run {
-	if !live.Over(run) {
-		run.State = runv1.RunState_RUN_STATE_INTERRUPTED
-		run.Message = "the control plane died; `rollout run --resume " + run.GetRunId() + "` goes on"
+// asLeft shows a run that a dead process left active as what it is, with the steps that its ledger has committed: the record is a
+// little behind. The scheduler writes both down when it starts.
+func (f *Folder) asLeft(ctx context.Context, run *runv1.Run) error {
+	if live.Over(run) {
+		return nil
 	}
-	return run
+	live.AsLeft(run)
+	if f.ledgers == nil {
+		return nil
+	}
+	err := f.ledgers.View(ctx, run.GetRunId(), func(r buffer.Reader) error {
+		step := r.Ledger().Step
+		if step <= run.GetStep() {
+			return nil
+		}
+		run.Step = step
+		last, err := r.Step(ctx, step)
+		folder := scheduler.WeightsFolder(run, step)
+		if _, missing := os.Stat(folder); err == nil && last != nil && missing == nil {
+			run.WeightsDirectory, run.WeightsDigest = folder, last.WeightsDigest
+		}
+		return err
+	})
+	if errors.Is(err, buffer.ErrNoLedger) {
+		return nil
+	}
+	return err
 }
 
 // Events implements Reader.
