@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -157,7 +158,7 @@ func (a *app) runText(r *live.Run) string {
 // change makes a command that changes the state of one run.
 func (a *app) change(cmd *cobra.Command, said string, call func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error)) *cobra.Command {
 	cmd.Args = cobra.ExactArgs(1)
-	cmd.Long = cmd.Short + ". " + runArgument
+	cmd.Long = strings.Join(slices.DeleteFunc([]string{cmd.Short + ".", cmd.Long, runArgument}, func(s string) bool { return s == "" }), " ")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		return a.with(cmd, func(ctx context.Context, c *client.Client) error {
 			got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
@@ -203,7 +204,11 @@ func (a *app) runsCancel() *cobra.Command {
 }
 
 func (a *app) runsPause() *cobra.Command {
-	return a.change(&cobra.Command{Use: "pause RUN", Short: "Stop issuing work; the workers stay", Example: "  rollout runs pause addition-grpo"},
+	return a.change(&cobra.Command{
+		Use: "pause RUN", Short: "Hand out no more work; the workers stay",
+		Long:    "Steps whose work is handed out already are finished. `rollout runs resume RUN` goes on.",
+		Example: "  rollout runs pause addition-grpo",
+	},
 		"paused", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
 			response, err := c.PauseRun(ctx, &runv1.PauseRunRequest{RunId: before.GetRunId()})
 			return response.GetRun(), err

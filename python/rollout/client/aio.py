@@ -81,6 +81,12 @@ class AsyncClient:
             request = run_pb2.CancelRunRequest(run_id=run_id, drain=drain)
             return (await self._scheduler.CancelRun(request, metadata=self.server.metadata)).run
 
+    async def pause(self, run_id: str) -> run_pb2.Run:
+        """Stop handing out work: steps whose work is out already are finished, and the workers stay. ``resume`` goes on."""
+        with remote_errors():
+            request = run_pb2.PauseRunRequest(run_id=run_id)
+            return (await self._scheduler.PauseRun(request, metadata=self.server.metadata)).run
+
     async def resume(self, run_id: str) -> run_pb2.Run:
         """Go on with a paused, interrupted, failed or cancelled run."""
         with remote_errors():
