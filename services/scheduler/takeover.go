@@ -109,13 +109,15 @@ func WeightsFolder(run *Run, version uint64) string {
 	return filepath.Join(run.GetDirectory(), "weights", fmt.Sprintf("v%06d", version))
 }
 
-// retold is how long before the newest end others are told of again: events travel in parts of a second.
-const retold = 10 * time.Second
+const (
+	retold     = 10 * time.Second // before the newest end: others since are told of again; events travel in parts of a second
+	retoldRuns = 1000             // the newest; the one that ended last is hardly older than all of them
+)
 
 // retell tells of the last ends again: a process that was killed right after it had recorded one may not have told of it. Storage
 // knows those that it has.
 func (s *service) retell(ctx context.Context) error {
-	runs, err := s.Store.List(ctx, Filter{States: endStates})
+	runs, err := s.Store.List(ctx, Filter{States: endStates, Limit: retoldRuns})
 	if err != nil {
 		return err
 	}
