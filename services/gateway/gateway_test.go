@@ -85,6 +85,7 @@ func TestBadRequests(t *testing.T) {
 		{"empty tokens", "POST", text, `{"model":"tiny","prompt":[[]]}`},
 		{"streamed echo", "POST", text, `{"model":"tiny","prompt":"a","echo":true,"stream":true}`},
 		{"streamed prompt logprobs", "POST", text, `{"model":"tiny","prompt":"a","prompt_logprobs":0,"stream":true}`},
+		{"logprobs of other tokens", "POST", text, `{"model":"tiny","prompt":"a","logprobs":5}`},
 		{"negative prompt logprobs", "POST", text, `{"model":"tiny","prompt":"a","prompt_logprobs":-1}`},
 		{"unknown token", "POST", text, `{"model":"tiny","prompt":[9999]}`},
 		{"best_of", "POST", text, `{"model":"tiny","prompt":"a","best_of":3}`},

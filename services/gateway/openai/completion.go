@@ -40,6 +40,8 @@ func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
 		return unsupported("best_of", "ask for `n` completions and choose yourself")
 	case body.Logprobs != nil && *body.Logprobs < 0:
 		return invalid("logprobs", "`logprobs` must be at least 0, it is %d", *body.Logprobs)
+	case body.Logprobs != nil && *body.Logprobs > 1:
+		return unsupported("logprobs", "logprobs of the sampled tokens alone are kept; send `logprobs: 1`")
 	}
 	prompts, err := prompts(body.Prompt)
 	if err != nil {
