@@ -35,7 +35,7 @@ from record import recorded
 
 from rollout.buffer.v1 import buffer_pb2
 from rollout.run.v1 import run_pb2
-from rollout_workers.sim import policy
+from rollout_testing.sim import policy
 
 MOST_GROWTH = 1.2
 GROUP, SLOTS, ROWS = 8, 16, 20_000

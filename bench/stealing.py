@@ -28,24 +28,24 @@ from record import recorded
 
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
+from rollout_testing.daemon import Daemon
+from rollout_testing.run import RunStreams, prompt_group
+from rollout_testing.services import BufferDouble, Host, buffer_double
+from rollout_testing.sim.engine import SimText
 from rollout_workers.engines.base import Engine, EngineStats, GroupRequest, SampleOutput, SamplingParams, VersionSpan
-from rollout_workers.harness.environment import Observation, Result, Task, Turn
-from rollout_workers.harness.episode import EpisodeRunner
+from rollout_workers.environments.environment import Observation, Result, Task, Turn
+from rollout_workers.environments.episode import EpisodeRunner
 from rollout_workers.inference.puller import Puller, capacity
 from rollout_workers.inference.receipt import Holdings
 from rollout_workers.inference.sampler import Outlet, Sampler
 from rollout_workers.inference.sharing import Sharing
 from rollout_workers.inference.throughput import Throughput
-from rollout_workers.mesh.bus import connect
-from rollout_workers.mesh.discovery import Services
-from rollout_workers.mesh.publisher import Publisher
-from rollout_workers.mesh.pulse import Pulse
-from rollout_workers.mesh.spec import Identity
-from rollout_workers.mesh.stream import WorkQueue
-from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.run import RunStreams, prompt_group
-from rollout_workers.mesh.testing.services import BufferDouble, Host, buffer_double
-from rollout_workers.sim.engine import SimText
+from rollout_workers.worker.bus import connect
+from rollout_workers.worker.discovery import Services
+from rollout_workers.worker.publisher import Publisher
+from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.spec import Identity
+from rollout_workers.worker.stream import WorkQueue
 
 BAR = 1.3
 SLOTS, SAMPLES = 16, 4

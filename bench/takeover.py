@@ -36,7 +36,7 @@ from record import recorded
 from sim import SAMPLES, Job, audited, sim_mesh, submit
 
 from rollout.run.v1 import run_pb2
-from rollout_workers.sim import journal
+from rollout_testing.sim import journal
 
 BAR_SECONDS = 5.0
 PACE = 0.5

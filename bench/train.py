@@ -108,7 +108,7 @@ def ours(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
     from transformers import AutoTokenizer
 
-    from rollout_workers.learner import Schedule, Trainer, TrainerConfig, TrainSample
+    from rollout_workers.trainer import Schedule, Trainer, TrainerConfig, TrainSample
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
 

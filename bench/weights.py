@@ -37,18 +37,18 @@ from record import recorded  # noqa: E402
 
 from rollout.weights.v1 import weights_pb2 as pb  # noqa: E402
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server  # noqa: E402
-from rollout_workers.delivery import patch, service  # noqa: E402
-from rollout_workers.delivery.catalog import Catalog  # noqa: E402
-from rollout_workers.delivery.depot import Depot  # noqa: E402
-from rollout_workers.delivery.fetch import Fetcher  # noqa: E402
-from rollout_workers.delivery.shelf import SHARED_MEMORY, Shelf  # noqa: E402
 from rollout_workers.engines.transformers.held import HeldWeights  # noqa: E402
-from rollout_workers.mesh.discovery import Services  # noqa: E402
-from rollout_workers.mesh.serving import Server  # noqa: E402
-from rollout_workers.mesh.spec import Identity  # noqa: E402
 from rollout_workers.weights import named_weights, weights_digest, write_weights  # noqa: E402
 from rollout_workers.weights.store import stage_folder  # noqa: E402
 from rollout_workers.weights.tensor_file import write_tensors  # noqa: E402
+from rollout_workers.weights.transfer import patch, service  # noqa: E402
+from rollout_workers.weights.transfer.catalog import Catalog  # noqa: E402
+from rollout_workers.weights.transfer.depot import Depot  # noqa: E402
+from rollout_workers.weights.transfer.fetch import Fetcher  # noqa: E402
+from rollout_workers.weights.transfer.shelf import SHARED_MEMORY, Shelf  # noqa: E402
+from rollout_workers.worker.discovery import Services  # noqa: E402
+from rollout_workers.worker.serving import Server  # noqa: E402
+from rollout_workers.worker.spec import Identity  # noqa: E402
 
 RUN, TOKEN = "run-bench-weights", "bench"
 SHARE = 0.01

@@ -99,7 +99,7 @@ def survive(
             faults.strike()
             due = now + dice.choice((dice.uniform(0, 0.3), dice.uniform(0.5, 6)))  # in recovery, or in work
             moved = now
-        faults.mend()
+        faults.fix()
         with contextlib.suppress(grpc.RpcError, OSError, KeyError, ValueError):
             seen = running.scheduler.GetRun(run_pb2.GetRunRequest(run_id=run), timeout=3).status
             faults.see(seen)

@@ -26,7 +26,7 @@ FROZEN = 0.3
 
 
 class Faults:
-    """Hurts one run after another. Whatever was hurt gets well again: what was killed is started, by `mend`, as a supervisor of
+    """Hurts one run after another. Whatever was hurt gets well again: what was killed is started, by `fix`, as a supervisor of
     services would."""
 
     def __init__(self, production: Production) -> None:
@@ -63,7 +63,7 @@ class Faults:
         with (self.running.state.parent / "faults.log").open("a") as log:
             log.write(f"{datetime.now(UTC):%H:%M:%S.%f} {self.run} {what}\n")
 
-    def mend(self) -> None:
+    def fix(self) -> None:
         """Do what is due: let go on, start again, heal. What left by itself is started again too."""
         now = time.monotonic()
         due = [cure for when, cure in self._cures if when <= now]
@@ -80,13 +80,13 @@ class Faults:
                 self._bring_back(server.name, 0.5)
 
     def end(self) -> Counter[str]:
-        """Mend everything at once and wait until all serve. Returns what was done."""
+        """Fix everything at once and wait until all serve. Returns what was done."""
         self.proxy.heal()
         self._cures = [(0.0, cure) for _, cure in self._cures]
-        self.mend()
+        self.fix()
 
         def whole() -> bool:
-            self.mend()
+            self.fix()
             members = all(self.running.alive(name) and self.running.serves(name) for name in self.running.members())
             return members and all(server.serves() for server in self.servers.by_name.values())
 

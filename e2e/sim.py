@@ -1,4 +1,4 @@
-"""A job without a model (`rollout_workers.sim`) for tests of everything around models: it starts in a second."""
+"""A job without a model (`rollout_testing.sim`) for tests of everything around models: it starts in a second."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mesh import ROOT, Mesh, describe
 
 from rollout.buffer.v1 import buffer_pb2
 from rollout.run.v1 import run_pb2
-from rollout_workers.harness.episode import sample_seed
-from rollout_workers.sim import journal, policy
+from rollout_testing.sim import journal, policy
+from rollout_workers.environments.episode import sample_seed
 
 SEED, ROWS, GROUPS, SAMPLES = 11, 30, 4, 3
 UNAVAILABLE = 69
@@ -150,7 +150,7 @@ def sim_mesh(state: Path, shape: str = "all", seconds: float = 0.0, arguments: t
         state,
         shape,
         arguments=(
-            *("--worker-command", f"{sys.executable} -m rollout_workers.sim", "--worker-python", sys.executable),
+            *("--worker-command", f"{sys.executable} -m rollout_testing.sim", "--worker-python", sys.executable),
             *("--buffer-segment-bytes", "8192"),  # so that snapshots free some
             *arguments,
         ),
@@ -205,7 +205,7 @@ def audited_offline(running: Mesh, run: str) -> dict:
 
 def replay(running: Mesh, run: str, code: int = 0) -> dict:
     """What `rollout replay` says."""
-    worker = f"{sys.executable} -m rollout_workers.sim"
+    worker = f"{sys.executable} -m rollout_testing.sim"
     command = [
         str(ROOT / "bin" / "rollout"),
         "--format",

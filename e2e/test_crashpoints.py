@@ -22,7 +22,7 @@ from sim import Job, audited, finish, journals_agree, sim_mesh, stop, submit
 
 from rollout.client.buffer import Ledger, Sample, connect, producer
 from rollout.run.v1 import run_pb2
-from rollout_workers.sim import crash
+from rollout_testing.sim import crash
 
 STEPS = 150
 PROCESS = {"scheduler": "scheduler", "buffer": "buffer", "controller": "learner-controller", "snapshot": "snapshot"}

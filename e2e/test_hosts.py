@@ -21,7 +21,7 @@ learner) namespace={learner} address={learner_address} ;;
 *) namespace={inference} address={inference_address} ;;
 esac
 export ROLLOUT_WORKER_HOST=$address ROLLOUT_WORKER_INSECURE_LISTEN=true
-exec ip netns exec "$namespace" {python} -m rollout_workers.sim "$@"
+exec ip netns exec "$namespace" {python} -m rollout_testing.sim "$@"
 """
 
 

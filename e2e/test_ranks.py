@@ -27,7 +27,7 @@ def second_rank(running: Mesh) -> int:
             command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
         except OSError:
             continue  # it is gone, or not ours
-        if b"rollout_workers.learning.ranks" in command and os.fsencode(running.state) in environment:
+        if b"rollout_workers.learner.ranks" in command and os.fsencode(running.state) in environment:
             return int(path.name)
     raise AssertionError("the learner has no second rank")
 

@@ -156,7 +156,7 @@ _CALLER = pathlib.Path(sys.argv[0])  # what the process that calls the reward ru
 _CALLER = _CALLER.parent.name if _CALLER.stem == "__main__" else _CALLER.stem
 pathlib.Path(__file__).with_name(f"environ-{_CALLER}").write_bytes(pathlib.Path("/proc/self/environ").read_bytes())
 """
-_EVERYBODY = {"probe", "reward_process", "learner", "inference"}
+_EVERYBODY = {"probe", "child", "learner", "inference"}
 _WORKERS = {"learner", "inference"}
 _REACHES = {
     "PLANTED_HARMLESS": _EVERYBODY,

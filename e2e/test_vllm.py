@@ -15,7 +15,7 @@ import torch
 from mesh import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout_workers.learner import LoraConfig, Schedule, Trainer, TrainerConfig, TrainSample
+from rollout_workers.trainer import LoraConfig, Schedule, Trainer, TrainerConfig, TrainSample
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 MODEL = ROOT / "models" / "addition"

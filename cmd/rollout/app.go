@@ -59,7 +59,7 @@ func (a *app) execute(ctx context.Context, args []string) int {
 	}
 	var unknown *usageError
 	if errors.As(err, &unknown) || isCobraUsage(err) {
-		e = &exit.Error{Code: exit.Usage, Err: ownWords(command, e.Err), Mend: fmt.Sprintf("see `%s --help`", command.CommandPath())}
+		e = &exit.Error{Code: exit.Usage, Err: ownWords(command, e.Err), Fix: fmt.Sprintf("see `%s --help`", command.CommandPath())}
 	}
 	a.fail(e, err)
 	return e.Code
@@ -75,7 +75,7 @@ func (a *app) fail(e *exit.Error, full error) {
 	}
 	if a.format == formatJSON {
 		_ = output.Value(a.stderr, map[string]any{"error": map[string]any{
-			"exit_code": e.Code, "reason": e.Reason, "message": e.Err.Error(), "mend": e.Mend, "violations": violations,
+			"exit_code": e.Code, "reason": e.Reason, "message": e.Err.Error(), "fix": e.Fix, "violations": violations,
 		}})
 		return
 	}
@@ -87,8 +87,8 @@ func (a *app) fail(e *exit.Error, full error) {
 	if e.Reason != "" {
 		fmt.Fprintf(a.stderr, "   reason: %s\n", e.Reason)
 	}
-	if e.Mend != "" {
-		fmt.Fprintf(a.stderr, "   %s %s\n", s.Cyan("mend:"), e.Mend)
+	if e.Fix != "" {
+		fmt.Fprintf(a.stderr, "   %s %s\n", s.Cyan("fix:"), e.Fix)
 	}
 }
 

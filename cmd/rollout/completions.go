@@ -100,13 +100,13 @@ func noCompletions(run *runv1.Run, step uint64) error {
 		if run.GetStep() > 0 {
 			last = "its last step is " + output.Count(run.GetStep())
 		}
-		mend := "wait for it: `rollout runs show " + id + "` tells how far the run is"
+		fix := "wait for it: `rollout runs show " + id + "` tells how far the run is"
 		if run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
-			mend = "name one of its steps"
+			fix = "name one of its steps"
 		} else if live.Over(run) {
-			mend = "`rollout run --resume " + id + "` goes on with it"
+			fix = "`rollout run --resume " + id + "` goes on with it"
 		}
-		return exit.New(exit.NoInput, mend, "run %s has %s: %s", id, what, last)
+		return exit.New(exit.NoInput, fix, "run %s has %s: %s", id, what, last)
 	}
 	return exit.New(exit.NoInput, "see `per_step` and `every_steps` of [completions] in its configuration", "run %s keeps %s", id, what)
 }

@@ -54,8 +54,8 @@ func TestNoCompletions(t *testing.T) {
 	} {
 		run := &runv1.Run{RunId: "r", State: c.state, Step: c.made, Plan: &planv1.Plan{Config: &configv1.RunConfig{Algorithm: c.algorithm}}}
 		var typed *exit.Error
-		if err := noCompletions(run, c.of); !errors.As(err, &typed) || typed.Code != exit.NoInput || typed.Error()+"; "+typed.Mend != c.want {
-			t.Errorf("got  %v; %s\nwant %s", err, typed.Mend, c.want)
+		if err := noCompletions(run, c.of); !errors.As(err, &typed) || typed.Code != exit.NoInput || typed.Error()+"; "+typed.Fix != c.want {
+			t.Errorf("got  %v; %s\nwant %s", err, typed.Fix, c.want)
 		}
 	}
 }

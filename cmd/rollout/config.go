@@ -61,7 +61,7 @@ func (a *app) validateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "validate --config FILE",
 		Short: "Check a configuration's syntax, keys, types and rules",
-		Long: `Check a configuration's syntax, keys, types and rules. All problems are shown at once, each with its place and how to mend it.
+		Long: `Check a configuration's syntax, keys, types and rules. All problems are shown at once, each with its place and how to fix it.
 No dataset is read and no plugin is loaded: rollout plan does that.`,
 		Example: `  rollout validate --config grpo.toml
   rollout validate --config grpo.toml --set train.steps=100 --set mode=async
@@ -178,7 +178,7 @@ func (a *app) createPlan(ctx context.Context, c *client.Client, source *planv1.C
 		return nil, err
 	}
 	for _, w := range response.GetWarnings() {
-		a.note("%s %s:%d: %s\n   mend: %s", a.errStyle().Yellow("warning:"), w.GetFile(), w.GetLine(), w.GetMessage(), w.GetMend())
+		a.note("%s %s:%d: %s\n   fix: %s", a.errStyle().Yellow("warning:"), w.GetFile(), w.GetLine(), w.GetMessage(), w.GetFix())
 	}
 	if len(response.GetProblems()) == 0 {
 		return response, nil

@@ -19,7 +19,7 @@ func (a *app) doctorCommand() *cobra.Command {
 	var file string
 	cmd := &cobra.Command{
 		Use:   "doctor",
-		Short: "Check the servers that rolloutd.toml names, and say how to mend what is wrong",
+		Short: "Check the servers that rolloutd.toml names, and say how to fix what is wrong",
 		Long: `Look at each server that the configuration of rolloutd names, as rolloutd would use it: PostgreSQL, NATS, Consul, the bucket,
 certificates and the state folder of this host. Reach, version, permissions, clock, settings of streams and space are checked; a
 service is registered, a stream made and an object written for a moment.
@@ -57,7 +57,7 @@ func (a *app) tell(ctx context.Context, p doctor.Patient) error {
 	return nil
 }
 
-// writeFindings writes them as a table, each mend below its finding, or as one JSON document.
+// writeFindings writes them as a table, each fix below its finding, or as one JSON document.
 func writeFindings(w io.Writer, format string, findings []doctor.Finding) error {
 	if format == formatJSON {
 		return output.Value(w, map[string]any{"status": doctor.Worst(findings), "findings": findings})
@@ -71,8 +71,8 @@ func writeFindings(w io.Writer, format string, findings []doctor.Finding) error 
 	for i, f := range findings {
 		counts[f.Status]++
 		text := lines[i]
-		if f.Mend != "" {
-			text += "         mend: " + f.Mend + "\n"
+		if f.Fix != "" {
+			text += "         fix: " + f.Fix + "\n"
 		}
 		if _, err := io.WriteString(w, text); err != nil {
 			return err

@@ -17,8 +17,8 @@ func TestFindings(t *testing.T) {
 	findings := []doctor.Finding{
 		{Server: "state", Check: "disk", Status: doctor.OK, Detail: "enough is free"},
 		{Server: "database", Check: "reach", Status: doctor.Skipped, Detail: "SQLite files in the state folder"},
-		{Server: "nats", Check: "streams", Status: doctor.Warning, Detail: "not 3 replicas: EVENTS has 1", Mend: "start rolloutd"},
-		{Server: "blob", Check: "write", Status: doctor.Failed, Detail: "refused", Mend: "allow creating objects"},
+		{Server: "nats", Check: "streams", Status: doctor.Warning, Detail: "not 3 replicas: EVENTS has 1", Fix: "start rolloutd"},
+		{Server: "blob", Check: "write", Status: doctor.Failed, Detail: "refused", Fix: "allow creating objects"},
 	}
 	for _, format := range []string{formatText, formatJSON} {
 		var out bytes.Buffer
@@ -49,7 +49,7 @@ func TestDoctor(t *testing.T) {
 				t.Errorf("it tells a secret:\n%s", got)
 			}
 			// Whether this machine's disk has room is not what is tested.
-			got = regexp.MustCompile(`(?m)^.* state +disk .*\n( +mend: .*\n)?`).ReplaceAllString(strings.ReplaceAll(got, dir, "DIR"), "")
+			got = regexp.MustCompile(`(?m)^.* state +disk .*\n( +fix: .*\n)?`).ReplaceAllString(strings.ReplaceAll(got, dir, "DIR"), "")
 			got = regexp.MustCompile(`(?m)^\d+ ok, \d+ warnings`).ReplaceAllString(got, "N ok, N warnings")
 			golden(t, filepath.Join("testdata/doctor", name+".text"), got)
 		})

@@ -98,12 +98,12 @@ func writePart(ctx context.Context, r record.Reader, snapshot *snapshotv1.Snapsh
 	wanted := proto.CloneOf(snapshot)
 	wanted.Files = slices.DeleteFunc(wanted.Files, func(f *snapshotv1.SnapshotFile) bool { return !strings.HasPrefix(f.GetPath(), part+"/") })
 	if len(wanted.GetFiles()) == 0 {
-		mend := map[string]string{
+		fix := map[string]string{
 			"weights": "`rollout snapshot list` shows others",
 			"adapter": "export without --adapter: its weights are whole",
 			"average": "export without --average; one is kept where `ema_decay` in [train] is above 0",
 		}[part]
-		return exit.New(exit.Data, mend, "snapshot %s holds no %s", snapshot.GetSnapshotId(), part)
+		return exit.New(exit.Data, fix, "snapshot %s holds no %s", snapshot.GetSnapshotId(), part)
 	}
 	cannot := func(err error) error {
 		return exit.New(exit.CannotMake, "name another folder with --to", "can't write the %s: %w", part, err)

@@ -139,7 +139,7 @@ func (f *fake) busy() *runv1.RunStatus {
 
 func (f *fake) lookup(name string) (*runv1.RunStatus, error) {
 	if name != runID && name != "addition-grpo" && name != "run-01" {
-		return nil, rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no run %q", name).Mend("`rollout runs list` shows those there are")
+		return nil, rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no run %q", name).Fix("`rollout runs list` shows those there are")
 	}
 	if f.state == 0 || f.state == runv1.RunState_RUN_STATE_RUNNING {
 		return f.busy(), nil
@@ -236,7 +236,7 @@ func (f *fake) ResumeRun(_ context.Context, r *runv1.ResumeRunRequest) (*runv1.R
 // planChanged is how the control plane refuses inputs that changed.
 func planChanged(way string) error {
 	return rpcerr.New(codes.FailedPrecondition, "PLAN_INPUTS_CHANGED", "2 things that the plan pins have changed since it was made").
-		Mend("restore them, or go on in a new run: `"+way+"`").
+		Fix("restore them, or go on in a new run: `"+way+"`").
 		Field("reward.py", "the source of the reward changed").Field("packages.torch", "the plan was made with torch 2.14.0, but 2.15.0 is installed")
 }
 
@@ -340,7 +340,7 @@ func (f *fake) ListSnapshots(_ context.Context, r *snapshotv1.ListSnapshotsReque
 
 func (f *fake) GetSnapshot(_ context.Context, r *snapshotv1.GetSnapshotRequest) (*snapshotv1.GetSnapshotResponse, error) {
 	if !strings.HasPrefix(snapshot().GetSnapshotId(), r.GetSnapshotId()) {
-		return nil, rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no snapshot %q", r.GetSnapshotId()).Mend("`rollout snapshot list` shows those there are")
+		return nil, rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no snapshot %q", r.GetSnapshotId()).Fix("`rollout snapshot list` shows those there are")
 	}
 	return &snapshotv1.GetSnapshotResponse{Snapshot: snapshot()}, nil
 }

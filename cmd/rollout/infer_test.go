@@ -158,7 +158,7 @@ func TestInferBatchRefuses(t *testing.T) {
 		{"no function", "--model m --reward reward.py" + out + data, ""},
 		{"a reward and none", "--model m --reward reward.py:f --no-reward" + out + data, ""},
 		{"no worker", "--model m" + out + data, "/no/such/worker"},
-		{"what the worker refuses", "--model m" + out + data, ending(`{"event":"error","code":65,"reason":"INPUTS_CHANGED","message":"the seed was 1, is 2","mend":"begin anew with --restart"}`, "65")},
+		{"what the worker refuses", "--model m" + out + data, ending(`{"event":"error","code":65,"reason":"INPUTS_CHANGED","message":"the seed was 1, is 2","fix":"begin anew with --restart"}`, "65")},
 		{"an interruption", "--model m" + out + data, ending(`{"event":"interrupted","rows":40,"of":120}`, "130")},
 		{"a crash", "--model m" + out + data, ending(`{"event":"begin","rows":120}`, "1")},
 	} {

@@ -42,7 +42,7 @@ func (a *app) runCommand() *cobra.Command {
 refused gradient pauses it. A plan is verified first: inputs that changed since it was made are refused, each by name.
 
 --resume goes on with a run that was interrupted, was stopped or has failed; of one that is finished it shows what came of it.
-A run's inputs are fixed. Where some changed (a mended reward, say), --resume names them and refuses; with --accept-changes a
+A run's inputs are fixed. Where some changed (a fixed reward, say), --resume names them and refuses; with --accept-changes a
 new run goes on from the newest snapshot of the old one, with the inputs as they are now. --from does the same for another
 configuration or plan: more steps, another learning rate.
 

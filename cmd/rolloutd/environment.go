@@ -9,7 +9,7 @@ import (
 
 // Children run the code of people who need neither our databases nor our buckets: the planner's probe and the workers call rewards.
 // So no child finds a credential of ours in its environment but those that it connects with, and these the worker takes out of its
-// environment before it starts anybody else (rollout_workers.mesh.spec).
+// environment before it starts anybody else (rollout_workers.worker.spec).
 
 // ownCredentials are variables in which clients that this process is made of look for credentials without being told to, and the key
 // of whoever started it: of a daemon that is their CLI.

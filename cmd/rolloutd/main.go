@@ -103,16 +103,16 @@ func run(drain, hard context.Context, args, environ []string, out io.Writer) int
 	if code == exitSoftware {
 		text = "rolloutd failed"
 	}
-	if mend := cmp.Or(rpcerr.Mend(err), mendOf(err)); mend != "" {
-		log.Error(text, "error", err, "mend", mend)
+	if fix := cmp.Or(rpcerr.Fix(err), fixOf(err)); fix != "" {
+		log.Error(text, "error", err, "fix", fix)
 	} else {
 		log.Error(text, "error", err)
 	}
 	return code
 }
 
-// mendOf is what to do where a server does not answer at the start.
-func mendOf(err error) string {
+// fixOf is what to do where a server does not answer at the start.
+func fixOf(err error) string {
 	for target, key := range map[error]string{
 		sqldb.ErrUnavailable: "database.url", bus.ErrUnavailable: "nats.url", discovery.ErrUnavailable: "consul.address",
 	} {

@@ -64,7 +64,7 @@ func TestOneProcessAStateFolder(t *testing.T) {
 	t.Parallel()
 	d := start(t, t.TempDir())
 	second := spawn(t, d.state)
-	if code := second.wait(); code != exitUnavailable || !strings.Contains(second.log.String(), "mend=") || !strings.Contains(second.log.String(), "pid "+strconv.Itoa(d.cmd.Process.Pid)) {
+	if code := second.wait(); code != exitUnavailable || !strings.Contains(second.log.String(), "fix=") || !strings.Contains(second.log.String(), "pid "+strconv.Itoa(d.cmd.Process.Pid)) {
 		t.Errorf("exit code %d:\n%s", code, second.log)
 	}
 	if d.runtime().PID != d.cmd.Process.Pid {
@@ -134,7 +134,7 @@ func repeated(text string) string {
 	return ""
 }
 
-// What a start needs and has not is told with its code and how to mend it.
+// What a start needs and has not is told with its code and how to fix it.
 func TestStartsThatCanNotBe(t *testing.T) {
 	t.Parallel()
 	taken, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // a test
@@ -173,7 +173,7 @@ func TestStartsThatCanNotBe(t *testing.T) {
 			if twice := repeated(out.String()); twice != "" {
 				t.Errorf("%q is said twice: %s", twice, &out)
 			}
-			if code != c.code || !strings.Contains(out.String(), c.says) || !strings.Contains(out.String(), "mend=") {
+			if code != c.code || !strings.Contains(out.String(), c.says) || !strings.Contains(out.String(), "fix=") {
 				t.Errorf("exit code %d: %s", code, &out)
 			}
 		})

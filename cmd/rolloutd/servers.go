@@ -230,7 +230,7 @@ func listen[L any](ctx context.Context, key, address string, remembered int, tak
 	l, err := take(ctx, address)
 	if err != nil {
 		err = errListen.WithMessage("%s: can't listen on %s", key, address).Wrap(err).
-			Mend("stop what has the port, or give " + key + " another address; with port 0 it is a free one")
+			Fix("stop what has the port, or give " + key + " another address; with port 0 it is a free one")
 	}
 	return l, err
 }

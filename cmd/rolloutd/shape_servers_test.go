@@ -158,7 +158,7 @@ func nothingTells(t *testing.T, p *production) {
 	}
 }
 
-// Wrong credentials are told at the start, with the key to mend and without the secret.
+// Wrong credentials are told at the start, with the key to fix and without the secret.
 func TestProductionRefusals(t *testing.T) {
 	t.Parallel()
 	p := startProduction(t)

@@ -29,9 +29,9 @@ func portsFile(state string) string   { return filepath.Join(state, "ports.json"
 
 var (
 	errFolder = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_FOLDER", "the state folder can't be used").
-			Mend("give rolloutd's user the folder, or name another one with --state-dir")
+			Fix("give rolloutd's user the folder, or name another one with --state-dir")
 	errLocked = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_IN_USE", "another rolloutd owns the state folder").
-			Mend("stop the other one, or give this one another --state-dir")
+			Fix("stop the other one, or give this one another --state-dir")
 )
 
 // lockState makes the state folder and owns it until unlock. The kernel lets go of the lock when the process dies.

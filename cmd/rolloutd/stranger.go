@@ -11,7 +11,7 @@ import (
 )
 
 var errStranger = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_OTHER_MESH", "Consul knows the services of another mesh").
-	Mend("give each mesh its own Consul (or datacenter) and NATS account; where it is to be the same mesh, give both the same token_file and start this one again")
+	Fix("give each mesh its own Consul (or datacenter) and NATS account; where it is to be the same mesh, give both the same token_file and start this one again")
 
 // metaMesh is where a registration says which mesh it is of.
 const metaMesh = "mesh"

@@ -83,7 +83,7 @@ func (k Keep) List() ([]Record, error) {
 		return nil, ErrFile.WithMessage("the file of API keys %s can't be read: %v", k.Path, err)
 	}
 	if info, err := os.Stat(k.Path); err == nil && info.Mode().Perm()&0o022 != 0 {
-		return nil, ErrFile.WithMessage("others may write %s, and with it give themselves keys", k.Path).Mend("chmod 600 " + k.Path)
+		return nil, ErrFile.WithMessage("others may write %s, and with it give themselves keys", k.Path).Fix("chmod 600 " + k.Path)
 	}
 	return list, nil
 }
@@ -99,7 +99,7 @@ func (k Keep) Create(who string, scope Scope, now time.Time) (key string, err er
 	key = prefix + strings.ToLower(rand.Text()+rand.Text())
 	return key, k.change(func(list []Record) ([]Record, error) {
 		if slices.ContainsFunc(list, func(r Record) bool { return r.Name == who }) {
-			return nil, ErrExists.WithMessage("there is a key of the name %s", who).Mend("revoke it first, or choose another name")
+			return nil, ErrExists.WithMessage("there is a key of the name %s", who).Fix("revoke it first, or choose another name")
 		}
 		sum := sha256.Sum256([]byte(key))
 		return append(list, Record{Name: who, Scope: scope, Hash: hex.EncodeToString(sum[:]), Created: now.UTC().Truncate(time.Second)}), nil
@@ -111,7 +111,7 @@ func (k Keep) Revoke(who string) error {
 	return k.change(func(list []Record) ([]Record, error) {
 		rest := slices.DeleteFunc(slices.Clone(list), func(r Record) bool { return r.Name == who })
 		if len(rest) == len(list) {
-			return nil, ErrMissing.WithMessage("there is no key of the name %s", who).Mend("`rollout keys list` shows them")
+			return nil, ErrMissing.WithMessage("there is no key of the name %s", who).Fix("`rollout keys list` shows them")
 		}
 		return rest, nil
 	})

@@ -26,7 +26,7 @@ var (
 	ErrCorrupt  = rpcerr.New(codes.DataLoss, "BLOB_CORRUPT", "the blob's bytes do not have its content id or checksum")
 	// Those of a store behind a network alone.
 	ErrNoBucket = rpcerr.New(codes.FailedPrecondition, "BLOB_NO_BUCKET",
-		"the bucket is not there; make it first, or mend blob.url and blob.region")
+		"the bucket is not there; make it first, or fix blob.url and blob.region")
 	ErrDenied = rpcerr.New(codes.PermissionDenied, "BLOB_DENIED",
 		"the object store refused the credentials; they need to read, create, list and delete objects of the bucket")
 	ErrTooLarge = rpcerr.New(codes.ResourceExhausted, "BLOB_TOO_LARGE",

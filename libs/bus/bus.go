@@ -25,16 +25,16 @@ var (
 	ErrUnavailable = rpcerr.New(codes.Unavailable, "BUS_UNAVAILABLE", "the NATS server does not answer").RetryAfter(time.Second)
 	ErrNoStream    = rpcerr.New(codes.NotFound, "BUS_STREAM_NOT_FOUND", "no such stream or consumer; EnsureRun makes those of a run")
 	ErrToken       = rpcerr.New(codes.Unauthenticated, "BUS_UNAUTHENTICATED", "the NATS server refused the credentials").
-			Mend("check nats.token, nats.user with its password, or nats.nkey against the server's users")
+			Fix("check nats.token, nats.user with its password, or nats.nkey against the server's users")
 	ErrTLS = rpcerr.New(codes.FailedPrecondition, "BUS_TLS",
 		"no TLS with the NATS server: it asks for it or does not speak it, or a certificate is not of the expected authority")
 	ErrReplicas = rpcerr.New(codes.FailedPrecondition, "BUS_REPLICAS",
 		"the NATS servers can't keep that many replicas; add nodes or lower nats.replicas")
 	ErrFull = rpcerr.New(codes.ResourceExhausted, "BUS_FULL",
 		"the NATS servers have no room for it: max_file, the account's storage or the number of its streams is used up").RetryAfter(time.Second).
-		Mend("raise max_file of the servers' jetstream block, or the limits of the account; `rollout doctor` says which")
+		Fix("raise max_file of the servers' jetstream block, or the limits of the account; `rollout doctor` says which")
 	ErrLimits = rpcerr.New(codes.FailedPrecondition, "BUS_LIMITS", "the limits of the NATS account refuse a stream as rollout makes it").
-			Mend("give the account no max_stream_bytes below 1 GiB and no max_bytes_required; `rollout doctor` says which")
+			Fix("give the account no max_stream_bytes below 1 GiB and no max_bytes_required; `rollout doctor` says which")
 	ErrTooLarge = rpcerr.New(codes.InvalidArgument, "BUS_MESSAGE_TOO_LARGE", "the message is above the bus's limit")
 	ErrBody     = rpcerr.New(codes.InvalidArgument, "BUS_BAD_BODY", "the message's body is not of the expected type")
 )

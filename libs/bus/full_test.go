@@ -44,7 +44,7 @@ func TestNoRoom(t *testing.T) {
 	if err := b.EnsureEvents(t.Context()); !errors.Is(err, bus.ErrFull) {
 		t.Errorf("the stream of the events on a small server: %v", err)
 	}
-	if err := b.Try(t.Context()); !errors.Is(err, bus.ErrFull) || rpcerr.Mend(err) == "" {
+	if err := b.Try(t.Context()); !errors.Is(err, bus.ErrFull) || rpcerr.Fix(err) == "" {
 		t.Errorf("tried on a small server: %v", err)
 	}
 	if err := b.EnsureRun(t.Context(), run); err != nil {

@@ -24,7 +24,7 @@ var (
 	ErrMissing = rpcerr.New(codes.NotFound, "CERT_MISSING", "there is no such certificate")
 	ErrExists  = rpcerr.New(codes.AlreadyExists, "CERT_EXISTS", "there is one already")
 	ErrFile    = rpcerr.New(codes.FailedPrecondition, "CERT_FILE", "the certificate or its key can't be used").
-			Mend("name PEM files that are there and belong together; `rollout certs show` tells of those that `rollout certs` made")
+			Fix("name PEM files that are there and belong together; `rollout certs show` tells of those that `rollout certs` made")
 	ErrName    = rpcerr.New(codes.InvalidArgument, "CERT_NAME", "a certificate can't be made for that")
 	ErrExpired = rpcerr.New(codes.FailedPrecondition, "CERT_EXPIRED", "the certificate has ended")
 )
@@ -60,10 +60,10 @@ func (id Identity) String() string { return string(id.Kind) + "-" + id.Name }
 
 func (id Identity) check() error {
 	if !slices.Contains(Kinds(), id.Kind) {
-		return ErrName.WithMessage("%q is no kind of certificate", id.Kind).Mend("choose service, worker or person")
+		return ErrName.WithMessage("%q is no kind of certificate", id.Kind).Fix("choose service, worker or person")
 	}
 	if !name.MatchString(id.Name) {
-		return ErrName.WithMessage("%q is no name", id.Name).Mend("use at most 64 of a-z, 0-9, and . @ _ - between")
+		return ErrName.WithMessage("%q is no name", id.Name).Fix("use at most 64 of a-z, 0-9, and . @ _ - between")
 	}
 	return nil
 }

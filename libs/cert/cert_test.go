@@ -68,7 +68,7 @@ func TestFolder(t *testing.T) {
 		if got, ok := cert.Of(leaf); !ok || got != id {
 			t.Errorf("%s became %v", id, got)
 		}
-		if _, err := cert.Check(files, time.Now().Add(31*day)); !errors.Is(err, cert.ErrExpired) || rpcerr.Mend(err) == "" {
+		if _, err := cert.Check(files, time.Now().Add(31*day)); !errors.Is(err, cert.ErrExpired) || rpcerr.Fix(err) == "" {
 			t.Errorf("%s after its end: %v", id, err)
 		}
 		if info, err := os.Stat(files.Key); err != nil || info.Mode().Perm() != 0o600 {
@@ -183,7 +183,7 @@ func TestHandshake(t *testing.T) {
 		"the server's ended":   {endedServer, good, cert.ErrTheirsEnded},
 	} {
 		_, err := shake(t, c.server, c.client)
-		if err = cert.Explain(err); !errors.Is(err, c.want) || err != nil && rpcerr.Mend(err) == "" {
+		if err = cert.Explain(err); !errors.Is(err, c.want) || err != nil && rpcerr.Fix(err) == "" {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

@@ -21,10 +21,10 @@ func Check(files Files, now time.Time) (*x509.Certificate, error) {
 		return leaf, ErrFile.WithMessage("%s is not the key of %s", files.Key, files.Cert)
 	}
 	if now.After(leaf.NotAfter) {
-		return leaf, ErrExpired.WithMessage("it ended at %s", leaf.NotAfter.UTC().Format(time.RFC3339)).Mend("renew it: `rollout certs renew`")
+		return leaf, ErrExpired.WithMessage("it ended at %s", leaf.NotAfter.UTC().Format(time.RFC3339)).Fix("renew it: `rollout certs renew`")
 	}
 	if now.Before(leaf.NotBefore) {
-		return leaf, ErrFile.WithMessage("it begins only at %s", leaf.NotBefore.UTC().Format(time.RFC3339)).Mend("check this host's clock")
+		return leaf, ErrFile.WithMessage("it begins only at %s", leaf.NotBefore.UTC().Format(time.RFC3339)).Fix("check this host's clock")
 	}
 	if files.CA == "" {
 		return leaf, nil
@@ -42,7 +42,7 @@ func Check(files Files, now time.Time) (*x509.Certificate, error) {
 	}
 	if _, err := leaf.Verify(o); err != nil {
 		return leaf, ErrFile.WithMessage("it does not lead to an authority of %s: %v", files.CA, err).
-			Mend("name the authority that issued it in ca_file, or issue it again with that one")
+			Fix("name the authority that issued it in ca_file, or issue it again with that one")
 	}
 	return leaf, nil
 }

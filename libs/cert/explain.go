@@ -11,20 +11,20 @@ import (
 // Errors of a handshake, see Explain.
 var (
 	ErrRequired = rpcerr.New(codes.Unauthenticated, "CERT_REQUIRED", "the other side asks for a certificate, and none was shown").
-			Mend("issue one (`rollout certs issue`) and name it: --cert-file and --key-file of rollout, tls.cert_file and tls.key_file of rolloutd")
+			Fix("issue one (`rollout certs issue`) and name it: --cert-file and --key-file of rollout, tls.cert_file and tls.key_file of rolloutd")
 	ErrOurs = rpcerr.New(codes.Unauthenticated, "CERT_REFUSED", "the other side does not accept our certificate, or we showed none").
-		Mend("show a certificate of the authority that the other side names in tls.ca_file")
-	ErrOursEnded = rpcerr.New(codes.Unauthenticated, "CERT_EXPIRED", "our certificate has ended").Mend("renew it: `rollout certs renew`")
+		Fix("show a certificate of the authority that the other side names in tls.ca_file")
+	ErrOursEnded = rpcerr.New(codes.Unauthenticated, "CERT_EXPIRED", "our certificate has ended").Fix("renew it: `rollout certs renew`")
 	ErrTheirs    = rpcerr.New(codes.Unauthenticated, "CERT_UNTRUSTED", "the certificate of the other side is of no authority that is trusted here").
-			Mend("name its authority: --ca-file of rollout, tls.ca_file of rolloutd")
+			Fix("name its authority: --ca-file of rollout, tls.ca_file of rolloutd")
 	ErrTheirsEnded = rpcerr.New(codes.Unauthenticated, "CERT_PEER_EXPIRED", "the certificate of the other side has ended, or a clock is wrong").
-			Mend("renew it there: `rollout certs renew`; compare the clocks of both hosts")
+			Fix("renew it there: `rollout certs renew`; compare the clocks of both hosts")
 	ErrHost = rpcerr.New(codes.Unauthenticated, "CERT_HOST", "the certificate of the other side is not for the host that was called").
-		Mend("issue it with that host: `rollout certs issue .. --host HOST`, or call the host that it is for")
+		Fix("issue it with that host: `rollout certs issue .. --host HOST`, or call the host that it is for")
 	ErrPerson = rpcerr.New(codes.Unauthenticated, "CERT_KIND", "a person's certificate was shown to what services and workers alone call").
-			Mend("show a service's or a worker's: `rollout certs issue worker NAME`")
+			Fix("show a service's or a worker's: `rollout certs issue worker NAME`")
 	ErrNoTLS = rpcerr.New(codes.Unavailable, "TLS_NOT_SPOKEN", "the other side speaks no TLS").
-			Mend("give it a certificate, or call it in plain text where it is on this host")
+			Fix("give it a certificate, or call it in plain text where it is on this host")
 )
 
 // phrases is how crypto/tls and crypto/x509 word what went wrong, also in the name of the other side (an alert). They come to us as
@@ -62,7 +62,7 @@ func Refusal(err error) error {
 	return Explain(err)
 }
 
-// Explain says what a failed handshake means, and how to mend it. It returns other errors, and nil, as they are.
+// Explain says what a failed handshake means, and how to fix it. It returns other errors, and nil, as they are.
 func Explain(err error) error {
 	if err == nil {
 		return nil

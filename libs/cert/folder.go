@@ -59,7 +59,7 @@ func (f Folder) Init(commonName string, life time.Duration) (*x509.Certificate, 
 	for _, path := range []string{f.CAFile(), f.CAKeyFile()} {
 		if _, err := os.Lstat(path); err == nil {
 			return nil, ErrExists.WithMessage("%s is there already", path).
-				Mend("go on with it, or choose another folder: a new authority would make every certificate of this one worthless")
+				Fix("go on with it, or choose another folder: a new authority would make every certificate of this one worthless")
 		}
 	}
 	now := f.Now()
@@ -93,7 +93,7 @@ func (f Folder) Issue(id Identity, hosts []string, life time.Duration) (*x509.Ce
 	}
 	if template.NotAfter.After(ca.NotAfter) {
 		return nil, ErrExpired.WithMessage("the authority ends at %s, before the certificate would", ca.NotAfter.UTC().Format(time.RFC3339)).
-			Mend("ask for fewer days, or make a new authority")
+			Fix("ask for fewer days, or make a new authority")
 	}
 	if id.Kind != Person {
 		template.ExtKeyUsage = append(template.ExtKeyUsage, x509.ExtKeyUsageServerAuth)
@@ -101,7 +101,7 @@ func (f Folder) Issue(id Identity, hosts []string, life time.Duration) (*x509.Ce
 			return nil, err
 		}
 	} else if len(hosts) > 0 {
-		return nil, ErrName.WithMessage("a person serves under no host").Mend("leave the hosts out, or issue a certificate for a service")
+		return nil, ErrName.WithMessage("a person serves under no host").Fix("leave the hosts out, or issue a certificate for a service")
 	}
 	key, err := newKey()
 	if err != nil {
@@ -114,7 +114,7 @@ func (f Folder) Issue(id Identity, hosts []string, life time.Duration) (*x509.Ce
 func (f Folder) Renew(id Identity, life time.Duration) (*x509.Certificate, error) {
 	old, err := Read(f.CertFile(id))
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, ErrMissing.WithMessage("%s is not there", f.CertFile(id)).Mend("issue it first")
+		return nil, ErrMissing.WithMessage("%s is not there", f.CertFile(id)).Fix("issue it first")
 	}
 	if err != nil {
 		return nil, err
@@ -126,7 +126,7 @@ func (f Folder) Renew(id Identity, life time.Duration) (*x509.Certificate, error
 func (f Folder) Issued() ([]Identity, error) {
 	entries, err := os.ReadDir(f.Path)
 	if err != nil {
-		return nil, ErrMissing.WithMessage("there is no folder of certificates %s", f.Path).Mend("make one: `rollout certs init`")
+		return nil, ErrMissing.WithMessage("there is no folder of certificates %s", f.Path).Fix("make one: `rollout certs init`")
 	}
 	var out []Identity
 	for _, e := range entries {
@@ -151,7 +151,7 @@ func Hosts(c *x509.Certificate) []string {
 
 func addHosts(template *x509.Certificate, hosts []string) error {
 	if len(hosts) == 0 {
-		return ErrName.WithMessage("a certificate of a server needs the hosts that it is called under").Mend("name them with --host")
+		return ErrName.WithMessage("a certificate of a server needs the hosts that it is called under").Fix("name them with --host")
 	}
 	for _, host := range hosts {
 		if ip, err := netip.ParseAddr(host); err == nil {
@@ -159,7 +159,7 @@ func addHosts(template *x509.Certificate, hosts []string) error {
 			continue
 		}
 		if host == "" || strings.ContainsAny(host, ":/ ") {
-			return ErrName.WithMessage("%q is neither a host name nor an address", host).Mend("write it without a port: control.internal or 10.0.0.7")
+			return ErrName.WithMessage("%q is neither a host name nor an address", host).Fix("write it without a port: control.internal or 10.0.0.7")
 		}
 		template.DNSNames = append(template.DNSNames, host)
 	}
@@ -169,7 +169,7 @@ func addHosts(template *x509.Certificate, hosts []string) error {
 func (f Folder) authority() (*x509.Certificate, *ecdsa.PrivateKey, error) {
 	list, err := Read(f.CAFile())
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil, ErrMissing.WithMessage("%s has no authority", f.Path).Mend("make one: `rollout certs init`")
+		return nil, nil, ErrMissing.WithMessage("%s has no authority", f.Path).Fix("make one: `rollout certs init`")
 	}
 	if err != nil {
 		return nil, nil, err
@@ -179,7 +179,7 @@ func (f Folder) authority() (*x509.Certificate, *ecdsa.PrivateKey, error) {
 	}
 	data, err := os.ReadFile(f.CAKeyFile())
 	if err != nil {
-		return nil, nil, ErrMissing.WithMessage("the authority's key %s can't be read: %v", f.CAKeyFile(), err).Mend("issue where the key is")
+		return nil, nil, ErrMissing.WithMessage("the authority's key %s can't be read: %v", f.CAKeyFile(), err).Fix("issue where the key is")
 	}
 	block, _ := pem.Decode(data)
 	if block == nil {

@@ -213,7 +213,7 @@ func private(path string) error {
 		return fmt.Errorf("read key: %w", err)
 	}
 	if info.Mode().Perm()&0o077 != 0 {
-		return ErrFile.WithMessage("others may read the key %s", path).Mend("chmod 600 " + path)
+		return ErrFile.WithMessage("others may read the key %s", path).Fix("chmod 600 " + path)
 	}
 	return nil
 }

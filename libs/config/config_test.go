@@ -254,9 +254,9 @@ func TestPlainTextIsTyped(t *testing.T) {
 	if _, err := Load(open, home, &bytes.Buffer{}); !errors.Is(err, ErrPlainText) || strings.Count(err.Error(), "would be plain text") != 4 {
 		t.Error(err)
 	}
-	for _, mend := range [][]string{{"--insecure-listen"}, {"--tls-cert-file", "c", "--tls-key-file", "k", "--tls-ca-file", "a"}} {
-		if _, err := Load(append(open, mend...), home, &bytes.Buffer{}); err != nil {
-			t.Errorf("%v: %v", mend, err)
+	for _, fix := range [][]string{{"--insecure-listen"}, {"--tls-cert-file", "c", "--tls-key-file", "k", "--tls-ca-file", "a"}} {
+		if _, err := Load(append(open, fix...), home, &bytes.Buffer{}); err != nil {
+			t.Errorf("%v: %v", fix, err)
 		}
 	}
 }

@@ -126,8 +126,8 @@ func fromFile(c *Config, path string, env map[string]string) error {
 	d.DisallowUnknownFields()
 	if err := d.Decode(&f); err != nil {
 		if name := number(data); name != "" {
-			wanted, mend := expected(name)
-			return fmt.Errorf("%s: %s: expected %s; write %s", path, name, wanted, mend)
+			wanted, fix := expected(name)
+			return fmt.Errorf("%s: %s: expected %s; write %s", path, name, wanted, fix)
 		}
 		return fileError(path, err)
 	}
@@ -212,7 +212,7 @@ func variables() (out []string) {
 	return out
 }
 
-// meant is the mend for a name that is none of those there are, without the prefix of all: the one that was meant, else all of its table, else
+// meant is the fix for a name that is none of those there are, without the prefix of all: the one that was meant, else all of its table, else
 // all.
 func meant(name string, there []string, prefix string) string {
 	if near := nearest.To(name, there); near != "" {

@@ -27,12 +27,12 @@ func mistyped(name, text string) string {
 	if words := articles[found]; words != "" {
 		found = words
 	}
-	wanted, mend := expected(name)
-	return fmt.Sprintf("expected %s, got %s; write %s", wanted, found, mend)
+	wanted, fix := expected(name)
+	return fmt.Sprintf("expected %s, got %s; write %s", wanted, found, fix)
 }
 
 // expected is the type of a key's value, and what to write.
-func expected(name string) (wanted, mend string) {
+func expected(name string) (wanted, fix string) {
 	last := name[strings.LastIndex(name, ".")+1:]
 	for _, k := range keys {
 		if k.name != name {

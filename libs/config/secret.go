@@ -79,20 +79,20 @@ func (r Ref) Read(key string, environ []string) (string, error) {
 	case "env":
 		text := strings.TrimSpace(environment(environ)[rest])
 		if text == "" {
-			return "", ErrSecret.WithMessage("%s: the variable %s is not set or empty", key, rest).Mend("set it for this process: `export " + rest + "=...`")
+			return "", ErrSecret.WithMessage("%s: the variable %s is not set or empty", key, rest).Fix("set it for this process: `export " + rest + "=...`")
 		}
 		return text, nil
 	case "file":
 		data, err := os.ReadFile(rest)
 		if err != nil {
-			return "", ErrSecret.WithMessage("%s", key).Wrap(err).Mend("write the secret into that file and `chmod 600` it, or name another one")
+			return "", ErrSecret.WithMessage("%s", key).Wrap(err).Fix("write the secret into that file and `chmod 600` it, or name another one")
 		}
 		if info, err := os.Stat(rest); err == nil && info.Mode().Perm()&0o077 != 0 {
-			return "", ErrSecret.WithMessage("%s: others may read %s; chmod 600 it", key, rest).Mend("chmod 600 " + rest)
+			return "", ErrSecret.WithMessage("%s: others may read %s; chmod 600 it", key, rest).Fix("chmod 600 " + rest)
 		}
 		text := strings.TrimSpace(string(data))
 		if text == "" {
-			return "", ErrSecret.WithMessage("%s: %s is empty", key, rest).Mend("write the secret into it")
+			return "", ErrSecret.WithMessage("%s: %s is empty", key, rest).Fix("write the secret into it")
 		}
 		return text, nil
 	}

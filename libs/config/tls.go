@@ -20,7 +20,7 @@ func (c Config) plainText() (errs []error) {
 	for _, l := range []struct {
 		key, address string
 		safe         bool
-		mend         string
+		fix          string
 	}{
 		{"listen", c.Listen, c.TLS.CertFile != "", "set tls.cert_file and tls.key_file (`rollout certs` makes them)"},
 		{"gateway.listen", c.Gateway.Listen, c.TLS.CertFile != "", "set tls.cert_file and tls.key_file (`rollout certs` makes them)"},
@@ -28,7 +28,7 @@ func (c Config) plainText() (errs []error) {
 		{"consul.listen", c.Consul.Listen, c.TLS.Mutual(), "set tls.cert_file, tls.key_file and tls.ca_file, or use Consul"},
 	} {
 		if !l.safe && !Loopback(l.address) {
-			errs = append(errs, ErrPlainText.WithMessage("%s: %s is not loopback and would be plain text: %s%s", l.key, l.address, l.mend, orPrivate))
+			errs = append(errs, ErrPlainText.WithMessage("%s: %s is not loopback and would be plain text: %s%s", l.key, l.address, l.fix, orPrivate))
 		}
 	}
 	return errs

@@ -19,7 +19,7 @@ import (
 var (
 	ErrUnavailable = rpcerr.New(codes.Unavailable, "DISCOVERY_UNAVAILABLE", "the Consul agent does not answer").RetryAfter(time.Second)
 	ErrDenied      = rpcerr.New(codes.PermissionDenied, "DISCOVERY_DENIED", "the Consul agent refused the token").
-			Mend("name one with service:write and node:read by consul.token, as \"env:CONSUL_HTTP_TOKEN\"; no CONSUL_* variable counts unless it is named")
+			Fix("name one with service:write and node:read by consul.token, as \"env:CONSUL_HTTP_TOKEN\"; no CONSUL_* variable counts unless it is named")
 	ErrService = rpcerr.New(codes.InvalidArgument, "DISCOVERY_SERVICE", "a registration needs name, id, address, port and TTL")
 )
 

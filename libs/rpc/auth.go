@@ -31,7 +31,7 @@ var (
 	ErrTokenFile = rpcerr.New(codes.FailedPrecondition, "TOKEN_FILE",
 		"the token file must be readable by its owner alone (mode 0600) and hold one line")
 	ErrTokenMissing = rpcerr.New(codes.NotFound, "TOKEN_MISSING", "there is no such token file").
-			Mend("name the mesh's token file with token_file, or leave the key out: one is made in the state folder")
+			Fix("name the mesh's token file with token_file, or leave the key out: one is made in the state folder")
 )
 
 const (
@@ -87,7 +87,7 @@ func notAPerson(ctx context.Context) error {
 	}
 	if id, known := cert.Of(info.State.PeerCertificates[0]); known && id.Kind == cert.Person {
 		return ErrUnauthenticated.WithMessage("the mesh token came with the certificate of the person %s", id.Name).
-			Mend("call with an API key: ROLLOUT_API_KEY; `rollout keys create` makes one")
+			Fix("call with an API key: ROLLOUT_API_KEY; `rollout keys create` makes one")
 	}
 	return nil
 }
@@ -135,7 +135,7 @@ func ReadToken(path string) (string, error) {
 	}
 	if info.Mode().Perm()&0o077 != 0 {
 		return "", ErrTokenFile.With("path", path).WithMessage("others may read the token file %s (mode %04o, not 0600)", path, info.Mode().Perm()).
-			Mend("chmod 600 " + path)
+			Fix("chmod 600 " + path)
 	}
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -144,7 +144,7 @@ func ReadToken(path string) (string, error) {
 	token := strings.TrimSpace(string(data))
 	if token == "" || strings.ContainsAny(token, " \n\r\t") {
 		return "", ErrTokenFile.With("path", path).WithMessage("the token file %s does not hold one line with a token", path).
-			Mend("name the right file with token_file; one in the state folder is made anew where it is removed")
+			Fix("name the right file with token_file; one in the state folder is made anew where it is removed")
 	}
 	return token, nil
 }

@@ -13,7 +13,7 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// A key does what its scope allows; what it may not is told with a mend, and a revoked one is nobody's.
+// A key does what its scope allows; what it may not is told with a fix, and a revoked one is nobody's.
 func TestAPIKeys(t *testing.T) {
 	t.Parallel()
 	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "keys.json")}
@@ -43,7 +43,7 @@ func TestAPIKeys(t *testing.T) {
 		if err := list(); err != nil {
 			t.Errorf("%s lists: %v", scope, err)
 		}
-		if err := put(); scope == apikey.Read && (rpcerr.Code(err) != codes.PermissionDenied || rpcerr.Reason(err) != "SCOPE_INSUFFICIENT" || rpcerr.Mend(err) == "") ||
+		if err := put(); scope == apikey.Read && (rpcerr.Code(err) != codes.PermissionDenied || rpcerr.Reason(err) != "SCOPE_INSUFFICIENT" || rpcerr.Fix(err) == "") ||
 			scope != apikey.Read && err != nil {
 			t.Errorf("%s puts: %v", scope, err)
 		}

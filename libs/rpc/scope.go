@@ -74,7 +74,7 @@ func insufficient(key apikey.Record, needed apikey.Scope) error {
 	e := ErrScope.WithMessage("the API key %s has the scope %s, and this asks for %s", key.Name, key.Scope, needed).
 		With("scope", string(key.Scope)).With("needed", string(needed))
 	if needed == apikey.Mesh {
-		return e.Mend("no key may: it is what processes of the mesh do among themselves")
+		return e.Fix("no key may: it is what processes of the mesh do among themselves")
 	}
-	return e.Mend("use a key of that scope; who runs the control plane makes one: `rollout keys create NAME --scope " + string(needed) + "`")
+	return e.Fix("use a key of that scope; who runs the control plane makes one: `rollout keys create NAME --scope " + string(needed) + "`")
 }

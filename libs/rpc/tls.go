@@ -28,7 +28,7 @@ func Credentials(source *cert.Source, log *slog.Logger) credentials.TransportCre
 	return handshake{source, log, &sync.Map{}}
 }
 
-// ClientHandshake implements credentials.TransportCredentials. A failure says what is wrong and how to mend it.
+// ClientHandshake implements credentials.TransportCredentials. A failure says what is wrong and how to fix it.
 func (h handshake) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := credentials.NewTLS(h.source.Client()).ClientHandshake(ctx, authority, raw)
 	if err = cert.Explain(err); err != nil {
@@ -60,7 +60,7 @@ func (h handshake) tell(what, peer string, err error) {
 		return
 	}
 	if _, told := h.told.LoadOrStore(peer+" "+reason, true); !told {
-		h.log.Warn(what, "peer", peer, "error", err, "mend", rpcerr.Mend(err))
+		h.log.Warn(what, "peer", peer, "error", err, "fix", rpcerr.Fix(err))
 	}
 }
 

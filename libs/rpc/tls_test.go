@@ -82,7 +82,7 @@ func TestLocalWorkerOfWhoOnlyCalls(t *testing.T) {
 	}
 }
 
-// A server and a client that go on take renewed certificates, and what ended in between is refused with a mend.
+// A server and a client that go on take renewed certificates, and what ended in between is refused with a fix.
 func TestRenewedCertificates(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
@@ -116,7 +116,7 @@ func TestRenewedCertificates(t *testing.T) {
 		_, err = storagev1.NewEventServiceClient(conn).ListEvents(t.Context(), &storagev1.ListEventsRequest{})
 		return err
 	}
-	if err := cert.Explain(call()); rpcerr.Reason(err) != "CERT_EXPIRED" || rpcerr.Mend(err) == "" {
+	if err := cert.Explain(call()); rpcerr.Reason(err) != "CERT_EXPIRED" || rpcerr.Fix(err) == "" {
 		t.Errorf("before the renewal: %v", err)
 	}
 	now = time.Now()
@@ -128,7 +128,7 @@ func TestRenewedCertificates(t *testing.T) {
 	}
 	// People have keys: the mesh token is not for them.
 	d = rpc.NewDialer(rpc.DialerOptions{Token: token, TLS: open(issue(cert.Identity{Kind: cert.Person, Name: "ada"}))})
-	if err := call(); rpcerr.Code(err) != codes.Unauthenticated || !strings.Contains(rpcerr.Mend(err), "ROLLOUT_API_KEY") {
+	if err := call(); rpcerr.Code(err) != codes.Unauthenticated || !strings.Contains(rpcerr.Fix(err), "ROLLOUT_API_KEY") {
 		t.Errorf("of a person: %v", err)
 	}
 }

@@ -10,7 +10,7 @@
 //	if rpcerr.Reason(err) == "WEIGHTS_STALE" { ... }
 //
 // What is lost at the boundary: the chain of wrapped errors (its text stays, in the message) and the detail of errors that are
-// not domain errors, which reaches the log alone. An error that says how to mend it is a sentence for people and travels as it
+// not domain errors, which reaches the log alone. An error that says how to fix it is a sentence for people and travels as it
 // stands, without the operations that were wrapped around it.
 package rpcerr
 
@@ -27,8 +27,8 @@ import (
 // Domain is the ErrorInfo domain of every reason in this project.
 const Domain = "rollout"
 
-// mendKey is the metadata entry of a mend.
-const mendKey = "mend"
+// fixKey is the metadata entry of a fix.
+const fixKey = "fix"
 
 // Reasons that the edge itself gives; services name their own beside their errors.
 const (
@@ -44,7 +44,7 @@ const (
 // Violation is one thing wrong with one field of a request.
 type Violation struct {
 	Path        string // as in the proto, "config.algorithm.group_size"
-	Description string // what is wrong and how to mend it
+	Description string // what is wrong and how to fix it
 }
 
 // Error is a domain error. It is immutable: With, RetryAfter and Field return a changed copy, so a package-level Error may
@@ -75,8 +75,8 @@ func (e *Error) With(key, value string) *Error {
 	return c
 }
 
-// Mend says what the caller can do about it, in one sentence for people.
-func (e *Error) Mend(sentence string) *Error { return e.With(mendKey, sentence) }
+// Fix says what the caller can do about it, in one sentence for people.
+func (e *Error) Fix(sentence string) *Error { return e.With(fixKey, sentence) }
 
 // RetryAfter says that the same call may succeed after d.
 func (e *Error) RetryAfter(d time.Duration) *Error {
@@ -156,10 +156,10 @@ func Code(err error) codes.Code {
 	return classify(err).code
 }
 
-// Mend is what the domain error in err says can be done about it, "" where it says nothing.
-func Mend(err error) string {
+// Fix is what the domain error in err says can be done about it, "" where it says nothing.
+func Fix(err error) string {
 	if e, ok := From(err); ok {
-		return e.metadata[mendKey]
+		return e.metadata[fixKey]
 	}
 	return ""
 }
@@ -174,9 +174,9 @@ func plain(text string) string {
 	return dialing.ReplaceAllString(statusHead.ReplaceAllString(text, ""), "$1")
 }
 
-// Text is err for people: its text without gRPC's own words; of an error that says how to mend it, its sentence alone.
+// Text is err for people: its text without gRPC's own words; of an error that says how to fix it, its sentence alone.
 func Text(err error) string {
-	if e, ok := From(err); ok && e.metadata[mendKey] != "" {
+	if e, ok := From(err); ok && e.metadata[fixKey] != "" {
 		return plain(e.message)
 	}
 	return plain(err.Error())

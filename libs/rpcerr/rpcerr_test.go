@@ -62,14 +62,14 @@ func TestTextIsForPeople(t *testing.T) {
 	if got := status.Convert(second).Message(); got != "make step 3: commit step 3: weights are stale" {
 		t.Errorf("after two hops: %q", got)
 	}
-	mended := errStale.Mend("deliver them again")
-	_, hop = edge(t, fmt.Errorf("commit step 3: %w", mended))
+	fixed := errStale.Fix("deliver them again")
+	_, hop = edge(t, fmt.Errorf("commit step 3: %w", fixed))
 	_, second = edge(t, fmt.Errorf("make step 3: %w", hop))
 	if got := status.Convert(second).Message(); got != "weights are stale" {
-		t.Errorf("an error with a mend after two hops: %q", got)
+		t.Errorf("an error with a fix after two hops: %q", got)
 	}
-	if rpcerr.Mend(second) != "deliver them again" || rpcerr.Mend(hop) != "deliver them again" || rpcerr.Mend(errStale) != "" || rpcerr.Mend(nil) != "" {
-		t.Errorf("mend %q", rpcerr.Mend(second))
+	if rpcerr.Fix(second) != "deliver them again" || rpcerr.Fix(hop) != "deliver them again" || rpcerr.Fix(errStale) != "" || rpcerr.Fix(nil) != "" {
+		t.Errorf("fix %q", rpcerr.Fix(second))
 	}
 	if got := rpcerr.Text(fmt.Errorf("wait: %w", status.Error(codes.Unavailable, "connection refused"))); got != "wait: connection refused" {
 		t.Errorf("text %q", got)

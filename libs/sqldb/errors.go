@@ -28,8 +28,8 @@ var (
 	ErrVersion     = rpcerr.New(codes.FailedPrecondition, "DATABASE_VERSION", "PostgreSQL is older than version 14; upgrade the server")
 	ErrNewer       = rpcerr.New(codes.FailedPrecondition, "DATABASE_NEWER", "the database was brought up to date by a newer rolloutd; start that version, or restore a backup from before")
 	ErrDamaged     = rpcerr.New(codes.DataLoss, "DATABASE_DAMAGED", "the database file is damaged")
-	ErrOlder       = rpcerr.New(codes.FailedPrecondition, "DATABASE_OLDER", "the database is of an older rolloutd").Mend(mendUnread)
-	ErrUnread      = rpcerr.New(codes.FailedPrecondition, "DATABASE_UNREAD", "the database can't be read as it is").Mend(mendUnread)
+	ErrOlder       = rpcerr.New(codes.FailedPrecondition, "DATABASE_OLDER", "the database is of an older rolloutd").Fix(fixUnread)
+	ErrUnread      = rpcerr.New(codes.FailedPrecondition, "DATABASE_UNREAD", "the database can't be read as it is").Fix(fixUnread)
 	ErrConflict    = rpcerr.New(codes.Aborted, "DATABASE_CONFLICT", "other transactions were always first").RetryAfter(100 * time.Millisecond)
 	ErrTimeout     = rpcerr.New(codes.DeadlineExceeded, "DATABASE_TIMEOUT", "the database gave up on a statement that took longer than database.statement_timeout_s")
 	ErrFull        = rpcerr.New(codes.ResourceExhausted, "DATABASE_FULL", "the database has no space left").RetryAfter(time.Second)
@@ -37,7 +37,7 @@ var (
 	ErrUnknown = rpcerr.New(codes.Unknown, "DATABASE_COMMIT_UNKNOWN", "the answer to a commit was lost and the database does not know the transaction any more")
 )
 
-const mendUnread = "copy the state folder, each file of it, to where you may write (`cp -r`), and name the copy with --state-dir"
+const fixUnread = "copy the state folder, each file of it, to where you may write (`cp -r`), and name the copy with --state-dir"
 
 // SQLSTATEs that are branched on.
 const (
@@ -69,7 +69,7 @@ func whole(err error, path string) error {
 
 func damaged(path string, err error) error {
 	return ErrDamaged.WithMessage("the database %s is damaged", path).Wrap(err).
-		Mend("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
+		Fix("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
 }
 
 // transient reports whether the connection is what failed.

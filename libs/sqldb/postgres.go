@@ -126,7 +126,7 @@ func (s *server) prepare(ctx context.Context) error {
 		}
 		if schema && !owned {
 			return ErrRole.WithMessage("the schema %s of database %s does not belong to the role %s, as after a restore without the roles", s.schema, database, s.schema).
-				Mend("restore into an empty database, after `pg_dumpall --roles-only` of the old server; docs/reliability.md has the steps")
+				Fix("restore into an empty database, after `pg_dumpall --roles-only` of the old server; docs/reliability.md has the steps")
 		}
 		quote := func(name string) string { return pgx.Identifier{name}.Sanitize() }
 		var missing []string

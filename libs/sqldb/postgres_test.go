@@ -94,7 +94,7 @@ func TestPostgresRestoredWithoutRoles(t *testing.T) {
 			admin(t, "CREATE ROLE "+place.Schema("x"))
 		}
 		_, err := place.Open(t.Context(), "x", sqldb.Full)
-		if !errors.Is(err, sqldb.ErrRole) || !strings.Contains(rpcerr.Mend(err), "pg_dumpall --roles-only") {
+		if !errors.Is(err, sqldb.ErrRole) || !strings.Contains(rpcerr.Fix(err), "pg_dumpall --roles-only") {
 			t.Errorf("with the role (%t): %v", made, err)
 		}
 	}

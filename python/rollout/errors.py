@@ -21,16 +21,16 @@ class Place:
 
 
 class RolloutError(Exception):
-    """Base of every error that carries a reason. ``str`` gives place, message and mend in one line."""
+    """Base of every error that carries a reason. ``str`` gives place, message and fix in one line."""
 
     reason: ClassVar[str] = "INTERNAL"
 
-    def __init__(self, message: str, *, mend: str = "", place: Place | None = None) -> None:
+    def __init__(self, message: str, *, fix: str = "", place: Place | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.mend = mend
+        self.fix = fix
         self.place = place
 
     def __str__(self) -> str:
         text = f"{self.place}: {self.message}" if self.place else self.message
-        return f"{text}; {self.mend}" if self.mend else text
+        return f"{text}; {self.fix}" if self.fix else text

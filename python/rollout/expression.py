@@ -90,11 +90,11 @@ class Expression:
         except self._celpy.CELEvalError as error:
             raise self._failed(error) from error
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ExpressionFailed(f"the expression has no value: {error}", mend=_MEND) from error
+            raise ExpressionFailed(f"the expression has no value: {error}", fix=_FIX) from error
         if isinstance(value, (float, int)):  # a truth value is 1 or 0
             return float(value)
         raise RewardShapeError(
-            f"the expression gave a {_kind(value)}, not a number", mend="end it with numbers: `... ? 1.0 : 0.0`"
+            f"the expression gave a {_kind(value)}, not a number", fix="end it with numbers: `... ? 1.0 : 0.0`"
         )
 
     def _unreadable(self, error: Any) -> ExpressionError:
@@ -104,22 +104,22 @@ class Expression:
         tail = getattr(getattr(error.__context__, "token", None), "type", "") == "$END"
         what = "the expression ends too early" if tail else f"the expression can't be read at column {column}: `{rest[:24]}`"
         return ExpressionError(
-            what, mend="write it in CEL: `completion == row.answer ? 1.0 : 0.0`", place=Place(self.__name__, line, column)
+            what, fix="write it in CEL: `completion == row.answer ? 1.0 : 0.0`", place=Place(self.__name__, line, column)
         )
 
     def _failed(self, error: Any) -> ExpressionFailed:
         cause = str(error.args[0]) if error.args else str(error)
         if "no matching overload" in cause and "IntType" in cause and "DoubleType" in cause:
             return ExpressionFailed(
-                "the expression mixes an integer with another number", mend="write `double(...)` around the integer"
+                "the expression mixes an integer with another number", fix="write `double(...)` around the integer"
             )
         if key := re.search(r"no such (?:member|key)[^\w]*(?:in mapping: )?'?\"?(\w+)", cause):
-            return ExpressionFailed(f"the row has no `{key[1]}`", mend=f"ask first: `has(row.{key[1]}) ? ... : 0.0`")
+            return ExpressionFailed(f"the row has no `{key[1]}`", fix=f"ask first: `has(row.{key[1]}) ? ... : 0.0`")
         if "return error for overflow" in cause:  # what CEL says of a text that is no number too
             return ExpressionFailed(
-                "a text in the expression is no number", mend="write `number(text, 0.0)`, with what counts instead"
+                "a text in the expression is no number", fix="write `number(text, 0.0)`, with what counts instead"
             )
-        return ExpressionFailed(f"the expression has no value: {' '.join(cause.split())[:200]}", mend=_MEND)
+        return ExpressionFailed(f"the expression has no value: {' '.join(cause.split())[:200]}", fix=_FIX)
 
     def _check_names(self) -> None:
         known = [*VARIABLES, *TYPES]
@@ -134,10 +134,10 @@ class Expression:
 
     def _unknown(self, what: str, token: Any, known: Sequence[str], otherwise: str) -> ExpressionError:
         near: list[str] = difflib.get_close_matches(str(token.value), known, n=1)
-        mend = f"did you mean `{near[0]}`?" if near else otherwise
+        fix = f"did you mean `{near[0]}`?" if near else otherwise
         return ExpressionError(
             f"the expression names `{token.value}`, and there is no such {what}",
-            mend=mend,
+            fix=fix,
             place=Place(self.__name__, token.line, token.column),
         )
 
@@ -161,7 +161,7 @@ class Expression:
                 yield from [token.value] if token is not None else []
 
 
-_MEND = "an expression must have a value for any completion, an empty one too"
+_FIX = "an expression must have a value for any completion, an empty one too"
 
 
 def _any(_: Any) -> bool:

@@ -107,7 +107,7 @@ class TeacherEndpoint:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise TeacherBadAnswer(
                 f"the answer of {self._url} has no log-probabilities of the prompt ({self._protocol})",
-                mend='try the other `protocol`: "echo" or "prompt_logprobs"',
+                fix='try the other `protocol`: "echo" or "prompt_logprobs"',
             ) from error
         found = given[prompt_tokens:]
         for place, value in enumerate(found, prompt_tokens):
@@ -140,7 +140,7 @@ class TeacherEndpoint:
         if not len(ids) <= count <= len(ids) + more:
             raise TeacherTokensDiffer(
                 f"{len(ids)} tokens were sent and the answer of {self._url} has {count}",
-                mend="the server must take tokens as they are: without a begin token put before them",
+                fix="the server must take tokens as they are: without a begin token put before them",
             )
 
     def _same(self, text: str, token: int) -> bool:
@@ -154,7 +154,7 @@ class TeacherEndpoint:
     def _differ(self, place: int, token: int, theirs: str) -> TeacherTokensDiffer:
         ours = f" ({', '.join(sorted({repr(name) for name in self._pieces(token)}))})" if self._pieces else ""
         return TeacherTokensDiffer(
-            f"token {place} was sent as {token}{ours} and came back as {theirs}", mend="take a teacher with the same tokenizer"
+            f"token {place} was sent as {token}{ours} and came back as {theirs}", fix="take a teacher with the same tokenizer"
         )
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -166,13 +166,13 @@ class TeacherEndpoint:
         except requests.Timeout as error:
             raise self._late() from error
         except requests.JSONDecodeError as error:
-            raise TeacherBadAnswer(f"the answer of {self._url} is no JSON: {error}", mend="correct `base_url`") from error
+            raise TeacherBadAnswer(f"the answer of {self._url} is no JSON: {error}", fix="correct `base_url`") from error
         except requests.RequestException as error:
             raise TeacherUnreachable(
-                f"can't reach the teacher at {self._url}: {error}", mend="start its server, or correct `base_url`"
+                f"can't reach the teacher at {self._url}: {error}", fix="start its server, or correct `base_url`"
             ) from error
         if not isinstance(answer, dict):
-            raise TeacherBadAnswer(f"the answer of {self._url} is no JSON object", mend="correct `base_url`")
+            raise TeacherBadAnswer(f"the answer of {self._url} is no JSON object", fix="correct `base_url`")
         return cast(dict[str, Any], answer)
 
     def _session(self) -> requests.Session:
@@ -188,17 +188,17 @@ class TeacherEndpoint:
     def _late(self) -> TeacherTimeout:
         return TeacherTimeout(
             f"the teacher at {self._url} took longer than {self._timeout:g} s",
-            mend="raise `timeout_seconds`, or lower `concurrency`",
+            fix="raise `timeout_seconds`, or lower `concurrency`",
         )
 
     def _refused(self, response: requests.Response) -> TeacherError:
         told = " ".join(response.text.split())[:_EXCERPT]
         message = f"the teacher at {self._url} answers {response.status_code}: {told}"
         if response.status_code in (408, 429) or response.status_code >= 500:
-            return TeacherUnreachable(message, mend="see its log; lower `concurrency` where it is too busy")
+            return TeacherUnreachable(message, fix="see its log; lower `concurrency` where it is too busy")
         if response.status_code in (401, 403):
-            return TeacherRefused(message, mend="name its key with `api_key`")
-        return TeacherRefused(message, mend="correct `base_url`, `model` or `protocol`")
+            return TeacherRefused(message, fix="name its key with `api_key`")
+        return TeacherRefused(message, fix="correct `base_url`, `model` or `protocol`")
 
 
 def _plain(text: str) -> str:

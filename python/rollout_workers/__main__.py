@@ -25,8 +25,8 @@ import logging
 import sys
 
 from rollout.run.v1.run_pb2 import WorkerSpec
-from rollout_workers.mesh.events import EventHandler, Events
-from rollout_workers.mesh.lifecycle import (
+from rollout_workers.worker.events import EventHandler, Events
+from rollout_workers.worker.lifecycle import (
     EXIT_CRASH,
     EXIT_REFUSED,
     LEAVE_SECONDS,
@@ -35,9 +35,9 @@ from rollout_workers.mesh.lifecycle import (
     prepare_process,
     watch_stdin,
 )
-from rollout_workers.mesh.pulse import Pulse
-from rollout_workers.mesh.spec import SPEC_VARIABLE, Identity, SpecError, identity, load_spec
-from rollout_workers.mesh.telemetry import configure, flush
+from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.spec import SPEC_VARIABLE, Identity, SpecError, identity, load_spec
+from rollout_workers.worker.telemetry import configure, flush
 
 log = logging.getLogger("rollout_workers")
 
@@ -57,15 +57,15 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of what it could do faster, which nobody uses here
     if arguments.kind == "replay":
-        from rollout_workers.learning.replay import replay
+        from rollout_workers.learner.replay import replay
 
         sys.exit(replay(arguments.spec or os.environ.get(SPEC_VARIABLE, "")))
     if arguments.kind == "export":
-        from rollout_workers.sinks.worker import export
+        from rollout_workers.trackers.worker import export
 
         sys.exit(export(arguments.spec))
     if arguments.kind == "infer":
-        from rollout_workers.batch.process import infer
+        from rollout_workers.offline.process import infer
 
         watch_stdin()
         leave_now(infer(arguments.spec or ""))
@@ -80,7 +80,7 @@ def main() -> None:
     if spec.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
     if spec.kind == "learner" and os.environ.get("RANK", "0") != "0":  # torchrun started several
-        from rollout_workers.learning.ranks import follow_leader, place
+        from rollout_workers.learner.ranks import follow_leader, place
 
         leave_now(follow_leader(place(spec.plan.config)))
     who = identity(spec)
@@ -93,7 +93,7 @@ async def _run(spec: WorkerSpec, who: Identity) -> None:
     lifecycle = Lifecycle(patience=LEAVE_SECONDS)
     lifecycle.watch()
     if spec.kind == "sinks":
-        from rollout_workers.sinks.worker import run_sinks_worker
+        from rollout_workers.trackers.worker import run_sinks_worker
 
         await run_sinks_worker(spec, who, lifecycle)
         leave_now(lifecycle.exit_code)
@@ -112,10 +112,10 @@ async def _run(spec: WorkerSpec, who: Identity) -> None:
 
             await run_reward_worker(spec, who, lifecycle)
         else:
-            from rollout_workers.learning.ranks import Team
+            from rollout_workers.learner.ranks import Team
 
             team = Team(spec.plan.config, lifecycle.lost)
-            from rollout_workers.learning.worker import run_learner_worker
+            from rollout_workers.learner.worker import run_learner_worker
 
             await run_learner_worker(spec, who, lifecycle, pulse, events, team)
     except Exception as error:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from rollout_testing.run import EXAMPLE
+from rollout_workers.data.prompts import Text
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # as workers do, before MKL's first product
 
@@ -17,3 +21,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libraries")
     subprocess.run([SCRIPT, folder], check=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def text() -> Text:
+    """The tokenizer of the addition example: one token per character."""
+    return Text(runpy.run_path(str(EXAMPLE / "prepare.py"))["build_tokenizer"]())

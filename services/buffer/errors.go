@@ -37,7 +37,7 @@ var (
 		"the segment is not lent: it was finished, idle for long, or lent before the buffer started anew; lend another and put again")
 	ErrExhausted = rpcerr.New(codes.FailedPrecondition, "DYNAMIC_SAMPLING_EXHAUSTED",
 		"too few of the groups that a step may draw have rewards that differ").
-		Mend("give partial credit in the reward, take prompts that the policy gets right now and then, raise `group_size` or `refill_rounds` in " +
+		Fix("give partial credit in the reward, take prompts that the policy gets right now and then, raise `group_size` or `refill_rounds` in " +
 			"[sampling], or write `refill_shortfall = \"train\"`; then start from the last snapshot: `rollout run --config FILE --from RUN`")
 	ErrNoArtifacts = rpcerr.New(codes.Unavailable, "ARTIFACTS_UNAVAILABLE", "the payload is in the storage service, which is not reachable from here")
 )

@@ -6,7 +6,7 @@
 //	PREPARING --learner loaded, committed steps made again, weights delivered--> LEASING
 //	LEASING --batch--> TRAINING --result--> COMMITTING --durable--> DELIVERING --due--> EVALUATING --due--> SNAPSHOTTING --> LEASING
 //	any of these --learner lost--> RECOVERING --as PREPARING--> LEASING
-//	after the last step --> FINISHED;  StopRun --> STOPPED;  what no retry mends --> FAILED
+//	after the last step --> FINISHED;  StopRun --> STOPPED;  what no retry fixes --> FAILED
 //	the learner refuses a gradient, and is to stop then --> STOPPED, and the run is PAUSED until somebody resumes it
 //
 // The controller may die in any state. What counts is elsewhere: the ledger knows which steps were committed and which

@@ -63,7 +63,7 @@ func (d *draft) labels(data *input.Dataset) {
 	d.warnings.Add(&planv1.Problem{
 		Reason: problem.BadRow, File: data.Path, Line: 1, Column: 1,
 		Message: fmt.Sprintf("every completion is %s, none is %s: KTO tells the two apart", has, lacks),
-		Mend:    fmt.Sprintf("add rows whose `%s` is the other, or take [algorithm.sft] where all are desirable", data.Preference.Label),
+		Fix:     fmt.Sprintf("add rows whose `%s` is the other, or take [algorithm.sft] where all are desirable", data.Preference.Label),
 	})
 }
 
@@ -93,14 +93,14 @@ func (d *draft) preference() input.Preference {
 	data, p := d.Config.GetData(), input.Preference{Algorithm: algorithm.Name(d.Config)}
 	if algorithm.Pairs(d.Config) {
 		p.Chosen, p.Rejected = data.GetChosenField(), data.GetRejectedField()
-		p.Others, p.OthersMend = [2]string{data.GetCompletionField(), data.GetLabelField()}, "take [algorithm.kto], which learns from labels"
+		p.Others, p.OthersFix = [2]string{data.GetCompletionField(), data.GetLabelField()}, "take [algorithm.kto], which learns from labels"
 	}
 	if d.Config.GetAlgorithm().GetRewardModel() != nil {
 		p.Margin = data.GetMarginField()
 	}
 	if kto := d.Config.GetAlgorithm().GetKto(); kto != nil && !kto.GetPaired() {
 		p.Completion, p.Label = data.GetCompletionField(), data.GetLabelField()
-		p.Others, p.OthersMend = [2]string{data.GetChosenField(), data.GetRejectedField()}, "write `paired = true` in [algorithm.kto]"
+		p.Others, p.OthersFix = [2]string{data.GetChosenField(), data.GetRejectedField()}, "write `paired = true` in [algorithm.kto]"
 	}
 	return p
 }

@@ -62,7 +62,7 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 			}
 			d.Problems.Add(&planv1.Problem{
 				Reason: problem.BadRow, File: data.Path, Line: uint32(rows[0] + 1), Column: 1,
-				Message: message, Mend: "remove the row, or write a prompt that its vocabulary has",
+				Message: message, Fix: "remove the row, or write a prompt that its vocabulary has",
 			})
 		}
 	}
@@ -72,17 +72,17 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 // it is trained on them it learns to write that token.
 func (d *draft) strange(data *input.Dataset, lengths probe.Lengths) {
 	first := lengths.Strange[0]
-	message, mend := "the tokenizer does not know %q: the model sees its token for unknown text there", "write the prompt in characters that its vocabulary has, or remove the row"
+	message, fix := "the tokenizer does not know %q: the model sees its token for unknown text there", "write the prompt in characters that its vocabulary has, or remove the row"
 	if first.Field != data.PromptField {
 		message = "the tokenizer does not know %q in `" + first.Field + "`: the model learns to write its token for unknown text there"
-		mend = "write `" + first.Field + "` in characters that its vocabulary has, or remove the row"
+		fix = "write `" + first.Field + "` in characters that its vocabulary has, or remove the row"
 	}
 	message = fmt.Sprintf(message, first.Text)
 	if lengths.Unknown > 1 {
 		message += fmt.Sprintf("; %d rows hold such text", lengths.Unknown)
 	}
 	d.warnings.Add(&planv1.Problem{
-		Reason: problem.BadRow, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Message: message, Mend: mend,
+		Reason: problem.BadRow, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Message: message, Fix: fix,
 		Excerpt: input.Lines(input.Resolve(d.baseDir, data.Path), []uint64{first.Row + 1})[first.Row+1],
 	})
 }
@@ -102,7 +102,7 @@ func (d *draft) tooLong(data *input.Dataset, lengths probe.Lengths) {
 		room = fmt.Sprintf("max_model_len leaves %d", d.tokenizerLimit(data))
 	}
 	first := lengths.Examples[0]
-	message, mend := fmt.Sprintf(one+"; %s", first.Tokens, room), d.mendLength(data)
+	message, fix := fmt.Sprintf(one+"; %s", first.Tokens, room), d.fixLength(data)
 	if lengths.Over > 1 {
 		var named []string
 		for _, example := range lengths.Examples[:min(len(lengths.Examples), longShown)] {
@@ -112,27 +112,27 @@ func (d *draft) tooLong(data *input.Dataset, lengths probe.Lengths) {
 		if more := lengths.Over - int64(len(named)); more > 0 {
 			message += fmt.Sprintf(", and %d more; the longest has %d", more, lengths.Longest)
 		}
-		mend = strings.Replace(mend, "the row", "the rows", 1)
+		fix = strings.Replace(fix, "the row", "the rows", 1)
 	}
 	d.Problems.Add(&planv1.Problem{
 		Reason: problem.ContextTooLong, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Field: "engine.max_model_len",
-		Message: message, Mend: mend, Excerpt: input.Lines(input.Resolve(d.baseDir, data.Path), []uint64{first.Row + 1})[first.Row+1],
+		Message: message, Fix: fix, Excerpt: input.Lines(input.Resolve(d.baseDir, data.Path), []uint64{first.Row + 1})[first.Row+1],
 	})
 }
 
-// mendLength says what makes room: the model's positions can't be raised.
-func (d *draft) mendLength(data *input.Dataset) string {
-	mend := "shorten or remove the row"
+// fixLength says what makes room: the model's positions can't be raised.
+func (d *draft) fixLength(data *input.Dataset) string {
+	fix := "shorten or remove the row"
 	if d.sampled(data) {
-		mend += ", lower `max_tokens` in [sampling]"
+		fix += ", lower `max_tokens` in [sampling]"
 	}
 	if d.model.Context == 0 || int64(d.Config.GetEngine().GetMaxModelLen()) < d.model.Context {
-		mend += ", raise `max_model_len` in [engine]"
+		fix += ", raise `max_model_len` in [engine]"
 	}
 	if d.model.Context > 0 {
-		mend += " (" + d.model.Bound + ")"
+		fix += " (" + d.model.Bound + ")"
 	}
-	return mend
+	return fix
 }
 
 // sampled reports whether completions of the rows' prompts must have room behind them.
@@ -161,7 +161,7 @@ func (d *draft) packages(answer *probe.Answer) map[string]string {
 		}
 		d.Problems.Add(&planv1.Problem{
 			Reason: problem.PackageMissing, Message: fmt.Sprintf("the workers' Python has no package %s", name),
-			Mend: fmt.Sprintf("install it: %s -m pip install %s", d.server.prober.Python, name),
+			Fix: fmt.Sprintf("install it: %s -m pip install %s", d.server.prober.Python, name),
 		})
 	}
 	return versions
@@ -169,10 +169,10 @@ func (d *draft) packages(answer *probe.Answer) map[string]string {
 
 // pythonProblem places an error of Python's at its line, or at the field that named the plugin.
 func (d *draft) pythonProblem(e *probe.Error, field string) *planv1.Problem {
-	p := &planv1.Problem{Reason: e.Reason, Field: field, Message: e.Message, Mend: e.Mend}
+	p := &planv1.Problem{Reason: e.Reason, Field: field, Message: e.Message, Fix: e.Fix}
 	if e.File == "" || e.Line == 0 && e.File != "" && filepath.Ext(e.File) == ".py" {
 		var list problem.List
-		list.At(d.Place(field), e.Reason, field, e.Message, e.Mend)
+		list.At(d.Place(field), e.Reason, field, e.Message, e.Fix)
 		return list.Sorted()[0]
 	}
 	p.File = input.Relative(d.baseDir, e.File, "")
@@ -195,6 +195,6 @@ func line(file string, number uint32) string {
 func probeProblem(err error) *planv1.Problem {
 	return &planv1.Problem{
 		Reason: problem.Probe, Message: "the Python probe ended early: " + err.Error(),
-		Mend: "check the Python environment of the workers: `python -m rollout.probe` must run in it",
+		Fix: "check the Python environment of the workers: `python -m rollout.probe` must run in it",
 	}
 }

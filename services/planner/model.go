@@ -133,18 +133,18 @@ func (d *draft) exists(field, path string, folder bool) bool {
 	info, err := os.Stat(input.Resolve(d.baseDir, path))
 	switch {
 	case errors.Is(err, os.ErrNotExist):
-		mend := "correct the path; it starts at the folder of the configuration, " + d.baseDir
+		fix := "correct the path; it starts at the folder of the configuration, " + d.baseDir
 		if similar := input.Similar(d.baseDir, path, nearest.To); similar != "" {
-			mend = fmt.Sprintf("did you mean %q?", similar)
+			fix = fmt.Sprintf("did you mean %q?", similar)
 		}
 		what := "file"
 		if folder {
 			if download := d.download(path); download != "" {
-				mend = download
+				fix = download
 			}
 			what = "folder"
 		}
-		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("there is no %s %s", what, path), mend)
+		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("there is no %s %s", what, path), fix)
 	case err != nil:
 		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("can't read %s: %v", path, errors.Unwrap(err)), "check its permissions")
 	case info.IsDir() && !folder:

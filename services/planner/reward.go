@@ -48,14 +48,14 @@ func (d *draft) readScoringModel(part reward.Part) {
 	before := d.Problems.Len()
 	folder := input.Resolve(d.baseDir, path)
 	scorer := input.ReadModel(folder, path, field, &d.Problems)
-	const mend = "name the weights of a run with [algorithm.reward_model], or a sequence classifier with one label"
+	const fix = "name the weights of a run with [algorithm.reward_model], or a sequence classifier with one label"
 	switch {
 	case d.Problems.Len() > before:
 		return
 	case scorer.Architecture != "" && !scorer.Scores():
-		d.Problems.At(d.Place(field), problem.BadModel, field, fmt.Sprintf("%s is no reward model: it holds a %s", path, scorer.Architecture), mend)
+		d.Problems.At(d.Place(field), problem.BadModel, field, fmt.Sprintf("%s is no reward model: it holds a %s", path, scorer.Architecture), fix)
 	case len(scorer.Tensors) > 0 && !slices.Contains(scorer.Tensors, "score.weight"):
-		d.Problems.At(d.Place(field), problem.BadModel, field, path+" is no reward model: it has no tensor `score.weight`, the head that scores", mend)
+		d.Problems.At(d.Place(field), problem.BadModel, field, path+" is no reward model: it has no tensor `score.weight`, the head that scores", fix)
 	case d.model != nil && d.model.OtherTokens(scorer) != "":
 		d.Problems.At(d.Place(field), problem.BadModel, field, "the reward model has another vocabulary: "+d.model.OtherTokens(scorer),
 			"take one that was trained from a model with the same tokenizer")
@@ -161,7 +161,7 @@ func (d *draft) heard(call *dryCall, pythonWorks bool) {
 
 // expressionProblem places an error at its column in the expression.
 func (d *draft) expressionProblem(e *probe.Error, field string) {
-	d.Problems.At(inText(d.Place(field), e.Line, e.Column), e.Reason, field, e.Message, e.Mend)
+	d.Problems.At(inText(d.Place(field), e.Line, e.Column), e.Reason, field, e.Message, e.Fix)
 }
 
 // inText narrows the span of a text's value to a line and column of the text, from 1; characters count. A text with escapes keeps

@@ -32,7 +32,7 @@ func TestSinksAreCheckedWithThePlan(t *testing.T) {
 	} {
 		told := ""
 		for _, p := range create(t, s, dir, set).GetProblems() {
-			told += fmt.Sprintln(p.GetReason(), p.GetField(), p.GetMessage(), p.GetMend())
+			told += fmt.Sprintln(p.GetReason(), p.GetField(), p.GetMessage(), p.GetFix())
 		}
 		if want == "" && told != "" || !strings.Contains(told, want) {
 			t.Errorf("%s: %q, want %q", set, told, want)
@@ -61,7 +61,7 @@ func TestAMissingLibraryOfASinkIsNamedWithItsExtra(t *testing.T) {
 	there := "2.21.0"
 	d.sinkAnswer(&probe.Answer{Packages: map[string]*string{"tensorboard": &there}})
 	problems := d.Sorted()
-	if len(problems) != 1 || problems[0].GetReason() != "PACKAGE_MISSING" || !strings.Contains(problems[0].GetMend(), "rollout-rl[mlflow]") {
+	if len(problems) != 1 || problems[0].GetReason() != "PACKAGE_MISSING" || !strings.Contains(problems[0].GetFix(), "rollout-rl[mlflow]") {
 		t.Errorf("%v", problems)
 	}
 	d = draftOf(t, s, dir, "sinks.mlflow={}")

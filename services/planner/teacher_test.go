@@ -57,8 +57,8 @@ func TestAModelOfTheHubIsNotDownloaded(t *testing.T) {
 			continue
 		}
 		want := "`hf download " + path + " --local-dir " + filepath.Join(dir, "Qwen2.5-0.5B") + "`"
-		if strings.Contains(p[0].GetMend(), want) != hub {
-			t.Errorf("%s: %s", path, p[0].GetMend())
+		if strings.Contains(p[0].GetFix(), want) != hub {
+			t.Errorf("%s: %s", path, p[0].GetFix())
 		}
 	}
 }

@@ -106,12 +106,12 @@ func (s *service) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot
 	if steps := plan.GetConfig().GetTrain().GetSteps(); snap.GetStep() >= steps {
 		return "", Cursor{}, ErrNothingToDo.With("snapshot", snap.GetSnapshotId()).
 			WithMessage("snapshot %s is of step %d, and the plan wants %d steps: none is left", snap.GetSnapshotId(), snap.GetStep(), steps).
-			Mend(fmt.Sprintf("raise `train.steps` above %d: `rollout run --config FILE --from %s`", snap.GetStep(), snap.GetSnapshotId()))
+			Fix(fmt.Sprintf("raise `train.steps` above %d: `rollout run --config FILE --from %s`", snap.GetStep(), snap.GetSnapshotId()))
 	}
 	if lacks := unlike(snap, plan.GetConfig()); lacks != "" {
 		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
 			WithMessage("snapshot %s %s: a run of this plan can't go on from it", snap.GetSnapshotId(), lacks).
-			Mend("to begin with its weights alone: `rollout export weights " + snap.GetSnapshotId() + " --to FOLDER`, and `path = \"FOLDER\"` in [model]")
+			Fix("to begin with its weights alone: `rollout export weights " + snap.GetSnapshotId() + " --to FOLDER`, and `path = \"FOLDER\"` in [model]")
 	}
 	if _, err := s.Snapshots.PinSnapshot(ctx, &snapshotv1.PinSnapshotRequest{SnapshotId: snap.GetSnapshotId()}); err != nil {
 		return "", Cursor{}, fmt.Errorf("keep the snapshot that the run starts from: %w", err)

@@ -24,7 +24,7 @@ func (c *conductor) insist(ctx context.Context, what string, call func(context.C
 		}
 		c.waitFor(what, rpcerr.Text(err))
 		if rpcerr.Code(err) == codes.ResourceExhausted && !told { // somebody has to make room
-			c.svc.Log.WarnContext(ctx, "the run waits for room", "run", c.id, "for", what, "reason", rpcerr.Reason(err), "mend", rpcerr.Mend(err))
+			c.svc.Log.WarnContext(ctx, "the run waits for room", "run", c.id, "for", what, "reason", rpcerr.Reason(err), "fix", rpcerr.Fix(err))
 			told = true
 		}
 		c.svc.Log.DebugContext(ctx, "waiting", "run", c.id, "for", what, "error", err)

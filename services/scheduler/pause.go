@@ -43,7 +43,7 @@ func (s *service) goOn(ctx context.Context, runID string, adopted bool) (*Run, e
 	case Draining:
 		if !orphan {
 			return nil, ErrNotResumable.With("run", runID).With("state", run.GetState().String()).
-				WithMessage("run %s is being stopped", runID).Mend("resume it when it has stopped: `rollout runs show " + runID + "` tells")
+				WithMessage("run %s is being stopped", runID).Fix("resume it when it has stopped: `rollout runs show " + runID + "` tells")
 		}
 	case Pending, Starting, Running:
 		if !orphan {
@@ -82,7 +82,7 @@ func (s *service) goOn(ctx context.Context, runID string, adopted bool) (*Run, e
 // other inputs it is another run.
 func resumable(run *Run, err error) error {
 	if e, ok := rpcerr.From(err); ok && errors.Is(e, ErrPlanChanged) {
-		return e.Mend("restore it, or go on in a new run, from the newest snapshot of this one and with the inputs as they are now: " +
+		return e.Fix("restore it, or go on in a new run, from the newest snapshot of this one and with the inputs as they are now: " +
 			"`rollout run --resume " + run.GetRunId() + " --accept-changes`")
 	}
 	return err

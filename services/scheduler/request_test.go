@@ -144,8 +144,8 @@ func TestPauseHoldsWorkBack(t *testing.T) {
 		if reason := rpcerr.Reason(call()); reason != map[string]string{"resume": "RUN_NOT_RESUMABLE", "pause": "RUN_NOT_PAUSABLE"}[name] {
 			t.Errorf("%s of a run that succeeded: %q", name, reason)
 		}
-		if err := call(); !strings.Contains(err.Error(), run) || rpcerr.Mend(err) == "" {
-			t.Errorf("%s of a run that succeeded says %q, mend %q", name, err, rpcerr.Mend(err))
+		if err := call(); !strings.Contains(err.Error(), run) || rpcerr.Fix(err) == "" {
+			t.Errorf("%s of a run that succeeded says %q, fix %q", name, err, rpcerr.Fix(err))
 		}
 	}
 }
@@ -253,14 +253,14 @@ func TestChangedInputsAreRefusedOneByOne(t *testing.T) {
 	w.start()
 	w.planner.set(plan(2, "sync", 0, false))
 	w.planner.problems = []*planv1.Problem{
-		{Reason: "INPUT_CHANGED", File: "train.jsonl", Message: "the training data changed.", Mend: "Restore it."},
+		{Reason: "INPUT_CHANGED", File: "train.jsonl", Message: "the training data changed.", Fix: "Restore it."},
 		{Reason: "PACKAGE_CHANGED", Field: "packages.torch", Message: "another torch is installed."},
 	}
 	_, err := w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir})
 	e, _ := rpcerr.From(err)
 	if !errors.Is(err, scheduler.ErrPlanChanged) || len(e.Violations()) != 2 || e.Violations()[0].Path != "train.jsonl" ||
 		e.Violations()[0].Description != "the training data changed." ||
-		!strings.HasPrefix(err.Error(), "2 things that the plan pins have changed") || !strings.Contains(rpcerr.Mend(err), "rollout plan") || e.Violations()[1].Path != "packages.torch" {
+		!strings.HasPrefix(err.Error(), "2 things that the plan pins have changed") || !strings.Contains(rpcerr.Fix(err), "rollout plan") || e.Violations()[1].Path != "packages.torch" {
 		t.Fatalf("got %v, %v", err, e.Violations())
 	}
 	w.planner.plan = nil
@@ -282,8 +282,8 @@ func TestResumeWithChangedInputsNamesTheWayOn(t *testing.T) {
 	w.waitState(run, scheduler.Cancelled)
 	w.planner.problems = []*planv1.Problem{{Reason: "INPUT_CHANGED", File: "reward.py", Message: "the source of the reward changed"}}
 	_, err := w.generation.ResumeRun(t.Context(), &runv1.ResumeRunRequest{RunId: run})
-	if !errors.Is(err, scheduler.ErrPlanChanged) || !strings.Contains(rpcerr.Mend(err), "`rollout run --resume "+run+" --accept-changes`") {
-		t.Fatalf("got %v; mend %q", err, rpcerr.Mend(err))
+	if !errors.Is(err, scheduler.ErrPlanChanged) || !strings.Contains(rpcerr.Fix(err), "`rollout run --resume "+run+" --accept-changes`") {
+		t.Fatalf("got %v; fix %q", err, rpcerr.Fix(err))
 	}
 }
 
@@ -352,7 +352,7 @@ func TestRestoredRun(t *testing.T) {
 		w.planner.set(c.plan)
 		w.snapshots.snap.Files = []*snapshotv1.SnapshotFile{{Path: c.holds}}
 		_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
-		if (err == nil) != (c.want == "") || err != nil && (!errors.Is(err, scheduler.ErrSnapshotKind) || !strings.Contains(err.Error(), c.want) || !strings.Contains(rpcerr.Mend(err), "rollout export weights snap-full")) {
+		if (err == nil) != (c.want == "") || err != nil && (!errors.Is(err, scheduler.ErrSnapshotKind) || !strings.Contains(err.Error(), c.want) || !strings.Contains(rpcerr.Fix(err), "rollout export weights snap-full")) {
 			t.Errorf("%s for %v: %v", c.holds, c.plan.GetConfig().GetAlgorithm(), err)
 		}
 	}
@@ -360,8 +360,8 @@ func TestRestoredRun(t *testing.T) {
 	w.planner.set(plan(5, "sync", 0, false))
 	w.snapshots.snap.Step = 5
 	_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
-	if !errors.Is(err, scheduler.ErrNothingToDo) || !strings.Contains(rpcerr.Mend(err), "--from snap-full") {
-		t.Fatalf("a run without steps: %v; %s", err, rpcerr.Mend(err))
+	if !errors.Is(err, scheduler.ErrNothingToDo) || !strings.Contains(rpcerr.Fix(err), "--from snap-full") {
+		t.Fatalf("a run without steps: %v; %s", err, rpcerr.Fix(err))
 	}
 	w.snapshots.snap.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
 	_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})

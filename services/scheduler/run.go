@@ -58,20 +58,20 @@ const (
 	Cancelled   = runv1.RunState_RUN_STATE_CANCELLED
 )
 
-// Errors of this service. Those with a mend are sentences for people: whoever returns one names the run in its message.
+// Errors of this service. Those with a fix are sentences for people: whoever returns one names the run in its message.
 var (
-	ErrNotFound  = rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no such run").Mend("`rollout runs list` shows those there are")
+	ErrNotFound  = rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no such run").Fix("`rollout runs list` shows those there are")
 	ErrAmbiguous = rpcerr.New(codes.FailedPrecondition, "RUN_AMBIGUOUS", "several runs begin like that").
-			Mend("give more of the id; `rollout runs list` shows them")
+			Fix("give more of the id; `rollout runs list` shows them")
 	ErrNotResumable = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_RESUMABLE", "the run can't go on")
 	ErrNotPausable  = rpcerr.New(codes.FailedPrecondition, "RUN_NOT_PAUSABLE", "only a run that is starting or running can be paused").
-			Mend("`rollout runs list --state starting,running` shows those")
+			Fix("`rollout runs list --state starting,running` shows those")
 	ErrTransition  = rpcerr.New(codes.FailedPrecondition, "RUN_STATE", "the run's state does not allow that")
 	ErrPlanChanged = rpcerr.New(codes.FailedPrecondition, "PLAN_INPUTS_CHANGED", "what the plan pins has changed since").
-			Mend("restore it, or make the plan anew with `rollout plan`")
-	ErrPlanUnreadable = rpcerr.New(codes.InvalidArgument, "PLAN_UNREADABLE", "the plan can't be read").Mend("make it anew with `rollout plan`")
+			Fix("restore it, or make the plan anew with `rollout plan`")
+	ErrPlanUnreadable = rpcerr.New(codes.InvalidArgument, "PLAN_UNREADABLE", "the plan can't be read").Fix("make it anew with `rollout plan`")
 	ErrSnapshotKind   = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_NOT_RESTORABLE", "only train_state snapshots can be started from").
-				Mend("`rollout snapshot list` shows the kind of each")
+				Fix("`rollout snapshot list` shows the kind of each")
 	ErrNothingToDo = rpcerr.New(codes.FailedPrecondition, "NO_STEPS_LEFT", "the snapshot has all the steps that the plan wants")
 	ErrCursor      = rpcerr.New(codes.Aborted, "CURSOR_MOVED", "another process issues for this run")
 	ErrStopping    = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the scheduler is going away").RetryAfter(time.Second)
@@ -108,11 +108,11 @@ func NotFound(ref string) error {
 
 // finished is ErrNotResumable of a run that has made its steps, with where they are.
 func finished(run *Run) error {
-	mend := "to train on, raise `train.steps` and start a run from it: `rollout run --config FILE --from " + run.GetRunId() + "`"
+	fix := "to train on, raise `train.steps` and start a run from it: `rollout run --config FILE --from " + run.GetRunId() + "`"
 	if weights := run.GetWeightsDirectory(); weights != "" {
-		mend = "its weights are in " + weights + "; " + mend
+		fix = "its weights are in " + weights + "; " + fix
 	}
-	return ErrNotResumable.With("run", run.GetRunId()).With("state", run.GetState().String()).Mend(mend).
+	return ErrNotResumable.With("run", run.GetRunId()).With("state", run.GetState().String()).Fix(fix).
 		WithMessage("run %s is finished: all its %d steps were made", run.GetRunId(), run.GetTotalSteps())
 }
 

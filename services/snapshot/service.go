@@ -186,7 +186,7 @@ func (s *service) restore(ctx context.Context, idOrPrefix string) (*runv1.Run, e
 // restorable says of changed inputs how the snapshot can be restored all the same.
 func restorable(snap *Snapshot, err error) error {
 	if e, ok := rpcerr.From(err); ok && e.Reason() == "PLAN_INPUTS_CHANGED" {
-		return e.Mend("restore it, or begin the new run with the inputs as they are now: `rollout snapshot restore " + snap.GetSnapshotId() + " --accept-changes`")
+		return e.Fix("restore it, or begin the new run with the inputs as they are now: `rollout snapshot restore " + snap.GetSnapshotId() + " --accept-changes`")
 	}
 	return fmt.Errorf("restore %s: %w", snap.GetSnapshotId(), err)
 }

@@ -26,13 +26,13 @@ const TrainState = snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
 
 // Errors of this service.
 var (
-	ErrNotFound  = rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no such snapshot").Mend("`rollout snapshot list` shows those there are")
+	ErrNotFound  = rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no such snapshot").Fix("`rollout snapshot list` shows those there are")
 	ErrAmbiguous = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_AMBIGUOUS", "several snapshots begin like that").
-			Mend("give more of the id; `rollout snapshot list` shows them")
+			Fix("give more of the id; `rollout snapshot list` shows them")
 	ErrInvalid  = rpcerr.New(codes.InvalidArgument, "SNAPSHOT_INVALID", "the snapshot's manifest is not usable")
 	ErrMismatch = rpcerr.New(codes.DataLoss, "SNAPSHOT_FILE_MISMATCH", "a file of the snapshot is not what its manifest says")
 	ErrKind     = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_NOT_RESTORABLE", "only train_state snapshots can be restored").
-			Mend("`rollout snapshot list` shows the kind of each")
+			Fix("`rollout snapshot list` shows the kind of each")
 )
 
 const prefix = "snap-"

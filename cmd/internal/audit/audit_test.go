@@ -197,7 +197,7 @@ func TestNothingToRead(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()
 	_, err := audit.Read(t.Context(), audit.Folder(folder), "audited", true)
-	if e := exit.From(err); e.Code != exit.NoInput || e.Mend == "" {
+	if e := exit.From(err); e.Code != exit.NoInput || e.Fix == "" {
 		t.Errorf("%v", err)
 	}
 	if left, _ := os.ReadDir(folder); len(left) > 0 {

@@ -50,15 +50,15 @@ func Bucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, e
 	return store, nil
 }
 
-// explained gives an error of a bucket its name and its mend.
+// explained gives an error of a bucket its name and its fix.
 func explained(name string, err error) error {
-	for target, mend := range map[*rpcerr.Error]string{
-		blob.ErrNoBucket:    "make the bucket, or mend blob.url and blob.region",
+	for target, fix := range map[*rpcerr.Error]string{
+		blob.ErrNoBucket:    "make the bucket, or fix blob.url and blob.region",
 		blob.ErrDenied:      "check the credentials of [blob], or the role of this host",
 		blob.ErrUnavailable: "check blob.endpoint, and that this host reaches it; `rollout doctor` says why",
 	} {
 		if errors.Is(err, target) {
-			return target.WithMessage("%s", name).Wrap(err).Mend(mend)
+			return target.WithMessage("%s", name).Wrap(err).Fix(fix)
 		}
 	}
 	return fmt.Errorf("%s: %w", name, err)

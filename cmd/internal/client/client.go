@@ -125,9 +125,9 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 		if ctx.Err() != nil {
 			return nil, ctx.Err()
 		}
-		if why := cert.Explain(err); rpcerr.Mend(why) != "" {
+		if why := cert.Explain(err); rpcerr.Fix(why) != "" {
 			return nil, &exit.Error{
-				Code: exit.Unavailable, Reason: rpcerr.Reason(why), Mend: rpcerr.Mend(why),
+				Code: exit.Unavailable, Reason: rpcerr.Reason(why), Fix: rpcerr.Fix(why),
 				Err: fmt.Errorf("no TLS connection with %s: %w", o.Address, errors.New(rpcerr.Text(why))),
 			}
 		}

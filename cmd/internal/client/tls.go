@@ -23,7 +23,7 @@ func TLSFor(address string, files cert.Files, private bool) (*tls.Config, error)
 	s, err := cert.Open(files, nil)
 	if err != nil {
 		e := exit.From(err)
-		return nil, &exit.Error{Code: exit.NoInput, Reason: e.Reason, Mend: cmp.Or(e.Mend, "correct the path"), Err: e.Err}
+		return nil, &exit.Error{Code: exit.NoInput, Reason: e.Reason, Fix: cmp.Or(e.Fix, "correct the path"), Err: e.Err}
 	}
 	return s.Client(), nil
 }

@@ -180,8 +180,8 @@ func TestADaemonThatDoesNotComeIsExplained(t *testing.T) {
 	if text := err.Error(); text != "rolloutd did not start: exit status 3\n  | line one\n  | no room on the disk" {
 		t.Errorf("got %q", text)
 	}
-	if !strings.Contains(e.Mend, LogFile(s.StateDir)) {
-		t.Errorf("mend %q", e.Mend)
+	if !strings.Contains(e.Fix, LogFile(s.StateDir)) {
+		t.Errorf("fix %q", e.Fix)
 	}
 }
 
@@ -296,7 +296,7 @@ func TestAFileInPlaceOfTheFolder(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, _, err := s.Ensure(t.Context())
-	if e := exit.From(err); e.Code != exit.CannotMake || e.Mend == "" {
+	if e := exit.From(err); e.Code != exit.CannotMake || e.Fix == "" {
 		t.Errorf("exit code %d: %v", e.Code, err)
 	}
 }

@@ -23,8 +23,8 @@ func blobs(ctx context.Context, p Patient, r *report) {
 	}
 	store, err := backend.Bucket(ctx, p.Config.Blob, p.Environ)
 	if err != nil {
-		r.fail("reach", err, mendOf(err, map[error]string{
-			blob.ErrNoBucket: "make the bucket, or mend blob.url and blob.region",
+		r.fail("reach", err, fixOf(err, map[error]string{
+			blob.ErrNoBucket: "make the bucket, or fix blob.url and blob.region",
 			blob.ErrDenied:   "check blob.access_key with its secret, or the role of this host; it needs to list, read, create and delete objects",
 		}, "is blob.endpoint right, and can this host reach it?"))
 		return

@@ -23,17 +23,17 @@ func TestCertificates(t *testing.T) {
 	}
 	now := time.Now()
 	for says, f := range map[string]Finding{"does not lead": look(other.File, now), "it ended": look(ca.File, now.Add(time.Hour))} {
-		if f.Status != Failed || !strings.Contains(f.Detail, says) || f.Mend == "" {
+		if f.Status != Failed || !strings.Contains(f.Detail, says) || f.Fix == "" {
 			t.Errorf("%s: %+v", says, f)
 		}
 	}
-	if f := look(ca.File, now); f.Status != Warning || !strings.Contains(f.Mend, "certs renew") { // it lives for half an hour
+	if f := look(ca.File, now); f.Status != Warning || !strings.Contains(f.Fix, "certs renew") { // it lives for half an hour
 		t.Errorf("%+v", f)
 	}
 	if err := os.Chmod(keyFile, 0o644); err != nil {
 		t.Fatal(err)
 	}
-	if f := look(ca.File, now); f.Status != Failed || !strings.Contains(f.Mend, "chmod 600") {
+	if f := look(ca.File, now); f.Status != Failed || !strings.Contains(f.Fix, "chmod 600") {
 		t.Errorf("%+v", f)
 	}
 }

@@ -28,7 +28,7 @@ func certificates(_ context.Context, p Patient, r *report) {
 		leaf, err := cert.Check(one.files, p.Now())
 		switch {
 		case err != nil:
-			r.fail(one.key, err, rpcerr.Mend(err))
+			r.fail(one.key, err, rpcerr.Fix(err))
 		case p.Now().Add(7 * 24 * time.Hour).After(leaf.NotAfter):
 			r.warn(one.key, "it ends at "+leaf.NotAfter.UTC().Format(time.RFC3339), "renew it: `rollout certs renew`, each day by a timer")
 		default:

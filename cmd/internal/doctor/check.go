@@ -54,10 +54,10 @@ func least(r *report, product, version string, major, minor int) {
 	r.ok("version", product+" "+version)
 }
 
-func mendOf(err error, known map[error]string, otherwise string) string {
-	for target, mend := range known {
+func fixOf(err error, known map[error]string, otherwise string) string {
+	for target, fix := range known {
 		if errors.Is(err, target) {
-			return mend
+			return fix
 		}
 	}
 	return otherwise

@@ -38,7 +38,7 @@ func consul(ctx context.Context, p Patient, r *report) {
 	}
 	version, leader, err := client.Describe(ctx)
 	if err != nil {
-		r.fail("reach", err, mendOf(err, map[error]string{discovery.ErrDenied: "give the token of consul.token agent:read and node:read"},
+		r.fail("reach", err, fixOf(err, map[error]string{discovery.ErrDenied: "give the token of consul.token agent:read and node:read"},
 			"is the agent up, and the host and port of consul.address right? An agent at https needs https:// there"))
 		return
 	}

@@ -29,7 +29,7 @@ func TestAnAgentThatCannotDeregister(t *testing.T) {
 		var found report
 		consul(t.Context(), Patient{Config: c, Now: time.Now}, &found)
 		last := found.list[len(found.list)-1]
-		if last.Check != "permissions" || (last.Status == Failed) != keeps || strings.Contains(last.Mend, "acl.tokens.agent") != keeps {
+		if last.Check != "permissions" || (last.Status == Failed) != keeps || strings.Contains(last.Fix, "acl.tokens.agent") != keeps {
 			t.Errorf("keeps %t: %+v", keeps, found.list)
 		}
 	}

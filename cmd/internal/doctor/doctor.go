@@ -1,4 +1,4 @@
-// Package doctor looks at every server that rolloutd.toml names, as rolloutd would use it, and says how to mend what is wrong.
+// Package doctor looks at every server that rolloutd.toml names, as rolloutd would use it, and says how to fix what is wrong.
 package doctor
 
 import (
@@ -26,7 +26,7 @@ type Finding struct {
 	Check  string `json:"check"`
 	Status Status `json:"status"`
 	Detail string `json:"detail,omitempty"`
-	Mend   string `json:"mend,omitempty"`
+	Fix    string `json:"fix,omitempty"`
 }
 
 const (
@@ -55,12 +55,12 @@ func (r *report) ok(check, detail string) {
 	r.list = append(r.list, Finding{Server: r.server, Check: check, Status: OK, Detail: detail})
 }
 
-func (r *report) warn(check, detail, mend string) {
-	r.list = append(r.list, Finding{Server: r.server, Check: check, Status: Warning, Detail: detail, Mend: mend})
+func (r *report) warn(check, detail, fix string) {
+	r.list = append(r.list, Finding{Server: r.server, Check: check, Status: Warning, Detail: detail, Fix: fix})
 }
 
-func (r *report) fail(check string, err error, mend string) {
-	r.list = append(r.list, Finding{Server: r.server, Check: check, Status: Failed, Detail: err.Error(), Mend: mend})
+func (r *report) fail(check string, err error, fix string) {
+	r.list = append(r.list, Finding{Server: r.server, Check: check, Status: Failed, Detail: err.Error(), Fix: fix})
 }
 
 func (r *report) skip(check, why string) {

@@ -79,17 +79,17 @@ func TestEverythingIsFound(t *testing.T) {
 	wrong.Now = func() time.Time { return time.Now().Add(time.Hour) }
 	findings = doctor.Look(t.Context(), wrong)
 	for _, want := range []struct {
-		server, check, mend string
-		status              doctor.Status
+		server, check, fix string
+		status             doctor.Status
 	}{
 		{"nats", "reach", "nats.token", doctor.Failed}, {"consul", "reach", "consul.token", doctor.Failed},
 		{"blob", "reach", "blob.url", doctor.Failed}, {"database", "clock", "NTP", doctor.Warning},
 	} {
-		if f := find(findings, want.server, want.check); f.Status != want.status || !strings.Contains(f.Mend, want.mend) {
+		if f := find(findings, want.server, want.check); f.Status != want.status || !strings.Contains(f.Fix, want.fix) {
 			t.Errorf("%+v, found %+v", want, f)
 		}
 		for _, f := range findings {
-			if strings.Contains(f.Detail+f.Mend, "wrong-secret") {
+			if strings.Contains(f.Detail+f.Fix, "wrong-secret") {
 				t.Errorf("%+v tells a secret", f)
 			}
 		}
@@ -102,7 +102,7 @@ func TestNATSWithoutRoom(t *testing.T) {
 	c := config.Default(t.TempDir())
 	c.NATS.URL = servertest.StartNATS(t, servertest.NATSOptions{MaxFile: "4MB"}).URL()
 	f := find(doctor.Look(t.Context(), doctor.Patient{Config: c, Now: time.Now}), "nats", "write")
-	if f.Status != doctor.Failed || !strings.Contains(f.Detail, "no room") || !strings.Contains(f.Mend, "max_file") {
+	if f.Status != doctor.Failed || !strings.Contains(f.Detail, "no room") || !strings.Contains(f.Fix, "max_file") {
 		t.Errorf("found %+v", f)
 	}
 }

@@ -22,7 +22,7 @@ func local(ctx context.Context, p Patient, r *report) {
 		file = filepath.Join(p.Config.StateDir, "token")
 	}
 	if _, err := rpc.ReadToken(file); err != nil && (p.Config.TokenFile != "" || !errors.Is(err, os.ErrNotExist)) {
-		r.fail("token", err, rpcerr.Mend(err))
+		r.fail("token", err, rpcerr.Fix(err))
 	} else {
 		r.ok("token", "")
 	}
@@ -35,7 +35,7 @@ func local(ctx context.Context, p Patient, r *report) {
 			case ctx.Err() != nil:
 				r.warn(filepath.Base(path), "it is too large to be read here", "`sqlite3 "+path+" 'PRAGMA quick_check'` reads it to its end")
 			default:
-				r.fail(filepath.Base(path), err, rpcerr.Mend(err))
+				r.fail(filepath.Base(path), err, rpcerr.Fix(err))
 			}
 		}
 	}
@@ -80,10 +80,10 @@ func ports(ctx context.Context, p Patient, r *report) {
 			r.ok(one.key, one.address)
 			continue
 		}
-		mend := "give " + one.key + " an address of this host"
+		fix := "give " + one.key + " an address of this host"
 		if errors.Is(err, syscall.EADDRINUSE) {
-			mend = "stop what has the port, or give " + one.key + " another address; with port 0 it is a free one"
+			fix = "stop what has the port, or give " + one.key + " another address; with port 0 it is a free one"
 		}
-		r.fail(one.key, err, mend)
+		r.fail(one.key, err, fix)
 	}
 }

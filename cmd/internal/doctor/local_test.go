@@ -52,7 +52,7 @@ func TestLocal(t *testing.T) {
 	c.Gateway.Listen = taken.Addr().String()
 	failed := ""
 	for _, f := range look() {
-		if f.Status == Failed && f.Mend != "" {
+		if f.Status == Failed && f.Fix != "" {
 			failed += f.Check + " "
 		}
 	}
@@ -91,7 +91,7 @@ func TestAPageOfADatabase(t *testing.T) {
 	}
 	late, cancel := context.WithCancel(t.Context())
 	cancel()
-	if got := look(late); got.Status != Warning || !strings.Contains(got.Mend, "PRAGMA quick_check") {
+	if got := look(late); got.Status != Warning || !strings.Contains(got.Fix, "PRAGMA quick_check") {
 		t.Errorf("%+v", got)
 	}
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
@@ -104,7 +104,7 @@ func TestAPageOfADatabase(t *testing.T) {
 	if err := f.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if got := look(t.Context()); got.Status != Failed || !strings.Contains(got.Mend, "restore the state folder from a backup") {
+	if got := look(t.Context()); got.Status != Failed || !strings.Contains(got.Fix, "restore the state folder from a backup") {
 		t.Errorf("%+v", got)
 	}
 }

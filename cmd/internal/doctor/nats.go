@@ -35,7 +35,7 @@ func nats(ctx context.Context, p Patient, r *report) {
 	defer cancel()
 	b, err := bus.Connect(connecting, o)
 	if err != nil {
-		r.fail("reach", err, mendOf(err, map[error]string{
+		r.fail("reach", err, fixOf(err, map[error]string{
 			bus.ErrToken: "check nats.token, nats.user with its password, or nats.nkey against the server's users",
 			bus.ErrTLS:   "check nats.ca_file, and nats.cert_file where the server asks for certificates; tls:// in nats.url asks for TLS",
 		}, "is the server up, and the host and port of nats.url right?"))
@@ -56,11 +56,11 @@ func nats(ctx context.Context, p Patient, r *report) {
 		r.ok("storage", "enough is left")
 	}
 	if err := b.Try(ctx); err != nil {
-		mend := rpcerr.Mend(err)
-		if mend == "" {
-			mend = "allow the user $JS.API.> and rollout.>"
+		fix := rpcerr.Fix(err)
+		if fix == "" {
+			fix = "allow the user $JS.API.> and rollout.>"
 		}
-		r.fail("write", err, mend)
+		r.fail("write", err, fix)
 	} else {
 		r.ok("write", "makes a stream, stores a message and removes both")
 	}

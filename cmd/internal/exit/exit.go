@@ -27,7 +27,7 @@ const (
 type Error struct {
 	Code   int
 	Reason string // machine-readable, "" where there is none
-	Mend   string // what to do about it, "" where nothing is known
+	Fix    string // what to do about it, "" where nothing is known
 	Err    error  // nil: everything was said already
 }
 
@@ -41,8 +41,8 @@ func (e *Error) Error() string {
 func (e *Error) Unwrap() error { return e.Err }
 
 // New makes an error for people: what is wrong, and what to do about it.
-func New(code int, mend, format string, args ...any) *Error {
-	return &Error{Code: code, Mend: mend, Err: fmt.Errorf(format, args...)}
+func New(code int, fix, format string, args ...any) *Error {
+	return &Error{Code: code, Fix: fix, Err: fmt.Errorf(format, args...)}
 }
 
 // Silent ends with a code after everything was printed.
@@ -69,16 +69,16 @@ func From(err error) *Error {
 	case codes.NotFound:
 		out.Code = NoInput
 	case codes.Unavailable, codes.DeadlineExceeded, codes.ResourceExhausted:
-		out.Code, out.Mend = Unavailable, "see `rollout status` and the daemon's log"
+		out.Code, out.Fix = Unavailable, "see `rollout status` and the daemon's log"
 	case codes.Unauthenticated, codes.PermissionDenied:
-		out.Code, out.Mend = Unavailable, "put an API key into ROLLOUT_API_KEY, or name the server's token with --token-file"
+		out.Code, out.Fix = Unavailable, "put an API key into ROLLOUT_API_KEY, or name the server's token with --token-file"
 	case codes.AlreadyExists:
 		out.Code = CannotMake
 	case codes.Canceled:
 		out.Code = Interrupted
 	}
-	if mend := rpcerr.Mend(err); mend != "" {
-		out.Mend = mend
+	if fix := rpcerr.Fix(err); fix != "" {
+		out.Fix = fix
 	}
 	return out
 }

@@ -19,7 +19,7 @@ import (
 )
 
 const (
-	expires   = 20 * time.Second // of a pull, as in rollout_workers/mesh/stream.py
+	expires   = 20 * time.Second // of a pull, as in rollout_workers/worker/stream.py
 	heartbeat = 2 * time.Second
 )
 

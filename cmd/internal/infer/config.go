@@ -77,7 +77,7 @@ func (c Changes) Apply(given *configv1.RunConfig) (*configv1.RunConfig, error) {
 	reading := reader.Again(out)
 	for _, p := range reading.Sorted() { // rules of training are not a batch's
 		if field, message := p.GetField(), p.GetMessage(); concerns(field) {
-			return nil, exit.New(exit.Usage, p.GetMend(), "%s", strings.TrimSuffix(message, ", got "))
+			return nil, exit.New(exit.Usage, p.GetFix(), "%s", strings.TrimSuffix(message, ", got "))
 		}
 	}
 	out = reading.Config

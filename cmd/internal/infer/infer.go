@@ -64,7 +64,7 @@ type Event struct {
 	Code    int    `json:"code"`
 	Reason  string `json:"reason"`
 	Message string `json:"message"`
-	Mend    string `json:"mend"`
+	Fix     string `json:"fix"`
 }
 
 // leaveSeconds is how long a worker that was told to stop may take to keep what it has.
@@ -122,7 +122,7 @@ func (j *Job) ended(ctx context.Context, last Event, failed error, words *warnin
 	case last.Event == "end" && failed == nil:
 		return last, nil
 	case last.Event == "error":
-		return last, &exit.Error{Code: last.Code, Reason: last.Reason, Mend: last.Mend, Err: errors.New(last.Message)}
+		return last, &exit.Error{Code: last.Code, Reason: last.Reason, Fix: last.Fix, Err: errors.New(last.Message)}
 	case last.Event == "interrupted":
 		return last, exit.New(exit.Interrupted, again, "interrupted after %d of %d rows", last.Rows, last.Of)
 	case ctx.Err() != nil:

@@ -3,7 +3,7 @@
 //	grpo.toml:12:1: unknown key `grp_size` in [sampling]
 //	   12 | grp_size = 8
 //	        ^^^^^^^^
-//	   mend: did you mean `group_size`?
+//	   fix: did you mean `group_size`?
 package problem
 
 import (
@@ -46,8 +46,8 @@ func one(b *strings.Builder, p *planv1.Problem, s style.Style) {
 	if p.GetExcerpt() != "" {
 		excerpt(b, p, s)
 	}
-	if p.GetMend() != "" {
-		fmt.Fprintf(b, "   %s %s\n", s.Cyan("mend:"), p.GetMend())
+	if p.GetFix() != "" {
+		fmt.Fprintf(b, "   %s %s\n", s.Cyan("fix:"), p.GetFix())
 	}
 }
 

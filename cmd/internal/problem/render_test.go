@@ -18,7 +18,7 @@ func TestRender(t *testing.T) {
 		want    string
 	}{
 		"no place": {&planv1.Problem{Message: "no Python"}, "no Python\n"},
-		"file":     {&planv1.Problem{File: "a.jsonl", Message: "it is empty", Mend: "fill it"}, "a.jsonl: it is empty\n   mend: fill it\n"},
+		"file":     {&planv1.Problem{File: "a.jsonl", Message: "it is empty", Fix: "fill it"}, "a.jsonl: it is empty\n   fix: fill it\n"},
 		"tab": {
 			&planv1.Problem{File: "a", Line: 7, Column: 2, Message: "m", Text: "grp", Excerpt: "\tgrp = 8"},
 			"a:7:2: m\n    7 |     grp = 8\n            ^^^\n",
@@ -57,7 +57,7 @@ func TestALongLineIsCutAroundItsPlace(t *testing.T) {
 
 func TestColour(t *testing.T) {
 	t.Parallel()
-	problem := []*planv1.Problem{{File: "a", Line: 7, Column: 2, Message: "m", Text: "b", Excerpt: " b", Mend: "x"}}
+	problem := []*planv1.Problem{{File: "a", Line: 7, Column: 2, Message: "m", Text: "b", Excerpt: " b", Fix: "x"}}
 	got := Render(problem, style.Style{Color: true})
 	if !strings.Contains(got, "\x1b[31mm\x1b[0m") || ansi.Strip(got) != Render(problem, style.Style{}) {
 		t.Errorf("%q", got)

@@ -6,10 +6,10 @@ Prints ``reached`` and stays registered until its standard input ends.
 import asyncio
 import sys
 
-from rollout_workers.mesh.bus import connect
-from rollout_workers.mesh.registration import Registration
-from rollout_workers.mesh.spec import identity, load_spec
-from rollout_workers.mesh.tls import of_agent
+from rollout_workers.worker.bus import connect
+from rollout_workers.worker.registration import Registration
+from rollout_workers.worker.spec import identity, load_spec
+from rollout_workers.worker.tls import of_agent
 
 
 async def main() -> None:

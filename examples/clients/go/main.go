@@ -60,7 +60,7 @@ func submit(ctx context.Context, state, config string, set []string) error {
 		return fmt.Errorf("plan: %w", err)
 	}
 	for _, p := range planned.GetProblems() {
-		fmt.Fprintf(os.Stderr, "%s:%d:%d: %s (%s)\n", p.GetFile(), p.GetLine(), p.GetColumn(), p.GetMessage(), p.GetMend())
+		fmt.Fprintf(os.Stderr, "%s:%d:%d: %s (%s)\n", p.GetFile(), p.GetLine(), p.GetColumn(), p.GetMessage(), p.GetFix())
 	}
 	if planned.GetPlan() == nil {
 		return fmt.Errorf("%d problems in %s", len(planned.GetProblems()), config)

@@ -25,7 +25,7 @@ def submit(state: Path, config: Path, overrides: list[str]) -> int:
             plan_pb2.CreatePlanRequest(source=source), metadata=metadata
         )
         for problem in planned.problems:
-            print(f"{problem.file}:{problem.line}:{problem.column}: {problem.message} ({problem.mend})", file=sys.stderr)
+            print(f"{problem.file}:{problem.line}:{problem.column}: {problem.message} ({problem.fix})", file=sys.stderr)
         if planned.problems:
             return 65
         scheduler = run_pb2_grpc.SchedulerServiceStub(channel)

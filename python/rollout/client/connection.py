@@ -67,7 +67,7 @@ def local_server(state: str | os.PathLike[str] | None = None) -> Server:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoDaemon(
             f"{path} names no running rolloutd ({type(error).__name__}: {error})",
-            mend="start one with `rollout daemon start`, or name a server",
+            fix="start one with `rollout daemon start`, or name a server",
         ) from error
 
 

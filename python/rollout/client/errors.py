@@ -54,7 +54,7 @@ class PlanRefused(RolloutError):
 
 def _line(problem: Problem) -> str:
     place = ":".join(str(part) for part in (problem.file, problem.line, problem.column) if part)
-    return f"{place}: {problem.message}" + (f"; {problem.mend}" if problem.mend else "")
+    return f"{place}: {problem.message}" + (f"; {problem.fix}" if problem.fix else "")
 
 
 @contextmanager

@@ -53,7 +53,7 @@ async def call_reward_async(
     except TimeoutError:
         raise RewardTimeout(
             f"`{name_of(function)}` took longer than {timeout_seconds:g} s for {len(batch)} samples",
-            mend="make it faster or raise `reward.timeout_seconds`",
+            fix="make it faster or raise `reward.timeout_seconds`",
             place=definition(function),
         ) from None
     return scores(function, result, batch)
@@ -80,7 +80,7 @@ def _raised(function: RewardFunction) -> Generator[None]:
         what = "called sys.exit" if isinstance(error, SystemExit) else f"raised {one_line(error)}"
         raise RewardFailed(
             f"`{name_of(function)}` {what}",
-            mend="correct the function: it must score any completion, an empty one too"
+            fix="correct the function: it must score any completion, an empty one too"
             " (while a run trains, a group whose reward raises is tried again, then left out)",
             place=last_frame(error, folder_of(function)) or definition(function),
         ) from error

@@ -23,7 +23,7 @@ def split_plugin(plugin: str) -> tuple[str, str]:
     """Split ``file.py:function``. Raises :class:`RewardImportError`."""
     file, colon, name = plugin.rpartition(":")
     if not colon or not file or not name.isidentifier():
-        raise RewardImportError(f"`{plugin}` names no function", mend="write it as `file.py:function`")
+        raise RewardImportError(f"`{plugin}` names no function", fix="write it as `file.py:function`")
     return file, name
 
 
@@ -40,22 +40,22 @@ def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFu
     function = getattr(module, name, None)
     known = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
     if function is None:
-        mend = f"it has {', '.join(f'`{n}`' for n in known)}" if known else f"define `def {name}(samples)` in it"
-        raise RewardImportError(f"there is no function `{name}` in {file}", mend=mend, place=Place(str(path)))
+        fix = f"it has {', '.join(f'`{n}`' for n in known)}" if known else f"define `def {name}(samples)` in it"
+        raise RewardImportError(f"there is no function `{name}` in {file}", fix=fix, place=Place(str(path)))
     if not callable(function):
         kind = type(function).__name__
-        mend = (
+        fix = (
             f"name a function: it has {', '.join(f'`{n}`' for n in known)}"
             if known
             else f"make it a function: `def {name}(samples)`"
         )
-        raise RewardImportError(f"`{name}` is of type {kind}, which can't be called", mend=mend, place=Place(str(path)))
+        raise RewardImportError(f"`{name}` is of type {kind}, which can't be called", fix=fix, place=Place(str(path)))
     try:
         inspect.signature(function).bind([])
     except TypeError:
         raise RewardImportError(
             f"`{name}` can't be called with one list of samples: it is `{name}{inspect.signature(function)}`",
-            mend=f"write `def {name}(samples)`, where each sample has `prompt`, `completion` and the dataset's `row`",
+            fix=f"write `def {name}(samples)`, where each sample has `prompt`, `completion` and the dataset's `row`",
             place=definition(function),
         ) from None
     except ValueError:  # of a builtin, which does not say
@@ -67,15 +67,15 @@ def _import(path: Path, file: str) -> ModuleType:
     try:
         source = path.read_bytes()
     except OSError as error:
-        mend = "correct the path, which starts at the configuration's folder"
-        raise RewardImportError(f"can't read {file}: {error.strerror}", mend=mend, place=Place(str(path))) from error
+        fix = "correct the path, which starts at the configuration's folder"
+        raise RewardImportError(f"can't read {file}: {error.strerror}", fix=fix, place=Place(str(path))) from error
     digest = hashlib.sha256(os.fsencode(path) + b"\0" + source).hexdigest()[:16]
     name = f"_rollout_reward_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise RewardImportError(f"{file} is no Python file", mend="name a file that ends with .py", place=Place(str(path)))
+        raise RewardImportError(f"{file} is no Python file", fix="name a file that ends with .py", place=Place(str(path)))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -87,17 +87,15 @@ def _import(path: Path, file: str) -> ModuleType:
         raise
     except SyntaxError as error:
         sys.modules.pop(name, None)
-        raise RewardImportError(
-            f"syntax error: {error.msg}", mend="correct the line", place=_syntax_place(error, path)
-        ) from error
+        raise RewardImportError(f"syntax error: {error.msg}", fix="correct the line", place=_syntax_place(error, path)) from error
     except BaseException as error:
         sys.modules.pop(name, None)
         what = "calls sys.exit" if isinstance(error, SystemExit) else f"raises {one_line(error)}"
-        mend = "run `python " + file + "` to see it alone"
+        fix = "run `python " + file + "` to see it alone"
         if isinstance(error, ModuleNotFoundError) and error.name:
-            mend = _missing(error.name, path, file)
+            fix = _missing(error.name, path, file)
         place = last_frame(error, path.parent) or Place(str(path))
-        raise RewardImportError(f"importing {file} {what}", mend=mend, place=place) from error
+        raise RewardImportError(f"importing {file} {what}", fix=fix, place=place) from error
     return module
 
 

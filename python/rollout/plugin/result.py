@@ -14,14 +14,14 @@ OWN = frozenset({"mean", "std", "retries"})
 
 
 def scores(function: RewardFunction, result: Any, samples: Sequence[Sample]) -> list[Score]:
-    def bad(what: str, mend: str) -> RewardShapeError:
-        return RewardShapeError(f"`{name_of(function)}` returned {what}", mend=mend, place=definition(function))
+    def bad(what: str, fix: str) -> RewardShapeError:
+        return RewardShapeError(f"`{name_of(function)}` returned {what}", fix=fix, place=definition(function))
 
     if hasattr(result, "tolist"):  # numpy, torch
         result = result.tolist()
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Sequence):
-        mend = "return a list with one number, or one mapping with `reward`, for each sample"
-        raise bad(_kind(cast(object, result)), mend)
+        fix = "return a list with one number, or one mapping with `reward`, for each sample"
+        raise bad(_kind(cast(object, result)), fix)
     items = cast(Sequence[Any], result)
     if len(items) != len(samples):
         raise bad(f"{len(items)} items for {len(samples)} samples", "return exactly one item for each sample, in order")
@@ -59,17 +59,17 @@ def _token_rewards(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[fl
 
 
 def _steps(value: Any, sample: Sample, where: str, bad: Bad) -> tuple[Step, ...]:
-    mend = 'write {"start": 0, "end": 17, "reward": 0.5}: characters of the completion, ascending, none over another'
+    fix = 'write {"start": 0, "end": 17, "reward": 0.5}: characters of the completion, ascending, none over another'
     found: list[Step] = []
     for item in _list(value, where, bad):
         if not isinstance(item, Mapping) or set(cast(Mapping[Any, Any], item)) != {"start", "end", "reward"}:
-            raise bad(f"no mapping of `start`, `end` and `reward` as an item of {where}", mend)
+            raise bad(f"no mapping of `start`, `end` and `reward` as an item of {where}", fix)
         entries = cast(Mapping[str, Any], item)
         start, end = entries["start"], entries["end"]
         before = found[-1].end if found else 0
         if not isinstance(start, int) or not isinstance(end, int) or not before <= start < end <= len(sample.completion):
             told = f"the step {start!r} to {end!r} in {where}, of a completion with {len(sample.completion)} characters"
-            raise bad(told + (f" and a step before it that ends at {before}" if found else ""), mend)
+            raise bad(told + (f" and a step before it that ends at {before}" if found else ""), fix)
         found.append(Step(start, end, _number(entries["reward"], f"the reward of a step in {where}", bad)))
     return tuple(found)
 
@@ -83,15 +83,15 @@ def _list(value: Any, where: str, bad: Bad) -> Sequence[Any]:
 
 
 def _number(value: Any, where: str, bad: Bad) -> float:
-    mend = "return one finite number for each sample"
+    fix = "return one finite number for each sample"
     try:  # a protocol is asked last: that takes as long as all the rest of a sample
         number = float(value) if isinstance(value, (float, int, SupportsFloat)) else None
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = None
     if number is None:
-        raise bad(f"{_kind(value)} as {where}", mend)
+        raise bad(f"{_kind(value)} as {where}", fix)
     if not math.isfinite(number):
-        raise bad(f"{number} as {where}", mend)
+        raise bad(f"{number} as {where}", fix)
     return number
 
 

@@ -28,7 +28,7 @@ Answer::
      "teacher": {"tokens": 12} | {"error": ...},
      "wandb_key": false}
 
-with ``error`` being ``{"reason", "message", "mend", "file", "line", "column", "text"}``.
+with ``error`` being ``{"reason", "message", "fix", "file", "line", "column", "text"}``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def guarded(part: Callable[[], Json]) -> Json:
         return {"error": describe(error)}
     except Exception as error:
         lines = traceback.format_exception_only(error)
-        return {"error": {"reason": "PROBE_FAILED", "message": " ".join("".join(lines).split()), "mend": ""}}
+        return {"error": {"reason": "PROBE_FAILED", "message": " ".join("".join(lines).split()), "fix": ""}}
 
 
 def describe(error: RolloutError) -> Json:
@@ -103,7 +103,7 @@ def describe(error: RolloutError) -> Json:
     return {
         "reason": error.reason,
         "message": error.message,
-        "mend": error.mend,
+        "fix": error.fix,
         "file": place.file,
         "line": place.line,
         "column": place.column,

@@ -60,8 +60,8 @@ def chat_template(folder: Path) -> tuple[str, Path]:
         named = {entry["name"]: entry["template"] for entry in cast(list[dict[str, str]], template)}
         template = named.get("default")
     if not isinstance(template, str):
-        mend = "set `chat_template = false` in [model], or use an instruction-tuned model"
-        raise BadModel("the tokenizer has no chat template", mend=mend, place=Place(str(folder)))
+        fix = "set `chat_template = false` in [model], or use an instruction-tuned model"
+        raise BadModel("the tokenizer has no chat template", fix=fix, place=Place(str(folder)))
     return template, file
 
 

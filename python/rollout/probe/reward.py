@@ -42,7 +42,7 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
             hung(
                 RewardTimeout(
                     f"{what} took longer than {limit:g} s",
-                    mend="make it faster or raise `reward.timeout_seconds`",
+                    fix="make it faster or raise `reward.timeout_seconds`",
                     place=last_of(frames, folders),
                 )
             )
@@ -116,11 +116,11 @@ def check_field(use: FieldUse, file: Json) -> None:
         if use.name in row:
             continue
         near = difflib.get_close_matches(use.name, row, n=1)
-        mend = f"did you mean `{near[0]}`?" if near else f"the row has {', '.join(f'`{name}`' for name in row)}"
+        fix = f"did you mean `{near[0]}`?" if near else f"the row has {', '.join(f'`{name}`' for name in row)}"
         if number > 1:
-            mend = f"ask first: `has(row.{use.name}) ? ... : 0.0`"
+            fix = f"ask first: `has(row.{use.name}) ? ... : 0.0`"
         place = Place("reward.expression", use.line, use.column)
-        raise ExpressionError(f"row {number} of {file['name']} has no `{use.name}`", mend=mend, place=place)
+        raise ExpressionError(f"row {number} of {file['name']} has no `{use.name}`", fix=fix, place=place)
 
 
 def last_of(frames: traceback.StackSummary, folders: set[Path]) -> Place | None:

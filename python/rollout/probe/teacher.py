@@ -38,7 +38,7 @@ def secret(reference: str) -> str:
     try:
         text = (os.environ.get(rest, "") if kind == "env" else Path(rest).read_text() if rest else "").strip()
     except OSError as error:
-        raise SecretMissing(f"can't read {rest}: {error.strerror}", mend="correct `api_key`") from error
+        raise SecretMissing(f"can't read {rest}: {error.strerror}", fix="correct `api_key`") from error
     if reference and not text:
-        raise SecretMissing(f"`{reference}` holds nothing", mend="set it where rolloutd runs")
+        raise SecretMissing(f"`{reference}` holds nothing", fix="set it where rolloutd runs")
     return text

@@ -23,5 +23,5 @@ def tokenizer_of(folder: Path) -> Any:
     try:
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:
-        mend = "save the tokenizer again with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`"
-        raise BadModel(f"the tokenizer can't be read: {error}", mend=mend, place=Place(str(folder / "tokenizer.json"))) from error
+        fix = "save the tokenizer again with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`"
+        raise BadModel(f"the tokenizer can't be read: {error}", fix=fix, place=Place(str(folder / "tokenizer.json"))) from error

@@ -9,8 +9,8 @@ import grpc
 from rollout.storage.v1.storage_pb2 import PutArtifactRequest
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
-from rollout_workers.mesh.discovery import Services, ServiceUnavailable
-from rollout_workers.mesh.retry import again
+from rollout_workers.worker.discovery import Services, ServiceUnavailable
+from rollout_workers.worker.retry import again
 
 _CHUNK = 1 << 20
 

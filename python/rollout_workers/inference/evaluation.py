@@ -12,12 +12,12 @@ from typing import ClassVar
 
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.trajectory.v1 import trajectory_pb2
+from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, SamplingParams
-from rollout_workers.harness.environment import Environment, Task
-from rollout_workers.harness.episode import Episode, EpisodeRunner, sample_seed
-from rollout_workers.harness.prompts import Text
+from rollout_workers.environments.environment import Environment, Task
+from rollout_workers.environments.episode import Episode, EpisodeRunner, sample_seed
 from rollout_workers.inference.receipt import Holdings
-from rollout_workers.mesh.status import EdgeError
+from rollout_workers.worker.status import EdgeError
 
 _CHUNK = 128
 _OUTCOMES = {
@@ -91,7 +91,7 @@ class Evaluation:
         held = self._holdings.version
         return VersionNotHeld(
             f"version {version} must answer, the engine holds {held}",
-            mend="deliver the version first",
+            fix="deliver the version first",
             metadata={"version": str(version), "held": str(held)},
         )
 

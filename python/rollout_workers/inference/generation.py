@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.trajectory.v1.trajectory_pb2 import VersionSpan
+from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, GroupRequest, SampleDelta, SampleOutput, SamplingParams
-from rollout_workers.harness.episode import sample_seed
-from rollout_workers.harness.prompts import Text
+from rollout_workers.environments.episode import sample_seed
 from rollout_workers.inference.params import of_request
-from rollout_workers.mesh.status import EdgeError
+from rollout_workers.worker.status import EdgeError
 
 _LONG_BYTES = 16 << 10  # of prompts that are tokenised beside the event loop: some 0.02 s
 _MOST_ID = np.iinfo(np.int32).max
@@ -68,7 +68,7 @@ class Generation:
                 if len(ids) and (wrong := ids.max()) > _MOST_ID:
                     raise InvalidPrompt(
                         f"token id {wrong} of prompt {at} is outside the vocabulary",
-                        mend="encode the prompt with the tokenizer of this model",
+                        fix="encode the prompt with the tokenizer of this model",
                         violations=[(f"prompts[{at}].tokens.ids", "must be in the vocabulary")],
                     )
                 out[at] = ids.astype(np.int32)
@@ -80,7 +80,7 @@ class Generation:
         for at, text, _ in texts:
             if bounded and len(text) > _LONG_BYTES and len(text) > self._limit * self._text.longest:
                 told = f"the text of prompt {at} has {len(text)} characters, which the context of {self._limit} tokens can't hold"
-                raise ContextOverflow(told, mend="shorten the prompt", violations=[(f"prompts[{at}]", told)])
+                raise ContextOverflow(told, fix="shorten the prompt", violations=[(f"prompts[{at}]", told)])
         for special in (False, True):
             chosen = [(at, text) for at, text, s in texts if s is special]
             for (at, _), ids in zip(chosen, self._text.encode([t for _, t in chosen], special=special), strict=True):
@@ -94,7 +94,7 @@ class Generation:
         seed = request.params.seed if request.params.HasField("seed") else secrets.randbits(63)
         name = request.request_id
         if name in self._running:
-            raise DuplicateRequest(f"request {name} is in flight already", mend="use another id")
+            raise DuplicateRequest(f"request {name} is in flight already", fix="use another id")
         groups = [
             GroupRequest(
                 f"request/{name}/{at}",
@@ -140,7 +140,7 @@ class Generation:
                 told = f"{len(ids)} tokens of prompt and {wanted} of completion exceed the context of {self._limit}"
                 raise ContextOverflow(
                     told,
-                    mend="shorten the prompt or lower max_tokens",
+                    fix="shorten the prompt or lower max_tokens",
                     metadata={
                         "prompt_tokens": str(len(ids)),
                         "max_tokens": str(wanted),

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from math import ceil
 
 from rollout_workers.inference.receipt import Holdings
-from rollout_workers.mesh.pulse import Pulse
-from rollout_workers.mesh.stream import WorkItem, WorkQueue, in_order
+from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.stream import WorkItem, WorkQueue, in_order
 
 log = logging.getLogger(__name__)
 

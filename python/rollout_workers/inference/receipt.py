@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rollout.errors import RolloutError
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
-from rollout_workers.delivery.depot import ADAPTER_FILE
 from rollout_workers.engines.base import Engine, WeightsSource
 from rollout_workers.engines.errors import WeightsMismatch
+from rollout_workers.weights.transfer.depot import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ class WeightsDigestMismatch(RolloutError):
         where = "the engine holds" if held else "the folder gives"
         super().__init__(
             f"weights version {version} should be {expected}, {where} {got}",
-            mend="the worker leaves and is started again" if held else "the old version stays; deliver this version again",
+            fix="the worker leaves and is started again" if held else "the old version stays; deliver this version again",
         )
         self.metadata = {"version": str(version), "expected": expected, "got": got, "held": str(held).lower()}
 

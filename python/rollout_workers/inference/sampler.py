@@ -14,19 +14,19 @@ from opentelemetry.context import Context
 from rollout.buffer.v1.buffer_pb2 import GetMissingRequest, GroupKey
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
-from rollout_workers.harness.environment import Task
-from rollout_workers.harness.episode import EpisodeRunner, FinishedGroup
-from rollout_workers.harness.rows import Rows
+from rollout_workers.data.rows import Rows
+from rollout_workers.environments.environment import Task
+from rollout_workers.environments.episode import EpisodeRunner, FinishedGroup
 from rollout_workers.inference.artifact import move_out
 from rollout_workers.inference.encode import encode_group, encode_row, in_messages, large
 from rollout_workers.inference.puller import Puller
 from rollout_workers.inference.receipt import Holdings
 from rollout_workers.inference.throughput import Throughput
-from rollout_workers.mesh.discovery import Services, call
-from rollout_workers.mesh.publisher import Publisher
-from rollout_workers.mesh.spec import Identity
-from rollout_workers.mesh.stream import WorkItem
-from rollout_workers.mesh.telemetry import Meters, incoming, outgoing, span
+from rollout_workers.worker.discovery import Services, call
+from rollout_workers.worker.publisher import Publisher
+from rollout_workers.worker.spec import Identity
+from rollout_workers.worker.stream import WorkItem
+from rollout_workers.worker.telemetry import Meters, incoming, outgoing, span
 
 log = logging.getLogger(__name__)
 

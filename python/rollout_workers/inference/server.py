@@ -11,17 +11,17 @@ import grpc
 
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceServicer
-from rollout_workers.delivery.depot import Depot, described
 from rollout_workers.engines.base import Engine
-from rollout_workers.harness.rewards import Scorer
 from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.puller import Puller
 from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings, WeightsDigestMismatch
 from rollout_workers.inference.throughput import Throughput
-from rollout_workers.mesh.lifecycle import Lifecycle
-from rollout_workers.mesh.spec import Identity
-from rollout_workers.mesh.status import RunMismatch
+from rollout_workers.rewards.rewards import Scorer
+from rollout_workers.weights.transfer.depot import Depot, described
+from rollout_workers.worker.lifecycle import Lifecycle
+from rollout_workers.worker.spec import Identity
+from rollout_workers.worker.status import RunMismatch
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
     ) -> AsyncIterator[pb.EvaluateResponse]:
         self._check_run(request.run_id)
         if self._evaluation is None:
-            raise NoEvaluation("the plan has no held-out rows or no reward", mend="set `data.eval` and `[reward]`")
+            raise NoEvaluation("the plan has no held-out rows or no reward", fix="set `data.eval` and `[reward]`")
         async with aclosing(self._evaluation.evaluate(request)) as chunks:
             async for chunk in chunks:
                 yield chunk

@@ -16,7 +16,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from rollout_workers.inference.puller import Puller
-from rollout_workers.mesh.stream import WorkQueue
+from rollout_workers.worker.stream import WorkQueue
 
 log = logging.getLogger(__name__)
 

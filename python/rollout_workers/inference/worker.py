@@ -15,18 +15,11 @@ from rollout.inference.v1 import inference_pb2
 from rollout.inference.v1.inference_pb2_grpc import add_InferenceWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
-from rollout_workers.delivery import service as delivery
-from rollout_workers.delivery.depot import Depot
-from rollout_workers.delivery.fetch import Fetcher
-from rollout_workers.harness.episode import EpisodeRunner
-from rollout_workers.harness.process_reward import TAKEN_BY
-from rollout_workers.harness.prompts import PromptReader
-from rollout_workers.harness.reward_config import scorer_of
-from rollout_workers.harness.reward_worker_client import RewardWorker
-from rollout_workers.harness.rewards import RewardSource, Scorer
-from rollout_workers.harness.rows import rows_of
-from rollout_workers.harness.single_turn import SingleTurn
-from rollout_workers.harness.teaching import taught
+from rollout_workers.data.prompts import PromptReader
+from rollout_workers.data.rows import rows_of
+from rollout_workers.environments.episode import EpisodeRunner
+from rollout_workers.environments.single_turn import SingleTurn
+from rollout_workers.environments.teacher import taught
 from rollout_workers.inference.evaluation import Evaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.model import Model, load
@@ -37,17 +30,24 @@ from rollout_workers.inference.sampler import Outlet, RowSender, Sampler
 from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing
 from rollout_workers.inference.throughput import Throughput
-from rollout_workers.mesh.bus import connect
-from rollout_workers.mesh.discovery import Services
-from rollout_workers.mesh.events import Events
-from rollout_workers.mesh.lifecycle import Lifecycle
-from rollout_workers.mesh.publisher import Publisher
-from rollout_workers.mesh.pulse import Pulse
-from rollout_workers.mesh.registration import Registration
-from rollout_workers.mesh.serving import Server
-from rollout_workers.mesh.spec import Identity, resolve
-from rollout_workers.mesh.stream import WorkItem, WorkQueue
-from rollout_workers.mesh.tls import of_agent, of_mesh
+from rollout_workers.rewards.config import scorer_of
+from rollout_workers.rewards.process_reward import TAKEN_BY
+from rollout_workers.rewards.rewards import RewardSource, Scorer
+from rollout_workers.rewards.worker_client import RewardWorker
+from rollout_workers.weights.transfer import service as delivery
+from rollout_workers.weights.transfer.depot import Depot
+from rollout_workers.weights.transfer.fetch import Fetcher
+from rollout_workers.worker.bus import connect
+from rollout_workers.worker.discovery import Services
+from rollout_workers.worker.events import Events
+from rollout_workers.worker.lifecycle import Lifecycle
+from rollout_workers.worker.publisher import Publisher
+from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.registration import Registration
+from rollout_workers.worker.serving import Server
+from rollout_workers.worker.spec import Identity, resolve
+from rollout_workers.worker.stream import WorkItem, WorkQueue
+from rollout_workers.worker.tls import of_agent, of_mesh
 
 log = logging.getLogger(__name__)
 

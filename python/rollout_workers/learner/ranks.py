@@ -1,59 +1,149 @@
-"""The ranks of one learner: processes that hold a part of each tensor and compute a part of each batch.
+"""The ranks of a learner as processes: rank 0 is the worker, and starts the others unless torchrun started them all.
 
-All of them see the whole batch and make the same decisions on it; dealt out is what costs: the forward and backward passes.
-This is one rank alone; ``sharding.Group`` is several.
+A rank other than 0 knows its place, and hears everything else from rank 0. Those that rank 0 starts meet it at a file, talk over
+the loopback interface, and leave when the pipe on their standard input ends, as rank 0 itself does::
+
+    python -m rollout_workers.learner.ranks RANK SIZE RENDEZVOUS TIMEOUT_SECONDS
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor, nn
+from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.errors import RolloutError
+from rollout_workers.worker.lifecycle import leave_now, prepare_process, watch_stdin
 
-from rollout_workers.learner.packing import MicroBatch
+if TYPE_CHECKING:
+    from rollout_workers.trainer import Trainer, TrainerConfig
 
-T = TypeVar("T")
-Inside = Callable[..., Any]
-"""``inside(work, *arguments)`` is ``work(*arguments)``, with the tensors of a model whole while it works."""
+log = logging.getLogger(__name__)
 
-
-class Ranks:
-    """One rank, which shares with nobody."""
-
-    rank = 0
-    size = 1
-
-    @property
-    def loading_device(self) -> str:
-        """Where models are loaded, before ``shard``."""
-        return "cuda" if torch.cuda.is_available() else "cpu"
-
-    def shard(self, module: nn.Module) -> Inside:
-        """Keep this rank's part of a Hugging Face model, or of a module that has one in it."""
-        return _directly
-
-    def deal(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-        """This rank's micro-batches in turn, all ranks as many. False: the work is another's too, and must not count twice."""
-        for start in range(0, len(batches), self.size):
-            mine = start + self.rank
-            yield batches[mine if mine < len(batches) else start], mine < len(batches)
-
-    def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """The gradient of the sum of the ranks' losses, this rank's part of it for each of ``parameters``."""
-        return torch.autograd.grad(loss, parameters, allow_unused=True)
-
-    def exchange(self, value: T) -> list[T]:
-        """The values of all ranks, in their order. Every rank must call it."""
-        return [value]
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace CPU tensors by their sums over the ranks, the same bits on each. Every rank must call it."""
+EXIT_LOST = 4
+_TORCHRUN = "env://"
 
 
-def _directly(work: Callable[..., T], *arguments: Any) -> T:
-    return work(*arguments)
+class RanksMismatch(RolloutError):
+    """torchrun started another number of ranks than the plan has."""
+
+    reason: ClassVar[str] = "RANKS_MISMATCH"
 
 
-ALONE = Ranks()
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank a process is, and where it meets the others."""
+
+    rank: int
+    size: int
+    rendezvous: str
+    """As ``torch.distributed`` takes it; empty: nobody has started the others."""
+    timeout_seconds: float
+    """How long a rank may keep the others waiting."""
+
+
+def place(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Place:
+    """This process's place: what torchrun says, else the first of the plan's ranks. Raises :class:`RanksMismatch`."""
+    size, timeout = max(1, config.train.ranks), config.limits.rank_timeout_seconds or 600.0
+    if "RANK" not in environment:
+        return Place(0, size, "", timeout)
+    started = int(environment.get("WORLD_SIZE", "1"))
+    if started != size:
+        raise RanksMismatch(
+            f"{started} ranks were started, the plan has `train.ranks` = {size}", fix=f"start {size}, or change the plan"
+        )
+    return Place(int(environment["RANK"]), size, _TORCHRUN, timeout)
+
+
+class Team:
+    """The ranks of a learner, seen from rank 0. Made before torch is imported, so that the others import it meanwhile."""
+
+    def __init__(self, config: RunConfig, lost: Callable[[str], None]) -> None:
+        """Start the other ranks. lost: told from any thread that the ranks can't go on. Raises :class:`RanksMismatch`."""
+        self._place, self._lost = place(config), lost
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._folder, self._closed = "", False
+        if self._place.size > 1 and not self._place.rendezvous:
+            self._start()
+
+    def trainer(self, model_dir: str, settings: TrainerConfig) -> Trainer:
+        """The trainer of all ranks; blocks until they have met and each has loaded the model."""
+        from rollout_workers.trainer import Trainer
+
+        here = self._place
+        if here.size == 1:
+            return Trainer(model_dir, settings)
+        from rollout_workers.trainer.leading import LeadingTrainer
+        from rollout_workers.trainer.sharding import Group
+
+        group = Group(0, here.size, rendezvous=here.rendezvous, timeout_seconds=here.timeout_seconds)
+        return LeadingTrainer(model_dir, settings, group, lost=self._lost)
+
+    def close(self) -> None:
+        """End the other ranks that this one started, and wait until they are gone."""
+        self._closed = True
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")  # nobody else may talk to them
+        here = self._place
+        self._folder = tempfile.mkdtemp(prefix="rollout-ranks-")
+        self._place = Place(0, here.size, f"file://{self._folder}/rendezvous", here.timeout_seconds)
+        for rank in range(1, here.size):
+            arguments = [str(rank), str(here.size), self._place.rendezvous, str(here.timeout_seconds)]
+            process = subprocess.Popen([sys.executable, "-m", __name__, *arguments], stdin=subprocess.PIPE)
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()
+            log.info("rank %d of the learner is process %d", rank, process.pid)
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if self._closed:
+            return
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        reason = f"rank {rank} of the learner {how}; the learner begins anew from its last state"
+        log.error("%s", reason)
+        self._lost(reason)
+
+
+def follow_leader(here: Place) -> int:
+    """Be a rank other than 0 until rank 0 is gone. Returns the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step first, and needs this one for it
+    watch_stdin()
+    from rollout_workers.trainer.leading import follow
+    from rollout_workers.trainer.sharding import Group
+
+    try:
+        follow(Group(here.rank, here.size, rendezvous=here.rendezvous, timeout_seconds=here.timeout_seconds))
+    except Exception:
+        log.exception("rank %d of the learner can't go on", here.rank)
+        return EXIT_LOST
+    return 0
+
+
+def main() -> None:
+    """A rank that rank 0 started."""
+    rank, size, rendezvous, timeout = sys.argv[1:]
+    prepare_process()
+    form = f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
+    leave_now(follow_leader(Place(int(rank), int(size), rendezvous, float(timeout))))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from rollout_workers.learner.objective.score import ending
-from rollout_workers.learner.packing import pack
-from rollout_workers.learner.scorer import Scorer
-from rollout_workers.learner.types import BadSettings, TrainSample
+from rollout_workers.trainer.objective.score import ending
+from rollout_workers.trainer.packing import pack
+from rollout_workers.trainer.scorer import Scorer
+from rollout_workers.trainer.types import BadSettings, TrainSample
 
 Ids = NDArray[np.int32]
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from rollout.reward.v1 import reward_pb2 as pb
 from rollout.reward.v1.reward_pb2_grpc import RewardWorkerServiceServicer
-from rollout_workers.mesh.spec import Identity
-from rollout_workers.mesh.status import RunMismatch
 from rollout_workers.scoring.model import Ids, RewardModel
+from rollout_workers.worker.spec import Identity
+from rollout_workers.worker.status import RunMismatch
 
 
 class RewardServer(RewardWorkerServiceServicer):

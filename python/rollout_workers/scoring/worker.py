@@ -9,16 +9,16 @@ import time
 from rollout.reward.v1 import reward_pb2
 from rollout.reward.v1.reward_pb2_grpc import add_RewardWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.data.prompts import Text
 from rollout_workers.devices import device_of
-from rollout_workers.harness.prompts import Text
-from rollout_workers.harness.reward_config import models_of
-from rollout_workers.mesh.lifecycle import Lifecycle
-from rollout_workers.mesh.registration import Registration
-from rollout_workers.mesh.serving import Server
-from rollout_workers.mesh.spec import Identity, SpecError, is_deterministic, model_directory, resolve
-from rollout_workers.mesh.tls import of_mesh
+from rollout_workers.rewards.config import models_of
 from rollout_workers.scoring.model import RewardModel
 from rollout_workers.scoring.server import RewardServer
+from rollout_workers.worker.lifecycle import Lifecycle
+from rollout_workers.worker.registration import Registration
+from rollout_workers.worker.serving import Server
+from rollout_workers.worker.spec import Identity, SpecError, is_deterministic, model_directory, resolve
+from rollout_workers.worker.tls import of_mesh
 
 log = logging.getLogger(__name__)
 

@@ -34,14 +34,14 @@ def load_whole(auto: Any, directory: str | os.PathLike[str], *, new: Sequence[st
     except ValueError as error:
         first = str(error).partition("\n")[0]
         raise ModelUnknown(f"{os.fspath(directory)} can't be loaded by {auto.__name__}: {first}") from error
-    mend = "save the model again with `save_pretrained`, weights and config.json together"
+    fix = "save the model again with `save_pretrained`, weights and config.json together"
     if wrong := sorted(told["mismatched_keys"], key=str):
         name, has, wants = (tuple(item) if isinstance(item, (list, tuple)) else item for item in wrong[0])
         raise WeightsIncomplete(
-            f"{name} of {directory} has the shape {_shape(has)}, and config.json wants {_shape(wants)}{_more(wrong)}", mend=mend
+            f"{name} of {directory} has the shape {_shape(has)}, and config.json wants {_shape(wants)}{_more(wrong)}", fix=fix
         )
     if missing := sorted(set(told["missing_keys"]) - set(new)):
-        raise WeightsIncomplete(f"{directory} has no tensor {missing[0]}{_more(missing)}", mend=mend)
+        raise WeightsIncomplete(f"{directory} has no tensor {missing[0]}{_more(missing)}", fix=fix)
     model.config.return_dict = True  # outputs are read by name
     return model
 

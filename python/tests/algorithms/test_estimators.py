@@ -15,7 +15,7 @@ from rollout_workers.algorithms.advantage import add_at_end, equal_groups, group
 from rollout_workers.algorithms.divergence import adapted_coefficient, k3
 from rollout_workers.algorithms.kto import mismatch, reference_point
 from rollout_workers.algorithms.ppo import gae
-from rollout_workers.harness.process_reward import spread
+from rollout_workers.rewards.process_reward import spread
 
 D = torch.float64
 SAMPLE = torch.tensor([0, 0, 0, 2, 2])  # three samples, the second without a token

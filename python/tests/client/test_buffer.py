@@ -17,7 +17,7 @@ from rollout.client.buffer import Buffer, Ledger, NotReady, Sample, connect, sen
 from rollout.client.buffer import consumer as consumer_module
 from rollout.client.buffer.direct import Direct
 from rollout.client.buffer.segment import LentSegment, boot_id
-from rollout_workers.mesh.testing.daemon import Daemon
+from rollout_testing.daemon import Daemon
 
 SIZE = 4
 

@@ -2,7 +2,7 @@
 
 A read is an access to the field through its own table: ``train.beta1`` or ``GetTrain().GetBeta1()``, or the same through a
 variable that its file (in Go its package) makes of that table or declares as that message. The same name in another table is
-none. The settings of algorithms travel as dataclasses with the same names (``learning.settings``, held by its own test): of
+none. The settings of algorithms travel as dataclasses with the same names (``learner.settings``, held by its own test): of
 them a read is ``x.clip_low`` or ``"clip_low"`` in the algorithms or the learner, checks of the value left out.
 """
 
@@ -107,7 +107,7 @@ def camel(name: str) -> str:
 
 def is_read(table: str, message: str, field: str) -> bool:
     if message in SETTINGS:
-        places = {ROOT / "python/rollout_workers" / part for part in ("algorithms", "learner")}
+        places = {ROOT / "python/rollout_workers" / part for part in ("algorithms", "trainer")}
         if any(got == field for path, _, found in python_files() if places & set(path.parents) for _, got in found):
             return True
     for text, found in go_packages():

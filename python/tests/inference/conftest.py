@@ -10,9 +10,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 
-from rollout_workers.harness.prompts import Text
-from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.run import Example, RunStreams
+from rollout_testing.daemon import Daemon
+from rollout_testing.run import Example, RunStreams
+from rollout_workers.data.prompts import Text
 
 _numbers = itertools.count()
 

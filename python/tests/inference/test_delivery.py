@@ -11,13 +11,13 @@ import pytest
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.weights.v1 import weights_pb2
 from rollout.weights.v1.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
-from rollout_workers.delivery import catalog, service
-from rollout_workers.delivery.catalog import Catalog
-from rollout_workers.mesh.serving import Server
-from rollout_workers.mesh.spec import Identity
-from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.run import Example, RunStreams, prompt_group
+from rollout_testing.daemon import Daemon
+from rollout_testing.run import Example, RunStreams, prompt_group
 from rollout_workers.weights import read_weights, weights_digest, write_weights
+from rollout_workers.weights.transfer import catalog, service
+from rollout_workers.weights.transfer.catalog import Catalog
+from rollout_workers.worker.serving import Server
+from rollout_workers.worker.spec import Identity
 
 from .test_server import reason_of
 from .test_weights import Loader

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from rollout.run.v1.run_pb2 import PromptGroup
-from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.run import Example, RunStreams, by_key, config, prompt_group, spec
-from rollout_workers.mesh.testing.worker import InProcess
+from rollout_testing.daemon import Daemon
+from rollout_testing.run import Example, RunStreams, by_key, config, prompt_group, spec
+from rollout_testing.worker import InProcess
 
 GROUPS = 24
 

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout.weights.v1 import weights_pb2 as pb
-from rollout_workers.delivery.shelf import Shelf
+from rollout_testing.run import Example
 from rollout_workers.engines.transformers.held import HeldWeights
 from rollout_workers.inference.merging import Merging
-from rollout_workers.learner import LoraConfig, Trainer, TrainerConfig
-from rollout_workers.learning.publication import Publication
-from rollout_workers.mesh.testing.run import Example
+from rollout_workers.learner.publication import Publication
+from rollout_workers.trainer import LoraConfig, Trainer, TrainerConfig
 from rollout_workers.weights import named_weights, weights_digest
 from rollout_workers.weights.store import WeightsUnreadable
+from rollout_workers.weights.transfer.shelf import Shelf
 
 KINDS = {
     "lora": TrainerConfig(lora=LoraConfig(rank=4, alpha=8.0)),

@@ -11,13 +11,13 @@ import pytest
 
 from rollout.plan.v1.plan_pb2 import Plan
 from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_testing.daemon import Daemon
+from rollout_testing.run import Example, RunStreams, by_key, config, prompt_group, spec, write_spec
+from rollout_testing.waiting import until
+from rollout_testing.worker import InProcess, Process, registered
 from rollout_workers.inference.model import UnknownEngine, load
-from rollout_workers.mesh.registration import Registration
-from rollout_workers.mesh.spec import Identity
-from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.run import Example, RunStreams, by_key, config, prompt_group, spec, write_spec
-from rollout_workers.mesh.testing.waiting import until
-from rollout_workers.mesh.testing.worker import InProcess, Process, registered
+from rollout_workers.worker.registration import Registration
+from rollout_workers.worker.spec import Identity
 
 HANGS = """
 import time

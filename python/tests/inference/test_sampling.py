@@ -16,16 +16,16 @@ from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.inference.v1 import inference_pb2
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceStub
 from rollout.trajectory.v1 import trajectory_pb2 as pb
+from rollout_testing.daemon import Daemon
+from rollout_testing.engine import ScriptedEngine
+from rollout_testing.run import Example, RunStreams, by_key, config, prompt_group, spec, trajectory
+from rollout_testing.services import BufferDouble, Host, StorageDouble, buffer_double, storage_double
+from rollout_testing.waiting import until
+from rollout_testing.worker import InProcess
+from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import GroupRequest
-from rollout_workers.harness.prompts import Text
 from rollout_workers.inference.model import Model
-from rollout_workers.mesh.pulse import Pulse
-from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.engine import ScriptedEngine
-from rollout_workers.mesh.testing.run import Example, RunStreams, by_key, config, prompt_group, spec, trajectory
-from rollout_workers.mesh.testing.services import BufferDouble, Host, StorageDouble, buffer_double, storage_double
-from rollout_workers.mesh.testing.waiting import until
-from rollout_workers.mesh.testing.worker import InProcess
+from rollout_workers.worker.pulse import Pulse
 
 
 @pytest.fixture

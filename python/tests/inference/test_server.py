@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceStub
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_INFRA_FAILED
-from rollout_workers.harness.prompts import Text
-from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.run import Example, config, spec
-from rollout_workers.mesh.testing.waiting import until
-from rollout_workers.mesh.testing.worker import InProcess
+from rollout_testing.daemon import Daemon
+from rollout_testing.run import Example, config, spec
+from rollout_testing.waiting import until
+from rollout_testing.worker import InProcess
+from rollout_workers.data.prompts import Text
 
 LIMIT = 32
 

@@ -8,17 +8,17 @@ from typing import Any, cast
 import pytest
 
 from rollout.run.v1.run_pb2 import PromptGroup
-from rollout_workers.harness.prompts import Text
+from rollout_testing.daemon import Daemon
+from rollout_testing.engine import ScriptedEngine
+from rollout_testing.run import Example, RunStreams, config, prompt_group, spec
+from rollout_testing.services import Host, buffer_double
+from rollout_testing.waiting import until
+from rollout_testing.worker import InProcess
+from rollout_workers.data.prompts import Text
 from rollout_workers.inference.model import Model
 from rollout_workers.inference.puller import Puller
-from rollout_workers.mesh.pulse import Pulse
-from rollout_workers.mesh.stream import WorkItem, WorkQueue
-from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.engine import ScriptedEngine
-from rollout_workers.mesh.testing.run import Example, RunStreams, config, prompt_group, spec
-from rollout_workers.mesh.testing.services import Host, buffer_double
-from rollout_workers.mesh.testing.waiting import until
-from rollout_workers.mesh.testing.worker import InProcess
+from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.stream import WorkItem, WorkQueue
 
 GROUP = 4
 

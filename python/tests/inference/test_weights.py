@@ -12,13 +12,13 @@ import torch
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceStub
 from rollout.weights.v1.weights_pb2 import WeightsManifest, WeightsReceipt
+from rollout_testing.daemon import Daemon
+from rollout_testing.run import Example, config, spec
+from rollout_testing.worker import InProcess
 from rollout_workers.engines.errors import EngineFailed
 from rollout_workers.engines.transformers import TransformersEngine
 from rollout_workers.inference import server, worker
 from rollout_workers.inference.model import Model, load
-from rollout_workers.mesh.testing.daemon import Daemon
-from rollout_workers.mesh.testing.run import Example, config, spec
-from rollout_workers.mesh.testing.worker import InProcess
 from rollout_workers.weights import read_weights, weights_digest, write_weights
 
 from .test_server import reason_of

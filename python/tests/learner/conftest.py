@@ -1,15 +1,33 @@
-"""What the learner's tests share: a model of 30,000 parameters."""
+"""A real rolloutd's registry, a small model, and batches in segment files as the buffer writes them."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 
-from .addition import prepare_model
+from rollout_testing.daemon import Daemon
+from rollout_testing.run import Example
+
+_numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a two-layer decoder with random weights."""
-    return prepare_model(tmp_path_factory.mktemp("learner") / "model")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    started = Daemon(tmp_path_factory.mktemp("state")).start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="session")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+    return Example.prepare(tmp_path_factory.mktemp("addition"))
+
+
+@pytest.fixture
+def run() -> str:
+    return f"run-learning-{next(_numbers)}"

@@ -1,233 +1,35 @@
-"""Several ranks are one learner: the same weights as one rank alone, from any number of them to any other."""
+"""Which rank a process is, and that the first one sees the others leave."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
-from pathlib import Path
-from threading import Event
-from typing import Any
+from queue import Queue
 
-import numpy as np
 import pytest
-import torch
 
-from rollout_workers.algorithms import GrpoConfig
-from rollout_workers.algorithms.ppo import PpoConfig
-from rollout_workers.learner import (
-    AdamWConfig,
-    LoraConfig,
-    NonFiniteGradient,
-    RankLost,
-    Schedule,
-    StepOutOfTurn,
-    Trainer,
-    TrainerConfig,
-    TrainSample,
-)
-from rollout_workers.learner.leading import LeadingTrainer, follow
-from rollout_workers.learner.packing import pack
-from rollout_workers.learner.ranks import ALONE, Ranks
-from rollout_workers.learner.sharding import Group
-from rollout_workers.learner.state import write_state
-
-from .addition import demonstrations, sampled_batch
-from .team import Failure, together
-from .test_families import labelled, pairs
-
-pytestmark = pytest.mark.timeout(400)  # up to four processes, on a machine that may be busy
-
-BASE = TrainerConfig(
-    schedule=Schedule(peak=1e-3, shape="cosine", warmup_steps=2, steps=10),
-    optimizer=AdamWConfig(weight_decay=0.01, ema_decay=0.9),
-    tokens_per_microbatch=512,
-    threads=1,
-)
-LORA = LoraConfig(rank=4, dora=True)
-CASES: dict[str, dict[str, Any]] = {
-    "sft": {"algorithm": "sft"},
-    "grpo": {"algorithm": "grpo", "settings": GrpoConfig(kl_coefficient=0.02)},
-    "ppo": {"algorithm": "ppo", "settings": PpoConfig(epochs=2, minibatches=2)},
-    "critic": {"algorithm": "ppo", "settings": PpoConfig(critic="network", kl_coefficient=0.02, kl_target=0.01)},
-    "lora": {"algorithm": "grpo", "settings": GrpoConfig(kl_coefficient=0.02, epochs=2), "lora": LORA},
-    "frozen": {"algorithm": "sft", "freeze": ("model.layers.0.*",), "gradient_checkpointing": True},
-    "dpo": {"algorithm": "dpo"},
-    "kto": {"algorithm": "kto"},
-    "reward": {"algorithm": "reward_model"},
-}
-DATA = {"sft": demonstrations, "dpo": pairs, "reward_model": pairs, "kto": labelled}
+from rollout.config.v1.run_config_pb2 import LimitsConfig, RunConfig, TrainConfig
+from rollout_workers.learner.ranks import Place, RanksMismatch, Team, place
 
 
-def case(name: str, **changes: Any) -> TrainerConfig:
-    """The trainer's settings of a case."""
-    return dataclasses.replace(BASE, **{**CASES[name], **changes})
+def config(ranks: int) -> RunConfig:
+    """A plan's, with so many ranks."""
+    return RunConfig(train=TrainConfig(ranks=ranks), limits=LimitsConfig(rank_timeout_seconds=30))
 
 
-def batch(config: TrainerConfig, step: int) -> list[TrainSample]:
-    """What a step trains on."""
-    return DATA.get(config.algorithm, sampled_batch)(step)
+def test_a_place_is_what_torchrun_says() -> None:
+    assert place(RunConfig(), {}) == Place(0, 1, "", 600.0)
+    assert place(config(2), {}) == Place(0, 2, "", 30.0)
+    assert place(config(2), {"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, "env://", 30.0)
+    with pytest.raises(RanksMismatch, match=r"4 ranks were started, the plan has `train.ranks` = 2"):
+        place(config(2), {"RANK": "0", "WORLD_SIZE": "4"})
 
 
-def trained(
-    ranks: Ranks, model_dir: Path, config: TrainerConfig, first: int, last: int, state: str = "", save: str = ""
-) -> tuple[str, dict[str, np.ndarray], list[dict[str, float]]]:
-    """Digest, weights and each step's metrics after the steps from ``first`` to ``last``; step 3 is saved."""
-    learner = Trainer(model_dir, config, ranks)
-    if state:
-        learner.load_state(state)
-    metrics = []
-    for step in range(first, last + 1):
-        metrics.append(dict(learner.train_step(batch(config, step), step).metrics))
-        if save and step == 3:
-            captured = learner.capture()
-            if ranks.rank == 0:
-                write_state(Path(save), captured)
-    weights = {name: tensor.float().numpy().copy() for name, tensor in learner.named_weights()}
-    return learner.weights_digest().root, weights, metrics
-
-
-def apart(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    """Largest difference of an element."""
-    assert a.keys() == b.keys()
-    return max(float(np.abs(a[name] - b[name]).max()) for name in a)
-
-
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in CASES), ("sft", 4), ("grpo", 4), ("ppo", 4)])
-def test_ranks_train_what_one_trains(model_dir: Path, tmp_path: Path, name: str, size: int) -> None:
-    config, steps = case(name), 10 if name in ("sft", "grpo", "ppo") else 4
-    _, wanted, alone = trained(ALONE, model_dir, config, 1, steps)
-    results = together(size, tmp_path, trained, model_dir, config, 1, steps)
-    digests = {digest for digest, _, _ in results}
-    assert len(digests) == 1
-    _, weights, metrics = results[0]
-    assert apart(weights, wanted) < 1e-5
-    for found, expected in zip(metrics, alone, strict=True):
-        assert found.keys() == expected.keys()
-        for key in ("loss", "grad_norm", "entropy", "kl/reference", "kl/coefficient", "value/loss"):
-            if key in expected:
-                assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
-
-
-@pytest.mark.parametrize("name", ["sft", "critic", "lora"])
-def test_a_state_of_two_ranks_goes_on_on_one_two_and_four(model_dir: Path, tmp_path: Path, name: str) -> None:
-    config = case(name)
-    state = tmp_path / "state"
-    (digest, wanted, _), _ = together(2, tmp_path, trained, model_dir, config, 1, 5, "", str(state))
-    (resumed, _, _), _ = together(2, tmp_path, trained, model_dir, config, 4, 5, str(state))
-    assert resumed == digest  # bit for bit
-    assert apart(trained(ALONE, model_dir, config, 4, 5, str(state))[1], wanted) < 1e-5
-    assert apart(together(4, tmp_path, trained, model_dir, config, 4, 5, str(state))[0][1], wanted) < 1e-5
-
-
-def test_bfloat16_keeps_its_master_copies_from_one_rank_to_two_and_back(model_dir: Path, tmp_path: Path) -> None:
-    config = case("sft", dtype=torch.bfloat16)
-    first, second = tmp_path / "first", tmp_path / "second"
-    learner = Trainer(model_dir, config)
-    for step in (1, 2):
-        learner.train_step(batch(config, step), step)
-    learner.save_state(first)
-    _, wanted, _ = trained(ALONE, model_dir, config, 3, 4, str(first))
-    (_, found, _), _ = together(2, tmp_path, trained, model_dir, config, 3, 4, str(first), str(second))
-    assert apart(found, wanted) < 5e-3
-    learner.train_step(batch(config, 3), 3)
-    one = {name: tensor.clone() for name, tensor in learner.optimizer.moments().items()}
-    learner.load_state(second)
-    for name, tensor in learner.optimizer.moments().items():
-        if name.startswith("master/"):
-            torch.testing.assert_close(tensor, one[name], atol=1e-4, rtol=0)
-
-
-def refused(ranks: Ranks, model_dir: Path, config: TrainerConfig) -> tuple[int, str, str, str]:
-    """Step 2 is poisoned where the second rank works alone: step, what it raised, the digests before and after."""
-    learner = Trainer(model_dir, config, ranks)
-    learner.train_step(batch(config, 1), 1)
-    before, healthy = learner.weights_digest().root, learner.algorithm
-    if ranks.rank == 1:
-        learner.algorithm = dataclasses.replace(
-            healthy, loss=lambda tokens: dataclasses.replace((terms := healthy.loss(tokens)), loss=terms.loss * torch.nan)
-        )
-    raised = ""
-    try:
-        learner.train_step(batch(config, 2), 2)
-    except NonFiniteGradient as error:
-        raised = str(error)
-    learner.algorithm = healthy
-    after = learner.weights_digest().root
-    learner.train_step(batch(config, learner.step + 1), learner.step + 1)
-    return learner.step, raised, before, after
-
-
-def test_a_gradient_that_one_rank_refuses_is_refused_by_all(model_dir: Path, tmp_path: Path) -> None:
-    results = together(2, tmp_path, refused, model_dir, case("sft"))
-    assert {(step, bool(raised)) for step, raised, _, _ in results} == {(2, True)}
-    assert len({digest for _, _, before, after in results for digest in (before, after)}) == 1
-
-
-def test_micro_batches_are_as_many_for_each_rank() -> None:
-    samples = sampled_batch(3, groups=12, size=8)
-    whole = pack(samples, range(len(samples)), tokens=1 << 20)
-    assert len(whole) == 1
-    for ranks in (2, 3, 4):
-        parts = pack(samples, range(len(samples)), tokens=1 << 20, ranks=ranks)
-        assert 1 < len(parts) <= ranks  # two rows for each of two are no slower than for three
-        assert max(part.computed for part in parts) <= 1.5 * sum(part.computed for part in parts) / len(parts)
-        trained = sorted((int(s), int(p)) for part in parts for s, p in zip(part.sample, part.place, strict=True))
-        assert trained == sorted((int(s), int(p)) for s, p in zip(whole[0].sample, whole[0].place, strict=True))
-    chosen = pairs(1)
-    units = pack(chosen, range(len(chosen)), tokens=1 << 20, whole=[n // 2 for n in range(len(chosen))], ranks=2)
-    assert len(units) == 2
-    assert not {int(n) // 2 for n in units[0].sample} & {int(n) // 2 for n in units[1].sample}  # no pair is cut in two
-
-
-def led(ranks: Group, model_dir: Path, config: TrainerConfig, folder: str, fault: str) -> Any:
-    """Rank 0 leads through two steps and a save; where ``fault`` says so rank 1 dies or hangs before the second, or is frozen
-    where it would hear of it."""
-    if ranks.rank:
-        healthy = Trainer.train_step
-
-        def train_step(self: Trainer, samples: list[TrainSample], step: int) -> Any:
-            if step == 2 and fault:
-                os._exit(1) if fault == "dies" else Event().wait()
-            result = healthy(self, samples, step)
-            if fault == "frozen":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return result
-
-        Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
-        follow(ranks)
-        return "followed"
-    told: list[str] = []
-    learner = LeadingTrainer(model_dir, config, ranks, lost=told.append)
-    try:
-        for step in (1, 2):
-            if step == 2 and fault == "frozen":
-                learner.load_state("x" * (64 << 20))  # an order that no socket holds
-            learner.train_step(batch(config, step), step)
-    except RankLost as error:
-        with pytest.raises(RankLost):
-            learner.save_state(folder)
-        return learner.step, str(error), told
-    files = learner.save_state(folder)
-    with pytest.raises(StepOutOfTurn):
-        learner.train_step(batch(config, 7), 7)
-    learner.load_state(folder)
-    learner.train_step(batch(config, 3), 3)
-    return learner.step, [str(path) for path in files], learner.write_weights(Path(folder) / "published").digest
-
-
-def test_rank_0_leads_the_others(model_dir: Path, tmp_path: Path) -> None:
-    (step, files, digest), follower = together(2, tmp_path, led, model_dir, case("sft"), str(tmp_path / "state"), "")
-    assert (step, follower) == (3, "followed") and "optimizer.safetensors" in files
-    assert digest == together(2, tmp_path, trained, model_dir, case("sft"), 1, 3)[0][0]
-
-
-@pytest.mark.parametrize("fault", ["dies", "hangs", "frozen"])
-def test_a_rank_that_is_lost_is_told_and_ends_the_learner(model_dir: Path, tmp_path: Path, fault: str) -> None:
-    leader, follower = together(
-        2, tmp_path, led, model_dir, case("sft"), str(tmp_path / "state"), fault, seconds=20.0, may_fail=True
-    )
-    assert isinstance(follower, Failure)
-    step, raised, told = leader
-    call = "load_state" if fault == "frozen" else "train_step"
-    assert step == 1 and f"`{call}` at step 1 failed between the ranks" in raised and told == [raised]
+def test_a_rank_that_leaves_is_told_and_one_that_is_ended_is_not() -> None:
+    told: Queue[str] = Queue()
+    team = Team(config(3), told.put)
+    first, second = team._processes
+    os.kill(first.pid, signal.SIGKILL)
+    assert told.get(timeout=60) == "rank 1 of the learner was ended by SIGKILL; the learner begins anew from its last state"
+    team.close()
+    assert second.returncode == -signal.SIGKILL and told.empty()

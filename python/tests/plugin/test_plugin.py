@@ -190,21 +190,21 @@ def test_a_missing_module_may_be_a_typo(tmp_path: Path) -> None:
     (tmp_path / "grading.py").write_text("")
     with pytest.raises(RewardImportError) as caught:
         reward(tmp_path, "import gradng\ndef reward(s): return []\n")
-    assert caught.value.mend == "did you mean `grading`, which lies beside reward.py?"
+    assert caught.value.fix == "did you mean `grading`, which lies beside reward.py?"
     with pytest.raises(RewardImportError) as caught:
         reward(tmp_path, "import unobtainium.core\ndef reward(s): return []\n")
-    assert "no unobtainium.py beside reward.py and no package `unobtainium`" in caught.value.mend
-    assert "install" in caught.value.mend
+    assert "no unobtainium.py beside reward.py and no package `unobtainium`" in caught.value.fix
+    assert "install" in caught.value.fix
 
 
-def test_mends_do_not_contradict_each_other(tmp_path: Path) -> None:
-    mends: list[str] = []
+def test_fixes_do_not_contradict_each_other(tmp_path: Path) -> None:
+    fixes: list[str] = []
     for body in ("raise ValueError('no')", "return [float('nan')]"):
         with pytest.raises(RewardError) as caught:
             call_reward(reward(tmp_path, f"def reward(s): {body}\n"), [Sample("", "")])
-        mends.append(caught.value.mend)
-    assert "tried again, then left out" in mends[0] and "catch" not in mends[0]
-    assert "raise" not in mends[1]
+        fixes.append(caught.value.fix)
+    assert "tried again, then left out" in fixes[0] and "catch" not in fixes[0]
+    assert "raise" not in fixes[1]
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

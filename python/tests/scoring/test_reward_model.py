@@ -12,14 +12,14 @@ from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3F
 
 from rollout.reward.v1 import reward_pb2
 from rollout.reward.v1.reward_pb2_grpc import add_RewardWorkerServiceServicer_to_server
-from rollout_workers.harness.reward_worker_client import SERVICE, RewardUnavailable, RewardWorker
-from rollout_workers.harness.rewards import RewardGroup, Rewards, Scorable
-from rollout_workers.learner import BadSettings
-from rollout_workers.mesh.discovery import Services, ServiceUnavailable
-from rollout_workers.mesh.serving import Server
-from rollout_workers.mesh.spec import Identity
+from rollout_workers.rewards.rewards import RewardGroup, Rewards, Scorable
+from rollout_workers.rewards.worker_client import SERVICE, RewardUnavailable, RewardWorker
 from rollout_workers.scoring.model import RewardModel
 from rollout_workers.scoring.server import RewardServer
+from rollout_workers.trainer import BadSettings
+from rollout_workers.worker.discovery import Services, ServiceUnavailable
+from rollout_workers.worker.serving import Server
+from rollout_workers.worker.spec import Identity
 
 CONFIG = Qwen3Config(
     vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

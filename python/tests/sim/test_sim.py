@@ -10,12 +10,12 @@ import grpc
 import numpy as np
 import pytest
 
+from rollout_testing.sim import journal, policy
+from rollout_testing.sim.engine import SimEngine, SimText
+from rollout_testing.sim.journal import Journal
 from rollout_workers.engines.base import GroupRequest, SampleOutput, SamplingParams
 from rollout_workers.engines.errors import NothingStaged
-from rollout_workers.mesh.status import status_of
-from rollout_workers.sim import journal, policy
-from rollout_workers.sim.engine import SimEngine, SimText
-from rollout_workers.sim.journal import Journal
+from rollout_workers.worker.status import status_of
 
 
 @pytest.fixture
@@ -97,11 +97,11 @@ def test_the_planner_can_read_the_tokenizer(model: Path) -> None:
 
 _SHELLS = """
 import json, sys
-from rollout_workers.sim.install import install
+from rollout_testing.sim.install import install
 install()
 from rollout_workers.inference.worker import load, run_inference_worker
-from rollout_workers.learner import Trainer
-from rollout_workers.learning.worker import run_learner_worker, trainer_config
+from rollout_workers.trainer import Trainer
+from rollout_workers.learner.worker import run_learner_worker, trainer_config
 print(json.dumps([load.__module__, Trainer.__module__, [m for m in ("torch", "transformers") if m in sys.modules]]))
 try:
     import torch
@@ -112,7 +112,7 @@ except ImportError as error:
 
 def test_the_shells_start_without_torch() -> None:
     told = subprocess.run([sys.executable, "-c", _SHELLS], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert json.loads(told[0]) == ["rollout_workers.sim.install", "rollout_workers.sim.trainer", []]
+    assert json.loads(told[0]) == ["rollout_testing.sim.install", "rollout_testing.sim.trainer", []]
     assert "imports torch" in told[1]
 
 

@@ -41,7 +41,7 @@ func TestDistillationNeedsNoReward(t *testing.T) {
 	}
 }
 
-// TestAlgorithmsRefuseBadInput is the golden list of what is told of an algorithm's settings: reason, place, text and mend.
+// TestAlgorithmsRefuseBadInput is the golden list of what is told of an algorithm's settings: reason, place, text and fix.
 func TestAlgorithmsRefuseBadInput(t *testing.T) {
 	t.Parallel()
 	const reward = "[reward]\nplugin = \"reward.py:exact\"\n"
@@ -117,7 +117,7 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 		}
 		var got []string
 		for _, p := range read(t, text, c.set...).Sorted() {
-			got = append(got, fmt.Sprintf("%s %s: %s: %s", p.GetReason(), p.GetField(), p.GetMessage(), p.GetMend()))
+			got = append(got, fmt.Sprintf("%s %s: %s: %s", p.GetReason(), p.GetField(), p.GetMessage(), p.GetFix()))
 		}
 		if strings.Join(got, "\n") != c.want {
 			t.Errorf("%s:\n got %s\nwant %s", c.name, strings.Join(got, "\n     "), c.want)

@@ -36,11 +36,11 @@ func (r *Reading) bind(table *document.Value, m protoreflect.Message, at string)
 
 func (r *Reading) bindTable(e *document.Entry, field protoreflect.FieldDescriptor, m protoreflect.Message, path string) {
 	if e.Value.Kind != document.Table {
-		mend := fmt.Sprintf("write a table: [%s]", path)
+		fix := fmt.Sprintf("write a table: [%s]", path)
 		if e.Value.Kind == document.String && !field.IsMap() && field.Message().Fields().ByTextName(e.Value.String) != nil {
-			mend = fmt.Sprintf("write a table: [%s.%s]", path, e.Value.String)
+			fix = fmt.Sprintf("write a table: [%s.%s]", path, e.Value.String)
 		}
-		r.wrongType(e.Value.Span, path, fmt.Sprintf("`%s` is a table, got %s", path, e.Value.Kind), mend)
+		r.wrongType(e.Value.Span, path, fmt.Sprintf("`%s` is a table, got %s", path, e.Value.Kind), fix)
 		return
 	}
 	if field.IsMap() {
@@ -55,15 +55,15 @@ func (r *Reading) bindNamed(table *document.Value, field protoreflect.FieldDescr
 	for _, e := range table.Entries {
 		at := join(path, e.Key)
 		if e.Value.Kind != document.Table {
-			r.wrongType(e.Span, at, fmt.Sprintf("[%s] holds tables with a name of yours, not the key `%s`", path, e.Key), mendNamed(field, path, e.Key))
+			r.wrongType(e.Span, at, fmt.Sprintf("[%s] holds tables with a name of yours, not the key `%s`", path, e.Key), fixNamed(field, path, e.Key))
 			continue
 		}
 		r.bind(e.Value, named.Mutable(protoreflect.ValueOfString(e.Key).MapKey()).Message(), at)
 	}
 }
 
-// mendNamed says where a key belongs that stands among named tables.
-func mendNamed(field protoreflect.FieldDescriptor, path, key string) string {
+// fixNamed says where a key belongs that stands among named tables.
+func fixNamed(field protoreflect.FieldDescriptor, path, key string) string {
 	if field.MapValue().Message().Fields().ByTextName(key) != nil {
 		return fmt.Sprintf("write it below [%s.NAME]", path)
 	}
@@ -109,7 +109,7 @@ func (r *Reading) scalar(e *document.Entry, v *document.Value, field protoreflec
 		return protoreflect.ValueOfFloat64(float64(v.Integer)), true
 	case (kind == protoreflect.Uint32Kind || kind == protoreflect.Uint64Kind) && v.Kind == document.Integer:
 		if limits := limitsOf(field); v.Integer < 0 || kind == protoreflect.Uint32Kind && v.Integer > math.MaxUint32 {
-			r.outOfRange(v.Span, path, fmt.Sprintf("`%s` must be %s, got %s", path, limits, v.Span.Text()), mendRange(field))
+			r.outOfRange(v.Span, path, fmt.Sprintf("`%s` must be %s, got %s", path, limits, v.Span.Text()), fixRange(field))
 			return none, false
 		}
 		if kind == protoreflect.Uint32Kind {
@@ -123,12 +123,12 @@ func (r *Reading) scalar(e *document.Entry, v *document.Value, field protoreflec
 	if e.Bare {
 		got = "text"
 	}
-	r.wrongType(v.Span, path, fmt.Sprintf("`%s` is %s, got %s", path, article(field), got), mendType(e, v, field))
+	r.wrongType(v.Span, path, fmt.Sprintf("`%s` is %s, got %s", path, article(field), got), fixType(e, v, field))
 	return none, false
 }
 
-// mendType says how the value would be written in the field's own type.
-func mendType(e *document.Entry, v *document.Value, field protoreflect.FieldDescriptor) string {
+// fixType says how the value would be written in the field's own type.
+func fixType(e *document.Entry, v *document.Value, field protoreflect.FieldDescriptor) string {
 	text := v.Span.Text()
 	switch kind := field.Kind(); {
 	case field.IsList():
@@ -152,14 +152,14 @@ func (r *Reading) twoOfOne(e *document.Entry, path, other string) {
 		fmt.Sprintf("a run has one algorithm: [%s] excludes [%s] on line %d", path, other, line), "remove one of the two tables")
 }
 
-func (r *Reading) wrongType(span document.Span, path, message, mend string) {
+func (r *Reading) wrongType(span document.Span, path, message, fix string) {
 	r.broken[path] = true
-	r.Problems.At(span, problem.WrongType, path, message, mend)
+	r.Problems.At(span, problem.WrongType, path, message, fix)
 }
 
-func (r *Reading) outOfRange(span document.Span, path, message, mend string) {
+func (r *Reading) outOfRange(span document.Span, path, message, fix string) {
 	r.broken[path] = true
-	r.Problems.At(span, problem.OutOfRange, path, message, mend)
+	r.Problems.At(span, problem.OutOfRange, path, message, fix)
 }
 
 func looksNumeric(s string) bool {

@@ -50,7 +50,7 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 	}
 	root, faults := document.Parse(reading.source)
 	if len(faults) > 0 && bytes.HasPrefix(bytes.TrimSpace(text), []byte("{")) { // each line of it would be a fault
-		faults[0].Message, faults[0].Mend = "this is JSON: a plan, not a configuration", "give a plan to `rollout run --plan FILE`; write a configuration in TOML"
+		faults[0].Message, faults[0].Fix = "this is JSON: a plan, not a configuration", "give a plan to `rollout run --plan FILE`; write a configuration in TOML"
 		faults = faults[:1]
 		root, _ = document.Parse(document.NewSource(source.GetFile(), nil, 1))
 	}
@@ -63,7 +63,7 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 		if !fault.Duplicate {
 			reason, reading.holes = problem.Syntax, true
 		}
-		reading.Problems.At(fault.Span, reason, "", fault.Message, fault.Mend)
+		reading.Problems.At(fault.Span, reason, "", fault.Message, fault.Fix)
 	}
 	reading.bind(root, reading.Config.ProtoReflect(), "")
 	reading.defaults()

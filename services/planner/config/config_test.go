@@ -57,8 +57,8 @@ func TestAPlanIsNoConfig(t *testing.T) {
 	if got, want := problems(r), "run.toml:1:1 SYNTAX  <{>\n"; got != want {
 		t.Fatalf("%s, want %s", got, want)
 	}
-	if mend := r.Sorted()[0].GetMend(); !strings.Contains(mend, "--plan") {
-		t.Errorf("mend: %s", mend)
+	if fix := r.Sorted()[0].GetFix(); !strings.Contains(fix, "--plan") {
+		t.Errorf("fix: %s", fix)
 	}
 }
 
@@ -155,11 +155,11 @@ run.toml:10:9 OUT_OF_RANGE train.steps <0>
 func TestContract(t *testing.T) {
 	t.Parallel()
 	for id := range expressions() {
-		if mends[id] == "" {
-			t.Errorf("the rule %s has no mend", id)
+		if fixes[id] == "" {
+			t.Errorf("the rule %s has no fix", id)
 		}
 	}
-	for id := range mends {
+	for id := range fixes {
 		if expressions()[id] == "" {
 			t.Errorf("there is no rule %s", id)
 		}
@@ -218,7 +218,7 @@ func TestTextThatIsNotUTF8(t *testing.T) {
 	t.Parallel()
 	got := read(t, "# caf\xc3\xa9\nname = \"caf\xe9 \xff\"\n").Sorted()
 	if len(got) != 1 || !proto.Equal(got[0], &planv1.Problem{
-		Reason: "SYNTAX", File: "run.toml", Line: 2, Column: 12, Text: "\uFFFD", Message: "the byte 0xe9 is not UTF-8", Mend: "save the file as UTF-8",
+		Reason: "SYNTAX", File: "run.toml", Line: 2, Column: 12, Text: "\uFFFD", Message: "the byte 0xe9 is not UTF-8", Fix: "save the file as UTF-8",
 		Excerpt: "name = \"caf\uFFFD \uFFFD\"",
 	}) {
 		t.Errorf("problems %s", got)

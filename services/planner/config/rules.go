@@ -76,7 +76,7 @@ func (r *Reading) violation(v *protovalidate.Violation) {
 		r.badText(place, field, v)
 	default:
 		r.Problems.At(place, problem.OutOfRange, field,
-			fmt.Sprintf("`%s` must be %s, got %s", field, limitsOf(descriptor), text), mendRange(descriptor))
+			fmt.Sprintf("`%s` must be %s, got %s", field, limitsOf(descriptor), text), fixRange(descriptor))
 	}
 }
 
@@ -87,26 +87,26 @@ func (r *Reading) badText(place document.Span, field string, v *protovalidate.Vi
 	switch {
 	case len(rules.GetString().GetIn()) > 0:
 		allowed := append([]string(nil), rules.GetString().GetIn()...)
-		mend := "write " + alternatives(allowed)
+		fix := "write " + alternatives(allowed)
 		if near := nearest.Of(got, allowed); near != "" {
-			mend = fmt.Sprintf("did you mean %q?", near)
+			fix = fmt.Sprintf("did you mean %q?", near)
 		}
-		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be %s, got %q", field, alternatives(allowed), got), mend)
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be %s, got %q", field, alternatives(allowed), got), fix)
 	case got == "":
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` is empty", field), example(v.FieldDescriptor))
 	case leafOf(field) == "plugin":
-		mend := example(v.FieldDescriptor)
+		fix := example(v.FieldDescriptor)
 		if strings.HasSuffix(got, ".py") {
-			mend = fmt.Sprintf("name the function too: `plugin = \"%s:reward\"`", got)
+			fix = fmt.Sprintf("name the function too: `plugin = \"%s:reward\"`", got)
 		}
-		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be of the form `file.py:function`, got %q", field, got), mend)
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be of the form `file.py:function`, got %q", field, got), fix)
 	case field == "name":
-		mend := example(v.FieldDescriptor)
+		fix := example(v.FieldDescriptor)
 		if slug := slugify(got); slug != "" {
-			mend = fmt.Sprintf("write `name = %q`", slug)
+			fix = fmt.Sprintf("write `name = %q`", slug)
 		}
 		r.Problems.At(place, problem.BadValue, field,
-			fmt.Sprintf("`%s` takes 1 to 63 lower-case letters, digits and dashes, got %q", field, got), mend)
+			fmt.Sprintf("`%s` takes 1 to 63 lower-case letters, digits and dashes, got %q", field, got), fix)
 	default:
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s`: %s, got %q", field, v.Proto.GetMessage(), got), example(v.FieldDescriptor))
 	}
@@ -131,7 +131,7 @@ func (r *Reading) badName(field, rule string) {
 		fmt.Sprintf("[%s]: a name takes lower-case letters, digits and underscores, and begins with a letter", field), "rename the table")
 }
 
-// missing explains an absent key or table, with lines that would mend it.
+// missing explains an absent key or table, with lines that would fix it.
 func (r *Reading) missing(field string, descriptor protoreflect.FieldDescriptor) {
 	if r.holes {
 		return // it may stand on a line that could not be read
@@ -144,13 +144,13 @@ func (r *Reading) missing(field string, descriptor protoreflect.FieldDescriptor)
 		return
 	}
 	if descriptor.Message() == nil {
-		where, mend := "at the top level", example(descriptor)+" before the first table"
+		where, fix := "at the top level", example(descriptor)+" before the first table"
 		if table := parent(field); table != "" {
-			where, mend = "in ["+table+"]", example(descriptor)
+			where, fix = "in ["+table+"]", example(descriptor)
 		} else {
 			place.Offset = 0
 		}
-		r.Problems.At(place, problem.MissingKey, field, fmt.Sprintf("`%s` is missing %s", descriptor.TextName(), where), mend)
+		r.Problems.At(place, problem.MissingKey, field, fmt.Sprintf("`%s` is missing %s", descriptor.TextName(), where), fix)
 		return
 	}
 	if names := oneofTables(field); len(names) > 0 {
@@ -167,7 +167,7 @@ var pathInRule = regexp.MustCompile(`this\.([a-z_][a-z_0-9.]*[a-z_0-9])`)
 func (r *Reading) crossField(id, message, at string) {
 	if at != "" {
 		if !r.brokenUnder(at) {
-			r.Problems.At(r.Place(at), problem.Conflict, at, strings.Replace(message, parent(at)+".*", at, 1), mends[id])
+			r.Problems.At(r.Place(at), problem.Conflict, at, strings.Replace(message, parent(at)+".*", at, 1), fixes[id])
 		}
 		return
 	}
@@ -187,11 +187,11 @@ func (r *Reading) crossField(id, message, at string) {
 			break
 		}
 	}
-	r.Problems.At(place, problem.Conflict, field, message, mends[id])
+	r.Problems.At(place, problem.Conflict, field, message, fixes[id])
 }
 
-// mends says how each rule between fields is met; a test holds it against the contract.
-var mends = map[string]string{
+// fixes says how each rule between fields is met; a test holds it against the contract.
+var fixes = map[string]string{
 	"run_config.sync_staleness":      "remove `staleness.max_steps`, or write `mode = \"async\"`",
 	"run_config.reward":              "add [reward] with `plugin = \"reward.py:function\"`",
 	"run_config.reward_kind":         "write `plugin = \"reward.py:function\"`, and nothing beside it",

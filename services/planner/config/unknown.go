@@ -60,7 +60,7 @@ func (r *Reading) unknown(e *document.Entry, message protoreflect.MessageDescrip
 	if at != "" {
 		where = "in [" + at + "]"
 	}
-	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), mendUnknown(e.Key, message, at, r.algorithm()))
+	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), fixUnknown(e.Key, message, at, r.algorithm()))
 	if near := nearest.To(e.Key, fieldNames(message, false)); near != "" {
 		r.broken[join(at, near)] = true // it was meant: no rule is held against its default
 	}
@@ -74,25 +74,25 @@ func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDe
 		what = fmt.Sprintf("unknown algorithm `%s`", e.Key)
 		r.broken[at] = true
 	}
-	var mend string
+	var fix string
 	if near := nearest.To(e.Key, names); near != "" {
-		mend = fmt.Sprintf("did you mean [%s]?", join(at, near))
+		fix = fmt.Sprintf("did you mean [%s]?", join(at, near))
 		r.broken[join(at, near)] = true
 	} else if full := pathOf(e.Key, "", true); full != "" {
-		mend = fmt.Sprintf("write [%s]", full)
+		fix = fmt.Sprintf("write [%s]", full)
 	} else if len(names) == 0 {
-		mend = fmt.Sprintf("[%s] has no tables of its own: remove it", at)
+		fix = fmt.Sprintf("[%s] has no tables of its own: remove it", at)
 	} else {
 		for i, name := range names {
 			names[i] = "[" + join(at, name) + "]"
 		}
-		mend = "write " + enumerate(names, "or")
+		fix = "write " + enumerate(names, "or")
 	}
 	span := e.Value.Span
 	if !strings.HasPrefix(span.Text(), "[") { // made by a dotted key or `{`
 		span = e.Span
 	}
-	r.Problems.At(span, problem.UnknownKey, path, what, mend)
+	r.Problems.At(span, problem.UnknownKey, path, what, fix)
 }
 
 // algorithm is the table under [algorithm] that the text chose, "" where there is none.
@@ -103,8 +103,8 @@ func (r *Reading) algorithm() string {
 	return ""
 }
 
-// mendUnknown looks for the key that was meant: in the same table, in another one, by the name that other trainers use.
-func mendUnknown(key string, message protoreflect.MessageDescriptor, at, algorithm string) string {
+// fixUnknown looks for the key that was meant: in the same table, in another one, by the name that other trainers use.
+func fixUnknown(key string, message protoreflect.MessageDescriptor, at, algorithm string) string {
 	if near := nearest.To(key, fieldNames(message, false)); near != "" {
 		return fmt.Sprintf("did you mean `%s`?", near)
 	}

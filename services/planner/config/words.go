@@ -103,7 +103,7 @@ func number(v protoreflect.Value) string {
 	return v.String()
 }
 
-func mendRange(field protoreflect.FieldDescriptor) string {
+func fixRange(field protoreflect.FieldDescriptor) string {
 	meta := metaOf(field)
 	if text := meta.GetDefault(); text != "" {
 		return fmt.Sprintf("write a number %s; the default is %s", limitsOf(field), text)

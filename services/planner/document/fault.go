@@ -14,30 +14,30 @@ func describe(at Span, message string) Fault {
 		strings.HasPrefix(message, "strings must be quoted"):
 		switch lower := strings.ToLower(word.Text()); {
 		case word.Length == 0:
-			return Fault{Span: at, Message: "there is no value", Mend: "write a value behind the `=`"}
+			return Fault{Span: at, Message: "there is no value", Fix: "write a value behind the `=`"}
 		case lower == "true", lower == "false":
-			return Fault{Span: word, Message: "`" + word.Text() + "` is no value", Mend: "write `" + lower + "` in lower case"}
+			return Fault{Span: word, Message: "`" + word.Text() + "` is no value", Fix: "write `" + lower + "` in lower case"}
 		case lower == "none", lower == "null":
-			return Fault{Span: word, Message: "`" + word.Text() + "` is no value", Mend: "remove the line: an absent key takes its default"}
+			return Fault{Span: word, Message: "`" + word.Text() + "` is no value", Fix: "remove the line: an absent key takes its default"}
 		}
-		return Fault{Span: word, Message: "`" + word.Text() + "` is no value", Mend: `put text in quotes: "` + word.Text() + `"`}
+		return Fault{Span: word, Message: "`" + word.Text() + "` is no value", Fix: `put text in quotes: "` + word.Text() + `"`}
 	case message == "expected value, not end of input":
-		return Fault{Span: at, Message: "there is no value", Mend: "write a value behind the `=`"}
+		return Fault{Span: at, Message: "there is no value", Fix: "write a value behind the `=`"}
 	case strings.HasPrefix(message, "expected '=' after key"):
-		return Fault{Span: at, Message: "there is no `=` behind the key", Mend: "write `key = value`, or `[table]`"}
+		return Fault{Span: at, Message: "there is no `=` behind the key", Fix: "write `key = value`, or `[table]`"}
 	case strings.HasPrefix(message, "basic strings cannot have new lines"), strings.HasPrefix(message, "literal strings cannot have new lines"),
 		strings.HasPrefix(message, "unterminated"):
-		return Fault{Span: lineOf(at), Message: "the text is not closed", Mend: "end it with the quote that it began with, on the same line"}
+		return Fault{Span: lineOf(at), Message: "the text is not closed", Fix: "end it with the quote that it began with, on the same line"}
 	case strings.HasPrefix(message, "array is incomplete"), strings.HasPrefix(message, "expected ',' or ']' after array value"):
-		return Fault{Span: word, Message: "the list is not closed or lacks a comma", Mend: "separate its items by commas and close it with `]`"}
+		return Fault{Span: word, Message: "the list is not closed or lacks a comma", Fix: "separate its items by commas and close it with `]`"}
 	case strings.HasPrefix(message, "expected ']'"):
-		return Fault{Span: at, Message: "the table's name is not closed", Mend: "write `[name]`"}
+		return Fault{Span: at, Message: "the table's name is not closed", Fix: "write `[name]`"}
 	case strings.HasPrefix(message, "expected newline"):
-		return Fault{Span: word, Message: "there is something behind the value", Mend: "write one `key = value` a line; comments begin with `#`"}
+		return Fault{Span: word, Message: "there is something behind the value", Fix: "write one `key = value` a line; comments begin with `#`"}
 	case strings.HasPrefix(message, "integers cannot have leading zeroes"):
-		return Fault{Span: word, Message: "an integer has no leading zeroes", Mend: "remove them"}
+		return Fault{Span: word, Message: "an integer has no leading zeroes", Fix: "remove them"}
 	}
-	return Fault{Span: at, Message: message, Mend: "see https://toml.io for the syntax"}
+	return Fault{Span: at, Message: message, Fix: "see https://toml.io for the syntax"}
 }
 
 // wordAt is the run of characters around a place that belong together.

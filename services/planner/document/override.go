@@ -12,7 +12,7 @@ func Override(root *Value, text string, n int) []Fault {
 	source := NewSource("--set", []byte(text), n)
 	key, value, found := strings.Cut(text, "=")
 	if !found || strings.TrimSpace(key) == "" {
-		return []Fault{{Span: Span{source, 0, len(text)}, Message: "there is no `=` in the override", Mend: "write `--set table.key=value`"}}
+		return []Fault{{Span: Span{source, 0, len(text)}, Message: "there is no `=` in the override", Fix: "write `--set table.key=value`"}}
 	}
 	tree, faults := Parse(source)
 	bare := false

@@ -210,14 +210,14 @@ func (p *parser) closing(start int) int {
 	return start + len(bytes.TrimRight(line, " \t\r"))
 }
 
-func (p *parser) fault(span Span, message, mend string) {
-	p.faults = append(p.faults, Fault{Span: span, Message: message, Mend: mend})
+func (p *parser) fault(span Span, message, fix string) {
+	p.faults = append(p.faults, Fault{Span: span, Message: message, Fix: fix})
 }
 
 func (p *parser) duplicate(span Span, what string, first *Entry) {
 	line, _ := first.Span.Position()
 	p.faults = append(p.faults, Fault{
-		Span: span, Message: fmt.Sprintf("%s is set twice, first on line %d", what, line), Mend: "remove one of the two", Duplicate: true,
+		Span: span, Message: fmt.Sprintf("%s is set twice, first on line %d", what, line), Fix: "remove one of the two", Duplicate: true,
 	})
 }
 

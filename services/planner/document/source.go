@@ -45,7 +45,7 @@ func (s *Source) invalid() (Fault, bool) {
 	wrong := s.Data[at]
 	*s = *NewSource(s.Name, []byte(string([]rune(string(s.Data)))), s.FirstLine)
 	return Fault{
-		Span: Span{Source: s, Offset: at, Length: len("\uFFFD")}, Message: fmt.Sprintf("the byte 0x%02x is not UTF-8", wrong), Mend: "save the file as UTF-8",
+		Span: Span{Source: s, Offset: at, Length: len("\uFFFD")}, Message: fmt.Sprintf("the byte 0x%02x is not UTF-8", wrong), Fix: "save the file as UTF-8",
 	}, true
 }
 

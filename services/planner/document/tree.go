@@ -82,7 +82,7 @@ func (v *Value) add(key string, span Span, value *Value) *Entry {
 type Fault struct {
 	Span    Span
 	Message string
-	Mend    string
+	Fix     string
 	// Duplicate says that the text is well formed and names something twice.
 	Duplicate bool
 }

@@ -31,7 +31,7 @@ func (d *Dataset) trained(line []byte, raw json.RawMessage, field, noun, algorit
 	if raw[0] == '"' {
 		what = empty
 	}
-	d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.%s] trains on it", field, what, algorithm), mendText(noun, what))
+	d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.%s] trains on it", field, what, algorithm), fixText(noun, what))
 	return "", false
 }
 
@@ -43,8 +43,8 @@ func (d *Dataset) Completions() []string {
 	return d.Preference.completions()
 }
 
-// mendText says how to mend what should be a text that is trained on.
-func mendText(noun, what string) string {
+// fixText says how to fix what should be a text that is trained on.
+func fixText(noun, what string) string {
 	if what == empty {
 		return "remove the row, or write the " + noun + ": nothing is learned from none"
 	}

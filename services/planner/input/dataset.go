@@ -161,16 +161,16 @@ func (d *Dataset) notJSON(line []byte, err error) {
 	switch {
 	case errors.As(err, &syntax):
 		at := int(syntax.Offset) - 1
-		mend := "write one JSON object a line"
+		fix := "write one JSON object a line"
 		if d.Rows == 1 && line[0] == '[' {
 			d.foreign = true
 		}
 		if line[0] == '[' || d.Rows == 1 && bytes.Equal(bytes.TrimSpace(line), []byte("{")) {
-			mend = "the file must be JSON Lines: one object a line, no list around them"
+			fix = "the file must be JSON Lines: one object a line, no list around them"
 		} else if bytes.Contains(line, []byte("{'")) {
-			mend = "JSON takes double quotes only: write the file with `json.dumps`"
+			fix = "JSON takes double quotes only: write the file with `json.dumps`"
 		}
-		d.bad("json", line, min(max(at, 0), len(line)), "", "the row is no JSON: "+syntax.Error(), mend)
+		d.bad("json", line, min(max(at, 0), len(line)), "", "the row is no JSON: "+syntax.Error(), fix)
 	case errors.As(err, &kind):
 		d.bad("object", line, 0, "", fmt.Sprintf("the row is %s, not an object", article(kind.Value)), "write one object a line: {\"prompt\": \"...\"}")
 	default:

@@ -111,8 +111,8 @@ func TestAByteOrderMarkIsNamed(t *testing.T) {
 	}
 }
 
-// What is trained on may not be empty, and the mend says so, not that quotes are missing.
-func TestAnEmptyCompletionIsMended(t *testing.T) {
+// What is trained on may not be empty, and the fix says so, not that quotes are missing.
+func TestAnEmptyCompletionIsFixed(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "rows.jsonl")
 	for _, c := range []struct {
@@ -135,7 +135,7 @@ func TestAnEmptyCompletionIsMended(t *testing.T) {
 		if err := d.Read(file, &problems); err != nil {
 			t.Fatal(err)
 		}
-		if got := problems.Sorted(); len(got) != 1 || got[0].GetMend() != c.want {
+		if got := problems.Sorted(); len(got) != 1 || got[0].GetFix() != c.want {
 			t.Errorf("%s: %v", c.row, got)
 		}
 	}
@@ -234,8 +234,8 @@ func TestPreferencesThatCannotBeLearnedFrom(t *testing.T) {
 // Rows of the other kind are named once a file, with the setting or the algorithm that takes them.
 func TestPreferencesOfTheOtherKind(t *testing.T) {
 	t.Parallel()
-	pair := Preference{Chosen: "good", Rejected: "bad", Algorithm: "dpo", Others: [2]string{"text", "ok"}, OthersMend: "take KTO"}
-	label := Preference{Completion: "text", Label: "ok", Algorithm: "kto", Others: [2]string{"good", "bad"}, OthersMend: "pair them"}
+	pair := Preference{Chosen: "good", Rejected: "bad", Algorithm: "dpo", Others: [2]string{"text", "ok"}, OthersFix: "take KTO"}
+	label := Preference{Completion: "text", Label: "ok", Algorithm: "kto", Others: [2]string{"good", "bad"}, OthersFix: "pair them"}
 	const rowOfPair, rowOfLabel = `{"prompt": "1", "good": "2", "bad": "3"}` + "\n", `{"prompt": "1", "text": "2", "ok": true}` + "\n"
 	for _, c := range []struct {
 		p         Preference
@@ -274,7 +274,7 @@ func TestUTF16IsNamedOnce(t *testing.T) {
 		}
 		got := problems.Sorted()
 		if len(got) != 1 || got[0].GetExcerpt() != "" || got[0].GetLine() != 1 || !strings.HasPrefix(got[0].GetMessage(), "the file is "+want+", not UTF-8") ||
-			!strings.HasSuffix(got[0].GetMend(), "iconv -f "+want+" -t UTF-8 rows.jsonl > utf8.jsonl") {
+			!strings.HasSuffix(got[0].GetFix(), "iconv -f "+want+" -t UTF-8 rows.jsonl > utf8.jsonl") {
 			t.Errorf("%.4q: %v", text, got)
 		}
 	}

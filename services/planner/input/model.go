@@ -87,8 +87,8 @@ type modelReader struct {
 	model        *Model
 }
 
-func (r *modelReader) bad(name, message, mend string) {
-	r.problems.Add(&planv1.Problem{Reason: problem.BadModel, File: r.named(name), Field: r.field, Message: message, Mend: mend})
+func (r *modelReader) bad(name, message, fix string) {
+	r.problems.Add(&planv1.Problem{Reason: problem.BadModel, File: r.named(name), Field: r.field, Message: message, Fix: fix})
 }
 
 func (r *modelReader) named(name string) string {
@@ -99,11 +99,11 @@ func (r *modelReader) named(name string) string {
 }
 
 // object reads a JSON file that must hold an object; nil where it does not.
-func (r *modelReader) object(name, mend string) map[string]json.RawMessage {
+func (r *modelReader) object(name, fix string) map[string]json.RawMessage {
 	data, err := os.ReadFile(filepath.Join(r.folder, name))
 	if errors.Is(err, os.ErrNotExist) {
 		r.problems.Add(&planv1.Problem{
-			Reason: problem.MissingFile, File: r.named(name), Field: r.field, Message: "the model's folder has no " + name, Mend: mend,
+			Reason: problem.MissingFile, File: r.named(name), Field: r.field, Message: "the model's folder has no " + name, Fix: fix,
 		})
 		return nil
 	}
@@ -125,7 +125,7 @@ func (r *modelReader) object(name, mend string) map[string]json.RawMessage {
 func (r *modelReader) notJSON(name string, data []byte, err error) {
 	p := &planv1.Problem{
 		Reason: problem.BadModel, File: r.named(name), Field: r.field,
-		Message: "it is no JSON object", Mend: "copy the file again: it is damaged or cut off",
+		Message: "it is no JSON object", Fix: "copy the file again: it is damaged or cut off",
 	}
 	var syntax *json.SyntaxError
 	if errors.As(err, &syntax) {
@@ -166,14 +166,14 @@ func (r *modelReader) weights(files []string, entries []os.DirEntry) {
 	if found {
 		return
 	}
-	mend := "copy the whole folder of the model, or save it with `save_pretrained`"
+	fix := "copy the whole folder of the model, or save it with `save_pretrained`"
 	for _, entry := range entries {
 		if strings.HasSuffix(entry.Name(), ".bin") || strings.HasSuffix(entry.Name(), ".pt") || strings.HasSuffix(entry.Name(), ".gguf") {
-			mend = fmt.Sprintf("convert %s: load it with transformers and call `save_pretrained`", entry.Name())
+			fix = fmt.Sprintf("convert %s: load it with transformers and call `save_pretrained`", entry.Name())
 		}
 	}
 	r.problems.Add(&planv1.Problem{
-		Reason: problem.MissingFile, File: r.path, Field: r.field, Message: "the model's folder has no weights (*.safetensors)", Mend: mend,
+		Reason: problem.MissingFile, File: r.path, Field: r.field, Message: "the model's folder has no weights (*.safetensors)", Fix: fix,
 	})
 }
 
@@ -248,7 +248,7 @@ func (r *modelReader) shards(name string, files []string) {
 	for _, shard := range missing {
 		r.problems.Add(&planv1.Problem{
 			Reason: problem.MissingFile, File: r.named(shard), Field: r.field,
-			Message: "the file is missing; " + name + " names it", Mend: "copy the whole folder of the model",
+			Message: "the file is missing; " + name + " names it", Fix: "copy the whole folder of the model",
 		})
 	}
 }

@@ -12,9 +12,9 @@ type Preference struct {
 	Margin            string // field of the number by how much; "" where pairs count alike
 	Completion, Label string // fields of a labelled completion
 	Algorithm         string // whose table asks for them
-	// Others are the two fields that rows for the other kind of preference hold, and OthersMend says what takes those.
-	Others     [2]string
-	OthersMend string
+	// Others are the two fields that rows for the other kind of preference hold, and OthersFix says what takes those.
+	Others    [2]string
+	OthersFix string
 }
 
 func (p Preference) completions() []string {
@@ -62,7 +62,7 @@ func (d *Dataset) otherKind(line []byte, fields map[string]json.RawMessage) bool
 	}
 	if d.shown["other kind"]++; d.shown["other kind"] == 1 {
 		d.report(line, -1, "", fmt.Sprintf("the row is a %s (`%s`, `%s`); [algorithm.%s] takes `%s` and `%s`", kind, p.Others[0], p.Others[1],
-			p.Algorithm, wanted[0], wanted[1]), p.OthersMend)
+			p.Algorithm, wanted[0], wanted[1]), p.OthersFix)
 	}
 	return true
 }

@@ -19,31 +19,31 @@ func (d *Dataset) lacks(line []byte, fields map[string]json.RawMessage, field, p
 		names = append(names, name)
 	}
 	slices.Sort(names)
-	mend := fmt.Sprintf("add it, or set `%s` in [data]", key)
+	fix := fmt.Sprintf("add it, or set `%s` in [data]", key)
 	if len(names) > 0 {
-		mend += "; the row has `" + strings.Join(names, "`, `") + "`"
+		fix += "; the row has `" + strings.Join(names, "`, `") + "`"
 	}
-	d.bad("lacks "+field, line, -1, path, fmt.Sprintf("the row has no `%s`", field), mend)
+	d.bad("lacks "+field, line, -1, path, fmt.Sprintf("the row has no `%s`", field), fix)
 }
 
-func (d *Dataset) badField(kind string, line []byte, field, message, mend string) {
+func (d *Dataset) badField(kind string, line []byte, field, message, fix string) {
 	key, _ := json.Marshal(field)
-	d.bad(kind, line, bytes.Index(line, key), "", message, mend)
+	d.bad(kind, line, bytes.Index(line, key), "", message, fix)
 }
 
 // bad reports a problem of the current row; at is the byte that it begins at, -1 for the whole row.
-func (d *Dataset) bad(kind string, line []byte, at int, field, message, mend string) {
+func (d *Dataset) bad(kind string, line []byte, at int, field, message, fix string) {
 	if d.shown[kind] >= sameShown {
 		d.hidden[kind]++
 		return
 	}
 	d.shown[kind]++
-	d.report(line, at, field, message, mend)
+	d.report(line, at, field, message, fix)
 }
 
 // report adds a problem of the current row, however many there are like it.
-func (d *Dataset) report(line []byte, at int, field, message, mend string) {
-	p := &planv1.Problem{Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows), Column: 1, Message: message, Mend: mend, Field: field}
+func (d *Dataset) report(line []byte, at int, field, message, fix string) {
+	p := &planv1.Problem{Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows), Column: 1, Message: message, Fix: fix, Field: field}
 	if at >= 0 && at <= len(line) {
 		p.Column = uint32(utf8.RuneCount(line[:at]) + 1)
 		p.Text = strings.ToValidUTF8(wordAt(line, at), "\uFFFD")
@@ -56,7 +56,7 @@ func (d *Dataset) report(line []byte, at int, field, message, mend string) {
 func (d *Dataset) summary() {
 	if d.Rows == 0 {
 		d.problems.Add(&planv1.Problem{
-			Reason: problem.BadRow, File: d.Path, Message: "the file is empty", Mend: "write one JSON object a line, such as {\"prompt\": \"17+25=\", \"answer\": \"42\"}",
+			Reason: problem.BadRow, File: d.Path, Message: "the file is empty", Fix: "write one JSON object a line, such as {\"prompt\": \"17+25=\", \"answer\": \"42\"}",
 		})
 	}
 	kinds := make([]string, 0, len(d.hidden))
@@ -71,7 +71,7 @@ func (d *Dataset) summary() {
 	if total > 0 {
 		d.problems.Add(&planv1.Problem{
 			Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows),
-			Message: fmt.Sprintf("and %d more problems of the same kinds", total), Mend: "correct those above first",
+			Message: fmt.Sprintf("and %d more problems of the same kinds", total), Fix: "correct those above first",
 		})
 	}
 }

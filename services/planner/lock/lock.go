@@ -52,8 +52,8 @@ var placeInMessage = regexp.MustCompile(`\(line (\d+):(\d+)\): `)
 
 // Read reads a plan's file; name is how messages call it. The plan is nil where problems is not empty.
 func Read(data []byte, name string) (*planv1.Plan, []*planv1.Problem) {
-	bad := func(line, column uint32, message, mend string) []*planv1.Problem {
-		p := &planv1.Problem{Reason: problem.BadPlan, File: name, Line: line, Column: column, Message: message, Mend: mend}
+	bad := func(line, column uint32, message, fix string) []*planv1.Problem {
+		p := &planv1.Problem{Reason: problem.BadPlan, File: name, Line: line, Column: column, Message: message, Fix: fix}
 		if lines := bytes.Split(data, []byte("\n")); line > 0 && int(line) <= len(lines) {
 			p.Excerpt = problem.Excerpt(strings.ToValidUTF8(string(lines[line-1]), "\uFFFD"))
 		}

@@ -84,7 +84,7 @@ func TestAnyChangeOfContentIsSeen(t *testing.T) {
 func TestAConfigIsNoPlan(t *testing.T) {
 	t.Parallel()
 	_, problems := Read([]byte("name = \"a\"\n"), "a.toml")
-	if len(problems) != 1 || !strings.Contains(problems[0].GetMend(), "--config") {
+	if len(problems) != 1 || !strings.Contains(problems[0].GetFix(), "--config") {
 		t.Errorf("%v", problems)
 	}
 }

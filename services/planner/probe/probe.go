@@ -125,7 +125,7 @@ type Lengths struct {
 type Error struct {
 	Reason  string `json:"reason"`
 	Message string `json:"message"`
-	Mend    string `json:"mend"`
+	Fix     string `json:"fix"`
 	File    string `json:"file"`
 	Line    uint32 `json:"line"`
 	Column  uint32 `json:"column"`
@@ -188,13 +188,13 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	if errors.Is(context.Cause(ctx), errStart) {
 		return nil, &Error{
 			Reason: "PROBE_FAILED", Message: fmt.Sprintf("the Python probe was not ready after %v", limit),
-			Mend: "try again when the machine is less busy, or see what its Python starts with: `python -X importtime -m rollout.probe`",
+			Fix: "try again when the machine is less busy, or see what its Python starts with: `python -X importtime -m rollout.probe`",
 		}
 	}
 	if errors.Is(context.Cause(ctx), errReward) {
 		return nil, &Error{
 			Reason: "REWARD_TIMEOUT", Message: fmt.Sprintf("`%s` did not return and had to be killed", request.Reward.Plugin+request.Reward.Expression),
-			Mend: "make it faster or raise `reward.timeout_seconds`",
+			Fix: "make it faster or raise `reward.timeout_seconds`",
 		}
 	}
 	var answer Answer

@@ -41,8 +41,8 @@ type List struct{ items []*planv1.Problem }
 func (l *List) Add(p *planv1.Problem) { l.items = append(l.items, p) }
 
 // At appends a problem that stands in a text.
-func (l *List) At(span document.Span, reason, field, message, mend string) {
-	p := &planv1.Problem{Reason: reason, Field: field, Message: message, Mend: mend}
+func (l *List) At(span document.Span, reason, field, message, fix string) {
+	p := &planv1.Problem{Reason: reason, Field: field, Message: message, Fix: fix}
 	if span.Valid() {
 		line, column := span.Position()
 		p.File, p.Line, p.Column = span.Source.Name, uint32(line), uint32(column)

@@ -166,7 +166,7 @@ class Problem(_message.Message):
     COLUMN_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
-    MEND_FIELD_NUMBER: _builtins.int
+    FIX_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
     EXCERPT_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
@@ -181,8 +181,8 @@ class Problem(_message.Message):
     """The offending text, as it stands in the file."""
     message: _builtins.str
     """What is wrong, in one sentence."""
-    mend: _builtins.str
-    """How to mend it, in one sentence."""
+    fix: _builtins.str
+    """How to fix it, in one sentence."""
     field: _builtins.str
     """Dotted path of the field, e.g. `sampling.group_size`."""
     excerpt: _builtins.str
@@ -196,13 +196,13 @@ class Problem(_message.Message):
         column: _builtins.int = ...,
         text: _builtins.str = ...,
         message: _builtins.str = ...,
-        mend: _builtins.str = ...,
+        fix: _builtins.str = ...,
         field: _builtins.str = ...,
         excerpt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "excerpt", b"excerpt", "field", b"field", "file", b"file", "line", b"line", "mend", b"mend", "message", b"message", "reason", b"reason", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "excerpt", b"excerpt", "field", b"field", "file", b"file", "fix", b"fix", "line", b"line", "message", b"message", "reason", b"reason", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

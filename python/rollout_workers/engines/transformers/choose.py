@@ -61,5 +61,5 @@ def compiled() -> Chooser | None:
     try:
         return Chooser(library(SOURCE))
     except OSError as error:
-        log.warning("tokens are chosen by torch, which takes longer: %s. Mend: scripts/kernel, which needs a C compiler", error)
+        log.warning("tokens are chosen by torch, which takes longer: %s. Fix: scripts/kernel, which needs a C compiler", error)
         return None

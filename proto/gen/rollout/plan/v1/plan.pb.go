@@ -265,8 +265,8 @@ type Problem struct {
 	Text string `protobuf:"bytes,5,opt,name=text,proto3" json:"text,omitempty"`
 	// What is wrong, in one sentence.
 	Message string `protobuf:"bytes,6,opt,name=message,proto3" json:"message,omitempty"`
-	// How to mend it, in one sentence.
-	Mend string `protobuf:"bytes,7,opt,name=mend,proto3" json:"mend,omitempty"`
+	// How to fix it, in one sentence.
+	Fix string `protobuf:"bytes,7,opt,name=fix,proto3" json:"fix,omitempty"`
 	// Dotted path of the field, e.g. `sampling.group_size`.
 	Field string `protobuf:"bytes,8,opt,name=field,proto3" json:"field,omitempty"`
 	// The line that `text` stands in, without its end, at most 4,096 characters; empty where there is none.
@@ -347,9 +347,9 @@ func (x *Problem) GetMessage() string {
 	return ""
 }
 
-func (x *Problem) GetMend() string {
+func (x *Problem) GetFix() string {
 	if x != nil {
-		return x.Mend
+		return x.Fix
 	}
 	return ""
 }
@@ -919,15 +919,15 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\x04path\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x124\n" +
 	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
 	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\x12\x12\n" +
-	"\x04rows\x18\x05 \x01(\x04R\x04rows\"\xd3\x01\n" +
+	"\x04rows\x18\x05 \x01(\x04R\x04rows\"\xd1\x01\n" +
 	"\aProblem\x12\x16\n" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x12\x12\n" +
 	"\x04file\x18\x02 \x01(\tR\x04file\x12\x12\n" +
 	"\x04line\x18\x03 \x01(\rR\x04line\x12\x16\n" +
 	"\x06column\x18\x04 \x01(\rR\x06column\x12\x12\n" +
 	"\x04text\x18\x05 \x01(\tR\x04text\x12\x18\n" +
-	"\amessage\x18\x06 \x01(\tR\amessage\x12\x12\n" +
-	"\x04mend\x18\a \x01(\tR\x04mend\x12\x14\n" +
+	"\amessage\x18\x06 \x01(\tR\amessage\x12\x10\n" +
+	"\x03fix\x18\a \x01(\tR\x03fix\x12\x14\n" +
 	"\x05field\x18\b \x01(\tR\x05field\x12\x18\n" +
 	"\aexcerpt\x18\t \x01(\tR\aexcerpt\"o\n" +
 	"\fConfigSource\x12\x1e\n" +

@@ -1,0 +1,137 @@
+"""Puts the engine and the learner without a model where the shells look for those with one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.run.v1.run_pb2 import WorkerSpec
+
+PACE_VARIABLE = "ROLLOUT_SIM_SECONDS"
+"""Most seconds that a sample takes; 0 where it is not set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the learner without a model takes from a run's config."""
+
+    off_policy: bool
+    refusals: Any = None  # what meets a refused gradient; here is none
+
+
+class _Unused:
+    """Stands for what the shells name and never call here."""
+
+
+class _NoTorch(MetaPathFinder):
+    """A worker without a model that imports torch would pay ten seconds for nothing: the import says so instead."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname == "torch":
+            raise ImportError("a worker without a model imports torch: rollout_testing.sim.install must stand in for that module")
+
+
+def install() -> None:
+    """Before the shells are imported: stand in for the modules that import torch. Afterwards: give them a model."""
+    sys.meta_path.insert(0, _NoTorch())
+    from rollout_testing.sim import policy
+
+    weights = _package("rollout_workers.weights")
+    _fill(weights, WeightsDigest=policy.WeightsDigest, WeightsManifest=policy.WeightsManifest, stage_folder=policy.stage_folder)
+    learner = _package("rollout_workers.trainer")
+    types = importlib.import_module("rollout_workers.trainer.types")
+    _fill(learner, **{name: getattr(types, name) for name in _LEARNER_TYPES})
+    from rollout_testing.sim.trainer import SimTrainer
+
+    _fill(learner, Trainer=SimTrainer, TrainerConfig=Settings, AdamWConfig=_Unused, Schedule=_Unused)
+    settings = ModuleType("rollout_workers.learner.settings")
+    _fill(settings, trainer_config=trainer_config, lasting=lasting, refusals=lambda *_: None)
+    sys.modules[settings.__name__] = settings
+    _fill(importlib.import_module("rollout_workers.learner.completions"), keep_of=keep_of)
+    worker = importlib.import_module("rollout_workers.inference.worker")
+    _fill(worker, load=load)
+    loader = importlib.import_module("rollout_workers.worker.spec").load_spec
+    main = importlib.import_module("rollout_workers.__main__")
+    _fill(main, load_spec=_watching(loader))
+
+
+_LEARNER_TYPES = (
+    "BadBatch",
+    "LearnerError",
+    "NonFiniteGradient",
+    "StateUnreadable",
+    "StepOutOfTurn",
+    "StepResult",
+    "TrainSample",
+)
+
+
+def trainer_config(config: RunConfig, threads: int, *_: Any) -> Settings:
+    """As ``rollout_workers.learner.settings.trainer_config``."""
+    return Settings(off_policy=config.mode == "async")
+
+
+def lasting(config: RunConfig, step: int) -> bool:
+    """As ``rollout_workers.learner.settings.lasting``."""
+    every = config.snapshot.every_steps
+    return step >= config.train.steps or bool(every and step % every == 0)
+
+
+def keep_of(config: RunConfig) -> Any:
+    """As ``rollout_workers.learner.completions.keep_of``."""
+    from rollout_workers.learner.completions import Keep
+
+    return Keep(config.completions.per_step, config.completions.every_steps or 1)
+
+
+def load(spec: WorkerSpec, *_: Any) -> Any:
+    """As ``rollout_workers.inference.model.load``."""
+    from rollout_testing.sim.engine import SimEngine, SimText
+    from rollout_testing.sim.journal import Journal
+    from rollout_workers.inference.model import Model
+    from rollout_workers.worker.spec import model_directory
+
+    folder = spec.initial_weights or model_directory(spec)
+    pace = float(os.environ.get(PACE_VARIABLE, "0"))
+    journal, began = (Journal(spec.run_directory, name) for name in (spec.worker_id, f"began-{spec.worker_id}"))
+    return Model(SimEngine(folder, spec.initial_version, spec.plan.config.engine.slots, journal, pace, began), SimText())
+
+
+def _watching(load_spec: Callable[..., WorkerSpec]) -> Callable[..., WorkerSpec]:
+    """The spec is the first that a process knows of its run: the journal and the crash points begin with it."""
+
+    def watched(path: str | None = None) -> WorkerSpec:
+        from rollout_testing.sim import crash
+        from rollout_testing.sim.journal import Journal
+        from rollout_testing.sim.trainer import SimTrainer
+
+        spec = load_spec(path)
+        if spec.kind == "learner":
+            SimTrainer.journal = Journal(spec.run_directory, spec.worker_id)
+        crash.arm(spec)
+        return spec
+
+    return watched
+
+
+def _package(name: str) -> ModuleType:
+    """A package without what its ``__init__`` imports; its modules are still found in its folder."""
+    found = importlib.util.find_spec(name)
+    assert found is not None and found.submodule_search_locations is not None
+    package = ModuleType(name)
+    package.__path__ = list(found.submodule_search_locations)
+    sys.modules[name] = package
+    return package
+
+
+def _fill(module: ModuleType, **names: Any) -> None:
+    for name, value in names.items():
+        setattr(module, name, value)

@@ -1,0 +1,176 @@
+"""The weights: a vector of 64-bit words, and what is computed from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from rollout_workers.weights.transfer.place import replace
+
+WORDS = 64
+MODEL_TYPE = "rollout-sim"
+_TENSOR_FILE = "model.safetensors"
+_MANIFEST_FILE = "rollout_weights.json"
+
+Words = NDArray[np.uint64]
+
+
+class WeightsUnreadable(ValueError):
+    """As ``rollout_workers.weights.store.WeightsUnreadable``."""
+
+    reason = "WEIGHTS_UNREADABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsDigest:
+    """As ``rollout_workers.weights.WeightsDigest``."""
+
+    root: str
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """As ``rollout_workers.weights.store.TensorEntry``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """As ``rollout_workers.weights.store.FileEntry``."""
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsManifest:
+    """As ``rollout_workers.weights.WeightsManifest``."""
+
+    version: int
+    digest: str
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[FileEntry, ...]
+
+
+def write_model(folder: Path, seed: int = 0) -> None:
+    """A model of this kind, in the layout that the planner asks for: its tokenizer knows the bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, "max_position_embeddings": 4096}))
+    vocabulary = {chr(code): code for code in range(32, 127)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+        "model": {"type": "WordLevel", "vocab": vocabulary | {"<eos>": 0}, "unk_token": "?"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = np.frombuffer(blake3(f"rollout.sim.model.{seed}".encode()).digest(8 * WORDS), "<u8")
+    (folder / _TENSOR_FILE).write_bytes(_safetensors(words))
+
+
+def read(folder: str | os.PathLike[str]) -> Words:
+    """The weights of a model's or a version's folder. Raises ``ValueError`` for one of another kind, ``OSError``,
+    :class:`WeightsUnreadable`."""
+    path = Path(folder)
+    kind = json.loads((path / "config.json").read_text()).get("model_type")
+    if kind != MODEL_TYPE:
+        raise ValueError(f"{path} is a model of type {kind!r}: a worker without a model takes its own kind alone ({MODEL_TYPE})")
+    return read_version(path)
+
+
+def read_version(folder: str | os.PathLike[str]) -> Words:
+    """The weights of a version's folder, which need hold nothing else. Raises :class:`WeightsUnreadable`."""
+    path = Path(folder) / _TENSOR_FILE
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise WeightsUnreadable(f"{path}: {error}") from error
+    if len(data) < 8 * WORDS:
+        raise WeightsUnreadable(f"{path} is cut off")
+    return np.frombuffer(data[-8 * WORDS :], "<u8").copy()
+
+
+def digest(words: Words) -> WeightsDigest:
+    """What the weights hash to."""
+    root = "blake3-" + blake3(b"rollout.sim.weights.v1" + words.astype("<u8").tobytes()).hexdigest()
+    return WeightsDigest(root, {"words": root})
+
+
+def write(folder: Path, words: Words, version: int, source: Path, fsync: bool) -> WeightsManifest:
+    """A version's folder, renamed into place as the real one is."""
+    staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
+    staging.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, staging / name)
+    (staging / _TENSOR_FILE).write_bytes(_safetensors(words))
+    made = digest(words)
+    manifest = WeightsManifest(
+        version,
+        made.root,
+        (TensorEntry("words", "uint64", (WORDS,), made.root),),
+        tuple(FileEntry(path.name, path.stat().st_size) for path in sorted(staging.iterdir())),
+    )
+    (staging / _MANIFEST_FILE).write_text(json.dumps({"version": version, "digest": made.root}))
+    if fsync:
+        for path in staging.iterdir():
+            sync(path)
+        sync(staging)
+    replace(staging, folder)
+    if fsync:
+        sync(folder.parent)
+    return manifest
+
+
+def stage_folder(parent: Path, config_source_dir: Path, reserve: int = 0) -> Path:
+    """As ``rollout_workers.weights.stage_folder``, where there is no room: weights this small need none ahead of time."""
+    raise OSError(f"{parent} takes nothing")
+
+
+def sync(path: Path) -> None:
+    """Make a file or a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sample(words: Words, prompt: Sequence[int], seed: int, most: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The tokens of a completion (printable characters, then the end) and their logprobs: a function of its arguments alone."""
+    key = words.astype("<u8").tobytes() + np.asarray(prompt, "<i4").tobytes() + seed.to_bytes(8, "little")
+    stream = blake3(b"rollout.sim.sample.v1" + key).digest(4 + 8 * most)
+    length = 1 + int.from_bytes(stream[:4], "little") % most
+    draws = np.frombuffer(stream[4 : 4 + 8 * length], "<u4").reshape(length, 2)
+    ids = (32 + draws[:, 0] % 95).astype(np.int32)
+    if length < most:
+        ids[-1] = 0
+    return ids, ((draws[:, 1] % 4096) / np.float32(-512)).astype(np.float32)
+
+
+def learn(words: Words, batch: Sequence[bytes], step: int) -> Words:
+    """The weights after a step on a batch, in its order. Every byte of every sample counts."""
+    state = blake3(b"rollout.sim.step.v1" + step.to_bytes(8, "little") + words.astype("<u8").tobytes())
+    for each in batch:
+        state.update(len(each).to_bytes(8, "little") + each)
+    return words + np.frombuffer(state.digest(8 * WORDS), "<u8")
+
+
+def _safetensors(words: Words) -> bytes:
+    header = json.dumps({"words": {"dtype": "U64", "shape": [WORDS], "data_offsets": [0, 8 * WORDS]}}).encode()
+    return len(header).to_bytes(8, "little") + header + words.astype("<u8").tobytes()

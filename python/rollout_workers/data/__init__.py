@@ -1,0 +1,1 @@
+"""Rows: prompts, tokenization, conversations, preference pairs and supervised examples. Imports no torch."""

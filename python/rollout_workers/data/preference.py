@@ -1,0 +1,104 @@
+"""Rows of preferences as training samples: pairs of completions, or single ones with a label. Nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rollout_workers.data.prompts import Prompt, PromptInvalid, PromptReader, Text, parse_row
+from rollout_workers.data.supervised import Example, end_of, example_of, text_field
+from rollout_workers.environments.environment import Refusal
+
+
+class Pairs:
+    """Rows ``{"prompt": ..., "chosen": ..., "rejected": ...}``, and a number by how much where ``margin_field`` names one."""
+
+    def __init__(
+        self,
+        text: Text,
+        prompts: PromptReader,
+        *,
+        chosen_field: str,
+        rejected_field: str,
+        margin_field: str,
+        max_tokens: int,
+        margin: float = 0.0,
+    ) -> None:
+        """max_tokens: longest example; a longer row is refused as CONTEXT_OVERFLOW, never cut. margin: of all rows, where no
+        ``margin_field`` names one. Raises :class:`PromptInvalid`."""
+        self._text, self._prompts, self._end = text, prompts, end_of(text)
+        self._fields, self._margin, self._max_tokens = (chosen_field, rejected_field), margin_field, max_tokens
+        self._usual = margin
+
+    def examples(self, rows: Sequence[bytes]) -> list[list[Example] | Refusal]:
+        """The chosen one, whose reward is the margin, and the rejected one of each row (JSON), in order."""
+        prompts = self._prompts.read(rows)
+        texts = [[text_field(row, field, "data.chosen_field, data.rejected_field") for field in self._fields] for row in rows]
+        flat = [text if isinstance(text, str) else "" for pair in texts for text in pair]
+        ids = self._text.following(flat, [prompt for prompt in prompts for _ in self._fields])
+        out: list[list[Example] | Refusal] = []
+        for number, (row, prompt, pair) in enumerate(zip(rows, prompts, texts, strict=True)):
+            margin = self._margin_of(row)
+            if problem := first_problem(prompt, *pair, margin):
+                out.append(Refusal(problem.reason, str(problem)))
+                continue
+            assert isinstance(prompt, Prompt) and isinstance(margin, float)
+            made = [
+                example_of(prompt, flat[place], ids[place], self._end, self._max_tokens) for place in (2 * number, 2 * number + 1)
+            ]
+            refusal = next((example for example in made if isinstance(example, Refusal)), None)
+            examples = [example for example in made if isinstance(example, Example)]
+            out.append(refusal or [replace(examples[0], reward=margin), examples[1]])
+        return out
+
+    def _margin_of(self, row: bytes) -> float | PromptInvalid:
+        if not self._margin:
+            return self._usual
+        try:
+            value = parse_row(row).get(self._margin)
+        except PromptInvalid as error:
+            return error
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value):
+            return float(value)
+        return PromptInvalid(f"field `{self._margin}` is no number", fix="see `data.margin_field`")
+
+
+class Labelled:
+    """Rows ``{"prompt": ..., "completion": ..., "label": true}``; the reward says the label, 1 or 0."""
+
+    def __init__(self, text: Text, prompts: PromptReader, *, completion_field: str, label_field: str, max_tokens: int) -> None:
+        """See :class:`Pairs`."""
+        self._text, self._prompts, self._end = text, prompts, end_of(text)
+        self._completion, self._label, self._max_tokens = completion_field, label_field, max_tokens
+
+    def examples(self, rows: Sequence[bytes]) -> list[list[Example] | Refusal]:
+        """One a row (JSON), in order."""
+        prompts = self._prompts.read(rows)
+        texts = [text_field(row, self._completion, "data.completion_field") for row in rows]
+        ids = self._text.following([text if isinstance(text, str) else "" for text in texts], prompts)
+        out: list[list[Example] | Refusal] = []
+        for row, prompt, text, tokens in zip(rows, prompts, texts, ids, strict=True):
+            label = self._label_of(row)
+            if problem := first_problem(prompt, text, label):
+                out.append(Refusal(problem.reason, str(problem)))
+                continue
+            assert isinstance(prompt, Prompt) and isinstance(text, str) and isinstance(label, bool)
+            made = example_of(prompt, text, tokens, self._end, self._max_tokens)
+            out.append(made if isinstance(made, Refusal) else [replace(made, reward=float(label))])
+        return out
+
+    def _label_of(self, row: bytes) -> bool | PromptInvalid:
+        try:
+            value = parse_row(row).get(self._label)
+        except PromptInvalid as error:
+            return error
+        if isinstance(value, bool):
+            return value
+        return PromptInvalid(f"field `{self._label}` is neither true nor false", fix="see `data.label_field`")
+
+
+def first_problem(*parts: object) -> PromptInvalid | None:
+    """The first of what was read that is an error."""
+    return next((part for part in parts if isinstance(part, PromptInvalid)), None)

@@ -1,0 +1,71 @@
+"""The held-out rows of a run that trains on rows, as samples that are looked at and never trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.data.prompts import PromptReader, Text
+from rollout_workers.data.rows import Rows, rows_of
+from rollout_workers.data.supervised import Example
+from rollout_workers.environments.environment import Refusal
+from rollout_workers.trainer.types import TrainSample
+from rollout_workers.worker.spec import model_directory, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What an evaluation computes the loss of."""
+
+    samples: Sequence[TrainSample]
+    """In the order of the rows; those of a pair share their group."""
+    rows: int
+    refused: int
+    """Of the rows: those that no sample could be made of, such as one that is too long."""
+
+
+def held_out_of(spec: WorkerSpec) -> HeldOut | None:
+    """Reads and tokenises the rows that the plan holds out; None where it has none, or the policy is asked for answers to them.
+
+    Raises ``OSError`` where model or data can't be read, ``PromptInvalid`` where the tokenizer has no end-of-sequence token.
+    """
+    config = spec.plan.config
+    if not config.eval.every_steps or not config.data.eval or config.HasField("reward"):
+        return None
+    text = Text.load(model_directory(spec))
+    prompts = PromptReader(text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
+    made_by = rows_of(config, text, prompts)
+    if made_by is None:
+        return None
+    return read_rows(Path(resolve(spec, config.data.eval)), made_by, config.eval.max_prompts)
+
+
+def read_rows(path: Path, made_by: Rows, most: int) -> HeldOut:
+    """The first ``most`` rows of a file (JSON Lines; 0: all)."""
+    rows = [line for line in path.read_bytes().splitlines() if line.strip()]
+    rows = rows[:most] if most else rows
+    samples: list[TrainSample] = []
+    refused = 0
+    for row, examples in enumerate(made_by.examples(rows)):
+        if isinstance(examples, Refusal):
+            refused += 1
+            continue
+        several = [examples] if isinstance(examples, Example) else examples
+        samples += [_sample(f"{row:012}", number, example) for number, example in enumerate(several)]
+    return HeldOut(samples, len(rows), refused)
+
+
+def _sample(group: str, number: int, example: Example) -> TrainSample:
+    return TrainSample(
+        group_key=group,
+        sample=number,
+        token_ids=example.token_ids.astype(np.int32),
+        prompt_length=example.prompt_tokens,
+        loss_mask=example.loss_mask,
+        logprobs=np.zeros(len(example.token_ids), np.float32),
+        reward=example.reward,
+    )

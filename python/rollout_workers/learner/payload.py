@@ -1,0 +1,179 @@
+"""The payloads of a batch: mapped from the buffer's segment files where they can be opened, else read through the buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import crc32c
+import grpc
+import numpy as np
+
+from rollout.buffer.v1.buffer_pb2 import Batch, ReadPayloadsRequest, SampleRef
+from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
+from rollout.errors import RolloutError
+from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, TrajectoryKey
+from rollout_workers.learner.trajectories import Columns, compiled
+from rollout_workers.trainer.types import TrainSample
+from rollout_workers.worker.discovery import Services, ServiceUnavailable
+from rollout_workers.worker.retry import again
+
+log = logging.getLogger(__name__)
+
+PARTS = 1 << 12  # pieces of one sample, for the order
+PATIENCE_SECONDS = 30.0
+"""For a buffer that does not answer; then whoever asked for the step asks again."""
+
+
+class PayloadCorrupt(RolloutError):
+    """A payload that is not the one that was accepted: another checksum, or arrays that don't fit each other."""
+
+    reason: ClassVar[str] = "PAYLOAD_CORRUPT"
+
+
+async def read_batch(batch: Batch, services: Services) -> list[TrainSample]:
+    """The samples of a batch, group by group as the batch has them. Raises :class:`PayloadCorrupt`, :class:`ServiceUnavailable`,
+    and gRPC errors of another kind."""
+    try:
+        return await asyncio.to_thread(read_segments, batch)
+    except (OSError, ValueError, PayloadCorrupt) as error:
+        log.info("step %d: the segments can't be read here (%s); asking the buffer", batch.step, error)
+    payloads = await _asked(batch, services)
+    if len(payloads) != len(batch.samples):
+        raise PayloadCorrupt(f"step {batch.step}: the buffer sent {len(payloads)} payloads for {len(batch.samples)} samples")
+    return _samples(batch.samples, payloads)
+
+
+async def _asked(batch: Batch, services: Services) -> list[bytes]:
+    """The payloads from the buffer, which another may take over at any moment: it is looked up and asked again for a while."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + PATIENCE_SECONDS
+    request = ReadPayloadsRequest(run_id=batch.run_id, step=batch.step)
+    async for _ in again(f"step {batch.step}: the buffer does not give the payloads"):
+        try:
+            stub = await services.stub("buffer", BufferServiceStub)
+            chunks = stub.ReadPayloads(request, metadata=services.metadata())
+            return [payload async for chunk in chunks for payload in chunk.payloads]
+        except ServiceUnavailable:
+            if loop.time() > until:
+                raise
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            services.forget("buffer")
+            if loop.time() > until:
+                raise ServiceUnavailable(f"the buffer does not answer: {error.details()}") from error
+    raise AssertionError("unreachable")
+
+
+def read_segments(batch: Batch) -> list[TrainSample]:
+    """The samples from files alone. Raises ``OSError`` where one can't be opened, ``ValueError`` where a payload is in none,
+    :class:`PayloadCorrupt`."""
+    refs = [*batch.samples]
+    places = [(ref.segment, ref.offset, ref.length) for ref in refs]
+    paths = {path for path, _, _ in places}
+    if "" in paths:
+        raise ValueError("a payload is in the storage service")
+    with _mapped(sorted(paths)) as segments:
+        return _samples(refs, [segments[path][start : start + length] for path, start, length in places])
+
+
+@contextmanager
+def _mapped(paths: Sequence[str]) -> Iterator[dict[str, mmap.mmap]]:
+    maps: dict[str, mmap.mmap] = {}
+    try:
+        for path in paths:
+            with open(path, "rb") as file:
+                maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        yield maps
+    finally:
+        for mapped in maps.values():
+            mapped.close()
+
+
+def _samples(refs: Sequence[SampleRef], payloads: Sequence[bytes]) -> list[TrainSample]:
+    """Check and parse."""
+    for ref, payload in zip(refs, payloads, strict=True):
+        if crc32c.crc32c(payload) != ref.crc32c:
+            raise PayloadCorrupt(f"the payload of {_name(ref.key)} has another checksum than was recorded")
+    reader = compiled()
+    columns = reader.read(payloads) if reader is not None else None
+    return [parsed(payload) for payload in payloads] if columns is None else of_columns(columns, payloads)
+
+
+def of_columns(columns: Columns, payloads: Sequence[bytes]) -> list[TrainSample]:
+    """The very samples that ``parsed`` makes of the payloads, which it does where one has more than the columns tell. Arrays are
+    views of those of all."""
+    samples: list[TrainSample] = []
+    stop, place, group = 0, (-1, -1), ""
+    for payload, reward, row in zip(payloads, columns.rewards, columns.rows, strict=True):
+        tokens, prompt_tokens, epoch, index, sample, part, version, outcome, prompt, prompt_end, answer, answer_end, more = row
+        start, stop = stop, stop + tokens
+        if place != (epoch, index):
+            place, group = (epoch, index), _group(epoch, index)
+        if more:  # than there are columns for
+            samples.append(parsed(payload))
+            continue
+        samples.append(
+            TrainSample(
+                group,
+                sample * PARTS + part,
+                columns.token_ids[start:stop],
+                prompt_tokens,
+                columns.mask[start:stop],
+                columns.logprobs[start:stop],
+                reward,
+                version,
+                outcome == OUTCOME_TRUNCATED,
+                prompt=payload[prompt:prompt_end].decode(),
+                completion=payload[answer:answer_end].decode(),
+            )
+        )
+    return samples
+
+
+def parsed(payload: bytes) -> TrainSample:
+    """A sample by protobuf. Arrays are views of the parsed bytes. Raises :class:`PayloadCorrupt`."""
+    trajectory = Trajectory.FromString(payload)
+    ids = np.frombuffer(trajectory.token_ids, "<i4")
+    logprobs = np.frombuffer(trajectory.logprobs, "<f4")
+    mask = np.frombuffer(trajectory.loss_mask, np.uint8)
+    rewards = np.frombuffer(trajectory.token_rewards, "<f4") if trajectory.token_rewards else None
+    teacher = np.frombuffer(trajectory.teacher_logprobs, "<f4") if trajectory.teacher_logprobs else None
+    fits = len(ids) == len(logprobs) == len(mask) >= trajectory.prompt_tokens
+    if not fits or any(values is not None and len(values) != len(ids) for values in (rewards, teacher)):
+        raise PayloadCorrupt(
+            f"the arrays of {_name(trajectory.key)} don't fit: {len(ids)} tokens, {len(logprobs)} logprobs, "
+            f"{len(mask)} mask values, {len(ids) if rewards is None else len(rewards)} token rewards, "
+            f"{len(ids) if teacher is None else len(teacher)} logprobs of a teacher, "
+            f"prompt of {trajectory.prompt_tokens}"
+        )
+    key, spans = trajectory.key, trajectory.version_spans
+    return TrainSample(
+        group_key=_group(key.epoch, key.index),
+        sample=key.sample * PARTS + key.part,
+        token_ids=ids,
+        prompt_length=trajectory.prompt_tokens,
+        loss_mask=mask,
+        logprobs=logprobs,
+        reward=trajectory.reward,
+        version=spans[0].version if len(spans) == 1 else min((span.version for span in spans), default=0),
+        truncated=trajectory.outcome == OUTCOME_TRUNCATED,
+        prompt=trajectory.prompt,
+        completion=trajectory.completion,
+        token_rewards=rewards,
+        teacher_logprobs=teacher,
+        metrics=dict(trajectory.metrics),
+    )
+
+
+def _group(epoch: int, index: int) -> str:
+    return f"{epoch:010d}/{index:020d}"  # in the order of positions
+
+
+def _name(key: TrajectoryKey) -> str:
+    return f"{key.run_id}/{key.epoch}/{key.index}/{key.attempt}/{key.sample}"

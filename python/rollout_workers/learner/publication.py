@@ -1,0 +1,188 @@
+"""Weights where the inference workers of this host read them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout.weights.v1 import weights_pb2 as pb
+from rollout_workers.trainer import Trainer
+from rollout_workers.weights import WeightsManifest, stage_folder
+from rollout_workers.weights.transfer.catalog import Catalog
+from rollout_workers.weights.transfer.depot import ADAPTER_FILE
+from rollout_workers.weights.transfer.place import Place, Superseded
+from rollout_workers.weights.transfer.shelf import Shelf
+
+log = logging.getLogger(__name__)
+
+_FOLDER = re.compile(r"v(\d+)")
+
+
+class Publication:
+    """The folder ``<run>/weights``: one folder a version, of which the last two stay.
+
+    A version that is only passed on lies in memory, and its folder is a link to there; the version that a run ends with, and
+    those that ``lasting`` names, are written here. The folder belongs to the learner that came last: one before it, which may
+    have stood still meanwhile, changes nothing there any more.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        run_directory: str,
+        *,
+        lasting: Callable[[int], bool],
+        shelf: Shelf,
+        catalog: Catalog | None = None,
+        incarnation: int = 0,
+    ) -> None:
+        """Take the folder over from whoever published there. lasting: whether the weights of a step must outlive the process.
+        catalog: for those who can't open the folder. incarnation: of the run. Raises ``Superseded``, ``OSError``."""
+        self._run, self._root = run, Path(run_directory) / "weights"
+        self._place = Place(self._root, incarnation)
+        self.catalog = catalog or Catalog()
+        self._lasting, self._shelf = lasting, shelf
+        self._newest: Path | None = None
+        self._bytes = 0
+        self._staging: Path | None = None  # for the next version
+        self._whole = False
+
+    @property
+    def mine(self) -> bool:
+        """Whether no other learner has taken the folder over."""
+        return self._place.mine
+
+    def publish(self, trainer: Trainer) -> pb.WeightsManifest:
+        """Write the weights as they stand, complete and renamed into place; blocks.
+
+        Not fsynced: after a power cut the digest tells, and a snapshot brings them back. Raises ``Superseded``.
+        """
+        step = trainer.step
+        folder = self._root / f"v{step:06d}"
+        self._place.check()
+        written = None if self._lasting(step) else self._shelve(trainer, folder)
+        if written is None:
+            written = self._write(trainer, folder)
+        self._newest = folder
+        self.catalog.published(step, written.digest, folder)
+        return self._manifest(folder, written)
+
+    def _write(self, trainer: Trainer, folder: Path) -> WeightsManifest:
+        """Write the weights into the run's folder."""
+        staging = self._place.staging(folder.name)
+        sent = self._adapters(trainer) and not self._lasting(trainer.step)
+        try:
+            written = trainer.write_adapter(staging) if sent else trainer.write_weights(staging, fsync=False)
+        except FileNotFoundError:
+            self._place.check()  # a successor removed what was being written
+            raise
+        self._place.put(staging, folder.name)
+        return written
+
+    def _shelve(self, trainer: Trainer, folder: Path) -> WeightsManifest | None:
+        """Write the weights into memory, where they fit."""
+        shelf = self._shelf.folder
+        if shelf is None or not self._shelf.fits(self._size(trainer)):
+            return None
+        held = shelf / folder.name
+        staging, self._staging = self._staging, None
+        try:
+            if self._adapters(trainer):
+                written = trainer.write_adapter(held)
+            else:
+                written = trainer.write_weights(held, fsync=False, staging=staging)
+        except OSError as error:  # somebody else took the room
+            log.warning("%s takes no weights (%s); they go to the run's folder", shelf, error)
+            return None
+        fresh = self._place.staging(folder.name)
+        fresh.symlink_to(held)
+        self._place.put(fresh, folder.name)
+        return written
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Make room for the next version, while nobody waits: remove the old ones, reserve memory; blocks."""
+        self._prune(trainer.step)
+        shelf = self._shelf.folder
+        if self._adapters(trainer):
+            return
+        if self._staging is None and shelf is not None and self._bytes and self._shelf.fits(self._bytes):
+            with contextlib.suppress(OSError):
+                self._staging = stage_folder(shelf, trainer.companions, self._bytes)
+
+    def make_whole(self, trainer: Trainer) -> None:
+        """From now on write every tensor, and those of the newest version at once where the trainer still stands at it: somebody
+        got something else of the adapters."""
+        if self._adapters(trainer):
+            self._whole = True
+            if self._newest is not None and self._newest.name == f"v{trainer.step:06d}":
+                self.publish(trainer)
+
+    def _adapters(self, trainer: Trainer) -> bool:
+        """Whether adapters alone are written of a version that is only passed on."""
+        return trainer.adapts and not self._whole
+
+    def close(self) -> None:
+        """Bring the newest version out of memory, and give the memory back.
+
+        Where another learner has taken the folder over, what is in memory stays for as long as that one's versions lead there.
+        """
+        newest = self._newest
+        try:
+            if newest is not None and self._mine(newest):
+                held, staging = newest.resolve(), self._place.staging(newest.name)
+                if held.is_dir():
+                    shutil.copytree(held, staging)
+                    self._place.put(staging, newest.name)
+            self._discard(self._mine)  # before the memory goes to which they lead
+            self._place.check()
+        except (Superseded, FileNotFoundError) as error:
+            log.warning("%s keeps what was published: %s", self._root, error)
+            self._shelf.leave()
+            return
+        self._shelf.close()
+        with contextlib.suppress(Superseded):  # what led into the memory of processes that are no more
+            self._discard(lambda path: path.is_symlink() and not path.exists())
+
+    def _discard(self, wanted: Callable[[Path], bool]) -> None:
+        """Remove the versions that are ``wanted``. Raises ``Superseded``."""
+        for path, _ in self._versions():
+            if wanted(path):
+                self._place.discard(path.name)
+
+    def _mine(self, path: Path) -> bool:
+        """Whether a version is a link into this process's memory."""
+        shelf = self._shelf.folder
+        return shelf is not None and path.is_symlink() and path.resolve().parent == shelf.resolve()
+
+    def _manifest(self, folder: Path, written: WeightsManifest) -> pb.WeightsManifest:
+        return pb.WeightsManifest(
+            run_id=self._run,
+            version=written.version,
+            digest=written.digest,
+            tensors=[pb.Tensor(name=t.name, dtype=t.dtype, shape=t.shape, digest=t.digest) for t in written.tensors],
+            files=[pb.WeightsFile(name=file.path, bytes=file.bytes) for file in written.files],
+            directory=str(folder.absolute()),
+            dtype=written.tensors[0].dtype if written.tensors else "",
+            bytes=sum(file.bytes for file in written.files if file.path.endswith(".safetensors")),
+            form=pb.WEIGHTS_FORM_ADAPTER if (folder / ADAPTER_FILE).is_file() else pb.WEIGHTS_FORM_WHOLE,
+        )
+
+    def _size(self, trainer: Trainer) -> int:
+        self._bytes = self._bytes or sum(tensor.nbytes for _, tensor in trainer.named_weights())
+        return self._bytes
+
+    def _prune(self, current: int) -> None:
+        """Remove what is older than the version before ``current``. Newer ones stay: the mesh may serve them yet."""
+        self._place.check()
+        older = sorted((version, path) for path, version in self._versions() if version < current)
+        for _, path in older[:-1]:
+            self._place.discard(path.name)
+
+    def _versions(self) -> list[tuple[Path, int]]:
+        if not self._root.is_dir():
+            return []
+        return [(path, int(match[1])) for path in self._root.iterdir() if (match := _FOLDER.fullmatch(path.name))]

@@ -1,0 +1,110 @@
+"""LearnerWorkerService: what the learner-controller asks of a learner worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from rollout.learner.v1 import learner_pb2 as pb
+from rollout.learner.v1.learner_pb2_grpc import LearnerWorkerServiceServicer
+from rollout_workers.learner.learner import Learner
+from rollout_workers.learner.payload import read_batch
+from rollout_workers.trainer.types import TrainSample
+from rollout_workers.weights.transfer.place import Superseded
+from rollout_workers.worker.discovery import Services
+from rollout_workers.worker.lifecycle import Lifecycle
+from rollout_workers.worker.spec import Identity
+from rollout_workers.worker.status import Draining, InvalidRequest, RunMismatch
+from rollout_workers.worker.telemetry import Meters
+
+log = logging.getLogger(__name__)
+
+
+class LearnerServer(LearnerWorkerServiceServicer):
+    """The servicer. Authentication, validation and error mapping happen before and around it (``mesh.serving``)."""
+
+    def __init__(self, who: Identity, learner: Learner, services: Services, lifecycle: Lifecycle) -> None:
+        self._who, self._learner, self._services, self._lifecycle = who, learner, services, lifecycle
+        self._meters = Meters()
+
+    async def Initialize(self, request: pb.InitializeRequest, context: grpc.aio.ServicerContext) -> pb.InitializeResponse:
+        self._check_run(request.run_id)
+        await self._learner.initialize(request.state_directory, request.step)
+        log.info("stands at step %d, %s", self._learner.step, self._learner.digest)
+        return pb.InitializeResponse(step=self._learner.step, weights_digest=self._learner.digest, process_id=self._who.process)
+
+    async def Train(self, request: pb.TrainRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TrainResponse]:
+        self._check_run(request.run_id)
+        if request.batch.step != request.step:
+            told = f"the batch is of step {request.batch.step}, the request of step {request.step}"
+            raise InvalidRequest(told, violations=[("batch.step", told)])
+        if self._lifecycle.leaving:
+            raise Draining("the worker is leaving", retry_seconds=1.0)
+        pieces: asyncio.Queue[pb.TrainProgress | None] = asyncio.Queue()
+
+        def read() -> asyncio.Future[list[TrainSample]]:
+            return asyncio.ensure_future(read_batch(request.batch, self._services))
+
+        def progress(done: int, total: int) -> None:
+            pieces.put_nowait(pb.TrainProgress(done=done, total=total))
+
+        work = asyncio.create_task(self._learner.train(request.batch, request.publish, read, progress))
+        work.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield pb.TrainResponse(progress=piece)
+            with self._leaving_superseded():
+                result = work.result()
+        finally:
+            work.cancel()
+        self._meters.train_seconds.record(result.metrics["time/step"])
+        yield pb.TrainResponse(result=result)
+
+    async def PublishWeights(
+        self, request: pb.PublishWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PublishWeightsResponse:
+        self._check_run(request.run_id)
+        with self._leaving_superseded():
+            return pb.PublishWeightsResponse(weights=await self._learner.publish())
+
+    async def OfferWeights(self, request: pb.OfferWeightsRequest, context: grpc.aio.ServicerContext) -> pb.OfferWeightsResponse:
+        self._check_run(request.run_id)
+        offers = await self._learner.offers(request.digest, request.base_digest, whole=request.whole, store=request.store)
+        return pb.OfferWeightsResponse(offers=offers)
+
+    async def EvaluateLoss(self, request: pb.EvaluateLossRequest, context: grpc.aio.ServicerContext) -> pb.EvaluateLossResponse:
+        self._check_run(request.run_id)
+        return await self._learner.evaluate(request.step)
+
+    async def SaveState(self, request: pb.SaveStateRequest, context: grpc.aio.ServicerContext) -> pb.SaveStateResponse:
+        self._check_run(request.run_id)
+        files, digest = await self._learner.save(request.step, request.directory)
+        return pb.SaveStateResponse(files=files, weights_digest=digest)
+
+    async def GetLearnerStatus(
+        self, request: pb.GetLearnerStatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetLearnerStatusResponse:
+        return pb.GetLearnerStatusResponse(
+            step=self._learner.step,
+            initialized=self._learner.initialized,
+            activity=self._learner.activity,
+            process_id=self._who.process,
+            weights_digest=self._learner.digest,
+        )
+
+    @contextmanager
+    def _leaving_superseded(self) -> Iterator[None]:
+        """Leave where another learner has this one's place, as one does that stood still for long."""
+        try:
+            yield
+        except Superseded as error:
+            self._lifecycle.fence(str(error))
+            raise
+
+    def _check_run(self, run: str) -> None:
+        if run != self._who.run:
+            raise RunMismatch(f"this worker learns for {self._who.run}, not {run}", metadata={"run": self._who.run})

@@ -1,0 +1,98 @@
+"""The trainer's settings from a run config."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.event.v1.event_pb2 import LEVEL_ERROR, LEVEL_WARN
+from rollout_workers.algorithms import config_type
+from rollout_workers.trainer import AdamWConfig, LoraConfig, Schedule, TrainerConfig
+from rollout_workers.trainer.refusal import Refusals, Refused
+from rollout_workers.worker.events import Events
+
+ACTIONS = {
+    "stop": "the run is paused until somebody resumes or cancels it",
+    "skip": "the step counts, with the weights as they were",
+    "restore": "the step counts, with the weights of the last snapshot",
+}
+
+
+def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> TrainerConfig:
+    """Every field of ``train`` and ``algorithm``. threads: of the worker's spec; 0: all cores. base_dir: of the plan's paths."""
+    train = config.train
+    name = str(config.algorithm.WhichOneof("kind"))
+    return TrainerConfig(
+        algorithm=name,
+        settings=algorithm_settings(config, base_dir),
+        schedule=Schedule(peak=train.learning_rate, shape=train.schedule, warmup_steps=train.warmup_steps, steps=train.steps),
+        optimizer=AdamWConfig(
+            weight_decay=train.weight_decay,
+            beta1=train.beta1,
+            beta2=train.beta2,
+            epsilon=train.epsilon,
+            max_grad_norm=train.max_grad_norm,
+            kind=train.optimizer or "adamw",
+            ema_decay=train.ema_decay,
+        ),
+        temperature=config.sampling.temperature,
+        tokens_per_microbatch=train.tokens_per_microbatch,
+        threads=threads,
+        dtype=getattr(torch, config.model.dtype),
+        seed=config.seed,
+        lora=_lora(config),
+        freeze=tuple(train.freeze),
+        gradient_checkpointing=train.gradient_checkpointing,
+        refuse_grad_norm=train.refuse_grad_norm,
+    )
+
+
+def refusals(config: RunConfig, run_directory: str, events: Events) -> Refusals:
+    """What is done with a gradient that is refused; the event ``step.refused`` tells of it."""
+
+    def tell(refused: Refused) -> None:
+        events.emit(
+            "step.refused",
+            f"{refused.message}; {ACTIONS[refused.action]}; the batch is kept in {refused.batch}",
+            level=LEVEL_ERROR if refused.action == "stop" else LEVEL_WARN,
+            step=refused.step,
+            attributes={"reason": refused.reason, "action": refused.action, "batch": refused.batch},
+        )
+
+    return Refusals(config.train.on_refused_gradient or "stop", Path(run_directory) / "refused", tell)
+
+
+def lasting(config: RunConfig, step: int) -> bool:
+    """Whether the weights of a step outlive the learner: those of a snapshot, and those that the run ends with."""
+    every = config.snapshot.every_steps
+    return step >= config.train.steps or bool(every and step % every == 0)
+
+
+def _lora(config: RunConfig) -> LoraConfig | None:
+    if not config.HasField("lora"):
+        return None
+    lora = config.lora
+    return LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
+
+
+def algorithm_settings(config: RunConfig, base_dir: str = "") -> Any:
+    """The settings' dataclass of the chosen algorithm, each field that the table sets by its own name.
+
+    A field that neither table nor plan has keeps the dataclass's default. ``off_policy`` and ``max_tokens`` come from the run.
+    """
+    name = str(config.algorithm.WhichOneof("kind"))
+    table, expected = getattr(config.algorithm, name), config_type(name)
+    known = {field.name for field in fields(expected)}
+    given: dict[str, Any] = {field.name: getattr(table, field.name) for field, _ in table.ListFields() if field.name in known}
+    if "off_policy" in known:
+        given["off_policy"] = config.mode == "async"
+    if "max_tokens" in known and config.sampling.HasField("max_tokens"):
+        given["max_tokens"] = config.sampling.max_tokens
+    if "teacher" in given:
+        given["teacher"] = os.path.join(base_dir, str(given["teacher"]))
+    return expected(**given)

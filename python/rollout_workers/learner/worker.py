@@ -1,0 +1,101 @@
+"""The process of a learner worker: everything is made, started and stopped here."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rollout.learner.v1 import learner_pb2
+from rollout.learner.v1.learner_pb2_grpc import add_LearnerWorkerServiceServicer_to_server
+from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
+from rollout_workers.learner.completions import keep_of
+from rollout_workers.learner.held_out import held_out_of
+from rollout_workers.learner.learner import Learner
+from rollout_workers.learner.publication import Publication
+from rollout_workers.learner.ranks import Team
+from rollout_workers.learner.server import LearnerServer
+from rollout_workers.learner.settings import lasting, refusals, trainer_config
+from rollout_workers.weights.transfer import service as delivery
+from rollout_workers.weights.transfer.catalog import Catalog
+from rollout_workers.weights.transfer.place import Superseded
+from rollout_workers.weights.transfer.shelf import Shelf
+from rollout_workers.weights.transfer.stored import Stored
+from rollout_workers.worker.discovery import Services
+from rollout_workers.worker.events import Events
+from rollout_workers.worker.lifecycle import Lifecycle
+from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.registration import Registration
+from rollout_workers.worker.serving import Server
+from rollout_workers.worker.spec import Identity, model_directory
+from rollout_workers.worker.tls import of_agent, of_mesh
+
+log = logging.getLogger(__name__)
+
+SERVICE = learner_pb2.DESCRIPTOR.services_by_name["LearnerWorkerService"].full_name
+_GRACE_SECONDS = 30.0
+
+
+async def run_learner_worker(
+    spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, pulse: Pulse, events: Events, team: Team | None = None
+) -> None:
+    """Load the model, register and serve until ``lifecycle`` says to leave; a step that runs is finished first.
+
+    team: the learner's ranks where they were started before; they end with it.
+    """
+    services = Services(
+        spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
+    )
+    catalog = Catalog(Stored(spec.run_id, Path(spec.run_directory) / "weights" / "stored", services))
+    try:
+        publication = Publication(
+            spec.run_id,
+            spec.run_directory,
+            lasting=lambda step: lasting(spec.plan.config, step),
+            shelf=Shelf(spec.run_id),
+            catalog=catalog,
+            incarnation=spec.incarnation,
+        )
+    except Superseded as error:
+        lifecycle.fence(str(error))
+        if team is not None:
+            await asyncio.to_thread(team.close)
+        await services.close()
+        return
+    team = team or Team(spec.plan.config, lifecycle.lost)
+    learner = Learner(publication, keep_of(spec.plan.config), lambda: held_out_of(spec))
+    try:
+        began = time.monotonic()
+        settings = replace(
+            trainer_config(spec.plan.config, spec.threads, spec.base_dir),
+            refusals=refusals(spec.plan.config, spec.run_directory, events),
+        )
+        loading = asyncio.create_task(learner.load(lambda: team.trainer(model_directory(spec), settings)))
+        await lifecycle.unless_leaving(loading)
+        if lifecycle.leaving:
+            return
+        log.info("loaded %s in %.1f s", model_directory(spec), time.monotonic() - began)
+        gc.collect()
+        gc.freeze()  # a full collection over the imported libraries would take 100 ms, in the middle of a step
+        server = Server(spec.token, tls=of_mesh(spec))
+        add_LearnerWorkerServiceServicer_to_server(LearnerServer(who, learner, services, lifecycle), server.grpc)
+        add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, catalog), server.grpc)
+        address = await server.start([SERVICE, delivery.SERVICE])
+        registration = Registration.of(spec, who, address, lifecycle)
+        await asyncio.to_thread(registration.start)
+        log.info("serving on %s", address)
+
+        await lifecycle.wait()
+        await learner.drain()
+        await asyncio.to_thread(registration.stop)
+        await server.stop(_GRACE_SECONDS)
+    finally:
+        learner.close()
+        await catalog.close(keep=not publication.mine)
+        await asyncio.to_thread(team.close)
+        await asyncio.to_thread(publication.close)
+        await services.close()

@@ -1,0 +1,60 @@
+"""Everything that the bytes of an output depend on, as nested names and values: what a journal is pinned to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from rollout.config.v1.run_config_pb2 import RewardConfig, RewardPartConfig
+from rollout.plugin import split_plugin
+from rollout_workers.offline.dataset import digest
+from rollout_workers.offline.spec import BatchSpec
+
+_BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")
+_WEIGHTS = (".safetensors", ".bin")
+
+
+def inputs_of(spec: BatchSpec, weights_digest: str, rows: int) -> dict[str, Any]:
+    """weights_digest: of the tensors that the engine holds. Raises ``MissingFile`` where a file of the reward is gone."""
+    config = spec.config
+    sampling = json_format.MessageToDict(config.sampling, preserving_proto_field_name=True)
+    sampling["samples"] = sampling.pop("group_size", 1)
+    return {
+        "data": digest(spec.data),
+        "rows": rows,
+        "seed": int(config.seed),
+        "sampling": sampling,
+        "prompt": {"field": config.data.prompt_field, "chat_template": config.model.chat_template},
+        "model": {
+            "weights": weights_digest,
+            "dtype": config.model.dtype,
+            "files": {p.name: digest(str(p)) for p in _files(spec.model, _BESIDE_WEIGHTS)},
+        },
+        "engine": {
+            "slots": config.engine.slots,
+            "max_model_len": config.engine.max_model_len,
+            "threads": spec.threads,
+        },
+        "reward": _reward(config.reward, spec.base_dir) if config.HasField("reward") else None,
+    }
+
+
+def _reward(reward: RewardConfig | RewardPartConfig, base_dir: str) -> dict[str, Any]:
+    """The settings of a reward, and the digests of what it is made of: a plugin's file, a reward model's."""
+    given = json_format.MessageToDict(reward, preserving_proto_field_name=True)
+    if reward.HasField("plugin"):
+        file, _ = split_plugin(reward.plugin)
+        given["source"] = digest(os.path.join(base_dir, file))
+    if reward.HasField("model"):
+        folder = os.path.join(base_dir, reward.model.path)
+        given["model_files"] = {p.name: digest(str(p)) for p in _files(folder, _BESIDE_WEIGHTS + _WEIGHTS)}
+    if isinstance(reward, RewardConfig) and reward.composite:
+        given["composite"] = {name: _reward(part, base_dir) for name, part in sorted(reward.composite.items())}
+    return given
+
+
+def _files(folder: str, endings: tuple[str, ...]) -> list[Path]:
+    return sorted(p for p in Path(folder).glob("*") if p.suffix in endings and p.is_file())

@@ -1,0 +1,220 @@
+"""The process behind ``rollout infer batch``: no mesh, no services; a model, a dataset, a reward and an output.
+
+Standard output gets one JSON object a line: ``loading`` (the model), ``begin`` (what there is to do), ``progress`` (twice a
+second), and in the end one of ``end``, ``interrupted`` and ``error``. A kill at any moment loses at most the rows in flight: the
+same spec goes on from the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from rollout.errors import RolloutError
+from rollout.plugin import RewardError
+from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.offline import output
+from rollout_workers.offline.dataset import library, read_rows
+from rollout_workers.offline.errors import (
+    EXIT_DATA,
+    EXIT_INTERRUPTED,
+    EXIT_SOFTWARE,
+    BadModel,
+    BadPrompt,
+    BatchError,
+    MissingFile,
+    SamplesFailed,
+    WeightsDiffer,
+)
+from rollout_workers.offline.inputs import inputs_of
+from rollout_workers.offline.journal import Journal
+from rollout_workers.offline.spec import BatchSpec, load_spec
+from rollout_workers.weights.pretrained import WeightsIncomplete
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 3
+
+
+def infer(path: str) -> int:
+    """Do what the spec at ``path`` says. Returns the exit code."""
+    try:
+        spec = load_spec(path)
+        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
+        return asyncio.run(_Batch(spec).run())
+    except BatchError as error:
+        return _failed(error, error.code)
+    except (RewardError, WeightsIncomplete) as error:
+        return _failed(error, EXIT_DATA)
+    except Exception as error:
+        log.exception("the batch failed")
+        _tell("error", code=EXIT_SOFTWARE, reason="INTERNAL", message=repr(error), fix="its log says more")
+        return EXIT_SOFTWARE
+
+
+def _failed(error: RolloutError, code: int) -> int:
+    message = f"{error.place}: {error.message}" if error.place else error.message
+    _tell("error", code=code, reason=error.reason, message=message, fix=error.fix)
+    return code
+
+
+def _tell(event: str, **facts: Any) -> None:
+    print(json.dumps({"event": event, **facts}, ensure_ascii=False), flush=True)
+
+
+class _Batch:
+    def __init__(self, spec: BatchSpec) -> None:
+        self._spec = spec
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        spec, loop = self._spec, asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop.set)
+        if spec.parquet:
+            library()
+        rows = await asyncio.to_thread(read_rows, spec.data, spec.limit)
+        _tell("loading", model=spec.model, rows=len(rows))
+        model = await asyncio.to_thread(_load, spec)
+        journal: Journal | None = None
+        try:
+            digest = await model.engine.weights_digest()
+            if spec.weights_digest not in ("", digest):
+                raise WeightsDiffer(f"the weights that were loaded have {digest}, the snapshot names {spec.weights_digest}")
+            inputs = await asyncio.to_thread(inputs_of, spec, digest, len(rows))
+            journal = Journal.open(spec.journal, inputs, restart=spec.restart)
+            _tell(
+                "begin", rows=len(rows), samples=spec.samples, kept=len(journal.done), model_digest=digest, journal=spec.journal
+            )
+            interrupted = await self._sample(model, rows, journal)
+            if interrupted:
+                _tell("interrupted", rows=len(journal.done), of=len(rows), journal=spec.journal)
+                return EXIT_INTERRUPTED
+            await asyncio.to_thread(self._finish, journal, rows, digest, inputs)
+            return 0
+        finally:
+            if journal is not None:
+                journal.close()
+            await model.engine.shutdown()
+
+    async def _sample(self, model: Any, rows: list[bytes], journal: Journal) -> bool:
+        """Whether it was told to stop before it was done."""
+        from rollout_workers.data.prompts import PromptReader
+        from rollout_workers.environments.episode import EpisodeRunner
+        from rollout_workers.environments.single_turn import SingleTurn
+        from rollout_workers.inference.params import of_run
+        from rollout_workers.offline.sampling import Tally, sample
+
+        spec, config = self._spec, self._spec.config
+        prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
+        if not spec.allow_failures:
+            await asyncio.to_thread(_check_prompts, prompts, rows, config.engine.max_model_len)
+        if len(journal.done) == len(rows):
+            return False
+        rewards = _rewards(spec, model.text.eos_id)
+        try:
+            if rewards is not None:
+                await rewards.start()
+            runner = EpisodeRunner(model.engine, SingleTurn(prompts, rewards, model.text), model.text, of_run(config.sampling))
+
+            def tell(tally: Tally) -> None:
+                _tell(
+                    "progress", rows=tally.rows, of=len(rows), samples=tally.samples, tokens=tally.tokens,
+                    seconds=round(tally.seconds, 3), mean_score=tally.mean, failures=dict(tally.failures),
+                    retries=rewards.retries if rewards is not None else 0,
+                )  # fmt: skip
+
+            await sample(
+                runner, rows, journal, seed=config.seed, samples=spec.samples, slots=config.engine.slots,
+                scores=rewards is not None, stop=self._stop, tell=tell,
+            )  # fmt: skip
+        finally:
+            if rewards is not None:
+                await rewards.close()
+        return self._stop.is_set() and len(journal.done) < len(rows)
+
+    def _finish(self, journal: Journal, rows: list[bytes], digest: str, inputs: dict[str, Any]) -> None:
+        """Write the output and say what is in it; with failures that nobody allowed there is none."""
+        spec = self._spec
+        statuses, failures = Counter[str](), Counter[str]()
+        tokens, scored, total = 0, 0, 0.0
+        for row in range(len(rows)):
+            for one in journal.samples(row):
+                statuses[one["status"]] += 1
+                tokens += one["completion_tokens"]
+                if one["status"] == "INFRA_FAILED":
+                    failures[one["reason"]] += 1
+                if one["score"] is not None:
+                    scored, total = scored + 1, total + one["score"]
+        if failures and not spec.allow_failures:
+            counted = ", ".join(f"{reason} {count}" for reason, count in sorted(failures.items()))
+            raise SamplesFailed(
+                f"{failures.total()} of {statuses.total()} samples are INFRA_FAILED ({counted}): {spec.output} was not written",
+                fix="run the same command again, which tries their rows alone; --allow-failures writes them without a score",
+            )
+        output.write(spec.output, _records(journal, rows, digest), inputs)
+        journal.remove()
+        _tell(
+            "end", output=spec.output, rows=len(rows), samples=statuses.total(), tokens=tokens, statuses=dict(statuses),
+            failures=dict(failures), mean_score=total / scored if scored else None, model_digest=digest,
+        )  # fmt: skip
+
+
+def _records(journal: Journal, rows: list[bytes], digest: str) -> Iterator[output.Record]:
+    for row, row_json in enumerate(rows):
+        data = json.loads(row_json)
+        for one in journal.samples(row):
+            yield {"row": row, **one, "model_digest": digest, "data": data}
+
+
+def _load(spec: BatchSpec) -> Any:
+    """The engine and the tokenizer. Blocks. Raises :class:`MissingFile`, :class:`BadModel`."""
+    from rollout_workers.inference.model import load
+
+    worker = WorkerSpec(base_dir=spec.base_dir, initial_weights=spec.model, threads=spec.threads)
+    worker.plan.config.CopyFrom(spec.config)
+    try:
+        return load(worker)
+    except FileNotFoundError as error:
+        raise MissingFile(str(error), fix="name a model's folder") from error
+    except Exception as error:
+        raise BadModel(f"can't load {spec.model}: {error}", fix="name a folder in the Hugging Face layout") from error
+
+
+def _check_prompts(prompts: Any, rows: list[bytes], longest: int) -> None:
+    """Raises :class:`BadPrompt` with the first rows that can't be answered."""
+    wrong: list[str] = []
+    fix = ""
+    for row, prompt in enumerate(prompts.read(rows)):
+        if isinstance(prompt, RolloutError):
+            problem, fix = prompt.message, fix or prompt.fix
+        elif len(prompt.token_ids) >= longest:
+            problem = f"a prompt of {len(prompt.token_ids)} tokens leaves no room in a context of {longest}"
+            fix = fix or "raise `engine.max_model_len`"
+        else:
+            continue
+        wrong.append(f"row {row}: {problem}")
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise BadPrompt(
+            f"{len(wrong)} of {len(rows)} rows can't be answered: {'; '.join(wrong[:_SHOWN])}{more}",
+            fix=f"{fix}; --allow-failures leaves them as INFRA_FAILED",
+        )
+
+
+def _rewards(spec: BatchSpec, end: int | None) -> Any:
+    """What scores completions; None without ``[reward]``."""
+    from rollout_workers.offline.scored_here import RewardModelHere
+    from rollout_workers.rewards.config import models_of, scorer_of
+
+    reward = spec.config.reward
+    if not spec.config.HasField("reward"):
+        return None
+    models = models_of(reward)
+    return scorer_of(reward, spec.base_dir, lambda number: RewardModelHere(models[number], spec.base_dir, end))

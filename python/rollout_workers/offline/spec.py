@@ -1,0 +1,72 @@
+"""What a batch is started with: one JSON object in a file.
+
+    {"config": RunConfig, "base_dir": "/jobs", "model": "/models/tiny", "weights_digest": "", "data": "/data/test.jsonl",
+     "output": "/out/test.parquet", "limit": 0, "threads": 2, "restart": false, "allow_failures": false}
+
+``config`` gives prompt field, template, sampling (``sampling.group_size`` completions a row), seed, reward and engine; its paths
+start at ``base_dir``. ``weights_digest``: what the loaded weights must have, "" where nothing is known of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf import json_format
+
+from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout_workers.offline.errors import SpecInvalid
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """Paths are absolute. limit: rows from the start of the dataset, 0 is all. threads: of torch, part of what makes the bits."""
+
+    config: RunConfig
+    base_dir: str
+    model: str
+    weights_digest: str
+    data: str
+    output: str
+    limit: int
+    threads: int
+    restart: bool
+    allow_failures: bool
+
+    @property
+    def parquet(self) -> bool:
+        return self.output.endswith(".parquet")
+
+    @property
+    def journal(self) -> str:
+        return self.output + ".journal"
+
+    @property
+    def samples(self) -> int:
+        return max(1, self.config.sampling.group_size)
+
+
+def load_spec(path: str) -> BatchSpec:
+    """Raises :class:`SpecInvalid`."""
+    try:
+        given = json.loads(Path(path).read_bytes())
+        config = json_format.ParseDict(given["config"], RunConfig(), ignore_unknown_fields=True)
+        config.mode, config.deterministic = "sync", True  # a completion depends on no neighbour: resumed is uninterrupted
+        config.model.path = given["model"]
+        config.ClearField("lora")  # the folder has whole weights
+        return BatchSpec(
+            config=config,
+            base_dir=given["base_dir"],
+            model=given["model"],
+            weights_digest=given.get("weights_digest", ""),
+            data=given["data"],
+            output=given["output"],
+            limit=int(given.get("limit", 0)),
+            threads=int(given.get("threads", 0)) or os.cpu_count() or 1,
+            restart=bool(given.get("restart", False)),
+            allow_failures=bool(given.get("allow_failures", False)),
+        )
+    except (OSError, ValueError, KeyError, json_format.ParseError) as error:
+        raise SpecInvalid(f"can't read {path or 'the spec'}: {error}") from error

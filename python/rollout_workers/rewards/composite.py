@@ -1,0 +1,81 @@
+"""Several rewards as one: their sum by weight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from rollout_workers.environments.environment import Result
+from rollout_workers.rewards.rewards import RewardGroup, Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several rewards."""
+
+    name: str
+    weight: float
+    scorer: Scorer
+
+
+class Composite:
+    """A :class:`Scorer` over others, which are asked at the same time.
+
+    The metrics of a sample are ``reward/NAME``, what each part gave without its weight, and the parts' own as ``NAME/METRIC``.
+    Where a part fails the sample fails for the first such part's reason: a sum without it would mean something else.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def failures(self) -> int:
+        return sum(part.scorer.failures for part in self._parts)
+
+    @property
+    def retries(self) -> int:
+        return sum(part.scorer.retries for part in self._parts)
+
+    async def start(self) -> None:
+        """Start all. Raises the first ``RewardError``; those that did start are ended by ``close``."""
+        await asyncio.gather(*(part.scorer.start() for part in self._parts))
+
+    async def score(self, groups: Sequence[RewardGroup]) -> list[list[Result]]:
+        """One list of results a group, in order."""
+        found = await asyncio.gather(*(part.scorer.score(groups) for part in self._parts))
+        return [
+            [self._sum([scored[g][s] for scored in found]) for s in range(len(group.samples))] for g, group in enumerate(groups)
+        ]
+
+    async def close(self) -> None:
+        """Close all."""
+        await asyncio.gather(*(part.scorer.close() for part in self._parts))
+
+    def _sum(self, results: Sequence[Result]) -> Result:
+        for result in results:
+            if result.outcome != "completed":
+                return result
+        metrics: dict[str, float] = {}
+        for part, result in zip(self._parts, results, strict=True):
+            metrics[f"reward/{part.name}"] = result.reward
+            metrics |= _named(part.name, result.metrics)
+        weights = [part.weight for part in self._parts]
+        return Result(
+            sum(weight * result.reward for weight, result in zip(weights, results, strict=True)),
+            metrics,
+            token_rewards=_weighted([[w * r for r in result.token_rewards] for w, result in zip(weights, results, strict=True)]),
+            steps=tuple(
+                replace(step, reward=w * step.reward) for w, result in zip(weights, results, strict=True) for step in result.steps
+            ),
+        )
+
+
+def _named(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}/{metric}": value for metric, value in metrics.items()}
+
+
+def _weighted(parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Token by token; a part without token rewards adds none."""
+    return tuple(sum(values) for values in zip_longest(*parts, fillvalue=0.0))

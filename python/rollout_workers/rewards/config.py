@@ -1,0 +1,57 @@
+"""The scorer that a run's config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollout.config.v1.run_config_pb2 import RewardConfig, RewardPartConfig, ScoringModelConfig
+from rollout_workers.rewards.composite import Composite, Part
+from rollout_workers.rewards.pool import RewardPool
+from rollout_workers.rewards.rewards import Rewards, RewardSource, Scorer
+
+Worker = Callable[[int], RewardSource]
+
+
+def scorer_of(config: RewardConfig, base_dir: str, worker: Worker) -> Scorer:
+    """base_dir: folder that the paths of plugins start at. worker: the source of the N-th reward model, `reward-N`."""
+    if not config.composite:
+        return Rewards(_source(config, base_dir, worker, 0), timeout_seconds=config.timeout_seconds, retries=config.retries)
+    parts: list[Part] = []
+    served = 0
+    for name in part_names(config):
+        parts.append(_part(name, config, base_dir, worker, served))
+        served += config.composite[name].HasField("model")
+    return Composite(parts)
+
+
+def models_of(config: RewardConfig) -> list[ScoringModelConfig]:
+    """The reward models in the order of their workers."""
+    if config.HasField("model"):
+        return [config.model]
+    return [config.composite[name].model for name in part_names(config) if config.composite[name].HasField("model")]
+
+
+def part_names(config: RewardConfig) -> Sequence[str]:
+    """Names of the parts of a composite reward, in the order in which they are summed."""
+    return sorted(config.composite)
+
+
+def _part(name: str, config: RewardConfig, base_dir: str, worker: Worker, served: int) -> Part:
+    part = config.composite[name]
+    return Part(
+        name,
+        part.weight,
+        Rewards(
+            _source(part, base_dir, worker, served),
+            timeout_seconds=part.timeout_seconds if part.HasField("timeout_seconds") else config.timeout_seconds,
+            retries=part.retries if part.HasField("retries") else config.retries,
+        ),
+    )
+
+
+def _source(config: RewardConfig | RewardPartConfig, base_dir: str, worker: Worker, served: int) -> RewardSource:
+    if config.HasField("model"):
+        return worker(served)
+    if config.HasField("expression"):
+        return RewardPool({"expression": config.expression})
+    return RewardPool({"plugin": config.plugin, "base_dir": base_dir})

@@ -1,0 +1,192 @@
+"""Rewards, asked for in batches, with a time limit and retries.
+
+What scores is a :class:`RewardSource`: a process with the user's code (``pool``) or a reward worker
+(``reward_worker_client``). Whatever goes wrong with it makes the samples INFRA_FAILED with a reason; it never makes a reward
+of 0.
+
+Groups that finish while a call runs are scored together by the next call. When a call for several groups fails, each group is
+called alone, so a bad sample costs its own group only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from rollout.plugin import RewardError, Score
+from rollout_workers.environments.environment import Result, failed, reason_of
+
+log = logging.getLogger(__name__)
+
+_MOST_GROUPS = 4096
+
+
+class Scorable(NamedTuple):
+    """One completion to be scored. prompt_ids, token_ids: int32, little-endian, of prompt and completion."""
+
+    prompt: str
+    completion: str
+    prompt_ids: bytes = b""
+    token_ids: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardGroup:
+    """Samples of one row."""
+
+    row_json: bytes
+    samples: tuple[Scorable, ...]
+
+
+class RewardSource(Protocol):
+    """What scores samples. Calls may overlap."""
+
+    async def start(self) -> None:
+        """Make ready. Raises ``RewardError``."""
+        ...
+
+    async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
+        """Scores of all samples of all groups, in order. Raises ``RewardError``, after ``timeout`` seconds at the latest."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started; idempotent."""
+        ...
+
+
+class Scorer(Protocol):
+    """What an environment scores completions with: one reward or several. Belongs to one event loop.
+
+    failures: samples that no try could score. retries: calls that were repeated after a failure.
+    """
+
+    @property
+    def failures(self) -> int: ...
+
+    @property
+    def retries(self) -> int: ...
+
+    async def start(self) -> None:
+        """Make ready. Raises ``RewardError``."""
+        ...
+
+    async def score(self, groups: Sequence[RewardGroup]) -> list[list[Result]]:
+        """One list of results a group, in order. Never raises for what a reward does."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started; whoever waits gets REWARD_CLOSED."""
+        ...
+
+
+@dataclass(slots=True)
+class _Waiting:
+    group: RewardGroup
+    done: asyncio.Future[list[Result]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Rewards:
+    """Scores groups with one source: the :class:`Scorer` of a single reward."""
+
+    def __init__(self, source: RewardSource, *, timeout_seconds: float, retries: int) -> None:
+        """timeout_seconds: of one call. retries: further tries of a failed call."""
+        self._source = source
+        self._timeout, self._retries = timeout_seconds, retries
+        self._waiting: deque[_Waiting] = deque()
+        self._most_groups = _MOST_GROUPS
+        self._caller: asyncio.Task[None] | None = None
+        self._isolating: set[asyncio.Task[None]] = set()
+        self.failures = 0  # samples that no try could score
+        self.retries = 0  # calls that were repeated after a failure
+
+    async def start(self) -> None:
+        """Start the source. Raises ``RewardError``."""
+        await self._source.start()
+
+    async def score(self, groups: Sequence[RewardGroup]) -> list[list[Result]]:
+        """One list of results a group, in order."""
+        waiting = [_Waiting(group) for group in groups]
+        self._waiting.extend(waiting)
+        if self._caller is None:
+            self._caller = asyncio.create_task(self._call_all(), name="rewards")
+        return [await w.done for w in waiting]
+
+    async def close(self) -> None:
+        """End the source; whoever waits gets REWARD_CLOSED."""
+        tasks = [t for t in (self._caller, *self._isolating) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for waiting in self._waiting:
+            _settle(waiting, [failed("REWARD_CLOSED")] * len(waiting.group.samples))
+        self._waiting.clear()
+        await self._source.close()
+
+    async def _call_all(self) -> None:
+        """Score what waits, a batch a call, until nothing does."""
+        try:
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._most_groups))]
+                try:
+                    results = await self._call([w.group for w in batch])
+                except RewardError as error:
+                    self._split(batch, error)
+                except BaseException:
+                    for w in batch:
+                        _settle(w, [failed("REWARD_CLOSED")] * len(w.group.samples))
+                    raise
+                else:
+                    for w, scored in zip(batch, results, strict=True):
+                        _settle(w, scored)
+        finally:
+            self._caller = None
+
+    def _split(self, batch: list[_Waiting], error: RewardError) -> None:
+        """Call each group of a failed batch alone; the first try counts where it was alone already."""
+        if error.reason == "REWARD_TIMEOUT" and len(batch) > 1:
+            self._most_groups = max(1, len(batch) // 2)  # it may just be slow
+        used = 1 if len(batch) == 1 else 0
+        for w in batch:
+            task = asyncio.create_task(self._isolate(w, error, used), name="reward retry")
+            self._isolating.add(task)
+            task.add_done_callback(self._isolating.discard)
+
+    async def _isolate(self, waiting: _Waiting, error: RewardError, used: int) -> None:
+        first = error
+        try:
+            for _ in range(used, self._retries + 1):
+                self.retries += 1
+                try:
+                    [results] = await self._call([waiting.group])
+                except RewardError as again:
+                    error = again
+                else:
+                    _settle(waiting, results)
+                    log.warning("a reward failed and was scored by another try: %s", first)
+                    return
+            self.failures += len(waiting.group.samples)
+            log.warning("a reward failed, its samples are INFRA_FAILED: %s", error)
+        finally:
+            _settle(waiting, [failed(reason_of(error, "REWARD_RAISED"))] * len(waiting.group.samples))
+
+    async def _call(self, groups: list[RewardGroup]) -> list[list[Result]]:
+        """One call over all samples. Raises ``RewardError``."""
+        scores = await self._source.call(groups, self._timeout)
+        made = {id(score): score for score in scores}  # several samples may share one
+        results = {at: _result(score) for at, score in made.items()}
+        each = iter(scores)
+        return [[results[id(next(each))] for _ in group.samples] for group in groups]
+
+
+def _result(score: Score) -> Result:
+    return Result(score.reward, score.metrics, token_rewards=tuple(score.token_rewards), steps=tuple(score.steps))
+
+
+def _settle(waiting: _Waiting, results: list[Result]) -> None:
+    with contextlib.suppress(asyncio.InvalidStateError):
+        waiting.done.set_result(results)

@@ -1,0 +1,81 @@
+"""Where the events of a run come from: the event log of the control plane, or a file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import grpc
+from google.protobuf import json_format
+
+from rollout.event.v1.event_pb2 import Event
+from rollout.storage.v1.storage_pb2 import EventFilter, TailEventsRequest, TailEventsResponse
+from rollout.storage.v1.storage_pb2_grpc import EventServiceStub
+from rollout_workers.trackers.types import KINDS
+from rollout_workers.worker.discovery import Services, ServiceUnavailable
+
+log = logging.getLogger(__name__)
+
+Source = Callable[[], AsyncIterator[Event]]
+"""The events of a run that a sink may want, from the first on, and ``run.state``; each call begins anew."""
+ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "INTERRUPTED")
+_WANTED = (*KINDS, "run.state")
+_LATE_SECONDS = 2.0  # events of the last step travel another way than the run's end
+_PAUSE_SECONDS = 1.0
+
+
+def from_services(make: Callable[[], Services], run_id: str, since: float) -> Source:
+    """Follow the event log until the run ends, over any absence of the control plane. since: seconds since 1970; an end before
+    that is one from which the run was resumed."""
+
+    async def events() -> AsyncIterator[Event]:
+        services, after = make(), 0
+        try:
+            while True:
+                try:
+                    stub = await services.stub("storage", EventServiceStub)
+                    wanted = EventFilter(run_id=run_id, kinds=_WANTED, after_sequence=after)
+                    stream = stub.TailEvents(TailEventsRequest(filter=wanted), metadata=services.metadata())
+                    async for event in _until_the_end(stream, since):
+                        after = event.sequence
+                        yield event
+                    return
+                except (ServiceUnavailable, grpc.aio.AioRpcError) as error:
+                    log.info("the event log can't be followed at the moment: %s", error)
+                    services.forget("storage")
+                    await asyncio.sleep(_PAUSE_SECONDS)
+        finally:
+            await services.close()
+
+    return events
+
+
+async def _until_the_end(stream: grpc.aio.UnaryStreamCall, since: float) -> AsyncIterator[Event]:
+    ended = False
+    while True:
+        try:
+            async with asyncio.timeout(_LATE_SECONDS if ended else None):
+                response = await stream.read()
+        except TimeoutError:
+            stream.cancel()
+            return
+        if not isinstance(response, TailEventsResponse):
+            raise ServiceUnavailable("the event log ended its stream")
+        for event in response.events:
+            yield event
+            ended = ended or (
+                event.kind == "run.state" and event.attributes["state"] in ENDED and event.time.ToNanoseconds() / 1e9 >= since
+            )
+
+
+def from_lines(lines: Sequence[str] | Path) -> Source:
+    """Events as JSON, one a line, of a file or given. Raises ``OSError``, ``json_format.ParseError``."""
+
+    async def events() -> AsyncIterator[Event]:
+        given = lines.read_text().splitlines() if isinstance(lines, Path) else lines
+        for line in given:
+            yield json_format.Parse(line, Event())
+
+    return events

@@ -1,0 +1,72 @@
+"""The critic of PPO: what the rest of a completion is worth, at each of its tokens."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.utils import logging as transformers_logging
+
+from rollout_workers.trainer import single_pass
+from rollout_workers.trainer.freezing import checkpoint_gradients
+from rollout_workers.trainer.packing import MicroBatch
+from rollout_workers.trainer.policy import Policy, call_packed
+from rollout_workers.trainer.ranks import ALONE, Inside, Ranks
+from rollout_workers.weights.pretrained import load_whole
+
+
+class Critic(nn.Module):
+    """A scalar head that begins at 0, on the policy's own last hidden states or on a network of its own.
+
+    On the policy's (``on_policy``) the value loss moves the policy's trunk too, and one optimizer holds both; a network, which
+    begins as a copy of the policy's trunk, is left alone by the policy's loss and has its own learning rate.
+    """
+
+    _inside: Inside
+
+    def __init__(self, policy: Policy, directory: str | os.PathLike[str] | None = None, *, checkpointing: bool = False) -> None:
+        """directory: the model's folder, for a network of its own. checkpointing: of its gradients."""
+        super().__init__()
+        model: Any = policy.model
+        self.trunk: Any = None
+        if directory is not None:
+            transformers_logging.disable_progress_bar()
+            trunk: Any = load_whole(AutoModel, directory, dtype=model.dtype)
+            self.trunk = trunk.to(model.device).eval()
+            self.trunk.set_attn_implementation(model.config._attn_implementation)  # what the policy's agreed with
+            single_pass.install(self.trunk)
+            if checkpointing:
+                checkpoint_gradients(self.trunk)
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self._enter(ALONE)
+
+    def shard(self, ranks: Ranks) -> None:
+        """Keep this rank's part."""
+        self._enter(ranks)
+
+    def _enter(self, ranks: Ranks) -> None:
+        self.__dict__["_inside"] = ranks.shard(self)  # as an attribute it would be a module of this one
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether ``values`` needs the policy's hidden states."""
+        return self.trunk is None
+
+    def values(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        """float32 [N], with gradient: the value before each trained token. hidden: [M, H], the policy's at each predictor."""
+        return self._inside(self._values, batch, hidden)
+
+    def _values(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        predictor = torch.from_numpy(batch.predictor).to(self.head.weight.device)
+        if self.trunk is not None:
+            states = call_packed(self.trunk, batch, device=self.trunk.device, dtype=self.trunk.dtype).last_hidden_state.flatten(
+                0, 1
+            )
+            hidden = states.index_select(0, torch.from_numpy(batch.predictors).to(states.device))
+        assert hidden is not None
+        return self.head(hidden.float())[predictor, 0]

@@ -1,0 +1,18 @@
+"""What a step minimises: from samples to updates, and from a micro-batch to its part of the loss. One a family of algorithms."""
+
+from rollout_workers.trainer.objective.base import Machine, Objective, Part
+from rollout_workers.trainer.objective.preference import Preferences
+from rollout_workers.trainer.objective.ranked import Ranked
+from rollout_workers.trainer.objective.score import Scores
+from rollout_workers.trainer.objective.token import Tokens
+from rollout_workers.trainer.objective.unpaired import Unpaired
+
+FAMILIES: dict[str, type[Objective]] = {
+    "tokens": Tokens,
+    "pairs": Preferences,
+    "ranked": Ranked,
+    "unpaired": Unpaired,
+    "scores": Scores,
+}
+
+__all__ = ["FAMILIES", "Machine", "Objective", "Part"]

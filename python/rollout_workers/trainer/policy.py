@@ -1,0 +1,214 @@
+"""A causal language model as the learner sees it: micro-batch in, log-probabilities of the trained tokens out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from rollout_workers.trainer import single_pass
+from rollout_workers.trainer.adapter import Adapter, LoraConfig
+from rollout_workers.trainer.freezing import checkpoint_gradients, freeze
+from rollout_workers.trainer.logprob import logit_logprobs, token_logprobs
+from rollout_workers.trainer.packing import MicroBatch, pack
+from rollout_workers.trainer.ranks import ALONE, Ranks
+from rollout_workers.trainer.shards import whole
+from rollout_workers.trainer.tree_attention import install, installed
+from rollout_workers.trainer.tree_layout import tree_layout
+from rollout_workers.trainer.types import TrainSample
+from rollout_workers.weights import LiveWeights
+from rollout_workers.weights.head import plain_head
+from rollout_workers.weights.pretrained import load_whole
+
+log = logging.getLogger(__name__)
+
+PROBE = 48  # tokens
+NO_MASK = torch.zeros(1, 1, 1, 1)  # of four dimensions: models take such a one as it is, and make none
+# Largest difference of a logprob by which two ways to compute it may differ and count as the same.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What a forward pass gives for N trained tokens and M predicting positions."""
+
+    tokens: Tensor
+    """float32 [N], with gradient where gradients are on."""
+    entropy: Tensor
+    """float32 [M]: entropy in nats of the distribution at each predicting position, with gradient where gradients are on."""
+    hidden: Tensor | None = None
+    """[M, H]: last hidden state at each predicting position, with gradient; where it was asked for."""
+
+
+class Policy:
+    """A Hugging Face causal model with the shortcuts that hold for it.
+
+    Two shortcuts are tried against plain calls of the model when it is loaded, and used only where they agree: prefix
+    trees (``share_prefixes``; not with recurrent or windowed layers), and logprobs straight from the hidden states
+    (``linear_head``; not where the model scales or caps its logits, see ``plain_head``). Dropout is off.
+    """
+
+    _live: LiveWeights | None = None  # made at the first use, when the model is what it will be
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.adapter: Adapter | None = None
+        single_pass.install(model)
+        self._inside = ALONE.shard(model)
+        self.linear_head = plain_head(model)
+        self.share_prefixes = True
+        self.linear_head = self.linear_head and self._agrees(share_prefixes=False)
+        if not self.linear_head:
+            log.info("%s makes its logits itself: they are held whole, tokens x vocabulary", type(model).__name__)
+        self.share_prefixes = attends_everywhere(model.config) and install(model, lambda: self._agrees(share_prefixes=True))
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device | None = None,
+    ) -> Policy:
+        """Load a folder in the Hugging Face layout; onto the GPU where there is one, else the CPU, unless told otherwise."""
+        return cls(cls.load_model(directory, dtype=dtype, device=device))
+
+    @staticmethod
+    def load_model(
+        directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None
+    ) -> PreTrainedModel:
+        """The model alone, where ``load`` puts it. Raises ``WeightsIncomplete``."""
+        transformers_logging.disable_progress_bar()
+        model: Any = load_whole(AutoModelForCausalLM, directory, dtype=dtype)
+        return model.to(device or ALONE.loading_device)
+
+    @classmethod
+    def prepare(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        lora: LoraConfig | None = None,
+        frozen: Sequence[str] = (),
+        checkpointing: bool = False,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+    ) -> Policy:
+        """Load a model to be trained. Raises ``BadSettings`` where the settings don't fit it."""
+        policy = cls.load(directory, dtype=dtype, device=device)
+        if checkpointing:
+            checkpoint_gradients(policy.model)
+        freeze(policy.model, frozen)
+        if lora is not None:
+            policy.adapter = Adapter(policy.model, lora, seed=seed)
+        return policy
+
+    def shard(self, ranks: Ranks) -> None:
+        """Keep this rank's part, once the model is as it is to be trained; all ranks then make the same calls."""
+        self._inside, self._live = ranks.shard(self.model), None
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their Hugging Face names, whole, adapters merged in."""
+        if self.adapter is not None:
+            return self.adapter.merged()
+        if self._live is None:
+            self._live = LiveWeights(self.model)
+        return ((name, whole(tensor)) for name, tensor in self._live)
+
+    def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0, hidden: bool = False) -> Logprobs:
+        """Log-probabilities of a micro-batch's trained tokens, of the policy at ``temperature``. hidden: also what they come
+        from."""
+        return Logprobs(*self._inside(self._logprobs, batch, temperature, hidden))
+
+    def _logprobs(self, batch: MicroBatch, temperature: float, hidden: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The fields of ``Logprobs``."""
+        device = self.model.device
+        predictors, predictor, target = (
+            torch.from_numpy(array).to(device) for array in (batch.predictors, batch.predictor, batch.target)
+        )
+        if not self.linear_head:
+            output = self._call(self.model, batch, output_hidden_states=hidden)
+            logits = output.logits.flatten(0, 1)
+            tokens, entropy = logit_logprobs(logits, predictors, predictor, target, temperature=temperature)
+            states = output.hidden_states[-1].flatten(0, 1).index_select(0, predictors) if hidden else None
+            return tokens, entropy, states
+        states = self._call(self.model.base_model, batch).last_hidden_state.flatten(0, 1).index_select(0, predictors)
+        head: Any = self.model.get_output_embeddings()
+        tokens, entropy = token_logprobs(states, head.weight, head.bias, predictor, target, temperature=temperature)
+        return tokens, entropy, states if hidden else None
+
+    def _call(self, module: torch.nn.Module, batch: MicroBatch, **options: bool) -> Any:
+        return call_packed(module, batch, device=self.model.device, dtype=self.model.dtype, **options)
+
+    @torch.no_grad()
+    def _agrees(self, *, share_prefixes: bool) -> bool:
+        """Whether the shortcuts now set give the logprobs of a plain call, on four short sequences."""
+        samples = probe_samples(self.model.config.get_text_config().vocab_size)
+        try:
+            (batch,) = pack(samples, range(len(samples)), tokens=1 << 20, share_prefixes=share_prefixes)
+            found = torch.full((len(samples), len(samples[0].token_ids)), torch.nan)
+            found[batch.sample, batch.place] = self.logprobs(batch).tokens.float().cpu()
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False
+        token_ids = torch.from_numpy(np.stack([sample.token_ids for sample in samples])).long()
+        logits = self.model(input_ids=token_ids.to(self.model.device), use_cache=False).logits.float().cpu()
+        wanted = logits[:, :-1].log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
+        return bool(((found[:, 1:] - wanted).abs().max() < TOLERANCE[self.model.dtype]).item())
+
+
+def call_packed(module: Any, batch: MicroBatch, *, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
+    """Call a Hugging Face module on a micro-batch's rows, each of one sequence or a prefix tree."""
+    token_ids = torch.from_numpy(batch.token_ids).to(device)
+    if batch.subtree_end is None:
+        return module(input_ids=token_ids, use_cache=False, **options)
+    tree = tree_layout(batch.subtree_end, batch.sizes, device) if installed(module) else None
+    if tree is not None:
+        options["tree"] = tree
+    return module(
+        input_ids=token_ids,
+        position_ids=torch.from_numpy(batch.positions).to(device),
+        attention_mask=tree_mask(torch.from_numpy(batch.subtree_end).to(device), dtype) if tree is None else NO_MASK,
+        use_cache=False,
+        **options,
+    )
+
+
+def tree_mask(subtree_end: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive attention mask of prefix trees: 0 where ``j <= i < subtree_end[j]``, else the lowest number.
+
+    subtree_end: int64 [B, T]. Returns dtype [B, 1, T, T], rows i, columns j.
+    """
+    place = torch.arange(subtree_end.shape[1], device=subtree_end.device)
+    seen = (place[:, None] >= place) & (place[:, None] < subtree_end[:, None, :])
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def attends_everywhere(config: PreTrainedConfig) -> bool:
+    """Whether every layer is plain attention over the whole sequence; a window would show on long sequences only."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    local = "local" in (getattr(text, "attention_layers", None) or ())  # GPT-Neo
+    return kinds == {"full_attention"} and not local and not getattr(text, "sliding_window", None)
+
+
+def probe_samples(vocabulary: int) -> list[TrainSample]:
+    """Four sequences that begin alike and part at different places, each so long that ``tree_layout`` cuts their row."""
+    generator = np.random.default_rng(0)
+    stem = generator.integers(0, vocabulary, PROBE)
+    samples = []
+    for number, shared in enumerate((PROBE, 28, 28, 12)):
+        token_ids = np.concatenate((stem[:shared], generator.integers(0, vocabulary, PROBE - shared))).astype(np.int32)
+        mask = np.ones(PROBE, np.uint8)
+        samples.append(TrainSample("probe", number, token_ids, 0, mask, np.zeros(PROBE, np.float32)))
+    return samples

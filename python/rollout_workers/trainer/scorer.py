@@ -1,0 +1,85 @@
+"""A reward model as the learner sees it: the trunk of a causal model with a scalar head."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+from transformers.utils import logging as transformers_logging
+
+from rollout_workers.trainer import single_pass
+from rollout_workers.trainer.packing import MicroBatch, pack
+from rollout_workers.trainer.policy import TOLERANCE, Policy, attends_everywhere, call_packed, probe_samples
+from rollout_workers.trainer.ranks import ALONE
+from rollout_workers.trainer.tree_attention import install
+from rollout_workers.trainer.types import BadSettings
+from rollout_workers.weights.pretrained import load_whole
+
+
+class Scorer(Policy):
+    """A Hugging Face sequence classifier with one label. A causal model gets a new head, the same for the same seed."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.adapter = None
+        single_pass.install(model)
+        self._inside = ALONE.shard(model)
+        self.linear_head = False
+        self.share_prefixes = attends_everywhere(model.config)
+        self.share_prefixes = self.share_prefixes and install(model, self._scores_agree)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device | None = None,
+    ) -> Scorer:
+        """Load a folder in the Hugging Face layout. Raises ``BadSettings`` for an architecture without a classifier."""
+        transformers_logging.disable_progress_bar()
+        level = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # it tells that the head is new
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                model: Any = load_whole(
+                    AutoModelForSequenceClassification, directory, new=["score.weight"], dtype=dtype, num_labels=1
+                )
+        except ValueError as error:
+            raise BadSettings(f"{directory} can't be a reward model: {error}") from error
+        finally:
+            transformers_logging.set_verbosity(level)
+        if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+            raise BadSettings(
+                f"{type(model).__name__} has no linear `score` head; reward models are trained from decoders that have"
+            )
+        return cls(model.to(device or ALONE.loading_device))
+
+    def scores(self, batch: MicroBatch) -> Tensor:
+        """float32 [N], with gradient: the score read at the position that predicts each trained token."""
+        return self._inside(self._scores, batch)
+
+    def _scores(self, batch: MicroBatch) -> Tensor:
+        model: Any = self.model
+        states = call_packed(model.base_model, batch, device=model.device, dtype=model.dtype).last_hidden_state.flatten(0, 1)
+        places = torch.from_numpy(batch.predictors[batch.predictor]).to(model.device)
+        return model.score(states.index_select(0, places)).float()[:, 0]
+
+    @torch.no_grad()
+    def _scores_agree(self) -> bool:
+        samples = probe_samples(self.model.config.get_text_config().vocab_size)
+        found = []
+        for share in (True, False):
+            (batch,) = pack(samples, range(len(samples)), tokens=1 << 20, share_prefixes=share)
+            try:
+                scores = self.scores(batch).cpu()
+            except (TypeError, ValueError, RuntimeError, AttributeError):
+                return False
+            table = torch.zeros(len(samples), len(samples[0].token_ids))
+            table[batch.sample, batch.place] = scores
+            found.append(table)
+        return bool((found[0] - found[1]).abs().max() < TOLERANCE[self.model.dtype])

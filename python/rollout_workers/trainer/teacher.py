@@ -1,0 +1,36 @@
+"""The model that says how likely each sampled token was, for distillation."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from rollout_workers.trainer.packing import MicroBatch
+from rollout_workers.trainer.policy import Policy
+from rollout_workers.trainer.ranks import Ranks
+from rollout_workers.trainer.types import BadSettings
+
+
+class Teacher:
+    """A model beside the policy, never trained. Its tokens are the policy's."""
+
+    def __init__(self, directory: str | os.PathLike[str], policy: Policy) -> None:
+        """Load ``directory``. Raises ``OSError`` where it can't be loaded, ``BadSettings`` for another vocabulary."""
+        self._policy = Policy.load(directory, dtype=policy.model.dtype, device=policy.model.device)
+        theirs, ours = (model.config.get_text_config().vocab_size for model in (self._policy.model, policy.model))
+        if theirs != ours:
+            raise BadSettings(
+                f"the teacher in {os.fspath(directory)} has a vocabulary of {theirs} tokens, the model one of {ours}; "
+                "take a teacher with the same tokenizer"
+            )
+
+    def shard(self, ranks: Ranks) -> None:
+        """Keep this rank's part."""
+        self._policy.shard(ranks)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Tensor:
+        """float32 [N]: logprobs of a micro-batch's trained tokens."""
+        return self._policy.logprobs(batch, temperature=temperature).tokens

@@ -1,0 +1,174 @@
+"""What the learner has published, for workers that can't open its folder: the newest versions whole, and patches between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.weights.v1 import weights_pb2 as pb
+from rollout_workers.weights.transfer import patch
+from rollout_workers.weights.transfer.depot import ADAPTER_FILE, TENSOR_FILE, mapped
+from rollout_workers.weights.transfer.errors import NotHeld
+from rollout_workers.weights.transfer.stored import Stored
+
+log = logging.getLogger(__name__)
+
+_WHOLE = 2  # versions
+_PATCHES = 16
+_SHARE = 0.5  # of the whole: more than that is not worth patching
+_DENSE_VERSIONS = 16  # not tried again for so many versions where too much had changed
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version. data: its file, every tensor or adapters alone."""
+
+    version: int
+    digest: str
+    form: pb.WeightsForm.ValueType
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    base_version: int
+    base: str
+    version: int
+    data: bytes
+
+
+class Catalog:
+    """Nothing is encoded before a worker asks for a patch; from then on each version's is made when it is published.
+
+    ``published`` belongs to the trainer's thread, the rest to any.
+    """
+
+    def __init__(self, stored: Stored | None = None, threads: int | None = None) -> None:
+        """stored: where the storage service is to have them. threads: for encoding; absent: half of the cores."""
+        self._stored = stored
+        self._threads = threads or max(1, (os.cpu_count() or 1) // 2)
+        self._lock = threading.Lock()
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="patch")
+        self._versions: dict[str, Published] = {}
+        self._links: dict[str, _Link] = {}  # by the digest that they lead to
+        self._wanted = False
+        self._dense = -1  # the version up to which no patch is tried
+
+    def published(self, version: int, digest: str, folder: Path) -> None:
+        """A version lies in ``folder``; what was published before with the same digest is another form of it, or the same."""
+        form = pb.WEIGHTS_FORM_ADAPTER if (folder / ADAPTER_FILE).is_file() else pb.WEIGHTS_FORM_WHOLE
+        data = mapped(folder / (ADAPTER_FILE if form == pb.WEIGHTS_FORM_ADAPTER else TENSOR_FILE))
+        with self._lock:
+            before = next(reversed(self._versions.values()), None)
+            self._versions.pop(digest, None)
+            self._versions[digest] = Published(version, digest, form, data)
+            while len(self._versions) > _WHOLE:
+                del self._versions[next(iter(self._versions))]
+            eager = self._wanted and before is not None
+        if eager and before is not None and before.digest != digest:
+            self._encoding.submit(self._link, before, self._versions[digest])
+
+    def find(self, digest: str, form: int, base_digest: str) -> memoryview:
+        """The bytes of a form of a version. Raises ``NotHeld``."""
+        if form == pb.WEIGHTS_FORM_PATCH:
+            link = self._links.get(digest)
+            if link is None or link.base != base_digest:
+                raise NotHeld(f"there is no patch from {base_digest} to {digest} here")
+            return memoryview(link.data)
+        held = self._version(digest)
+        if held.form != form:
+            raise NotHeld(f"{digest} is here in another form", fix="ask again how it is to be had")
+        return held.data
+
+    def adapts(self, digest: str) -> bool:
+        """Whether a version was published as adapters alone."""
+        held = self._versions.get(digest)
+        return held is not None and held.form == pb.WEIGHTS_FORM_ADAPTER
+
+    async def offers(self, digest: str, base_digest: str, *, whole: bool, store: bool) -> list[pb.WeightsOffer]:
+        """How a worker that holds ``base_digest`` (or nothing known: empty) gets a version. whole: in no other form.
+
+        Raises ``NotHeld``, and what storing raises.
+        """
+        held = self._version(digest)
+        if whole and held.form == pb.WEIGHTS_FORM_ADAPTER:
+            raise NotHeld(f"{digest} is here as adapters alone", fix="the next version is published whole")
+        offers = [pb.WeightsOffer(version=held.version, digest=digest, form=held.form)]
+        if not whole and held.form == pb.WEIGHTS_FORM_WHOLE and base_digest and base_digest != digest:
+            offers = await asyncio.get_running_loop().run_in_executor(self._encoding, self._chain, base_digest, held) or offers
+        for offer in offers:
+            data = await asyncio.to_thread(self.find, offer.digest, offer.form, offer.base_digest)
+            offer.bytes = len(data)
+            if store and self._stored is not None:
+                name = f"{pb.WeightsForm.Name(offer.form)} {offer.base_digest} {offer.digest}"
+                offer.content_id = await self._stored.put(name, data)
+        return offers
+
+    async def close(self, *, keep: bool = False) -> None:
+        """keep: what is in the storage service serves on, in the hands of another learner."""
+        self._encoding.shutdown(wait=False, cancel_futures=True)
+        if self._stored is not None and not keep:
+            await self._stored.close()
+
+    def _version(self, digest: str) -> Published:
+        held = self._versions.get(digest)
+        if held is None:
+            raise NotHeld(f"{digest} is not published here any more", fix="ask for the newest version")
+        return held
+
+    def _chain(self, base_digest: str, wanted: Published) -> list[pb.WeightsOffer]:
+        """Patches from one version to another, where they are small; in the encoding thread."""
+        self._wanted = True
+        with self._lock:
+            base = self._versions.get(base_digest)
+        if base is not None:
+            self._link(base, wanted)
+        links: list[_Link] = []
+        digest = wanted.digest
+        while digest != base_digest:
+            link = self._links.get(digest)
+            if link is None or len(links) >= _PATCHES:
+                return []
+            links.insert(0, link)
+            digest = link.base
+        if sum(len(link.data) for link in links) > _SHARE * len(wanted.data):
+            return []
+        reached = [link.base for link in links[1:]] + [wanted.digest]
+        return [
+            pb.WeightsOffer(
+                version=link.version,
+                digest=digest,
+                form=pb.WEIGHTS_FORM_PATCH,
+                base_version=link.base_version,
+                base_digest=link.base,
+            )
+            for link, digest in zip(links, reached, strict=True)
+        ]
+
+    def _link(self, base: Published, wanted: Published) -> None:
+        """Make the patch from one version to the next, once."""
+        known = self._links.get(wanted.digest)
+        if (known is not None and known.base == base.digest) or wanted.version <= self._dense:
+            return
+        if base.form != pb.WEIGHTS_FORM_WHOLE or wanted.form != pb.WEIGHTS_FORM_WHOLE:
+            return
+        ends = patch.Ends(base.version, base.digest, wanted.version, wanted.digest)
+        try:
+            data = patch.encode(base.data, wanted.data, ends, most_bytes=int(_SHARE * len(wanted.data)), threads=self._threads)
+        except Exception:
+            log.exception("no patch from version %d to %d", base.version, wanted.version)
+            data = None
+        if data is None:
+            self._dense, self._wanted = wanted.version + _DENSE_VERSIONS, False
+            return
+        with self._lock:
+            self._links.pop(wanted.digest, None)
+            self._links[wanted.digest] = _Link(base.version, base.digest, wanted.version, data)
+            size = sum(len(link.data) for link in self._links.values())
+            while len(self._links) > 1 and (len(self._links) > _PATCHES or size > _SHARE * len(wanted.data)):
+                size -= len(self._links.pop(next(iter(self._links))).data)

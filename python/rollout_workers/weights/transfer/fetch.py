@@ -1,0 +1,127 @@
+"""Brings the bytes of an offer to this host, from whoever has them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import crc32c
+import grpc
+
+from rollout.storage.v1.storage_pb2 import GetArtifactRequest
+from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
+from rollout.weights.v1 import weights_pb2 as pb
+from rollout.weights.v1.weights_pb2_grpc import WeightsServiceStub
+from rollout_workers.weights.transfer.errors import SourcesLost
+from rollout_workers.weights.transfer.stored import PREAMBLE
+from rollout_workers.worker.discovery import Services, ServiceUnavailable
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 2  # how often each source is asked in vain before a transfer is given up
+_PAUSE_SECONDS = 0.05
+_SILENCE_SECONDS = 30.0
+
+Pieces = AsyncIterator[tuple[int, bytes]]
+"""Where a piece belongs, and its bytes."""
+
+
+class Broken(Exception):
+    """A piece that is not what was sent, or is not the next one; or the end came too soon."""
+
+
+class Fetcher:
+    """Fetches for one run. Sources are asked in turn; each goes on where the one before it stopped."""
+
+    def __init__(self, run: str, services: Services) -> None:
+        self._run, self._services = run, services
+
+    async def fetch(self, offer: pb.WeightsOffer, path: Path) -> None:
+        """Return when ``path`` has the offer's bytes. What it has of them already is not fetched again.
+
+        Every piece is checked on its way; whether the bytes are the right ones the weights digest tells. Raises
+        :class:`SourcesLost`.
+        """
+        sources: list[tuple[str, Callable[[int], Pieces]]] = [
+            (peer, lambda offset, peer=peer: self._stream(peer, offer, offset)) for peer in offer.peers
+        ]
+        if offer.content_id:
+            sources.append(("storage", lambda offset: self._stored(offer, offset)))
+        failures = turn = 0
+        last = "no source was named"
+        with open(path, "ab") as file:
+            if file.tell() > offer.bytes:
+                file.truncate(0)
+            while (at := file.tell()) < offer.bytes:
+                if failures >= _ROUNDS * len(sources):
+                    raise SourcesLost(
+                        f"weights version {offer.version}: {at} of {offer.bytes} bytes came, then nobody sent more ({last})",
+                        fix="it is tried again; see whether the learner and the workers reach each other",
+                    )
+                name, pieces = sources[turn % len(sources)]
+                try:
+                    await _receive(pieces(at), file, offer.bytes)
+                except (grpc.aio.AioRpcError, ServiceUnavailable, Broken) as error:
+                    last = f"{name}: {_told(error)}"
+                    log.info("weights version %d at byte %d of %d: %s", offer.version, file.tell(), offer.bytes, last)
+                    turn += 1
+                    failures = 0 if file.tell() > at else failures + 1
+                    await asyncio.sleep(_PAUSE_SECONDS * min(failures, 20))
+
+    async def _stream(self, peer: str, offer: pb.WeightsOffer, offset: int) -> Pieces:
+        request = pb.FetchWeightsRequest(
+            run_id=self._run, digest=offer.digest, form=offer.form, base_digest=offer.base_digest, offset=offset
+        )
+        stub = self._services.peer(peer, WeightsServiceStub)
+        async for piece in stub.FetchWeights(request, metadata=self._services.metadata()):
+            if piece.total_bytes != offer.bytes:
+                raise Broken(f"has {piece.total_bytes} bytes of it, {offer.bytes} were offered")
+            if crc32c.crc32c(piece.chunk) != piece.crc32c:
+                raise Broken(f"the piece at byte {piece.offset} has another checksum than it was sent with")
+            yield piece.offset, piece.chunk
+
+    async def _stored(self, offer: pb.WeightsOffer, offset: int) -> Pieces:
+        stub = await self._services.stub("storage", ArtifactServiceStub)
+        at = PREAMBLE + offset if offset else 0  # read from its beginning, an artifact is verified on its way
+        request = GetArtifactRequest(content_id=offer.content_id, offset=at)
+        try:
+            async for piece in stub.GetArtifact(request, metadata=self._services.metadata()):
+                start = max(at, PREAMBLE)
+                yield start - PREAMBLE, piece.chunk[start - at :]
+                at += len(piece.chunk)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._services.forget("storage")
+            raise
+
+
+async def _receive(pieces: Pieces, file: BinaryIO, wanted: int) -> None:
+    """Append the pieces. Raises :class:`Broken` where one is missing or too many."""
+    while True:
+        try:
+            async with asyncio.timeout(_SILENCE_SECONDS):  # a host that vanished ends no stream
+                offset, data = await anext(pieces)
+        except StopAsyncIteration:
+            break
+        except TimeoutError:
+            raise Broken(f"nothing came for {_SILENCE_SECONDS:g} s") from None
+        at = file.tell()
+        if offset != at:
+            raise Broken(f"byte {offset} came where byte {at} was due")
+        if at + len(data) > wanted:
+            raise Broken(f"{at + len(data)} bytes came, {wanted} were offered")
+        await asyncio.to_thread(_append, file, data)
+    if file.tell() < wanted:
+        raise Broken(f"the end came after {file.tell()} bytes")
+
+
+def _append(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()
+
+
+def _told(error: BaseException) -> str:
+    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)

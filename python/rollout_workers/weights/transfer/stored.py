@@ -1,0 +1,82 @@
+"""Weights in the storage service: one object a form of a version, removed when newer ones are there.
+
+Storage names an object by its content, and a snapshot may hold the very same file of tensors. So a preamble of 256 bytes, with
+the run and the digest, makes each of ours an object of its own, which can be removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+
+from rollout.storage.v1.storage_pb2 import DeleteArtifactsRequest, PutArtifactRequest
+from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
+from rollout_workers.worker.discovery import Services, ServiceUnavailable, call
+
+log = logging.getLogger(__name__)
+
+PREAMBLE = 256
+_CHUNK = 1 << 20
+_KEPT = 16  # objects: some versions, each whole and as patches
+
+
+class Stored:
+    """What the learner of a run has put there. ``ledger`` outlives the process, so that the next one removes what it left."""
+
+    def __init__(self, run: str, ledger: Path, services: Services) -> None:
+        self._run, self._ledger, self._services = run, ledger, services
+        self._names: dict[str, str] = {}
+        self._kept: list[str] = ledger.read_text().split() if ledger.is_file() else []
+
+    async def put(self, name: str, data: memoryview) -> str:
+        """Store bytes under a name of ours, once; returns their content id. Raises gRPC errors, ``ServiceUnavailable``."""
+        known = self._names.get(name)
+        if known is not None:
+            return known
+        preamble = f"rollout.weights.v1\n{self._run}\n{name}\n".encode().ljust(PREAMBLE, b"\0")
+        if len(preamble) > PREAMBLE:
+            raise ValueError(f"{name} is too long a name")
+        stub = await self._services.stub("storage", ArtifactServiceStub)
+
+        async def chunks() -> AsyncIterator[PutArtifactRequest]:
+            yield PutArtifactRequest(chunk=preamble)
+            for start in range(0, len(data), _CHUNK):
+                yield PutArtifactRequest(chunk=bytes(data[start : start + _CHUNK]))
+
+        try:
+            answer = await stub.PutArtifact(chunks(), metadata=self._services.metadata())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._services.forget("storage")
+            raise
+        self._names[name] = answer.content_id
+        self._kept = [content for content in self._kept if content != answer.content_id] + [answer.content_id]
+        await self._remove(self._kept[:-_KEPT])
+        return answer.content_id
+
+    async def close(self) -> None:
+        """Remove everything."""
+        with contextlib.suppress(grpc.aio.AioRpcError, ServiceUnavailable):
+            await self._remove(list(self._kept))
+
+    async def _remove(self, contents: list[str]) -> None:
+        """What can't be removed now stays in the ledger."""
+        try:
+            if contents:
+                request = DeleteArtifactsRequest(content_ids=contents)
+                await call(self._services, "storage", ArtifactServiceStub, "DeleteArtifacts", request, tries=1)
+                gone = set(contents)
+                self._kept = [content for content in self._kept if content not in gone]
+                self._names = {name: content for name, content in self._names.items() if content not in gone}
+        except (grpc.aio.AioRpcError, ServiceUnavailable) as error:
+            log.info("old weights stay in the storage service for now: %s", error)
+        finally:
+            if self._kept:
+                self._ledger.parent.mkdir(parents=True, exist_ok=True)
+                self._ledger.write_text("\n".join(self._kept))
+            else:
+                self._ledger.unlink(missing_ok=True)

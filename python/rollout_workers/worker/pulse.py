@@ -1,0 +1,111 @@
+"""The thread that keeps NATS content while the worker computes.
+
+It has an event loop and a connection of its own, so neither a long forward pass nor a busy main loop delays it. Each second it
+tells the stream of every work item in hand that it is still being worked on; and it carries the events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from nats.aio.client import Client
+
+from rollout.run.v1.run_pb2 import NatsAccess
+from rollout_workers.worker.bus import connect
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+_AGAIN_SECONDS = 0.1
+_PROGRESS = b"+WPI"
+
+
+class Pulse:
+    """A thread with an event loop and a NATS connection. ``hold`` and ``release`` may be called from any thread."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        name: str,
+        access: NatsAccess | None = None,
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """access: credentials other than the token, and TLS. leaving: whether the worker is about to leave: then a connection
+        that ends is no news."""
+        self._url, self._token, self._name, self._access, self._leaving = url, token, name, access, leaving
+        self._held: dict[str, None] = {}  # reply subjects; single operations are atomic
+        self._loop = asyncio.new_event_loop()
+        self._client: asyncio.Future[Client] | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; the connection is made in the background."""
+        self._thread.start()
+        self._ready.wait()
+
+    def hold(self, reply: str) -> None:
+        """From now on say each second that this message (its reply subject) is in progress."""
+        self._held[reply] = None
+
+    def release(self, reply: str) -> None:
+        """Say it no more."""
+        self._held.pop(reply, None)
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine on this thread's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def client(self) -> Client:
+        """The connection; waits until there is one. Only on this thread's loop."""
+        assert self._client is not None
+        return await asyncio.shield(self._client)
+
+    def stop(self) -> None:
+        """Close the connection and end the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._main())
+        self._loop.close()
+
+    async def _main(self) -> None:
+        self._stopping = asyncio.Event()
+        connecting = asyncio.create_task(
+            connect(self._url, self._token, name=f"{self._name} pulse", access=self._access, leaving=self._leaving)
+        )
+        self._client = asyncio.ensure_future(connecting)
+        self._ready.set()
+        beating = asyncio.create_task(self._beat())
+        await self._stopping.wait()
+        beating.cancel()
+        if connecting.done() and not connecting.cancelled():
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(2):
+                    await connecting.result().close()
+        while rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in rest:  # more than once: a task in one of nats-py's `wait_for` may lose a cancellation on Python 3.11
+                task.cancel()
+            await asyncio.wait(rest, timeout=_AGAIN_SECONDS)
+
+    async def _beat(self) -> None:
+        client = await self.client()
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            for reply in list(self._held):
+                try:
+                    await client.publish(reply, _PROGRESS)
+                except Exception as error:  # while reconnecting; the next beat tries again
+                    log.debug("progress: %r", error)
+                    break

@@ -1,0 +1,168 @@
+"""The worker's gRPC server: a bearer token on every call but health, TLS, typed errors, traces, validated requests."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health import SERVICE_NAME
+from grpc_reflection.v1alpha import reflection
+
+from rollout.channel import SERVER_OPTIONS
+from rollout_workers.worker.status import Unauthenticated, abort
+from rollout_workers.worker.telemetry import incoming, span
+from rollout_workers.worker.tls import PemFiles
+from rollout_workers.worker.validation import validate
+
+log = logging.getLogger(__name__)
+
+_HEALTH = "/grpc.health.v1.Health/"
+_REFLECTION = "/grpc.reflection."
+
+
+HOST_VARIABLE = "ROLLOUT_WORKER_HOST"
+"""Address of this host on which a worker serves and under which others reach it; without it only this host does."""
+INSECURE_VARIABLE = "ROLLOUT_WORKER_INSECURE_LISTEN"
+"""`true` allows a host that is not loopback in plain text: only on a private network."""
+
+
+class PlainText(Exception):
+    """Tokens would cross a network in plain text."""
+
+    reason = "PLAIN_TEXT_LISTENER"
+
+
+def host_of(environment: Mapping[str, str], secure: bool = False) -> str:
+    """Where this process serves. secure: over TLS. Raises ``PlainText``."""
+    host = environment.get(HOST_VARIABLE, "") or "127.0.0.1"
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not secure and not loopback and environment.get(INSECURE_VARIABLE) != "true":
+        fix = f"set ca_file in [tls] of rolloutd.toml, or {INSECURE_VARIABLE}=true where the network is private"
+        raise PlainText(f"{HOST_VARIABLE}={host} is not loopback: {fix}")
+    return host
+
+
+class Server:
+    """A server on a free port of the host that ``ROLLOUT_WORKER_HOST`` names."""
+
+    def __init__(self, token: str, tls: PemFiles | None = None) -> None:
+        """tls: what to serve with, asking callers for a certificate of the same authority; None: plain text.
+        Raises ``PlainText``."""
+        self._host, self._tls = host_of(os.environ, tls is not None), tls
+        self._server = grpc.aio.server(interceptors=[_Edge(token)], options=SERVER_OPTIONS)
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names: list[str] = []
+        self.address = ""
+
+    @property
+    def grpc(self) -> grpc.aio.Server:
+        """What a generated ``add_..Servicer_to_server`` takes."""
+        return self._server
+
+    async def start(self, services: Sequence[str]) -> str:
+        """Serve; returns host:port. services: full names, for reflection and health."""
+        self._names = [*services]
+        reflection.enable_server_reflection((*services, SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        free = f"{self._host}:0"
+        port = self._server.add_secure_port(free, self._tls.server()) if self._tls else self._server.add_insecure_port(free)
+        self.address = f"{self._host}:{port}"
+        await self._server.start()
+        for name in ("", *services):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return self.address
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Refuse new calls, let running ones end for at most ``grace_seconds``."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_seconds)
+
+
+class _Edge(grpc.aio.ServerInterceptor):
+    """Everything that holds for each call, in one place."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(_HEALTH):
+            return handler
+        metadata = {key: value for key, value in handler_call_details.invocation_metadata if isinstance(value, str)}
+        given = metadata.get("authorization", "").encode()
+        allowed = hmac.compare_digest(given, self._expected)
+        if method.startswith(_REFLECTION):
+            return handler if allowed else _refuse_stream(handler)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                _stream(cast(Any, handler.unary_stream), method, metadata, allowed),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            _unary(cast(Any, handler.unary_unary), method, metadata, allowed),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+
+
+def _unary(behavior: Callable[..., Awaitable[Any]], method: str, metadata: dict[str, str], allowed: bool) -> Any:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            _admit(request, allowed)
+            with span(method.strip("/"), [incoming(metadata)]):
+                return await behavior(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    return handle
+
+
+def _stream(behavior: Callable[..., AsyncIterator[Any]], method: str, metadata: dict[str, str], allowed: bool) -> Any:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            _admit(request, allowed)
+            with span(method.strip("/"), [incoming(metadata)]):
+                async for response in behavior(request, context):
+                    yield response
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    return handle
+
+
+def _refuse_stream(handler: Any) -> Any:
+    async def handle(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        await abort(context, _no_token())
+        yield  # makes this a stream
+
+    return grpc.stream_stream_rpc_method_handler(handle, handler.request_deserializer, handler.response_serializer)
+
+
+def _admit(request: Any, allowed: bool) -> None:
+    if not allowed:
+        raise _no_token()
+    validate(request)
+
+
+def _no_token() -> Unauthenticated:
+    return Unauthenticated("the call has no valid token", fix="send metadata `authorization: Bearer <token>`")

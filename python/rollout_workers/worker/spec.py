@@ -1,0 +1,141 @@
+"""What a worker process is started with."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from google.protobuf import json_format
+
+from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.errors import RolloutError
+from rollout.run.v1.run_pb2 import NatsAccess, WorkerSpec
+from rollout_workers.worker.secret import SecretError, read_secret
+
+SPEC_VARIABLE = "ROLLOUT_WORKER_SPEC"
+
+
+class SpecError(RolloutError):
+    """The file that the worker was started with is missing or can't be read."""
+
+    reason: ClassVar[str] = "WORKER_SPEC_INVALID"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this worker is, and the names that follow from it.
+
+    process: drawn at start, 16 hex digits; tells a restarted worker from the one before it.
+    """
+
+    run: str
+    worker: str
+    kind: str  # "inference", "learner" or "reward"
+    incarnation: int
+    process: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def service(self) -> str:
+        """The name that it registers under: ``inference-worker``."""
+        return f"{self.kind}-worker"
+
+    @property
+    def speaker(self) -> str:
+        """How events name it: ``inference-worker/inference-0``."""
+        return f"{self.service}/{self.worker}"
+
+    @property
+    def registration(self) -> str:
+        """Its service id: ``<run>/<worker>``."""
+        return f"{self.run}/{self.worker}"
+
+    @property
+    def work_stream(self) -> str:
+        return f"WORK_{self.run}"
+
+    @property
+    def trajectory_stream(self) -> str:
+        return f"TRAJ_{self.run}"
+
+    @property
+    def trajectory_subject(self) -> str:
+        return f"rollout.traj.{self.run}"
+
+    @property
+    def idle_subject(self) -> str:
+        """Where workers without work say so (``rollout_workers.inference.sharing``)."""
+        return f"rollout.idle.{self.run}"
+
+    @property
+    def event_subject(self) -> str:
+        return f"rollout.events.{self.run}"
+
+
+def load_spec(path: str | None = None) -> WorkerSpec:
+    """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names; secrets stand where their references
+    were. The variables that held them leave the environment: whoever this process starts has no use for them. Raises
+    :class:`SpecError`."""
+    path = path or os.environ.get(SPEC_VARIABLE, "")
+    if not path:
+        raise SpecError(f"{SPEC_VARIABLE} is not set", fix="workers are started by the scheduler; see docs/wire.md")
+    try:
+        spec = json_format.Parse(Path(path).read_bytes(), WorkerSpec(), ignore_unknown_fields=True)
+    except OSError as error:
+        raise SpecError(f"can't read {path}: {error.strerror}") from error
+    except json_format.ParseError as error:
+        raise SpecError(f"{path} is no worker spec: {error}") from error
+    for name in ("worker_id", "run_id", "nats_url", "consul_address"):
+        if not getattr(spec, name):
+            raise SpecError(f"{path} has no `{name}`")
+    if spec.kind not in ("inference", "learner", "reward", "sinks"):
+        raise SpecError(f"{path} has kind `{spec.kind}`", fix="it is `inference`, `learner`, `reward` or `sinks`")
+    try:
+        _resolve_secrets(spec)
+    except SecretError as error:
+        raise SpecError(f"{path}: {error}") from error
+    return spec
+
+
+def _resolve_secrets(spec: WorkerSpec) -> None:
+    variables: set[str] = set()
+    for message, name in secrets_of(spec):
+        reference: str = getattr(message, name)
+        setattr(message, name, read_secret(reference, name))
+        kind, _, rest = reference.partition(":")
+        if kind == "env":
+            variables.add(rest)
+    for variable in variables:
+        del os.environ[variable]
+
+
+def secrets_of(spec: WorkerSpec) -> list[tuple[WorkerSpec | NatsAccess, str]]:
+    """The fields that hold a secret, or in a file its reference: message and name."""
+    fields: list[tuple[WorkerSpec | NatsAccess, str]] = [(spec, "nats_token"), (spec, "consul_token"), (spec, "token")]
+    if spec.HasField("nats"):
+        fields += [(spec.nats, "password"), (spec.nats, "nkey_seed")]
+    return fields
+
+
+def identity(spec: WorkerSpec) -> Identity:
+    """A fresh identity: each call draws another process number."""
+    return Identity(spec.run_id, spec.worker_id, spec.kind, spec.incarnation)
+
+
+def resolve(spec: WorkerSpec, path: str) -> str:
+    """A path of the plan as an absolute one."""
+    return os.path.abspath(os.path.join(spec.base_dir, path))
+
+
+def model_directory(spec: WorkerSpec) -> str:
+    """Folder of the plan's model."""
+    return resolve(spec, spec.plan.config.model.path)
+
+
+def is_deterministic(config: RunConfig) -> bool:
+    """Whether the run promises the same bits: as said, else true in sync mode only."""
+    if config.HasField("deterministic"):
+        return config.deterministic
+    return config.mode != "async"

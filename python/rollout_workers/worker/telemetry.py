@@ -1,0 +1,89 @@
+"""Traces and metrics through every hop. Without an OTLP endpoint nothing is recorded, and a caller's trace still travels on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from opentelemetry import metrics, trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from rollout_workers.worker.spec import Identity
+
+_propagator = TraceContextTextMapPropagator()
+_tracer = trace.get_tracer("rollout_workers")
+
+
+def configure(endpoint: str, who: Identity) -> None:
+    """Export traces and metrics to ``endpoint`` (OTLP over gRPC, ``http://host:port``). Empty: keep everything off.
+
+    Call once, before the first span. The exporter runs in threads of its own and drops what a dead collector can't take.
+    """
+    if not endpoint:
+        return
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    target = endpoint if "://" in endpoint else f"http://{endpoint}"
+    insecure = not target.startswith("https://")
+    resource = Resource.create(
+        {
+            "service.name": who.service,
+            "service.namespace": "rollout",
+            "service.instance.id": who.process,
+            "rollout.run": who.run,
+            "rollout.worker": who.worker,
+        }
+    )
+    tracer_provider = TracerProvider(resource=resource)
+    tracer_provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=target, insecure=insecure)))
+    trace.set_tracer_provider(tracer_provider)
+    reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=target, insecure=insecure))
+    metrics.set_meter_provider(MeterProvider(resource=resource, metric_readers=[reader]))
+
+
+def flush() -> None:
+    """Send what is still held, before the process ends. At most a second."""
+    for provider in (trace.get_tracer_provider(), metrics.get_meter_provider()):
+        force = getattr(provider, "force_flush", None)
+        if force is not None:
+            force(1000)
+
+
+def incoming(headers: Mapping[str, str] | None) -> Context:
+    """The context that ``traceparent`` in NATS headers or gRPC metadata names."""
+    return _propagator.extract(dict(headers or {}))
+
+
+def outgoing(context: Context | None = None) -> dict[str, str]:
+    """The ``traceparent`` header of the context (the current one where none is given); empty outside a trace."""
+    headers: dict[str, str] = {}
+    _propagator.inject(headers, context)
+    return headers
+
+
+@contextmanager
+def span(name: str, parents: Iterable[Context] = (), **attributes: str | int) -> Iterator[trace.Span]:
+    """A span that is current inside ``with``. Of several parents the first is the parent and the others are links."""
+    contexts = list(parents)
+    links = [trace.Link(trace.get_current_span(context).get_span_context()) for context in contexts[1:]]
+    started = _tracer.start_span(name, contexts[0] if contexts else None, links=links, attributes=attributes)
+    with trace.use_span(started, end_on_exit=True) as current:
+        yield current
+
+
+class Meters:
+    """The worker's own instruments."""
+
+    def __init__(self) -> None:
+        meter = metrics.get_meter("rollout_workers")
+        self.samples = meter.create_counter("rollout.samples", description="samples finished, by outcome")
+        self.tokens = meter.create_counter("rollout.tokens", description="completion tokens of finished samples")
+        self.publish_seconds = meter.create_histogram("rollout.publish.duration", unit="s")
+        self.train_seconds = meter.create_histogram("rollout.train.duration", unit="s")

@@ -1,0 +1,133 @@
+"""Payloads are read from segments or through the buffer, checked, and kept in the batch's order."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from rollout.buffer.v1.buffer_pb2 import ReadPayloadsResponse
+from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, VersionSpan
+from rollout_testing.daemon import Daemon
+from rollout_testing.services import BufferDouble, Host, buffer_double
+from rollout_workers.learner import payload
+from rollout_workers.learner.payload import PayloadCorrupt, read_batch
+from rollout_workers.trainer import TrainSample
+from rollout_workers.trainer.metrics import describe_batch
+from rollout_workers.worker.discovery import Services, ServiceUnavailable
+
+from .batches import batch, trajectories, trajectory
+
+
+@pytest.fixture
+def nowhere() -> Services:
+    """A mesh without services: whatever is read comes from files."""
+    return Services("127.0.0.1:1", "token")
+
+
+def same(one: TrainSample, other: TrainSample) -> bool:
+    return one.group_key == other.group_key and one.sample == other.sample and np.array_equal(one.token_ids, other.token_ids)
+
+
+async def test_from_segments(nowhere: Services, run: str, tmp_path: Path) -> None:
+    payloads = trajectories(run, 3, version=2)
+    samples = await read_batch(batch(run, 3, payloads, tmp_path), nowhere)
+    assert len(samples) == 32
+    assert [sample.group_key for sample in samples[::4]] == [f"0000000000/{i:020d}" for i in range(16, 24)]
+    first = samples[0]
+    assert first.token_ids.dtype == np.int32 and first.logprobs.dtype == np.float32
+    assert first.loss_mask.tolist() == [0] * first.prompt_length + [1] * (len(first.token_ids) - first.prompt_length)
+    assert (first.reward, first.version) == (1.0, 2)
+    assert sorted(samples, key=lambda s: (s.group_key, s.sample)) == samples
+
+
+async def test_a_sample_of_two_versions_is_as_stale_as_its_oldest(nowhere: Services, run: str, tmp_path: Path) -> None:
+    """Of a swap in the middle of a sample the weights that began it count, whatever order the spans come in."""
+    payloads = trajectories(run, 9, groups=1, version=8)
+    for number, spans in ((1, ((5, 0, 1), (8, 1, 2))), (2, ((8, 1, 2), (7, 0, 1)))):
+        changed = Trajectory.FromString(payloads[number])
+        changed.ClearField("version_spans")
+        changed.version_spans.extend(VersionSpan(version=v, start=start, end=end) for v, start, end in spans)
+        payloads[number] = changed.SerializeToString(deterministic=True)
+    samples = await read_batch(batch(run, 9, payloads, tmp_path), nowhere)
+    assert [sample.version for sample in samples] == [8, 5, 7, 8]
+    metrics = describe_batch(samples, step=9, sampled=True)
+    shares = {name: value for name, value in metrics.items() if name.startswith("staleness/") and value}
+    assert shares == {"staleness/max": 3, "staleness/share_0": 0.5, "staleness/share_1": 0.25, "staleness/share_3": 0.25}
+
+
+async def test_a_buffer_that_is_taken_over_is_asked_again(daemon: Daemon, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads, asked = trajectories(run, 1), list[int]()
+
+    class Leaving(BufferDouble):
+        async def ReadPayloads(self, request: Any, context: Any) -> AsyncIterator[ReadPayloadsResponse]:
+            asked.append(request.step)
+            yield ReadPayloadsResponse(payloads=payloads[:3])
+            if len(asked) < 3:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the process ends")
+            yield ReadPayloadsResponse(payloads=payloads[3:])
+
+    host = Host(daemon)
+    host.buffer(Leaving())  # pyright: ignore[reportAbstractUsage]
+    await host.start()
+    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    assert len(await read_batch(batch(run, 1, payloads, None), services)) == 32 and len(asked) == 3
+    asked.clear()
+    monkeypatch.setattr(payload, "PATIENCE_SECONDS", -1.0)
+    with pytest.raises(ServiceUnavailable, match="the buffer does not answer: the process ends"):
+        await read_batch(batch(run, 1, payloads, None), services)
+    await services.close()
+    await host.stop()
+
+
+async def test_through_the_buffer_where_segments_are_elsewhere(daemon: Daemon, run: str, tmp_path: Path) -> None:
+    payloads = trajectories(run, 1)
+    host, double = Host(daemon), buffer_double()
+    double.payloads = {1: payloads}
+    host.buffer(double)
+    await host.start()
+    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    far = await read_batch(batch(run, 1, payloads, None), services)
+    near = await read_batch(batch(run, 1, payloads, tmp_path), services)
+    assert all(same(one, other) for one, other in zip(far, near, strict=True))
+    referenced = batch(run, 1, payloads, tmp_path)
+    referenced.samples[3].ClearField("segment")
+    referenced.samples[3].payload_ref = "blake3-" + "0" * 64
+    assert len(await read_batch(referenced, services)) == 32
+    double.payloads = {1: payloads[:-1]}
+    with pytest.raises(PayloadCorrupt, match="31 payloads for 32 samples"):
+        await read_batch(batch(run, 1, payloads, None), services)
+    await services.close()
+    await host.stop()
+
+
+async def test_a_damaged_segment_is_read_through_the_buffer(daemon: Daemon, run: str, tmp_path: Path) -> None:
+    payloads = trajectories(run, 1)
+    made = batch(run, 1, payloads, tmp_path)
+    path = Path(made.samples[0].segment)
+    whole = bytearray(path.read_bytes())
+    whole[made.samples[5].offset + 40] ^= 1
+    path.write_bytes(whole)
+    host, double = Host(daemon), buffer_double()
+    double.payloads = {1: payloads}
+    host.buffer(double)
+    await host.start()
+    services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
+    assert len(await read_batch(made, services)) == 32
+    double.payloads = {1: [payloads[1], *payloads[1:]]}
+    with pytest.raises(PayloadCorrupt, match="another checksum"):
+        await read_batch(made, services)
+    await services.close()
+    await host.stop()
+
+
+async def test_only_what_was_cut_off_is_truncated(nowhere: Services, run: str, tmp_path: Path) -> None:
+    cut = Trajectory.FromString(trajectory(run, 1, 1, "1+2=", "3", 1.0, 2))
+    cut.outcome = OUTCOME_TRUNCATED
+    payloads = [trajectory(run, 1, 0, "1+2=", "3", 1.0, 2), cut.SerializeToString(), trajectory(run, 1, 2, "1+2=", "3", 1.0, 2)]
+    samples = await read_batch(batch(run, 1, payloads, tmp_path), nowhere)
+    assert [sample.truncated for sample in samples] == [False, True, False]

@@ -1,0 +1,149 @@
+"""Where weights lie: in memory while they are passed on, in the run's folder where they must last."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_workers.learner.publication import Publication
+from rollout_workers.weights import WeightsManifest, read_weights, write_weights
+from rollout_workers.weights.transfer.shelf import Shelf
+
+
+class Trainer:
+    """The part of a trainer that a publication uses."""
+
+    adapts = False
+
+    def __init__(self, model: Path) -> None:
+        self.step, self.companions = 0, model
+        self.value: float | None = None  # of every weight; absent: the step
+
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [("w", torch.full((4, 4), float(self.step) if self.value is None else self.value))]
+
+    def write_weights(self, folder: Path, *, fsync: bool, staging: Path | None = None) -> WeightsManifest:
+        return write_weights(
+            folder, self.named_weights(), config_source_dir=self.companions, version=self.step, fsync=fsync, staging=staging
+        )
+
+
+def publication(tmp_path: Path, *lasting: int) -> tuple[Publication, Trainer]:
+    model, memory = tmp_path / "model", tmp_path / "memory"
+    for folder in (model, memory):
+        folder.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    shelf = Shelf("run-1", memory)
+    return Publication("run-1", str(tmp_path / "run"), lasting=lambda step: step in lasting, shelf=shelf), Trainer(model)
+
+
+def held(directory: str) -> float:
+    return float(read_weights(directory)["w"][0, 0])
+
+
+def versions(tmp_path: Path) -> dict[str, bool]:
+    """The folders of the run's weights, and whether each is a link into memory."""
+    return {path.name: path.is_symlink() for path in sorted((tmp_path / "run" / "weights").glob("v*"))}
+
+
+def test_versions_pass_through_memory_and_those_that_last_do_not(tmp_path: Path) -> None:
+    made, trainer = publication(tmp_path, 2)
+    for trainer.step in (1, 2, 3):
+        manifest = made.publish(trainer)  # type: ignore[arg-type]
+        assert held(manifest.directory) == trainer.step
+        made.prepare(trainer)  # type: ignore[arg-type]
+    assert versions(tmp_path) == {"v000002": False, "v000003": True}
+    [folder] = (tmp_path / "memory").glob("rollout-*/run-*")
+    assert sorted(path.name for path in folder.glob("v*")) == ["v000003"]  # what was pruned gave its memory back
+
+
+def test_a_step_that_is_made_again_replaces_its_weights(tmp_path: Path) -> None:
+    made, trainer = publication(tmp_path)
+    trainer.step = 1
+    first = made.publish(trainer)  # type: ignore[arg-type]
+    assert held(made.publish(trainer).directory) == 1  # type: ignore[arg-type]
+    assert versions(tmp_path) == {"v000001": True}
+    assert first.directory == str(tmp_path / "run" / "weights" / "v000001")
+
+
+def test_the_newest_outlives_the_process(tmp_path: Path) -> None:
+    made, trainer = publication(tmp_path)
+    for trainer.step in (1, 2):
+        manifest = made.publish(trainer)  # type: ignore[arg-type]
+        made.prepare(trainer)  # type: ignore[arg-type]
+    made.close()
+    assert versions(tmp_path) == {"v000002": False} and held(manifest.directory) == 2
+    assert list((tmp_path / "memory").glob("rollout-*/run-*")) == []
+
+
+def test_one_that_was_replaced_leaves_what_its_successor_published(tmp_path: Path) -> None:
+    old, trainer = publication(tmp_path)
+    for trainer.step in (1, 2):
+        old.publish(trainer)  # type: ignore[arg-type]
+    new, _ = publication(tmp_path)
+    for trainer.step in (2, 3):
+        manifest = new.publish(trainer)  # type: ignore[arg-type]
+    old.close()
+    assert versions(tmp_path) == {"v000001": True, "v000002": True, "v000003": True} and held(manifest.directory) == 3
+    new.close()
+    assert versions(tmp_path) == {"v000003": False} and held(manifest.directory) == 3
+
+
+def test_what_a_dead_process_left_serves_its_run_and_is_then_removed(tmp_path: Path) -> None:
+    dead, trainer = publication(tmp_path)
+    trainer.step = 1
+    manifest = dead.publish(trainer)  # type: ignore[arg-type]
+    dead._shelf._release()  # a process that dies lets go of its lock and of nothing else
+    again, trainer = publication(tmp_path)
+    assert held(manifest.directory) == 1
+    trainer.step = 2
+    again.publish(trainer)  # type: ignore[arg-type]
+    again.close()
+    assert list((tmp_path / "memory").glob("rollout-*/run-*")) == []
+
+    other, trainer = publication(tmp_path)
+    trainer.step = 3
+    manifest = other.publish(trainer)  # type: ignore[arg-type]
+    other._shelf._release()
+    Shelf("run-2", tmp_path / "memory").close()  # another run tidies up
+    assert not Path(manifest.directory).exists()
+
+
+def test_without_memory_the_folder_serves(tmp_path: Path) -> None:
+    made, trainer = publication(tmp_path)
+    made._shelf.close()
+    trainer.step = 1
+    assert held(made.publish(trainer).directory) == 1  # type: ignore[arg-type]
+    assert versions(tmp_path) == {"v000001": False}
+    made.close()
+
+
+def test_memory_that_fills_up_between_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, trainer = publication(tmp_path)
+    write = trainer.write_weights
+
+    def full(folder: Path, *, fsync: bool, staging: Path | None = None) -> WeightsManifest:
+        if "memory" in folder.parts:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, fsync=fsync)
+
+    monkeypatch.setattr(trainer, "write_weights", full)
+    trainer.step = 1
+    assert held(made.publish(trainer).directory) == 1  # type: ignore[arg-type]
+    assert versions(tmp_path) == {"v000001": False}
+
+
+def test_the_next_version_is_written_into_memory_that_was_reserved_for_it(tmp_path: Path) -> None:
+    made, trainer = publication(tmp_path)
+    trainer.step = 1
+    made.publish(trainer)  # type: ignore[arg-type]
+    made.prepare(trainer)  # type: ignore[arg-type]
+    [reserved] = (tmp_path / "memory").glob("rollout-*/run-*/.*.tmp/model.safetensors")
+    inode = reserved.stat().st_ino
+    trainer.step = 2
+    manifest = made.publish(trainer)  # type: ignore[arg-type]
+    assert held(manifest.directory) == 2
+    assert (Path(manifest.directory) / "model.safetensors").stat().st_ino == inode

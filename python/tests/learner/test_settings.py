@@ -1,0 +1,116 @@
+"""The trainer's settings against the contract."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+
+from buf.validate import validate_pb2
+from rollout.config.v1 import options_pb2
+from rollout.config.v1.run_config_pb2 import AlgorithmConfig, RunConfig
+from rollout_workers.algorithms import build_algorithm
+from rollout_workers.algorithms.registry import BUILDERS
+from rollout_workers.learner.settings import algorithm_settings
+
+# What a dataclass has beside the keys of its table: from elsewhere in the run config, or set by another key.
+OF_THE_RUN = {"off_policy", "max_tokens"}
+NOT_EVERYWHERE = {"normalize_std", "dual_clip", "kl_target", "kl_horizon"}  # not every table offers them
+# What has no default: the config must say it.
+REQUIRED = {"teacher"}
+OF_THE_WORKERS = {"endpoint"}  # keys that the learner has no use for
+
+
+def keys_of(name: str) -> list[FieldDescriptor]:
+    """The keys of an algorithm's table that are the learner's."""
+    message = AlgorithmConfig.DESCRIPTOR.fields_by_name[name].message_type
+    assert message is not None
+    return [field for field in message.fields if field.name not in OF_THE_WORKERS]
+
+
+def table(name: str) -> dict[str, Any]:
+    """Those keys with the defaults of the contract."""
+    return {field.name: default_of(field) for field in keys_of(name)}
+
+
+def default_of(field: FieldDescriptor) -> Any:
+    """What the contract says; ``x`` where it says nothing."""
+    default = field.GetOptions().Extensions[options_pb2.meta].default
+    return tomllib.loads(f"v = {default}")["v"] if default else "x"
+
+
+def other_value(field: FieldDescriptor) -> Any:
+    """Not the default, within the contract's rules, and of numbers another one for each key of a table."""
+    default = default_of(field)
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return not default
+    if field.type == FieldDescriptor.TYPE_UINT32:
+        return default + field.number
+    if field.type == FieldDescriptor.TYPE_DOUBLE:
+        return (2.0 if field.name == "dual_clip" else 0.75 * default) + field.number / 1024
+    assert field.type == FieldDescriptor.TYPE_STRING, f"{field.name}: say here what else it may be"
+    choices = field.GetOptions().Extensions[validate_pb2.field].string
+    return next((choice for choice in getattr(choices, "in") if choice != default), "y")
+
+
+def test_the_contract_and_the_registry_name_the_same_algorithms() -> None:
+    assert {field.name for field in AlgorithmConfig.DESCRIPTOR.fields} == set(BUILDERS)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_key_has_a_setting_with_the_same_default(name: str) -> None:
+    settings = {field.name: field.default for field in fields(BUILDERS[name][0])}
+    keys = table(name)
+    assert {key: value for key, value in keys.items() if key not in REQUIRED} == {
+        key: settings[key] for key in keys if key not in REQUIRED
+    }
+    assert set(settings) - set(keys) <= OF_THE_RUN | NOT_EVERYWHERE
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_the_plan_sets_reaches_the_algorithm(name: str) -> None:
+    """One key after the other, each with a value of its own that is not the default, beside a whole table of defaults."""
+    kind, run = BUILDERS[name][0], {"off_policy": True, "max_tokens": 77}
+    of_the_run = {key: value for key, value in run.items() if key in {field.name for field in fields(kind)}}
+    for field in keys_of(name):
+        given = {**table(name), field.name: other_value(field)}
+        config = json_format.ParseDict({"mode": "async", "sampling": {"max_tokens": 77}, "algorithm": {name: given}}, RunConfig())
+        settings = algorithm_settings(config)
+        assert type(settings) is kind
+        assert settings == kind(**given, **of_the_run), field.name
+        assert getattr(settings, field.name) == given[field.name] != table(name)[field.name]
+        assert build_algorithm(name, settings).name == name
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_key_can_be_set_alone(name: str) -> None:
+    """As a plan of the time before the other keys has it."""
+    kind = BUILDERS[name][0]
+    for field in keys_of(name):
+        given = {field.name: other_value(field)}
+        needed = {"sampling": {"max_tokens": 77}} if "max_tokens" in {field.name for field in fields(kind)} else {}
+        config = json_format.ParseDict({"mode": "sync", **needed, "algorithm": {name: given}}, RunConfig())
+        assert algorithm_settings(config) == kind(**given, **({"max_tokens": 77} if needed else {})), field.name
+
+
+def test_the_teacher_is_looked_for_beside_the_config() -> None:
+    given = {"mode": "sync", "algorithm": {"distillation": {"teacher": "models/big"}}}
+    config = json_format.ParseDict(given, RunConfig())
+    assert algorithm_settings(config, "/runs").teacher == "/runs/models/big"
+
+
+def test_a_teacher_behind_an_endpoint_is_not_the_learners() -> None:
+    given = {"mode": "sync", "algorithm": {"distillation": {"endpoint": {"base_url": "http://h/v1", "model": "t"}}}}
+    assert algorithm_settings(json_format.ParseDict(given, RunConfig()), "/runs").teacher == ""
+
+
+def test_a_plan_from_before_a_key_existed_keeps_its_meaning() -> None:
+    config = json_format.ParseDict(
+        {"mode": "sync", "algorithm": {"grpo": {"clip_low": 0.1, "normalize_std": False}}}, RunConfig()
+    )
+    settings = algorithm_settings(config)
+    assert (settings.clip_low, settings.reduction, settings.normalization, settings.off_policy) == (0.1, "token", "none", False)

@@ -1,0 +1,205 @@
+"""A learner that stood still in the middle of publishing, and wakes up when its successor has published."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from google.rpc import code_pb2
+
+from rollout_workers.learner.publication import Publication
+from rollout_workers.learner.server import LearnerServer
+from rollout_workers.weights.transfer import place as place_module
+from rollout_workers.weights.transfer.place import Place, Superseded, replace
+from rollout_workers.worker.status import status_of
+
+from .test_publication import held, publication
+
+STEP = 5
+SUPERSEDED, PUBLISHED, OTHER = 3, 4, 5
+
+
+def stand_still() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def after(call: Callable[..., object]) -> Callable[..., object]:
+    """The call, and then nothing more before somebody says go on."""
+
+    def stopping(*arguments: object, **more: object) -> object:
+        made = call(*arguments, **more)
+        stand_still()
+        return made
+
+    return stopping
+
+
+def started(body: Callable[[], int]) -> int:
+    """A process that comes to stand still, and leaves with what the body says."""
+    pid = os.fork()
+    if pid:
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        return pid
+    code = OTHER
+    try:
+        code = body()
+    finally:
+        os._exit(code)
+
+
+def frozen(tmp_path: Path, where: str, *lasting: int) -> int:
+    """A process that stands still in the middle of publishing other weights of a step than its successor will make: when they are
+    laid out (``staged``), or one moment before the rename (``checked``). It leaves with what came of it."""
+
+    def body() -> int:
+        made, trainer = publication(tmp_path, *lasting)
+        trainer.step, trainer.value = STEP, -1.0
+        if where == "staged":
+            trainer.write_weights = after(trainer.write_weights)  # type: ignore[method-assign, assignment]
+        else:
+            check = made._place.check
+            calls = iter((check, after(check)))  # before anything is made, and before the rename
+            made._place.check = lambda: next(calls, check)()  # type: ignore[method-assign, return-value]
+        try:
+            made.publish(trainer)  # type: ignore[arg-type]
+        except Superseded:
+            made.prepare(trainer) if made.mine else made.close()  # type: ignore[arg-type]
+            return SUPERSEDED
+        return PUBLISHED
+
+    return started(body)
+
+
+def removing(tmp_path: Path, where: str, *lasting: int) -> int:
+    """A process that stands still when it is about to remove the versions before its newest but one: when it has looked whose the
+    folder is (``looked``), has seen what there is (``listed``), or has laid out what it puts in a version's place (``laid``)."""
+
+    def body() -> int:
+        made, trainer = publication(tmp_path, *lasting)
+        for trainer.step in range(1, STEP):
+            made.publish(trainer)  # type: ignore[arg-type]
+        check = made._place.check
+        if where == "listed":
+            made._versions = after(made._versions)  # type: ignore[method-assign, assignment]
+        else:
+            calls = iter((after(check),) if where == "looked" else (check, after(check)))
+            made._place.check = lambda: next(calls, check)()  # type: ignore[method-assign, return-value]
+        try:
+            made.prepare(trainer)  # type: ignore[arg-type]
+        except Superseded:
+            made.close()
+            return SUPERSEDED
+        return PUBLISHED
+
+    return started(body)
+
+
+@pytest.mark.parametrize("lasting", [(), (STEP,)], ids=["memory", "folder"])
+@pytest.mark.parametrize("again", [(), (STEP,)], ids=["into memory", "into the folder"])
+@pytest.mark.parametrize("where", ["staged", "checked"])
+def test_it_changes_nothing(where: str, again: tuple[int, ...], lasting: tuple[int, ...], tmp_path: Path) -> None:
+    pid = frozen(tmp_path, where, *lasting)
+    try:
+        successor, trainer = publication(tmp_path, *again)
+        for trainer.step in (STEP - 1, STEP):
+            manifest = successor.publish(trainer)  # type: ignore[arg-type]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert held(manifest.directory) == STEP
+    assert code == SUPERSEDED
+    successor.close()
+    assert held(manifest.directory) == STEP and not Path(manifest.directory).is_symlink()
+    root = Path(manifest.directory).parent
+    assert sorted(path.name for path in root.iterdir() if not path.name.startswith(".owner-")) == ["v000005"]
+
+
+@pytest.mark.parametrize("lasting", [(), (1, 2)], ids=["memory", "folder"])
+@pytest.mark.parametrize("again", [(), (1, 2)], ids=["into memory", "into the folder"])
+@pytest.mark.parametrize("where", ["looked", "listed", "laid"])
+def test_it_removes_nothing(where: str, again: tuple[int, ...], lasting: tuple[int, ...], tmp_path: Path) -> None:
+    """Its successor has gone back behind the versions that it was about to remove, and has made them again."""
+    pid = removing(tmp_path, where, *lasting)
+    try:
+        successor, trainer = publication(tmp_path, *again)
+        for trainer.step in (1, 2):
+            trainer.value = 10.0 * trainer.step
+            manifest = successor.publish(trainer)  # type: ignore[arg-type]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    root = Path(manifest.directory).parent
+    assert [held(str(root / f"v00000{step}")) for step in (1, 2)] == [10, 20]
+    assert code == SUPERSEDED
+    assert not list(root.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("supported", [True, False], ids=["exchanged", "stepped aside"])
+def test_a_version_that_a_successor_made_in_the_middle_stays(
+    supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a removal a version's name belongs to an empty folder, for which a successor may put its own."""
+    if not supported:
+        monkeypatch.setattr("rollout_workers.weights.transfer.place._EXCHANGE", 1 << 30)  # EINVAL, as of a file system that can't
+    place, target = Place(tmp_path, 1), tmp_path / "v000001"
+    fresh = tmp_path / "fresh"
+    for folder, text in ((target, "old"), (fresh, "new")):
+        folder.mkdir()
+        (folder / "file").write_text(text)
+    swap = place_module._swap
+
+    def swapped(staging: Path, at: Path) -> None:
+        swap(staging, at)
+        assert list(at.iterdir()) == []
+        monkeypatch.undo()
+        replace(fresh, at)
+
+    monkeypatch.setattr(place_module, "_swap", swapped)
+    place.discard(target.name)
+    assert (target / "file").read_text() == "new"
+    place.discard(target.name)
+    place.discard(target.name)  # of which nothing is there
+    assert [path.name for path in tmp_path.iterdir()] == [".owner-1-1"]
+
+
+def test_an_older_incarnation_claims_nothing(tmp_path: Path) -> None:
+    newer = Place(tmp_path / "weights", 3)
+    with pytest.raises(Superseded, match="incarnation 3"):
+        Publication("run-1", str(tmp_path), lasting=lambda _: False, shelf=None, incarnation=2)  # type: ignore[arg-type]
+    newer.check()
+    Place(tmp_path / "weights", 4)
+    with pytest.raises(Superseded, match=r"claim 4\.1, this one's is 3\.1"):
+        newer.check()
+
+
+def test_a_learner_that_was_superseded_leaves() -> None:
+    """And says so in a way after which the controller looks for the other one."""
+    reasons: list[str] = []
+    server = LearnerServer(None, None, None, SimpleNamespace(fence=reasons.append))  # type: ignore[arg-type]
+    with pytest.raises(Superseded) as told, server._leaving_superseded():
+        raise Superseded("another learner publishes")
+    assert reasons == ["another learner publishes"]
+    assert status_of(told.value).code == code_pb2.UNAVAILABLE
+
+
+@pytest.mark.parametrize("supported", [True, False], ids=["exchanged", "stepped aside"])
+def test_a_rename_without_its_source_leaves_the_target(supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not supported:
+        monkeypatch.setattr("rollout_workers.weights.transfer.place._EXCHANGE", 1 << 30)  # EINVAL, as of a file system that can't
+    target, link = tmp_path / "v1", tmp_path / "v2"
+    target.mkdir()
+    (target / "file").write_text("here")
+    link.symlink_to(target)
+    for path in (target, link):
+        with pytest.raises(FileNotFoundError):
+            replace(tmp_path / "gone", path)
+        assert (path / "file").read_text() == "here"
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    replace(fresh, link)
+    assert link.is_dir() and not link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v1", "v2"]

@@ -1,0 +1,205 @@
+"""A reward may raise, hang, crash or answer nonsense: its own groups fail with a reason, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.plugin import RewardImportError
+from rollout_testing.waiting import until
+from rollout_workers.environments.environment import Result
+from rollout_workers.rewards.pool import RewardPool
+from rollout_workers.rewards.rewards import RewardGroup, Rewards, Scorable
+
+PLUGIN = """
+import ctypes, os, sys, time
+
+def score(samples):
+    print("scoring", len(samples))
+    return [_one(sample) for sample in samples]
+
+def _one(sample):
+    word = sample.row.get("do")
+    if word == "raise":
+        raise ValueError("bad sample")
+    if word == "hang":
+        time.sleep(600)
+    if word == "spin":
+        while True:
+            pass
+    if word == "crash":
+        ctypes.string_at(0)
+    if word == "exit":
+        sys.exit(3)
+    if word == "nan":
+        return float("nan")
+    if word == "once" and not os.path.exists(sample.row["file"]):
+        open(sample.row["file"], "w").close()
+        raise ValueError("the first time")
+    return {"reward": float(len(sample.completion)), "prompt": len(sample.prompt)}
+
+def plain(samples):
+    return [float(sample.completion) for sample in samples]
+
+async def asynchronous(samples):
+    return [1.5 for _ in samples]
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    path = tmp_path / "reward.py"
+    path.write_text(PLUGIN)
+    return path
+
+
+async def make(plugin: Path, function: str = "score", timeout: float = 20.0, retries: int = 0) -> Rewards:
+    pool = RewardPool({"plugin": f"{plugin.name}:{function}", "base_dir": str(plugin.parent)})
+    rewards = Rewards(pool, timeout_seconds=timeout, retries=retries)
+    await rewards.start()
+    return rewards
+
+
+def group(do: str = "", *completions: str, file: str = "") -> RewardGroup:
+    row = json.dumps({"do": do, "file": file})
+    return RewardGroup(row.encode(), tuple(Scorable("17+25=", c) for c in completions or ("42", "4")))
+
+
+async def test_scores_with_metrics_in_order(plugin: Path) -> None:
+    rewards = await make(plugin)
+    assert await rewards.score([group("", "42", "4"), group("", "421")]) == [
+        [Result(2.0, {"prompt": 6.0}), Result(1.0, {"prompt": 6.0})],
+        [Result(3.0, {"prompt": 6.0})],
+    ]
+    await rewards.close()
+
+
+async def test_equal_scores_reach_each_their_sample(plugin: Path) -> None:
+    rewards = await make(plugin, "plain")
+    completions = ["0", "1", "-0.0", "1", "0", "-0.0", "0.25"]
+    scored = await rewards.score([group("", *completions[:3]), group("", *completions[3:])])
+    assert [repr(result.reward) for results in scored for result in results] == [repr(float(c)) for c in completions]
+    await rewards.close()
+
+
+async def test_an_async_function_is_fine(plugin: Path) -> None:
+    rewards = await make(plugin, "asynchronous")
+    assert await rewards.score([group()]) == [[Result(1.5), Result(1.5)]]
+    await rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("word", "reason", "timeout"),
+    [
+        ("raise", "REWARD_RAISED", 60.0),
+        ("exit", "REWARD_RAISED", 60.0),
+        ("crash", "REWARD_RAISED", 60.0),
+        ("nan", "REWARD_BAD_RESULT", 60.0),
+        ("hang", "REWARD_TIMEOUT", 3.0),  # the other groups must be scored within it
+        ("spin", "REWARD_TIMEOUT", 3.0),
+    ],
+)
+async def test_a_bad_group_fails_alone(plugin: Path, word: str, reason: str, timeout: float) -> None:
+    rewards = await make(plugin, timeout=timeout)
+    good, bad, fine = await rewards.score([group(), group(word), group()])
+    assert [result.outcome for result in good + fine] == ["completed"] * 4
+    assert [result.reward for result in good] == [2.0, 1.0]
+    assert [(result.outcome, result.reason, result.reward) for result in bad] == [("infra_failed", reason, 0.0)] * 2
+    assert await rewards.score([group()]) == [[Result(2.0, {"prompt": 6.0}), Result(1.0, {"prompt": 6.0})]]
+    await rewards.close()
+
+
+async def test_a_hanging_reward_blocks_no_loop(plugin: Path) -> None:
+    rewards = await make(plugin, timeout=1.0)
+    hanging = asyncio.create_task(rewards.score([group("spin")]))
+    turns = 0
+    while not hanging.done():
+        await asyncio.sleep(0.005)
+        turns += 1
+    assert hanging.result()[0][0].reason == "REWARD_TIMEOUT"
+    assert turns > 5, "the loop goes on while the reward holds its interpreter"
+    await rewards.close()
+
+
+async def test_a_failure_that_passes_is_retried_and_told(plugin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rewards = await make(plugin, retries=1)
+    [[one, _]] = await rewards.score([group("once", file=str(tmp_path / "seen"))])
+    assert one.outcome == "completed"
+    assert (rewards.retries, rewards.failures) == (1, 0)
+    [told] = [record.getMessage() for record in caplog.records]
+    assert told.startswith("a reward failed and was scored by another try") and "the first time" in told
+    await rewards.close()
+
+
+async def test_without_retries_it_is_not(plugin: Path, tmp_path: Path) -> None:
+    rewards = await make(plugin, retries=0)
+    [[one, _]] = await rewards.score([group("once", file=str(tmp_path / "seen"))])
+    assert one.reason == "REWARD_RAISED"
+    await rewards.close()
+
+
+async def test_groups_that_come_meanwhile_are_scored_together(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = await make(plugin)
+    sizes: list[int] = []
+    call = rewards._call
+
+    async def counted(groups: list[RewardGroup]) -> list[list[Result]]:
+        sizes.append(len(groups))
+        return await call(groups)
+
+    monkeypatch.setattr(rewards, "_call", counted)
+    await asyncio.gather(*(rewards.score([group()]) for _ in range(32)))
+    assert sum(sizes) == 32 and len(sizes) <= 3
+    await rewards.close()
+
+
+async def test_a_plugin_that_cannot_be_imported_says_so_at_the_start(plugin: Path) -> None:
+    with pytest.raises(RewardImportError, match="no function `nothing`"):
+        await make(plugin, "nothing")
+    plugin.write_text("import a_module_that_is_not_there")
+    with pytest.raises(RewardImportError, match="a_module_that_is_not_there"):
+        await make(plugin)
+
+
+async def test_closing_ends_the_process_and_answers_who_waits(plugin: Path) -> None:
+    rewards = await make(plugin, timeout=60)
+    pool = rewards._source
+    assert isinstance(pool, RewardPool)
+    pid = pool._idle[0].pid
+    waiting = asyncio.create_task(rewards.score([group("hang")]))
+    await until(lambda: not pool._idle)
+    await rewards.close()
+    [[result, _]] = await waiting
+    assert result.reason == "REWARD_CLOSED"
+    await until(lambda: not _alive(pid))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("cut", [0, 3, 8, 20], ids=["between", "in a length", "after a length", "in a request"])
+def test_a_reward_process_ends_with_its_worker(cut: int) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-m", "rollout_workers.rewards.child"], stdin=theirs.fileno())
+    body = pickle.dumps({"plugin": "reward.py:f", "base_dir": "/nowhere"})
+    ours.sendall((struct.pack("<Q", len(body)) + body)[:cut])
+    ours.close()  # as when the worker is killed
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()

@@ -1,0 +1,86 @@
+"""Distillation from a model beside the policy, and groups that are left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout_workers.algorithms import DapoConfig, DistillationConfig, GrpoConfig
+from rollout_workers.trainer import BadBatch, Schedule, Trainer, TrainerConfig
+from rollout_workers.trainer.types import BadSettings
+
+from .addition import sampled_batch
+from .oracle import sample_logprobs
+from .test_trainer import gradient, oracle_gradient
+
+CONFIG = TrainerConfig(algorithm="distillation", schedule=Schedule(peak=1e-3), threads=1)
+
+
+def taught(model_dir: Path, folder: Path) -> TrainerConfig:
+    """A teacher that is the model with other numbers in it."""
+    teacher = AutoModelForCausalLM.from_pretrained(model_dir)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    teacher.save_pretrained(folder)
+    return dataclasses.replace(CONFIG, settings=DistillationConfig(teacher=str(folder)))
+
+
+def test_the_gradient_is_that_of_the_divergence_on_sampled_tokens(model_dir: Path, tmp_path: Path) -> None:
+    learner, samples = Trainer(model_dir, taught(model_dir, tmp_path)), sampled_batch(3)
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path)
+    total, count = torch.zeros(()), 0
+    for sample in samples:
+        trained = torch.from_numpy(sample.loss_mask[1:]).bool()
+        student = sample_logprobs(learner.policy.model, sample)[trained]  # pyright: ignore
+        with torch.no_grad():
+            gain = sample_logprobs(teacher, sample)[trained] - student
+        total, count = total - (student * gain).sum(), count + int(trained.sum())
+    wanted = oracle_gradient(learner, total / count)
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=1e-6, rtol=1e-4)
+    assert wanted.abs().max() > 1e-4
+
+
+def test_samples_may_carry_the_teachers_logprobs(model_dir: Path, tmp_path: Path) -> None:
+    config, samples = taught(model_dir, tmp_path), sampled_batch(3)
+    teacher, carried = AutoModelForCausalLM.from_pretrained(tmp_path), []
+    for sample in samples:
+        with torch.no_grad():
+            logprobs = np.concatenate(([0.0], sample_logprobs(teacher, sample).numpy())).astype(np.float32)
+        carried.append(dataclasses.replace(sample, teacher_logprobs=logprobs))
+    wanted = gradient(Trainer(model_dir, config), samples)
+    torch.testing.assert_close(gradient(Trainer(model_dir, CONFIG), carried), wanted, atol=1e-6, rtol=1e-4)
+    with pytest.raises(BadBatch, match="has no logprobs of the teacher"):
+        Trainer(model_dir, CONFIG).train_step(samples, 1)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    config = taught(model_dir, tmp_path)
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path)
+    teacher.resize_token_embeddings(teacher.config.vocab_size + 3)
+    teacher.save_pretrained(tmp_path)
+    with pytest.raises(BadSettings, match="take a teacher with the same tokenizer"):
+        Trainer(model_dir, config)
+
+
+def test_groups_of_equal_rewards_dilute_the_mean_unless_they_are_left_out(model_dir: Path) -> None:
+    samples = sampled_batch(3)
+    samples = [dataclasses.replace(s, reward=1.0) if s.group_key == samples[0].group_key else s for s in samples]
+    seen: dict[str, set[float]] = {}
+    for sample in samples:
+        seen.setdefault(sample.group_key, set()).add(sample.reward)
+    dull = {key for key, rewards in seen.items() if len(rewards) == 1}
+    assert 0 < len(dull) < len(seen)
+    config = dataclasses.replace(CONFIG, algorithm="dapo", settings=DapoConfig(max_tokens=64, overlong_share=0.0))
+    alone = dataclasses.replace(CONFIG, algorithm="grpo", settings=GrpoConfig(clip_high=0.28))
+    found = gradient(Trainer(model_dir, config), samples)
+    kept = [s for s in samples if s.group_key not in dull]
+    torch.testing.assert_close(found, gradient(Trainer(model_dir, alone), kept), atol=1e-7, rtol=1e-5)
+    assert not torch.allclose(found, gradient(Trainer(model_dir, alone), samples), atol=1e-5, rtol=1e-2)
+    assert Trainer(model_dir, config).train_step(samples, 1).metrics["groups/equal_rewards"] == len(dull)

@@ -1,0 +1,97 @@
+"""What the settings of the GRPO family do to a step's gradient, against plain forwards: entropy, length, truncation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollout_workers.algorithms import DapoConfig, GrpoConfig
+from rollout_workers.algorithms.advantage import group_relative
+from rollout_workers.trainer import Trainer, TrainSample
+
+from .addition import sampled_batch
+from .oracle import grpo_loss, sample_logprobs
+from .test_trainer import gradient, oracle_gradient, trainer
+
+
+def entropy(learner: Trainer, samples: Sequence[TrainSample], temperature: float) -> Tensor:
+    """The mean over trained tokens of the entropy of what each was drawn from."""
+    found = []
+    for sample in samples:
+        token_ids = torch.from_numpy(sample.token_ids).long()
+        logits = learner.policy.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1] / temperature
+        logprobs = logits.log_softmax(-1)
+        found.append(-(logprobs.exp() * logprobs).sum(-1)[torch.from_numpy(sample.loss_mask[1:]).bool()])
+    return torch.cat(found).mean()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_entropy_bonus_agrees_with_the_oracle(model_dir: Path, temperature: float) -> None:
+    """Also of groups of equal rewards, which have no other gradient."""
+    settings = GrpoConfig(entropy_coefficient=3.0)
+    learner, samples = trainer(model_dir, settings=settings, temperature=temperature), sampled_batch(0)
+    bonus = oracle_gradient(learner, -3.0 * entropy(learner, samples, temperature))
+    wanted = oracle_gradient(learner, grpo_loss(learner.policy.model, samples, temperature)) + bonus
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=2e-6, rtol=2e-4)
+    assert bonus.abs().max() > 1e-3
+
+
+def with_cut_off(seed: int) -> list[TrainSample]:
+    """Every fifth sample was cut off: none of its answer's length tells so."""
+    return [dataclasses.replace(s, truncated=number % 5 == 0) for number, s in enumerate(sampled_batch(seed))]
+
+
+def loss_of(learner: Trainer, samples: Sequence[TrainSample], rewards: Sequence[float], left_out: Sequence[bool]) -> Tensor:
+    """On-policy GRPO over shaped rewards, without the samples that are left out."""
+    keys = sorted({sample.group_key for sample in samples})
+    groups = torch.tensor([keys.index(sample.group_key) for sample in samples])
+    advantages = group_relative(torch.tensor(rewards, dtype=torch.float64), groups).tolist()
+    total, count = torch.zeros(()), 0
+    for sample, advantage, out in zip(samples, advantages, left_out, strict=True):
+        if not out:
+            trained = torch.from_numpy(sample.loss_mask[1:]).bool()
+            total = total - advantage * sample_logprobs(learner.policy.model, sample)[trained].sum()  # pyright: ignore
+            count += int(trained.sum())
+    return total / count
+
+
+def test_dapo_takes_its_penalty_from_long_answers_and_all_of_it_from_those_cut_off(model_dir: Path) -> None:
+    settings = DapoConfig(max_tokens=5, overlong_share=0.4, overlong_penalty=0.6, dynamic_sampling=False)
+    learner, samples = trainer(model_dir, algorithm="dapo", settings=settings), with_cut_off(0)
+    lengths = [len(sample.token_ids) - sample.prompt_length for sample in samples]
+    assert {3, 4} <= set(lengths)
+    share = {2: 0.0, 3: 0.0, 4: 0.5}  # of the last two of five tokens
+    rewards = [s.reward - 0.6 * (1.0 if s.truncated else share[n]) for s, n in zip(samples, lengths, strict=True)]
+    wanted = oracle_gradient(learner, loss_of(learner, samples, rewards, [False] * len(samples)))
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=2e-6, rtol=2e-4)
+
+
+def test_what_was_cut_off_counts_for_its_group_and_not_in_the_loss(model_dir: Path) -> None:
+    learner, samples = trainer(model_dir, settings=GrpoConfig(mask_truncated=True)), with_cut_off(0)
+    left_out = [sample.truncated for sample in samples]
+    wanted = oracle_gradient(learner, loss_of(learner, samples, [sample.reward for sample in samples], left_out))
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=2e-6, rtol=2e-4)
+    learner.step = 0
+    trained = sum(int(sample.loss_mask.sum()) for sample in samples if not sample.truncated)
+    assert learner.train_step(samples, 1).metrics["tokens/trained"] == trained
+
+
+def test_a_reward_of_0_counts_beside_samples_whose_parts_are_rewarded(model_dir: Path) -> None:
+    """Of another group, or of its own: its number is then the reward of its last token."""
+    learner, samples = trainer(model_dir), sampled_batch(0)
+    plain = trainer(model_dir).train_step(sampled_batch(0), 1).advantages
+    for sample in samples[:2]:  # of the first group
+        sample.token_rewards = np.where(np.arange(len(sample.token_ids)) == sample.prompt_length, 1.0, 0.0).astype(np.float32)
+        sample.reward = 0.0
+    samples[2].reward = samples[3].reward = 0.0
+    found = learner.train_step(samples, 1).advantages
+    for sample in samples[4:]:
+        key = (sample.group_key, sample.sample)
+        assert found[key] == pytest.approx(plain[key], abs=1e-6)
+    assert any(plain.values()) and found[samples[2].group_key, 2] < -0.5 < 0 < found[samples[0].group_key, 0]

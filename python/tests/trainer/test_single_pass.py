@@ -1,0 +1,195 @@
+"""The compiled loops against the models' own layers: values, gradients, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as turned_partly
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from rollout_workers.compiled import library
+from rollout_workers.trainer import loops as library_of
+from rollout_workers.trainer import rms_norm, rotary, single_pass, swiglu
+from rollout_workers.trainer.loops import SOURCE, Loops
+
+CONFIG = LlamaConfig(
+    vocab_size=32, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+
+
+@pytest.fixture(scope="module")
+def loops(libraries: Path) -> Loops:
+    """``loops.c`` as it is."""
+    return Loops(library(SOURCE, libraries / "trainer"))
+
+
+def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).requires_grad_()
+
+
+def same(found: Tensor, wanted: Tensor, leaves: tuple[Tensor, ...]) -> None:
+    """Both values, and what comes to the leaves from both."""
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    weights = drawn(*wanted.shape, seed=9).detach()
+    gradients = (torch.autograd.grad(value, leaves, weights, retain_graph=True) for value in (found, wanted))
+    for mine, own in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, own, atol=2e-6 * float(own.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 7), (2, 130, 24), (300, 129), (2, 5, 3, 32)])
+def test_norms(loops: Loops, shape: tuple[int, ...]) -> None:
+    x, weight = drawn(*shape), drawn(shape[-1], seed=1)
+    own = Qwen3RMSNorm(shape[-1], eps=1e-6)
+    own.weight = nn.Parameter(weight.detach())
+    leaves = (x, own.weight)
+    same(rms_norm.LoopNorm.apply(x, own.weight, 1e-6, loops), own(x), leaves)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("size", [1, 5, 4096, 4099, 70_001])
+def test_gates(loops: Loops, size: int) -> None:
+    gate, up = drawn(size, scale=8), drawn(size, seed=1)
+    with torch.no_grad():
+        gate[: size // 3] *= 40  # as far as 1 / (1 + exp) goes
+    same(swiglu.SwiGlu.apply(gate, up, loops), nn.functional.silu(gate) * up, (gate, up))  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_not_a_number_stays_so(loops: Loops) -> None:
+    """A step is refused by it."""
+    x = torch.tensor([[torch.nan, 1.0], [torch.inf, 1.0], [1.0, 1.0]])
+    ones = torch.ones_like(x)
+    assert loops.gate(x, ones).isnan().tolist() == [[True, False], [False, False], [False, False]]
+    assert loops.gate(x, ones)[1, 0] == torch.inf
+    assert loops.gate_back(ones, x, ones)[0][0, 0].isnan()
+    assert loops.norm(x, ones[0], 1e-6)[0][0].isnan().all()
+    assert not loops.norm(x, ones[0], 1e-6)[0][2].isnan().any()
+
+
+@pytest.mark.parametrize(("rows", "width", "heads", "size"), [(1, 1, 1, 2), (2, 5, 3, 8), (3, 130, 4, 32), (2, 9, 5, 34)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rotations(loops: Loops, rows: int, width: int, heads: int, size: int, shared: bool) -> None:
+    q, k = drawn(rows, width, heads, size), drawn(rows, width, 1, size, seed=1)
+    angles = drawn(1 if shared else rows, width, size, seed=2, scale=3).detach()
+    cos, sin = angles.cos(), (angles * 1.5).sin()
+    rotation = rotary._Rotation(None, loops)  # its own is never called
+    found, wanted = (f(q.transpose(1, 2), k.transpose(1, 2), cos, sin) for f in (rotation, apply_rotary_pos_emb))
+    for mine, own, leaf in zip(found, wanted, (q, k), strict=True):
+        same(mine, own, (leaf,))
+
+
+def test_a_rotation_of_a_part_of_a_head_is_the_models_own(loops: Loops) -> None:
+    q, k, angles = drawn(2, 3, 4, 16), drawn(2, 3, 4, 16, seed=1), drawn(2, 4, 8, seed=2).detach()
+    rotation = rotary._Rotation(turned_partly, loops)
+    for mine, own in zip(
+        rotation(q, k, angles.cos(), angles.sin()), turned_partly(q, k, angles.cos(), angles.sin()), strict=True
+    ):
+        assert torch.equal(mine, own)
+
+
+def test_bits_do_not_depend_on_threads(loops: Loops) -> None:
+    x, weight = drawn(700, 96).detach(), drawn(96, seed=1).detach()
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            y, scale = loops.norm(x, weight, 1e-6)
+            turned = loops.rotate(x.view(1, 700, 3, 32), *(of[None, :, :32].contiguous() for of in (x, y)))
+            found.append((y, *loops.norm_back(y, x, weight, scale), loops.gate(x, y), *loops.gate_back(y, x, y), turned))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True))
+
+
+def model(kind: type[LlamaForCausalLM] = LlamaForCausalLM, **settings: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return kind(LlamaConfig(**{**CONFIG.to_dict(), **settings})).eval()
+
+
+def changed(of: nn.Module) -> set[str]:
+    return {type(module).__name__ for module in of.modules() if "forward" in vars(module)}
+
+
+def test_a_whole_model_is_what_it_was() -> None:
+    own, ours = model(), model()
+    single_pass.install(ours)
+    assert changed(ours) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}
+    token_ids = torch.arange(40).view(2, 20) % 32
+    gradients = []
+    for each in (own, ours):
+        logits = each(input_ids=token_ids, use_cache=False).logits
+        gradients.append(torch.autograd.grad(logits.log_softmax(-1)[..., 0].sum(), list(each.parameters())))
+    for wanted, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+class HalvedMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.5
+
+
+class ClampedMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x).clamp(-7, 7))
+
+
+def empty(layers: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Layers that give zeros, whatever stands in them."""
+    for each in layers.modules():
+        if isinstance(each, LlamaMLP):
+            nn.init.zeros_(each.down_proj.weight)
+    return layers
+
+
+def test_what_computes_something_else_is_left_alone(loops: Loops) -> None:
+    others = (
+        model(hidden_act="gelu"),
+        empty(model(hidden_act="gelu")),
+        HalvedMLP(CONFIG),
+        ClampedMLP(CONFIG),
+        model().bfloat16(),
+    )
+    for other in others:
+        swiglu.install(other, loops)
+        assert not changed(other)
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
+    ours = model()
+    single_pass.install(ours)
+    copied, token_ids = copy.deepcopy(ours), torch.arange(12).view(1, 12)
+    before = ours(input_ids=token_ids).logits
+    assert torch.equal(copied(input_ids=token_ids).logits, before)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    assert torch.equal(ours(input_ids=token_ids).logits, before)
+    assert not torch.equal(copied(input_ids=token_ids).logits, before)
+
+
+def test_other_types_get_what_they_got(loops: Loops) -> None:
+    """What was changed in float32 and then moved: every loop asks what it is given."""
+    own, ours = model(), model()
+    single_pass.install(ours)
+    token_ids = torch.arange(12).view(1, 12)
+    own, ours = own.double(), ours.double()
+    torch.testing.assert_close(ours(input_ids=token_ids).logits, own(input_ids=token_ids).logits, atol=1e-6, rtol=1e-5)
+
+
+def test_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library_of.compiled.cache_clear()
+    monkeypatch.setattr(library_of, "library", lambda _: tmp_path / "none.so")
+    try:
+        with caplog.at_level(logging.WARNING):
+            ours = model()
+            single_pass.install(ours)
+    finally:
+        library_of.compiled.cache_clear()
+    assert changed(ours) == {"LlamaRMSNorm"}
+    assert "scripts/kernel" in caplog.text

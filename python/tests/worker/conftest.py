@@ -1,0 +1,42 @@
+"""The embedded NATS and registry of a real rolloutd, one for all tests; each test has a run of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from rollout_testing.daemon import Daemon
+from rollout_testing.run import RunStreams
+from rollout_workers.worker.pulse import Pulse
+from rollout_workers.worker.spec import Identity
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    started = Daemon(tmp_path_factory.mktemp("state")).start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def who() -> Identity:
+    return Identity(f"run-mesh-{next(_numbers)}", "inference-0", "inference", 1)
+
+
+@pytest.fixture
+async def streams(daemon: Daemon, who: Identity) -> AsyncIterator[RunStreams]:
+    opened = await RunStreams.open(daemon, who.run)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def pulse(daemon: Daemon, who: Identity) -> Iterator[Pulse]:
+    started = Pulse(daemon.nats_url, daemon.token, name=who.registration)
+    started.start()
+    yield started
+    started.stop()

@@ -1,0 +1,26 @@
+"""What an exception is for whoever called."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from google.rpc import error_details_pb2
+
+from rollout_workers.worker.status import status_of
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "optimizer.safetensors.tmp"), "DISK_FULL"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "DISK_FULL"),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "DISK_FULL"),
+        (OSError(errno.EIO, "Input/output error"), "INTERNAL"),
+    ],
+)
+def test_a_full_disk_is_told_with_its_fix(error: Exception, reason: str) -> None:
+    status, info = status_of(error), error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert info.reason == reason
+    assert ("free some" in status.message) == (reason == "DISK_FULL")
