@@ -42,9 +42,9 @@ class _NoTorch(MetaPathFinder):
 def install() -> None:
     """Before the shells are imported: stand in for the modules that import torch. Afterwards: give them a model."""
     sys.meta_path.insert(0, _NoTorch())
-    from rollout_testing.sim import policy
-
     weights = _package("rollout_workers.weights")
+    from rollout_testing.sim import policy  # imports rollout_workers.weights.transfer, so after the stand-in for its parent
+
     _fill(weights, WeightsDigest=policy.WeightsDigest, WeightsManifest=policy.WeightsManifest, stage_folder=policy.stage_folder)
     learner = _package("rollout_workers.trainer")
     types = importlib.import_module("rollout_workers.trainer.types")
