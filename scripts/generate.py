@@ -3,9 +3,10 @@
     proto/gen/      Go messages and gRPC stubs            buf, protoc-gen-go, protoc-gen-go-grpc
     python/         Python messages, stubs and types      grpcio-tools, mypy-protobuf
     schemas/        the JSON Schema of the run config     protoc-gen-jsonschema, scripts/schema.py
+    **/names.*      subjects, streams and service names   scripts/names.py
 
-All is written to a scratch folder first and only files that differ are put in place, so a run that
-changes nothing touches nothing, and a failed run leaves the tree as it was.
+Files are written to a scratch folder first, and only those that differ are copied into the tree. A
+run without changes touches nothing, and a failed run leaves the tree unchanged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+
+import names
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / ".tools"
@@ -32,6 +35,7 @@ def main() -> None:
         generate_go(scratch)
         generate_python(scratch)
         generate_schema(scratch)
+        generate_names(scratch)
 
 
 def generate_go(scratch: Path) -> None:
@@ -40,12 +44,12 @@ def generate_go(scratch: Path) -> None:
 
 
 def generate_python(scratch: Path) -> None:
-    """Messages for every contract, stubs for those that hold a service, the rules' own messages beside them."""
+    """Write messages for every contract, stubs for those with a service, and the messages of the validation rules."""
     out = scratch / "python"
     out.mkdir()
     contracts = sorted((PROTO / "rollout").rglob("*.proto"))
     protoc(out, ["python", "mypy"], [*contracts, RULES / "buf" / "validate" / "validate.proto"])
-    protoc(out, ["grpc_python", "mypy_grpc"], [path for path in contracts if holds_service(path)])
+    protoc(out, ["grpc_python", "mypy_grpc"], [path for path in contracts if has_service(path)])
     sync(out / "buf", ROOT / "python" / "buf")
     generated = {path.relative_to(out / "rollout").parts[0] for path in (out / "rollout").rglob("*_pb2.py")}
     for noun in sorted(generated | committed_nouns()):
@@ -61,7 +65,7 @@ def protoc(out: Path, kinds: Iterable[str], files: list[Path]) -> None:
     run([sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", f"-I{RULES}", *plugins, *outputs, *files])
 
 
-def holds_service(path: Path) -> bool:
+def has_service(path: Path) -> bool:
     return any(line.startswith("service ") for line in path.read_text().splitlines())
 
 
@@ -75,7 +79,7 @@ def generate_schema(scratch: Path) -> None:
     run([TOOLS / "bin" / "buf", "generate", "--template", "buf.gen.schema.yaml", "--output", scratch])
     bundle = scratch / "schema" / "rollout.config.v1.RunConfig.schema.strict.bundle.json"
     sys.path.insert(0, str(ROOT / "python"))
-    schema = importlib.import_module("schema")  # imports what generate_python has just written
+    schema = importlib.import_module("schema")  # imports the modules that generate_python wrote
     shaped = schema.shape(json.loads(bundle.read_text()))
     out = scratch / "schemas" / "run_config.schema.json"
     out.parent.mkdir()
@@ -83,8 +87,18 @@ def generate_schema(scratch: Path) -> None:
     replace(out, ROOT / "schemas" / out.name)
 
 
+def generate_names(scratch: Path) -> None:
+    for place, text in names.generate(ROOT).items():
+        out = scratch / "names" / place
+        out.parent.mkdir(parents=True)
+        out.write_text(text)
+        if out.suffix == ".go":
+            run(["gofmt", "-w", out])
+        replace(out, ROOT / place)
+
+
 def sync(source: Path, target: Path) -> None:
-    """Make the generated files of target those of source: write what differs, remove what is gone."""
+    """Make the generated files in target equal to those in source: write changed files and remove surplus ones."""
     wanted = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     present = {path.relative_to(target) for path in target.rglob("*") if path.is_file() and is_generated(path)}
     for path in sorted(present - wanted):

@@ -14,6 +14,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
@@ -25,13 +26,13 @@ import (
 
 // targets are the services by name, with the gRPC service that their health is asked by.
 var targets = []struct{ name, service string }{
-	{"planner", planv1.PlannerService_ServiceDesc.ServiceName},
-	{"scheduler", runv1.SchedulerService_ServiceDesc.ServiceName},
-	{"rollout-gateway", gatewayv1.RolloutGatewayService_ServiceDesc.ServiceName},
-	{"buffer", bufferv1.BufferService_ServiceDesc.ServiceName},
-	{"learner-controller", learnerv1.LearnerControllerService_ServiceDesc.ServiceName},
-	{"snapshot", snapshotv1.SnapshotService_ServiceDesc.ServiceName},
-	{"storage", storagev1.EventService_ServiceDesc.ServiceName},
+	{names.PlannerService, planv1.PlannerService_ServiceDesc.ServiceName},
+	{names.SchedulerService, runv1.SchedulerService_ServiceDesc.ServiceName},
+	{names.GatewayService, gatewayv1.RolloutGatewayService_ServiceDesc.ServiceName},
+	{names.BufferService, bufferv1.BufferService_ServiceDesc.ServiceName},
+	{names.ControllerService, learnerv1.LearnerControllerService_ServiceDesc.ServiceName},
+	{names.SnapshotService, snapshotv1.SnapshotService_ServiceDesc.ServiceName},
+	{names.StorageService, storagev1.EventService_ServiceDesc.ServiceName},
 }
 
 // serviceHealth is one service as `status --format json` shows it.

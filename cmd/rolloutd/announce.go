@@ -8,6 +8,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
 // announcement tells the world that this process serves: discovery first, then health, then rolloutd.json. It is the last
@@ -29,7 +30,7 @@ func (m *mesh) announcement(targets []target, gateway string) *announcement {
 			continue
 		}
 		s := m.instance(t.name)
-		if t.name == gatewayTarget {
+		if t.name == names.GatewayService {
 			s.Meta["url"] = gateway
 		}
 		a.services = append(a.services, s)

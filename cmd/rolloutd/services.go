@@ -10,6 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -44,13 +45,13 @@ func newStorage(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{close: store.Close}, err
 	}
 	s, err := storage.New(storage.Config{}, storage.Deps{
-		Store: store, Artifacts: artifacts, Stream: m.bus, Log: m.logger("storage"),
+		Store: store, Artifacts: artifacts, Stream: m.bus, Log: m.logger(names.StorageService),
 	})
 	return hosted{service: s, close: store.Close}, err
 }
 
 func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
-	artifacts, err := client(m, "storage", storagev1.NewArtifactServiceClient)
+	artifacts, err := client(m, names.StorageService, storagev1.NewArtifactServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -76,19 +77,19 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 		cfg.Segments = segmentDir(m.cfg.StateDir) // a cache, of this process alone
 	}
 	shape := func(r grpc.ServiceRegistrar) { bufferv1.RegisterBufferServiceServer(r, nil) }
-	return elect(m, "buffer", store, shape, func(store *bufferstore.Store) (*buffer.Server, error) {
+	return elect(m, names.BufferService, store, shape, func(store *bufferstore.Store) (*buffer.Server, error) {
 		return buffer.New(cfg, buffer.Deps{
-			Store: store, Bus: m.bus, Blobs: payloads, Artifacts: artifacts, Events: m.events, Log: m.logger("buffer"),
+			Store: store, Bus: m.bus, Blobs: payloads, Artifacts: artifacts, Events: m.events, Log: m.logger(names.BufferService),
 		})
 	})
 }
 
 func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
-	artifacts, err := client(m, "storage", storagev1.NewArtifactServiceClient)
+	artifacts, err := client(m, names.StorageService, storagev1.NewArtifactServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
-	runs, err := client(m, "scheduler", runv1.NewSchedulerServiceClient)
+	runs, err := client(m, names.SchedulerService, runv1.NewSchedulerServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -97,9 +98,9 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{}, err
 	}
 	shape := func(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, nil) }
-	return elect(m, "snapshot", store, shape, func(store *snapshotstore.Store) (*snapshot.Server, error) {
+	return elect(m, names.SnapshotService, store, shape, func(store *snapshotstore.Store) (*snapshot.Server, error) {
 		return snapshot.New(snapshot.Config{}, snapshot.Deps{
-			Store: store, Artifacts: artifacts, Scheduler: runs, Events: m.events, Log: m.logger("snapshot"),
+			Store: store, Artifacts: artifacts, Scheduler: runs, Events: m.events, Log: m.logger(names.SnapshotService),
 		})
 	})
 }
@@ -123,7 +124,7 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{}, err
 	}
 	s, err := gateway.New(gateway.Config{Address: address, Keys: keys, TLS: gatewayTLS(m.cfg.Gateway.Listen, m.certs)}, gateway.Deps{
-		Store: store, Registry: m.discovery, Dial: dialer[gateway.Conn](m), Log: m.logger(gatewayTarget),
+		Store: store, Registry: m.discovery, Dial: dialer[gateway.Conn](m), Log: m.logger(names.GatewayService),
 	})
 	if err != nil {
 		return hosted{close: store.Close}, err
@@ -132,15 +133,15 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 }
 
 func newController(ctx context.Context, m *mesh) (hosted, error) {
-	ledger, err := client(m, "buffer", bufferv1.NewBufferServiceClient)
+	ledger, err := client(m, names.BufferService, bufferv1.NewBufferServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
-	snapshots, err := client(m, "snapshot", snapshotv1.NewSnapshotServiceClient)
+	snapshots, err := client(m, names.SnapshotService, snapshotv1.NewSnapshotServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
-	runs, err := client(m, "scheduler", runv1.NewSchedulerInternalServiceClient)
+	runs, err := client(m, names.SchedulerService, runv1.NewSchedulerInternalServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -149,28 +150,28 @@ func newController(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{}, err
 	}
 	shape := func(r grpc.ServiceRegistrar) { learnerv1.RegisterLearnerControllerServiceServer(r, nil) }
-	return elect(m, "learner-controller", store, shape, func(store *controllerstore.Store) (*controller.Server, error) {
+	return elect(m, names.ControllerService, store, shape, func(store *controllerstore.Store) (*controller.Server, error) {
 		return controller.New(controller.Config{}, controller.Deps{
 			Store: store, Buffer: ledger, Snapshots: snapshots, Scheduler: runs, Registry: m.discovery, Dial: dialer[controller.Conn](m),
-			Events: m.events, Log: m.logger("learner-controller"),
+			Events: m.events, Log: m.logger(names.ControllerService),
 		})
 	})
 }
 
 func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
-	plans, err := client(m, "planner", planv1.NewPlannerServiceClient)
+	plans, err := client(m, names.PlannerService, planv1.NewPlannerServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
-	ledger, err := client(m, "buffer", bufferv1.NewBufferServiceClient)
+	ledger, err := client(m, names.BufferService, bufferv1.NewBufferServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
-	learner, err := client(m, "learner-controller", learnerv1.NewLearnerControllerServiceClient)
+	learner, err := client(m, names.ControllerService, learnerv1.NewLearnerControllerServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
-	snapshots, err := client(m, "snapshot", snapshotv1.NewSnapshotServiceClient)
+	snapshots, err := client(m, names.SnapshotService, snapshotv1.NewSnapshotServiceClient)
 	if err != nil {
 		return hosted{}, err
 	}
@@ -193,10 +194,10 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 		runv1.RegisterSchedulerServiceServer(r, nil)
 		runv1.RegisterSchedulerInternalServiceServer(r, nil)
 	}
-	return elect(m, "scheduler", store, shape, func(store *schedulerstore.Store) (*scheduler.Server, error) {
+	return elect(m, names.SchedulerService, store, shape, func(store *schedulerstore.Store) (*scheduler.Server, error) {
 		return scheduler.New(cfg, scheduler.Deps{
 			Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Bus: m.bus, Registry: m.discovery,
-			Launcher: local.Launcher{}, Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger("scheduler"),
+			Launcher: local.Launcher{}, Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService),
 		})
 	})
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpc"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
@@ -111,7 +112,7 @@ func snapshotReachesStorageByBothRoads(t *testing.T, s shape) {
 
 func gatewayAnswers(t *testing.T, s shape) {
 	t.Helper()
-	req, err := http.NewRequestWithContext(deadline(t), http.MethodGet, s[gatewayTarget].runtime().Gateway+"/v1/models", nil)
+	req, err := http.NewRequestWithContext(deadline(t), http.MethodGet, s[names.GatewayService].runtime().Gateway+"/v1/models", nil)
 	if err != nil {
 		t.Fatal(err)
 	}

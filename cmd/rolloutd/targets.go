@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
 // target is one thing that a process can host.
@@ -27,19 +28,17 @@ type hosted struct {
 	url   string       // of its HTTP endpoint, where it has one
 }
 
-const gatewayTarget = "rollout-gateway"
-
 // targets is the table. Services are constructed in this order and end in the opposite one: who calls others ends before them.
 var targets = []target{
 	{natsTarget, nil},
 	{registryTarget, nil},
-	{"storage", newStorage},
-	{"buffer", newBuffer},
-	{"snapshot", newSnapshot},
-	{"planner", newPlanner},
-	{gatewayTarget, newGateway},
-	{"learner-controller", newController},
-	{"scheduler", newScheduler},
+	{names.StorageService, newStorage},
+	{names.BufferService, newBuffer},
+	{names.SnapshotService, newSnapshot},
+	{names.PlannerService, newPlanner},
+	{names.GatewayService, newGateway},
+	{names.ControllerService, newController},
+	{names.SchedulerService, newScheduler},
 }
 
 // resolveTargets gives what the configuration asks for, in the order of the table. "all" is every service and those servers that

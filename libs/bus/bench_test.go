@@ -4,6 +4,7 @@ import (
 	"testing"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -26,7 +27,7 @@ func BenchmarkPublish(b *testing.B) {
 			}
 			var batch []bus.Message
 			for range 64 {
-				batch = append(batch, bus.Message{Subject: bus.WorkSubject(run), Body: &runv1.PromptGroup{RowJson: make([]byte, 2048)}})
+				batch = append(batch, bus.Message{Subject: names.WorkSubject(run), Body: &runv1.PromptGroup{RowJson: make([]byte, 2048)}})
 			}
 			for b.Loop() {
 				if err := c.Publish(b.Context(), batch...); err != nil {

@@ -9,6 +9,8 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
 // Consumer is a durable place in a stream, shared by all who pull from it.
@@ -20,17 +22,17 @@ type Consumer struct {
 
 // Work is the shared consumer of a run's prompt groups. ErrNoStream before EnsureRun.
 func (b *Bus) Work(ctx context.Context, run string) (*Consumer, error) {
-	return b.consumer(ctx, WorkStream(run), WorkersConsumer)
+	return b.consumer(ctx, names.WorkStream(run), names.WorkersConsumer)
 }
 
 // Trajectories is the buffer's consumer of a run's trajectories. ErrNoStream before EnsureRun.
 func (b *Bus) Trajectories(ctx context.Context, run string) (*Consumer, error) {
-	return b.consumer(ctx, TrajStream(run), BufferConsumer)
+	return b.consumer(ctx, names.TrajStream(run), names.BufferConsumer)
 }
 
 // Events is the storage service's consumer of all events. ErrNoStream before EnsureEvents.
 func (b *Bus) Events(ctx context.Context) (*Consumer, error) {
-	return b.consumer(ctx, EventStream, StorageConsumer)
+	return b.consumer(ctx, names.EventStream, names.StorageConsumer)
 }
 
 func (b *Bus) consumer(ctx context.Context, stream, name string) (*Consumer, error) {

@@ -4,11 +4,13 @@ import (
 	"context"
 	"fmt"
 	"time"
+
+	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
 // EventsStored waits until the storage service has taken every event that was on the bus when it was called.
 func (b *Bus) EventsStored(ctx context.Context) error {
-	s, err := b.stream(ctx, EventStream)
+	s, err := b.stream(ctx, names.EventStream)
 	if err != nil {
 		return fmt.Errorf("mark the events: %w", mapError(err))
 	}

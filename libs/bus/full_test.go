@@ -11,6 +11,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -52,7 +53,7 @@ func TestNoRoom(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	message := bus.Message{Subject: bus.WorkSubject(run), Body: &runv1.PromptGroup{RowJson: make([]byte, 1<<20)}}
+	message := bus.Message{Subject: names.WorkSubject(run), Body: &runv1.PromptGroup{RowJson: make([]byte, 1<<20)}}
 	var err error
 	for n := 0; err == nil && n < 8; n++ {
 		message.ID = string(rune('a' + n))
@@ -85,7 +86,7 @@ func TestTryLeavesNothing(t *testing.T) {
 		}
 	}
 	for name := range b.JetStream().StreamNames(t.Context()).Name() {
-		if name != bus.EventStream {
+		if name != names.EventStream {
 			t.Errorf("it left %s", name)
 		}
 	}

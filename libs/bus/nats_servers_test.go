@@ -17,6 +17,7 @@ import (
 	certs "github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/servertest"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -121,7 +122,7 @@ func TestNoQuorum(t *testing.T) {
 	if err := b.EnsureRun(t.Context(), run); err != nil {
 		t.Fatal(err)
 	}
-	message := bus.Message{Subject: bus.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}
+	message := bus.Message{Subject: names.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}
 	for _, node := range s.Nodes[1:] {
 		node.Kill()
 	}
@@ -160,7 +161,7 @@ func TestDeafServerIsLeft(t *testing.T) {
 	deaf := b.Conn().ConnectedServerName()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	if err := b.Publish(ctx, bus.Message{Subject: bus.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}); err != nil {
+	if err := b.Publish(ctx, bus.Message{Subject: names.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}); err != nil {
 		t.Fatal(err)
 	}
 	if name := b.Conn().ConnectedServerName(); name == deaf {
@@ -172,7 +173,7 @@ func TestDeafServerIsLeft(t *testing.T) {
 func TestDeafServerIsLeftByFetches(t *testing.T) {
 	t.Parallel()
 	b := throughDeaf(t, "$JS.API.CONSUMER.MSG.NEXT.>")
-	if err := b.Publish(t.Context(), bus.Message{Subject: bus.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}); err != nil {
+	if err := b.Publish(t.Context(), bus.Message{Subject: names.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
 // EnsureRun makes the WORK and TRAJ streams of a run and their consumers, or brings them to the settings of streams.go; what is in them
@@ -34,7 +35,7 @@ func (b *Bus) DeleteRun(ctx context.Context, run string) error {
 	if err := checkRun(run); err != nil {
 		return err
 	}
-	for _, name := range []string{WorkStream(run), TrajStream(run)} {
+	for _, name := range []string{names.WorkStream(run), names.TrajStream(run)} {
 		err := order(ctx, func(ctx context.Context) error { return b.js.DeleteStream(ctx, name) })
 		if err != nil && !errors.Is(err, jetstream.ErrStreamNotFound) {
 			return fmt.Errorf("delete stream %s: %w", name, mapError(err))
@@ -48,7 +49,7 @@ func (b *Bus) WorkMark(ctx context.Context, run string) (uint64, error) {
 	if err := checkRun(run); err != nil {
 		return 0, err
 	}
-	s, err := b.stream(ctx, WorkStream(run))
+	s, err := b.stream(ctx, names.WorkStream(run))
 	if err != nil {
 		return 0, fmt.Errorf("mark the work of %s: %w", run, mapError(err))
 	}
@@ -57,20 +58,20 @@ func (b *Bus) WorkMark(ctx context.Context, run string) (uint64, error) {
 
 // Runs lists the runs that have streams, in no order.
 func (b *Bus) Runs(ctx context.Context) ([]string, error) {
-	names, err := ask(ctx, func(ctx context.Context) ([]string, error) {
+	streams, err := ask(ctx, func(ctx context.Context) ([]string, error) {
 		listed := b.js.StreamNames(ctx)
-		var names []string
+		var found []string
 		for name := range listed.Name() {
-			names = append(names, name)
+			found = append(found, name)
 		}
-		return names, listed.Err()
+		return found, listed.Err()
 	})
 	if err != nil {
 		return nil, fmt.Errorf("list the streams of runs: %w", mapError(err))
 	}
 	runs := map[string]bool{}
-	for _, name := range names {
-		for _, prefix := range []string{WorkStream(""), TrajStream("")} {
+	for _, name := range streams {
+		for _, prefix := range []string{names.WorkStream(""), names.TrajStream("")} {
 			if run, ok := strings.CutPrefix(name, prefix); ok {
 				runs[run] = true
 			}
@@ -85,7 +86,7 @@ func (b *Bus) PurgeWork(ctx context.Context, run string, before uint64) error {
 	if err := checkRun(run); err != nil {
 		return err
 	}
-	s, err := b.stream(ctx, WorkStream(run))
+	s, err := b.stream(ctx, names.WorkStream(run))
 	if err != nil {
 		return fmt.Errorf("purge work of %s: %w", run, mapError(err))
 	}

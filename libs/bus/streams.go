@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
 // The names and settings of every stream and consumer of the project stand in this file and nowhere else.
@@ -13,17 +15,6 @@ const (
 	// MaxPayload is the size of the largest message, in bytes. Payloads are inline up to 256 KiB and blob references above that;
 	// a message carries some groups of them.
 	MaxPayload = 8 << 20
-
-	// WorkersConsumer is shared by the inference workers of a run.
-	WorkersConsumer = "workers"
-	// BufferConsumer is the buffer's place in a run's trajectories.
-	BufferConsumer = "buffer"
-	// EventStream holds the events of all runs.
-	EventStream = "EVENTS"
-	// StorageConsumer is the storage service's place in the events.
-	StorageConsumer = "storage"
-	// MeshEvents is the subject of events that belong to no run.
-	MeshEvents = "rollout.events.mesh"
 
 	// workAckWait is how long a worker may be silent (it acks progress every second) before its items go to another one. Three
 	// missed beats and a margin: below that a busy kernel redelivers for nothing, above it a dead worker idles the learner.
@@ -53,32 +44,20 @@ const (
 	eventsMaxBytes = 1 << 30
 )
 
-// WorkStream is the name of a run's work stream.
-func WorkStream(run string) string { return "WORK_" + run }
-
-// WorkSubject is where the scheduler publishes PromptGroups.
-func WorkSubject(run string) string { return "rollout.work." + run }
-
-// TrajStream is the name of a run's trajectory stream.
-func TrajStream(run string) string { return "TRAJ_" + run }
-
-// TrajSubject is where workers publish TrajectoryBatches.
-func TrajSubject(run string) string { return "rollout.traj." + run }
-
-// EventSubject is where everybody publishes EventBatches; an empty run gives MeshEvents.
+// EventSubject is the subject of a run's EventBatches, or names.MeshEvents for an empty run.
 func EventSubject(run string) string {
 	if run == "" {
-		return MeshEvents
+		return names.MeshEvents
 	}
-	return "rollout.events." + run
+	return names.RunEventSubject(run)
 }
 
 // work: each group goes to one worker and leaves the stream at its ack. The scheduler bounds what is in it.
 func work(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 	return jetstream.StreamConfig{
-			Name:        WorkStream(run),
+			Name:        names.WorkStream(run),
 			Description: "prompt groups of " + run,
-			Subjects:    []string{WorkSubject(run)},
+			Subjects:    []string{names.WorkSubject(run)},
 			Retention:   jetstream.WorkQueuePolicy,
 			Storage:     jetstream.FileStorage,
 			Discard:     jetstream.DiscardNew,
@@ -86,7 +65,7 @@ func work(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerC
 			AllowDirect: true,
 			Replicas:    replicas,
 		}, jetstream.ConsumerConfig{
-			Durable:       WorkersConsumer,
+			Durable:       names.WorkersConsumer,
 			AckPolicy:     jetstream.AckExplicitPolicy,
 			AckWait:       workAckWait,
 			MaxDeliver:    -1, // the scheduler decides when to give a group up, with a typed reason
@@ -98,9 +77,9 @@ func work(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerC
 // traj: a batch leaves the stream when the buffer has made it durable in the run's tier.
 func traj(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 	return jetstream.StreamConfig{
-			Name:        TrajStream(run),
+			Name:        names.TrajStream(run),
 			Description: "trajectories of " + run,
-			Subjects:    []string{TrajSubject(run)},
+			Subjects:    []string{names.TrajSubject(run)},
 			Retention:   jetstream.WorkQueuePolicy,
 			Storage:     jetstream.FileStorage,
 			Discard:     jetstream.DiscardNew,
@@ -108,7 +87,7 @@ func traj(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerC
 			AllowDirect: true,
 			Replicas:    replicas,
 		}, jetstream.ConsumerConfig{
-			Durable:       BufferConsumer,
+			Durable:       names.BufferConsumer,
 			AckPolicy:     jetstream.AckExplicitPolicy,
 			AckWait:       trajAckWait,
 			MaxDeliver:    -1,
@@ -119,9 +98,9 @@ func traj(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerC
 // events: kept by age and size, so that one slow reader holds nobody up.
 func events(replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 	return jetstream.StreamConfig{
-			Name:        EventStream,
+			Name:        names.EventStream,
 			Description: "events of all runs",
-			Subjects:    []string{"rollout.events.>"},
+			Subjects:    []string{names.EventSubjects},
 			Retention:   jetstream.LimitsPolicy,
 			Storage:     jetstream.FileStorage,
 			Discard:     jetstream.DiscardOld,
@@ -131,7 +110,7 @@ func events(replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 			AllowDirect: true,
 			Replicas:    replicas,
 		}, jetstream.ConsumerConfig{
-			Durable:       StorageConsumer,
+			Durable:       names.StorageConsumer,
 			AckPolicy:     jetstream.AckExplicitPolicy,
 			AckWait:       eventAckWait,
 			MaxDeliver:    -1,
@@ -154,10 +133,11 @@ func (b *Bus) Replicas() int {
 // Try makes a stream under another name, as large as the one of the events where that is not there yet, stores a message in it and
 // removes it: what a run will ask of the servers. ErrFull and ErrLimits say that they refuse.
 func (b *Bus) Try(ctx context.Context) error {
-	name := "DOCTOR_" + rand.Text()
+	token := rand.Text()
+	name := names.DoctorStream(token)
 	s, c := events(b.Replicas())
-	s.Name, s.Description, s.Subjects = name, "made and removed by `rollout doctor`", []string{"rollout.doctor." + name}
-	if _, err := b.stream(ctx, EventStream); err == nil {
+	s.Name, s.Description, s.Subjects = name, "made and removed by `rollout doctor`", []string{names.DoctorSubject(token)}
+	if _, err := b.stream(ctx, names.EventStream); err == nil {
 		s.MaxBytes = 0 // the events have their room
 	}
 	defer func() {

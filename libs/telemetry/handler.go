@@ -3,6 +3,7 @@ package telemetry
 import (
 	"context"
 	"log/slog"
+	"slices"
 	"strings"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -10,16 +11,17 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// Attributes with a meaning of their own in an event.
+// Attributes that set a field of an event.
 const (
-	AttrRun     = "run"     // string: the event's run; a record without it does not become an event
-	AttrKind    = "kind"    // string: the event's kind; "log" where it is missing
+	AttrRun     = "run"     // string: the run; a record without it does not become an event
+	AttrKind    = "kind"    // string: the kind; "log" if absent
 	AttrStep    = "step"    // integer: the optimizer step
-	AttrService = "service" // string: over the process's own name, which hosts several services
+	AttrService = "service" // string: the service, in a process that hosts several; the process's name if absent
+	AttrEvent   = "event"   // bool: false for a record that names a run but does not become an event
 )
 
-// Handler is an slog.Handler that gives every record to next, and those with a "run" attribute to the shipper as events too.
-// Attributes become the event's: numbers its metrics, everything else its attributes, under their dotted names.
+// Handler returns an slog.Handler that passes every record to next and also emits an event for each record with a "run"
+// attribute, unless AttrEvent is false. Numbers become metrics of the event; other attributes keep their dotted names.
 func (e *Events) Handler(next slog.Handler) slog.Handler { return &eventHandler{events: e, next: next} }
 
 type eventHandler struct {
@@ -53,7 +55,7 @@ func (h *eventHandler) Handle(ctx context.Context, r slog.Record) error {
 		attrs = flatten(attrs, h.prefix, []slog.Attr{a})
 		return true
 	})
-	if ev := event(r, attrs); ev.GetRunId() != "" {
+	if ev := event(r, attrs); ev.GetRunId() != "" && !slices.ContainsFunc(attrs, slog.Bool(AttrEvent, false).Equal) {
 		h.events.Emit(ev)
 	}
 	return h.next.Handle(ctx, r)

@@ -68,8 +68,9 @@ func TestRecordsOfARunBecomeEvents(t *testing.T) {
 		of.WithGroup("time").Warn("slow\xff", "step", 3, "lease", 1500*time.Millisecond, slog.Group("disk", "name", "sda", "full", 0.5))
 		of.Info("step", "kind", "step.committed", "step", uint64(7), "loss", 0.25, "samples", 32, "err", errors.New("none"))
 		log.Error("another", "run", "run-2")
+		log.With(telemetry.AttrEvent, false).Error("log only", "run", "run-2")
 	})
-	if len(got) != 2 || got[0].subject != "e.run-1" || got[1].subject != "e.run-2" || len(got[0].events) != 2 {
+	if len(got) != 2 || got[0].subject != "e.run-1" || got[1].subject != "e.run-2" || len(got[0].events) != 2 || len(got[1].events) != 1 {
 		t.Fatalf("messages %+v", got)
 	}
 	slow, step := got[0].events[0], got[0].events[1]
@@ -84,7 +85,7 @@ func TestRecordsOfARunBecomeEvents(t *testing.T) {
 	if other := got[1].events[0]; other.GetService() != "rolloutd" || other.GetLevel() != eventv1.Level_LEVEL_ERROR {
 		t.Errorf("other: %v", other)
 	}
-	if n := strings.Count(text.String(), "\n"); n != 4 {
+	if n := strings.Count(text.String(), "\n"); n != 5 {
 		t.Errorf("the log has %d lines:\n%s", n, &text)
 	}
 }

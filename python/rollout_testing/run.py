@@ -16,6 +16,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StreamConfig
 from nats.js.errors import NotFoundError
 
+from rollout import names
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.run.v1.run_pb2 import PromptGroup, WorkerSpec
 from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryBatch, TrajectoryEnvelope
@@ -165,9 +166,9 @@ class RunStreams:
     async def open(cls, daemon: Daemon, run: str = RUN) -> RunStreams:
         """Connect, and make what is missing."""
         self = cls(await nats.connect(daemon.nats_url, token=daemon.token), run)
-        await self._ensure(f"WORK_{run}", f"rollout.work.{run}", "workers", 4.0)
-        await self._ensure(f"TRAJ_{run}", f"rollout.traj.{run}", "buffer", 30.0)
-        await self._ensure("EVENTS", "rollout.events.>", "storage", 30.0, RetentionPolicy.LIMITS)
+        await self._ensure(names.work_stream(run), names.work_subject(run), names.WORKERS_CONSUMER, 4.0)
+        await self._ensure(names.traj_stream(run), names.traj_subject(run), names.BUFFER_CONSUMER, 30.0)
+        await self._ensure(names.EVENT_STREAM, names.EVENT_SUBJECTS, names.STORAGE_CONSUMER, 30.0, RetentionPolicy.LIMITS)
         return self
 
     async def issue(self, groups: Sequence[PromptGroup], headers: dict[str, str] | None = None) -> None:
@@ -175,11 +176,11 @@ class RunStreams:
         for group in groups:
             name = f"{group.run_id}/{group.epoch}/{group.index}/{group.attempt}/1"
             given = {**(headers or {}), "Nats-Msg-Id": name}
-            await self.js.publish(f"rollout.work.{self.run}", group.SerializeToString(), headers=given)
+            await self.js.publish(names.work_subject(self.run), group.SerializeToString(), headers=given)
 
     async def collect(self, samples: int, timeout: float = 60.0) -> list[TrajectoryEnvelope]:
         """The next ``samples`` trajectories, acknowledged as the buffer does."""
-        puller = await self.js.pull_subscribe_bind("buffer", stream=f"TRAJ_{self.run}")
+        puller = await self.js.pull_subscribe_bind(names.BUFFER_CONSUMER, stream=names.traj_stream(self.run))
         envelopes: list[TrajectoryEnvelope] = []
         while len(envelopes) < samples:
             for message in await puller.fetch(1, timeout=timeout):
@@ -190,12 +191,12 @@ class RunStreams:
 
     async def work_left(self) -> int:
         """Work items that nobody has acknowledged."""
-        return (await self.js.stream_info(f"WORK_{self.run}")).state.messages
+        return (await self.js.stream_info(names.work_stream(self.run))).state.messages
 
     async def redeliver_after(self, seconds: float) -> None:
         """From now on work that a worker falls silent on stays with it for so long; what is given back goes to others at once."""
-        info = await self.js.consumer_info(f"WORK_{self.run}", "workers")
-        await self.js.add_consumer(f"WORK_{self.run}", replace(info.config, ack_wait=seconds))
+        info = await self.js.consumer_info(names.work_stream(self.run), names.WORKERS_CONSUMER)
+        await self.js.add_consumer(names.work_stream(self.run), replace(info.config, ack_wait=seconds))
 
     async def close(self) -> None:
         await self.client.close()

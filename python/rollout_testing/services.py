@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import grpc
 from blake3 import blake3
 
+from rollout import names
 from rollout.buffer.v1 import buffer_pb2 as buffer
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceServicer, add_BufferServiceServicer_to_server
 from rollout.storage.v1 import storage_pb2 as storage
@@ -84,11 +85,11 @@ class Host:
 
     def buffer(self, double: BufferServiceServicer) -> None:
         add_BufferServiceServicer_to_server(double, self._server)
-        self._names.append("buffer")
+        self._names.append(names.BUFFER_SERVICE)
 
     def storage(self, double: ArtifactServiceServicer) -> None:
         add_ArtifactServiceServicer_to_server(double, self._server)
-        self._names.append("storage")
+        self._names.append(names.STORAGE_SERVICE)
 
     async def start(self) -> None:
         port = self._server.add_insecure_port("127.0.0.1:0")

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from rollout import names
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_testing.run import write_spec
 from rollout_testing.services import passing
@@ -117,7 +118,7 @@ class Process:
 
 def registered(spec: WorkerSpec, process: str | None = None) -> dict[str, Any] | None:
     """The entry of a worker in the registry."""
-    for entry in passing(_Agent(spec.consul_address, spec.consul_token), f"{spec.kind}-worker"):
+    for entry in passing(_Agent(spec.consul_address, spec.consul_token), names.worker_service(spec.kind)):
         meta = entry["Meta"]
         if (meta["run"], meta["worker"]) == (spec.run_id, spec.worker_id) and process in (None, meta["process"]):
             return entry

@@ -7,6 +7,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
@@ -124,7 +125,7 @@ func BenchmarkStep(b *testing.B) {
 				before := cpu()
 				var all []bus.Message
 				for _, m := range messages {
-					all = append(all, bus.Message{Subject: bus.TrajSubject(run), Body: &trajectoryv1.TrajectoryBatch{Trajectories: m}})
+					all = append(all, bus.Message{Subject: names.TrajSubject(run), Body: &trajectoryv1.TrajectoryBatch{Trajectories: m}})
 				}
 				if gap == 0 {
 					if err := s.bus.Publish(b.Context(), all...); err != nil {

@@ -16,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/rpc"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
@@ -203,7 +204,7 @@ func groupOf(position uint64, attempt uint32, version uint64) (out []*trajectory
 
 func (s *bench) publish(trajectories ...*trajectoryv1.TrajectoryEnvelope) {
 	s.Helper()
-	err := s.bus.PublishProto(s.Context(), bus.TrajSubject(run), &trajectoryv1.TrajectoryBatch{Trajectories: trajectories})
+	err := s.bus.PublishProto(s.Context(), names.TrajSubject(run), &trajectoryv1.TrajectoryBatch{Trajectories: trajectories})
 	if err != nil {
 		s.Fatal(err)
 	}

@@ -51,8 +51,8 @@ type Artifacts interface {
 	GetArtifact(ctx context.Context, in *storagev1.GetArtifactRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[storagev1.GetArtifactResponse], error)
 }
 
-// Events takes events; Emit never blocks and fills in id and time. *telemetry.Events is one. What is emitted here is logged under
-// run_id: a log record with "run" would become an event once more.
+// Events takes events; Emit never blocks and fills in id and time. *telemetry.Events is one. The logger's
+// records set telemetry.AttrEvent to false, so that no event is stored twice.
 type Events interface {
 	Emit(event *eventv1.Event)
 }

@@ -15,10 +15,10 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 
-	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
@@ -108,7 +108,7 @@ func TestMessageThatIsNoBatch(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	s.open(ledgerConfig())
-	if err := s.bus.Conn().Publish(bus.TrajSubject(run), []byte("\xff\xff\xff")); err != nil {
+	if err := s.bus.Conn().Publish(names.TrajSubject(run), []byte("\xff\xff\xff")); err != nil {
 		t.Fatal(err)
 	}
 	s.publish(groupOf(0, 0, 0)...)

@@ -10,6 +10,8 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
+	"github.com/rollout-rl/rollout/libs/telemetry"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
@@ -62,7 +64,7 @@ func (s *Service) ingest(run string) error {
 	if s.feeds[run] != nil || s.life.Err() != nil {
 		return nil
 	}
-	f := &feed{service: s, run: run, log: s.deps.Log.With("run_id", run), loads: make(chan *load, fetchMost), done: make(chan struct{}),
+	f := &feed{service: s, run: run, log: s.deps.Log.With(telemetry.AttrRun, run, telemetry.AttrEvent, false), loads: make(chan *load, fetchMost), done: make(chan struct{}),
 		lent: map[uint32]*lent{}, closed: map[uint32]bool{}}
 	if err := f.open(s.life); err != nil {
 		return err
@@ -294,13 +296,13 @@ func (s *Service) report(run string, refused []Refusal) {
 	}
 	for _, reason := range slices.Sorted(slices.Values(reasons)) {
 		message := fmt.Sprintf("refused %d trajectories, first %s", count[reason], first[reason])
-		s.deps.Log.Warn(message, "run_id", run)
+		s.deps.Log.Warn(message, telemetry.AttrRun, run, telemetry.AttrEvent, false)
 		s.event(run, eventv1.Level_LEVEL_WARN, reason, message)
 	}
 }
 
 func (s *Service) event(run string, level eventv1.Level, reason, message string) {
-	s.deps.Events.Emit(&eventv1.Event{RunId: run, Service: "buffer", Level: level, Kind: "log", Message: message, Attributes: map[string]string{"reason": reason}})
+	s.deps.Events.Emit(&eventv1.Event{RunId: run, Service: names.BufferService, Level: level, Kind: "log", Message: message, Attributes: map[string]string{"reason": reason}})
 }
 
 func (f *feed) event(level eventv1.Level, reason, message string) {

@@ -14,6 +14,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
@@ -67,9 +68,9 @@ func (d *drive) run(life, work context.Context) {
 	watch, cancel := context.WithCancel(life)
 	var wg sync.WaitGroup
 	defer func() { cancel(); wg.Wait() }()
-	workers := d.deps.Registry.Watch(watch, "inference-worker")
+	workers := d.deps.Registry.Watch(watch, names.WorkerService("inference"))
 	wg.Go(func() { d.fleet.serve(watch, workers) })
-	d.learners = learners{run: d.spec.GetRunId(), incarnation: d.spec.GetIncarnation(), updates: d.deps.Registry.Watch(watch, "learner-worker")}
+	d.learners = learners{run: d.spec.GetRunId(), incarnation: d.spec.GetIncarnation(), updates: d.deps.Registry.Watch(watch, names.WorkerService("learner"))}
 
 	err := d.drive(work)
 	if life.Err() != nil {

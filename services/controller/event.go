@@ -13,6 +13,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/completion"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
@@ -23,7 +24,7 @@ import (
 // emit fills in what all events of a drive share.
 func (d *drive) emit(e *eventv1.Event) {
 	now := d.deps.Now().UTC()
-	e.EventId, e.RunId, e.Time, e.Service = id.New(now), d.spec.GetRunId(), timestamppb.New(now), "learner-controller"
+	e.EventId, e.RunId, e.Time, e.Service = id.New(now), d.spec.GetRunId(), timestamppb.New(now), names.ControllerService
 	if e.GetLevel() == 0 {
 		e.Level = eventv1.Level_LEVEL_INFO
 	}

@@ -116,7 +116,7 @@ func (f *fleet) deliver(ctx context.Context, w *weightsv1.WeightsManifest, waiti
 		case now.nowhere:
 			return now.holding, fmt.Errorf("%w%s", errNowhere, now.hindered)
 		}
-		waiting(names(now.behind), now.hindered)
+		waiting(nameSome(now.behind), now.hindered)
 		select {
 		case <-ctx.Done():
 			return now.holding, ctx.Err()
@@ -128,8 +128,8 @@ func (f *fleet) deliver(ctx context.Context, w *weightsv1.WeightsManifest, waiti
 // mostNamed is how many workers a sentence names.
 const mostNamed = 4
 
-// names lists some and counts the rest.
-func names(workers []string) string {
+// nameSome lists the first workers and counts the rest.
+func nameSome(workers []string) string {
 	if len(workers) <= mostNamed {
 		return strings.Join(workers, ", ")
 	}

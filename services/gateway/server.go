@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	"github.com/rollout-rl/rollout/services/gateway/openai"
 )
@@ -73,7 +74,7 @@ func (s *Server) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	follow, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	instances := s.svc.Registry.Watch(follow, "inference-worker")
+	instances := s.svc.Registry.Watch(follow, names.WorkerService("inference"))
 	wg.Go(func() { s.svc.dir.serve(follow, instances) })
 	wg.Go(func() { s.svc.forget(ctx) })
 	defer cancel()

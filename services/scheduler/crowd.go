@@ -98,13 +98,13 @@ func (c *crowd) absent() *absence {
 		by[what] = append(by[what], id)
 	}
 	for _, what := range order {
-		c.told.sentences = append(c.told.sentences, names(by[what])+" "+what)
+		c.told.sentences = append(c.told.sentences, nameSome(by[what])+" "+what)
 	}
 	return c.told
 }
 
-// names lists some and counts the rest.
-func names(ids []string) string {
+// nameSome lists the first ids and counts the rest.
+func nameSome(ids []string) string {
 	if len(ids) <= mostNamed {
 		return strings.Join(ids, " and ")
 	}

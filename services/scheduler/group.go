@@ -5,6 +5,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/dataset"
 )
@@ -26,7 +27,7 @@ func (i *issuer) message(it item) (bus.Message, error) {
 		MinVersion: i.c.window.MinVersion(it.position, i.c.window.made(i.c.ledger())),
 	}
 	return bus.Message{
-		Subject: bus.WorkSubject(i.c.id), Body: group,
+		Subject: names.WorkSubject(i.c.id), Body: group,
 		ID: fmt.Sprintf("%s/%d/%d/%d/%d", i.c.id, place.Epoch, place.Index, it.attempt, i.record.GetIncarnation()),
 	}, nil
 }

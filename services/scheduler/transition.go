@@ -8,6 +8,8 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/telemetry"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
@@ -58,7 +60,7 @@ func (s *service) interrupt(ctx context.Context, runID, why string) error {
 // announce tells of the state that a run has now.
 func (s *service) announce(run *Run) {
 	s.emit(run, stateEvent(run))
-	s.Log.Info("run changed", "run_id", run.GetRunId(), "state", stateName(run.GetState()), "reason", run.GetReason())
+	s.Log.Info("run changed", telemetry.AttrEvent, false, telemetry.AttrRun, run.GetRunId(), "state", stateName(run.GetState()), "reason", run.GetReason())
 }
 
 // stateEvent is the run.state event. That of an end has an id of its own, made from the record: told again, storage knows it.
@@ -87,7 +89,7 @@ func (s *service) emit(run *Run, e *eventv1.Event) {
 		now := s.Now().UTC()
 		e.EventId, e.Time = id.New(now), timestamppb.New(now)
 	}
-	e.RunId, e.Service = run.GetRunId(), "scheduler"
+	e.RunId, e.Service = run.GetRunId(), names.SchedulerService
 	s.Events.Emit(e)
 }
 

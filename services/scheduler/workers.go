@@ -17,6 +17,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/atomicfile"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/reward"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
@@ -160,7 +161,7 @@ func (c *conductor) newestWeights(run *Run) (folder string, version uint64) {
 // watchRegistry takes the registered workers of a kind into the view.
 func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
 	incarnation := fmt.Sprint(c.record().GetIncarnation())
-	for list := range c.svc.Registry.Watch(ctx, kind+"-worker") {
+	for list := range c.svc.Registry.Watch(ctx, names.WorkerService(kind)) {
 		c.update(func(v *view) {
 			here := map[string]discovery.Instance{}
 			for _, instance := range list {

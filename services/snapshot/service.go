@@ -14,6 +14,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -225,7 +226,7 @@ func check(s *Snapshot, dir string) error {
 
 func created(s *Snapshot) *eventv1.Event {
 	return &eventv1.Event{
-		RunId: s.GetRunId(), Step: s.GetStep(), Service: "snapshot", Kind: "snapshot.created", Level: eventv1.Level_LEVEL_INFO,
+		RunId: s.GetRunId(), Step: s.GetStep(), Service: names.SnapshotService, Kind: "snapshot.created", Level: eventv1.Level_LEVEL_INFO,
 		Time:       s.GetCreateTime(),
 		EventId:    id.New(s.GetCreateTime().AsTime()),
 		Message:    fmt.Sprintf("snapshot %s of step %d", s.GetSnapshotId(), s.GetStep()),

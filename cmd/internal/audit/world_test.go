@@ -13,6 +13,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/audit"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -106,7 +107,7 @@ func live(t *testing.T, server *buffer.Server, b *bus.Bus) {
 			}
 			all = append(all, group(p, version)...)
 		}
-		must(t, b.PublishProto(ctx, bus.TrajSubject(run), &trajectoryv1.TrajectoryBatch{Trajectories: all}))
+		must(t, b.PublishProto(ctx, names.TrajSubject(run), &trajectoryv1.TrajectoryBatch{Trajectories: all}))
 		if step == 1 {
 			_, err := server.ExcludeGroups(ctx, &bufferv1.ExcludeGroupsRequest{RunId: run, Reason: scheduler.AttemptsExhausted, Groups: []*bufferv1.GroupKey{{Index: 3, Attempt: 2}}})
 			must(t, err)

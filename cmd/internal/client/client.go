@@ -24,6 +24,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -77,13 +78,13 @@ func Of(conn *grpc.ClientConn, name string) *Client {
 
 func (c *Client) stubs() *Client {
 	c.found, c.conns = map[string]*grpc.ClientConn{}, map[string]*grpc.ClientConn{}
-	c.Planner = planv1.NewPlannerServiceClient(c.conn("planner"))
-	c.Scheduler = runv1.NewSchedulerServiceClient(c.conn("scheduler"))
-	c.Buffer = bufferv1.NewBufferServiceClient(c.conn("buffer"))
-	c.Snapshot = snapshotv1.NewSnapshotServiceClient(c.conn("snapshot"))
-	c.Events = storagev1.NewEventServiceClient(c.conn("storage"))
-	c.Artifacts = storagev1.NewArtifactServiceClient(c.conn("storage"))
-	c.Gateway = gatewayv1.NewRolloutGatewayServiceClient(c.conn("rollout-gateway"))
+	c.Planner = planv1.NewPlannerServiceClient(c.conn(names.PlannerService))
+	c.Scheduler = runv1.NewSchedulerServiceClient(c.conn(names.SchedulerService))
+	c.Buffer = bufferv1.NewBufferServiceClient(c.conn(names.BufferService))
+	c.Snapshot = snapshotv1.NewSnapshotServiceClient(c.conn(names.SnapshotService))
+	c.Events = storagev1.NewEventServiceClient(c.conn(names.StorageService))
+	c.Artifacts = storagev1.NewArtifactServiceClient(c.conn(names.StorageService))
+	c.Gateway = gatewayv1.NewRolloutGatewayServiceClient(c.conn(names.GatewayService))
 	return c
 }
 

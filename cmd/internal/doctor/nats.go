@@ -12,6 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
 // nats looks at JetStream and at the streams that are there.
@@ -104,5 +105,5 @@ func streams(ctx context.Context, b *bus.Bus, p Patient, r *report) {
 
 func ours(info *jetstream.StreamInfo) bool {
 	name := info.Config.Name
-	return name == bus.EventStream || strings.HasPrefix(name, bus.WorkStream("")) || strings.HasPrefix(name, bus.TrajStream(""))
+	return name == names.EventStream || strings.HasPrefix(name, names.WorkStream("")) || strings.HasPrefix(name, names.TrajStream(""))
 }

@@ -11,7 +11,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"google.golang.org/protobuf/proto"
 
-	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
@@ -56,7 +56,7 @@ func (w *worker) publish(ctx context.Context, group *runv1.PromptGroup, made []s
 		w.fleet.log.Error("encode", "error", err)
 		return
 	}
-	m := &nats.Msg{Subject: bus.TrajSubject(w.spec.GetRunId()), Data: body, Header: nats.Header{}}
+	m := &nats.Msg{Subject: names.TrajSubject(w.spec.GetRunId()), Data: body, Header: nats.Header{}}
 	m.Header.Set("Nats-Msg-Id", fmt.Sprintf("%s/%d/%d/%d", w.spec.GetWorkerId(), group.GetEpoch(), group.GetIndex(), group.GetAttempt()))
 	for {
 		asking, cancel := context.WithTimeout(ctx, 10*time.Second)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -55,7 +56,7 @@ func (w *worker) connect() (err error) {
 		return fmt.Errorf("connect to NATS: %w", err)
 	}
 	w.inbox = nats.NewInbox()
-	w.next = "$JS.API.CONSUMER.MSG.NEXT." + bus.WorkStream(w.spec.GetRunId()) + "." + bus.WorkersConsumer
+	w.next = "$JS.API.CONSUMER.MSG.NEXT." + names.WorkStream(w.spec.GetRunId()) + "." + names.WorkersConsumer
 	w.slots = make(chan struct{}, w.spec.GetPlan().GetConfig().GetEngine().GetSlots())
 	w.held = map[string]bool{}
 	return nil

@@ -17,6 +17,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -80,7 +81,7 @@ func (b *bundle) publish(t *testing.T, n int) {
 	t.Helper()
 	var ms []bus.Message
 	for i := range n {
-		ms = append(ms, bus.Message{Subject: bus.WorkSubject(b.run), Body: b.group(i), ID: fmt.Sprint(b.run, i)})
+		ms = append(ms, bus.Message{Subject: names.WorkSubject(b.run), Body: b.group(i), ID: fmt.Sprint(b.run, i)})
 	}
 	if err := b.bus.Publish(t.Context(), ms...); err != nil {
 		t.Fatal(err)
@@ -188,7 +189,7 @@ func nakTerm(t *testing.T, b *bundle) {
 }
 
 func badBody(t *testing.T, b *bundle) {
-	if err := b.bus.Conn().Publish(bus.WorkSubject(b.run), []byte("\xff\xff\xff")); err != nil {
+	if err := b.bus.Conn().Publish(names.WorkSubject(b.run), []byte("\xff\xff\xff")); err != nil {
 		t.Fatal(err)
 	}
 	if err := b.fetch(t, 1)[0].Decode(&runv1.PromptGroup{}); !errors.Is(err, bus.ErrBody) {
@@ -198,7 +199,7 @@ func badBody(t *testing.T, b *bundle) {
 
 func traceCrosses(t *testing.T, b *bundle) {
 	sc := trace.NewSpanContext(trace.SpanContextConfig{TraceID: trace.TraceID{1}, SpanID: trace.SpanID{2}, TraceFlags: trace.FlagsSampled})
-	if err := b.bus.PublishProto(trace.ContextWithSpanContext(t.Context(), sc), bus.WorkSubject(b.run), b.group(0)); err != nil {
+	if err := b.bus.PublishProto(trace.ContextWithSpanContext(t.Context(), sc), names.WorkSubject(b.run), b.group(0)); err != nil {
 		t.Fatal(err)
 	}
 	d := b.fetch(t, 1)[0]
@@ -222,7 +223,7 @@ func ensureAgain(t *testing.T, b *bundle) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := b.bus.PublishProto(t.Context(), bus.WorkSubject(b.run), b.group(2)); err != nil { // somebody else's
+	if err := b.bus.PublishProto(t.Context(), names.WorkSubject(b.run), b.group(2)); err != nil { // somebody else's
 		t.Fatal(err)
 	}
 	if runs, err := b.bus.Runs(t.Context()); err != nil || !slices.Contains(runs, b.run) {
@@ -250,7 +251,7 @@ func ensureAgain(t *testing.T, b *bundle) {
 	if _, err := b.bus.Work(t.Context(), b.run); !errors.Is(err, bus.ErrNoStream) {
 		t.Errorf("consumer of a deleted run: %v", err)
 	}
-	if err := b.bus.PublishProto(t.Context(), bus.WorkSubject(b.run), b.group(0)); err == nil {
+	if err := b.bus.PublishProto(t.Context(), names.WorkSubject(b.run), b.group(0)); err == nil {
 		t.Error("published into a deleted run")
 	}
 }
@@ -283,7 +284,7 @@ func refusals(t *testing.T, b *bundle) {
 		}
 	}
 	big := &runv1.PromptGroup{RowJson: make([]byte, bus.MaxPayload+1)}
-	if err := b.bus.PublishProto(t.Context(), bus.WorkSubject(b.run), big); !errors.Is(err, bus.ErrTooLarge) {
+	if err := b.bus.PublishProto(t.Context(), names.WorkSubject(b.run), big); !errors.Is(err, bus.ErrTooLarge) {
 		t.Errorf("too large: %v", err)
 	}
 	gone, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
@@ -296,7 +297,7 @@ func refusals(t *testing.T, b *bundle) {
 	if err := b.bus.DeleteRun(t.Context(), b.run); err != nil {
 		t.Fatal(err)
 	}
-	message := bus.Message{Subject: bus.WorkSubject(b.run), Body: b.group(0), ID: b.run}
+	message := bus.Message{Subject: names.WorkSubject(b.run), Body: b.group(0), ID: b.run}
 	if err := b.bus.Publish(t.Context(), message); !errors.Is(err, bus.ErrNoStream) {
 		t.Errorf("into a deleted run: %v", err)
 	}
@@ -335,7 +336,7 @@ func events(t *testing.T, b *bundle) {
 		}
 	}
 	got := fetch(t, c, 3)
-	if got[1].Subject() != bus.MeshEvents || got[2].Subject() != "rollout.events.other" {
+	if got[1].Subject() != names.MeshEvents || got[2].Subject() != "rollout.events.other" {
 		t.Errorf("subjects %s %s", got[1].Subject(), got[2].Subject())
 	}
 	for _, d := range got[1:] {

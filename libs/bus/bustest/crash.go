@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/bus"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -38,7 +39,7 @@ func RunCrash(t *testing.T, c Crashable) {
 		publisher := connect(t, c.Options)
 		wg.Go(func() {
 			for i := range crashMessages {
-				m := bus.Message{Subject: bus.WorkSubject(b.run), Body: b.group(p*crashMessages + i), ID: fmt.Sprintf("%s/%d/%d", b.run, p, i)}
+				m := bus.Message{Subject: names.WorkSubject(b.run), Body: b.group(p*crashMessages + i), ID: fmt.Sprintf("%s/%d/%d", b.run, p, i)}
 				if err := publisher.Publish(ctx, m); err != nil {
 					t.Errorf("message %d of publisher %d: %v", i, p, err)
 					return
@@ -52,7 +53,7 @@ func RunCrash(t *testing.T, c Crashable) {
 		})
 	}
 	<-crash
-	c.Kill(bus.WorkStream(b.run))
+	c.Kill(names.WorkStream(b.run))
 	c.Start()
 	wg.Wait()
 	mu.Lock()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from rollout import names
 from rollout.storage.v1.storage_pb2 import PutArtifactRequest
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
@@ -25,14 +26,14 @@ async def move_out(envelope: TrajectoryEnvelope, services: Services) -> None:
 
     async for _ in again("a payload can't be stored (storage)"):
         try:
-            stub = await services.stub("storage", ArtifactServiceStub)
+            stub = await services.stub(names.STORAGE_SERVICE, ArtifactServiceStub)
             answer = await stub.PutArtifact(chunks(), timeout=30, metadata=services.metadata())
         except ServiceUnavailable:
             continue
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise
-            services.forget("storage")
+            services.forget(names.STORAGE_SERVICE)
             continue
         envelope.payload_ref = answer.content_id
         envelope.ClearField("payload")

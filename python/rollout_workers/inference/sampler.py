@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from opentelemetry.context import Context
 
+from rollout import names
 from rollout.buffer.v1.buffer_pb2 import GetMissingRequest, GroupKey
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
@@ -181,7 +182,7 @@ class Sampler:
         keys = [GroupKey(epoch=i.group.epoch, index=i.group.index, attempt=i.group.attempt) for i in items]
         request = GetMissingRequest(run_id=self._who.run, groups=keys)
         try:
-            answer = await call(self._services, "buffer", BufferServiceStub, "GetMissing", request, tries=3)
+            answer = await call(self._services, names.BUFFER_SERVICE, BufferServiceStub, "GetMissing", request, tries=3)
         except Exception as error:
             log.warning("the buffer can't say what %d redelivered groups lack (%s); sampling all of it", len(items), error)
             return {}

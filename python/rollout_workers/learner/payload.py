@@ -13,6 +13,7 @@ import crc32c
 import grpc
 import numpy as np
 
+from rollout import names
 from rollout.buffer.v1.buffer_pb2 import Batch, ReadPayloadsRequest, SampleRef
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.errors import RolloutError
@@ -55,7 +56,7 @@ async def _asked(batch: Batch, services: Services) -> list[bytes]:
     request = ReadPayloadsRequest(run_id=batch.run_id, step=batch.step)
     async for _ in again(f"step {batch.step}: the buffer does not give the payloads"):
         try:
-            stub = await services.stub("buffer", BufferServiceStub)
+            stub = await services.stub(names.BUFFER_SERVICE, BufferServiceStub)
             chunks = stub.ReadPayloads(request, metadata=services.metadata())
             return [payload async for chunk in chunks for payload in chunk.payloads]
         except ServiceUnavailable:
@@ -64,7 +65,7 @@ async def _asked(batch: Batch, services: Services) -> list[bytes]:
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
-            services.forget("buffer")
+            services.forget(names.BUFFER_SERVICE)
             if loop.time() > until:
                 raise ServiceUnavailable(f"the buffer does not answer: {error.details()}") from error
     raise AssertionError("unreachable")

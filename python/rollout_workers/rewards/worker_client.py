@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import grpc
 
+from rollout import names
 from rollout.plugin import RewardError, RewardFailed, RewardTimeout, Score
 from rollout.reward.v1.reward_pb2 import ScoreGroup, ScoreRequest, ScoreResponse
 from rollout.reward.v1.reward_pb2_grpc import RewardWorkerServiceStub
 from rollout_workers.rewards.rewards import RewardGroup
 from rollout_workers.worker.discovery import Services, ServiceUnavailable
 
-SERVICE = "reward-worker"
+SERVICE = names.worker_service("reward")
 _AGAIN_SECONDS = 0.2
 
 

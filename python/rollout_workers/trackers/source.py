@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 from google.protobuf import json_format
 
+from rollout import names
 from rollout.event.v1.event_pb2 import Event
 from rollout.storage.v1.storage_pb2 import EventFilter, TailEventsRequest, TailEventsResponse
 from rollout.storage.v1.storage_pb2_grpc import EventServiceStub
@@ -35,7 +36,7 @@ def from_services(make: Callable[[], Services], run_id: str, since: float) -> So
         try:
             while True:
                 try:
-                    stub = await services.stub("storage", EventServiceStub)
+                    stub = await services.stub(names.STORAGE_SERVICE, EventServiceStub)
                     wanted = EventFilter(run_id=run_id, kinds=_WANTED, after_sequence=after)
                     stream = stub.TailEvents(TailEventsRequest(filter=wanted), metadata=services.metadata())
                     async for event in _until_the_end(stream, since):
@@ -44,7 +45,7 @@ def from_services(make: Callable[[], Services], run_id: str, since: float) -> So
                     return
                 except (ServiceUnavailable, grpc.aio.AioRpcError) as error:
                     log.info("the event log can't be followed at the moment: %s", error)
-                    services.forget("storage")
+                    services.forget(names.STORAGE_SERVICE)
                     await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             await services.close()

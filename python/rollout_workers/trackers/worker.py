@@ -14,6 +14,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from rollout import names
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.event.v1 import event_pb2 as pb
 from rollout.run.v1.run_pb2 import WorkerSpec
@@ -108,7 +109,14 @@ class Voice:
                          message=message, attributes=attributes, metrics=metrics)  # fmt: skip
         event.time.FromNanoseconds(now)
         try:
-            await call(self._services, "storage", EventServiceStub, "AppendEvents", AppendEventsRequest(events=[event]), tries=3)
+            await call(
+                self._services,
+                names.STORAGE_SERVICE,
+                EventServiceStub,
+                "AppendEvents",
+                AppendEventsRequest(events=[event]),
+                tries=3,
+            )
         except Exception as error:
             log.info("the event log can't be told: %s", error)
 

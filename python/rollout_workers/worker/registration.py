@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from urllib.parse import quote
 
+from rollout import names
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.worker.agent import agent as connection_to
 from rollout_workers.worker.lifecycle import Lifecycle
@@ -151,7 +152,7 @@ class Registration:
 
     def _look_for_successors(self) -> None:
         """Each incarnation has one learner. To look among all inference workers would cost the registry their square."""
-        status, answer = self._send("GET", "/v1/health/service/learner-worker?passing=true")
+        status, answer = self._send("GET", f"/v1/health/service/{names.worker_service('learner')}?passing=true")
         if status != 200 or self._superseded is None:
             return
         metas: list[dict[str, str]] = [entry["Service"].get("Meta") or {} for entry in json.loads(answer) or []]

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from google.protobuf import json_format
 
+from rollout import names
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.errors import RolloutError
 from rollout.run.v1.run_pb2 import NatsAccess, WorkerSpec
@@ -40,7 +41,7 @@ class Identity:
     @property
     def service(self) -> str:
         """The name that it registers under: ``inference-worker``."""
-        return f"{self.kind}-worker"
+        return names.worker_service(self.kind)
 
     @property
     def speaker(self) -> str:
@@ -54,24 +55,24 @@ class Identity:
 
     @property
     def work_stream(self) -> str:
-        return f"WORK_{self.run}"
+        return names.work_stream(self.run)
 
     @property
     def trajectory_stream(self) -> str:
-        return f"TRAJ_{self.run}"
+        return names.traj_stream(self.run)
 
     @property
     def trajectory_subject(self) -> str:
-        return f"rollout.traj.{self.run}"
+        return names.traj_subject(self.run)
 
     @property
     def idle_subject(self) -> str:
-        """Where workers without work say so (``rollout_workers.inference.sharing``)."""
-        return f"rollout.idle.{self.run}"
+        """The subject on which idle workers ask for work (``rollout_workers.inference.sharing``)."""
+        return names.idle_subject(self.run)
 
     @property
     def event_subject(self) -> str:
-        return f"rollout.events.{self.run}"
+        return names.run_event_subject(self.run)
 
 
 def load_spec(path: str | None = None) -> WorkerSpec:

@@ -19,13 +19,13 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
+from rollout import names
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout_workers.worker.deaf import Silence
 from rollout_workers.worker.pulse import Pulse
 
 log = logging.getLogger(__name__)
 
-CONSUMER = "workers"
 EXPIRES_SECONDS = 20.0
 HEARTBEAT_SECONDS = 2.0
 _ABSENT_RETRY_SECONDS = 0.25
@@ -98,7 +98,7 @@ class WorkQueue:
     def __init__(self, client: Client, pulse: Pulse, stream: str, deliver: Callable[[list[WorkItem]], None]) -> None:
         """deliver: is given the items that arrived together, on the event loop; must not block."""
         self._client, self._pulse, self._stream, self._deliver = client, pulse, stream, deliver
-        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{CONSUMER}"
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{names.WORKERS_CONSUMER}"
         self._inbox = client.new_inbox()
         self._requests = _Requests()
         self._asked: dict[str, int] = {}  # of the last requests

@@ -11,6 +11,7 @@ from typing import BinaryIO
 import crc32c
 import grpc
 
+from rollout import names
 from rollout.storage.v1.storage_pb2 import GetArtifactRequest
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
 from rollout.weights.v1 import weights_pb2 as pb
@@ -84,7 +85,7 @@ class Fetcher:
             yield piece.offset, piece.chunk
 
     async def _stored(self, offer: pb.WeightsOffer, offset: int) -> Pieces:
-        stub = await self._services.stub("storage", ArtifactServiceStub)
+        stub = await self._services.stub(names.STORAGE_SERVICE, ArtifactServiceStub)
         at = PREAMBLE + offset if offset else 0  # read from its beginning, an artifact is verified on its way
         request = GetArtifactRequest(content_id=offer.content_id, offset=at)
         try:
@@ -94,7 +95,7 @@ class Fetcher:
                 at += len(piece.chunk)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._services.forget("storage")
+                self._services.forget(names.STORAGE_SERVICE)
             raise
 
 

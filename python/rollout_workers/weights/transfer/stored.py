@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 
+from rollout import names
 from rollout.storage.v1.storage_pb2 import DeleteArtifactsRequest, PutArtifactRequest
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
 from rollout_workers.worker.discovery import Services, ServiceUnavailable, call
@@ -40,7 +41,7 @@ class Stored:
         preamble = f"rollout.weights.v1\n{self._run}\n{name}\n".encode().ljust(PREAMBLE, b"\0")
         if len(preamble) > PREAMBLE:
             raise ValueError(f"{name} is too long a name")
-        stub = await self._services.stub("storage", ArtifactServiceStub)
+        stub = await self._services.stub(names.STORAGE_SERVICE, ArtifactServiceStub)
 
         async def chunks() -> AsyncIterator[PutArtifactRequest]:
             yield PutArtifactRequest(chunk=preamble)
@@ -51,7 +52,7 @@ class Stored:
             answer = await stub.PutArtifact(chunks(), metadata=self._services.metadata())
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._services.forget("storage")
+                self._services.forget(names.STORAGE_SERVICE)
             raise
         self._names[name] = answer.content_id
         self._kept = [content for content in self._kept if content != answer.content_id] + [answer.content_id]
@@ -68,7 +69,7 @@ class Stored:
         try:
             if contents:
                 request = DeleteArtifactsRequest(content_ids=contents)
-                await call(self._services, "storage", ArtifactServiceStub, "DeleteArtifacts", request, tries=1)
+                await call(self._services, names.STORAGE_SERVICE, ArtifactServiceStub, "DeleteArtifacts", request, tries=1)
                 gone = set(contents)
                 self._kept = [content for content in self._kept if content not in gone]
                 self._names = {name: content for name, content in self._names.items() if content not in gone}
