@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,11 @@ def shape_of(name: str, share: float) -> Shape:
     whole = SHAPES[name]
     groups = max(1, round(whole.groups * share / whole.batch)) * whole.batch
     return Shape(groups, whole.size, whole.tokens, whole.batch)
+
+
+def finish(verified: int) -> None:
+    """Report the end of the measurement and the bytes that were checked."""
+    print("end", json.dumps({"verified": verified}), flush=True)
 
 
 class Load:

@@ -8,7 +8,6 @@ The driver of the peer (its servers started) is the producer; it prints "begin" 
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import os
 import sys
@@ -16,16 +15,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from buffer_load import IN_FLIGHT, Load, Shape, shape_of
+from buffer_load import IN_FLIGHT, Load, Shape, finish, shape_of
 
 
 def main() -> None:
     shape = shape_of(sys.argv[1], float(sys.argv[2]))
     {"transferqueue": transfer_queue, "ray": ray_objects, "zeromq": zeromq}[sys.argv[3]](shape)
-
-
-def finish(verified: int) -> None:
-    print("end", json.dumps({"verified": verified}), flush=True)
 
 
 def start_ray(shape: Shape) -> None:

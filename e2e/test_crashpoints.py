@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 from mesh import ENDED, ROOT, Mesh, until
 from sim import Job, audited, finish, journals_agree, sim_mesh, stop, submit
 
-from rollout.client.buffer import Ledger, Sample, connect, producer
 from rollout.run.v1 import run_pb2
 from rollout_testing.sim import crash
 
@@ -44,8 +41,6 @@ AFTER_A_START = {
     "learner/initialized": "learner/registered",
 }
 AFTER_A_START |= {"inference/registered": "inference/swapped"}
-# Reached by programs that put samples of their own: the workers of a run publish theirs.
-BESIDE = ("buffer/linked",)
 LAST = ("controller/finished", "scheduler/closed", "scheduler/ended", "controller/reported")
 
 
@@ -117,38 +112,7 @@ class Walk:
                 raise
 
 
-class Beside(threading.Thread):
-    """A program that writes its samples into lent files, which are trimmed and lent again; it outlives the buffer."""
-
-    def __init__(self, running: Mesh) -> None:
-        super().__init__(daemon=True)
-        self._running, self._seen, self._error = running, 0, ""
-        self.start()
-
-    def run(self) -> None:
-        address, run = str(self._running.daemon("buffer")["grpc"]), "beside-the-walk"
-        try:
-            with connect(address, token=self._running.token()) as buffer:
-                buffer.open(run, Ledger(group_size=1, groups_per_step=1, rows=10, in_order=True))
-                for number in range(5):
-                    with buffer.producer(run) as puts:
-                        puts.put(number, [Sample(np.full(900, number, np.int32))]).result()
-                    batch = buffer.consumer(run).lease(number + 1)
-                    assert batch.groups[0][0].token_ids.tolist() == [number] * 900
-                    batch.commit()
-                    buffer.trim(run, number + 1)
-                    self._seen += 1
-        except Exception as error:
-            self._error = repr(error)
-
-    def settle(self) -> None:
-        """Wait for it: what it put came back, each once."""
-        self.join(120)
-        assert (self._seen, self._error) == (5, "")
-
-
-def test_every_crash_point(binary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer, "_INLINE_BYTES", 0)  # small ones go into lent files too
+def test_every_crash_point(binary: Path, tmp_path: Path) -> None:
     job = Job(tmp_path / "job", steps=STEPS, snapshot=3)
     config = job.write()
     with_points = Walk(sim_mesh(tmp_path / "walk", "seven", ROLLOUT_CRASH_FILE=str(tmp_path / "order")), tmp_path / "order")
@@ -163,7 +127,6 @@ def test_every_crash_point(binary: Path, tmp_path: Path, monkeypatch: pytest.Mon
         with_points.ask(walk[0])
         for number, point in enumerate(walk):
             began, last = time.monotonic(), number + 1 == len(walk)
-            beside = Beside(with_points.running) if point in BESIDE else None
             while not with_points.died():
                 assert time.monotonic() < began + 180, f"{point} was not reached: {told(with_points)}"
                 with_points.go_on(job, lock)
@@ -174,8 +137,6 @@ def test_every_crash_point(binary: Path, tmp_path: Path, monkeypatch: pytest.Mon
                     with_points.hold()
                 with_points.ask(walk[number + 1])
             with_points.restart(point)
-            if beside is not None:
-                beside.settle()
             if with_points.run:
                 audited(with_points.running, with_points.run, gone=with_points.died)
             print(f"{number + 1:3} {point}: {time.monotonic() - began:.1f} s", flush=True)

@@ -44,7 +44,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 	},
 	apikey.Mesh: {
 		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor",
-		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights LendSegment PutTrajectories StreamTrajectories LeaseBatch CommitStep",
+		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights PutTrajectories LeaseBatch CommitStep",
 		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun",
 		"rollout.storage.v1.EventService":             "AppendEvents",
 	},

@@ -44,9 +44,8 @@ type DB struct {
 	postgres *server // nil: SQLite
 	fence    Fence
 
-	durability Durability // of SQLite; PostgreSQL's is the server's
-	path       string     // of the SQLite file
-	readOnly   bool       // of SQLite: nothing may be written
+	path     string // of the SQLite file
+	readOnly bool   // of SQLite: nothing may be written
 }
 
 // Fence is run at the begin of each write transaction and refuses it with an error, see Fenced.

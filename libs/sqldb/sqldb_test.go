@@ -300,32 +300,3 @@ func TestSQLiteMigrateWaitsForItsTurn(t *testing.T) {
 	}
 	migrate(t, db)
 }
-
-func TestUnsyncedTransactionsLeaveTheOthersSynced(t *testing.T) {
-	t.Parallel()
-	db := migrate(t, open(t, filepath.Join(t.TempDir(), "x.sqlite")))
-	level := func(run func(context.Context, func(*sql.Tx) error) error) (level int) {
-		t.Helper()
-		err := run(t.Context(), func(tx *sql.Tx) error {
-			if err := insert(t.Context(), 10+count(t, db, "parent"))(tx); err != nil {
-				return err
-			}
-			return tx.QueryRowContext(t.Context(), "PRAGMA synchronous").Scan(&level)
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		return level
-	}
-	const normal, full = 1, 2
-	if got := []int{level(db.TxUnsynced), level(db.Tx), level(db.TxUnsynced)}; !slices.Equal(got, []int{normal, full, normal}) {
-		t.Errorf("levels %v", got)
-	}
-	failing := func(*sql.Tx) error { return errors.New("no") }
-	if err := db.TxUnsynced(t.Context(), failing); err == nil || level(db.Tx) != full {
-		t.Errorf("after %v the level is not what it was", err)
-	}
-	if got := count(t, db, "parent"); got != 5 {
-		t.Errorf("%d rows", got)
-	}
-}

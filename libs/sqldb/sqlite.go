@@ -35,7 +35,7 @@ func OpenSQLite(path string, d Durability) (*DB, error) {
 	if err != nil {
 		return nil, errors.Join(err, write.Close())
 	}
-	return &DB{write: write, read: read, path: path, durability: d}, nil
+	return &DB{write: write, read: read, path: path}, nil
 }
 
 func inTurn(path string, fn func(ctx context.Context) error) error {

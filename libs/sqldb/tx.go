@@ -3,7 +3,6 @@ package sqldb
 import (
 	"context"
 	"database/sql"
-	"database/sql/driver"
 	"errors"
 	"fmt"
 
@@ -23,34 +22,6 @@ func (db *DB) Tx(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	}
 	return db.again(ctx, func() (bool, error) { return db.attempt(ctx, db.behind(ctx, fn)) })
 }
-
-// TxUnsynced is Tx without the wait for the disk, where Lazy says so: the commit survives the death of the process at once, and a power
-// cut once a later Tx has returned. What a power cut takes is always the last of them, never one from between.
-func (db *DB) TxUnsynced(ctx context.Context, fn func(tx *sql.Tx) error) error {
-	if !db.Lazy() {
-		return db.Tx(ctx, fn)
-	}
-	conn, err := db.write.Conn(ctx)
-	if err != nil {
-		return fmt.Errorf("connect to the database: %w", err)
-	}
-	defer conn.Close()
-	// Nobody else has the one connection that writes. One that can't be made to wait for the disk again must not write again. A context
-	// that can end would cost the driver a goroutine a statement.
-	always := context.WithoutCancel(ctx)
-	if _, err := conn.ExecContext(always, "PRAGMA synchronous(NORMAL)"); err != nil {
-		return fmt.Errorf("do not wait for the disk: %w", err)
-	}
-	err = once(ctx, conn, nil, db.behind(ctx, fn))
-	if _, e := conn.ExecContext(always, "PRAGMA synchronous(FULL)"); e != nil {
-		_ = conn.Raw(func(any) error { return driver.ErrBadConn }) // database/sql closes it
-		return errors.Join(err, fmt.Errorf("wait for the disk again: %w", e))
-	}
-	return err
-}
-
-// Lazy reports whether TxUnsynced saves a wait for the disk.
-func (db *DB) Lazy() bool { return !db.Postgres() && db.durability == Full }
 
 // behind is fn behind the fence, where there is one.
 func (db *DB) behind(ctx context.Context, fn func(tx *sql.Tx) error) func(tx *sql.Tx) error {

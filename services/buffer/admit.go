@@ -26,7 +26,7 @@ type admission struct {
 	groups  map[uint64]*Group
 	have    map[uint64]map[uint32][]uint32 // position -> sample -> parts
 	spreads map[uint64]spread              // of the rewards there, by position
-	stored  map[uint64][]Sample            // rows from before, by position
+	stored  map[uint64]bool                // positions that have rows from before
 	weights map[uint64]string
 	fresh   map[uint64][]Sample // accepted now, by position
 	failed  map[uint64]bool     // positions that this call dissolved: all their failures are counted
@@ -39,7 +39,7 @@ type admission struct {
 // in one put. It returns all refusals.
 func admit(ctx context.Context, tx Tx, loads []*load) (refused []Refusal, err error) {
 	a := &admission{
-		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, spreads: map[uint64]spread{}, stored: map[uint64][]Sample{},
+		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, spreads: map[uint64]spread{}, stored: map[uint64]bool{},
 		fresh: map[uint64][]Sample{}, failed: map[uint64]bool{},
 	}
 	if err := a.load(ctx, loads); err != nil {
@@ -86,13 +86,13 @@ func (a *admission) load(ctx context.Context, loads []*load) (err error) {
 			open = append(open, p)
 		}
 	}
-	samples, err := samplesOf(ctx, a.tx, distinct(open))
+	samples, err := a.tx.Samples(ctx, distinct(open))
 	if err != nil {
 		return err
 	}
 	for i := range samples {
 		a.note(&samples[i])
-		a.stored[samples[i].Position] = append(a.stored[samples[i].Position], samples[i])
+		a.stored[samples[i].Position] = true
 	}
 	if len(versions) > 0 {
 		a.weights, err = a.tx.Weights(ctx, distinct(versions))
@@ -233,11 +233,6 @@ func (a *admission) store(ctx context.Context) error {
 	}
 	if err := a.tx.PutGroups(ctx, groups); err != nil {
 		return err
-	}
-	for _, g := range groups {
-		if p := g.Position; len(a.fresh[p]) > 0 {
-			keep(a.tx, g, a.stored[p], a.fresh[p])
-		}
 	}
 	return a.tx.AddSamples(ctx, samples)
 }

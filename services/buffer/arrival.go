@@ -16,7 +16,6 @@ type Arrival struct {
 	Flaw   string // why the payload can't be kept, e.g. PAYLOAD_CORRUPT; "" is good
 
 	payload []byte // to be appended to the buffer's own segment
-	lent    *lent  // where Place is in a lent one
 }
 
 // Refusal says why a trajectory was not accepted although its sample is wanted.

@@ -26,7 +26,7 @@ func (a *admission) dissolve(ctx context.Context, g *Group, reason string) error
 
 // forget drops the samples of the attempt.
 func (a *admission) forget(ctx context.Context, g *Group) error {
-	stored := len(a.stored[g.Position]) > 0
+	stored := a.stored[g.Position]
 	delete(a.stored, g.Position)
 	delete(a.have, g.Position)
 	delete(a.spreads, g.Position)

@@ -28,13 +28,10 @@ var (
 		"a payload is not what was written: the disk or somebody changed the segment; go on from a snapshot")
 	ErrStale = rpcerr.New(codes.FailedPrecondition, "STALE_INCARNATION",
 		"the run was begun again since: whoever asks conducts an older incarnation of it, and must leave it alone")
-	ErrClosed     = rpcerr.New(codes.FailedPrecondition, "LEDGER_CLOSED", "the run's ledger is closed: OpenLedger opens it again")
-	ErrLeaving    = rpcerr.New(codes.Unavailable, "BUFFER_LEAVING", "the buffer is about to end: try again").RetryAfter(200 * time.Millisecond)
-	ErrIngest     = rpcerr.New(codes.Unavailable, "INGEST_FAILED", "the samples could not be made durable: put them again").RetryAfter(500 * time.Millisecond)
-	ErrDiskFull   = rpcerr.New(codes.ResourceExhausted, ReasonDiskFull, "no samples are taken: the disk of the segments is full").RetryAfter(time.Second)
-	ErrNotLending = rpcerr.New(codes.FailedPrecondition, "SEGMENTS_NOT_LENT", "payloads are kept in a blob store: put them inline")
-	ErrNotLent    = rpcerr.New(codes.FailedPrecondition, "SEGMENT_NOT_LENT",
-		"the segment is not lent: it was finished, idle for long, or lent before the buffer started anew; lend another and put again")
+	ErrClosed    = rpcerr.New(codes.FailedPrecondition, "LEDGER_CLOSED", "the run's ledger is closed: OpenLedger opens it again")
+	ErrLeaving   = rpcerr.New(codes.Unavailable, "BUFFER_LEAVING", "the buffer is about to end: try again").RetryAfter(200 * time.Millisecond)
+	ErrIngest    = rpcerr.New(codes.Unavailable, "INGEST_FAILED", "the samples could not be made durable: put them again").RetryAfter(500 * time.Millisecond)
+	ErrDiskFull  = rpcerr.New(codes.ResourceExhausted, ReasonDiskFull, "no samples are taken: the disk of the segments is full").RetryAfter(time.Second)
 	ErrExhausted = rpcerr.New(codes.FailedPrecondition, "DYNAMIC_SAMPLING_EXHAUSTED",
 		"too few of the groups that a step may draw have rewards that differ").
 		Fix("give partial credit in the reward, take prompts that the policy gets right now and then, raise `group_size` or `refill_rounds` in " +

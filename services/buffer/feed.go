@@ -18,6 +18,13 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
+// busy is the segment that is written to.
+func (f *feed) busy() uint32 {
+	f.writing.Lock()
+	defer f.writing.Unlock()
+	return f.writer.Tail().Segment
+}
+
 // feed ingests the trajectories of one run, from the stream and from puts: take what is there, append the payloads that are not in a
 // file yet, one fsync a file, one transaction, then answer. While that is under way the next ones gather, so the batch grows with the
 // load.
@@ -30,12 +37,9 @@ type feed struct {
 	cancel  context.CancelFunc
 	done    chan struct{}
 
-	lending sync.Mutex // of the writer's numbers and lent
+	writing sync.Mutex // of writer, whose tail a trim reads
 	writer  *segment.Writer
-	noted   segment.Tail     // end of the writer's segment as the ledger has it; of the goroutine that ingests
-	lent    map[uint32]*lent // nil once it is closed
-	claims  []claim          // of what is being ingested
-	closed  map[uint32]bool  // segments that their producers have said they closed
+	noted   segment.Tail // end of the writer's segment as the ledger has it; of the goroutine that ingests
 }
 
 // load is what is ingested, or fails, as one: a fetch of the stream, or the puts of one call.
@@ -64,8 +68,7 @@ func (s *Service) ingest(run string) error {
 	if s.feeds[run] != nil || s.life.Err() != nil {
 		return nil
 	}
-	f := &feed{service: s, run: run, log: s.deps.Log.With(telemetry.AttrRun, run, telemetry.AttrEvent, false), loads: make(chan *load, fetchMost), done: make(chan struct{}),
-		lent: map[uint32]*lent{}, closed: map[uint32]bool{}}
+	f := &feed{service: s, run: run, log: s.deps.Log.With(telemetry.AttrRun, run, telemetry.AttrEvent, false), loads: make(chan *load, fetchMost), done: make(chan struct{})}
 	if err := f.open(s.life); err != nil {
 		return err
 	}
@@ -87,14 +90,9 @@ func (s *Service) ingest(run string) error {
 
 // close closes the files; everything that counts was synced.
 func (f *feed) close() {
-	f.lending.Lock()
-	defer f.lending.Unlock()
+	f.writing.Lock()
+	defer f.writing.Unlock()
 	_ = f.writer.Close()
-	for _, l := range f.lent {
-		_ = l.file.Close()
-	}
-	f.lent = nil
-	_ = f.writer.Discard() // what stays goes when the ledger is opened again
 }
 
 // open readies the segments: what a crash left beyond the ledger is cut off, what is short of it is told.
@@ -104,20 +102,8 @@ func (f *feed) open(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if s.vault(f.run) == nil {
-		samples, err := f.replay(ctx, known)
-		if err != nil {
-			return err
-		}
-		if samples > 0 {
-			f.log.InfoContext(ctx, "made rows again that a crash took, from the segments' notes", "samples", samples)
-		}
-		if segments, known, err = f.segments(ctx); err != nil {
-			return err
-		}
-	}
 	var repair segment.Repair
-	files := segment.Config{Dir: s.folder(f.run), RollBytes: s.cfg.SegmentBytes, Volatile: s.cfg.Durability == Process, SpareBytes: spareSegments * s.cfg.SegmentBytes, Datasync: s.sync}
+	files := segment.Config{Dir: s.folder(f.run), RollBytes: s.cfg.SegmentBytes, Volatile: s.cfg.Durability == Process, Datasync: s.sync}
 	newest := uint32(0)
 	if len(segments) > 0 {
 		newest = segments[len(segments)-1].Number
@@ -230,11 +216,8 @@ func (f *feed) take(ctx context.Context, deliveries []*bus.Delivery) error {
 	}
 	l := newLoad()
 	l.malformed = len(bad)
-	err := f.weigh(l, envelopes)
-	if err == nil {
-		err = f.ingest(ctx, l)
-	}
-	if err != nil {
+	f.weigh(l, envelopes)
+	if err := f.ingest(ctx, l); err != nil {
 		if ctx.Err() != nil {
 			return err // they come again
 		}

@@ -17,7 +17,6 @@ type hub struct {
 	state    *bufferv1.LedgerState // not changed after it was published; nil before the first
 	changed  chan struct{}         // closed at the next change
 	aside    aside
-	memory   memory
 }
 
 // aside is what is told with each state and is not of the ledger.
@@ -80,7 +79,6 @@ const weighed = 256
 
 // forget drops a state that may be old, so that who waits reads the ledger again.
 func (h *hub) forget() {
-	h.memory.forget()
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.state = nil

@@ -11,23 +11,28 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
+// find is the first arrival that is what is asked for; nil where none is.
+func (l *load) find(is func(*Arrival) bool) *Arrival {
+	for _, put := range l.puts {
+		for i := range put {
+			if is(&put[i]) {
+				return &put[i]
+			}
+		}
+	}
+	return nil
+}
+
 func newLoad() *load { return &load{done: make(chan error, 1)} }
 
 // weigh checks the payloads of one put and adds it to a load. It is done by who brings the put, beside what is being ingested.
-// ErrNotLent.
-func (f *feed) weigh(l *load, envelopes []*trajectoryv1.TrajectoryEnvelope) error {
-	f.start(envelopes)
+func (f *feed) weigh(l *load, envelopes []*trajectoryv1.TrajectoryEnvelope) {
 	arrivals := make([]Arrival, len(envelopes))
 	for i, e := range envelopes {
 		a := &arrivals[i]
 		*a = Arrival{Header: e.GetHeader(), Ref: e.GetPayloadRef(), CRC: e.GetCrc32C()}
 		switch {
 		case !kept(e.GetHeader().GetOutcome()):
-		case e.GetPlace() != nil:
-			a.Ref = ""
-			if err := f.inspect(a, e.GetPlace()); err != nil {
-				return err
-			}
 		case len(e.GetPayload()) > 0 && segment.CRC(e.GetPayload()) != e.GetCrc32C():
 			a.Flaw = ReasonPayloadCorrupt
 		case len(e.GetPayload()) > 0:
@@ -38,7 +43,6 @@ func (f *feed) weigh(l *load, envelopes []*trajectoryv1.TrajectoryEnvelope) erro
 		}
 	}
 	l.puts = append(l.puts, arrivals)
-	return nil
 }
 
 // kept reports whether a sample of this outcome is trained on.
@@ -105,11 +109,7 @@ func (f *feed) work(ctx context.Context) {
 			l := <-f.loads // nobody else takes any
 			loads, size = append(loads, l), size+l.bytes
 		}
-		if loads = f.claim(loads); len(loads) == 0 {
-			continue
-		}
 		err := f.accept(ctx, loads)
-		f.release(err == nil)
 		if err != nil && ctx.Err() == nil {
 			f.event(eventv1.Level_LEVEL_ERROR, "INGEST_FAILED", fmt.Sprintf("ingest failed and is tried again: %v", err))
 		}
@@ -128,11 +128,7 @@ func (f *feed) accept(ctx context.Context, loads []*load) error {
 	}
 	defer leave()
 	f.service.hub(f.run).weigh(samples, bytes)
-	write, logged := f.service.deps.Store.Update, f.logs()
-	if logged {
-		write = f.service.deps.Store.UpdateLogged
-	}
-	if err := f.append(loads, logged); err != nil {
+	if err := f.append(loads); err != nil {
 		return err
 	}
 	tail := f.writer.Tail()
@@ -147,23 +143,13 @@ func (f *feed) accept(ctx context.Context, loads []*load) error {
 		waited = true
 		return <-synced
 	}
-	if len(f.claims) > 0 { // of large payloads: no other transaction is to wait meanwhile
-		if err := sync(); err != nil {
-			return err
-		}
-	}
 	var refused []Refusal
-	err = f.service.updateBy(ctx, write, f.run, func(tx Tx) (err error) {
+	err = f.service.update(ctx, f.run, func(tx Tx) (err error) {
 		if refused, err = admit(ctx, tx, loads); err != nil {
 			return err
 		}
 		if tail != f.noted {
 			if err := tx.PutSegment(ctx, Segment{Number: tail.Segment, Bytes: tail.Bytes}); err != nil {
-				return err
-			}
-		}
-		for _, c := range f.claims {
-			if err := tx.PutSegment(ctx, Segment{Number: c.tail.Segment, Bytes: c.tail.Bytes}); err != nil {
 				return err
 			}
 		}
@@ -181,13 +167,13 @@ func (f *feed) accept(ctx context.Context, loads []*load) error {
 	return nil
 }
 
-// brought counts the samples of some loads and the bytes of their payloads, those in lent files too.
+// brought counts the samples of some loads and the bytes of their payloads.
 func brought(loads []*load) (samples int, bytes uint64) {
 	for _, l := range loads {
 		for _, put := range l.puts {
 			for i := range put {
 				samples++
-				bytes += max(uint64(len(put[i].payload)), put[i].Place.Length)
+				bytes += uint64(len(put[i].payload))
 			}
 		}
 	}
@@ -198,12 +184,10 @@ func brought(loads []*load) (samples int, bytes uint64) {
 func (f *feed) endure(ctx context.Context, tail segment.Tail) error {
 	v := f.service.vault(f.run)
 	switch {
-	case v == nil && tail == f.noted:
-		return f.syncLent()
-	case v == nil:
-		return errors.Join(f.writer.Sync(), f.syncLent())
 	case tail == f.noted: // nothing was appended
 		return nil
+	case v == nil:
+		return f.writer.Sync()
 	}
 	if err := f.writer.Close(); err != nil {
 		return err
@@ -211,15 +195,8 @@ func (f *feed) endure(ctx context.Context, tail segment.Tail) error {
 	return v.seal(ctx, tail.Segment)
 }
 
-// logs reports whether the rows of what is ingested need no sync of their own, because a note in the segment tells how to make them
-// again (ADR 25). Lent segments hold no notes.
-func (f *feed) logs() bool {
-	s := f.service
-	return s.deps.Blobs == nil && s.cfg.Durability != Process && len(f.claims) == 0 && s.deps.Store.Lazy()
-}
-
-// append writes the payloads that lie in no file yet, and where they are logged a note of what is ingested.
-func (f *feed) append(loads []*load, logged bool) error {
+// append writes the payloads that are in no segment yet.
+func (f *feed) append(loads []*load) error {
 	var records []segment.Record
 	var inline []*Arrival
 	for _, l := range loads {
@@ -232,21 +209,12 @@ func (f *feed) append(loads []*load, logged bool) error {
 			}
 		}
 	}
-	if len(records) == 0 && !logged {
+	if len(records) == 0 {
 		return nil
 	}
-	var write func([]segment.Place) ([]byte, error)
-	if logged {
-		write = func(places []segment.Place) ([]byte, error) {
-			for n, a := range inline {
-				a.Place = places[n]
-			}
-			return note(f.run, loads)
-		}
-	}
-	f.lending.Lock()
-	places, err := f.writer.Append(records, write)
-	f.lending.Unlock()
+	f.writing.Lock()
+	places, err := f.writer.Append(records)
+	f.writing.Unlock()
 	if err != nil {
 		return err
 	}

@@ -154,7 +154,7 @@ func lease(ctx context.Context, tx Tx, step uint64) (leased bool, d *draw, err e
 	for i, g := range d.take {
 		positions[i] = g.Position
 	}
-	samples, err := samplesOf(ctx, tx, distinct(positions))
+	samples, err := tx.Samples(ctx, distinct(positions))
 	if err != nil {
 		return false, d, err
 	}

@@ -63,11 +63,6 @@ func (s *Server) RecordWeights(ctx context.Context, req *bufferv1.RecordWeightsR
 	return &bufferv1.RecordWeightsResponse{}, nil
 }
 
-// LendSegment implements the contract.
-func (s *Server) LendSegment(ctx context.Context, req *bufferv1.LendSegmentRequest) (*bufferv1.LendSegmentResponse, error) {
-	return s.service.lend(ctx, req)
-}
-
 // PutTrajectories implements the contract.
 func (s *Server) PutTrajectories(ctx context.Context, req *bufferv1.PutTrajectoriesRequest) (*bufferv1.PutTrajectoriesResponse, error) {
 	tallies, err := s.service.put(ctx, req)
@@ -75,17 +70,6 @@ func (s *Server) PutTrajectories(ctx context.Context, req *bufferv1.PutTrajector
 		return nil, err
 	}
 	return putResults(tallies), nil
-}
-
-// StreamTrajectories implements the contract.
-func (s *Server) StreamTrajectories(stream grpc.BidiStreamingServer[bufferv1.StreamTrajectoriesRequest, bufferv1.StreamTrajectoriesResponse]) error {
-	receive := func() (*bufferv1.PutTrajectoriesRequest, error) {
-		req, err := stream.Recv()
-		return req.GetPut(), err
-	}
-	return s.service.stream(stream.Context(), receive, func(answer *bufferv1.PutTrajectoriesResponse) error {
-		return stream.Send(&bufferv1.StreamTrajectoriesResponse{Answer: answer})
-	})
 }
 
 // GetMissing implements the contract.

@@ -111,18 +111,11 @@ func (s *Service) hub(run string) *hub {
 
 // update runs fn in a transaction and shows the new state to those who wait for it.
 func (s *Service) update(ctx context.Context, run string, fn func(Tx) error) error {
-	return s.updateBy(ctx, s.deps.Store.Update, run, fn)
-}
-
-// updateBy is update by one of the store's ways to write.
-func (s *Service) updateBy(ctx context.Context, write func(context.Context, string, func(Tx) error) error, run string, fn func(Tx) error) error {
 	var state *bufferv1.LedgerState
 	var revision uint64
-	var done *mindful
 	h := s.hub(run) // not within: who opens a ledger waits for transactions under the service's lock
-	err := write(ctx, run, func(tx Tx) (err error) {
-		done = newMindful(tx, &h.memory)
-		if err = fn(done); err != nil {
+	err := s.deps.Store.Update(ctx, run, func(tx Tx) (err error) {
+		if err = fn(tx); err != nil {
 			return err
 		}
 		revision = tx.Ledger().Revision
@@ -135,7 +128,6 @@ func (s *Service) updateBy(ctx context.Context, write func(context.Context, stri
 	if err != nil {
 		return err
 	}
-	h.memory.learn(revision, done.change)
 	h.publish(revision, state)
 	return nil
 }
@@ -220,6 +212,5 @@ func (s *Service) close(ctx context.Context, run string, incarnation uint32) err
 	if f != nil {
 		f.stop()
 	}
-	s.hub(run).memory.forget() // the rows stay; a run that goes on reads them
 	return nil
 }

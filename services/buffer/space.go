@@ -80,9 +80,6 @@ func (f *feed) room(ctx context.Context, full bool) {
 func (f *feed) lacks(ctx context.Context, full bool) string {
 	h := f.service.hub(f.run)
 	why := f.service.space.lack(full)
-	if why != "" {
-		f.discard()
-	}
 	switch {
 	case why != "" && h.stall(ReasonDiskFull, why):
 		f.log.WarnContext(ctx, "ingest stands still: the disk is full", "why", why)

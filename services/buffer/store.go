@@ -18,11 +18,6 @@ type Store interface {
 	// changes and the Ledger (which fn may change in place) are durable, with Revision one higher. An error of fn undoes all and
 	// comes back as it is. ErrNoLedger.
 	Update(ctx context.Context, run string, fn func(Tx) error) error
-	// UpdateLogged is Update for what the caller can do again from a log that is durable: where Lazy says so the changes survive the
-	// death of the process at once, and a power cut once a later Update of any run has returned.
-	UpdateLogged(ctx context.Context, run string, fn func(Tx) error) error
-	// Lazy reports whether UpdateLogged saves a wait for the disk, so that a log pays.
-	Lazy() bool
 }
 
 // Reader reads one ledger at one moment. It is valid during the call that it was given to.

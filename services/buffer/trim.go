@@ -11,21 +11,19 @@ import (
 // trimmer drops the segments that only old steps need: from the ledger first, and then their files. A crash in between leaves files that
 // open removes.
 type trimmer struct {
-	vault *vault          // nil where segments are local
-	busy  map[uint32]bool // segments that somebody writes to
-	drop  func(number uint32) (freed uint64, err error)
+	vault *vault // nil where segments are local
+	dir   string
+	busy  uint32 // segment that is written to; 0: none
 	known []Segment
 	due   []uint32 // dropped from the ledger
 }
 
 func (s *Service) trimmer(run string) *trimmer {
-	t := &trimmer{vault: s.vault(run)}
+	t := &trimmer{vault: s.vault(run), dir: s.folder(run)}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if f := s.feeds[run]; f != nil {
-		t.busy, t.drop = f.busy(), f.drop
-	} else {
-		t.drop = func(number uint32) (uint64, error) { return segment.Remove(s.folder(run), number) }
+		t.busy = f.busy()
 	}
 	return t
 }
@@ -45,7 +43,7 @@ func (t *trimmer) record(ctx context.Context, tx Tx, through uint64) error {
 	}
 	t.known = segments
 	due := slices.DeleteFunc(slices.Clone(segments[:len(segments)-1]), func(g Segment) bool { // the last one is written to
-		return g.Trimmed || t.busy[g.Number]
+		return g.Trimmed || g.Number == t.busy
 	})
 	if len(due) == 0 { // to ask for what is needed reads every sample that is waiting
 		return nil
@@ -77,7 +75,7 @@ func (t *trimmer) remove(ctx context.Context) (freed uint64, err error) {
 	}
 	for _, number := range t.due {
 		crashpoint.Here("buffer/trimmed") // the ledger has dropped the segment, its file is there
-		n, err := t.drop(number)
+		n, err := segment.Remove(t.dir, number)
 		if err != nil {
 			return freed, err
 		}

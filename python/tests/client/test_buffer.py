@@ -6,17 +6,12 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from rollout.buffer.v1 import buffer_pb2 as pb
 from rollout.client import RemoteError
-from rollout.client.buffer import Buffer, Ledger, NotReady, Sample, connect, sending
-from rollout.client.buffer import consumer as consumer_module
-from rollout.client.buffer.direct import Direct
-from rollout.client.buffer.segment import LentSegment, boot_id
+from rollout.client.buffer import Buffer, Ledger, NotReady, Sample, connect
 from rollout_testing.daemon import Daemon
 
 SIZE = 4
@@ -51,28 +46,16 @@ def same(got: list[Sample], want: list[Sample]) -> bool:
     )
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_groups_arrive_whole_and_once(buffer: Buffer, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-
-    def connected(address: str, *rest: Any) -> Direct:
-        tried.append(address)
-        if not direct:
-            raise ConnectionRefusedError
-        return Direct(address, *rest)
-
-    monkeypatch.setattr(sending, "Direct", connected)
-    sizes = [50, 20_000, 3, 9_000, 1, 60_000]  # bytes and mapped files, several segments
+def test_groups_arrive_whole_and_once(buffer: Buffer) -> None:
+    sizes = [50, 20_000, 3, 9_000, 1, 60_000]  # several segments
     with buffer.producer("r", in_flight=3) as producer:
         puts = [producer.put(n, group(n, tokens)) for n, tokens in enumerate(sizes)]
-        twin = producer.put(0, group(0, 50))
+        duplicate = producer.put(0, group(0, 50))
     assert [put.result().accepted for put in puts] == [SIZE] * len(sizes)
-    assert twin.result().duplicates == SIZE
-    assert tried == [buffer.server.address]
+    assert duplicate.result().duplicates == SIZE
     for batch in buffer.consumer("r", steps=3):
         for got in batch.groups:
             number = got[0].about.key.index
-            assert all(sample.token_ids.flags.aligned and sample.logprobs.flags.aligned for sample in got)
             assert same(got, group(number, sizes[number]))
         record = batch.commit()
         assert (record.step, record.groups) == (batch.step, 2)
@@ -91,59 +74,18 @@ def test_arrays_may_change_after_a_put(buffer: Buffer) -> None:
     assert [got[0].token_ids[0] for got in batch.groups] == [0, 1]
 
 
-def test_elsewhere_payloads_travel(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LentSegment, "open", lambda *_: None)  # as if the buffer were on another host
-
-    def not_here(*_: object) -> None:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(consumer_module.SegmentReader, "read", not_here)
-    with buffer.producer("r") as producer:
-        for n in range(2):
-            producer.put(n, group(n, 9_000))
-    batch = buffer.consumer("r").lease(1)
-    assert all(same(got, group(n, 9_000)) for n, got in enumerate(batch.groups))
-
-
-def test_a_file_of_another_host_is_not_written_to(buffer: Buffer, tmp_path: Path) -> None:
-    path = tmp_path / "000001.seg"
-    path.write_bytes(b"RSEG0001")
-    lent = pb.LendSegmentResponse(
-        segment=1, path=str(path), inode=path.stat().st_ino, offset=8, roll_bytes=100, boot_id=boot_id()
-    )
-    here = LentSegment.open(lent)
-    assert here is not None
-    here.close()
-    for field, value in (("inode", lent.inode + 1), ("path", str(tmp_path / "none")), ("boot_id", "of another host")):
-        other = pb.LendSegmentResponse()
-        other.CopyFrom(lent)
-        setattr(other, field, value)
-        assert LentSegment.open(other) is None, field
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_puts_survive_the_end_of_the_buffer(
-    daemon: Daemon, buffer: Buffer, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[Direct] = []
-
-    def connected(*of: Any) -> Direct:
-        opened.append(Direct(*of))
-        return opened[-1]
-
-    monkeypatch.setattr(sending, "Direct", connected)
+def test_puts_survive_a_restart_of_the_buffer(daemon: Daemon, buffer: Buffer, how: signal.Signals) -> None:
     with buffer.producer("r", in_flight=4) as producer:
         first = producer.put(0, group(0, 2_000)).result()
         daemon.stop(how)
-        later = [producer.put(n, group(n, 50 if n == 2 else 2_000)) for n in (1, 2, 3)]  # but one into files of the dead buffer
+        later = [producer.put(n, group(n, 50 if n == 2 else 2_000)) for n in (1, 2, 3)]
         daemon.start()
         assert first.accepted == SIZE
         for put in later:
             result = put.result(60)
             assert result.accepted + result.duplicates == SIZE
-        opened.clear()
         assert producer.put(1, group(1, 2_000)).result(60).duplicates == SIZE
-        assert opened, "what was put while nobody served cost it the plain socket"
     for batch in buffer.consumer("r", steps=2):
         assert all(same(got, group(n := got[0].about.key.index, 50 if n == 2 else 2_000)) for got in batch.groups)
         batch.commit()
@@ -173,13 +115,13 @@ def test_refusals_name_the_sample(buffer: Buffer) -> None:
         with pytest.raises(RemoteError) as caught:
             buffer.producer("no-such-run").put(0, samples).result(60)
         assert caught.value.reason == "LEDGER_NOT_FOUND"
-        with pytest.raises(ValueError, match="wanted"):
+        with pytest.raises(ValueError, match="expected"):
             producer.put(1, [Sample(np.zeros(3))])  # type: ignore[arg-type]
-        for n in (1, 2, 3):  # and the producer goes on
+        for n in (1, 2, 3):  # the producer still works
             producer.put(n, group(n))
 
 
-def test_a_closed_producer_says_so(buffer: Buffer) -> None:
+def test_a_closed_producer_refuses_puts(buffer: Buffer) -> None:
     producer = buffer.producer("r")
     put = producer.put(0, group(0))
     producer.close()
@@ -201,29 +143,7 @@ def test_many_threads_may_flush(buffer: Buffer) -> None:
 def test_trim_frees_what_is_consumed(buffer: Buffer) -> None:
     with buffer.producer("r") as producer:
         for n in range(6):
-            producer.put(n, group(n, 20_000))
+            producer.put(n, group(n, 20_000)).result()  # each in a segment of its own
     for batch in buffer.consumer("r", steps=3):
         batch.commit()
     assert buffer.trim("r", 3) > 1_000_000
-
-
-@pytest.mark.parametrize("with_commit", [False, True])
-def test_trimmed_files_are_written_again_but_not_under_arrays(buffer: Buffer, with_commit: bool) -> None:
-    """Step 1 is held while the steps after it are consumed and trimmed: its bytes stay, and the others' files are used again."""
-    steps, tokens = 12, 30_000  # a segment a group, and large enough to be mapped
-    inodes: set[int] = set()
-    first = None
-    with buffer.producer("r") as producer:
-        for step in range(1, steps + 1):
-            numbers = (2 * step - 2, 2 * step - 1)
-            for n in numbers:
-                producer.put(n, group(n, tokens)).result()
-            batch = buffer.consumer("r").lease(step)
-            assert all(same(got, group(n, tokens)) for n, got in zip(numbers, batch.groups, strict=True))
-            inodes |= {Path(ref.segment).stat().st_ino for ref in batch.batch.samples}
-            first = first or batch
-            batch.commit(trim=with_commit)
-            if not with_commit:
-                buffer.trim("r", step)
-    assert len(inodes) < steps
-    assert first is not None and all(same(got, group(n, tokens)) for n, got in enumerate(first.groups))

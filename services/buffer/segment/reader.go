@@ -68,9 +68,6 @@ func (r *Reader) open(number uint32) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: segment %d: %w", ErrDamaged, number, err)
 	}
-	if err := share(f); err != nil {
-		return nil, errors.Join(fmt.Errorf("%w: segment %d: %w", ErrDamaged, number, err), f.Close())
-	}
 	head := make([]byte, len(magic))
 	if _, err := f.ReadAt(head, 0); err != nil || string(head) != magic {
 		return nil, errors.Join(fmt.Errorf("%w: segment %d: it does not begin with %q", ErrDamaged, number, magic), f.Close())

@@ -28,11 +28,6 @@ func Scan(dir string, number uint32, durable uint64) (Report, error) {
 		return Report{}, fmt.Errorf("scan segment %d: %w", number, err)
 	}
 	defer f.Close()
-	if err := share(f); errors.Is(err, errTaken) || errors.Is(err, os.ErrNotExist) { // it was trimmed meanwhile
-		return Report{Missing: true}, nil
-	} else if err != nil {
-		return Report{}, fmt.Errorf("scan segment %d: %w", number, err)
-	}
 	info, err := f.Stat()
 	if err != nil {
 		return Report{}, fmt.Errorf("scan segment %d: %w", number, err)
@@ -49,30 +44,22 @@ func Scan(dir string, number uint32, durable uint64) (Report, error) {
 
 // walk checks magic and records in the first end bytes; the flaw is "" where they are whole.
 func walk(in io.Reader, end uint64) (flaw string, at uint64) {
-	head := make([]byte, len(magic))
+	header := make([]byte, HeaderBytes)
 	if end < uint64(len(magic)) {
-		return "", 0 // the caller has told of a file this short
+		return "", 0 // the caller has reported a file this short
 	}
-	if _, err := io.ReadFull(in, head); err != nil || string(head) != magic {
+	if _, err := io.ReadFull(in, header[:len(magic)]); err != nil || string(header[:len(magic)]) != magic {
 		return fmt.Sprintf("it does not begin with %q", magic), 0
 	}
-	return records(in, uint64(len(magic)), end, func(uint64, []byte, bool) bool { return true })
-}
-
-// records reads the records between two bytes of a file and gives each whole one to see, with where its payload begins and whether it is a
-// note, until that returns false. payload is see's only while it runs. at is the end of the last whole record.
-func records(in io.Reader, begin, end uint64, see func(offset uint64, payload []byte, note bool) bool) (flaw string, at uint64) {
 	var payload []byte
-	header := make([]byte, HeaderBytes)
-	for at = begin; at < end; {
+	for at = uint64(len(magic)); at < end; {
 		if end-at < HeaderBytes {
 			return "a record's header is cut off", at
 		}
 		if _, err := io.ReadFull(in, header); err != nil {
 			return err.Error(), at
 		}
-		word := binary.LittleEndian.Uint32(header)
-		length := uint64(word &^ noteBit)
+		length := uint64(binary.LittleEndian.Uint32(header))
 		if length > end-at-HeaderBytes {
 			return fmt.Sprintf("a record of %d bytes runs past the end", length), at
 		}
@@ -83,15 +70,8 @@ func records(in io.Reader, begin, end uint64, see func(offset uint64, payload []
 		if _, err := io.ReadFull(in, payload); err != nil {
 			return err.Error(), at
 		}
-		sum, isNote := CRC(payload), word&noteBit != 0
-		if isNote {
-			sum = ^sum
-		}
-		if sum != binary.LittleEndian.Uint32(header[4:]) {
+		if CRC(payload) != binary.LittleEndian.Uint32(header[4:]) {
 			return "a record has another checksum", at
-		}
-		if !see(at+HeaderBytes, payload, isNote) {
-			return "", at
 		}
 		at += HeaderBytes + length
 	}

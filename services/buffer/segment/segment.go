@@ -1,8 +1,7 @@
 // Package segment keeps payloads in append-only files.
 //
-// A file is the magic "RSEG0001", then records "u32 length | u32 crc32c | payload", little-endian. A record whose length has its top
-// bit set, and whose checksum is inverted, is a note: what its writer did with the payloads since the note before, see Notes. Files of a run are numbered
-// from 1. One is written by the ledger's owner, others by producers on its host that they were lent to. What is durable is for the
+// A file is the magic "RSEG0001", then records "u32 length | u32 crc32c | payload", little-endian. Files of a run are numbered
+// from 1. What is durable is for the
 // ledger to say: bytes beyond that are the tail that a crash tore.
 package segment
 
@@ -12,23 +11,21 @@ import (
 	"hash/crc32"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
 )
 
 const (
 	magic = "RSEG0001"
 	// HeaderBytes precede each payload.
 	HeaderBytes = 8
-
-	noteBit = 1 << 31
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // CRC is the CRC-32C of a payload.
 func CRC(payload []byte) uint32 { return crc32.Checksum(payload, castagnoli) }
-
-// Extend is the CRC-32C of bytes that follow others.
-func Extend(crc uint32, next []byte) uint32 { return crc32.Update(crc, castagnoli, next) }
 
 // Path is the file of a segment.
 func Path(dir string, number uint32) string {
@@ -54,8 +51,6 @@ type Config struct {
 	RollBytes uint64 // a file this long is followed by the next
 	// Volatile leaves it to the kernel when to write: what was written survives the death of every process, not a power cut.
 	Volatile bool
-	// SpareBytes is how much of files that were lent and are not needed any more is kept to be lent again; 0: nothing.
-	SpareBytes uint64
 	// Datasync makes the bytes of a file durable; nil: the system's own way.
 	Datasync func(*os.File) error
 }
@@ -67,7 +62,7 @@ type Repair struct {
 }
 
 // Open readies the files of a run for writing; known are those that the ledger counts on, by number. None of them is ever written to
-// again: a process that led before, or a producer that one was lent to, may still have it open. So a torn tail stays where it is, beyond
+// again: a process that led before may still have it open. So a torn tail stays where it is, beyond
 // what the ledger says is durable, and files that the ledger does not name go.
 //
 // newest is the highest number that was ever given.
@@ -109,20 +104,20 @@ func ready(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
 	if cfg.Datasync == nil {
 		cfg.Datasync = datasync
 	}
-	return &Writer{Config: cfg, last: max(newest, swept), local: onLocal(cfg.Dir)}, repair, err
+	return &Writer{Config: cfg, last: max(newest, swept)}, repair, err
 }
 
 // sweep removes files that were begun and that no ledger row names; last is the highest number among them.
 func sweep(dir string, named map[uint32]bool) (r Repair, last uint32, err error) {
 	numbers, err := present(dir)
-	if err = errors.Join(err, sweepSpares(dir)); err != nil {
+	if err != nil {
 		return r, 0, fmt.Errorf("open segments: %w", err)
 	}
 	for _, n := range numbers {
 		if named[n] {
 			continue
 		}
-		last = max(last, n) // not lent again: a producer may still name it
+		last = max(last, n)
 		freed, err := Remove(dir, n)
 		if err != nil {
 			return r, last, fmt.Errorf("open segments: %w", err)
@@ -146,4 +141,26 @@ func Remove(dir string, number uint32) (uint64, error) {
 		return 0, fmt.Errorf("remove segment %d: %w", number, err)
 	}
 	return uint64(info.Size()), nil
+}
+
+// present lists the numbers of the files in a folder, ascending; of a folder that is not there none.
+func present(dir string) (numbers []uint32, err error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("list segments: %w", err)
+	}
+	for _, e := range entries {
+		if n, ok := numberOf(e.Name()); ok {
+			numbers = append(numbers, n)
+		}
+	}
+	slices.Sort(numbers)
+	return numbers, nil
+}
+
+// numberOf is the number of the segment in a file of that name.
+func numberOf(name string) (uint32, bool) {
+	digits, ok := strings.CutSuffix(filepath.Base(name), ".seg")
+	n, err := strconv.ParseUint(digits, 10, 32)
+	return uint32(n), ok && err == nil
 }

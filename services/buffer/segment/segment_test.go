@@ -38,7 +38,7 @@ func records(texts ...string) (out []segment.Record) {
 
 func write(t *testing.T, w *segment.Writer, texts ...string) []segment.Place {
 	t.Helper()
-	places, err := w.Append(records(texts...), nil)
+	places, err := w.Append(records(texts...))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -205,7 +205,7 @@ func TestTwoWritersShareNoFile(t *testing.T) {
 		return w
 	}
 	write := func(w *segment.Writer, text string) segment.Place {
-		places, err := w.Append([]segment.Record{{Payload: []byte(text), CRC: segment.CRC([]byte(text))}}, nil)
+		places, err := w.Append([]segment.Record{{Payload: []byte(text), CRC: segment.CRC([]byte(text))}})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -14,9 +14,7 @@ type Writer struct {
 	number uint32   // of the file
 	file   *os.File // nil: the next append begins a file
 	end    uint64
-	arena  []byte  // records of one append, kept for the next
-	local  bool    // locks on the files hold for everyone
-	spares []spare // oldest first
+	arena  []byte // records of one append, kept for the next
 }
 
 // Record is a payload with its checksum.
@@ -27,10 +25,7 @@ type Record struct {
 
 // Append writes the records in one call and says where they are. They are durable only after Sync. After an error nothing of
 // them counts, and the next append begins a new file.
-//
-// note, where it is not nil, is told the places before anything is written; what it returns follows the records in the same file, as a
-// note about them (Notes).
-func (w *Writer) Append(records []Record, note func([]Place) ([]byte, error)) ([]Place, error) {
+func (w *Writer) Append(records []Record) ([]Place, error) {
 	if err := w.ready(); err != nil {
 		return nil, err
 	}
@@ -41,15 +36,6 @@ func (w *Writer) Append(records []Record, note func([]Place) ([]byte, error)) ([
 		buf = binary.LittleEndian.AppendUint32(buf, r.CRC)
 		places[i] = Place{Segment: w.number, Offset: w.end + uint64(len(buf)), Length: uint64(len(r.Payload))}
 		buf = append(buf, r.Payload...)
-	}
-	if note != nil {
-		text, err := note(places)
-		if err != nil {
-			return nil, fmt.Errorf("append to segment %d: %w", w.number, err)
-		}
-		buf = binary.LittleEndian.AppendUint32(buf, noteBit|uint32(len(text)))
-		buf = binary.LittleEndian.AppendUint32(buf, ^CRC(text))
-		buf = append(buf, text...)
 	}
 	w.arena = buf
 	if _, err := w.file.WriteAt(buf, int64(w.end)); err != nil {

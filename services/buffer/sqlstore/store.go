@@ -101,14 +101,6 @@ func (s *Store) Update(ctx context.Context, run string, fn func(buffer.Tx) error
 	return s.db.Tx(ctx, s.change(ctx, run, fn))
 }
 
-// UpdateLogged implements buffer.Store.
-func (s *Store) UpdateLogged(ctx context.Context, run string, fn func(buffer.Tx) error) error {
-	return s.db.TxUnsynced(ctx, s.change(ctx, run, fn))
-}
-
-// Lazy implements buffer.Store.
-func (s *Store) Lazy() bool { return s.db.Lazy() }
-
 // change is a transaction that runs fn and saves the ledger.
 func (s *Store) change(ctx context.Context, run string, fn func(buffer.Tx) error) func(*sql.Tx) error {
 	return func(tx *sql.Tx) error {

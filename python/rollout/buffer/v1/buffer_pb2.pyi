@@ -646,76 +646,6 @@ class RecordWeightsResponse(_message.Message):
 Global___RecordWeightsResponse: _TypeAlias = RecordWeightsResponse  # noqa: Y015
 
 @_typing.final
-class LendSegmentRequest(_message.Message):
-    """LendSegmentRequest asks for a segment."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    """Run; its ledger is open."""
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LendSegmentRequest: _TypeAlias = LendSegmentRequest  # noqa: Y015
-
-@_typing.final
-class LendSegmentResponse(_message.Message):
-    """LendSegmentResponse is a file to append records to."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEGMENT_FIELD_NUMBER: _builtins.int
-    PATH_FIELD_NUMBER: _builtins.int
-    INODE_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
-    ROLL_BYTES_FIELD_NUMBER: _builtins.int
-    LENDING_FIELD_NUMBER: _builtins.int
-    BOOT_ID_FIELD_NUMBER: _builtins.int
-    segment: _builtins.int
-    """Number, for PayloadPlace."""
-    path: _builtins.str
-    """The file, on the buffer's host."""
-    inode: _builtins.int
-    """Its inode: a file of that name with another one is another file."""
-    offset: _builtins.int
-    """Where the first record begins."""
-    roll_bytes: _builtins.int
-    """Size at which another segment should be asked for."""
-    lending: _builtins.int
-    """Names this lending, drawn at random; for PayloadPlace and `returned`."""
-    boot_id: _builtins.str
-    """Of the kernel that the buffer runs on (/proc/sys/kernel/random/boot_id), "" where it has none: on a network folder another host sees
-    the same path and inode, and its page cache is another.
-    """
-    def __init__(
-        self,
-        *,
-        segment: _builtins.int = ...,
-        path: _builtins.str = ...,
-        inode: _builtins.int = ...,
-        offset: _builtins.int = ...,
-        roll_bytes: _builtins.int = ...,
-        lending: _builtins.int = ...,
-        boot_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "inode", b"inode", "lending", b"lending", "offset", b"offset", "path", b"path", "roll_bytes", b"roll_bytes", "segment", b"segment"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LendSegmentResponse: _TypeAlias = LendSegmentResponse  # noqa: Y015
-
-@_typing.final
 class PutTrajectoriesRequest(_message.Message):
     """PutTrajectoriesRequest holds samples."""
 
@@ -723,33 +653,21 @@ class PutTrajectoriesRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     PUTS_FIELD_NUMBER: _builtins.int
-    FINISHED_FIELD_NUMBER: _builtins.int
-    RETURNED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run; its ledger is open."""
     @_builtins.property
     def puts(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.TrajectoryBatch]:
         """What to take, answered one by one. Checked by the ledger, as what comes by the stream."""
 
-    @_builtins.property
-    def finished(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Lent segments that no later put names; they may be trimmed once what is in them is not needed. From producers that know no lendings."""
-
-    @_builtins.property
-    def returned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Lendings that no later put names; as `finished`."""
-
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         puts: _abc.Iterable[_trajectory_pb2.TrajectoryBatch] | None = ...,
-        finished: _abc.Iterable[_builtins.int] | None = ...,
-        returned: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "puts", b"puts", "returned", b"returned", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["puts", b"puts", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -778,54 +696,6 @@ class PutTrajectoriesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PutTrajectoriesResponse: _TypeAlias = PutTrajectoriesResponse  # noqa: Y015
-
-@_typing.final
-class StreamTrajectoriesRequest(_message.Message):
-    """StreamTrajectoriesRequest is a call's request on the stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PUT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def put(self) -> Global___PutTrajectoriesRequest:
-        """What a call would ask."""
-
-    def __init__(
-        self,
-        *,
-        put: Global___PutTrajectoriesRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["put", b"put"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["put", b"put"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamTrajectoriesRequest: _TypeAlias = StreamTrajectoriesRequest  # noqa: Y015
-
-@_typing.final
-class StreamTrajectoriesResponse(_message.Message):
-    """StreamTrajectoriesResponse answers the oldest request that has no answer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ANSWER_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def answer(self) -> Global___PutTrajectoriesResponse:
-        """What a call would answer."""
-
-    def __init__(
-        self,
-        *,
-        answer: Global___PutTrajectoriesResponse | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamTrajectoriesResponse: _TypeAlias = StreamTrajectoriesResponse  # noqa: Y015
 
 @_typing.final
 class PutResult(_message.Message):

@@ -50,20 +50,10 @@ class BufferServiceStub:
                 request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.RecordWeightsRequest.SerializeToString,
                 response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.RecordWeightsResponse.FromString,
                 _registered_method=True)
-        self.LendSegment = channel.unary_unary(
-                '/rollout.buffer.v1.BufferService/LendSegment',
-                request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.LendSegmentRequest.SerializeToString,
-                response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.LendSegmentResponse.FromString,
-                _registered_method=True)
         self.PutTrajectories = channel.unary_unary(
                 '/rollout.buffer.v1.BufferService/PutTrajectories',
                 request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.PutTrajectoriesRequest.SerializeToString,
                 response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.PutTrajectoriesResponse.FromString,
-                _registered_method=True)
-        self.StreamTrajectories = channel.stream_stream(
-                '/rollout.buffer.v1.BufferService/StreamTrajectories',
-                request_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.StreamTrajectoriesRequest.SerializeToString,
-                response_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.StreamTrajectoriesResponse.FromString,
                 _registered_method=True)
         self.GetMissing = channel.unary_unary(
                 '/rollout.buffer.v1.BufferService/GetMissing',
@@ -153,26 +143,10 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LendSegment(self, request, context):
-        """LendSegment gives a producer on the buffer's host a segment file of its own, so that payloads are written once, by who has
-        them, and only named in PutTrajectories. Refused with reason SEGMENTS_NOT_LENT where payloads are kept in a blob store.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def PutTrajectories(self, request, context):
-        """PutTrajectories takes samples into the ledger, past the run's stream. When it returns, payloads and ledger rows are as durable as
-        the buffer's `durability` promises. It may be repeated: twins are dropped and counted. Refused with reason SEGMENT_NOT_LENT where
-        a payload lies in a segment that this buffer has not lent, or lent before it started anew: lend another and put again.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StreamTrajectories(self, request_iterator, context):
-        """StreamTrajectories is PutTrajectories, request after request, each answered in turn when it is durable. A request that is refused
-        ends the stream with its reason; what became of those behind it is not told, and they may be put again.
+        """PutTrajectories takes samples into the ledger without the run's stream, for programs that bring their own sampler. A request
+        holds several puts. When it returns, payloads and ledger rows are as durable as the buffer's `durability` setting promises. It
+        may be repeated: duplicates are dropped and counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -281,20 +255,10 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.RecordWeightsRequest.FromString,
                     response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.RecordWeightsResponse.SerializeToString,
             ),
-            'LendSegment': grpc.unary_unary_rpc_method_handler(
-                    servicer.LendSegment,
-                    request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.LendSegmentRequest.FromString,
-                    response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.LendSegmentResponse.SerializeToString,
-            ),
             'PutTrajectories': grpc.unary_unary_rpc_method_handler(
                     servicer.PutTrajectories,
                     request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.PutTrajectoriesRequest.FromString,
                     response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.PutTrajectoriesResponse.SerializeToString,
-            ),
-            'StreamTrajectories': grpc.stream_stream_rpc_method_handler(
-                    servicer.StreamTrajectories,
-                    request_deserializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.StreamTrajectoriesRequest.FromString,
-                    response_serializer=rollout_dot_buffer_dot_v1_dot_buffer__pb2.StreamTrajectoriesResponse.SerializeToString,
             ),
             'GetMissing': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMissing,
@@ -450,33 +414,6 @@ class BufferService:
             _registered_method=True)
 
     @staticmethod
-    def LendSegment(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollout.buffer.v1.BufferService/LendSegment',
-            rollout_dot_buffer_dot_v1_dot_buffer__pb2.LendSegmentRequest.SerializeToString,
-            rollout_dot_buffer_dot_v1_dot_buffer__pb2.LendSegmentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def PutTrajectories(request,
             target,
             options=(),
@@ -493,33 +430,6 @@ class BufferService:
             '/rollout.buffer.v1.BufferService/PutTrajectories',
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.PutTrajectoriesRequest.SerializeToString,
             rollout_dot_buffer_dot_v1_dot_buffer__pb2.PutTrajectoriesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamTrajectories(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/rollout.buffer.v1.BufferService/StreamTrajectories',
-            rollout_dot_buffer_dot_v1_dot_buffer__pb2.StreamTrajectoriesRequest.SerializeToString,
-            rollout_dot_buffer_dot_v1_dot_buffer__pb2.StreamTrajectoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

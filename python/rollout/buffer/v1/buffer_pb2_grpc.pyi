@@ -41,18 +41,10 @@ class BufferServiceStub:
     """RecordWeights records the digest of a version that no step made (the initial one). Idempotent; another digest for
     a known version is refused with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
     """
-    LendSegment: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.LendSegmentRequest, _buffer_pb2.LendSegmentResponse]
-    """LendSegment gives a producer on the buffer's host a segment file of its own, so that payloads are written once, by who has
-    them, and only named in PutTrajectories. Refused with reason SEGMENTS_NOT_LENT where payloads are kept in a blob store.
-    """
     PutTrajectories: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.PutTrajectoriesRequest, _buffer_pb2.PutTrajectoriesResponse]
-    """PutTrajectories takes samples into the ledger, past the run's stream. When it returns, payloads and ledger rows are as durable as
-    the buffer's `durability` promises. It may be repeated: twins are dropped and counted. Refused with reason SEGMENT_NOT_LENT where
-    a payload lies in a segment that this buffer has not lent, or lent before it started anew: lend another and put again.
-    """
-    StreamTrajectories: _grpc.StreamStreamMultiCallable[_buffer_pb2.StreamTrajectoriesRequest, _buffer_pb2.StreamTrajectoriesResponse]
-    """StreamTrajectories is PutTrajectories, request after request, each answered in turn when it is durable. A request that is refused
-    ends the stream with its reason; what became of those behind it is not told, and they may be put again.
+    """PutTrajectories takes samples into the ledger without the run's stream, for programs that bring their own sampler. A request
+    holds several puts. When it returns, payloads and ledger rows are as durable as the buffer's `durability` setting promises. It
+    may be repeated: duplicates are dropped and counted.
     """
     GetMissing: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.GetMissingRequest, _buffer_pb2.GetMissingResponse]
     """GetMissing returns the samples of each group that have not arrived. Batched."""
@@ -94,18 +86,10 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """RecordWeights records the digest of a version that no step made (the initial one). Idempotent; another digest for
     a known version is refused with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
     """
-    LendSegment: _aio.UnaryUnaryMultiCallable[_buffer_pb2.LendSegmentRequest, _buffer_pb2.LendSegmentResponse]  # type: ignore[assignment]
-    """LendSegment gives a producer on the buffer's host a segment file of its own, so that payloads are written once, by who has
-    them, and only named in PutTrajectories. Refused with reason SEGMENTS_NOT_LENT where payloads are kept in a blob store.
-    """
     PutTrajectories: _aio.UnaryUnaryMultiCallable[_buffer_pb2.PutTrajectoriesRequest, _buffer_pb2.PutTrajectoriesResponse]  # type: ignore[assignment]
-    """PutTrajectories takes samples into the ledger, past the run's stream. When it returns, payloads and ledger rows are as durable as
-    the buffer's `durability` promises. It may be repeated: twins are dropped and counted. Refused with reason SEGMENT_NOT_LENT where
-    a payload lies in a segment that this buffer has not lent, or lent before it started anew: lend another and put again.
-    """
-    StreamTrajectories: _aio.StreamStreamMultiCallable[_buffer_pb2.StreamTrajectoriesRequest, _buffer_pb2.StreamTrajectoriesResponse]  # type: ignore[assignment]
-    """StreamTrajectories is PutTrajectories, request after request, each answered in turn when it is durable. A request that is refused
-    ends the stream with its reason; what became of those behind it is not told, and they may be put again.
+    """PutTrajectories takes samples into the ledger without the run's stream, for programs that bring their own sampler. A request
+    holds several puts. When it returns, payloads and ledger rows are as durable as the buffer's `durability` setting promises. It
+    may be repeated: duplicates are dropped and counted.
     """
     GetMissing: _aio.UnaryUnaryMultiCallable[_buffer_pb2.GetMissingRequest, _buffer_pb2.GetMissingResponse]  # type: ignore[assignment]
     """GetMissing returns the samples of each group that have not arrived. Batched."""
@@ -164,34 +148,14 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def LendSegment(
-        self,
-        request: _buffer_pb2.LendSegmentRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_buffer_pb2.LendSegmentResponse, _abc.Awaitable[_buffer_pb2.LendSegmentResponse]]:
-        """LendSegment gives a producer on the buffer's host a segment file of its own, so that payloads are written once, by who has
-        them, and only named in PutTrajectories. Refused with reason SEGMENTS_NOT_LENT where payloads are kept in a blob store.
-        """
-
-    @_abc_1.abstractmethod
     def PutTrajectories(
         self,
         request: _buffer_pb2.PutTrajectoriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_pb2.PutTrajectoriesResponse, _abc.Awaitable[_buffer_pb2.PutTrajectoriesResponse]]:
-        """PutTrajectories takes samples into the ledger, past the run's stream. When it returns, payloads and ledger rows are as durable as
-        the buffer's `durability` promises. It may be repeated: twins are dropped and counted. Refused with reason SEGMENT_NOT_LENT where
-        a payload lies in a segment that this buffer has not lent, or lent before it started anew: lend another and put again.
-        """
-
-    @_abc_1.abstractmethod
-    def StreamTrajectories(
-        self,
-        request_iterator: _MaybeAsyncIterator[_buffer_pb2.StreamTrajectoriesRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_buffer_pb2.StreamTrajectoriesResponse], _abc.AsyncIterator[_buffer_pb2.StreamTrajectoriesResponse]]:
-        """StreamTrajectories is PutTrajectories, request after request, each answered in turn when it is durable. A request that is refused
-        ends the stream with its reason; what became of those behind it is not told, and they may be put again.
+        """PutTrajectories takes samples into the ledger without the run's stream, for programs that bring their own sampler. A request
+        holds several puts. When it returns, payloads and ledger rows are as durable as the buffer's `durability` setting promises. It
+        may be repeated: duplicates are dropped and counted.
         """
 
     @_abc_1.abstractmethod

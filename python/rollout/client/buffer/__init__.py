@@ -11,12 +11,10 @@
 
         for batch in buffer.consumer("my-run", steps=100):
             train([sample for group in batch.groups for sample in group])
-            batch.commit(trim=True)  # without trim where its samples may be needed again
+            batch.commit(trim=True)  # without trim if the samples may be needed again
 
-A group is leased whole, once all of its samples are there; a sample that was put before is dropped and counted, so a put may be
-repeated. On the buffer's host payloads are written once, by the producer, into a segment file that the buffer has lent it, and
-consumers map that file; elsewhere they travel by gRPC. What is trimmed is written over, but never under arrays that somebody
-holds. Needs the extra ``buffer``: ``pip install rollout-rl[buffer]``.
+A group is leased as a whole, once all of its samples have arrived. The buffer drops and counts samples that it already has, so a
+put can be repeated. Needs the extra ``buffer``: ``pip install rollout-rl[buffer]``.
 """
 
 from rollout.client.buffer.buffer import Buffer, connect

@@ -15,20 +15,20 @@ from rollout.client.errors import remote_errors
 
 
 def connect(server: str | None = None, *, token: str | None = None, state: str | os.PathLike[str] | None = None) -> Buffer:
-    """The buffer of ``server`` (host:port), or of the local ``rolloutd`` of the state folder. Use it in ``with``.
+    """Connect to the buffer of ``server`` (host:port), or of the local ``rolloutd`` of a state folder. Use it in ``with``.
 
-    Nothing is sent before the first call. Raises ``NoDaemon`` where no server is named and none runs here.
+    Nothing is sent before the first call. Raises ``NoDaemon`` if no server is named and no local ``rolloutd`` runs.
     """
     return Buffer(locate(server, token, state))
 
 
 class Buffer:
-    """One connection; producers and consumers share it. Calls raise ``RemoteError``, and ``ValueError`` once it is closed."""
+    """A connection that producers and consumers share. Calls raise ``RemoteError``, and ``ValueError`` after ``close``."""
 
     def __init__(self, server: Server) -> None:
-        self.server = server
-        self.channel = server.channel()
-        self._stub = cast(Any, BufferServiceStub(self.channel))
+        self._metadata = server.metadata
+        self._channel = server.channel()
+        self._stub = cast(Any, BufferServiceStub(self._channel))
 
     def __enter__(self) -> Self:
         return self
@@ -37,32 +37,30 @@ class Buffer:
         self.close()
 
     def close(self) -> None:
-        """Close the connection. Producers should be closed before."""
-        self.channel.close()
+        """Close the connection. Close its producers first."""
+        self._channel.close()
 
     def open(self, run: str, ledger: Ledger) -> pb.LedgerState:
-        """Make or reopen the ledger of a run; another shape than before is refused, reason LEDGER_CONFIG_CONFLICT."""
+        """Create or reopen the ledger of a run. Other settings than before are refused, reason LEDGER_CONFIG_CONFLICT."""
         with remote_errors():
             request = pb.OpenLedgerRequest(run_id=run, config=ledger.message())
-            return self._stub.OpenLedger(request, metadata=self.server.metadata).state
+            return self._stub.OpenLedger(request, metadata=self._metadata).state
 
     def finish(self, run: str) -> None:
-        """Take no more samples of the run; its ledger stays."""
+        """Close the ledger of a run: it takes no more samples, and its rows stay."""
         with remote_errors():
-            self._stub.CloseLedger(pb.CloseLedgerRequest(run_id=run), metadata=self.server.metadata)
+            self._stub.CloseLedger(pb.CloseLedgerRequest(run_id=run), metadata=self._metadata)
 
     def trim(self, run: str, step: int) -> int:
-        """Say that the payloads of the steps through one are not needed again; bytes that this freed."""
+        """Allow the buffer to delete the payloads of the steps up to ``step``. Returns the number of bytes that were freed."""
         with remote_errors():
             request = pb.TrimPayloadsRequest(run_id=run, through_step=step)
-            return self._stub.TrimPayloads(request, metadata=self.server.metadata).bytes
+            return self._stub.TrimPayloads(request, metadata=self._metadata).bytes
 
     def producer(self, run: str, *, in_flight: int = 16) -> Producer:
-        """in_flight: puts that were sent and are not durable yet. As many more are prepared, and wait until others are."""
-        server = self.server
-        plain = "" if server.ca_file or server.cert_file else server.address
-        return Producer(self.channel, server.metadata, run, in_flight=in_flight, address=plain)
+        """A producer for a run. in_flight: puts that may be sent and not yet durable."""
+        return Producer(self._stub, self._metadata, run, in_flight=in_flight)
 
     def consumer(self, run: str, *, first: int = 1, steps: int = 0) -> Consumer:
-        """first: step to begin with. steps: how many; 0: without end."""
-        return Consumer(self._stub, self.server.metadata, run, first=first, steps=steps)
+        """A consumer of a run. first: first step to lease. steps: number of steps; 0: no limit."""
+        return Consumer(self._stub, self._metadata, run, first=first, steps=steps)

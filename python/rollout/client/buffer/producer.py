@@ -1,53 +1,61 @@
-"""Puts groups of samples into the ledger.
-
-A put of some size writes its payloads into the segment that the buffer has lent, where there is one, and hands headers and places
-to the sender; a small one hands it everything.
-"""
+"""Puts groups of samples into the ledger."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from queue import SimpleQueue
-from typing import Any, Self, cast
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Self
 
 import crc32c
-import grpc
 
 from rollout.buffer.v1 import buffer_pb2 as pb
-from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.client.buffer.calls import call
-from rollout.client.buffer.pending import Pending, Put
-from rollout.client.buffer.sample import Piece, Sample, pieces, told
-from rollout.client.buffer.segments import Segments
-from rollout.client.buffer.sending import Sender
-from rollout.client.buffer.wire import head_of, header_of, key_of, prefix, receipt_of
-from rollout.trajectory.v1.trajectory_pb2 import TrajectoryKey
+from rollout.client.buffer.sample import Sample, encode
+from rollout.trajectory.v1.trajectory_pb2 import TrajectoryBatch, TrajectoryEnvelope, TrajectoryHeader, TrajectoryKey
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
 
-_INLINE_BYTES = 64 << 10  # of a put that travels: a file of its own costs more than the copies, and a wait for the disk
+_REQUEST_BYTES = 32 << 20  # payload bytes at which no further put joins a request
+
+
+class Put(Future[pb.PutResult]):
+    """``result()`` returns when the samples are durable, and tells how many were accepted, duplicates, or refused and why. A put
+    cannot be cancelled, because it may already have been sent."""
+
+    def cancel(self) -> bool:
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A put that has no answer yet. size: payload bytes."""
+
+    batch: TrajectoryBatch
+    size: int
+    done: Put = field(default_factory=Put)
 
 
 class Producer:
-    """Puts of one run, from any thread. Leaving its ``with`` waits for all of them."""
+    """Puts samples of one run, from any thread. Leaving its ``with`` block waits for all of them.
 
-    def __init__(
-        self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int, address: str = ""
-    ) -> None:
-        """in_flight: puts that were sent and are not answered; as many are prepared meanwhile, so that the next request is there
-        when the last is answered. address: host:port of a buffer that is reached without TLS and so by a plain socket too.
-        Raises ``ValueError`` for an ``in_flight`` below 1."""
+    A thread sends the puts: those that arrive while a request is under way share the next one.
+    """
+
+    def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int) -> None:
+        """in_flight: puts that may be sent and unanswered; the same number may be queued in addition. Raises ``ValueError`` if it
+        is below 1."""
         if in_flight < 1:
-            raise ValueError(f"in_flight must be at least 1, it is {in_flight}")
-        stub = cast(Any, BufferServiceStub(channel))
-        self._segments = Segments(lambda: call(stub.LendSegment, pb.LendSegmentRequest(run_id=run), metadata))
-        self._run, self._held = run, 2 * in_flight
-        self._room: SimpleQueue[None] = SimpleQueue()
-        self._flushing = threading.Lock()  # two that each took a part of the room would wait for the other's
-        self._closed = False  # written while all of the room is taken
-        for _ in range(self._held):
-            self._room.put(None)
-        self._sender = Sender(channel, metadata, run, self._segments, self._room, in_flight=in_flight, address=address)
+            raise ValueError(f"in_flight is {in_flight}, expected at least 1")
+        self._stub, self._metadata, self._run, self._in_flight = stub, metadata, run, in_flight
+        self._slots = 2 * in_flight
+        self._free = threading.Semaphore(self._slots)
+        self._draining = threading.Lock()  # two threads that each took some of the slots would wait for each other
+        self._closed = False  # written while all slots are taken
+        self._queue: SimpleQueue[_Pending | None] = SimpleQueue()  # None ends the thread
+        self._thread = threading.Thread(target=self._send, name="put", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Self:
         return self
@@ -66,64 +74,94 @@ class Producer:
         group_size: int = 0,
         receipt: WeightsReceipt | None = None,
     ) -> Put:
-        """Put the samples of group ``index`` of an epoch; the arrays may be changed when this returns.
+        """Put the samples of group ``index`` of an epoch. The arrays may be changed when this returns.
 
-        first: number of the first sample in the group. group_size: samples that make the group complete, without it those given.
-        receipt: the weights that the engine held. Waits while as many puts as may be in flight are, and as many are prepared.
-        attempt: a sample that is refused, or failed, dissolves its group; the group's samples are wanted again with a higher
-        attempt than before, and those of a lower one count as duplicates.
-        Raises ``ValueError`` for arrays that don't fit and where it is closed; of a put that does not travel ``RemoteError``
-        where the buffer can't be asked for a segment, ``OSError`` for a full disk. What else fails, ``result()`` raises.
+        first: number of the first sample within the group. group_size: samples in the complete group; default: those given.
+        receipt: the weights that the engine used. attempt: a sample that is refused or that failed dissolves its group; put the
+        group's samples again with a higher attempt. Samples of a lower attempt count as duplicates.
+        Blocks while ``2 * in_flight`` puts are unanswered. Raises ``ValueError`` for arrays that do not fit each other and after
+        ``close``. Other errors are raised by ``result()``.
         """
-        group = TrajectoryKey(run_id=self._run, epoch=epoch, index=index, attempt=attempt).SerializeToString()
-        size, tail = group_size or len(samples), receipt_of(receipt)
-        heads, payloads, crcs = list[bytes](), list[list[Piece]](), list[int]()
-        for number, sample in enumerate(samples, first):
-            about = sample.about
-            tells = told(about)
-            key = key_of(group, number, about.key.part if about.HasField("key") else 0)
-            key = prefix(0x0A, len(key)) + key
-            payload = pieces(sample, key + tells)
-            crc = 0
-            for piece in payload:
-                crc = crc32c.crc32c(piece, crc)
-            heads.append(head_of(key + header_of(about, tells, len(sample.token_ids), size) + tail, crc))
-            payloads.append(payload)
-            crcs.append(crc)
-        self._room.get()
-        try:
-            if self._closed:
-                raise ValueError("the producer is closed")
-            pending = self._write(heads, payloads, crcs)
-        except BaseException:
-            self._room.put(None)
-            raise
-        self._sender.queue(pending)
+        key = TrajectoryKey(run_id=self._run, epoch=epoch, index=index, attempt=attempt)
+        size = group_size or len(samples)
+        envelopes = [_envelope(sample, key, number, size, receipt) for number, sample in enumerate(samples, first)]
+        pending = _Pending(TrajectoryBatch(trajectories=envelopes), sum(len(envelope.payload) for envelope in envelopes))
+        self._free.acquire()
+        if self._closed:
+            self._free.release()
+            raise ValueError("the producer is closed")
+        self._queue.put(pending)
         return pending.done
 
     def flush(self) -> None:
-        """Wait until everything that was put is durable, or has failed."""
+        """Wait until every put is durable or has failed."""
         self._drain()
 
     def close(self) -> None:
-        """Wait for what was put, and let the segments go. Puts that failed say so where they are asked. Nothing is put any more;
-        to close again does nothing."""
+        """Wait for every put, and refuse new ones. Failed puts raise in ``result()``. May be called more than once."""
         if self._drain(close=True):
-            self._sender.close()
+            self._queue.put(None)
+            self._thread.join()
 
     def _drain(self, *, close: bool = False) -> bool:
-        """Whether this is the call that closed it."""
-        with self._flushing:
-            for _ in range(self._held):
-                self._room.get()
+        """Wait until all slots are free. Returns whether this call closed the producer."""
+        with self._draining:
+            for _ in range(self._slots):
+                self._free.acquire()
             closes = close and not self._closed
             self._closed |= close
-            for _ in range(self._held):
-                self._room.put(None)
+            self._free.release(self._slots)
         return closes
 
-    def _write(self, heads: list[bytes], payloads: list[list[Piece]], crcs: list[int]) -> Pending:
-        pending = Pending.of(heads, [sum(map(len, payload)) for payload in payloads])
-        if pending.size <= _INLINE_BYTES or not self._segments.write(pending, payloads, crcs):
-            pending.carry(payloads)
-        return pending
+    def _send(self) -> None:
+        """Send the queued puts until the end. Runs in the producer's thread."""
+        while (first := self._queue.get()) is not None:
+            puts = self._gather(first)
+            request = pb.PutTrajectoriesRequest(run_id=self._run, puts=[pending.batch for pending in puts])
+            try:
+                results = call(self._stub.PutTrajectories, request, self._metadata).results
+                if len(results) != len(puts):
+                    raise ConnectionError(f"the buffer answered {len(results)} of {len(puts)} puts")
+            except BaseException as error:
+                for pending in puts:
+                    pending.done.set_exception(error)
+            else:
+                for pending, result in zip(puts, results, strict=True):
+                    pending.done.set_result(result)
+            self._free.release(len(puts))
+
+    def _gather(self, first: _Pending) -> list[_Pending]:
+        """The puts of the next request: what is queued, up to ``in_flight`` puts and ``_REQUEST_BYTES``."""
+        puts, size = [first], first.size
+        while len(puts) < self._in_flight and size < _REQUEST_BYTES:
+            try:
+                pending = self._queue.get_nowait()
+            except Empty:
+                break
+            if pending is None:
+                self._queue.put(None)
+                break
+            puts.append(pending)
+            size += pending.size
+        return puts
+
+
+def _envelope(
+    sample: Sample, group: TrajectoryKey, number: int, group_size: int, receipt: WeightsReceipt | None
+) -> TrajectoryEnvelope:
+    about, tokens = sample.about, len(sample.token_ids)
+    group.sample, group.part = number, about.key.part
+    payload = encode(sample, group)
+    header = TrajectoryHeader(
+        key=group,
+        group_size=group_size,
+        outcome=about.outcome,
+        reason=about.reason,
+        reward=about.reward,
+        receipt=receipt,
+        tokens=tokens,
+        completion_tokens=tokens - about.prompt_tokens,
+    )
+    if versions := [span.version for span in about.version_spans]:
+        header.min_version, header.max_version = min(versions), max(versions)
+    return TrajectoryEnvelope(header=header, payload=payload, crc32c=crc32c.crc32c(payload))

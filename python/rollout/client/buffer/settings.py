@@ -1,4 +1,4 @@
-"""What the buffer must know of a run."""
+"""Settings of a ledger."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from rollout.buffer.v1 import buffer_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Shape of a run's ledger; it never changes.
+    """The shape of a run's ledger. It cannot be changed after the ledger was opened.
 
-    group_size: samples a group. groups_per_step: groups a batch. rows: groups an epoch, so that group g of epoch e is at
-    position ``e * rows + g``. in_order: step s takes exactly the positions from ``(s - 1) * groups_per_step`` on, else the
-    groups that were complete first. receipts: samples name the weights that sampled them, and are refused where those are others
-    than recorded. max_staleness: with receipts, most versions between a sample's weights and the step's.
+    group_size: samples per group. groups_per_step: groups per batch. rows: groups per epoch; group g of epoch e has position
+    ``e * rows + g``. in_order: step s takes exactly the positions from ``(s - 1) * groups_per_step`` on; otherwise it takes the
+    groups that were completed first. receipts: samples name the weights that sampled them, and the buffer refuses samples whose
+    weights digest differs from the recorded one. max_staleness: with receipts, the largest allowed difference between the
+    version of a sample's weights and that of the step.
     """
 
     group_size: int

@@ -320,7 +320,6 @@ class TrajectoryEnvelope(_message.Message):
     PAYLOAD_FIELD_NUMBER: _builtins.int
     PAYLOAD_REF_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
-    PLACE_FIELD_NUMBER: _builtins.int
     payload: _builtins.bytes
     """Serialized Trajectory, inline up to 256 KiB; larger ones by reference."""
     payload_ref: _builtins.str
@@ -331,10 +330,6 @@ class TrajectoryEnvelope(_message.Message):
     def header(self) -> Global___TrajectoryHeader:
         """Header."""
 
-    @_builtins.property
-    def place(self) -> Global___PayloadPlace:
-        """Where the serialized Trajectory lies in a segment that the buffer has lent to its producer; instead of payload."""
-
     def __init__(
         self,
         *,
@@ -342,49 +337,14 @@ class TrajectoryEnvelope(_message.Message):
         payload: _builtins.bytes = ...,
         payload_ref: _builtins.str = ...,
         crc32c: _builtins.int = ...,
-        place: Global___PayloadPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "place", b"place"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "header", b"header", "payload", b"payload", "payload_ref", b"payload_ref", "place", b"place"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "header", b"header", "payload", b"payload", "payload_ref", b"payload_ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrajectoryEnvelope: _TypeAlias = TrajectoryEnvelope  # noqa: Y015
-
-@_typing.final
-class PayloadPlace(_message.Message):
-    """PayloadPlace is where a payload lies in a segment file."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEGMENT_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
-    LENGTH_FIELD_NUMBER: _builtins.int
-    LENDING_FIELD_NUMBER: _builtins.int
-    segment: _builtins.int
-    """Number of the segment."""
-    offset: _builtins.int
-    """Its first byte; the 8 bytes before it are the record's header: length and CRC-32C, both uint32 little-endian."""
-    length: _builtins.int
-    """Its size in bytes."""
-    lending: _builtins.int
-    """Of LendSegmentResponse: a segment of that number that was lent at another time is another file. 0 is not compared."""
-    def __init__(
-        self,
-        *,
-        segment: _builtins.int = ...,
-        offset: _builtins.int = ...,
-        length: _builtins.int = ...,
-        lending: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lending", b"lending", "length", b"length", "offset", b"offset", "segment", b"segment"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PayloadPlace: _TypeAlias = PayloadPlace  # noqa: Y015
 
 @_typing.final
 class TrajectoryBatch(_message.Message):

@@ -1311,171 +1311,20 @@ func (*RecordWeightsResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{12}
 }
 
-// LendSegmentRequest asks for a segment.
-type LendSegmentRequest struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// Run; its ledger is open.
-	RunId         string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *LendSegmentRequest) Reset() {
-	*x = LendSegmentRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *LendSegmentRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*LendSegmentRequest) ProtoMessage() {}
-
-func (x *LendSegmentRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use LendSegmentRequest.ProtoReflect.Descriptor instead.
-func (*LendSegmentRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{13}
-}
-
-func (x *LendSegmentRequest) GetRunId() string {
-	if x != nil {
-		return x.RunId
-	}
-	return ""
-}
-
-// LendSegmentResponse is a file to append records to.
-type LendSegmentResponse struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// Number, for PayloadPlace.
-	Segment uint32 `protobuf:"varint,1,opt,name=segment,proto3" json:"segment,omitempty"`
-	// The file, on the buffer's host.
-	Path string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	// Its inode: a file of that name with another one is another file.
-	Inode uint64 `protobuf:"varint,3,opt,name=inode,proto3" json:"inode,omitempty"`
-	// Where the first record begins.
-	Offset uint64 `protobuf:"varint,4,opt,name=offset,proto3" json:"offset,omitempty"`
-	// Size at which another segment should be asked for.
-	RollBytes uint64 `protobuf:"varint,5,opt,name=roll_bytes,json=rollBytes,proto3" json:"roll_bytes,omitempty"`
-	// Names this lending, drawn at random; for PayloadPlace and `returned`.
-	Lending uint64 `protobuf:"fixed64,6,opt,name=lending,proto3" json:"lending,omitempty"`
-	// Of the kernel that the buffer runs on (/proc/sys/kernel/random/boot_id), "" where it has none: on a network folder another host sees
-	// the same path and inode, and its page cache is another.
-	BootId        string `protobuf:"bytes,7,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *LendSegmentResponse) Reset() {
-	*x = LendSegmentResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *LendSegmentResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*LendSegmentResponse) ProtoMessage() {}
-
-func (x *LendSegmentResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use LendSegmentResponse.ProtoReflect.Descriptor instead.
-func (*LendSegmentResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{14}
-}
-
-func (x *LendSegmentResponse) GetSegment() uint32 {
-	if x != nil {
-		return x.Segment
-	}
-	return 0
-}
-
-func (x *LendSegmentResponse) GetPath() string {
-	if x != nil {
-		return x.Path
-	}
-	return ""
-}
-
-func (x *LendSegmentResponse) GetInode() uint64 {
-	if x != nil {
-		return x.Inode
-	}
-	return 0
-}
-
-func (x *LendSegmentResponse) GetOffset() uint64 {
-	if x != nil {
-		return x.Offset
-	}
-	return 0
-}
-
-func (x *LendSegmentResponse) GetRollBytes() uint64 {
-	if x != nil {
-		return x.RollBytes
-	}
-	return 0
-}
-
-func (x *LendSegmentResponse) GetLending() uint64 {
-	if x != nil {
-		return x.Lending
-	}
-	return 0
-}
-
-func (x *LendSegmentResponse) GetBootId() string {
-	if x != nil {
-		return x.BootId
-	}
-	return ""
-}
-
 // PutTrajectoriesRequest holds samples.
 type PutTrajectoriesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run; its ledger is open.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// What to take, answered one by one. Checked by the ledger, as what comes by the stream.
-	Puts []*v1.TrajectoryBatch `protobuf:"bytes,2,rep,name=puts,proto3" json:"puts,omitempty"`
-	// Lent segments that no later put names; they may be trimmed once what is in them is not needed. From producers that know no lendings.
-	Finished []uint32 `protobuf:"varint,3,rep,packed,name=finished,proto3" json:"finished,omitempty"`
-	// Lendings that no later put names; as `finished`.
-	Returned      []uint64 `protobuf:"fixed64,4,rep,packed,name=returned,proto3" json:"returned,omitempty"`
+	Puts          []*v1.TrajectoryBatch `protobuf:"bytes,2,rep,name=puts,proto3" json:"puts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PutTrajectoriesRequest) Reset() {
 	*x = PutTrajectoriesRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1487,7 +1336,7 @@ func (x *PutTrajectoriesRequest) String() string {
 func (*PutTrajectoriesRequest) ProtoMessage() {}
 
 func (x *PutTrajectoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1500,7 +1349,7 @@ func (x *PutTrajectoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutTrajectoriesRequest.ProtoReflect.Descriptor instead.
 func (*PutTrajectoriesRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{15}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *PutTrajectoriesRequest) GetRunId() string {
@@ -1517,20 +1366,6 @@ func (x *PutTrajectoriesRequest) GetPuts() []*v1.TrajectoryBatch {
 	return nil
 }
 
-func (x *PutTrajectoriesRequest) GetFinished() []uint32 {
-	if x != nil {
-		return x.Finished
-	}
-	return nil
-}
-
-func (x *PutTrajectoriesRequest) GetReturned() []uint64 {
-	if x != nil {
-		return x.Returned
-	}
-	return nil
-}
-
 // PutTrajectoriesResponse says what became of each put.
 type PutTrajectoriesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1542,7 +1377,7 @@ type PutTrajectoriesResponse struct {
 
 func (x *PutTrajectoriesResponse) Reset() {
 	*x = PutTrajectoriesResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1554,7 +1389,7 @@ func (x *PutTrajectoriesResponse) String() string {
 func (*PutTrajectoriesResponse) ProtoMessage() {}
 
 func (x *PutTrajectoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1567,104 +1402,12 @@ func (x *PutTrajectoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutTrajectoriesResponse.ProtoReflect.Descriptor instead.
 func (*PutTrajectoriesResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{16}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PutTrajectoriesResponse) GetResults() []*PutResult {
 	if x != nil {
 		return x.Results
-	}
-	return nil
-}
-
-// StreamTrajectoriesRequest is a call's request on the stream.
-type StreamTrajectoriesRequest struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// What a call would ask.
-	Put           *PutTrajectoriesRequest `protobuf:"bytes,1,opt,name=put,proto3" json:"put,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *StreamTrajectoriesRequest) Reset() {
-	*x = StreamTrajectoriesRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *StreamTrajectoriesRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*StreamTrajectoriesRequest) ProtoMessage() {}
-
-func (x *StreamTrajectoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use StreamTrajectoriesRequest.ProtoReflect.Descriptor instead.
-func (*StreamTrajectoriesRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{17}
-}
-
-func (x *StreamTrajectoriesRequest) GetPut() *PutTrajectoriesRequest {
-	if x != nil {
-		return x.Put
-	}
-	return nil
-}
-
-// StreamTrajectoriesResponse answers the oldest request that has no answer.
-type StreamTrajectoriesResponse struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// What a call would answer.
-	Answer        *PutTrajectoriesResponse `protobuf:"bytes,1,opt,name=answer,proto3" json:"answer,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *StreamTrajectoriesResponse) Reset() {
-	*x = StreamTrajectoriesResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *StreamTrajectoriesResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*StreamTrajectoriesResponse) ProtoMessage() {}
-
-func (x *StreamTrajectoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use StreamTrajectoriesResponse.ProtoReflect.Descriptor instead.
-func (*StreamTrajectoriesResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{18}
-}
-
-func (x *StreamTrajectoriesResponse) GetAnswer() *PutTrajectoriesResponse {
-	if x != nil {
-		return x.Answer
 	}
 	return nil
 }
@@ -1686,7 +1429,7 @@ type PutResult struct {
 
 func (x *PutResult) Reset() {
 	*x = PutResult{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1698,7 +1441,7 @@ func (x *PutResult) String() string {
 func (*PutResult) ProtoMessage() {}
 
 func (x *PutResult) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1711,7 +1454,7 @@ func (x *PutResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutResult.ProtoReflect.Descriptor instead.
 func (*PutResult) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{19}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PutResult) GetAccepted() uint32 {
@@ -1755,7 +1498,7 @@ type PutRefusal struct {
 
 func (x *PutRefusal) Reset() {
 	*x = PutRefusal{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1767,7 +1510,7 @@ func (x *PutRefusal) String() string {
 func (*PutRefusal) ProtoMessage() {}
 
 func (x *PutRefusal) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1780,7 +1523,7 @@ func (x *PutRefusal) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutRefusal.ProtoReflect.Descriptor instead.
 func (*PutRefusal) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{20}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PutRefusal) GetTrajectory() uint32 {
@@ -1810,7 +1553,7 @@ type GetMissingRequest struct {
 
 func (x *GetMissingRequest) Reset() {
 	*x = GetMissingRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1822,7 +1565,7 @@ func (x *GetMissingRequest) String() string {
 func (*GetMissingRequest) ProtoMessage() {}
 
 func (x *GetMissingRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1835,7 +1578,7 @@ func (x *GetMissingRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMissingRequest.ProtoReflect.Descriptor instead.
 func (*GetMissingRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{21}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GetMissingRequest) GetRunId() string {
@@ -1863,7 +1606,7 @@ type GetMissingResponse struct {
 
 func (x *GetMissingResponse) Reset() {
 	*x = GetMissingResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1875,7 +1618,7 @@ func (x *GetMissingResponse) String() string {
 func (*GetMissingResponse) ProtoMessage() {}
 
 func (x *GetMissingResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1888,7 +1631,7 @@ func (x *GetMissingResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMissingResponse.ProtoReflect.Descriptor instead.
 func (*GetMissingResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{22}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GetMissingResponse) GetGroups() []*MissingSamples {
@@ -1909,7 +1652,7 @@ type MissingSamples struct {
 
 func (x *MissingSamples) Reset() {
 	*x = MissingSamples{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1921,7 +1664,7 @@ func (x *MissingSamples) String() string {
 func (*MissingSamples) ProtoMessage() {}
 
 func (x *MissingSamples) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1934,7 +1677,7 @@ func (x *MissingSamples) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MissingSamples.ProtoReflect.Descriptor instead.
 func (*MissingSamples) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{23}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *MissingSamples) GetSamples() []uint32 {
@@ -1959,7 +1702,7 @@ type LeaseBatchRequest struct {
 
 func (x *LeaseBatchRequest) Reset() {
 	*x = LeaseBatchRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1971,7 +1714,7 @@ func (x *LeaseBatchRequest) String() string {
 func (*LeaseBatchRequest) ProtoMessage() {}
 
 func (x *LeaseBatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1984,7 +1727,7 @@ func (x *LeaseBatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseBatchRequest.ProtoReflect.Descriptor instead.
 func (*LeaseBatchRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{24}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *LeaseBatchRequest) GetRunId() string {
@@ -2021,7 +1764,7 @@ type LeaseBatchResponse struct {
 
 func (x *LeaseBatchResponse) Reset() {
 	*x = LeaseBatchResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2033,7 +1776,7 @@ func (x *LeaseBatchResponse) String() string {
 func (*LeaseBatchResponse) ProtoMessage() {}
 
 func (x *LeaseBatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2046,7 +1789,7 @@ func (x *LeaseBatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeaseBatchResponse.ProtoReflect.Descriptor instead.
 func (*LeaseBatchResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{25}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *LeaseBatchResponse) GetBatch() *Batch {
@@ -2082,7 +1825,7 @@ type CommitStepRequest struct {
 
 func (x *CommitStepRequest) Reset() {
 	*x = CommitStepRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2094,7 +1837,7 @@ func (x *CommitStepRequest) String() string {
 func (*CommitStepRequest) ProtoMessage() {}
 
 func (x *CommitStepRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2107,7 +1850,7 @@ func (x *CommitStepRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitStepRequest.ProtoReflect.Descriptor instead.
 func (*CommitStepRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{26}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *CommitStepRequest) GetRunId() string {
@@ -2156,7 +1899,7 @@ type CommitStepResponse struct {
 
 func (x *CommitStepResponse) Reset() {
 	*x = CommitStepResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2168,7 +1911,7 @@ func (x *CommitStepResponse) String() string {
 func (*CommitStepResponse) ProtoMessage() {}
 
 func (x *CommitStepResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2181,7 +1924,7 @@ func (x *CommitStepResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitStepResponse.ProtoReflect.Descriptor instead.
 func (*CommitStepResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{27}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CommitStepResponse) GetStep() *StepRecord {
@@ -2204,7 +1947,7 @@ type GetBatchRequest struct {
 
 func (x *GetBatchRequest) Reset() {
 	*x = GetBatchRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2216,7 +1959,7 @@ func (x *GetBatchRequest) String() string {
 func (*GetBatchRequest) ProtoMessage() {}
 
 func (x *GetBatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2229,7 +1972,7 @@ func (x *GetBatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetBatchRequest.ProtoReflect.Descriptor instead.
 func (*GetBatchRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{28}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *GetBatchRequest) GetRunId() string {
@@ -2257,7 +2000,7 @@ type GetBatchResponse struct {
 
 func (x *GetBatchResponse) Reset() {
 	*x = GetBatchResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2269,7 +2012,7 @@ func (x *GetBatchResponse) String() string {
 func (*GetBatchResponse) ProtoMessage() {}
 
 func (x *GetBatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2282,7 +2025,7 @@ func (x *GetBatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetBatchResponse.ProtoReflect.Descriptor instead.
 func (*GetBatchResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{29}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GetBatchResponse) GetBatch() *Batch {
@@ -2305,7 +2048,7 @@ type ListStepsRequest struct {
 
 func (x *ListStepsRequest) Reset() {
 	*x = ListStepsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2317,7 +2060,7 @@ func (x *ListStepsRequest) String() string {
 func (*ListStepsRequest) ProtoMessage() {}
 
 func (x *ListStepsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2330,7 +2073,7 @@ func (x *ListStepsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListStepsRequest.ProtoReflect.Descriptor instead.
 func (*ListStepsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{30}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListStepsRequest) GetRunId() string {
@@ -2358,7 +2101,7 @@ type ListStepsResponse struct {
 
 func (x *ListStepsResponse) Reset() {
 	*x = ListStepsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2370,7 +2113,7 @@ func (x *ListStepsResponse) String() string {
 func (*ListStepsResponse) ProtoMessage() {}
 
 func (x *ListStepsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2383,7 +2126,7 @@ func (x *ListStepsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListStepsResponse.ProtoReflect.Descriptor instead.
 func (*ListStepsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{31}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListStepsResponse) GetSteps() []*StepRecord {
@@ -2410,7 +2153,7 @@ type ListGroupsRequest struct {
 
 func (x *ListGroupsRequest) Reset() {
 	*x = ListGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2422,7 +2165,7 @@ func (x *ListGroupsRequest) String() string {
 func (*ListGroupsRequest) ProtoMessage() {}
 
 func (x *ListGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2435,7 +2178,7 @@ func (x *ListGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ListGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{32}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListGroupsRequest) GetRunId() string {
@@ -2477,7 +2220,7 @@ type ListGroupsResponse struct {
 
 func (x *ListGroupsResponse) Reset() {
 	*x = ListGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2489,7 +2232,7 @@ func (x *ListGroupsResponse) String() string {
 func (*ListGroupsResponse) ProtoMessage() {}
 
 func (x *ListGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2502,7 +2245,7 @@ func (x *ListGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ListGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{33}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListGroupsResponse) GetGroups() []*GroupRecord {
@@ -2529,7 +2272,7 @@ type ExcludeGroupsRequest struct {
 
 func (x *ExcludeGroupsRequest) Reset() {
 	*x = ExcludeGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2541,7 +2284,7 @@ func (x *ExcludeGroupsRequest) String() string {
 func (*ExcludeGroupsRequest) ProtoMessage() {}
 
 func (x *ExcludeGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2554,7 +2297,7 @@ func (x *ExcludeGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExcludeGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ExcludeGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{34}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *ExcludeGroupsRequest) GetRunId() string {
@@ -2594,7 +2337,7 @@ type ExcludeGroupsResponse struct {
 
 func (x *ExcludeGroupsResponse) Reset() {
 	*x = ExcludeGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2606,7 +2349,7 @@ func (x *ExcludeGroupsResponse) String() string {
 func (*ExcludeGroupsResponse) ProtoMessage() {}
 
 func (x *ExcludeGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2619,7 +2362,7 @@ func (x *ExcludeGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExcludeGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ExcludeGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{35}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{31}
 }
 
 // ReissueGroupsRequest opens next attempts.
@@ -2637,7 +2380,7 @@ type ReissueGroupsRequest struct {
 
 func (x *ReissueGroupsRequest) Reset() {
 	*x = ReissueGroupsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2649,7 +2392,7 @@ func (x *ReissueGroupsRequest) String() string {
 func (*ReissueGroupsRequest) ProtoMessage() {}
 
 func (x *ReissueGroupsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2662,7 +2405,7 @@ func (x *ReissueGroupsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReissueGroupsRequest.ProtoReflect.Descriptor instead.
 func (*ReissueGroupsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{36}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ReissueGroupsRequest) GetRunId() string {
@@ -2695,7 +2438,7 @@ type ReissueGroupsResponse struct {
 
 func (x *ReissueGroupsResponse) Reset() {
 	*x = ReissueGroupsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2707,7 +2450,7 @@ func (x *ReissueGroupsResponse) String() string {
 func (*ReissueGroupsResponse) ProtoMessage() {}
 
 func (x *ReissueGroupsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2720,7 +2463,7 @@ func (x *ReissueGroupsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReissueGroupsResponse.ProtoReflect.Descriptor instead.
 func (*ReissueGroupsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{37}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{33}
 }
 
 // ReadPayloadsRequest asks for the payloads of a step's batch.
@@ -2736,7 +2479,7 @@ type ReadPayloadsRequest struct {
 
 func (x *ReadPayloadsRequest) Reset() {
 	*x = ReadPayloadsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2748,7 +2491,7 @@ func (x *ReadPayloadsRequest) String() string {
 func (*ReadPayloadsRequest) ProtoMessage() {}
 
 func (x *ReadPayloadsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2761,7 +2504,7 @@ func (x *ReadPayloadsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadPayloadsRequest.ProtoReflect.Descriptor instead.
 func (*ReadPayloadsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{38}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ReadPayloadsRequest) GetRunId() string {
@@ -2789,7 +2532,7 @@ type ReadPayloadsResponse struct {
 
 func (x *ReadPayloadsResponse) Reset() {
 	*x = ReadPayloadsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2801,7 +2544,7 @@ func (x *ReadPayloadsResponse) String() string {
 func (*ReadPayloadsResponse) ProtoMessage() {}
 
 func (x *ReadPayloadsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2814,7 +2557,7 @@ func (x *ReadPayloadsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReadPayloadsResponse.ProtoReflect.Descriptor instead.
 func (*ReadPayloadsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{39}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ReadPayloadsResponse) GetPayloads() [][]byte {
@@ -2835,7 +2578,7 @@ type WatchLedgerRequest struct {
 
 func (x *WatchLedgerRequest) Reset() {
 	*x = WatchLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2847,7 +2590,7 @@ func (x *WatchLedgerRequest) String() string {
 func (*WatchLedgerRequest) ProtoMessage() {}
 
 func (x *WatchLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2860,7 +2603,7 @@ func (x *WatchLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLedgerRequest.ProtoReflect.Descriptor instead.
 func (*WatchLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{40}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *WatchLedgerRequest) GetRunId() string {
@@ -2881,7 +2624,7 @@ type WatchLedgerResponse struct {
 
 func (x *WatchLedgerResponse) Reset() {
 	*x = WatchLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2893,7 +2636,7 @@ func (x *WatchLedgerResponse) String() string {
 func (*WatchLedgerResponse) ProtoMessage() {}
 
 func (x *WatchLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2906,7 +2649,7 @@ func (x *WatchLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchLedgerResponse.ProtoReflect.Descriptor instead.
 func (*WatchLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{41}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *WatchLedgerResponse) GetState() *LedgerState {
@@ -2929,7 +2672,7 @@ type TrimPayloadsRequest struct {
 
 func (x *TrimPayloadsRequest) Reset() {
 	*x = TrimPayloadsRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2941,7 +2684,7 @@ func (x *TrimPayloadsRequest) String() string {
 func (*TrimPayloadsRequest) ProtoMessage() {}
 
 func (x *TrimPayloadsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2954,7 +2697,7 @@ func (x *TrimPayloadsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimPayloadsRequest.ProtoReflect.Descriptor instead.
 func (*TrimPayloadsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{42}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *TrimPayloadsRequest) GetRunId() string {
@@ -2982,7 +2725,7 @@ type TrimPayloadsResponse struct {
 
 func (x *TrimPayloadsResponse) Reset() {
 	*x = TrimPayloadsResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2994,7 +2737,7 @@ func (x *TrimPayloadsResponse) String() string {
 func (*TrimPayloadsResponse) ProtoMessage() {}
 
 func (x *TrimPayloadsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3007,7 +2750,7 @@ func (x *TrimPayloadsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimPayloadsResponse.ProtoReflect.Descriptor instead.
 func (*TrimPayloadsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{43}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *TrimPayloadsResponse) GetBytes() uint64 {
@@ -3028,7 +2771,7 @@ type ExportLedgerRequest struct {
 
 func (x *ExportLedgerRequest) Reset() {
 	*x = ExportLedgerRequest{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3040,7 +2783,7 @@ func (x *ExportLedgerRequest) String() string {
 func (*ExportLedgerRequest) ProtoMessage() {}
 
 func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3053,7 +2796,7 @@ func (x *ExportLedgerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerRequest.ProtoReflect.Descriptor instead.
 func (*ExportLedgerRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{44}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ExportLedgerRequest) GetRunId() string {
@@ -3084,7 +2827,7 @@ type ExportLedgerResponse struct {
 
 func (x *ExportLedgerResponse) Reset() {
 	*x = ExportLedgerResponse{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3096,7 +2839,7 @@ func (x *ExportLedgerResponse) String() string {
 func (*ExportLedgerResponse) ProtoMessage() {}
 
 func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3109,7 +2852,7 @@ func (x *ExportLedgerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportLedgerResponse.ProtoReflect.Descriptor instead.
 func (*ExportLedgerResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{45}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ExportLedgerResponse) GetLedger() *LedgerRecord {
@@ -3175,7 +2918,7 @@ type LedgerRecord struct {
 
 func (x *LedgerRecord) Reset() {
 	*x = LedgerRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3187,7 +2930,7 @@ func (x *LedgerRecord) String() string {
 func (*LedgerRecord) ProtoMessage() {}
 
 func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[46]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3200,7 +2943,7 @@ func (x *LedgerRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LedgerRecord.ProtoReflect.Descriptor instead.
 func (*LedgerRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{46}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *LedgerRecord) GetConfig() *LedgerConfig {
@@ -3268,7 +3011,7 @@ type SegmentRecord struct {
 
 func (x *SegmentRecord) Reset() {
 	*x = SegmentRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3280,7 +3023,7 @@ func (x *SegmentRecord) String() string {
 func (*SegmentRecord) ProtoMessage() {}
 
 func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[47]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3293,7 +3036,7 @@ func (x *SegmentRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentRecord.ProtoReflect.Descriptor instead.
 func (*SegmentRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{47}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *SegmentRecord) GetNumber() uint32 {
@@ -3358,7 +3101,7 @@ type WeightsRecord struct {
 
 func (x *WeightsRecord) Reset() {
 	*x = WeightsRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3370,7 +3113,7 @@ func (x *WeightsRecord) String() string {
 func (*WeightsRecord) ProtoMessage() {}
 
 func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[48]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3383,7 +3126,7 @@ func (x *WeightsRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsRecord.ProtoReflect.Descriptor instead.
 func (*WeightsRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{48}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *WeightsRecord) GetVersion() uint64 {
@@ -3429,7 +3172,7 @@ type SampleRecord struct {
 
 func (x *SampleRecord) Reset() {
 	*x = SampleRecord{}
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3441,7 +3184,7 @@ func (x *SampleRecord) String() string {
 func (*SampleRecord) ProtoMessage() {}
 
 func (x *SampleRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[49]
+	mi := &file_rollout_buffer_v1_buffer_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3454,7 +3197,7 @@ func (x *SampleRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SampleRecord.ProtoReflect.Descriptor instead.
 func (*SampleRecord) Descriptor() ([]byte, []int) {
-	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{49}
+	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *SampleRecord) GetRef() *SampleRef {
@@ -3630,29 +3373,12 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x124\n" +
 	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\"\x17\n" +
-	"\x15RecordWeightsResponse\"4\n" +
-	"\x12LendSegmentRequest\x12\x1e\n" +
-	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"\xc3\x01\n" +
-	"\x13LendSegmentResponse\x12\x18\n" +
-	"\asegment\x18\x01 \x01(\rR\asegment\x12\x12\n" +
-	"\x04path\x18\x02 \x01(\tR\x04path\x12\x14\n" +
-	"\x05inode\x18\x03 \x01(\x04R\x05inode\x12\x16\n" +
-	"\x06offset\x18\x04 \x01(\x04R\x06offset\x12\x1d\n" +
-	"\n" +
-	"roll_bytes\x18\x05 \x01(\x04R\trollBytes\x12\x18\n" +
-	"\alending\x18\x06 \x01(\x06R\alending\x12\x17\n" +
-	"\aboot_id\x18\a \x01(\tR\x06bootId\"\xb4\x01\n" +
+	"\x15RecordWeightsResponse\"\x9c\x01\n" +
 	"\x16PutTrajectoriesRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12B\n" +
-	"\x04puts\x18\x02 \x03(\v2&.rollout.trajectory.v1.TrajectoryBatchB\x06\xbaH\x03\xd8\x01\x03R\x04puts\x12\x1a\n" +
-	"\bfinished\x18\x03 \x03(\rR\bfinished\x12\x1a\n" +
-	"\breturned\x18\x04 \x03(\x06R\breturned\"Q\n" +
+	"\x04puts\x18\x02 \x03(\v2&.rollout.trajectory.v1.TrajectoryBatchB\x06\xbaH\x03\xd8\x01\x03R\x04putsJ\x04\b\x03\x10\x04J\x04\b\x04\x10\x05R\bfinishedR\breturned\"Q\n" +
 	"\x17PutTrajectoriesResponse\x126\n" +
-	"\aresults\x18\x01 \x03(\v2\x1c.rollout.buffer.v1.PutResultR\aresults\"`\n" +
-	"\x19StreamTrajectoriesRequest\x12C\n" +
-	"\x03put\x18\x01 \x01(\v2).rollout.buffer.v1.PutTrajectoriesRequestB\x06\xbaH\x03\xc8\x01\x01R\x03put\"`\n" +
-	"\x1aStreamTrajectoriesResponse\x12B\n" +
-	"\x06answer\x18\x01 \x01(\v2*.rollout.buffer.v1.PutTrajectoriesResponseR\x06answer\"\x98\x01\n" +
+	"\aresults\x18\x01 \x03(\v2\x1c.rollout.buffer.v1.PutResultR\aresults\"\x98\x01\n" +
 	"\tPutResult\x12\x1a\n" +
 	"\baccepted\x18\x01 \x01(\rR\baccepted\x12\x1e\n" +
 	"\n" +
@@ -3787,15 +3513,13 @@ const file_rollout_buffer_v1_buffer_proto_rawDesc = "" +
 	"\x12GROUP_STATE_LEASED\x10\x03\x12\x18\n" +
 	"\x14GROUP_STATE_CONSUMED\x10\x04\x12\x18\n" +
 	"\x14GROUP_STATE_EXCLUDED\x10\x05\x12\x19\n" +
-	"\x15GROUP_STATE_DISSOLVED\x10\x062\xd3\r\n" +
+	"\x15GROUP_STATE_DISSOLVED\x10\x062\xfe\v\n" +
 	"\rBufferService\x12Y\n" +
 	"\n" +
 	"OpenLedger\x12$.rollout.buffer.v1.OpenLedgerRequest\x1a%.rollout.buffer.v1.OpenLedgerResponse\x12\\\n" +
 	"\vCloseLedger\x12%.rollout.buffer.v1.CloseLedgerRequest\x1a&.rollout.buffer.v1.CloseLedgerResponse\x12b\n" +
-	"\rRecordWeights\x12'.rollout.buffer.v1.RecordWeightsRequest\x1a(.rollout.buffer.v1.RecordWeightsResponse\x12\\\n" +
-	"\vLendSegment\x12%.rollout.buffer.v1.LendSegmentRequest\x1a&.rollout.buffer.v1.LendSegmentResponse\x12h\n" +
-	"\x0fPutTrajectories\x12).rollout.buffer.v1.PutTrajectoriesRequest\x1a*.rollout.buffer.v1.PutTrajectoriesResponse\x12u\n" +
-	"\x12StreamTrajectories\x12,.rollout.buffer.v1.StreamTrajectoriesRequest\x1a-.rollout.buffer.v1.StreamTrajectoriesResponse(\x010\x01\x12Y\n" +
+	"\rRecordWeights\x12'.rollout.buffer.v1.RecordWeightsRequest\x1a(.rollout.buffer.v1.RecordWeightsResponse\x12h\n" +
+	"\x0fPutTrajectories\x12).rollout.buffer.v1.PutTrajectoriesRequest\x1a*.rollout.buffer.v1.PutTrajectoriesResponse\x12Y\n" +
 	"\n" +
 	"GetMissing\x12$.rollout.buffer.v1.GetMissingRequest\x1a%.rollout.buffer.v1.GetMissingResponse\x12Y\n" +
 	"\n" +
@@ -3827,143 +3551,133 @@ func file_rollout_buffer_v1_buffer_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_buffer_v1_buffer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 50)
+var file_rollout_buffer_v1_buffer_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
 var file_rollout_buffer_v1_buffer_proto_goTypes = []any{
-	(LeaseOrder)(0),                    // 0: rollout.buffer.v1.LeaseOrder
-	(GroupState)(0),                    // 1: rollout.buffer.v1.GroupState
-	(*LedgerConfig)(nil),               // 2: rollout.buffer.v1.LedgerConfig
-	(*GroupKey)(nil),                   // 3: rollout.buffer.v1.GroupKey
-	(*GroupRecord)(nil),                // 4: rollout.buffer.v1.GroupRecord
-	(*SampleRef)(nil),                  // 5: rollout.buffer.v1.SampleRef
-	(*Batch)(nil),                      // 6: rollout.buffer.v1.Batch
-	(*StepRecord)(nil),                 // 7: rollout.buffer.v1.StepRecord
-	(*LedgerState)(nil),                // 8: rollout.buffer.v1.LedgerState
-	(*OpenLedgerRequest)(nil),          // 9: rollout.buffer.v1.OpenLedgerRequest
-	(*OpenLedgerResponse)(nil),         // 10: rollout.buffer.v1.OpenLedgerResponse
-	(*CloseLedgerRequest)(nil),         // 11: rollout.buffer.v1.CloseLedgerRequest
-	(*CloseLedgerResponse)(nil),        // 12: rollout.buffer.v1.CloseLedgerResponse
-	(*RecordWeightsRequest)(nil),       // 13: rollout.buffer.v1.RecordWeightsRequest
-	(*RecordWeightsResponse)(nil),      // 14: rollout.buffer.v1.RecordWeightsResponse
-	(*LendSegmentRequest)(nil),         // 15: rollout.buffer.v1.LendSegmentRequest
-	(*LendSegmentResponse)(nil),        // 16: rollout.buffer.v1.LendSegmentResponse
-	(*PutTrajectoriesRequest)(nil),     // 17: rollout.buffer.v1.PutTrajectoriesRequest
-	(*PutTrajectoriesResponse)(nil),    // 18: rollout.buffer.v1.PutTrajectoriesResponse
-	(*StreamTrajectoriesRequest)(nil),  // 19: rollout.buffer.v1.StreamTrajectoriesRequest
-	(*StreamTrajectoriesResponse)(nil), // 20: rollout.buffer.v1.StreamTrajectoriesResponse
-	(*PutResult)(nil),                  // 21: rollout.buffer.v1.PutResult
-	(*PutRefusal)(nil),                 // 22: rollout.buffer.v1.PutRefusal
-	(*GetMissingRequest)(nil),          // 23: rollout.buffer.v1.GetMissingRequest
-	(*GetMissingResponse)(nil),         // 24: rollout.buffer.v1.GetMissingResponse
-	(*MissingSamples)(nil),             // 25: rollout.buffer.v1.MissingSamples
-	(*LeaseBatchRequest)(nil),          // 26: rollout.buffer.v1.LeaseBatchRequest
-	(*LeaseBatchResponse)(nil),         // 27: rollout.buffer.v1.LeaseBatchResponse
-	(*CommitStepRequest)(nil),          // 28: rollout.buffer.v1.CommitStepRequest
-	(*CommitStepResponse)(nil),         // 29: rollout.buffer.v1.CommitStepResponse
-	(*GetBatchRequest)(nil),            // 30: rollout.buffer.v1.GetBatchRequest
-	(*GetBatchResponse)(nil),           // 31: rollout.buffer.v1.GetBatchResponse
-	(*ListStepsRequest)(nil),           // 32: rollout.buffer.v1.ListStepsRequest
-	(*ListStepsResponse)(nil),          // 33: rollout.buffer.v1.ListStepsResponse
-	(*ListGroupsRequest)(nil),          // 34: rollout.buffer.v1.ListGroupsRequest
-	(*ListGroupsResponse)(nil),         // 35: rollout.buffer.v1.ListGroupsResponse
-	(*ExcludeGroupsRequest)(nil),       // 36: rollout.buffer.v1.ExcludeGroupsRequest
-	(*ExcludeGroupsResponse)(nil),      // 37: rollout.buffer.v1.ExcludeGroupsResponse
-	(*ReissueGroupsRequest)(nil),       // 38: rollout.buffer.v1.ReissueGroupsRequest
-	(*ReissueGroupsResponse)(nil),      // 39: rollout.buffer.v1.ReissueGroupsResponse
-	(*ReadPayloadsRequest)(nil),        // 40: rollout.buffer.v1.ReadPayloadsRequest
-	(*ReadPayloadsResponse)(nil),       // 41: rollout.buffer.v1.ReadPayloadsResponse
-	(*WatchLedgerRequest)(nil),         // 42: rollout.buffer.v1.WatchLedgerRequest
-	(*WatchLedgerResponse)(nil),        // 43: rollout.buffer.v1.WatchLedgerResponse
-	(*TrimPayloadsRequest)(nil),        // 44: rollout.buffer.v1.TrimPayloadsRequest
-	(*TrimPayloadsResponse)(nil),       // 45: rollout.buffer.v1.TrimPayloadsResponse
-	(*ExportLedgerRequest)(nil),        // 46: rollout.buffer.v1.ExportLedgerRequest
-	(*ExportLedgerResponse)(nil),       // 47: rollout.buffer.v1.ExportLedgerResponse
-	(*LedgerRecord)(nil),               // 48: rollout.buffer.v1.LedgerRecord
-	(*SegmentRecord)(nil),              // 49: rollout.buffer.v1.SegmentRecord
-	(*WeightsRecord)(nil),              // 50: rollout.buffer.v1.WeightsRecord
-	(*SampleRecord)(nil),               // 51: rollout.buffer.v1.SampleRecord
-	(*v1.TrajectoryKey)(nil),           // 52: rollout.trajectory.v1.TrajectoryKey
-	(v1.Outcome)(0),                    // 53: rollout.trajectory.v1.Outcome
-	(*v1.TrajectoryBatch)(nil),         // 54: rollout.trajectory.v1.TrajectoryBatch
-	(*v1.VersionSpan)(nil),             // 55: rollout.trajectory.v1.VersionSpan
+	(LeaseOrder)(0),                 // 0: rollout.buffer.v1.LeaseOrder
+	(GroupState)(0),                 // 1: rollout.buffer.v1.GroupState
+	(*LedgerConfig)(nil),            // 2: rollout.buffer.v1.LedgerConfig
+	(*GroupKey)(nil),                // 3: rollout.buffer.v1.GroupKey
+	(*GroupRecord)(nil),             // 4: rollout.buffer.v1.GroupRecord
+	(*SampleRef)(nil),               // 5: rollout.buffer.v1.SampleRef
+	(*Batch)(nil),                   // 6: rollout.buffer.v1.Batch
+	(*StepRecord)(nil),              // 7: rollout.buffer.v1.StepRecord
+	(*LedgerState)(nil),             // 8: rollout.buffer.v1.LedgerState
+	(*OpenLedgerRequest)(nil),       // 9: rollout.buffer.v1.OpenLedgerRequest
+	(*OpenLedgerResponse)(nil),      // 10: rollout.buffer.v1.OpenLedgerResponse
+	(*CloseLedgerRequest)(nil),      // 11: rollout.buffer.v1.CloseLedgerRequest
+	(*CloseLedgerResponse)(nil),     // 12: rollout.buffer.v1.CloseLedgerResponse
+	(*RecordWeightsRequest)(nil),    // 13: rollout.buffer.v1.RecordWeightsRequest
+	(*RecordWeightsResponse)(nil),   // 14: rollout.buffer.v1.RecordWeightsResponse
+	(*PutTrajectoriesRequest)(nil),  // 15: rollout.buffer.v1.PutTrajectoriesRequest
+	(*PutTrajectoriesResponse)(nil), // 16: rollout.buffer.v1.PutTrajectoriesResponse
+	(*PutResult)(nil),               // 17: rollout.buffer.v1.PutResult
+	(*PutRefusal)(nil),              // 18: rollout.buffer.v1.PutRefusal
+	(*GetMissingRequest)(nil),       // 19: rollout.buffer.v1.GetMissingRequest
+	(*GetMissingResponse)(nil),      // 20: rollout.buffer.v1.GetMissingResponse
+	(*MissingSamples)(nil),          // 21: rollout.buffer.v1.MissingSamples
+	(*LeaseBatchRequest)(nil),       // 22: rollout.buffer.v1.LeaseBatchRequest
+	(*LeaseBatchResponse)(nil),      // 23: rollout.buffer.v1.LeaseBatchResponse
+	(*CommitStepRequest)(nil),       // 24: rollout.buffer.v1.CommitStepRequest
+	(*CommitStepResponse)(nil),      // 25: rollout.buffer.v1.CommitStepResponse
+	(*GetBatchRequest)(nil),         // 26: rollout.buffer.v1.GetBatchRequest
+	(*GetBatchResponse)(nil),        // 27: rollout.buffer.v1.GetBatchResponse
+	(*ListStepsRequest)(nil),        // 28: rollout.buffer.v1.ListStepsRequest
+	(*ListStepsResponse)(nil),       // 29: rollout.buffer.v1.ListStepsResponse
+	(*ListGroupsRequest)(nil),       // 30: rollout.buffer.v1.ListGroupsRequest
+	(*ListGroupsResponse)(nil),      // 31: rollout.buffer.v1.ListGroupsResponse
+	(*ExcludeGroupsRequest)(nil),    // 32: rollout.buffer.v1.ExcludeGroupsRequest
+	(*ExcludeGroupsResponse)(nil),   // 33: rollout.buffer.v1.ExcludeGroupsResponse
+	(*ReissueGroupsRequest)(nil),    // 34: rollout.buffer.v1.ReissueGroupsRequest
+	(*ReissueGroupsResponse)(nil),   // 35: rollout.buffer.v1.ReissueGroupsResponse
+	(*ReadPayloadsRequest)(nil),     // 36: rollout.buffer.v1.ReadPayloadsRequest
+	(*ReadPayloadsResponse)(nil),    // 37: rollout.buffer.v1.ReadPayloadsResponse
+	(*WatchLedgerRequest)(nil),      // 38: rollout.buffer.v1.WatchLedgerRequest
+	(*WatchLedgerResponse)(nil),     // 39: rollout.buffer.v1.WatchLedgerResponse
+	(*TrimPayloadsRequest)(nil),     // 40: rollout.buffer.v1.TrimPayloadsRequest
+	(*TrimPayloadsResponse)(nil),    // 41: rollout.buffer.v1.TrimPayloadsResponse
+	(*ExportLedgerRequest)(nil),     // 42: rollout.buffer.v1.ExportLedgerRequest
+	(*ExportLedgerResponse)(nil),    // 43: rollout.buffer.v1.ExportLedgerResponse
+	(*LedgerRecord)(nil),            // 44: rollout.buffer.v1.LedgerRecord
+	(*SegmentRecord)(nil),           // 45: rollout.buffer.v1.SegmentRecord
+	(*WeightsRecord)(nil),           // 46: rollout.buffer.v1.WeightsRecord
+	(*SampleRecord)(nil),            // 47: rollout.buffer.v1.SampleRecord
+	(*v1.TrajectoryKey)(nil),        // 48: rollout.trajectory.v1.TrajectoryKey
+	(v1.Outcome)(0),                 // 49: rollout.trajectory.v1.Outcome
+	(*v1.TrajectoryBatch)(nil),      // 50: rollout.trajectory.v1.TrajectoryBatch
+	(*v1.VersionSpan)(nil),          // 51: rollout.trajectory.v1.VersionSpan
 }
 var file_rollout_buffer_v1_buffer_proto_depIdxs = []int32{
 	0,  // 0: rollout.buffer.v1.LedgerConfig.order:type_name -> rollout.buffer.v1.LeaseOrder
 	3,  // 1: rollout.buffer.v1.GroupRecord.key:type_name -> rollout.buffer.v1.GroupKey
 	1,  // 2: rollout.buffer.v1.GroupRecord.state:type_name -> rollout.buffer.v1.GroupState
-	52, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	53, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
+	48, // 3: rollout.buffer.v1.SampleRef.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	49, // 4: rollout.buffer.v1.SampleRef.outcome:type_name -> rollout.trajectory.v1.Outcome
 	5,  // 5: rollout.buffer.v1.Batch.samples:type_name -> rollout.buffer.v1.SampleRef
 	4,  // 6: rollout.buffer.v1.LedgerState.dissolved:type_name -> rollout.buffer.v1.GroupRecord
 	2,  // 7: rollout.buffer.v1.OpenLedgerRequest.config:type_name -> rollout.buffer.v1.LedgerConfig
 	8,  // 8: rollout.buffer.v1.OpenLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	54, // 9: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
-	21, // 10: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
-	17, // 11: rollout.buffer.v1.StreamTrajectoriesRequest.put:type_name -> rollout.buffer.v1.PutTrajectoriesRequest
-	18, // 12: rollout.buffer.v1.StreamTrajectoriesResponse.answer:type_name -> rollout.buffer.v1.PutTrajectoriesResponse
-	22, // 13: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
-	3,  // 14: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	25, // 15: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
-	6,  // 16: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	7,  // 17: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
-	6,  // 18: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
-	7,  // 19: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	1,  // 20: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
-	4,  // 21: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	3,  // 22: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	3,  // 23: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
-	8,  // 24: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
-	48, // 25: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
-	49, // 26: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
-	50, // 27: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
-	7,  // 28: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
-	4,  // 29: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
-	51, // 30: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
-	2,  // 31: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
-	8,  // 32: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
-	5,  // 33: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
-	52, // 34: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	55, // 35: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
-	9,  // 36: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
-	11, // 37: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
-	13, // 38: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
-	15, // 39: rollout.buffer.v1.BufferService.LendSegment:input_type -> rollout.buffer.v1.LendSegmentRequest
-	17, // 40: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
-	19, // 41: rollout.buffer.v1.BufferService.StreamTrajectories:input_type -> rollout.buffer.v1.StreamTrajectoriesRequest
-	23, // 42: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
-	26, // 43: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
-	28, // 44: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
-	30, // 45: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
-	32, // 46: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
-	34, // 47: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
-	36, // 48: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
-	38, // 49: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
-	40, // 50: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
-	42, // 51: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
-	46, // 52: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
-	44, // 53: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
-	10, // 54: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
-	12, // 55: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
-	14, // 56: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
-	16, // 57: rollout.buffer.v1.BufferService.LendSegment:output_type -> rollout.buffer.v1.LendSegmentResponse
-	18, // 58: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
-	20, // 59: rollout.buffer.v1.BufferService.StreamTrajectories:output_type -> rollout.buffer.v1.StreamTrajectoriesResponse
-	24, // 60: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
-	27, // 61: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
-	29, // 62: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
-	31, // 63: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
-	33, // 64: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
-	35, // 65: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
-	37, // 66: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
-	39, // 67: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
-	41, // 68: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
-	43, // 69: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
-	47, // 70: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
-	45, // 71: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
-	54, // [54:72] is the sub-list for method output_type
-	36, // [36:54] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	50, // 9: rollout.buffer.v1.PutTrajectoriesRequest.puts:type_name -> rollout.trajectory.v1.TrajectoryBatch
+	17, // 10: rollout.buffer.v1.PutTrajectoriesResponse.results:type_name -> rollout.buffer.v1.PutResult
+	18, // 11: rollout.buffer.v1.PutResult.refused:type_name -> rollout.buffer.v1.PutRefusal
+	3,  // 12: rollout.buffer.v1.GetMissingRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	21, // 13: rollout.buffer.v1.GetMissingResponse.groups:type_name -> rollout.buffer.v1.MissingSamples
+	6,  // 14: rollout.buffer.v1.LeaseBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	7,  // 15: rollout.buffer.v1.CommitStepResponse.step:type_name -> rollout.buffer.v1.StepRecord
+	6,  // 16: rollout.buffer.v1.GetBatchResponse.batch:type_name -> rollout.buffer.v1.Batch
+	7,  // 17: rollout.buffer.v1.ListStepsResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	1,  // 18: rollout.buffer.v1.ListGroupsRequest.states:type_name -> rollout.buffer.v1.GroupState
+	4,  // 19: rollout.buffer.v1.ListGroupsResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	3,  // 20: rollout.buffer.v1.ExcludeGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	3,  // 21: rollout.buffer.v1.ReissueGroupsRequest.groups:type_name -> rollout.buffer.v1.GroupKey
+	8,  // 22: rollout.buffer.v1.WatchLedgerResponse.state:type_name -> rollout.buffer.v1.LedgerState
+	44, // 23: rollout.buffer.v1.ExportLedgerResponse.ledger:type_name -> rollout.buffer.v1.LedgerRecord
+	45, // 24: rollout.buffer.v1.ExportLedgerResponse.segments:type_name -> rollout.buffer.v1.SegmentRecord
+	46, // 25: rollout.buffer.v1.ExportLedgerResponse.weights:type_name -> rollout.buffer.v1.WeightsRecord
+	7,  // 26: rollout.buffer.v1.ExportLedgerResponse.steps:type_name -> rollout.buffer.v1.StepRecord
+	4,  // 27: rollout.buffer.v1.ExportLedgerResponse.groups:type_name -> rollout.buffer.v1.GroupRecord
+	47, // 28: rollout.buffer.v1.ExportLedgerResponse.samples:type_name -> rollout.buffer.v1.SampleRecord
+	2,  // 29: rollout.buffer.v1.LedgerRecord.config:type_name -> rollout.buffer.v1.LedgerConfig
+	8,  // 30: rollout.buffer.v1.LedgerRecord.state:type_name -> rollout.buffer.v1.LedgerState
+	5,  // 31: rollout.buffer.v1.SampleRecord.ref:type_name -> rollout.buffer.v1.SampleRef
+	48, // 32: rollout.buffer.v1.SampleRecord.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	51, // 33: rollout.buffer.v1.SampleRecord.spans:type_name -> rollout.trajectory.v1.VersionSpan
+	9,  // 34: rollout.buffer.v1.BufferService.OpenLedger:input_type -> rollout.buffer.v1.OpenLedgerRequest
+	11, // 35: rollout.buffer.v1.BufferService.CloseLedger:input_type -> rollout.buffer.v1.CloseLedgerRequest
+	13, // 36: rollout.buffer.v1.BufferService.RecordWeights:input_type -> rollout.buffer.v1.RecordWeightsRequest
+	15, // 37: rollout.buffer.v1.BufferService.PutTrajectories:input_type -> rollout.buffer.v1.PutTrajectoriesRequest
+	19, // 38: rollout.buffer.v1.BufferService.GetMissing:input_type -> rollout.buffer.v1.GetMissingRequest
+	22, // 39: rollout.buffer.v1.BufferService.LeaseBatch:input_type -> rollout.buffer.v1.LeaseBatchRequest
+	24, // 40: rollout.buffer.v1.BufferService.CommitStep:input_type -> rollout.buffer.v1.CommitStepRequest
+	26, // 41: rollout.buffer.v1.BufferService.GetBatch:input_type -> rollout.buffer.v1.GetBatchRequest
+	28, // 42: rollout.buffer.v1.BufferService.ListSteps:input_type -> rollout.buffer.v1.ListStepsRequest
+	30, // 43: rollout.buffer.v1.BufferService.ListGroups:input_type -> rollout.buffer.v1.ListGroupsRequest
+	32, // 44: rollout.buffer.v1.BufferService.ExcludeGroups:input_type -> rollout.buffer.v1.ExcludeGroupsRequest
+	34, // 45: rollout.buffer.v1.BufferService.ReissueGroups:input_type -> rollout.buffer.v1.ReissueGroupsRequest
+	36, // 46: rollout.buffer.v1.BufferService.ReadPayloads:input_type -> rollout.buffer.v1.ReadPayloadsRequest
+	38, // 47: rollout.buffer.v1.BufferService.WatchLedger:input_type -> rollout.buffer.v1.WatchLedgerRequest
+	42, // 48: rollout.buffer.v1.BufferService.ExportLedger:input_type -> rollout.buffer.v1.ExportLedgerRequest
+	40, // 49: rollout.buffer.v1.BufferService.TrimPayloads:input_type -> rollout.buffer.v1.TrimPayloadsRequest
+	10, // 50: rollout.buffer.v1.BufferService.OpenLedger:output_type -> rollout.buffer.v1.OpenLedgerResponse
+	12, // 51: rollout.buffer.v1.BufferService.CloseLedger:output_type -> rollout.buffer.v1.CloseLedgerResponse
+	14, // 52: rollout.buffer.v1.BufferService.RecordWeights:output_type -> rollout.buffer.v1.RecordWeightsResponse
+	16, // 53: rollout.buffer.v1.BufferService.PutTrajectories:output_type -> rollout.buffer.v1.PutTrajectoriesResponse
+	20, // 54: rollout.buffer.v1.BufferService.GetMissing:output_type -> rollout.buffer.v1.GetMissingResponse
+	23, // 55: rollout.buffer.v1.BufferService.LeaseBatch:output_type -> rollout.buffer.v1.LeaseBatchResponse
+	25, // 56: rollout.buffer.v1.BufferService.CommitStep:output_type -> rollout.buffer.v1.CommitStepResponse
+	27, // 57: rollout.buffer.v1.BufferService.GetBatch:output_type -> rollout.buffer.v1.GetBatchResponse
+	29, // 58: rollout.buffer.v1.BufferService.ListSteps:output_type -> rollout.buffer.v1.ListStepsResponse
+	31, // 59: rollout.buffer.v1.BufferService.ListGroups:output_type -> rollout.buffer.v1.ListGroupsResponse
+	33, // 60: rollout.buffer.v1.BufferService.ExcludeGroups:output_type -> rollout.buffer.v1.ExcludeGroupsResponse
+	35, // 61: rollout.buffer.v1.BufferService.ReissueGroups:output_type -> rollout.buffer.v1.ReissueGroupsResponse
+	37, // 62: rollout.buffer.v1.BufferService.ReadPayloads:output_type -> rollout.buffer.v1.ReadPayloadsResponse
+	39, // 63: rollout.buffer.v1.BufferService.WatchLedger:output_type -> rollout.buffer.v1.WatchLedgerResponse
+	43, // 64: rollout.buffer.v1.BufferService.ExportLedger:output_type -> rollout.buffer.v1.ExportLedgerResponse
+	41, // 65: rollout.buffer.v1.BufferService.TrimPayloads:output_type -> rollout.buffer.v1.TrimPayloadsResponse
+	50, // [50:66] is the sub-list for method output_type
+	34, // [34:50] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_rollout_buffer_v1_buffer_proto_init() }
@@ -3977,7 +3691,7 @@ func file_rollout_buffer_v1_buffer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_buffer_v1_buffer_proto_rawDesc), len(file_rollout_buffer_v1_buffer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   50,
+			NumMessages:   46,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

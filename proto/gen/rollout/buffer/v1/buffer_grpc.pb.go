@@ -21,24 +21,22 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	BufferService_OpenLedger_FullMethodName         = "/rollout.buffer.v1.BufferService/OpenLedger"
-	BufferService_CloseLedger_FullMethodName        = "/rollout.buffer.v1.BufferService/CloseLedger"
-	BufferService_RecordWeights_FullMethodName      = "/rollout.buffer.v1.BufferService/RecordWeights"
-	BufferService_LendSegment_FullMethodName        = "/rollout.buffer.v1.BufferService/LendSegment"
-	BufferService_PutTrajectories_FullMethodName    = "/rollout.buffer.v1.BufferService/PutTrajectories"
-	BufferService_StreamTrajectories_FullMethodName = "/rollout.buffer.v1.BufferService/StreamTrajectories"
-	BufferService_GetMissing_FullMethodName         = "/rollout.buffer.v1.BufferService/GetMissing"
-	BufferService_LeaseBatch_FullMethodName         = "/rollout.buffer.v1.BufferService/LeaseBatch"
-	BufferService_CommitStep_FullMethodName         = "/rollout.buffer.v1.BufferService/CommitStep"
-	BufferService_GetBatch_FullMethodName           = "/rollout.buffer.v1.BufferService/GetBatch"
-	BufferService_ListSteps_FullMethodName          = "/rollout.buffer.v1.BufferService/ListSteps"
-	BufferService_ListGroups_FullMethodName         = "/rollout.buffer.v1.BufferService/ListGroups"
-	BufferService_ExcludeGroups_FullMethodName      = "/rollout.buffer.v1.BufferService/ExcludeGroups"
-	BufferService_ReissueGroups_FullMethodName      = "/rollout.buffer.v1.BufferService/ReissueGroups"
-	BufferService_ReadPayloads_FullMethodName       = "/rollout.buffer.v1.BufferService/ReadPayloads"
-	BufferService_WatchLedger_FullMethodName        = "/rollout.buffer.v1.BufferService/WatchLedger"
-	BufferService_ExportLedger_FullMethodName       = "/rollout.buffer.v1.BufferService/ExportLedger"
-	BufferService_TrimPayloads_FullMethodName       = "/rollout.buffer.v1.BufferService/TrimPayloads"
+	BufferService_OpenLedger_FullMethodName      = "/rollout.buffer.v1.BufferService/OpenLedger"
+	BufferService_CloseLedger_FullMethodName     = "/rollout.buffer.v1.BufferService/CloseLedger"
+	BufferService_RecordWeights_FullMethodName   = "/rollout.buffer.v1.BufferService/RecordWeights"
+	BufferService_PutTrajectories_FullMethodName = "/rollout.buffer.v1.BufferService/PutTrajectories"
+	BufferService_GetMissing_FullMethodName      = "/rollout.buffer.v1.BufferService/GetMissing"
+	BufferService_LeaseBatch_FullMethodName      = "/rollout.buffer.v1.BufferService/LeaseBatch"
+	BufferService_CommitStep_FullMethodName      = "/rollout.buffer.v1.BufferService/CommitStep"
+	BufferService_GetBatch_FullMethodName        = "/rollout.buffer.v1.BufferService/GetBatch"
+	BufferService_ListSteps_FullMethodName       = "/rollout.buffer.v1.BufferService/ListSteps"
+	BufferService_ListGroups_FullMethodName      = "/rollout.buffer.v1.BufferService/ListGroups"
+	BufferService_ExcludeGroups_FullMethodName   = "/rollout.buffer.v1.BufferService/ExcludeGroups"
+	BufferService_ReissueGroups_FullMethodName   = "/rollout.buffer.v1.BufferService/ReissueGroups"
+	BufferService_ReadPayloads_FullMethodName    = "/rollout.buffer.v1.BufferService/ReadPayloads"
+	BufferService_WatchLedger_FullMethodName     = "/rollout.buffer.v1.BufferService/WatchLedger"
+	BufferService_ExportLedger_FullMethodName    = "/rollout.buffer.v1.BufferService/ExportLedger"
+	BufferService_TrimPayloads_FullMethodName    = "/rollout.buffer.v1.BufferService/TrimPayloads"
 )
 
 // BufferServiceClient is the client API for BufferService service.
@@ -54,16 +52,10 @@ type BufferServiceClient interface {
 	// RecordWeights records the digest of a version that no step made (the initial one). Idempotent; another digest for
 	// a known version is refused with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
 	RecordWeights(ctx context.Context, in *RecordWeightsRequest, opts ...grpc.CallOption) (*RecordWeightsResponse, error)
-	// LendSegment gives a producer on the buffer's host a segment file of its own, so that payloads are written once, by who has
-	// them, and only named in PutTrajectories. Refused with reason SEGMENTS_NOT_LENT where payloads are kept in a blob store.
-	LendSegment(ctx context.Context, in *LendSegmentRequest, opts ...grpc.CallOption) (*LendSegmentResponse, error)
-	// PutTrajectories takes samples into the ledger, past the run's stream. When it returns, payloads and ledger rows are as durable as
-	// the buffer's `durability` promises. It may be repeated: twins are dropped and counted. Refused with reason SEGMENT_NOT_LENT where
-	// a payload lies in a segment that this buffer has not lent, or lent before it started anew: lend another and put again.
+	// PutTrajectories takes samples into the ledger without the run's stream, for programs that bring their own sampler. A request
+	// holds several puts. When it returns, payloads and ledger rows are as durable as the buffer's `durability` setting promises. It
+	// may be repeated: duplicates are dropped and counted.
 	PutTrajectories(ctx context.Context, in *PutTrajectoriesRequest, opts ...grpc.CallOption) (*PutTrajectoriesResponse, error)
-	// StreamTrajectories is PutTrajectories, request after request, each answered in turn when it is durable. A request that is refused
-	// ends the stream with its reason; what became of those behind it is not told, and they may be put again.
-	StreamTrajectories(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[StreamTrajectoriesRequest, StreamTrajectoriesResponse], error)
 	// GetMissing returns the samples of each group that have not arrived. Batched.
 	GetMissing(ctx context.Context, in *GetMissingRequest, opts ...grpc.CallOption) (*GetMissingResponse, error)
 	// LeaseBatch returns the batch of a step, or what it waits for after `wait_seconds`. Idempotent: the same step gives the same batch.
@@ -129,16 +121,6 @@ func (c *bufferServiceClient) RecordWeights(ctx context.Context, in *RecordWeigh
 	return out, nil
 }
 
-func (c *bufferServiceClient) LendSegment(ctx context.Context, in *LendSegmentRequest, opts ...grpc.CallOption) (*LendSegmentResponse, error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(LendSegmentResponse)
-	err := c.cc.Invoke(ctx, BufferService_LendSegment_FullMethodName, in, out, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	return out, nil
-}
-
 func (c *bufferServiceClient) PutTrajectories(ctx context.Context, in *PutTrajectoriesRequest, opts ...grpc.CallOption) (*PutTrajectoriesResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(PutTrajectoriesResponse)
@@ -148,19 +130,6 @@ func (c *bufferServiceClient) PutTrajectories(ctx context.Context, in *PutTrajec
 	}
 	return out, nil
 }
-
-func (c *bufferServiceClient) StreamTrajectories(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[StreamTrajectoriesRequest, StreamTrajectoriesResponse], error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &BufferService_ServiceDesc.Streams[0], BufferService_StreamTrajectories_FullMethodName, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	x := &grpc.GenericClientStream[StreamTrajectoriesRequest, StreamTrajectoriesResponse]{ClientStream: stream}
-	return x, nil
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type BufferService_StreamTrajectoriesClient = grpc.BidiStreamingClient[StreamTrajectoriesRequest, StreamTrajectoriesResponse]
 
 func (c *bufferServiceClient) GetMissing(ctx context.Context, in *GetMissingRequest, opts ...grpc.CallOption) (*GetMissingResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -244,7 +213,7 @@ func (c *bufferServiceClient) ReissueGroups(ctx context.Context, in *ReissueGrou
 
 func (c *bufferServiceClient) ReadPayloads(ctx context.Context, in *ReadPayloadsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ReadPayloadsResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &BufferService_ServiceDesc.Streams[1], BufferService_ReadPayloads_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &BufferService_ServiceDesc.Streams[0], BufferService_ReadPayloads_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -263,7 +232,7 @@ type BufferService_ReadPayloadsClient = grpc.ServerStreamingClient[ReadPayloadsR
 
 func (c *bufferServiceClient) WatchLedger(ctx context.Context, in *WatchLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchLedgerResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &BufferService_ServiceDesc.Streams[2], BufferService_WatchLedger_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &BufferService_ServiceDesc.Streams[1], BufferService_WatchLedger_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -282,7 +251,7 @@ type BufferService_WatchLedgerClient = grpc.ServerStreamingClient[WatchLedgerRes
 
 func (c *bufferServiceClient) ExportLedger(ctx context.Context, in *ExportLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportLedgerResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &BufferService_ServiceDesc.Streams[3], BufferService_ExportLedger_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &BufferService_ServiceDesc.Streams[2], BufferService_ExportLedger_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -322,16 +291,10 @@ type BufferServiceServer interface {
 	// RecordWeights records the digest of a version that no step made (the initial one). Idempotent; another digest for
 	// a known version is refused with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
 	RecordWeights(context.Context, *RecordWeightsRequest) (*RecordWeightsResponse, error)
-	// LendSegment gives a producer on the buffer's host a segment file of its own, so that payloads are written once, by who has
-	// them, and only named in PutTrajectories. Refused with reason SEGMENTS_NOT_LENT where payloads are kept in a blob store.
-	LendSegment(context.Context, *LendSegmentRequest) (*LendSegmentResponse, error)
-	// PutTrajectories takes samples into the ledger, past the run's stream. When it returns, payloads and ledger rows are as durable as
-	// the buffer's `durability` promises. It may be repeated: twins are dropped and counted. Refused with reason SEGMENT_NOT_LENT where
-	// a payload lies in a segment that this buffer has not lent, or lent before it started anew: lend another and put again.
+	// PutTrajectories takes samples into the ledger without the run's stream, for programs that bring their own sampler. A request
+	// holds several puts. When it returns, payloads and ledger rows are as durable as the buffer's `durability` setting promises. It
+	// may be repeated: duplicates are dropped and counted.
 	PutTrajectories(context.Context, *PutTrajectoriesRequest) (*PutTrajectoriesResponse, error)
-	// StreamTrajectories is PutTrajectories, request after request, each answered in turn when it is durable. A request that is refused
-	// ends the stream with its reason; what became of those behind it is not told, and they may be put again.
-	StreamTrajectories(grpc.BidiStreamingServer[StreamTrajectoriesRequest, StreamTrajectoriesResponse]) error
 	// GetMissing returns the samples of each group that have not arrived. Batched.
 	GetMissing(context.Context, *GetMissingRequest) (*GetMissingResponse, error)
 	// LeaseBatch returns the batch of a step, or what it waits for after `wait_seconds`. Idempotent: the same step gives the same batch.
@@ -376,14 +339,8 @@ func (UnimplementedBufferServiceServer) CloseLedger(context.Context, *CloseLedge
 func (UnimplementedBufferServiceServer) RecordWeights(context.Context, *RecordWeightsRequest) (*RecordWeightsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method RecordWeights not implemented")
 }
-func (UnimplementedBufferServiceServer) LendSegment(context.Context, *LendSegmentRequest) (*LendSegmentResponse, error) {
-	return nil, status.Error(codes.Unimplemented, "method LendSegment not implemented")
-}
 func (UnimplementedBufferServiceServer) PutTrajectories(context.Context, *PutTrajectoriesRequest) (*PutTrajectoriesResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method PutTrajectories not implemented")
-}
-func (UnimplementedBufferServiceServer) StreamTrajectories(grpc.BidiStreamingServer[StreamTrajectoriesRequest, StreamTrajectoriesResponse]) error {
-	return status.Error(codes.Unimplemented, "method StreamTrajectories not implemented")
 }
 func (UnimplementedBufferServiceServer) GetMissing(context.Context, *GetMissingRequest) (*GetMissingResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetMissing not implemented")
@@ -496,24 +453,6 @@ func _BufferService_RecordWeights_Handler(srv interface{}, ctx context.Context, 
 	return interceptor(ctx, in, info, handler)
 }
 
-func _BufferService_LendSegment_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(LendSegmentRequest)
-	if err := dec(in); err != nil {
-		return nil, err
-	}
-	if interceptor == nil {
-		return srv.(BufferServiceServer).LendSegment(ctx, in)
-	}
-	info := &grpc.UnaryServerInfo{
-		Server:     srv,
-		FullMethod: BufferService_LendSegment_FullMethodName,
-	}
-	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(BufferServiceServer).LendSegment(ctx, req.(*LendSegmentRequest))
-	}
-	return interceptor(ctx, in, info, handler)
-}
-
 func _BufferService_PutTrajectories_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(PutTrajectoriesRequest)
 	if err := dec(in); err != nil {
@@ -531,13 +470,6 @@ func _BufferService_PutTrajectories_Handler(srv interface{}, ctx context.Context
 	}
 	return interceptor(ctx, in, info, handler)
 }
-
-func _BufferService_StreamTrajectories_Handler(srv interface{}, stream grpc.ServerStream) error {
-	return srv.(BufferServiceServer).StreamTrajectories(&grpc.GenericServerStream[StreamTrajectoriesRequest, StreamTrajectoriesResponse]{ServerStream: stream})
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type BufferService_StreamTrajectoriesServer = grpc.BidiStreamingServer[StreamTrajectoriesRequest, StreamTrajectoriesResponse]
 
 func _BufferService_GetMissing_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetMissingRequest)
@@ -754,10 +686,6 @@ var BufferService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _BufferService_RecordWeights_Handler,
 		},
 		{
-			MethodName: "LendSegment",
-			Handler:    _BufferService_LendSegment_Handler,
-		},
-		{
 			MethodName: "PutTrajectories",
 			Handler:    _BufferService_PutTrajectories_Handler,
 		},
@@ -799,12 +727,6 @@ var BufferService_ServiceDesc = grpc.ServiceDesc{
 		},
 	},
 	Streams: []grpc.StreamDesc{
-		{
-			StreamName:    "StreamTrajectories",
-			Handler:       _BufferService_StreamTrajectories_Handler,
-			ServerStreams: true,
-			ClientStreams: true,
-		},
 		{
 			StreamName:    "ReadPayloads",
 			Handler:       _BufferService_ReadPayloads_Handler,

@@ -588,9 +588,7 @@ type TrajectoryEnvelope struct {
 	// Content id `blake3-<hex>` of the serialized Trajectory in the storage service, where it is not inline.
 	PayloadRef string `protobuf:"bytes,3,opt,name=payload_ref,json=payloadRef,proto3" json:"payload_ref,omitempty"`
 	// CRC-32C of the serialized Trajectory.
-	Crc32C uint32 `protobuf:"fixed32,4,opt,name=crc32c,proto3" json:"crc32c,omitempty"`
-	// Where the serialized Trajectory lies in a segment that the buffer has lent to its producer; instead of payload.
-	Place         *PayloadPlace `protobuf:"bytes,5,opt,name=place,proto3" json:"place,omitempty"`
+	Crc32C        uint32 `protobuf:"fixed32,4,opt,name=crc32c,proto3" json:"crc32c,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -653,86 +651,6 @@ func (x *TrajectoryEnvelope) GetCrc32C() uint32 {
 	return 0
 }
 
-func (x *TrajectoryEnvelope) GetPlace() *PayloadPlace {
-	if x != nil {
-		return x.Place
-	}
-	return nil
-}
-
-// PayloadPlace is where a payload lies in a segment file.
-type PayloadPlace struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// Number of the segment.
-	Segment uint32 `protobuf:"varint,1,opt,name=segment,proto3" json:"segment,omitempty"`
-	// Its first byte; the 8 bytes before it are the record's header: length and CRC-32C, both uint32 little-endian.
-	Offset uint64 `protobuf:"varint,2,opt,name=offset,proto3" json:"offset,omitempty"`
-	// Its size in bytes.
-	Length uint64 `protobuf:"varint,3,opt,name=length,proto3" json:"length,omitempty"`
-	// Of LendSegmentResponse: a segment of that number that was lent at another time is another file. 0 is not compared.
-	Lending       uint64 `protobuf:"fixed64,4,opt,name=lending,proto3" json:"lending,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *PayloadPlace) Reset() {
-	*x = PayloadPlace{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *PayloadPlace) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*PayloadPlace) ProtoMessage() {}
-
-func (x *PayloadPlace) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use PayloadPlace.ProtoReflect.Descriptor instead.
-func (*PayloadPlace) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{5}
-}
-
-func (x *PayloadPlace) GetSegment() uint32 {
-	if x != nil {
-		return x.Segment
-	}
-	return 0
-}
-
-func (x *PayloadPlace) GetOffset() uint64 {
-	if x != nil {
-		return x.Offset
-	}
-	return 0
-}
-
-func (x *PayloadPlace) GetLength() uint64 {
-	if x != nil {
-		return x.Length
-	}
-	return 0
-}
-
-func (x *PayloadPlace) GetLending() uint64 {
-	if x != nil {
-		return x.Lending
-	}
-	return 0
-}
-
 // TrajectoryBatch is one message on the subject `rollout.traj.<run>`.
 type TrajectoryBatch struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -744,7 +662,7 @@ type TrajectoryBatch struct {
 
 func (x *TrajectoryBatch) Reset() {
 	*x = TrajectoryBatch{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[6]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -756,7 +674,7 @@ func (x *TrajectoryBatch) String() string {
 func (*TrajectoryBatch) ProtoMessage() {}
 
 func (x *TrajectoryBatch) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[6]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -769,7 +687,7 @@ func (x *TrajectoryBatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrajectoryBatch.ProtoReflect.Descriptor instead.
 func (*TrajectoryBatch) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{6}
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *TrajectoryBatch) GetTrajectories() []*TrajectoryEnvelope {
@@ -837,19 +755,13 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	" \x01(\rR\x10completionTokens\x12\x1b\n" +
 	"\tworker_id\x18\v \x01(\tR\bworkerId\x12\x10\n" +
 	"\x03row\x18\f \x01(\x04R\x03row\x12#\n" +
-	"\rtoken_rewards\x18\r \x01(\bR\ftokenRewards\"\xeb\x01\n" +
+	"\rtoken_rewards\x18\r \x01(\bR\ftokenRewards\"\xbd\x01\n" +
 	"\x12TrajectoryEnvelope\x12G\n" +
 	"\x06header\x18\x01 \x01(\v2'.rollout.trajectory.v1.TrajectoryHeaderB\x06\xbaH\x03\xc8\x01\x01R\x06header\x12\x18\n" +
 	"\apayload\x18\x02 \x01(\fR\apayload\x12\x1f\n" +
 	"\vpayload_ref\x18\x03 \x01(\tR\n" +
 	"payloadRef\x12\x16\n" +
-	"\x06crc32c\x18\x04 \x01(\aR\x06crc32c\x129\n" +
-	"\x05place\x18\x05 \x01(\v2#.rollout.trajectory.v1.PayloadPlaceR\x05place\"r\n" +
-	"\fPayloadPlace\x12\x18\n" +
-	"\asegment\x18\x01 \x01(\rR\asegment\x12\x16\n" +
-	"\x06offset\x18\x02 \x01(\x04R\x06offset\x12\x16\n" +
-	"\x06length\x18\x03 \x01(\x04R\x06length\x12\x18\n" +
-	"\alending\x18\x04 \x01(\x06R\alending\"j\n" +
+	"\x06crc32c\x18\x04 \x01(\aR\x06crc32cJ\x04\b\x05\x10\x06R\x05place\"j\n" +
 	"\x0fTrajectoryBatch\x12W\n" +
 	"\ftrajectories\x18\x01 \x03(\v2).rollout.trajectory.v1.TrajectoryEnvelopeB\b\xbaH\x05\x92\x01\x02\b\x01R\ftrajectories*\x7f\n" +
 	"\aOutcome\x12\x17\n" +
@@ -873,7 +785,7 @@ func file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_trajectory_v1_trajectory_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_trajectory_v1_trajectory_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
+var file_rollout_trajectory_v1_trajectory_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_rollout_trajectory_v1_trajectory_proto_goTypes = []any{
 	(Outcome)(0),               // 0: rollout.trajectory.v1.Outcome
 	(*TrajectoryKey)(nil),      // 1: rollout.trajectory.v1.TrajectoryKey
@@ -881,27 +793,25 @@ var file_rollout_trajectory_v1_trajectory_proto_goTypes = []any{
 	(*Trajectory)(nil),         // 3: rollout.trajectory.v1.Trajectory
 	(*TrajectoryHeader)(nil),   // 4: rollout.trajectory.v1.TrajectoryHeader
 	(*TrajectoryEnvelope)(nil), // 5: rollout.trajectory.v1.TrajectoryEnvelope
-	(*PayloadPlace)(nil),       // 6: rollout.trajectory.v1.PayloadPlace
-	(*TrajectoryBatch)(nil),    // 7: rollout.trajectory.v1.TrajectoryBatch
-	nil,                        // 8: rollout.trajectory.v1.Trajectory.MetricsEntry
-	(*v1.WeightsReceipt)(nil),  // 9: rollout.weights.v1.WeightsReceipt
+	(*TrajectoryBatch)(nil),    // 6: rollout.trajectory.v1.TrajectoryBatch
+	nil,                        // 7: rollout.trajectory.v1.Trajectory.MetricsEntry
+	(*v1.WeightsReceipt)(nil),  // 8: rollout.weights.v1.WeightsReceipt
 }
 var file_rollout_trajectory_v1_trajectory_proto_depIdxs = []int32{
-	1,  // 0: rollout.trajectory.v1.Trajectory.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	2,  // 1: rollout.trajectory.v1.Trajectory.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	8,  // 2: rollout.trajectory.v1.Trajectory.metrics:type_name -> rollout.trajectory.v1.Trajectory.MetricsEntry
-	0,  // 3: rollout.trajectory.v1.Trajectory.outcome:type_name -> rollout.trajectory.v1.Outcome
-	1,  // 4: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	0,  // 5: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
-	9,  // 6: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	4,  // 7: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
-	6,  // 8: rollout.trajectory.v1.TrajectoryEnvelope.place:type_name -> rollout.trajectory.v1.PayloadPlace
-	5,  // 9: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
-	10, // [10:10] is the sub-list for method output_type
-	10, // [10:10] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	1, // 0: rollout.trajectory.v1.Trajectory.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	2, // 1: rollout.trajectory.v1.Trajectory.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	7, // 2: rollout.trajectory.v1.Trajectory.metrics:type_name -> rollout.trajectory.v1.Trajectory.MetricsEntry
+	0, // 3: rollout.trajectory.v1.Trajectory.outcome:type_name -> rollout.trajectory.v1.Outcome
+	1, // 4: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	0, // 5: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
+	8, // 6: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	4, // 7: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
+	5, // 8: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
+	9, // [9:9] is the sub-list for method output_type
+	9, // [9:9] is the sub-list for method input_type
+	9, // [9:9] is the sub-list for extension type_name
+	9, // [9:9] is the sub-list for extension extendee
+	0, // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_rollout_trajectory_v1_trajectory_proto_init() }
@@ -915,7 +825,7 @@ func file_rollout_trajectory_v1_trajectory_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_trajectory_v1_trajectory_proto_rawDesc), len(file_rollout_trajectory_v1_trajectory_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   8,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
