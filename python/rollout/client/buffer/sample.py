@@ -84,6 +84,7 @@ def parse(payload: bytes) -> Sample:
     tokens = sizes["token_ids"]
     if tokens < about.prompt_tokens or any(size not in (0, tokens) for size in sizes.values()):
         raise PayloadCorrupt(f"the arrays and a prompt of {about.prompt_tokens} tokens do not fit each other: {sizes}")
+    fields: Any = about  # the stubs list every field name as a literal
     for name in _DTYPES:
-        about.ClearField(name)
+        fields.ClearField(name)
     return Sample(**arrays, about=about)
