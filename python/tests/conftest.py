@@ -9,6 +9,8 @@ import pytest
 
 from rollout_testing.run import EXAMPLE
 from rollout_workers.data.prompts import Text
+from rollout_workers.kernels.build import library
+from rollout_workers.kernels.segments import CompiledSegments
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # as workers do, before MKL's first product
 
@@ -17,10 +19,16 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kernel"
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package's C as it is, compiled as the environment does it."""
+    """A folder with the compiled kernels of this checkout."""
     folder = tmp_path_factory.mktemp("libraries")
     subprocess.run([SCRIPT, folder], check=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def compiled_segments(libraries: Path) -> CompiledSegments:
+    """The compiled segment codec of this checkout."""
+    return CompiledSegments(library("segments", libraries))
 
 
 @pytest.fixture(scope="session")

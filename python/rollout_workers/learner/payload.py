@@ -18,7 +18,6 @@ from rollout.buffer.v1.buffer_pb2 import Batch, ReadPayloadsRequest, SampleRef
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
 from rollout.errors import RolloutError
 from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, TrajectoryKey
-from rollout_workers.learner.trajectories import Columns, compiled
 from rollout_workers.trainer.types import TrainSample
 from rollout_workers.worker.discovery import Services, ServiceUnavailable
 from rollout_workers.worker.retry import again
@@ -101,40 +100,7 @@ def _samples(refs: Sequence[SampleRef], payloads: Sequence[bytes]) -> list[Train
     for ref, payload in zip(refs, payloads, strict=True):
         if crc32c.crc32c(payload) != ref.crc32c:
             raise PayloadCorrupt(f"the payload of {_name(ref.key)} has another checksum than was recorded")
-    reader = compiled()
-    columns = reader.read(payloads) if reader is not None else None
-    return [parsed(payload) for payload in payloads] if columns is None else of_columns(columns, payloads)
-
-
-def of_columns(columns: Columns, payloads: Sequence[bytes]) -> list[TrainSample]:
-    """The very samples that ``parsed`` makes of the payloads, which it does where one has more than the columns tell. Arrays are
-    views of those of all."""
-    samples: list[TrainSample] = []
-    stop, place, group = 0, (-1, -1), ""
-    for payload, reward, row in zip(payloads, columns.rewards, columns.rows, strict=True):
-        tokens, prompt_tokens, epoch, index, sample, part, version, outcome, prompt, prompt_end, answer, answer_end, more = row
-        start, stop = stop, stop + tokens
-        if place != (epoch, index):
-            place, group = (epoch, index), _group(epoch, index)
-        if more:  # than there are columns for
-            samples.append(parsed(payload))
-            continue
-        samples.append(
-            TrainSample(
-                group,
-                sample * PARTS + part,
-                columns.token_ids[start:stop],
-                prompt_tokens,
-                columns.mask[start:stop],
-                columns.logprobs[start:stop],
-                reward,
-                version,
-                outcome == OUTCOME_TRUNCATED,
-                prompt=payload[prompt:prompt_end].decode(),
-                completion=payload[answer:answer_end].decode(),
-            )
-        )
-    return samples
+    return [parsed(payload) for payload in payloads]
 
 
 def parsed(payload: bytes) -> TrainSample:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.trainer import single_pass
+from rollout_workers.trainer import fused
 from rollout_workers.trainer.freezing import checkpoint_gradients
 from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.policy import Policy, call_packed
@@ -37,7 +37,7 @@ class Critic(nn.Module):
             trunk: Any = load_whole(AutoModel, directory, dtype=model.dtype)
             self.trunk = trunk.to(model.device).eval()
             self.trunk.set_attn_implementation(model.config._attn_implementation)  # what the policy's agreed with
-            single_pass.install(self.trunk)
+            fused.install(self.trunk)
             if checkpointing:
                 checkpoint_gradients(self.trunk)
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.trainer import single_pass
+from rollout_workers.trainer import fused
 from rollout_workers.trainer.adapter import Adapter, LoraConfig
 from rollout_workers.trainer.freezing import checkpoint_gradients, freeze
 from rollout_workers.trainer.logprob import logit_logprobs, token_logprobs
@@ -61,7 +61,7 @@ class Policy:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         self.adapter: Adapter | None = None
-        single_pass.install(model)
+        fused.install(model)
         self._inside = ALONE.shard(model)
         self.linear_head = plain_head(model)
         self.share_prefixes = True

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.trainer import single_pass
+from rollout_workers.trainer import fused
 from rollout_workers.trainer.packing import MicroBatch, pack
 from rollout_workers.trainer.policy import TOLERANCE, Policy, attends_everywhere, call_packed, probe_samples
 from rollout_workers.trainer.ranks import ALONE
@@ -25,7 +25,7 @@ class Scorer(Policy):
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
         self.adapter = None
-        single_pass.install(model)
+        fused.install(model)
         self._inside = ALONE.shard(model)
         self.linear_head = False
         self.share_prefixes = attends_everywhere(model.config)

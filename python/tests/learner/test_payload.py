@@ -15,7 +15,7 @@ from rollout.trajectory.v1.trajectory_pb2 import OUTCOME_TRUNCATED, Trajectory, 
 from rollout_testing.daemon import Daemon
 from rollout_testing.services import BufferDouble, Host, buffer_double
 from rollout_workers.learner import payload
-from rollout_workers.learner.payload import PayloadCorrupt, read_batch
+from rollout_workers.learner.payload import PayloadCorrupt, parsed, read_batch
 from rollout_workers.trainer import TrainSample
 from rollout_workers.trainer.metrics import describe_batch
 from rollout_workers.worker.discovery import Services, ServiceUnavailable
@@ -131,3 +131,24 @@ async def test_only_what_was_cut_off_is_truncated(nowhere: Services, run: str, t
     payloads = [trajectory(run, 1, 0, "1+2=", "3", 1.0, 2), cut.SerializeToString(), trajectory(run, 1, 2, "1+2=", "3", 1.0, 2)]
     samples = await read_batch(batch(run, 1, payloads, tmp_path), nowhere)
     assert [sample.truncated for sample in samples] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Trajectory(token_ids=b"\0" * 8),
+        Trajectory(logprobs=b"\0" * 8),
+        Trajectory(loss_mask=b"\0" * 4),
+        Trajectory(prompt_tokens=4),
+        Trajectory(token_rewards=b"\0" * 8),
+        Trajectory(teacher_logprobs=b"\0" * 16),
+    ],
+)
+def test_arrays_of_different_lengths_are_refused(change: Trajectory) -> None:
+    payload = Trajectory(
+        token_ids=b"\0" * 12, logprobs=b"\0" * 12, loss_mask=b"\0" * 3, prompt_tokens=3, teacher_logprobs=b"\0" * 12
+    )
+    assert parsed(payload.SerializeToString()).token_rewards is None
+    payload.MergeFrom(change)
+    with pytest.raises(PayloadCorrupt, match=r"prompt of [34]"):
+        parsed(payload.SerializeToString())

@@ -31,8 +31,8 @@ CONTINUE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from learner.addition import sampled_batch
-from learner.test_state import CONFIG
+from trainer.addition import sampled_batch
+from trainer.test_state import CONFIG
 from rollout_workers.trainer import Trainer
 learner = Trainer({model!r}, CONFIG)
 learner.load_state({state!r})

@@ -8,10 +8,10 @@ import crc32c
 import numpy as np
 import pytest
 
+from rollout_workers.kernels.segments import CompiledSegments
+from rollout_workers.kernels.segments_numpy import NumpySegments
 from rollout_workers.weights.transfer import patch
-from rollout_workers.weights.transfer.kernel import Kernel
 from rollout_workers.weights.transfer.patch import Ends, PatchCorrupt
-from rollout_workers.weights.transfer.plain import Plain
 
 from .files import safetensors
 
@@ -20,9 +20,9 @@ MOST = 1 << 30
 
 
 @pytest.fixture(autouse=True, params=["compiled", "numpy"])
-def segments(request: pytest.FixtureRequest, compiled: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test by compiled code, and by numpy."""
-    monkeypatch.setattr(patch, "fastest", lambda: compiled if request.param == "compiled" else Plain())
+def segments(request: pytest.FixtureRequest, compiled_segments: CompiledSegments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs each test with both codecs."""
+    monkeypatch.setattr(patch, "segment_codec", lambda: compiled_segments if request.param == "compiled" else NumpySegments())
 
 
 def patched(base: bytes, made: bytes, threads: int = 1) -> bytes:

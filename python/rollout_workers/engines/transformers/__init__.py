@@ -7,7 +7,6 @@
     reach.py     what layers see, and how long a sequence may be
     order.py     which slots stand together
     sampler.py   filters, inverse CDF        philox.py              random number = f(seed, token index)
-    choose.py    both of them by compiled code, on CPUs and where no filter is
     text.py      stop strings, streaming     held.py                stage, load, digest
     determinism.py  the check that deterministic mode begins with
 

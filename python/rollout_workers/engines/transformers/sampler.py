@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_workers.engines.transformers.choose import Chooser, compiled
+from rollout_workers.kernels.sampling import SamplingKernels, sampling_kernels
 
 
 class Picked(NamedTuple):
@@ -49,27 +49,27 @@ class Controls:
 def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
     """Draw one token a row by inverting the distribution function. logits [B, V] float, uniform f64[B] in [0, 1).
 
-    On the CPU rows without a filter go through compiled code where it is there.
+    On the CPU a compiled kernel samples the rows without a filter.
     """
-    chooser = compiled() if logits.device.type == "cpu" else None
-    if chooser is None:
+    kernels = sampling_kernels() if logits.device.type == "cpu" else None
+    if kernels is None:
         return plain_sample(logits, uniform, controls)
     filters = controls.filters
     if filters is None:
-        return _chosen(chooser, logits, uniform, controls)
+        return _sampled(kernels, logits, uniform, controls)
     rows = filters.rows
     heat, greedy, shaped = (None if of is None else of[rows] for of in (controls.temperature, controls.greedy, controls.shaped))
     part = Controls(heat, greedy, shaped, filters._replace(rows=torch.arange(len(rows))))
     filtered = plain_sample(logits[rows], uniform[rows], part)
     if len(rows) == len(logits):
         return filtered
-    pairs = zip(_chosen(chooser, logits, uniform, controls), filtered, strict=True)
+    pairs = zip(_sampled(kernels, logits, uniform, controls), filtered, strict=True)
     return Picked(*(every.index_copy_(0, rows, some) for every, some in pairs))
 
 
-def _chosen(chooser: Chooser, logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
+def _sampled(kernels: SamplingKernels, logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
     heat, greedy = (None if of is None else of.contiguous() for of in (controls.temperature, controls.greedy))
-    return Picked(*chooser.choose(logits.float().contiguous(), uniform.double().contiguous(), heat, greedy))
+    return Picked(*kernels.sample(logits.float().contiguous(), uniform.double().contiguous(), heat, greedy))
 
 
 def plain_sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from typing import Any
+
+from rollout_workers.kernels.segments_numpy import Span
 
 _ITEM_BYTES = {
     "F64": 8,
@@ -24,15 +25,6 @@ _ITEM_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Neighbouring elements of one width: first byte in the file, bytes an element, elements."""
-
-    start: int
-    width: int
-    count: int
 
 
 def read_layout(file: Any) -> tuple[bytes, list[Span]]:

@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.errors import RolloutError
-from rollout_workers.weights.transfer.kernel import fastest
-from rollout_workers.weights.transfer.layout import Span, read_layout
-from rollout_workers.weights.transfer.plain import SEGMENT
+from rollout_workers.kernels.segments import segment_codec
+from rollout_workers.kernels.segments_numpy import SEGMENT, Span
+from rollout_workers.weights.transfer.layout import read_layout
 
 MAGIC = b"RWPATCH1"
 _PIECE = 16 * SEGMENT  # elements that one thread takes at a time
@@ -75,7 +75,7 @@ def encode(base: Any, wanted: Any, ends: Ends, *, most_bytes: int, threads: int 
     if head != other:
         return None
     old, new = np.frombuffer(base, np.uint8), np.frombuffer(wanted, np.uint8)
-    segments = fastest()
+    segments = segment_codec()
     body: list[bytes] = []
     size = changed = 0
     with ThreadPoolExecutor(threads) as pool:
@@ -115,7 +115,7 @@ def apply(patch: Any, file: Any, *, threads: int = 1) -> PatchHead:
     if len(memoryview(file)) != head.file_bytes or crc32c.crc32c(before) != head.layout:
         raise PatchCorrupt("the patch is for a file with other tensors")
     target, body = np.frombuffer(file, np.uint8), np.frombuffer(view, np.uint8)
-    segments = fastest()
+    segments = segment_codec()
     work: list[tuple[NDArray[np.uint64], Span]] = []
     at = 0
     for span in spans:  # all of it is looked at before anything is written

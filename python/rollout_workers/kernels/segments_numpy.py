@@ -1,26 +1,37 @@
-"""Segments of a patch in numpy: what ``segments.c`` is held against, and what works where that was not compiled."""
+"""The segments of a weights patch in numpy: the reference for ``segments.c``, and its fallback."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_workers.weights.transfer.layout import Span
-
-SEGMENT = 1 << 18
-HEAD = struct.Struct("<IIII")
-_DENSE = 160  # elements from one change to the next, in the mean, up to which marks of a byte take less than those of two
+SEGMENT = 1 << 18  # elements
+HEAD = struct.Struct("<IIII")  # marks, values, bytes per mark, 0
+_DENSE = 160  # elements per change up to which marks of one byte take less room than marks of two
 
 Bytes = NDArray[np.uint8]
 Marks = NDArray[np.unsignedinteger[Any]]
 
 
-class Plain:
-    """The three operations of ``kernel.Kernel``, whose docstrings hold here too."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Adjacent elements of one width."""
+
+    start: int
+    """The first byte in the file."""
+    width: int
+    """Bytes per element: 1, 2, 4, or 8."""
+    count: int
+    """Elements."""
+
+
+class NumpySegments:
+    """The ``segments.SegmentCodec`` in numpy."""
 
     def encode(self, old: Bytes, new: Bytes, piece: Span) -> tuple[bytes, int]:
         parts = [_encode_segment(old, new, segment) for segment in segments(piece)]
@@ -52,17 +63,18 @@ class Plain:
 
 
 def segments(span: Span) -> Iterator[Span]:
-    """The segments of neighbouring elements."""
+    """A span as segments of at most ``SEGMENT`` elements."""
     for first in range(0, span.count, SEGMENT):
         yield Span(span.start + first * span.width, span.width, min(SEGMENT, span.count - first))
 
 
 def padded(size: int) -> int:
+    """The next multiple of 8."""
     return size + -size % 8
 
 
 def _read(body: Bytes, at: int, width: int) -> tuple[Marks, NDArray[Any]]:
-    """A segment's marks and values."""
+    """The marks and values of a segment."""
     marks, values, size, _ = HEAD.unpack(body[at : at + HEAD.size].tobytes())
     first = at + HEAD.size
     second = first + padded(marks * size)
@@ -70,12 +82,12 @@ def _read(body: Bytes, at: int, width: int) -> tuple[Marks, NDArray[Any]]:
 
 
 def _elements(data: Bytes, piece: Span, width: int = 0) -> NDArray[Any]:
-    """A segment as unsigned integers, of its own width or of another."""
+    """A segment as unsigned integers of its own width, or of ``width`` bytes."""
     return data[piece.start : piece.start + piece.count * piece.width].view(f"<u{width or piece.width}")
 
 
 def _changed(old: Bytes, new: Bytes, piece: Span) -> NDArray[np.int64]:
-    """Which elements of a segment differ. Eight bytes are compared at a time, and the few that differ looked at again."""
+    """The indices of the elements that differ. Compares 8 bytes at a time, then the elements of the words that differ."""
     lanes = 8 // piece.width
     whole = piece.count // lanes * lanes
     words = Span(piece.start, piece.width, whole)
@@ -83,7 +95,7 @@ def _changed(old: Bytes, new: Bytes, piece: Span) -> NDArray[np.int64]:
     found = np.flatnonzero(before != after)
     if lanes > 1:
         differing = (before.take(found) ^ after.take(found)).view(f"<u{piece.width}")
-        lane = np.flatnonzero(differing != 0)  # three times as fast as of the integers
+        lane = np.flatnonzero(differing != 0)  # three times as fast as on the integers
         found = found.take(lane >> lanes.bit_length() - 1) * lanes + (lane & lanes - 1)
     if whole == piece.count:
         return found
@@ -92,7 +104,7 @@ def _changed(old: Bytes, new: Bytes, piece: Span) -> NDArray[np.int64]:
 
 
 def _encode_segment(old: Bytes, new: Bytes, piece: Span) -> tuple[bytes, int]:
-    """A segment's bytes, and how many values it has."""
+    """The bytes of a segment, and the number of its values."""
     places = _changed(old, new, piece)
     values = _elements(new, piece).take(places)
     width = 1 if len(places) * _DENSE >= piece.count else 2
@@ -104,10 +116,10 @@ def _encode_segment(old: Bytes, new: Bytes, piece: Span) -> tuple[bytes, int]:
 
 
 def _marks(places: NDArray[np.int64], width: int) -> Marks:
-    """Distances as marks; one that is too long for a mark is preceded by as many of the highest value as it takes."""
+    """The distances between changed elements as marks. Marks of the highest value precede one that does not fit."""
     highest = (1 << 8 * width) - 1
     distances = np.diff(places, prepend=0)
-    long = np.flatnonzero(distances >= highest)  # few: to divide all takes longer than the rest
+    long = np.flatnonzero(distances >= highest)  # few, and dividing every distance would take longer than all other lines
     if not len(long):
         return distances.astype(f"<u{width}")
     skips = distances.take(long) // highest

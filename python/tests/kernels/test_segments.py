@@ -1,4 +1,4 @@
-"""Compiled code makes, refuses and applies the very segments that numpy does, and touches nothing beside them."""
+"""The compiled segment codec against that in numpy: the same bytes, the same refusals, no write outside."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rollout_workers.weights.transfer import kernel
-from rollout_workers.weights.transfer.kernel import Kernel
-from rollout_workers.weights.transfer.layout import Span
-from rollout_workers.weights.transfer.plain import SEGMENT, Plain
+from rollout_workers.kernels import loading
+from rollout_workers.kernels.segments import CompiledSegments, segment_codec
+from rollout_workers.kernels.segments_numpy import SEGMENT, NumpySegments, Span
 
 WIDTHS = (1, 2, 4, 8)
-MARGIN = 67  # bytes before and after, which make what lies between misaligned
+MARGIN = 67  # bytes before and after the elements; odd, so that they are not aligned
 COUNTS = (1, 2, 7, 63, 64, 65, 320, 1_003, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT + 33)
 
 Places = Callable[[int], np.ndarray]
@@ -43,25 +42,25 @@ def _far(count: int, *distances: int) -> np.ndarray:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", CHANGED)
-def test_the_same_bytes(compiled: Kernel, name: str, width: int) -> None:
+def test_both_codecs_produce_the_same_bytes(compiled_segments: CompiledSegments, name: str, width: int) -> None:
     rng = np.random.default_rng(width)
     for count in COUNTS:
         old = rng.integers(0, 256, 2 * MARGIN + count * width, np.uint8)
         places = CHANGED[name](count)
         new = old.copy()
         new[:MARGIN] ^= 1
-        new[MARGIN + count * width :] ^= 1  # what differs around it is not looked at
+        new[MARGIN + count * width :] ^= 1  # differences outside of the piece do not count
         new[MARGIN + places * width + places % width] ^= (1 << places % 8).astype(np.uint8)
         piece = Span(MARGIN, width, count)
-        made = compiled.encode(old, new, piece)
-        assert made == Plain().encode(old, new, piece) and made[1] == len(places)
+        made = compiled_segments.encode(old, new, piece)
+        assert made == NumpySegments().encode(old, new, piece) and made[1] == len(places)
 
-        for lead in (0, 5):  # a body need not begin on an even byte
+        for lead in (0, 5):  # a body may begin at any byte
             body = np.frombuffer(bytes(lead) + made[0], np.uint8)
-            starts, end = compiled.check(body, lead, piece)
-            assert end == len(body) == Plain().check(body, lead, piece)[1]
-            assert starts.tolist() == Plain().check(body, lead, piece)[0].tolist()
-            for way in (compiled, Plain()):
+            starts, end = compiled_segments.check(body, lead, piece)
+            assert end == len(body) == NumpySegments().check(body, lead, piece)[1]
+            assert starts.tolist() == NumpySegments().check(body, lead, piece)[0].tolist()
+            for way in (compiled_segments, NumpySegments()):
                 target = old.copy()
                 way.write(target, body, starts, piece)
                 assert np.array_equal(target[MARGIN:-MARGIN], new[MARGIN:-MARGIN])
@@ -80,10 +79,10 @@ def segment(marks: list[int], values: int, size: int, width: int) -> bytes:
     ("marks", "values", "size", "good"),
     [
         ([9], 1, 1, True),
-        ([10], 1, 1, False),  # one after the last
+        ([10], 1, 1, False),  # beyond the last element
         ([5, 5], 2, 1, False),
-        ([255], 1, 1, False),  # a value where a mark says there is none
-        ([3, 4], 1, 1, False),  # a mark that lacks its value
+        ([255], 1, 1, False),  # a value for a mark of the highest value
+        ([3, 4], 1, 1, False),  # a mark without a value
         ([255], 0, 1, False),
         ([], 0, 1, True),
         ([65_535, 3], 1, 2, False),
@@ -93,59 +92,61 @@ def segment(marks: list[int], values: int, size: int, width: int) -> bytes:
     ],
 )
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_leads_out_is_refused(compiled: Kernel, marks: list[int], values: int, size: int, good: bool, width: int) -> None:
+def test_segments_that_write_outside_are_refused(
+    compiled_segments: CompiledSegments, marks: list[int], values: int, size: int, good: bool, width: int
+) -> None:
     body = np.frombuffer(segment(marks, values, 1, width), np.uint8).copy() if size in (0, 4) else None
     if body is None:
         body = np.frombuffer(segment(marks, values, size, width), np.uint8)
     else:
         body[8] = size
-    for way in (compiled, Plain()):
+    for way in (compiled_segments, NumpySegments()):
         assert way.check(body, 0, Span(0, width, 10))[1] == (len(body) if good else -1)
         assert way.check(body[:-1], 0, Span(0, width, 10))[1] == -1
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_spoiled_bodies_are_judged_alike_and_never_lead_out(compiled: Kernel, width: int) -> None:
-    """Any bytes: what both take is written between the margins, what one refuses the other does."""
+def test_both_codecs_accept_the_same_damaged_bodies_and_write_inside(compiled_segments: CompiledSegments, width: int) -> None:
+    """With random damage both refuse the same bodies, and write between the margins from those that they accept."""
     rng = np.random.default_rng(width)
     count = SEGMENT + 300
     old = rng.integers(0, 256, count * width, np.uint8)
     new = old.copy()
     new[rng.integers(0, len(new), 50)] ^= 1
     new[SEGMENT * width :: 3 * width] ^= 1
-    body, _ = Plain().encode(old, new, Span(0, width, count))
+    body, _ = NumpySegments().encode(old, new, Span(0, width, count))
     refused = 0
     for _ in range(400):
         spoiled = np.frombuffer(body, np.uint8).copy()
         for at in rng.integers(0, len(spoiled), rng.integers(1, 3)):
             spoiled[at] = rng.integers(0, 256)
-        starts, end = compiled.check(spoiled, 0, Span(MARGIN, width, count))
-        told = Plain().check(spoiled, 0, Span(MARGIN, width, count))
+        starts, end = compiled_segments.check(spoiled, 0, Span(MARGIN, width, count))
+        told = NumpySegments().check(spoiled, 0, Span(MARGIN, width, count))
         assert end == told[1]
         if end < 0:
             refused += 1
             continue
         assert starts.tolist() == told[0].tolist()
         guarded = [np.full(2 * MARGIN + count * width, 0xA5, np.uint8) for _ in range(2)]
-        compiled.write(guarded[0], spoiled, starts, Span(MARGIN, width, count))
-        Plain().write(guarded[1], spoiled, starts, Span(MARGIN, width, count))
+        compiled_segments.write(guarded[0], spoiled, starts, Span(MARGIN, width, count))
+        NumpySegments().write(guarded[1], spoiled, starts, Span(MARGIN, width, count))
         assert np.array_equal(*guarded)
         assert (guarded[0][:MARGIN] == 0xA5).all() and (guarded[0][-MARGIN:] == 0xA5).all()
     assert 0 < refused < 400
 
 
-def test_a_piece_beyond_its_file_is_refused(compiled: Kernel) -> None:
+def test_a_piece_outside_of_its_file_is_refused(compiled_segments: CompiledSegments) -> None:
     data = np.zeros(64, np.uint8)
     for piece in (Span(0, 8, 9), Span(1, 8, 8)):
         with pytest.raises(ValueError, match="in 64 bytes"):
-            compiled.encode(data, data, piece)
+            compiled_segments.encode(data, data, piece)
         with pytest.raises(ValueError, match="in 64 bytes"):
-            compiled.write(data, data, np.zeros(1, np.uint64), piece)
+            compiled_segments.write(data, data, np.zeros(1, np.uint64), piece)
     with pytest.raises(ValueError, match="2 places for 1 segments"):
-        compiled.write(data, data, np.zeros(2, np.uint64), Span(0, 8, 8))
+        compiled_segments.write(data, data, np.zeros(2, np.uint64), Span(0, 8, 8))
 
 
-def test_without_a_library_numpy_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path) -> None:
-    monkeypatch.setattr(kernel, "library", lambda _: tmp_path / "none.so")
-    assert isinstance(kernel.fastest.__wrapped__(), Plain)
+def test_numpy_is_the_fallback(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path) -> None:
+    monkeypatch.setattr(loading, "library", lambda _: tmp_path / "none.so")
+    assert isinstance(segment_codec.__wrapped__(), NumpySegments)
     assert "scripts/kernel" in caplog.text

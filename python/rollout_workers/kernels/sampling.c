@@ -1,36 +1,35 @@
-/* One token for each row of logits, float32, in two to four passes over a row where torch's operations take eight over all rows. What is
- * computed stands in sampler.py and philox.py.
+/* One token per row of logits, float32, in two to four passes over a row where torch's operations take eight over
+ * all rows. sampler.py and philox.py of the engine define the results.
  *
- * Arrays are contiguous. Compiled by scripts/kernel, called by choose.py through ctypes. Rows are dealt out to threads; a row's bits depend
- * on that row alone. */
+ * Arrays are contiguous. Threads share the rows; the bits of a row depend on that row alone. Called by sampling.py. */
 
 #include <math.h>
 #include <stdint.h>
 
-#define BLOCK 64     /* tokens that are summed before the running sum takes them */
-#define ALONE 32768  /* numbers, up to which one thread does it all */
+#define BLOCK 64     /* tokens per partial sum */
+#define ALONE 32768  /* numbers up to which one thread is used */
 
 #if !defined(__x86_64__) || !defined(__GLIBC__) || !defined(__GNUC__) || defined(__clang__)
 #define CLONES
 #elif __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else /* which can't choose by these levels */
+#else /* these versions do not know the levels */
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 
 typedef int64_t i64;
 
-static inline i64 least(i64 a, i64 b) { return a < b ? a : b; }
+static inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
 
-/* exp of what is at most 0, to within 2 units in the last place; 0 below -87. NaN stays NaN. */
+/* exp for x <= 0, accurate to 2 units in the last place; 0 below -87. NaN stays NaN. */
 static inline float exponential(float x) {
-  const float held = x < -87.0f ? -87.0f : x;
+  const float clamped = x < -87.0f ? -87.0f : x;
   union {
     float value;
     uint32_t bits;
-  } rounded = {held * 1.44269504f + 12582912.0f}, two; /* 1.5 * 2^23: what follows the point is rounded away, n are its low bits */
+  } rounded = {clamped * 1.44269504f + 12582912.0f}, two; /* 1.5 * 2^23 rounds to an integer n, in the low bits */
   const float n = rounded.value - 12582912.0f;
-  const float r = (held - n * 0.693359375f) + n * 2.12194440e-4f;
+  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -42,7 +41,7 @@ static inline float exponential(float x) {
   return x < -87.0f ? 0.0f : p * two.value;
 }
 
-/* The largest; NaN is passed over. */
+/* The maximum; NaN is ignored. */
 CLONES static float largest(const float *restrict x, i64 width) {
   float most = -INFINITY;
 #pragma omp simd reduction(max : most)
@@ -50,11 +49,11 @@ CLONES static float largest(const float *restrict x, i64 width) {
   return most;
 }
 
-/* Sums of exp((x - most) * by): of each block of tokens, and of all. */
+/* The sum of exp((x - most) * by) of all tokens; those of each block go to sums. */
 CLONES static double total(const float *restrict x, i64 width, float most, float by, double *restrict sums) {
   double all = 0;
   for (i64 at = 0; at < width; at += BLOCK) {
-    const i64 stop = least(at + BLOCK, width);
+    const i64 stop = min(at + BLOCK, width);
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (i64 i = at; i < stop; i++) sum += exponential((x[i] - most) * by);
@@ -64,19 +63,19 @@ CLONES static double total(const float *restrict x, i64 width, float most, float
   return all;
 }
 
-CLONES static void weigh(const float *restrict x, i64 size, float most, float by, float *restrict weights) {
+CLONES static void exponentials(const float *restrict x, i64 size, float most, float by, float *restrict weights) {
 #pragma omp simd
   for (i64 i = 0; i < size; i++) weights[i] = exponential((x[i] - most) * by);
 }
 
-/* The first token whose cumulated sum exceeds `below`, never one of probability 0. */
+/* The first token whose cumulative sum exceeds `below`, never one of probability 0. */
 static i64 invert(const float *x, i64 width, float most, float by, const double *sums, double below) {
   i64 block = 0, found = width - 1;
   double before = 0;
   while ((block + 1) * BLOCK < width && !(before + sums[block] > below)) before += sums[block++];
-  const i64 start = block * BLOCK, size = least(BLOCK, width - start);
+  const i64 start = block * BLOCK, size = min(BLOCK, width - start);
   float weights[BLOCK];
-  weigh(x + start, size, most, by, weights);
+  exponentials(x + start, size, most, by, weights);
   for (i64 i = 0; i < size; i++) {
     if (!(weights[i] > 0)) continue;
     found = start + i;
@@ -91,8 +90,8 @@ static i64 first(const float *x, i64 width, float value) {
   return width - 1;
 }
 
-/* temperature: above 0, of each row, or NULL where all are 1. greedy: of each row, or NULL. */
-void rollout_choose(const float *logits, i64 rows, i64 width, const double *uniform, const float *temperature, const uint8_t *greedy,
+/* temperature: above 0, per row, or NULL if all are 1. greedy: per row, or NULL if none is. */
+void rollout_sample(const float *logits, i64 rows, i64 width, const double *uniform, const float *temperature, const uint8_t *greedy,
                     i64 *tokens, float *logprobs, float *raw, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > ALONE)
   for (i64 row = 0; row < rows; row++) {
@@ -118,7 +117,7 @@ void rollout_choose(const float *logits, i64 rows, i64 width, const double *unif
 
 static inline double unit(uint32_t high, uint32_t low) { return (double)(((uint64_t)high << 21) ^ (low >> 11)) * 0x1p-53; }
 
-/* Philox4x32-10: numbers start .. start + count of each seed, [rows, count]. start, count: even. */
+/* Philox4x32-10: out [rows, count] holds numbers start .. start + count of each seed. start, count: even. */
 void rollout_uniforms(const uint64_t *seeds, const i64 *start, i64 rows, i64 count, double *out) {
   for (i64 row = 0; row < rows; row++)
     for (i64 at = 0; at < count; at += 2, out += 2) {

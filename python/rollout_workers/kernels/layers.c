@@ -1,28 +1,28 @@
-/* What a decoder layer does one number at a time, float32, forward and backward, each in one pass over memory where torch's own
- * operations take two to seven. The formulas stand in rms_norm.py, swiglu.py and rotary.py.
+/* RMSNorm, SwiGLU, and rotary embeddings, float32, forward and backward: one pass over memory each, where
+ * torch's operations take two to seven. trainer/fused.py has the formulas.
  *
- * Arrays are contiguous. Compiled by scripts/kernel, called by loops.py through ctypes. Rows are dealt out to threads; what is
- * summed over rows is summed by blocks, so that no result depends on how many threads there are. */
+ * Arrays are contiguous. Threads share the rows; sums over rows are added up by blocks of a fixed size, so the
+ * result does not depend on the number of threads. Called by layers.py. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#define BLOCK 128     /* rows whose sum is one row of partial sums; loops.py has it too */
-#define PIECE 4096    /* numbers that a thread takes at a time */
-#define ALONE 32768   /* numbers, up to which one thread does it all */
+#define BLOCK 128     /* rows per partial sum, as in layers.py */
+#define PIECE 4096    /* numbers per unit of work of a thread */
+#define ALONE 32768   /* numbers up to which one thread is used */
 
 #if !defined(__x86_64__) || !defined(__GLIBC__) || !defined(__GNUC__) || defined(__clang__)
 #define CLONES
 #elif __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else /* which can't choose by these levels */
+#else /* these versions do not know the levels */
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 
 typedef int64_t i64;
 
-static inline i64 least(i64 a, i64 b) { return a < b ? a : b; }
+static inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
 
 /* y = x * scale * weight, scale = 1 / sqrt(mean(x^2) + eps) */
 CLONES static void norm_rows(const float *restrict x, const float *restrict weight, float eps, i64 rows, i64 width,
@@ -38,7 +38,7 @@ CLONES static void norm_rows(const float *restrict x, const float *restrict weig
 }
 
 /* dx = scale * (dy w - u mean(dy w u)), dw = sum(dy u), u = x * scale */
-CLONES static void norm_rows_back(const float *restrict dy, const float *restrict x, const float *restrict weight,
+CLONES static void norm_rows_backward(const float *restrict dy, const float *restrict x, const float *restrict weight,
                                   const float *restrict scale, i64 rows, i64 width, float *restrict dx, float *restrict dw) {
   memset(dw, 0, sizeof(float) * (size_t)width);
   for (i64 row = 0; row < rows; row++, x += width, dy += width, dx += width) {
@@ -56,14 +56,14 @@ CLONES static void norm_rows_back(const float *restrict dy, const float *restric
   }
 }
 
-/* exp to within 2 units in the last place between -87 and 88, and their values beyond them */
+/* exp, clamped to [-87, 88], accurate to 2 units in the last place */
 static inline float exponential(float x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 88.0f ? 88.0f : x;
   union {
     float value;
     uint32_t bits;
-  } rounded = {x * 1.44269504f + 12582912.0f}, two; /* 1.5 * 2^23: what follows the point is rounded away, n are its low bits */
+  } rounded = {x * 1.44269504f + 12582912.0f}, two; /* 1.5 * 2^23 rounds to an integer n, in the low bits */
   const float n = rounded.value - 12582912.0f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
@@ -77,13 +77,13 @@ static inline float exponential(float x) {
   return p * two.value;
 }
 
-CLONES static void gate_piece(const float *restrict gate, const float *restrict up, i64 size, float *restrict out) {
+CLONES static void swiglu_piece(const float *restrict gate, const float *restrict up, i64 size, float *restrict out) {
 #pragma omp simd
   for (i64 i = 0; i < size; i++) out[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
 }
 
 /* silu'(g) = s (1 + g (1 - s)), s = 1 / (1 + exp(-g)) */
-CLONES static void gate_piece_back(const float *restrict d, const float *restrict gate, const float *restrict up, i64 size,
+CLONES static void swiglu_piece_backward(const float *restrict d, const float *restrict gate, const float *restrict up, i64 size,
                                    float *restrict dgate, float *restrict dup) {
 #pragma omp simd
   for (i64 i = 0; i < size; i++) {
@@ -93,15 +93,15 @@ CLONES static void gate_piece_back(const float *restrict d, const float *restric
   }
 }
 
-/* Tokens [first, stop), each of heads * 2 * half numbers. back: by the transposed matrix. */
+/* Tokens [first, stop), each of heads * 2 * half numbers. backward: by the transposed matrix. */
 CLONES static void rotate_tokens(const float *restrict x, const float *restrict cosines, const float *restrict sines, i64 first,
-                                 i64 stop, i64 period, i64 heads, i64 half, int back, float *restrict y) {
+                                 i64 stop, i64 period, i64 heads, i64 half, int backward, float *restrict y) {
   for (i64 token = first; token < stop; token++) {
     const float *restrict c = cosines + token % period * 2 * half, *restrict s = sines + token % period * 2 * half;
     for (i64 head = token * heads; head < (token + 1) * heads; head++) {
       const float *restrict from = x + head * 2 * half;
       float *restrict to = y + head * 2 * half;
-      if (back) {
+      if (backward) {
 #pragma omp simd
         for (i64 i = 0; i < half; i++) {
           const float a = from[i], b = from[half + i];
@@ -120,36 +120,36 @@ CLONES static void rotate_tokens(const float *restrict x, const float *restrict 
   }
 }
 
-void rollout_norm(const float *x, const float *weight, float eps, i64 rows, i64 width, float *y, float *scale, int threads) {
+void rollout_rms_norm(const float *x, const float *weight, float eps, i64 rows, i64 width, float *y, float *scale, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > ALONE)
   for (i64 at = 0; at < rows; at += BLOCK)
-    norm_rows(x + at * width, weight, eps, least(BLOCK, rows - at), width, y + at * width, scale + at);
+    norm_rows(x + at * width, weight, eps, min(BLOCK, rows - at), width, y + at * width, scale + at);
 }
 
 /* dw: [blocks of rows, width] */
-void rollout_norm_back(const float *dy, const float *x, const float *weight, const float *scale, i64 rows, i64 width, float *dx,
+void rollout_rms_norm_backward(const float *dy, const float *x, const float *weight, const float *scale, i64 rows, i64 width, float *dx,
                        float *dw, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > ALONE)
   for (i64 at = 0; at < rows; at += BLOCK)
-    norm_rows_back(dy + at * width, x + at * width, weight, scale + at, least(BLOCK, rows - at), width, dx + at * width,
+    norm_rows_backward(dy + at * width, x + at * width, weight, scale + at, min(BLOCK, rows - at), width, dx + at * width,
                    dw + at / BLOCK * width);
 }
 
-void rollout_gate(const float *gate, const float *up, i64 size, float *out, int threads) {
+void rollout_swiglu(const float *gate, const float *up, i64 size, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (size > ALONE)
-  for (i64 at = 0; at < size; at += PIECE) gate_piece(gate + at, up + at, least(PIECE, size - at), out + at);
+  for (i64 at = 0; at < size; at += PIECE) swiglu_piece(gate + at, up + at, min(PIECE, size - at), out + at);
 }
 
-void rollout_gate_back(const float *d, const float *gate, const float *up, i64 size, float *dgate, float *dup, int threads) {
+void rollout_swiglu_backward(const float *d, const float *gate, const float *up, i64 size, float *dgate, float *dup, int threads) {
 #pragma omp parallel for num_threads(threads) if (size > ALONE)
   for (i64 at = 0; at < size; at += PIECE)
-    gate_piece_back(d + at, gate + at, up + at, least(PIECE, size - at), dgate + at, dup + at);
+    swiglu_piece_backward(d + at, gate + at, up + at, min(PIECE, size - at), dgate + at, dup + at);
 }
 
-/* x, y: [tokens, heads, 2 * half]. cosines, sines: [period, 2 * half], of token t row t % period. */
-void rollout_rotate(const float *x, const float *cosines, const float *sines, i64 tokens, i64 period, i64 heads, i64 half, int back,
+/* x, y: [tokens, heads, 2 * half]. cosines, sines: [period, 2 * half]; token t uses row t % period. */
+void rollout_rotary(const float *x, const float *cosines, const float *sines, i64 tokens, i64 period, i64 heads, i64 half, int backward,
                     float *y, int threads) {
 #pragma omp parallel for num_threads(threads) if (tokens * heads * half > ALONE)
   for (i64 at = 0; at < tokens; at += BLOCK)
-    rotate_tokens(x, cosines, sines, at, least(at + BLOCK, tokens), period, heads, half, back, y);
+    rotate_tokens(x, cosines, sines, at, min(at + BLOCK, tokens), period, heads, half, backward, y);
 }

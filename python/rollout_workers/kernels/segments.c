@@ -1,18 +1,18 @@
-/* Segments of a patch, made and applied in one pass over memory each. The format stands in patch.py, the same in numpy in plain.py.
+/* Encodes and applies the segments of a weights patch in one pass over memory each. patch.py defines the format,
+ * segments_numpy.py does the same in numpy.
  *
- * Widths are 1, 2, 4 or 8 bytes an element; nothing need be aligned. Compiled by scripts/kernel for a little-endian machine, called
- * by kernel.py through ctypes, so no Python header is needed and the interpreter's lock is not held. */
+ * Elements are 1, 2, 4, or 8 bytes wide; nothing is aligned. For little-endian machines. Called by segments.py. */
 
 #include <stdint.h>
 #include <string.h>
 
 #define SEGMENT ((uint64_t)1 << 18) /* elements */
-#define HEAD 16                     /* bytes: marks, values, bytes a mark, 0 */
-#define DENSE 160                   /* elements a change, up to which marks take one byte */
+#define HEAD 16                     /* bytes: marks, values, bytes per mark, 0 */
+#define DENSE 160                   /* elements per change up to which marks take one byte */
 #define LINE 64                     /* bytes */
-#define STRIP 256                   /* words of 8 bytes compared before those that differ are looked into, in the nearest cache */
-#define EARLY 2048                  /* bytes between asking for a line of memory and reading it */
-#define AHEAD 32                    /* marks between asking for a line of memory and writing to it */
+#define STRIP 256                   /* words of 8 bytes that are compared before the elements of those that differ: they are still in L1 */
+#define EARLY 2048                  /* bytes between the prefetch of a line and its use */
+#define AHEAD 32                    /* marks between the prefetch of a line and the write */
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -22,9 +22,9 @@ typedef uint32_t u32;
 typedef uint64_t u64;
 
 INLINE u64 padded(u64 size) { return (size + 7) & ~(u64)7; }
-INLINE u64 least(u64 a, u64 b) { return a < b ? a : b; }
+INLINE u64 min(u64 a, u64 b) { return a < b ? a : b; }
 
-/* width is a constant wherever these are inlined. By type, or no loop over it becomes one over vectors. */
+/* width is a constant wherever these are inlined. The switch over types is what lets loops be vectorized. */
 INLINE u64 load(const u8 *from, u64 width) {
   u16 two;
   u32 four;
@@ -38,21 +38,22 @@ INLINE u64 load(const u8 *from, u64 width) {
 }
 INLINE void store(u8 *to, u64 value, u64 width) { memcpy(to, &value, width); }
 
-/* One element: always written down, and counted only where it differs. At one change in a hundred a branch would be guessed wrongly
- * for every fourth line of memory, which costs more than all the rest. */
-INLINE u64 note(const u8 *old, const u8 *new, u64 width, u64 at, u64 found, u32 *places, u8 *values) {
+/* Append one element, and count it only if it differs. A branch instead would be mispredicted for every fourth line
+ * of memory at one change in a hundred, which costs more than everything else. */
+INLINE u64 add_if_different(const u8 *old, const u8 *new, u64 width, u64 at, u64 found, u32 *places, u8 *values) {
   const u64 value = load(new + at * width, width);
   places[found] = at;
   store(values + found * width, value, width);
   return found + (load(old + at * width, width) != value);
 }
 
-/* Which elements differ, ascending, and what new has there, into places and values (room for count); returns how many. */
+/* Write the indices of the elements that differ, ascending, to places and their new values to values, both with room
+ * for count. Returns their number. */
 INLINE u64 find(const u8 *old, const u8 *new, u64 width, u64 count, u32 *places, u8 *values) {
   const u64 lanes = 8 / width, words = count * width / LINE * (LINE / 8);
   u64 found = 0;
   for (u64 first = 0; first < words; first += STRIP) {
-    const u64 stop = least(words, first + STRIP);
+    const u64 stop = min(words, first + STRIP);
     u32 differing[STRIP];
     u64 some = 0;
     for (u64 line = first; line < stop; line += LINE / 8) {
@@ -64,13 +65,13 @@ INLINE u64 find(const u8 *old, const u8 *new, u64 width, u64 count, u32 *places,
       }
     }
     for (u64 i = 0; i < some; i++)
-      for (u64 lane = 0; lane < lanes; lane++) found = note(old, new, width, differing[i] * lanes + lane, found, places, values);
+      for (u64 lane = 0; lane < lanes; lane++) found = add_if_different(old, new, width, differing[i] * lanes + lane, found, places, values);
   }
-  for (u64 at = words * lanes; at < count; at++) found = note(old, new, width, at, found, places, values);
+  for (u64 at = words * lanes; at < count; at++) found = add_if_different(old, new, width, at, found, places, values);
   return found;
 }
 
-/* Distances as marks; returns how many. */
+/* Write the distances between places as marks. Returns the number of marks. */
 INLINE u64 mark(const u32 *places, u64 found, u64 size, u8 *marks) {
   const u64 highest = ((u64)1 << 8 * size) - 1;
   u64 made = 0, before = 0;
@@ -87,7 +88,7 @@ INLINE u64 encode(const u8 *old, const u8 *new, u64 width, u64 count, u32 *place
   u8 *to = out, *new_values = (u8 *)(places + SEGMENT);
   for (u64 first = 0; first < count; first += SEGMENT) {
     const u8 *base = old + first * width, *wanted = new + first * width;
-    const u64 here = least(SEGMENT, count - first);
+    const u64 here = min(SEGMENT, count - first);
     const u64 found = find(base, wanted, width, here, places, new_values);
     const u32 size = found * DENSE >= here ? 1 : 2;
     const u64 marks = size == 1 ? mark(places, found, 1, to + HEAD) : mark(places, found, 2, to + HEAD);
@@ -103,8 +104,8 @@ INLINE u64 encode(const u8 *old, const u8 *new, u64 width, u64 count, u32 *place
   return to - out;
 }
 
-/* count elements of old and new as segments. places: room for the places and then the values of a segment; out: for as many
- * bytes as kernel.py says. Returns the bytes written, and adds to *changed how many elements differ. */
+/* Encode count elements as segments. places: scratch for the places and then the values of one segment. out: as large
+ * as segments.py computes. Returns the bytes written, and adds the number of elements that differ to *changed. */
 u64 rollout_encode(const u8 *old, const u8 *new, u64 width, u64 count, u32 *places, u8 *out, u64 *changed) {
   switch (width) {
     case 1: return encode(old, new, 1, count, places, out, changed);
@@ -114,7 +115,7 @@ u64 rollout_encode(const u8 *old, const u8 *new, u64 width, u64 count, u32 *plac
   }
 }
 
-/* Whether so many marks lead to so many values, all within count elements. */
+/* Whether the marks address exactly `values` values, all within count elements. */
 INLINE int fits(const u8 *marks, u64 made, u64 size, u64 values, u64 count) {
   const u32 highest = ((u32)1 << 8 * size) - 1;
   u64 end = 0, skips = 0;
@@ -126,14 +127,14 @@ INLINE int fits(const u8 *marks, u64 made, u64 size, u64 values, u64 count) {
   return skips == made - values && (made == 0 || end < count);
 }
 
-/* Look at the segments of count elements, from byte at of body on. Writes where each begins into places. Returns where the last one
- * ends, or -1 - n where segment n is cut short, is none, or leads out of its elements. */
+/* Validate the segments of count elements, from byte `at` of body on. Writes where each begins to places. Returns where
+ * the last one ends, or -1 - n if segment n is truncated, malformed, or addresses an element outside of its own. */
 int64_t rollout_check(const u8 *body, u64 length, u64 at, u64 width, u64 count, u64 *places) {
   for (u64 n = 0; n * SEGMENT < count; n++) {
     u32 head[4];
     if (length - at < HEAD) return -1 - (int64_t)n;
     memcpy(head, body + at, HEAD);
-    const u64 made = head[0], values = head[1], size = head[2], here = least(SEGMENT, count - n * SEGMENT);
+    const u64 made = head[0], values = head[1], size = head[2], here = min(SEGMENT, count - n * SEGMENT);
     if (values > made || (size != 1 && size != 2)) return -1 - (int64_t)n;
     if (length - at - HEAD < padded(made * size) + padded(values * width)) return -1 - (int64_t)n;
     const u8 *marks = body + at + HEAD;
@@ -147,7 +148,7 @@ int64_t rollout_check(const u8 *body, u64 length, u64 at, u64 width, u64 count, 
 INLINE void scatter(const u8 *marks, u64 made, u64 size, const u8 *values, u64 width, u8 *target) {
   const u64 highest = ((u64)1 << 8 * size) - 1;
   u64 place = 0, asked = 0;
-  for (u64 i = 0; i < least(AHEAD, made); i++) {
+  for (u64 i = 0; i < min(AHEAD, made); i++) {
     asked += load(marks + i * size, size);
     __builtin_prefetch(target + asked * width, 1);
   }
@@ -175,7 +176,7 @@ INLINE void write(const u8 *body, const u64 *places, u64 segments, u64 width, u8
   }
 }
 
-/* Write the values of segments that were looked at over those of target, where the first one's elements begin. */
+/* Write the values of validated segments. target: the first element of the first segment. */
 void rollout_write(const u8 *body, const u64 *places, u64 segments, u64 width, u8 *target) {
   switch (width) {
     case 1: write(body, places, segments, 1, target); return;

@@ -1,0 +1,32 @@
+"""The build hook of the wheel: compiles the CPU kernels if there is a C compiler.
+
+Without one the wheel is pure Python and the workers use torch and numpy.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = "rollout_workers/kernels"
+
+
+class KernelHook(BuildHookInterface[Any]):
+    """Compiles the kernels next to their sources and adds them to the wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, then add the libraries and the platform to ``build_data``. Never fails because of a kernel."""
+        script = Path(self.root, FOLDER, "build.py")
+        if not script.is_file():
+            return  # an image installs the dependencies before it copies the sources
+        libraries, warning = runpy.run_path(str(script))["compile_kernels"]()
+        if warning:
+            self.app.display_warning(warning)
+        if libraries and version != "editable":
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data.update(pure_python=False, tag=f"py3-none-{platform}")
+            build_data["force_include"].update({str(path): f"{FOLDER}/{path.name}" for path in libraries})
