@@ -14,6 +14,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, OneofDescriptor
 
 from buf.validate import validate_pb2
+from rollout.algorithm import keys_of
 from rollout.config.v1 import options_pb2, run_config_pb2
 
 Schema = dict[str, Any]
@@ -34,16 +35,19 @@ def shape(bundle: Schema, root: Descriptor = run_config_pb2.RunConfig.DESCRIPTOR
     while pending:
         message = pending.pop()
         if message.name not in definitions:
-            source = bundle["$defs"][f"{message.full_name}.schema.strict.json"]
-            definitions[message.name] = shape_message(message, source)
-            pending += [table for field in message.fields if (table := table_of(field)) is not None]
+            definitions[message.name] = shape_message(message, bundle["$defs"])
+            pending += [table for field in keys_of(message) if (table := table_of(field)) is not None]
     top = definitions.pop(root.name)
     return {"$schema": DRAFT, **top, "definitions": dict(sorted(definitions.items()))}
 
 
-def shape_message(message: Descriptor, source: Schema) -> Schema:
-    properties = {field.name: shape_field(field, source["properties"][field.name]) for field in message.fields}
-    shaped: Schema = {"description": text(source), "type": "object", "properties": properties}
+def shape_message(message: Descriptor, sources: Schema) -> Schema:
+    defaults = message.GetOptions().Extensions[options_pb2.algorithm].defaults
+    properties = {}
+    for field in keys_of(message):  # of the message, or of a message that it inlines
+        source = source_of(field.containing_type, sources)["properties"][field.name]
+        properties[field.name] = shape_field(field, source, defaults.get(field.name, ""))
+    shaped: Schema = {"description": text(source_of(message, sources)), "type": "object", "properties": properties}
     if required := [field.name for field in message.fields if is_required(field)]:
         shaped["required"] = required
     if choices := [exactly_one(oneof) for oneof in message.oneofs if must_choose(oneof)]:
@@ -52,7 +56,11 @@ def shape_message(message: Descriptor, source: Schema) -> Schema:
     return shaped
 
 
-def shape_field(field: FieldDescriptor, source: Schema) -> Schema:
+def source_of(message: Descriptor, sources: Schema) -> Schema:
+    return sources[f"{message.full_name}.schema.strict.json"]
+
+
+def shape_field(field: FieldDescriptor, source: Schema, default: str = "") -> Schema:
     shaped: Schema = {"description": text(source)}
     table = table_of(field)
     if table is not None:
@@ -65,8 +73,8 @@ def shape_field(field: FieldDescriptor, source: Schema) -> Schema:
     else:
         shaped |= {key: value for key, value in scalar(source).items() if informs(key, value)}
     meta = field.GetOptions().Extensions[options_pb2.meta]
-    if meta.default:
-        shaped["default"] = toml_value(meta.default)
+    if default or meta.default:
+        shaped["default"] = toml_value(default or meta.default)
     if meta.example:
         shaped["examples"] = [toml_value(meta.example)]
     return shaped

@@ -1,12 +1,15 @@
-// Package algorithm answers what a run's algorithm asks of the services: what it is called, and where its tokens come from.
+// Package algorithm answers what the algorithm of a run needs from services. The answers are the traits in the contract
+// (`option (algorithm)` in algorithm.proto), refined by the settings of the run.
 package algorithm
 
 import (
-	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
+
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
-// Name is the table that the configuration chose, such as "grpo"; "" where it chose none.
+// Name is the chosen table, such as "grpo"; "" without one.
 func Name(config *configv1.RunConfig) string {
 	if field := chosen(config); field != nil {
 		return field.TextName()
@@ -14,39 +17,76 @@ func Name(config *configv1.RunConfig) string {
 	return ""
 }
 
-// FromData reports whether tokens come from the rows themselves: nothing is sampled, so there is neither staleness nor reward.
-func FromData(config *configv1.RunConfig) bool {
-	switch config.GetAlgorithm().GetKind().(type) {
-	case *configv1.AlgorithmConfig_Sft, *configv1.AlgorithmConfig_RewardModel, *configv1.AlgorithmConfig_Dpo,
-		*configv1.AlgorithmConfig_Ipo, *configv1.AlgorithmConfig_Kto:
-		return true
+// Traits are those of the chosen algorithm; the zero message without one.
+func Traits(config *configv1.RunConfig) *configv1.AlgorithmTraits {
+	if field := chosen(config); field != nil {
+		return TraitsOf(field.Message())
 	}
-	return false
+	return &configv1.AlgorithmTraits{}
 }
 
-// Samples reports whether a run asks a model for completions at all: one that is trained on rows does so for its evaluations alone,
-// where a reward scores them.
+// TraitsOf are the traits of the algorithm that a message configures.
+func TraitsOf(message protoreflect.MessageDescriptor) *configv1.AlgorithmTraits {
+	traits, _ := proto.GetExtension(message.Options(), configv1.E_Algorithm).(*configv1.AlgorithmTraits)
+	return traits
+}
+
+// Inlined reports whether the keys of a table-valued field belong to the table that holds it.
+func Inlined(field protoreflect.FieldDescriptor) bool {
+	meta, _ := proto.GetExtension(field.Options(), configv1.E_Meta).(*configv1.FieldMeta)
+	return meta.GetInline()
+}
+
+// Setting is the value of a key of the algorithm's table, also of an inlined message. ok: the algorithm has such a key.
+func Setting(config *configv1.RunConfig, key string) (value protoreflect.Value, ok bool) {
+	field := chosen(config)
+	if field == nil {
+		return value, false
+	}
+	table := config.GetAlgorithm().ProtoReflect().Get(field).Message()
+	fields := table.Descriptor().Fields()
+	if own := fields.ByTextName(key); own != nil {
+		return table.Get(own), true
+	}
+	for i := range fields.Len() {
+		if inlined := fields.Get(i); Inlined(inlined) {
+			if inner := inlined.Message().Fields().ByTextName(key); inner != nil {
+				return table.Get(inlined).Message().Get(inner), true
+			}
+		}
+	}
+	return value, false
+}
+
+// FromData reports whether the training tokens are those of the rows: nothing is sampled, so there is no staleness.
+func FromData(config *configv1.RunConfig) bool {
+	rows := Traits(config).GetRows()
+	return rows != configv1.RowKind_ROW_KIND_UNSPECIFIED && rows != configv1.RowKind_ROW_KIND_PROMPT
+}
+
+// Samples reports whether a run samples completions at all. A run that trains on rows does so for evaluations with a reward only.
 func Samples(config *configv1.RunConfig) bool {
 	return !FromData(config) || config.GetEval().GetEverySteps() > 0 && config.GetReward() != nil
 }
 
-// TeachesHeldOut reports whether held-out rows are evaluated as the training rows are trained on, by their loss: nobody answers them.
+// TeachesHeldOut reports whether evaluations compute the loss on held-out rows, without sampling.
 func TeachesHeldOut(config *configv1.RunConfig) bool {
 	return FromData(config) && config.GetEval().GetEverySteps() > 0 && config.GetReward() == nil
 }
 
 // Pairs reports whether a row holds a chosen and a rejected completion.
 func Pairs(config *configv1.RunConfig) bool {
-	switch kind := config.GetAlgorithm().GetKind().(type) {
-	case *configv1.AlgorithmConfig_RewardModel, *configv1.AlgorithmConfig_Dpo, *configv1.AlgorithmConfig_Ipo:
+	switch Traits(config).GetRows() {
+	case configv1.RowKind_ROW_KIND_PAIR:
 		return true
-	case *configv1.AlgorithmConfig_Kto:
-		return kind.Kto.GetPaired()
+	case configv1.RowKind_ROW_KIND_LABELED:
+		paired, ok := Setting(config, "paired")
+		return ok && paired.Bool()
 	}
 	return false
 }
 
-// GroupSize is how many trajectories make a group complete: the two of a pair, else what is sampled of a prompt.
+// GroupSize is the number of trajectories of a complete group: two for a pair, else the samples of a prompt.
 func GroupSize(config *configv1.RunConfig) uint32 {
 	if Pairs(config) {
 		return 2
@@ -54,47 +94,20 @@ func GroupSize(config *configv1.RunConfig) uint32 {
 	return config.GetSampling().GetGroupSize()
 }
 
-// Generates reports whether the weights that a run makes can answer prompts: those of a reward model can't.
-func Generates(config *configv1.RunConfig) bool {
-	return config.GetAlgorithm().GetRewardModel() == nil
-}
+// Generates reports whether the trained weights can answer prompts. Those of a reward model cannot.
+func Generates(config *configv1.RunConfig) bool { return !Traits(config).GetScores() }
 
-// DrawBatches is how many batches' worth of groups a step may go through until it has a batch of groups whose rewards differ
-// (dynamic sampling); 0 where it takes groups as they come. Plans of before `sampling.refill_rounds` have none.
+// DrawBatches is the number of batches that a step may draw until it has one batch of groups whose rewards differ (dynamic
+// sampling); 0 without dynamic sampling.
 func DrawBatches(config *configv1.RunConfig) uint32 {
-	field := chosen(config)
-	if field == nil {
-		return 0
+	if on, ok := Setting(config, "dynamic_sampling"); ok && on.Bool() {
+		return config.GetSampling().GetRefillRounds()
 	}
-	settings := config.GetAlgorithm().ProtoReflect().Get(field).Message()
-	on := settings.Descriptor().Fields().ByName("dynamic_sampling")
-	if on == nil || !settings.Get(on).Bool() {
-		return 0
-	}
-	return config.GetSampling().GetRefillRounds()
+	return 0
 }
 
-// TakesTokenRewards reports whether the algorithm has an advantage of its own for each token, so that rewards of parts of a
-// completion mean something to it. GSPO and RLOO take a completion as one action.
-func TakesTokenRewards(config *configv1.RunConfig) bool {
-	switch config.GetAlgorithm().GetKind().(type) {
-	case *configv1.AlgorithmConfig_Ppo, *configv1.AlgorithmConfig_ReinforcePp, *configv1.AlgorithmConfig_Grpo,
-		*configv1.AlgorithmConfig_DrGrpo, *configv1.AlgorithmConfig_Dapo, *configv1.AlgorithmConfig_Cispo:
-		return true
-	}
-	return false
-}
-
-// Title is the algorithm by the name that papers give it.
-func Title(config *configv1.RunConfig) string {
-	return titles[Name(config)]
-}
-
-var titles = map[string]string{
-	"sft": "supervised fine-tuning", "reward_model": "reward model", "ppo": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "dapo": "DAPO",
-	"gspo": "GSPO", "cispo": "CISPO", "rloo": "RLOO", "reinforce_pp": "REINFORCE++", "dpo": "DPO", "ipo": "IPO", "kto": "KTO",
-	"distillation": "on-policy distillation", "online_dpo": "online DPO",
-}
+// Title is the name of the algorithm in papers.
+func Title(config *configv1.RunConfig) string { return Traits(config).GetTitle() }
 
 func chosen(config *configv1.RunConfig) protoreflect.FieldDescriptor {
 	message := config.GetAlgorithm().ProtoReflect()

@@ -77,7 +77,7 @@ def config(example: Example, algorithm: str = "grpo", **changes: Any) -> RunConf
             "timeout_seconds": 10.0,
             "retries": 1,
         },
-        "algorithm": {algorithm: _ALGORITHMS[algorithm]},
+        "algorithm": {algorithm: {}},
         "train": {
             "steps": 10,
             "groups_per_step": 8,
@@ -100,20 +100,6 @@ def config(example: Example, algorithm: str = "grpo", **changes: Any) -> RunConf
     for name, change in changes.items():
         tables[name] = {**tables.get(name, {}), **change} if isinstance(change, dict) else change
     return json_format.ParseDict(tables, RunConfig())
-
-
-_ALGORITHMS: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "kl_coefficient": 0.0,
-        "normalize_std": True,
-        "importance_cap": 2.0,
-    },
-    "sft": {"train_on_prompt": False},
-    "reward_model": {},
-    "kto": {},
-}
 
 
 def spec(daemon: Daemon, run_config: RunConfig, *, kind: str = "inference", number: int = 0, run: str = RUN,

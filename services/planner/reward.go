@@ -146,7 +146,7 @@ func (d *draft) heard(call *dryCall, pythonWorks bool) {
 		d.Problems.Add(d.pythonProblem(e, call.field))
 		return
 	}
-	if call.answer.Reward.Parts && !algorithm.TakesTokenRewards(d.Config) {
+	if call.answer.Reward.Parts && !algorithm.Traits(d.Config).GetTokenRewards() {
 		d.Problems.At(d.Place(call.field), problem.Conflict, call.field,
 			fmt.Sprintf("`%s` rewards parts of a completion, and %s can't use that", call.part.Plugin, algorithm.Title(d.Config)),
 			"take [algorithm.ppo], [algorithm.reinforce_pp] or [algorithm.grpo], or return one number a sample")

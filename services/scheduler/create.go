@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
@@ -127,7 +128,7 @@ func unlike(snap *snapshotv1.Snapshot, config *configv1.RunConfig) string {
 	}
 	adapters := holds("adapter/")
 	switch {
-	case config.GetAlgorithm().GetPpo() != nil && !holds("critic.safetensors"):
+	case algorithm.Traits(config).GetNeedsCritic() && !holds("critic.safetensors"):
 		return "holds no critic, which [algorithm.ppo] goes on with"
 	case config.GetLora() != nil && !adapters:
 		return "holds no adapters, which [lora] goes on with"

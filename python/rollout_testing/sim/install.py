@@ -55,7 +55,6 @@ def install() -> None:
     settings = ModuleType("rollout_workers.learner.settings")
     _fill(settings, trainer_config=trainer_config, lasting=lasting, refusals=lambda *_: None)
     sys.modules[settings.__name__] = settings
-    _fill(importlib.import_module("rollout_workers.learner.completions"), keep_of=keep_of)
     worker = importlib.import_module("rollout_workers.inference.worker")
     _fill(worker, load=load)
     loader = importlib.import_module("rollout_workers.worker.spec").load_spec
@@ -83,13 +82,6 @@ def lasting(config: RunConfig, step: int) -> bool:
     """As ``rollout_workers.learner.settings.lasting``."""
     every = config.snapshot.every_steps
     return step >= config.train.steps or bool(every and step % every == 0)
-
-
-def keep_of(config: RunConfig) -> Any:
-    """As ``rollout_workers.learner.completions.keep_of``."""
-    from rollout_workers.learner.completions import Keep
-
-    return Keep(config.completions.per_step, config.completions.every_steps or 1)
 
 
 def load(spec: WorkerSpec, *_: Any) -> Any:

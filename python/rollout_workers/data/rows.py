@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from rollout.algorithm import name_of, traits
+from rollout.config.v1 import options_pb2
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.dialogue import plain_row
 from rollout_workers.data.preference import Labelled, Pairs
@@ -39,12 +41,13 @@ class Rows:
 
 def rows_of(config: RunConfig, text: Text, prompts: PromptReader) -> Rows | None:
     """What makes examples of rows, where the run trains on rows; None where it samples."""
-    data, longest, kind = config.data, config.engine.max_model_len, config.algorithm.WhichOneof("kind")
-    if kind == "sft":
+    data, longest, kind = config.data, config.engine.max_model_len, name_of(config)
+    row = traits(kind).rows
+    if row == options_pb2.ROW_KIND_ANSWER:
         train_on_prompt = config.algorithm.sft.train_on_prompt
         answers = Supervised(text, prompts, answer_field=data.answer_field, train_on_prompt=train_on_prompt, max_tokens=longest)
         return Rows(answers, data.prompt_field, [data.answer_field])
-    if kind in ("dpo", "ipo", "reward_model") or config.algorithm.kto.paired:
+    if row == options_pb2.ROW_KIND_PAIR or config.algorithm.kto.paired:
         pairs = Pairs(
             text,
             prompts,
@@ -55,7 +58,7 @@ def rows_of(config: RunConfig, text: Text, prompts: PromptReader) -> Rows | None
             max_tokens=longest,
         )
         return Rows(pairs, data.prompt_field, [data.chosen_field, data.rejected_field])
-    if kind == "kto":
+    if row == options_pb2.ROW_KIND_LABELED:
         labelled = Labelled(
             text, prompts, completion_field=data.completion_field, label_field=data.label_field, max_tokens=longest
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nats.aio.client import Client
 
+from rollout.algorithm import name_of, traits
 from rollout.inference.v1 import inference_pb2
 from rollout.inference.v1.inference_pb2_grpc import add_InferenceWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
@@ -31,7 +32,6 @@ from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.rewards.config import scorer_of
-from rollout_workers.rewards.process_reward import TAKEN_BY
 from rollout_workers.rewards.rewards import RewardSource, Scorer
 from rollout_workers.rewards.worker_client import RewardWorker
 from rollout_workers.weights.transfer import service as delivery
@@ -90,7 +90,7 @@ async def run_inference_worker(
 
         throughput = Throughput(model.engine.stats)
         prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
-        takes = config.algorithm.WhichOneof("kind") in TAKEN_BY
+        takes = traits(name_of(config)).token_rewards
         environment = SingleTurn(prompts, rewards, model.text, takes_token_rewards=takes)
         params = of_run(config.sampling)
         outlet = Outlet(Publisher(link.client, who.trajectory_subject, who.trajectory_stream, who.process), services, throughput)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rollout.algorithm import name_of, samples
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.learner.v1 import learner_pb2 as pb
 from rollout_workers.learner.payload import PARTS
@@ -32,9 +33,7 @@ class Keep:
 
 def keep_of(config: RunConfig) -> Keep | None:
     """What a run keeps; None where nothing is sampled."""
-    from rollout_workers.algorithms import build_algorithm  # torch
-
-    if not build_algorithm(str(config.algorithm.WhichOneof("kind"))).needs.sampled:
+    if not samples(name_of(config)):
         return None
     return Keep(config.completions.per_step, config.completions.every_steps or 1)
 

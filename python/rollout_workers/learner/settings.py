@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rollout.algorithm import name_of, settings_of
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.event.v1.event_pb2 import LEVEL_ERROR, LEVEL_WARN
 from rollout_workers.algorithms import config_type
@@ -26,9 +27,8 @@ ACTIONS = {
 def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> TrainerConfig:
     """Every field of ``train`` and ``algorithm``. threads: of the worker's spec; 0: all cores. base_dir: of the plan's paths."""
     train = config.train
-    name = str(config.algorithm.WhichOneof("kind"))
     return TrainerConfig(
-        algorithm=name,
+        algorithm=name_of(config),
         settings=algorithm_settings(config, base_dir),
         schedule=Schedule(peak=train.learning_rate, shape=train.schedule, warmup_steps=train.warmup_steps, steps=train.steps),
         optimizer=AdamWConfig(
@@ -85,10 +85,10 @@ def algorithm_settings(config: RunConfig, base_dir: str = "") -> Any:
 
     A field that neither table nor plan has keeps the dataclass's default. ``off_policy`` and ``max_tokens`` come from the run.
     """
-    name = str(config.algorithm.WhichOneof("kind"))
+    name = name_of(config)
     table, expected = getattr(config.algorithm, name), config_type(name)
     known = {field.name for field in fields(expected)}
-    given: dict[str, Any] = {field.name: getattr(table, field.name) for field, _ in table.ListFields() if field.name in known}
+    given = {key: value for key, value in settings_of(table).items() if key in known}
     if "off_policy" in known:
         given["off_policy"] = config.mode == "async"
     if "max_tokens" in known and config.sampling.HasField("max_tokens"):

@@ -6,10 +6,6 @@ from collections.abc import Callable, Sequence
 
 from rollout.plugin import Step
 
-TAKEN_BY = frozenset({"ppo", "reinforce_pp", "grpo", "dr_grpo", "dapo", "cispo"})
-"""Algorithms with an advantage of its own for each token. The others (GSPO, RLOO) take a completion as one action."""
-
-
 NOTHING = 1e-30
 """What stands for the reward of a step that earned 0: too little to count in a sum, and not the 0 of tokens that end none."""
 

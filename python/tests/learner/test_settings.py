@@ -11,15 +11,18 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 
 from buf.validate import validate_pb2
+from rollout.algorithm import keys_of as keys_of_table
+from rollout.algorithm import table_of, traits
 from rollout.config.v1 import options_pb2
-from rollout.config.v1.run_config_pb2 import AlgorithmConfig, RunConfig
+from rollout.config.v1.algorithm_pb2 import AlgorithmConfig
+from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout_workers.algorithms import build_algorithm
 from rollout_workers.algorithms.registry import BUILDERS
 from rollout_workers.learner.settings import algorithm_settings
 
 # What a dataclass has beside the keys of its table: from elsewhere in the run config, or set by another key.
 OF_THE_RUN = {"off_policy", "max_tokens"}
-NOT_EVERYWHERE = {"normalize_std", "dual_clip", "kl_target", "kl_horizon"}  # not every table offers them
+NOT_EVERYWHERE = {"normalize_std"}  # not every table offers it
 # What has no default: the config must say it.
 REQUIRED = {"teacher"}
 OF_THE_WORKERS = {"endpoint"}  # keys that the learner has no use for
@@ -27,25 +30,33 @@ OF_THE_WORKERS = {"endpoint"}  # keys that the learner has no use for
 
 def keys_of(name: str) -> list[FieldDescriptor]:
     """The keys of an algorithm's table that are the learner's."""
-    message = AlgorithmConfig.DESCRIPTOR.fields_by_name[name].message_type
-    assert message is not None
-    return [field for field in message.fields if field.name not in OF_THE_WORKERS]
+    return [field for field in keys_of_table(table_of(name)) if field.name not in OF_THE_WORKERS]
 
 
 def table(name: str) -> dict[str, Any]:
     """Those keys with the defaults of the contract."""
-    return {field.name: default_of(field) for field in keys_of(name)}
+    return {field.name: default_of(name, field) for field in keys_of(name)}
 
 
-def default_of(field: FieldDescriptor) -> Any:
-    """What the contract says; ``x`` where it says nothing."""
-    default = field.GetOptions().Extensions[options_pb2.meta].default
+def default_of(name: str, field: FieldDescriptor) -> Any:
+    """The default in the contract; ``x`` without one."""
+    default = traits(name).defaults.get(field.name) or field.GetOptions().Extensions[options_pb2.meta].default
     return tomllib.loads(f"v = {default}")["v"] if default else "x"
 
 
-def other_value(field: FieldDescriptor) -> Any:
+def run_config(mode: str, name: str, given: dict[str, Any], **tables: Any) -> RunConfig:
+    """A config with keys of an algorithm's table, each in the message that has it."""
+    fields = table_of(name).fields
+    holder = {inner.name: field.name for field in fields if field.message_type for inner in field.message_type.fields}
+    nested: dict[str, Any] = {}
+    for key, value in given.items():
+        (nested.setdefault(holder[key], {}) if key in holder else nested)[key] = value
+    return json_format.ParseDict({"mode": mode, **tables, "algorithm": {name: nested}}, RunConfig())
+
+
+def other_value(name: str, field: FieldDescriptor) -> Any:
     """Not the default, within the contract's rules, and of numbers another one for each key of a table."""
-    default = default_of(field)
+    default = default_of(name, field)
     if field.type == FieldDescriptor.TYPE_BOOL:
         return not default
     if field.type == FieldDescriptor.TYPE_UINT32:
@@ -77,8 +88,8 @@ def test_what_the_plan_sets_reaches_the_algorithm(name: str) -> None:
     kind, run = BUILDERS[name][0], {"off_policy": True, "max_tokens": 77}
     of_the_run = {key: value for key, value in run.items() if key in {field.name for field in fields(kind)}}
     for field in keys_of(name):
-        given = {**table(name), field.name: other_value(field)}
-        config = json_format.ParseDict({"mode": "async", "sampling": {"max_tokens": 77}, "algorithm": {name: given}}, RunConfig())
+        given = {**table(name), field.name: other_value(name, field)}
+        config = run_config("async", name, given, sampling={"max_tokens": 77})
         settings = algorithm_settings(config)
         assert type(settings) is kind
         assert settings == kind(**given, **of_the_run), field.name
@@ -91,9 +102,9 @@ def test_every_key_can_be_set_alone(name: str) -> None:
     """As a plan of the time before the other keys has it."""
     kind = BUILDERS[name][0]
     for field in keys_of(name):
-        given = {field.name: other_value(field)}
+        given = {field.name: other_value(name, field)}
         needed = {"sampling": {"max_tokens": 77}} if "max_tokens" in {field.name for field in fields(kind)} else {}
-        config = json_format.ParseDict({"mode": "sync", **needed, "algorithm": {name: given}}, RunConfig())
+        config = run_config("sync", name, given, **needed)
         assert algorithm_settings(config) == kind(**given, **({"max_tokens": 77} if needed else {})), field.name
 
 
@@ -109,8 +120,6 @@ def test_a_teacher_behind_an_endpoint_is_not_the_learners() -> None:
 
 
 def test_a_plan_from_before_a_key_existed_keeps_its_meaning() -> None:
-    config = json_format.ParseDict(
-        {"mode": "sync", "algorithm": {"grpo": {"clip_low": 0.1, "normalize_std": False}}}, RunConfig()
-    )
+    config = run_config("sync", "grpo", {"clip_low": 0.1, "normalize_std": False})
     settings = algorithm_settings(config)
     assert (settings.clip_low, settings.reduction, settings.normalization, settings.off_policy) == (0.1, "token", "none", False)

@@ -109,7 +109,7 @@ async def made(plan: dict[str, Any], tmp_path: Path) -> tuple[Made, Events]:
 
 def plan(**changes: dict[str, Any]) -> dict[str, Any]:
     """A plan with the value of the table for each key. changes: to tables."""
-    tables: dict[str, Any] = {"mode": "async", "algorithm": {"rloo": {"clip_low": 0.125}}}
+    tables: dict[str, Any] = {"mode": "async", "algorithm": {"rloo": {"loss": {"clip_low": 0.125}}}}
     for key, (value, _, _) in REACHES.items():
         *table, name = key.split(".")
         (tables.setdefault(table[0], {}) if table else tables)[name] = value

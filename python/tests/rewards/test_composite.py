@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.algorithm import traits
 from rollout.config.v1.run_config_pb2 import RewardConfig
 from rollout.plugin import RewardFailed, Score, Step
 from rollout_workers.algorithms import build_algorithm
@@ -17,7 +18,7 @@ from rollout_workers.environments.environment import Result, Task, Turn
 from rollout_workers.environments.single_turn import SingleTurn
 from rollout_workers.rewards.composite import Composite, Part
 from rollout_workers.rewards.config import scorer_of
-from rollout_workers.rewards.process_reward import TAKEN_BY, spread
+from rollout_workers.rewards.process_reward import spread
 from rollout_workers.rewards.rewards import RewardGroup, Rewards, Scorable
 
 GROUP = RewardGroup(json.dumps({"answer": "42"}).encode(), (Scorable("17+25=", "42"), Scorable("17+25=", "4")))
@@ -112,7 +113,7 @@ def test_the_estimators_agree_on_who_takes_parts(name: str) -> None:
 
     algorithm = build_algorithm(name)
     if algorithm.estimate is None:
-        assert name not in TAKEN_BY
+        assert not traits(name).token_rewards
         return
     zeros = torch.zeros(4, dtype=torch.float64)
     found = algorithm.estimate(
@@ -127,4 +128,4 @@ def test_the_estimators_agree_on_who_takes_parts(name: str) -> None:
         )
     ).advantages
     differs = bool(found[0] != found[1])
-    assert differs or name not in TAKEN_BY
+    assert differs or not traits(name).token_rewards

@@ -12,9 +12,8 @@ import (
 
 // bind sets the fields of m from a table; at is the table's dotted path, "" for the root.
 func (r *Reading) bind(table *document.Value, m protoreflect.Message, at string) {
-	fields := m.Descriptor().Fields()
 	for _, e := range table.Entries {
-		field := fields.ByTextName(e.Key)
+		field := keyOf(m.Descriptor(), e.Key)
 		if field == nil {
 			r.unknown(e, m.Descriptor(), at)
 			continue
@@ -27,31 +26,31 @@ func (r *Reading) bind(table *document.Value, m protoreflect.Message, at string)
 			}
 		}
 		if field.Message() != nil {
-			r.bindTable(e, field, m, path)
+			r.bindTable(e, *field, m, path)
 			continue
 		}
-		r.bindScalar(e, field, m, path)
+		r.bindScalar(e, *field, field.holder(m), path)
 	}
 }
 
-func (r *Reading) bindTable(e *document.Entry, field protoreflect.FieldDescriptor, m protoreflect.Message, path string) {
+func (r *Reading) bindTable(e *document.Entry, field key, m protoreflect.Message, path string) {
 	if e.Value.Kind != document.Table {
 		fix := fmt.Sprintf("write a table: [%s]", path)
-		if e.Value.Kind == document.String && !field.IsMap() && field.Message().Fields().ByTextName(e.Value.String) != nil {
+		if e.Value.Kind == document.String && !field.IsMap() && keyOf(field.Message(), e.Value.String) != nil {
 			fix = fmt.Sprintf("write a table: [%s.%s]", path, e.Value.String)
 		}
 		r.wrongType(e.Value.Span, path, fmt.Sprintf("`%s` is a table, got %s", path, e.Value.Kind), fix)
 		return
 	}
 	if field.IsMap() {
-		r.bindNamed(e.Value, field, m.Mutable(field).Map(), path)
+		r.bindNamed(e.Value, field, m.Mutable(field.FieldDescriptor).Map(), path)
 		return
 	}
-	r.bind(e.Value, m.Mutable(field).Message(), path)
+	r.bind(e.Value, m.Mutable(field.FieldDescriptor).Message(), path)
 }
 
 // bindNamed sets tables by a name of the user's.
-func (r *Reading) bindNamed(table *document.Value, field protoreflect.FieldDescriptor, named protoreflect.Map, path string) {
+func (r *Reading) bindNamed(table *document.Value, field key, named protoreflect.Map, path string) {
 	for _, e := range table.Entries {
 		at := join(path, e.Key)
 		if e.Value.Kind != document.Table {
@@ -63,17 +62,17 @@ func (r *Reading) bindNamed(table *document.Value, field protoreflect.FieldDescr
 }
 
 // fixNamed says where a key belongs that stands among named tables.
-func fixNamed(field protoreflect.FieldDescriptor, path, key string) string {
-	if field.MapValue().Message().Fields().ByTextName(key) != nil {
+func fixNamed(field key, path, name string) string {
+	if keyOf(field.MapValue().Message(), name) != nil {
 		return fmt.Sprintf("write it below [%s.NAME]", path)
 	}
-	return fmt.Sprintf("write [%s.%s]", path, key)
+	return fmt.Sprintf("write [%s.%s]", path, name)
 }
 
-func (r *Reading) bindScalar(e *document.Entry, field protoreflect.FieldDescriptor, m protoreflect.Message, path string) {
+func (r *Reading) bindScalar(e *document.Entry, field key, m protoreflect.Message, path string) {
 	if !field.IsList() {
 		if value, ok := r.scalar(e, e.Value, field, path); ok {
-			m.Set(field, value)
+			m.Set(field.FieldDescriptor, value)
 		}
 		return
 	}
@@ -82,7 +81,7 @@ func (r *Reading) bindScalar(e *document.Entry, field protoreflect.FieldDescript
 			fmt.Sprintf("write `%s = [%s]`", e.Key, e.Value.Span.Text()))
 		return
 	}
-	list := m.Mutable(field).List()
+	list := m.Mutable(field.FieldDescriptor).List()
 	for _, item := range e.Value.Items {
 		value, ok := r.scalar(e, item, field, path)
 		if !ok {
@@ -93,7 +92,7 @@ func (r *Reading) bindScalar(e *document.Entry, field protoreflect.FieldDescript
 }
 
 // scalar reads one value as the type that the field has.
-func (r *Reading) scalar(e *document.Entry, v *document.Value, field protoreflect.FieldDescriptor, path string) (protoreflect.Value, bool) {
+func (r *Reading) scalar(e *document.Entry, v *document.Value, field key, path string) (protoreflect.Value, bool) {
 	none := protoreflect.Value{}
 	switch kind := field.Kind(); {
 	case kind == protoreflect.StringKind && v.Kind == document.String:
@@ -128,7 +127,7 @@ func (r *Reading) scalar(e *document.Entry, v *document.Value, field protoreflec
 }
 
 // fixType says how the value would be written in the field's own type.
-func fixType(e *document.Entry, v *document.Value, field protoreflect.FieldDescriptor) string {
+func fixType(e *document.Entry, v *document.Value, field key) string {
 	text := v.Span.Text()
 	switch kind := field.Kind(); {
 	case field.IsList():
@@ -164,16 +163,4 @@ func (r *Reading) outOfRange(span document.Span, path, message, fix string) {
 
 func looksNumeric(s string) bool {
 	return s != "" && strings.Trim(s, "0123456789.eE+-_") == "" && strings.ContainsAny(s, "0123456789")
-}
-
-func join(table, key string) string {
-	if table == "" {
-		return key
-	}
-	return table + "." + key
-}
-
-func parent(field string) string {
-	i := strings.LastIndexByte(field, '.')
-	return field[:max(i, 0)]
 }

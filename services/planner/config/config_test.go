@@ -10,7 +10,6 @@ import (
 	"github.com/google/go-cmp/cmp"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"google.golang.org/protobuf/proto"
-	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
 const good = `name = "addition"
@@ -126,7 +125,7 @@ func TestOverrides(t *testing.T) {
 		t.Fatal(problems(r))
 	}
 	c := r.Config
-	got := []any{c.GetMode(), c.GetStaleness().GetMaxSteps(), c.GetSampling().GetStop(), c.GetAlgorithm().GetGrpo().GetClipLow(), c.GetModel().GetPath(), c.GetData().GetEval()}
+	got := []any{c.GetMode(), c.GetStaleness().GetMaxSteps(), c.GetSampling().GetStop(), c.GetAlgorithm().GetGrpo().GetLoss().GetClipLow(), c.GetModel().GetPath(), c.GetData().GetEval()}
 	want := []any{"async", uint32(2), []string{"a", "b"}, 0.1, "m", "data/eval set.jsonl"}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
@@ -154,17 +153,26 @@ run.toml:10:9 OUT_OF_RANGE train.steps <0>
 // TestContract holds the contract's own annotations against what reads them.
 func TestContract(t *testing.T) {
 	t.Parallel()
-	for id := range expressions() {
+	rules := expressions()
+	for _, rule := range traitRules {
+		rules[rule.id] = rule.message
+		for _, path := range rule.keys {
+			if !strings.HasPrefix(path, "algorithm.*.") && keyAt(path) == nil {
+				t.Errorf("the rule %s reads %s, which is not a key", rule.id, path)
+			}
+		}
+	}
+	for id := range rules {
 		if fixes[id] == "" {
 			t.Errorf("the rule %s has no fix", id)
 		}
 	}
 	for id := range fixes {
-		if expressions()[id] == "" {
+		if rules[id] == "" {
 			t.Errorf("there is no rule %s", id)
 		}
 	}
-	walk(root(), "", func(path string, field protoreflect.FieldDescriptor) {
+	walk(root(), "", func(path string, field key) {
 		meta := metaOf(field)
 		if field.Message() != nil || field.IsList() || path == "deterministic" {
 			return
@@ -175,7 +183,7 @@ func TestContract(t *testing.T) {
 		if rulesOf(field).GetRequired() && meta.GetExample() == "" {
 			t.Errorf("%s is required and has no example", path)
 		}
-		for _, text := range []string{meta.GetDefault(), meta.GetExample()} {
+		for _, text := range []string{field.defaultText(), meta.GetDefault(), meta.GetExample()} {
 			if text != "" {
 				literal(field, text) // panics where it is no value
 			}

@@ -16,25 +16,24 @@ func (r *Reading) defaults() {
 	}
 }
 
+// fill sets the absent keys of a table to their defaults.
 func fill(m protoreflect.Message) {
-	fields := m.Descriptor().Fields()
-	for i := range fields.Len() {
-		field := fields.Get(i)
-		if field.IsMap() {
-			m.Get(field).Map().Range(func(_ protoreflect.MapKey, v protoreflect.Value) bool {
+	for _, field := range keysOf(m.Descriptor()) {
+		holder := field.holder(m)
+		switch {
+		case field.IsMap():
+			holder.Get(field.FieldDescriptor).Map().Range(func(_ protoreflect.MapKey, v protoreflect.Value) bool {
 				fill(v.Message())
 				return true
 			})
-			continue
-		}
-		if field.Message() != nil {
-			if m.Has(field) || optional(field) {
-				fill(m.Mutable(field).Message())
+		case field.Message() != nil:
+			if holder.Has(field.FieldDescriptor) || optional(field) {
+				fill(holder.Mutable(field.FieldDescriptor).Message())
 			}
-			continue
-		}
-		if text := metaOf(field).GetDefault(); text != "" && !m.Has(field) && !field.IsList() {
-			m.Set(field, literal(field, text))
+		default:
+			if text := field.defaultText(); text != "" && !holder.Has(field.FieldDescriptor) && !field.IsList() {
+				holder.Set(field.FieldDescriptor, literal(field, text))
+			}
 		}
 	}
 }
@@ -44,18 +43,16 @@ func optional(field protoreflect.FieldDescriptor) bool {
 	if field.ContainingOneof() != nil || rulesOf(field).GetRequired() || metaOf(field).GetAbsent() {
 		return false
 	}
-	fields := field.Message().Fields()
-	for i := range fields.Len() {
-		if inner := fields.Get(i); rulesOf(inner).GetRequired() || inner.Message() != nil && !inner.IsMap() && !optional(inner) {
+	for _, inner := range keysOf(field.Message()) {
+		if rulesOf(inner).GetRequired() || inner.Message() != nil && !inner.IsMap() && !optional(inner) {
 			return false
 		}
 	}
 	return true
 }
 
-// literal reads a default as it stands in the contract. A default that can't be read is a mistake in the contract, which a
-// test finds.
-func literal(field protoreflect.FieldDescriptor, text string) protoreflect.Value {
+// literal reads a default of the contract. A default of the wrong type is a mistake in the contract, which a test finds.
+func literal(field key, text string) protoreflect.Value {
 	root, faults := document.Parse(document.NewSource("default", []byte("x = "+text), 1))
 	if len(faults) == 0 {
 		r := &Reading{broken: map[string]bool{}}
@@ -63,5 +60,5 @@ func literal(field protoreflect.FieldDescriptor, text string) protoreflect.Value
 			return v
 		}
 	}
-	panic(fmt.Sprintf("the default of %s is no value of its type: %s", field.FullName(), text))
+	panic(fmt.Sprintf("the default of %s has another type: %s", field.FullName(), text))
 }

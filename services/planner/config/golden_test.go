@@ -49,16 +49,14 @@ func defaultsOf(r *Reading) map[string]any {
 }
 
 func addDefaults(m protoreflect.Message, at string, out map[string]any) {
-	fields := m.Descriptor().Fields()
-	for i := range fields.Len() {
-		field := fields.Get(i)
-		path := join(at, field.TextName())
+	for _, field := range keysOf(m.Descriptor()) {
+		path, holder := join(at, field.TextName()), field.holder(m)
 		switch {
-		case field.IsMap() || field.IsList() || !m.Has(field):
+		case field.IsMap() || field.IsList() || !holder.Has(field.FieldDescriptor):
 		case field.Message() != nil:
-			addDefaults(m.Get(field).Message(), path, out)
-		case metaOf(field).GetDefault() != "" || path == "deterministic":
-			out[path] = m.Get(field).Interface()
+			addDefaults(field.value(m).Message(), path, out)
+		case field.defaultText() != "" || path == "deterministic":
+			out[path] = field.value(m).Interface()
 		}
 	}
 }

@@ -49,18 +49,15 @@ func (r *Reading) idle() {
 	}
 }
 
-// text is the value of a field, "" where the configuration has no such field.
+// text is the value at a path, "" without such a key.
 func (r *Reading) text(path string) string {
-	message, value := r.Config.ProtoReflect(), protoreflect.Value{}
-	for key := range strings.SplitSeq(path, ".") {
-		field := message.Descriptor().Fields().ByTextName(key)
+	value := protoreflect.ValueOfMessage(r.Config.ProtoReflect())
+	for name := range strings.SplitSeq(path, ".") {
+		field := keyOf(value.Message().Descriptor(), name)
 		if field == nil {
 			return ""
 		}
-		value = message.Get(field)
-		if field.Message() != nil {
-			message = value.Message()
-		}
+		value = field.value(value.Message())
 	}
 	return value.String()
 }

@@ -19,29 +19,30 @@ import (
 // rules holds the contract's rules against the configuration and maps each violation back to the text.
 func (r *Reading) rules(validator protovalidate.Validator) {
 	err := validator.Validate(r.Config)
-	if err == nil {
-		return
-	}
 	var invalid *protovalidate.ValidationError
-	if !errors.As(err, &invalid) {
+	if err != nil && !errors.As(err, &invalid) {
 		r.Problems.At(r.source.End(), problem.BadValue, "", err.Error(), "")
 		return
 	}
-	for _, violation := range invalid.Violations {
-		if !isCrossField(violation) {
-			r.violation(violation)
+	if err != nil {
+		for _, violation := range invalid.Violations {
+			if !isCrossField(violation) {
+				r.violation(violation)
+			}
 		}
 	}
-	for _, violation := range invalid.Violations { // a field that is wrong by itself makes these meaningless
-		if isCrossField(violation) {
-			r.crossField(violation.Proto.GetRuleId(), violation.Proto.GetMessage(), dotted(violation))
+	r.traits() // rules between keys come second: they mean nothing for a key with a wrong value
+	if err != nil {
+		expressions := expressions()
+		for _, violation := range invalid.Violations {
+			if id := violation.Proto.GetRuleId(); isCrossField(violation) {
+				r.crossField(id, violation.Proto.GetMessage(), dotted(violation), keysIn(expressions[id]))
+			}
 		}
 	}
 }
 
-func isCrossField(v *protovalidate.Violation) bool {
-	return strings.HasPrefix(v.Proto.GetRuleId(), "run_config.")
-}
+func isCrossField(v *protovalidate.Violation) bool { return fixes[v.Proto.GetRuleId()] != "" }
 
 func (r *Reading) violation(v *protovalidate.Violation) {
 	field, id := dotted(v), v.Proto.GetRuleId()
@@ -57,13 +58,10 @@ func (r *Reading) violation(v *protovalidate.Violation) {
 		return
 	}
 	if id == "required" {
-		r.missing(field, v.FieldDescriptor)
+		r.missing(field, keyAt(field))
 		return
 	}
-	descriptor := v.FieldDescriptor
-	if descriptor == nil { // of an item of a list
-		descriptor = fieldAt(field)
-	}
+	descriptor := keyAt(field)
 	place := r.Place(field)
 	text := place.Text()
 	defer func() { r.broken[field] = true }()
@@ -73,16 +71,16 @@ func (r *Reading) violation(v *protovalidate.Violation) {
 	case descriptor.IsList():
 		r.Problems.At(place, problem.OutOfRange, field, fmt.Sprintf("`%s` %s", field, v.Proto.GetMessage()), "shorten the list")
 	case descriptor.Kind() == protoreflect.StringKind:
-		r.badText(place, field, v)
+		r.badText(place, field, *descriptor, v)
 	default:
 		r.Problems.At(place, problem.OutOfRange, field,
-			fmt.Sprintf("`%s` must be %s, got %s", field, limitsOf(descriptor), text), fixRange(descriptor))
+			fmt.Sprintf("`%s` must be %s, got %s", field, limitsOf(descriptor), text), fixRange(*descriptor))
 	}
 }
 
 // badText explains a text that is none of those allowed, or has a wrong form.
-func (r *Reading) badText(place document.Span, field string, v *protovalidate.Violation) {
-	rules := rulesOf(v.FieldDescriptor)
+func (r *Reading) badText(place document.Span, field string, descriptor key, v *protovalidate.Violation) {
+	rules := rulesOf(descriptor)
 	got := v.FieldValue.String()
 	switch {
 	case len(rules.GetString().GetIn()) > 0:
@@ -93,30 +91,30 @@ func (r *Reading) badText(place document.Span, field string, v *protovalidate.Vi
 		}
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be %s, got %q", field, alternatives(allowed), got), fix)
 	case got == "":
-		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` is empty", field), example(v.FieldDescriptor))
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` is empty", field), example(descriptor))
 	case leafOf(field) == "plugin":
-		fix := example(v.FieldDescriptor)
+		fix := example(descriptor)
 		if strings.HasSuffix(got, ".py") {
 			fix = fmt.Sprintf("name the function too: `plugin = \"%s:reward\"`", got)
 		}
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be of the form `file.py:function`, got %q", field, got), fix)
 	case field == "name":
-		fix := example(v.FieldDescriptor)
+		fix := example(descriptor)
 		if slug := slugify(got); slug != "" {
 			fix = fmt.Sprintf("write `name = %q`", slug)
 		}
 		r.Problems.At(place, problem.BadValue, field,
 			fmt.Sprintf("`%s` takes 1 to 63 lower-case letters, digits and dashes, got %q", field, got), fix)
 	default:
-		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s`: %s, got %q", field, v.Proto.GetMessage(), got), example(v.FieldDescriptor))
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s`: %s, got %q", field, v.Proto.GetMessage(), got), example(descriptor))
 	}
 }
 
 var nameInPath = regexp.MustCompile(`\["([^"]*)"\]`)
 
-// dotted is the path of a violation as the text writes it: of a named table `reward.composite.format`.
+// dotted is the path of a violation as the text writes it, such as `reward.composite.format` for a named table.
 func dotted(v *protovalidate.Violation) string {
-	return nameInPath.ReplaceAllString(protovalidate.FieldPathString(v.Proto.GetField()), ".$1")
+	return tomlPath(nameInPath.ReplaceAllString(protovalidate.FieldPathString(v.Proto.GetField()), ".$1"))
 }
 
 // badName explains the name of a table that can't be one.
@@ -132,7 +130,7 @@ func (r *Reading) badName(field, rule string) {
 }
 
 // missing explains an absent key or table, with lines that would fix it.
-func (r *Reading) missing(field string, descriptor protoreflect.FieldDescriptor) {
+func (r *Reading) missing(field string, descriptor *key) {
 	if r.holes {
 		return // it may stand on a line that could not be read
 	}
@@ -144,9 +142,9 @@ func (r *Reading) missing(field string, descriptor protoreflect.FieldDescriptor)
 		return
 	}
 	if descriptor.Message() == nil {
-		where, fix := "at the top level", example(descriptor)+" before the first table"
+		where, fix := "at the top level", example(*descriptor)+" before the first table"
 		if table := parent(field); table != "" {
-			where, fix = "in ["+table+"]", example(descriptor)
+			where, fix = "in ["+table+"]", example(*descriptor)
 		} else {
 			place.Offset = 0
 		}
@@ -162,28 +160,37 @@ func (r *Reading) missing(field string, descriptor protoreflect.FieldDescriptor)
 
 var pathInRule = regexp.MustCompile(`this\.([a-z_][a-z_0-9.]*[a-z_0-9])`)
 
-// crossField explains a rule between fields, at the first of them that the text sets, in the order that the rule's message
-// names it; at is the named table that it stands in, "" for the root.
-func (r *Reading) crossField(id, message, at string) {
-	if at != "" {
-		if !r.brokenUnder(at) {
-			r.Problems.At(r.Place(at), problem.Conflict, at, strings.Replace(message, parent(at)+".*", at, 1), fixes[id])
-		}
-		return
+// keysIn are the keys that an expression in CEL reads.
+func keysIn(expression string) []string {
+	var keys []string
+	for _, match := range pathInRule.FindAllStringSubmatch(expression, -1) {
+		keys = append(keys, match[1])
 	}
-	for _, match := range pathInRule.FindAllStringSubmatch(expressions()[id], -1) {
-		if field := fieldAt(match[1]); r.unread(match[1]) || field != nil && field.IsMap() && r.brokenUnder(match[1]) {
+	return keys
+}
+
+// crossField reports a broken rule between keys, at the first key that the text sets, in the order of the rule's message. at is the
+// table whose message has the rule, "" for the root. A rule that reads a key without a readable value is not reported.
+func (r *Reading) crossField(id, message, at string, keys []string) {
+	chosen := "algorithm." + algorithm.Name(r.Config)
+	for _, read := range keys {
+		path := join(at, tomlPath(strings.Replace(read, "algorithm.*", chosen, 1)))
+		if k := keyAt(path); r.unread(path) || k != nil && k.IsMap() && r.brokenUnder(path) {
 			return
 		}
 	}
-	message = strings.ReplaceAll(message, "algorithm.*", "algorithm."+algorithm.Name(r.Config))
-	if r.holes && r.root.Find(namedFields(message)[0]) == nil {
-		return // it may stand on a line that could not be read
+	if at != "" {
+		message = strings.ReplaceAll(message, parent(at)+".*", at)
+	}
+	message = strings.ReplaceAll(message, "algorithm.*", chosen)
+	named := namedFields(message)
+	if r.holes && r.root.Find(named[0]) == nil {
+		return // it may be on a line that could not be read
 	}
 	place, field := r.source.End(), ""
-	for _, named := range namedFields(message) {
-		if e := r.root.Find(named); e != nil {
-			place, field = e.Value.Span, named
+	for _, path := range named {
+		if e := r.root.Find(path); e != nil {
+			place, field = e.Value.Span, path
 			break
 		}
 	}
@@ -200,10 +207,11 @@ var fixes = map[string]string{
 	"run_config.single":              "remove `group_size` from [sampling]",
 	"run_config.temperature":         "remove `temperature` from [sampling]: 1.0 is the default",
 	"run_config.minibatches":         "lower `minibatches`, or raise `groups_per_step` in [train]",
-	"run_config.kl_estimator":        "write `kl_estimator = \"k3\"`, or `kl_in = \"reward\"`",
-	"run_config.kl_target":           "remove `kl_target`, or write `kl_coefficient = 0.05`",
-	"run_config.dual_clip":           "write `dual_clip = 3.0`, or remove it",
-	"run_config.importance_floor":    "lower `importance_floor` or raise `importance_cap`",
+	"policy_loss.kl_estimator":       "write `kl_estimator = \"k3\"`, or `kl_in = \"reward\"`",
+	"policy_loss.kl_target":          "remove `kl_target`, or write `kl_coefficient = 0.05`",
+	"policy_loss.dual_clip":          "write `dual_clip = 3.0`, or remove it",
+	"cispo.dual_clip":                "remove `dual_clip`",
+	"policy_loss.importance_floor":   "lower `importance_floor` or raise `importance_cap`",
 	"run_config.kto_weights":         "remove one of them: 1.0 is the default",
 	"run_config.teacher":             "write `teacher = \"models/teacher\"`, or a table [algorithm.distillation.endpoint] with `base_url` and `model`",
 	"run_config.teacher_temperature": "remove `temperature` from [sampling]: 1.0 is the default",
@@ -217,21 +225,22 @@ var fixes = map[string]string{
 	"run_config.context":             "lower `max_tokens` in [sampling], or raise `max_model_len` in [engine]",
 }
 
-// expressions are the rules between fields by their ids, those of named tables too.
+// expressions are the rules between keys that the contract has, by their ids.
 func expressions() map[string]string {
 	out := map[string]string{}
-	add := func(message protoreflect.MessageDescriptor) {
+	var add func(message protoreflect.MessageDescriptor)
+	add = func(message protoreflect.MessageDescriptor) {
 		rules, _ := proto.GetExtension(message.Options(), validate.E_Message).(*validate.MessageRules)
 		for _, rule := range rules.GetCel() {
 			out[rule.GetId()] = rule.GetExpression()
 		}
+		for i := range message.Fields().Len() {
+			if inner := tableOf(message.Fields().Get(i)); inner != nil {
+				add(inner)
+			}
+		}
 	}
 	add(root())
-	walk(root(), "", func(_ string, field protoreflect.FieldDescriptor) {
-		if field.IsMap() {
-			add(field.MapValue().Message())
-		}
-	})
 	return out
 }
 

@@ -142,8 +142,8 @@ func home(path string) string {
 
 func fieldNames(message protoreflect.MessageDescriptor, tables bool) []string {
 	var names []string
-	for i := range message.Fields().Len() {
-		if field := message.Fields().Get(i); (field.Message() != nil) == tables {
+	for _, field := range keysOf(message) {
+		if (field.Message() != nil) == tables {
 			names = append(names, field.TextName())
 		}
 	}
@@ -159,7 +159,7 @@ func aliasOf(name, algorithm string) string {
 	if algorithm == "" {
 		algorithm = "grpo"
 	}
-	if full = "algorithm." + algorithm + "." + full; fieldAt(full) == nil {
+	if full = "algorithm." + algorithm + "." + full; keyAt(full) == nil {
 		return ""
 	}
 	return full
@@ -169,7 +169,7 @@ func aliasOf(name, algorithm string) string {
 // any one's where none is.
 func pathOf(name, algorithm string, table bool) string {
 	found := ""
-	walk(root(), "", func(path string, field protoreflect.FieldDescriptor) {
+	walk(root(), "", func(path string, field key) {
 		if field.TextName() == name && (field.Message() != nil) == table && found == "" && inReach(path, algorithm) {
 			found = path
 		}
@@ -180,7 +180,7 @@ func pathOf(name, algorithm string, table bool) string {
 // leaves are the paths of all keys, but of algorithms only those of the chosen one.
 func leaves(algorithm string) []string {
 	var out []string
-	walk(root(), "", func(path string, field protoreflect.FieldDescriptor) {
+	walk(root(), "", func(path string, field key) {
 		if field.Message() == nil && inReach(path, algorithm) {
 			out = append(out, path)
 		}
@@ -191,20 +191,4 @@ func leaves(algorithm string) []string {
 func inReach(path, algorithm string) bool {
 	rest, ok := strings.CutPrefix(path, "algorithm.")
 	return !ok || algorithm == "" || strings.HasPrefix(rest+".", algorithm+".")
-}
-
-func leafOf(path string) string { return path[strings.LastIndexByte(path, '.')+1:] }
-
-// walk visits every field of a configuration, tables before what is in them; tables by a name of the user's are called NAME.
-func walk(message protoreflect.MessageDescriptor, at string, visit func(path string, field protoreflect.FieldDescriptor)) {
-	for i := range message.Fields().Len() {
-		field := message.Fields().Get(i)
-		visit(join(at, field.TextName()), field)
-		switch {
-		case field.IsMap():
-			walk(field.MapValue().Message(), join(at, field.TextName()+".NAME"), visit)
-		case field.Message() != nil:
-			walk(field.Message(), join(at, field.TextName()), visit)
-		}
-	}
 }

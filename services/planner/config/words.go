@@ -5,22 +5,8 @@ import (
 	"strconv"
 	"strings"
 
-	"buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
-	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
-
-// metaOf is the default, example and kind of a field.
-func metaOf(field protoreflect.FieldDescriptor) *configv1.FieldMeta {
-	meta, _ := proto.GetExtension(field.Options(), configv1.E_Meta).(*configv1.FieldMeta)
-	return meta
-}
-
-func rulesOf(field protoreflect.FieldDescriptor) *validate.FieldRules {
-	rules, _ := proto.GetExtension(field.Options(), validate.E_Field).(*validate.FieldRules)
-	return rules
-}
 
 // article names a field's type: "an integer".
 func article(field protoreflect.FieldDescriptor) string {
@@ -40,10 +26,9 @@ func plural(field protoreflect.FieldDescriptor) string {
 	return noun + "s"
 }
 
-// sample is a value to show: the example, else the default, else anything of the type; as TOML.
-func sample(field protoreflect.FieldDescriptor) string {
-	meta := metaOf(field)
-	for _, text := range []string{meta.GetExample(), meta.GetDefault()} {
+// sample is a value to show, as TOML: the example, else the default, else any of the type.
+func sample(field key) string {
+	for _, text := range []string{metaOf(field).GetExample(), field.defaultText()} {
 		if text != "" {
 			return text
 		}
@@ -103,9 +88,8 @@ func number(v protoreflect.Value) string {
 	return v.String()
 }
 
-func fixRange(field protoreflect.FieldDescriptor) string {
-	meta := metaOf(field)
-	if text := meta.GetDefault(); text != "" {
+func fixRange(field key) string {
+	if text := field.defaultText(); text != "" {
 		return fmt.Sprintf("write a number %s; the default is %s", limitsOf(field), text)
 	}
 	return fmt.Sprintf("write a number %s, such as `%s = %s`", limitsOf(field), field.TextName(), sample(field))

@@ -9,18 +9,150 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 10):
-    from typing import TypeAlias as _TypeAlias
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    from typing_extensions import TypeAlias as _TypeAlias
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class AlgorithmConfig(_message.Message):
+    """AlgorithmConfig is a tagged union: the name of the table is the algorithm."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SFT_FIELD_NUMBER: _builtins.int
+    GRPO_FIELD_NUMBER: _builtins.int
+    REWARD_MODEL_FIELD_NUMBER: _builtins.int
+    PPO_FIELD_NUMBER: _builtins.int
+    DR_GRPO_FIELD_NUMBER: _builtins.int
+    DAPO_FIELD_NUMBER: _builtins.int
+    GSPO_FIELD_NUMBER: _builtins.int
+    CISPO_FIELD_NUMBER: _builtins.int
+    RLOO_FIELD_NUMBER: _builtins.int
+    REINFORCE_PP_FIELD_NUMBER: _builtins.int
+    DPO_FIELD_NUMBER: _builtins.int
+    IPO_FIELD_NUMBER: _builtins.int
+    KTO_FIELD_NUMBER: _builtins.int
+    DISTILLATION_FIELD_NUMBER: _builtins.int
+    ONLINE_DPO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sft(self) -> Global___SftConfig:
+        """Supervised fine-tuning on the rows' reference answers."""
+
+    @_builtins.property
+    def grpo(self) -> Global___GrpoConfig:
+        """Group Relative Policy Optimization."""
+
+    @_builtins.property
+    def reward_model(self) -> Global___RewardModelConfig:
+        """A reward model, on preference pairs."""
+
+    @_builtins.property
+    def ppo(self) -> Global___PpoConfig:
+        """Proximal Policy Optimization, with a critic."""
+
+    @_builtins.property
+    def dr_grpo(self) -> Global___DrGrpoConfig:
+        """GRPO without its two biases."""
+
+    @_builtins.property
+    def dapo(self) -> Global___DapoConfig:
+        """GRPO with clip-higher, dynamic sampling and overlong shaping."""
+
+    @_builtins.property
+    def gspo(self) -> Global___GspoConfig:
+        """Group Sequence Policy Optimization."""
+
+    @_builtins.property
+    def cispo(self) -> Global___CispoConfig:
+        """Clipped importance-sampling weights."""
+
+    @_builtins.property
+    def rloo(self) -> Global___RlooConfig:
+        """REINFORCE Leave-One-Out."""
+
+    @_builtins.property
+    def reinforce_pp(self) -> Global___ReinforcePpConfig:
+        """REINFORCE++."""
+
+    @_builtins.property
+    def dpo(self) -> Global___DpoConfig:
+        """Direct Preference Optimization, on preference pairs."""
+
+    @_builtins.property
+    def ipo(self) -> Global___IpoConfig:
+        """Identity Preference Optimization, on preference pairs."""
+
+    @_builtins.property
+    def kto(self) -> Global___KtoConfig:
+        """Kahneman-Tversky Optimization, on labelled completions."""
+
+    @_builtins.property
+    def distillation(self) -> Global___DistillationConfig:
+        """On-policy distillation from a teacher."""
+
+    @_builtins.property
+    def online_dpo(self) -> Global___OnlineDpoConfig:
+        """Online DPO: the best and the worst of a group's own samples are a preference pair."""
+
+    def __init__(
+        self,
+        *,
+        sft: Global___SftConfig | None = ...,
+        grpo: Global___GrpoConfig | None = ...,
+        reward_model: Global___RewardModelConfig | None = ...,
+        ppo: Global___PpoConfig | None = ...,
+        dr_grpo: Global___DrGrpoConfig | None = ...,
+        dapo: Global___DapoConfig | None = ...,
+        gspo: Global___GspoConfig | None = ...,
+        cispo: Global___CispoConfig | None = ...,
+        rloo: Global___RlooConfig | None = ...,
+        reinforce_pp: Global___ReinforcePpConfig | None = ...,
+        dpo: Global___DpoConfig | None = ...,
+        ipo: Global___IpoConfig | None = ...,
+        kto: Global___KtoConfig | None = ...,
+        distillation: Global___DistillationConfig | None = ...,
+        online_dpo: Global___OnlineDpoConfig | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cispo", b"cispo", "dapo", b"dapo", "distillation", b"distillation", "dpo", b"dpo", "dr_grpo", b"dr_grpo", "grpo", b"grpo", "gspo", b"gspo", "ipo", b"ipo", "kind", b"kind", "kto", b"kto", "online_dpo", b"online_dpo", "ppo", b"ppo", "reinforce_pp", b"reinforce_pp", "reward_model", b"reward_model", "rloo", b"rloo", "sft", b"sft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cispo", b"cispo", "dapo", b"dapo", "distillation", b"distillation", "dpo", b"dpo", "dr_grpo", b"dr_grpo", "grpo", b"grpo", "gspo", b"gspo", "ipo", b"ipo", "kind", b"kind", "kto", b"kto", "online_dpo", b"online_dpo", "ppo", b"ppo", "reinforce_pp", b"reinforce_pp", "reward_model", b"reward_model", "rloo", b"rloo", "sft", b"sft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["sft", "grpo", "reward_model", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "dpo", "ipo", "kto", "distillation", "online_dpo"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___AlgorithmConfig: _TypeAlias = AlgorithmConfig  # noqa: Y015
+
+@_typing.final
+class SftConfig(_message.Message):
+    """SftConfig sets supervised fine-tuning: mean negative log-likelihood over the trained tokens of the whole batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAIN_ON_PROMPT_FIELD_NUMBER: _builtins.int
+    train_on_prompt: _builtins.bool
+    """Whether the loss includes the tokens of the prompt."""
+    def __init__(
+        self,
+        *,
+        train_on_prompt: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_train_on_prompt", b"_train_on_prompt", "train_on_prompt", b"train_on_prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_train_on_prompt", b"_train_on_prompt", "train_on_prompt", b"train_on_prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__train_on_prompt: _TypeAlias = _typing.Literal["train_on_prompt"]  # noqa: Y015
+    _WhichOneofArgType__train_on_prompt: _TypeAlias = _typing.Literal["_train_on_prompt", b"_train_on_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__train_on_prompt) -> _WhichOneofReturnType__train_on_prompt | None: ...
+
+Global___SftConfig: _TypeAlias = SftConfig  # noqa: Y015
+
+@_typing.final
 class RewardModelConfig(_message.Message):
-    """RewardModelConfig sets a reward model: a scalar score of prompt and completion, trained on preference pairs
-    (Bradley-Terry, arXiv 2203.02155).
-    """
+    """RewardModelConfig sets a reward model: a scalar score of prompt and completion, trained on preference pairs"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -43,8 +175,10 @@ class RewardModelConfig(_message.Message):
 Global___RewardModelConfig: _TypeAlias = RewardModelConfig  # noqa: Y015
 
 @_typing.final
-class PpoConfig(_message.Message):
-    """PpoConfig sets Proximal Policy Optimization with a critic (arXiv 1707.06347; arXiv 2203.02155 for language models)."""
+class PolicyLossConfig(_message.Message):
+    """PolicyLossConfig sets the clipped policy-gradient loss. PPO, REINFORCE++ and the algorithms of GRPO's family share it; each
+    writes these keys in its own table, such as `[algorithm.grpo]`, and has its own defaults.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -57,13 +191,6 @@ class PpoConfig(_message.Message):
     KL_TARGET_FIELD_NUMBER: _builtins.int
     KL_HORIZON_FIELD_NUMBER: _builtins.int
     ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    GAMMA_FIELD_NUMBER: _builtins.int
-    GAE_LAMBDA_FIELD_NUMBER: _builtins.int
-    WHITEN_ADVANTAGES_FIELD_NUMBER: _builtins.int
-    VALUE_CLIP_FIELD_NUMBER: _builtins.int
-    VALUE_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    CRITIC_FIELD_NUMBER: _builtins.int
-    CRITIC_LEARNING_RATE_FIELD_NUMBER: _builtins.int
     REDUCTION_FIELD_NUMBER: _builtins.int
     EPOCHS_FIELD_NUMBER: _builtins.int
     MINIBATCHES_FIELD_NUMBER: _builtins.int
@@ -76,70 +203,56 @@ class PpoConfig(_message.Message):
     IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
     IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
     clip_low: _builtins.float
-    """Lower clip of the probability ratio: 1 - clip_low."""
+    """Lower clip of the probability ratio, `1 - clip_low`. GSPO and RLOO clip the ratio of a whole sample, the others that of a token."""
     clip_high: _builtins.float
-    """Upper clip of the probability ratio: 1 + clip_high."""
+    """Upper clip of the probability ratio, `1 + clip_high`. A value above `clip_low` lets unlikely tokens grow (clip-higher, DAPO)."""
     dual_clip: _builtins.float
-    """Bound of a token's loss with a negative advantage, as a multiple of the advantage (arXiv 1912.09729 takes 3.0); above 1,
-    or 0 for no bound.
+    """Bound of the loss of a token with a negative advantage, as a multiple of the advantage: above 1, such as 3.0 (arXiv 1912.09729).
+    0: no bound.
     """
     kl_coefficient: _builtins.float
-    """Weight of the KL divergence from the initial model. 0 needs no reference model."""
+    """Weight of the KL divergence from the initial model. 0: no reference model is loaded."""
     kl_estimator: _builtins.str
-    """Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-    only measures there.
+    """Estimator of the divergence from sampled tokens (Schulman 2020). The gradient of `k1` as a term of the loss has mean 0, so it
+    needs `kl_in = "reward"`.
     """
     kl_in: _builtins.str
-    """Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-    forward pass of policy and initial model first.
+    """Where the divergence counts: as a term of the `loss`, or subtracted from the `reward` before advantages are estimated. The
+    latter costs an additional forward pass of policy and initial model.
     """
     kl_target: _builtins.float
-    """Divergence, in nats a token, that the KL coefficient is adapted towards (arXiv 1909.08593). 0: the coefficient stays."""
+    """Divergence in nats per token that `kl_coefficient` adapts towards (arXiv 1909.08593). 0: the coefficient is constant."""
     kl_horizon: _builtins.float
-    """Samples over which the KL coefficient adapts."""
+    """Number of samples over which `kl_coefficient` adapts."""
     entropy_coefficient: _builtins.float
     """Weight of the entropy bonus."""
-    gamma: _builtins.float
-    """Discount of later rewards, a token."""
-    gae_lambda: _builtins.float
-    """Generalised advantage estimation (arXiv 1506.02438): 0 trusts the critic for all that comes, 1 the sampled return."""
-    whiten_advantages: _builtins.bool
-    """Whether advantages are normalised over the tokens of the batch."""
-    value_clip: _builtins.float
-    """How far a value may move from what it was before the first update before its loss stops to fall. 0: no bound."""
-    value_coefficient: _builtins.float
-    """Weight of the value loss beside the policy's."""
-    critic: _builtins.str
-    """The critic: a scalar `head` on the policy's own last hidden states, or a `network` of its own that starts as the model."""
-    critic_learning_rate: _builtins.float
-    """Peak learning rate of a critic `network`; its schedule is the policy's."""
     reduction: _builtins.str
-    """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-    (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
+    """How token losses are reduced: the mean over the `token`s of the batch, the mean over samples of the mean of each sample
+    (`sequence`), or the sum divided by samples * `sampling.max_tokens` (`constant`).
     """
     epochs: _builtins.int
-    """Passes over a batch. More than one update a batch costs a forward pass first."""
+    """Passes over a batch. More than one optimizer update per batch costs an additional forward pass."""
     minibatches: _builtins.int
-    """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
+    """Optimizer updates per pass. Each one takes an equal part of the batch, in whole samples."""
     overlong_share: _builtins.float
-    """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-    (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
+    """Last share of `sampling.max_tokens` over which the reward falls linearly, by `overlong_penalty` at the end (DAPO, arXiv
+    2503.14476, equation 13). 0: no penalty.
     """
     overlong_penalty: _builtins.float
-    """What is taken from the reward of a completion that is as long as may be, or was cut off."""
+    """Amount subtracted from the reward of a completion that has the maximum length or was truncated."""
     mask_truncated: _builtins.bool
-    """Whether completions that were cut off are left out of the loss (their rewards still count in the group)."""
+    """Whether the loss leaves out truncated completions. Their rewards still count in the group."""
     old_policy: _builtins.str
-    """In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-    importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
+    """In async mode, the denominator of the probability ratio: `proximal`, the trained weights before the first update of the batch,
+    with an additional importance weight (decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
     """
     importance_correction: _builtins.str
-    """In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-    tokens outside floor and cap (IcePop), or `none`.
+    """In async mode, how importance weights against the logprobs of the engine are bounded: `truncate` at the cap, `mask` the tokens
+    outside floor and cap (IcePop), or `none`: no importance weights.
     """
     importance_level: _builtins.str
-    """What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-    `geometric` mean over its tokens.
+    """Level of an importance weight: the `token`, the whole sample (`sequence`, the product over its tokens), or the `geometric`
+    mean over the tokens of the sample.
     """
     importance_cap: _builtins.float
     """Largest importance weight."""
@@ -157,13 +270,6 @@ class PpoConfig(_message.Message):
         kl_target: _builtins.float | None = ...,
         kl_horizon: _builtins.float | None = ...,
         entropy_coefficient: _builtins.float | None = ...,
-        gamma: _builtins.float | None = ...,
-        gae_lambda: _builtins.float | None = ...,
-        whiten_advantages: _builtins.bool | None = ...,
-        value_clip: _builtins.float | None = ...,
-        value_coefficient: _builtins.float | None = ...,
-        critic: _builtins.str | None = ...,
-        critic_learning_rate: _builtins.float | None = ...,
         reduction: _builtins.str | None = ...,
         epochs: _builtins.int | None = ...,
         minibatches: _builtins.int | None = ...,
@@ -176,28 +282,20 @@ class PpoConfig(_message.Message):
         importance_cap: _builtins.float | None = ...,
         importance_floor: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_critic", b"_critic", "_critic_learning_rate", b"_critic_learning_rate", "_dual_clip", b"_dual_clip", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_horizon", b"_kl_horizon", "_kl_in", b"_kl_in", "_kl_target", b"_kl_target", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_whiten_advantages", b"_whiten_advantages", "clip_high", b"clip_high", "clip_low", b"clip_low", "critic", b"critic", "critic_learning_rate", b"critic_learning_rate", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_horizon", b"kl_horizon", "kl_in", b"kl_in", "kl_target", b"kl_target", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "whiten_advantages", b"whiten_advantages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_horizon", b"_kl_horizon", "_kl_in", b"_kl_in", "_kl_target", b"_kl_target", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_horizon", b"kl_horizon", "kl_in", b"kl_in", "kl_target", b"kl_target", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_critic", b"_critic", "_critic_learning_rate", b"_critic_learning_rate", "_dual_clip", b"_dual_clip", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_horizon", b"_kl_horizon", "_kl_in", b"_kl_in", "_kl_target", b"_kl_target", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_whiten_advantages", b"_whiten_advantages", "clip_high", b"clip_high", "clip_low", b"clip_low", "critic", b"critic", "critic_learning_rate", b"critic_learning_rate", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_horizon", b"kl_horizon", "kl_in", b"kl_in", "kl_target", b"kl_target", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "whiten_advantages", b"whiten_advantages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_horizon", b"_kl_horizon", "_kl_in", b"_kl_in", "_kl_target", b"_kl_target", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_horizon", b"kl_horizon", "kl_in", b"kl_in", "kl_target", b"kl_target", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
     _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
     _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
-    _WhichOneofReturnType__critic: _TypeAlias = _typing.Literal["critic"]  # noqa: Y015
-    _WhichOneofArgType__critic: _TypeAlias = _typing.Literal["_critic", b"_critic"]  # noqa: Y015
-    _WhichOneofReturnType__critic_learning_rate: _TypeAlias = _typing.Literal["critic_learning_rate"]  # noqa: Y015
-    _WhichOneofArgType__critic_learning_rate: _TypeAlias = _typing.Literal["_critic_learning_rate", b"_critic_learning_rate"]  # noqa: Y015
     _WhichOneofReturnType__dual_clip: _TypeAlias = _typing.Literal["dual_clip"]  # noqa: Y015
     _WhichOneofArgType__dual_clip: _TypeAlias = _typing.Literal["_dual_clip", b"_dual_clip"]  # noqa: Y015
     _WhichOneofReturnType__entropy_coefficient: _TypeAlias = _typing.Literal["entropy_coefficient"]  # noqa: Y015
     _WhichOneofArgType__entropy_coefficient: _TypeAlias = _typing.Literal["_entropy_coefficient", b"_entropy_coefficient"]  # noqa: Y015
     _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
     _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
-    _WhichOneofReturnType__gae_lambda: _TypeAlias = _typing.Literal["gae_lambda"]  # noqa: Y015
-    _WhichOneofArgType__gae_lambda: _TypeAlias = _typing.Literal["_gae_lambda", b"_gae_lambda"]  # noqa: Y015
-    _WhichOneofReturnType__gamma: _TypeAlias = _typing.Literal["gamma"]  # noqa: Y015
-    _WhichOneofArgType__gamma: _TypeAlias = _typing.Literal["_gamma", b"_gamma"]  # noqa: Y015
     _WhichOneofReturnType__importance_cap: _TypeAlias = _typing.Literal["importance_cap"]  # noqa: Y015
     _WhichOneofArgType__importance_cap: _TypeAlias = _typing.Literal["_importance_cap", b"_importance_cap"]  # noqa: Y015
     _WhichOneofReturnType__importance_correction: _TypeAlias = _typing.Literal["importance_correction"]  # noqa: Y015
@@ -228,30 +326,16 @@ class PpoConfig(_message.Message):
     _WhichOneofArgType__overlong_share: _TypeAlias = _typing.Literal["_overlong_share", b"_overlong_share"]  # noqa: Y015
     _WhichOneofReturnType__reduction: _TypeAlias = _typing.Literal["reduction"]  # noqa: Y015
     _WhichOneofArgType__reduction: _TypeAlias = _typing.Literal["_reduction", b"_reduction"]  # noqa: Y015
-    _WhichOneofReturnType__value_clip: _TypeAlias = _typing.Literal["value_clip"]  # noqa: Y015
-    _WhichOneofArgType__value_clip: _TypeAlias = _typing.Literal["_value_clip", b"_value_clip"]  # noqa: Y015
-    _WhichOneofReturnType__value_coefficient: _TypeAlias = _typing.Literal["value_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__value_coefficient: _TypeAlias = _typing.Literal["_value_coefficient", b"_value_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__whiten_advantages: _TypeAlias = _typing.Literal["whiten_advantages"]  # noqa: Y015
-    _WhichOneofArgType__whiten_advantages: _TypeAlias = _typing.Literal["_whiten_advantages", b"_whiten_advantages"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__critic) -> _WhichOneofReturnType__critic | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__critic_learning_rate) -> _WhichOneofReturnType__critic_learning_rate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dual_clip) -> _WhichOneofReturnType__dual_clip | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_coefficient) -> _WhichOneofReturnType__entropy_coefficient | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__gae_lambda) -> _WhichOneofReturnType__gae_lambda | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__gamma) -> _WhichOneofReturnType__gamma | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_cap) -> _WhichOneofReturnType__importance_cap | None: ...
     @_typing.overload
@@ -282,6 +366,124 @@ class PpoConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_share) -> _WhichOneofReturnType__overlong_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reduction) -> _WhichOneofReturnType__reduction | None: ...
+
+Global___PolicyLossConfig: _TypeAlias = PolicyLossConfig  # noqa: Y015
+
+@_typing.final
+class GroupAdvantageConfig(_message.Message):
+    """GroupAdvantageConfig sets how the advantages of GRPO's family are estimated from the rewards of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NORMALIZATION_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
+    DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
+    normalization: _builtins.str
+    """Rewards whose standard deviation divides the advantages: those of the `group`, of the whole `batch`, or `none`."""
+    baseline: _builtins.str
+    """What is subtracted from a reward: the mean reward of its `group`, or the mean of the other samples of the group
+    (`leave_one_out`, unbiased).
+    """
+    dynamic_sampling: _builtins.bool
+    """Whether groups of equal rewards are left out and replaced by newly sampled ones, within `sampling.refill_rounds` (DAPO, arXiv
+    2503.14476, section 3.2). Rewards are compared before the overlong penalty.
+    """
+    def __init__(
+        self,
+        *,
+        normalization: _builtins.str | None = ...,
+        baseline: _builtins.str | None = ...,
+        dynamic_sampling: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_dynamic_sampling", b"_dynamic_sampling", "_normalization", b"_normalization", "baseline", b"baseline", "dynamic_sampling", b"dynamic_sampling", "normalization", b"normalization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_dynamic_sampling", b"_dynamic_sampling", "_normalization", b"_normalization", "baseline", b"baseline", "dynamic_sampling", b"dynamic_sampling", "normalization", b"normalization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
+    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
+    _WhichOneofReturnType__dynamic_sampling: _TypeAlias = _typing.Literal["dynamic_sampling"]  # noqa: Y015
+    _WhichOneofArgType__dynamic_sampling: _TypeAlias = _typing.Literal["_dynamic_sampling", b"_dynamic_sampling"]  # noqa: Y015
+    _WhichOneofReturnType__normalization: _TypeAlias = _typing.Literal["normalization"]  # noqa: Y015
+    _WhichOneofArgType__normalization: _TypeAlias = _typing.Literal["_normalization", b"_normalization"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynamic_sampling) -> _WhichOneofReturnType__dynamic_sampling | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalization) -> _WhichOneofReturnType__normalization | None: ...
+
+Global___GroupAdvantageConfig: _TypeAlias = GroupAdvantageConfig  # noqa: Y015
+
+@_typing.final
+class PpoConfig(_message.Message):
+    """PpoConfig sets Proximal Policy Optimization with a critic (arXiv 1707.06347; arXiv 2203.02155 for language models)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    GAE_LAMBDA_FIELD_NUMBER: _builtins.int
+    WHITEN_ADVANTAGES_FIELD_NUMBER: _builtins.int
+    VALUE_CLIP_FIELD_NUMBER: _builtins.int
+    VALUE_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    CRITIC_FIELD_NUMBER: _builtins.int
+    CRITIC_LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    gamma: _builtins.float
+    """Discount of later rewards, per token."""
+    gae_lambda: _builtins.float
+    """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the values of the critic only, 1 the sampled return."""
+    whiten_advantages: _builtins.bool
+    """Whether advantages are normalized over the tokens of the batch."""
+    value_clip: _builtins.float
+    """Clip of the change of a value since before the first update of the batch. 0: no clip."""
+    value_coefficient: _builtins.float
+    """Weight of the value loss."""
+    critic: _builtins.str
+    """The critic: a scalar `head` on the last hidden states of the policy, or a separate `network` that starts from the model."""
+    critic_learning_rate: _builtins.float
+    """Peak learning rate of a critic `network`. It follows the schedule of the policy."""
+    @_builtins.property
+    def loss(self) -> Global___PolicyLossConfig:
+        """The policy-gradient loss."""
+
+    def __init__(
+        self,
+        *,
+        loss: Global___PolicyLossConfig | None = ...,
+        gamma: _builtins.float | None = ...,
+        gae_lambda: _builtins.float | None = ...,
+        whiten_advantages: _builtins.bool | None = ...,
+        value_clip: _builtins.float | None = ...,
+        value_coefficient: _builtins.float | None = ...,
+        critic: _builtins.str | None = ...,
+        critic_learning_rate: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_critic", b"_critic", "_critic_learning_rate", b"_critic_learning_rate", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_whiten_advantages", b"_whiten_advantages", "critic", b"critic", "critic_learning_rate", b"critic_learning_rate", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "loss", b"loss", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "whiten_advantages", b"whiten_advantages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_critic", b"_critic", "_critic_learning_rate", b"_critic_learning_rate", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_whiten_advantages", b"_whiten_advantages", "critic", b"critic", "critic_learning_rate", b"critic_learning_rate", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "loss", b"loss", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "whiten_advantages", b"whiten_advantages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__critic: _TypeAlias = _typing.Literal["critic"]  # noqa: Y015
+    _WhichOneofArgType__critic: _TypeAlias = _typing.Literal["_critic", b"_critic"]  # noqa: Y015
+    _WhichOneofReturnType__critic_learning_rate: _TypeAlias = _typing.Literal["critic_learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__critic_learning_rate: _TypeAlias = _typing.Literal["_critic_learning_rate", b"_critic_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__gae_lambda: _TypeAlias = _typing.Literal["gae_lambda"]  # noqa: Y015
+    _WhichOneofArgType__gae_lambda: _TypeAlias = _typing.Literal["_gae_lambda", b"_gae_lambda"]  # noqa: Y015
+    _WhichOneofReturnType__gamma: _TypeAlias = _typing.Literal["gamma"]  # noqa: Y015
+    _WhichOneofArgType__gamma: _TypeAlias = _typing.Literal["_gamma", b"_gamma"]  # noqa: Y015
+    _WhichOneofReturnType__value_clip: _TypeAlias = _typing.Literal["value_clip"]  # noqa: Y015
+    _WhichOneofArgType__value_clip: _TypeAlias = _typing.Literal["_value_clip", b"_value_clip"]  # noqa: Y015
+    _WhichOneofReturnType__value_coefficient: _TypeAlias = _typing.Literal["value_coefficient"]  # noqa: Y015
+    _WhichOneofArgType__value_coefficient: _TypeAlias = _typing.Literal["_value_coefficient", b"_value_coefficient"]  # noqa: Y015
+    _WhichOneofReturnType__whiten_advantages: _TypeAlias = _typing.Literal["whiten_advantages"]  # noqa: Y015
+    _WhichOneofArgType__whiten_advantages: _TypeAlias = _typing.Literal["_whiten_advantages", b"_whiten_advantages"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__critic) -> _WhichOneofReturnType__critic | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__critic_learning_rate) -> _WhichOneofReturnType__critic_learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gae_lambda) -> _WhichOneofReturnType__gae_lambda | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gamma) -> _WhichOneofReturnType__gamma | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__value_clip) -> _WhichOneofReturnType__value_clip | None: ...
     @_typing.overload
@@ -292,1172 +494,239 @@ class PpoConfig(_message.Message):
 Global___PpoConfig: _TypeAlias = PpoConfig  # noqa: Y015
 
 @_typing.final
+class GrpoConfig(_message.Message):
+    """GrpoConfig sets Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    NORMALIZE_STD_FIELD_NUMBER: _builtins.int
+    normalize_std: _builtins.bool
+    """Whether advantages are divided by a standard deviation at all. false is the same as `normalization = "none"`."""
+    @_builtins.property
+    def loss(self) -> Global___PolicyLossConfig:
+        """The policy-gradient loss."""
+
+    @_builtins.property
+    def group(self) -> Global___GroupAdvantageConfig:
+        """The advantages of a group."""
+
+    def __init__(
+        self,
+        *,
+        loss: Global___PolicyLossConfig | None = ...,
+        group: Global___GroupAdvantageConfig | None = ...,
+        normalize_std: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize_std", b"_normalize_std", "group", b"group", "loss", b"loss", "normalize_std", b"normalize_std"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize_std", b"_normalize_std", "group", b"group", "loss", b"loss", "normalize_std", b"normalize_std"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__normalize_std: _TypeAlias = _typing.Literal["normalize_std"]  # noqa: Y015
+    _WhichOneofArgType__normalize_std: _TypeAlias = _typing.Literal["_normalize_std", b"_normalize_std"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize_std) -> _WhichOneofReturnType__normalize_std | None: ...
+
+Global___GrpoConfig: _TypeAlias = GrpoConfig  # noqa: Y015
+
+@_typing.final
 class DrGrpoConfig(_message.Message):
-    """DrGrpoConfig sets Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation of a group and by the
-    length of a sample.
+    """DrGrpoConfig sets Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation of a group and by the length
+    of a sample.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    KL_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
-    KL_IN_FIELD_NUMBER: _builtins.int
-    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    NORMALIZATION_FIELD_NUMBER: _builtins.int
-    BASELINE_FIELD_NUMBER: _builtins.int
-    REDUCTION_FIELD_NUMBER: _builtins.int
-    EPOCHS_FIELD_NUMBER: _builtins.int
-    MINIBATCHES_FIELD_NUMBER: _builtins.int
-    DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
-    OVERLONG_SHARE_FIELD_NUMBER: _builtins.int
-    OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
-    MASK_TRUNCATED_FIELD_NUMBER: _builtins.int
-    OLD_POLICY_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CORRECTION_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_LEVEL_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
-    clip_low: _builtins.float
-    """Lower clip of the probability ratio: 1 - clip_low."""
-    clip_high: _builtins.float
-    """Upper clip of the probability ratio: 1 + clip_high."""
-    kl_coefficient: _builtins.float
-    """Weight of the KL divergence from the initial model. 0 needs no reference model."""
-    kl_estimator: _builtins.str
-    """Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-    only measures there.
-    """
-    kl_in: _builtins.str
-    """Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-    forward pass of policy and initial model first.
-    """
-    entropy_coefficient: _builtins.float
-    """Weight of the entropy bonus."""
-    normalization: _builtins.str
-    """What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`."""
-    baseline: _builtins.str
-    """What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-    bias).
-    """
-    reduction: _builtins.str
-    """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-    (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-    """
-    epochs: _builtins.int
-    """Passes over a batch. More than one update a batch costs a forward pass first."""
-    minibatches: _builtins.int
-    """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
-    dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-    """
-    overlong_share: _builtins.float
-    """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-    (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-    """
-    overlong_penalty: _builtins.float
-    """What is taken from the reward of a completion that is as long as may be, or was cut off."""
-    mask_truncated: _builtins.bool
-    """Whether completions that were cut off are left out of the loss (their rewards still count in the group)."""
-    old_policy: _builtins.str
-    """In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-    importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-    """
-    importance_correction: _builtins.str
-    """In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-    tokens outside floor and cap (IcePop), or `none`.
-    """
-    importance_level: _builtins.str
-    """What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-    `geometric` mean over its tokens.
-    """
-    importance_cap: _builtins.float
-    """Largest importance weight."""
-    importance_floor: _builtins.float
-    """Smallest importance weight that `mask` keeps."""
+    LOSS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loss(self) -> Global___PolicyLossConfig:
+        """The policy-gradient loss."""
+
+    @_builtins.property
+    def group(self) -> Global___GroupAdvantageConfig:
+        """The advantages of a group."""
+
     def __init__(
         self,
         *,
-        clip_low: _builtins.float | None = ...,
-        clip_high: _builtins.float | None = ...,
-        kl_coefficient: _builtins.float | None = ...,
-        kl_estimator: _builtins.str | None = ...,
-        kl_in: _builtins.str | None = ...,
-        entropy_coefficient: _builtins.float | None = ...,
-        normalization: _builtins.str | None = ...,
-        baseline: _builtins.str | None = ...,
-        reduction: _builtins.str | None = ...,
-        epochs: _builtins.int | None = ...,
-        minibatches: _builtins.int | None = ...,
-        dynamic_sampling: _builtins.bool | None = ...,
-        overlong_share: _builtins.float | None = ...,
-        overlong_penalty: _builtins.float | None = ...,
-        mask_truncated: _builtins.bool | None = ...,
-        old_policy: _builtins.str | None = ...,
-        importance_correction: _builtins.str | None = ...,
-        importance_level: _builtins.str | None = ...,
-        importance_cap: _builtins.float | None = ...,
-        importance_floor: _builtins.float | None = ...,
+        loss: Global___PolicyLossConfig | None = ...,
+        group: Global___GroupAdvantageConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
-    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
-    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
-    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
-    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
-    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
-    _WhichOneofReturnType__dynamic_sampling: _TypeAlias = _typing.Literal["dynamic_sampling"]  # noqa: Y015
-    _WhichOneofArgType__dynamic_sampling: _TypeAlias = _typing.Literal["_dynamic_sampling", b"_dynamic_sampling"]  # noqa: Y015
-    _WhichOneofReturnType__entropy_coefficient: _TypeAlias = _typing.Literal["entropy_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__entropy_coefficient: _TypeAlias = _typing.Literal["_entropy_coefficient", b"_entropy_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
-    _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
-    _WhichOneofReturnType__importance_cap: _TypeAlias = _typing.Literal["importance_cap"]  # noqa: Y015
-    _WhichOneofArgType__importance_cap: _TypeAlias = _typing.Literal["_importance_cap", b"_importance_cap"]  # noqa: Y015
-    _WhichOneofReturnType__importance_correction: _TypeAlias = _typing.Literal["importance_correction"]  # noqa: Y015
-    _WhichOneofArgType__importance_correction: _TypeAlias = _typing.Literal["_importance_correction", b"_importance_correction"]  # noqa: Y015
-    _WhichOneofReturnType__importance_floor: _TypeAlias = _typing.Literal["importance_floor"]  # noqa: Y015
-    _WhichOneofArgType__importance_floor: _TypeAlias = _typing.Literal["_importance_floor", b"_importance_floor"]  # noqa: Y015
-    _WhichOneofReturnType__importance_level: _TypeAlias = _typing.Literal["importance_level"]  # noqa: Y015
-    _WhichOneofArgType__importance_level: _TypeAlias = _typing.Literal["_importance_level", b"_importance_level"]  # noqa: Y015
-    _WhichOneofReturnType__kl_coefficient: _TypeAlias = _typing.Literal["kl_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__kl_coefficient: _TypeAlias = _typing.Literal["_kl_coefficient", b"_kl_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__kl_estimator: _TypeAlias = _typing.Literal["kl_estimator"]  # noqa: Y015
-    _WhichOneofArgType__kl_estimator: _TypeAlias = _typing.Literal["_kl_estimator", b"_kl_estimator"]  # noqa: Y015
-    _WhichOneofReturnType__kl_in: _TypeAlias = _typing.Literal["kl_in"]  # noqa: Y015
-    _WhichOneofArgType__kl_in: _TypeAlias = _typing.Literal["_kl_in", b"_kl_in"]  # noqa: Y015
-    _WhichOneofReturnType__mask_truncated: _TypeAlias = _typing.Literal["mask_truncated"]  # noqa: Y015
-    _WhichOneofArgType__mask_truncated: _TypeAlias = _typing.Literal["_mask_truncated", b"_mask_truncated"]  # noqa: Y015
-    _WhichOneofReturnType__minibatches: _TypeAlias = _typing.Literal["minibatches"]  # noqa: Y015
-    _WhichOneofArgType__minibatches: _TypeAlias = _typing.Literal["_minibatches", b"_minibatches"]  # noqa: Y015
-    _WhichOneofReturnType__normalization: _TypeAlias = _typing.Literal["normalization"]  # noqa: Y015
-    _WhichOneofArgType__normalization: _TypeAlias = _typing.Literal["_normalization", b"_normalization"]  # noqa: Y015
-    _WhichOneofReturnType__old_policy: _TypeAlias = _typing.Literal["old_policy"]  # noqa: Y015
-    _WhichOneofArgType__old_policy: _TypeAlias = _typing.Literal["_old_policy", b"_old_policy"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_penalty: _TypeAlias = _typing.Literal["overlong_penalty"]  # noqa: Y015
-    _WhichOneofArgType__overlong_penalty: _TypeAlias = _typing.Literal["_overlong_penalty", b"_overlong_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_share: _TypeAlias = _typing.Literal["overlong_share"]  # noqa: Y015
-    _WhichOneofArgType__overlong_share: _TypeAlias = _typing.Literal["_overlong_share", b"_overlong_share"]  # noqa: Y015
-    _WhichOneofReturnType__reduction: _TypeAlias = _typing.Literal["reduction"]  # noqa: Y015
-    _WhichOneofArgType__reduction: _TypeAlias = _typing.Literal["_reduction", b"_reduction"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynamic_sampling) -> _WhichOneofReturnType__dynamic_sampling | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_coefficient) -> _WhichOneofReturnType__entropy_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_cap) -> _WhichOneofReturnType__importance_cap | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_correction) -> _WhichOneofReturnType__importance_correction | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_floor) -> _WhichOneofReturnType__importance_floor | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_level) -> _WhichOneofReturnType__importance_level | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coefficient) -> _WhichOneofReturnType__kl_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_estimator) -> _WhichOneofReturnType__kl_estimator | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_in) -> _WhichOneofReturnType__kl_in | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_truncated) -> _WhichOneofReturnType__mask_truncated | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__minibatches) -> _WhichOneofReturnType__minibatches | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalization) -> _WhichOneofReturnType__normalization | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_policy) -> _WhichOneofReturnType__old_policy | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_penalty) -> _WhichOneofReturnType__overlong_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_share) -> _WhichOneofReturnType__overlong_share | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reduction) -> _WhichOneofReturnType__reduction | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrGrpoConfig: _TypeAlias = DrGrpoConfig  # noqa: Y015
 
 @_typing.final
 class DapoConfig(_message.Message):
-    """DapoConfig sets DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss and the soft overlong punishment,
-    each switched by its own key.
+    """DapoConfig sets DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss and the soft overlong punishment. Each
+    has its own key.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    KL_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
-    KL_IN_FIELD_NUMBER: _builtins.int
-    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    NORMALIZATION_FIELD_NUMBER: _builtins.int
-    BASELINE_FIELD_NUMBER: _builtins.int
-    REDUCTION_FIELD_NUMBER: _builtins.int
-    EPOCHS_FIELD_NUMBER: _builtins.int
-    MINIBATCHES_FIELD_NUMBER: _builtins.int
-    DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
-    OVERLONG_SHARE_FIELD_NUMBER: _builtins.int
-    OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
-    MASK_TRUNCATED_FIELD_NUMBER: _builtins.int
-    OLD_POLICY_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CORRECTION_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_LEVEL_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
-    clip_low: _builtins.float
-    """Lower clip of the probability ratio: 1 - clip_low."""
-    clip_high: _builtins.float
-    """Upper clip of the probability ratio: 1 + clip_high; above clip_low it leaves unlikely tokens room to grow (clip-higher)."""
-    kl_coefficient: _builtins.float
-    """Weight of the KL divergence from the initial model. 0 needs no reference model."""
-    kl_estimator: _builtins.str
-    """Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-    only measures there.
-    """
-    kl_in: _builtins.str
-    """Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-    forward pass of policy and initial model first.
-    """
-    entropy_coefficient: _builtins.float
-    """Weight of the entropy bonus."""
-    normalization: _builtins.str
-    """What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`."""
-    baseline: _builtins.str
-    """What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-    bias).
-    """
-    reduction: _builtins.str
-    """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-    (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-    """
-    epochs: _builtins.int
-    """Passes over a batch. More than one update a batch costs a forward pass first."""
-    minibatches: _builtins.int
-    """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
-    dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-    """
-    overlong_share: _builtins.float
-    """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-    (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-    """
-    overlong_penalty: _builtins.float
-    """What is taken from the reward of a completion that is as long as may be, or was cut off."""
-    mask_truncated: _builtins.bool
-    """Whether completions that were cut off are left out of the loss (their rewards still count in the group)."""
-    old_policy: _builtins.str
-    """In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-    importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-    """
-    importance_correction: _builtins.str
-    """In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-    tokens outside floor and cap (IcePop), or `none`.
-    """
-    importance_level: _builtins.str
-    """What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-    `geometric` mean over its tokens.
-    """
-    importance_cap: _builtins.float
-    """Largest importance weight."""
-    importance_floor: _builtins.float
-    """Smallest importance weight that `mask` keeps."""
+    LOSS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loss(self) -> Global___PolicyLossConfig:
+        """The policy-gradient loss."""
+
+    @_builtins.property
+    def group(self) -> Global___GroupAdvantageConfig:
+        """The advantages of a group."""
+
     def __init__(
         self,
         *,
-        clip_low: _builtins.float | None = ...,
-        clip_high: _builtins.float | None = ...,
-        kl_coefficient: _builtins.float | None = ...,
-        kl_estimator: _builtins.str | None = ...,
-        kl_in: _builtins.str | None = ...,
-        entropy_coefficient: _builtins.float | None = ...,
-        normalization: _builtins.str | None = ...,
-        baseline: _builtins.str | None = ...,
-        reduction: _builtins.str | None = ...,
-        epochs: _builtins.int | None = ...,
-        minibatches: _builtins.int | None = ...,
-        dynamic_sampling: _builtins.bool | None = ...,
-        overlong_share: _builtins.float | None = ...,
-        overlong_penalty: _builtins.float | None = ...,
-        mask_truncated: _builtins.bool | None = ...,
-        old_policy: _builtins.str | None = ...,
-        importance_correction: _builtins.str | None = ...,
-        importance_level: _builtins.str | None = ...,
-        importance_cap: _builtins.float | None = ...,
-        importance_floor: _builtins.float | None = ...,
+        loss: Global___PolicyLossConfig | None = ...,
+        group: Global___GroupAdvantageConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
-    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
-    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
-    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
-    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
-    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
-    _WhichOneofReturnType__dynamic_sampling: _TypeAlias = _typing.Literal["dynamic_sampling"]  # noqa: Y015
-    _WhichOneofArgType__dynamic_sampling: _TypeAlias = _typing.Literal["_dynamic_sampling", b"_dynamic_sampling"]  # noqa: Y015
-    _WhichOneofReturnType__entropy_coefficient: _TypeAlias = _typing.Literal["entropy_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__entropy_coefficient: _TypeAlias = _typing.Literal["_entropy_coefficient", b"_entropy_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
-    _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
-    _WhichOneofReturnType__importance_cap: _TypeAlias = _typing.Literal["importance_cap"]  # noqa: Y015
-    _WhichOneofArgType__importance_cap: _TypeAlias = _typing.Literal["_importance_cap", b"_importance_cap"]  # noqa: Y015
-    _WhichOneofReturnType__importance_correction: _TypeAlias = _typing.Literal["importance_correction"]  # noqa: Y015
-    _WhichOneofArgType__importance_correction: _TypeAlias = _typing.Literal["_importance_correction", b"_importance_correction"]  # noqa: Y015
-    _WhichOneofReturnType__importance_floor: _TypeAlias = _typing.Literal["importance_floor"]  # noqa: Y015
-    _WhichOneofArgType__importance_floor: _TypeAlias = _typing.Literal["_importance_floor", b"_importance_floor"]  # noqa: Y015
-    _WhichOneofReturnType__importance_level: _TypeAlias = _typing.Literal["importance_level"]  # noqa: Y015
-    _WhichOneofArgType__importance_level: _TypeAlias = _typing.Literal["_importance_level", b"_importance_level"]  # noqa: Y015
-    _WhichOneofReturnType__kl_coefficient: _TypeAlias = _typing.Literal["kl_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__kl_coefficient: _TypeAlias = _typing.Literal["_kl_coefficient", b"_kl_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__kl_estimator: _TypeAlias = _typing.Literal["kl_estimator"]  # noqa: Y015
-    _WhichOneofArgType__kl_estimator: _TypeAlias = _typing.Literal["_kl_estimator", b"_kl_estimator"]  # noqa: Y015
-    _WhichOneofReturnType__kl_in: _TypeAlias = _typing.Literal["kl_in"]  # noqa: Y015
-    _WhichOneofArgType__kl_in: _TypeAlias = _typing.Literal["_kl_in", b"_kl_in"]  # noqa: Y015
-    _WhichOneofReturnType__mask_truncated: _TypeAlias = _typing.Literal["mask_truncated"]  # noqa: Y015
-    _WhichOneofArgType__mask_truncated: _TypeAlias = _typing.Literal["_mask_truncated", b"_mask_truncated"]  # noqa: Y015
-    _WhichOneofReturnType__minibatches: _TypeAlias = _typing.Literal["minibatches"]  # noqa: Y015
-    _WhichOneofArgType__minibatches: _TypeAlias = _typing.Literal["_minibatches", b"_minibatches"]  # noqa: Y015
-    _WhichOneofReturnType__normalization: _TypeAlias = _typing.Literal["normalization"]  # noqa: Y015
-    _WhichOneofArgType__normalization: _TypeAlias = _typing.Literal["_normalization", b"_normalization"]  # noqa: Y015
-    _WhichOneofReturnType__old_policy: _TypeAlias = _typing.Literal["old_policy"]  # noqa: Y015
-    _WhichOneofArgType__old_policy: _TypeAlias = _typing.Literal["_old_policy", b"_old_policy"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_penalty: _TypeAlias = _typing.Literal["overlong_penalty"]  # noqa: Y015
-    _WhichOneofArgType__overlong_penalty: _TypeAlias = _typing.Literal["_overlong_penalty", b"_overlong_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_share: _TypeAlias = _typing.Literal["overlong_share"]  # noqa: Y015
-    _WhichOneofArgType__overlong_share: _TypeAlias = _typing.Literal["_overlong_share", b"_overlong_share"]  # noqa: Y015
-    _WhichOneofReturnType__reduction: _TypeAlias = _typing.Literal["reduction"]  # noqa: Y015
-    _WhichOneofArgType__reduction: _TypeAlias = _typing.Literal["_reduction", b"_reduction"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynamic_sampling) -> _WhichOneofReturnType__dynamic_sampling | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_coefficient) -> _WhichOneofReturnType__entropy_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_cap) -> _WhichOneofReturnType__importance_cap | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_correction) -> _WhichOneofReturnType__importance_correction | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_floor) -> _WhichOneofReturnType__importance_floor | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_level) -> _WhichOneofReturnType__importance_level | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coefficient) -> _WhichOneofReturnType__kl_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_estimator) -> _WhichOneofReturnType__kl_estimator | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_in) -> _WhichOneofReturnType__kl_in | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_truncated) -> _WhichOneofReturnType__mask_truncated | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__minibatches) -> _WhichOneofReturnType__minibatches | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalization) -> _WhichOneofReturnType__normalization | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_policy) -> _WhichOneofReturnType__old_policy | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_penalty) -> _WhichOneofReturnType__overlong_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_share) -> _WhichOneofReturnType__overlong_share | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reduction) -> _WhichOneofReturnType__reduction | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DapoConfig: _TypeAlias = DapoConfig  # noqa: Y015
 
 @_typing.final
 class GspoConfig(_message.Message):
-    """GspoConfig sets Group Sequence Policy Optimization (arXiv 2507.18071): the ratio of a whole sample, by its length, is
-    clipped.
+    """GspoConfig sets Group Sequence Policy Optimization (arXiv 2507.18071): it clips the ratio of a whole sample, normalized by the
+    length of the sample.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    KL_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
-    KL_IN_FIELD_NUMBER: _builtins.int
-    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    NORMALIZATION_FIELD_NUMBER: _builtins.int
-    BASELINE_FIELD_NUMBER: _builtins.int
-    REDUCTION_FIELD_NUMBER: _builtins.int
-    EPOCHS_FIELD_NUMBER: _builtins.int
-    MINIBATCHES_FIELD_NUMBER: _builtins.int
-    DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
-    OVERLONG_SHARE_FIELD_NUMBER: _builtins.int
-    OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
-    MASK_TRUNCATED_FIELD_NUMBER: _builtins.int
-    OLD_POLICY_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CORRECTION_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_LEVEL_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
-    clip_low: _builtins.float
-    """Lower clip of the ratio of a sample: 1 - clip_low."""
-    clip_high: _builtins.float
-    """Upper clip of the ratio of a sample: 1 + clip_high."""
-    kl_coefficient: _builtins.float
-    """Weight of the KL divergence from the initial model. 0 needs no reference model."""
-    kl_estimator: _builtins.str
-    """Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-    only measures there.
-    """
-    kl_in: _builtins.str
-    """Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-    forward pass of policy and initial model first.
-    """
-    entropy_coefficient: _builtins.float
-    """Weight of the entropy bonus."""
-    normalization: _builtins.str
-    """What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`."""
-    baseline: _builtins.str
-    """What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-    bias).
-    """
-    reduction: _builtins.str
-    """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-    (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-    """
-    epochs: _builtins.int
-    """Passes over a batch. More than one update a batch costs a forward pass first."""
-    minibatches: _builtins.int
-    """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
-    dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-    """
-    overlong_share: _builtins.float
-    """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-    (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-    """
-    overlong_penalty: _builtins.float
-    """What is taken from the reward of a completion that is as long as may be, or was cut off."""
-    mask_truncated: _builtins.bool
-    """Whether completions that were cut off are left out of the loss (their rewards still count in the group)."""
-    old_policy: _builtins.str
-    """In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-    importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-    """
-    importance_correction: _builtins.str
-    """In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-    tokens outside floor and cap (IcePop), or `none`.
-    """
-    importance_level: _builtins.str
-    """What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-    `geometric` mean over its tokens.
-    """
-    importance_cap: _builtins.float
-    """Largest importance weight."""
-    importance_floor: _builtins.float
-    """Smallest importance weight that `mask` keeps."""
+    LOSS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loss(self) -> Global___PolicyLossConfig:
+        """The policy-gradient loss."""
+
+    @_builtins.property
+    def group(self) -> Global___GroupAdvantageConfig:
+        """The advantages of a group."""
+
     def __init__(
         self,
         *,
-        clip_low: _builtins.float | None = ...,
-        clip_high: _builtins.float | None = ...,
-        kl_coefficient: _builtins.float | None = ...,
-        kl_estimator: _builtins.str | None = ...,
-        kl_in: _builtins.str | None = ...,
-        entropy_coefficient: _builtins.float | None = ...,
-        normalization: _builtins.str | None = ...,
-        baseline: _builtins.str | None = ...,
-        reduction: _builtins.str | None = ...,
-        epochs: _builtins.int | None = ...,
-        minibatches: _builtins.int | None = ...,
-        dynamic_sampling: _builtins.bool | None = ...,
-        overlong_share: _builtins.float | None = ...,
-        overlong_penalty: _builtins.float | None = ...,
-        mask_truncated: _builtins.bool | None = ...,
-        old_policy: _builtins.str | None = ...,
-        importance_correction: _builtins.str | None = ...,
-        importance_level: _builtins.str | None = ...,
-        importance_cap: _builtins.float | None = ...,
-        importance_floor: _builtins.float | None = ...,
+        loss: Global___PolicyLossConfig | None = ...,
+        group: Global___GroupAdvantageConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
-    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
-    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
-    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
-    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
-    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
-    _WhichOneofReturnType__dynamic_sampling: _TypeAlias = _typing.Literal["dynamic_sampling"]  # noqa: Y015
-    _WhichOneofArgType__dynamic_sampling: _TypeAlias = _typing.Literal["_dynamic_sampling", b"_dynamic_sampling"]  # noqa: Y015
-    _WhichOneofReturnType__entropy_coefficient: _TypeAlias = _typing.Literal["entropy_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__entropy_coefficient: _TypeAlias = _typing.Literal["_entropy_coefficient", b"_entropy_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
-    _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
-    _WhichOneofReturnType__importance_cap: _TypeAlias = _typing.Literal["importance_cap"]  # noqa: Y015
-    _WhichOneofArgType__importance_cap: _TypeAlias = _typing.Literal["_importance_cap", b"_importance_cap"]  # noqa: Y015
-    _WhichOneofReturnType__importance_correction: _TypeAlias = _typing.Literal["importance_correction"]  # noqa: Y015
-    _WhichOneofArgType__importance_correction: _TypeAlias = _typing.Literal["_importance_correction", b"_importance_correction"]  # noqa: Y015
-    _WhichOneofReturnType__importance_floor: _TypeAlias = _typing.Literal["importance_floor"]  # noqa: Y015
-    _WhichOneofArgType__importance_floor: _TypeAlias = _typing.Literal["_importance_floor", b"_importance_floor"]  # noqa: Y015
-    _WhichOneofReturnType__importance_level: _TypeAlias = _typing.Literal["importance_level"]  # noqa: Y015
-    _WhichOneofArgType__importance_level: _TypeAlias = _typing.Literal["_importance_level", b"_importance_level"]  # noqa: Y015
-    _WhichOneofReturnType__kl_coefficient: _TypeAlias = _typing.Literal["kl_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__kl_coefficient: _TypeAlias = _typing.Literal["_kl_coefficient", b"_kl_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__kl_estimator: _TypeAlias = _typing.Literal["kl_estimator"]  # noqa: Y015
-    _WhichOneofArgType__kl_estimator: _TypeAlias = _typing.Literal["_kl_estimator", b"_kl_estimator"]  # noqa: Y015
-    _WhichOneofReturnType__kl_in: _TypeAlias = _typing.Literal["kl_in"]  # noqa: Y015
-    _WhichOneofArgType__kl_in: _TypeAlias = _typing.Literal["_kl_in", b"_kl_in"]  # noqa: Y015
-    _WhichOneofReturnType__mask_truncated: _TypeAlias = _typing.Literal["mask_truncated"]  # noqa: Y015
-    _WhichOneofArgType__mask_truncated: _TypeAlias = _typing.Literal["_mask_truncated", b"_mask_truncated"]  # noqa: Y015
-    _WhichOneofReturnType__minibatches: _TypeAlias = _typing.Literal["minibatches"]  # noqa: Y015
-    _WhichOneofArgType__minibatches: _TypeAlias = _typing.Literal["_minibatches", b"_minibatches"]  # noqa: Y015
-    _WhichOneofReturnType__normalization: _TypeAlias = _typing.Literal["normalization"]  # noqa: Y015
-    _WhichOneofArgType__normalization: _TypeAlias = _typing.Literal["_normalization", b"_normalization"]  # noqa: Y015
-    _WhichOneofReturnType__old_policy: _TypeAlias = _typing.Literal["old_policy"]  # noqa: Y015
-    _WhichOneofArgType__old_policy: _TypeAlias = _typing.Literal["_old_policy", b"_old_policy"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_penalty: _TypeAlias = _typing.Literal["overlong_penalty"]  # noqa: Y015
-    _WhichOneofArgType__overlong_penalty: _TypeAlias = _typing.Literal["_overlong_penalty", b"_overlong_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_share: _TypeAlias = _typing.Literal["overlong_share"]  # noqa: Y015
-    _WhichOneofArgType__overlong_share: _TypeAlias = _typing.Literal["_overlong_share", b"_overlong_share"]  # noqa: Y015
-    _WhichOneofReturnType__reduction: _TypeAlias = _typing.Literal["reduction"]  # noqa: Y015
-    _WhichOneofArgType__reduction: _TypeAlias = _typing.Literal["_reduction", b"_reduction"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynamic_sampling) -> _WhichOneofReturnType__dynamic_sampling | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_coefficient) -> _WhichOneofReturnType__entropy_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_cap) -> _WhichOneofReturnType__importance_cap | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_correction) -> _WhichOneofReturnType__importance_correction | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_floor) -> _WhichOneofReturnType__importance_floor | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_level) -> _WhichOneofReturnType__importance_level | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coefficient) -> _WhichOneofReturnType__kl_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_estimator) -> _WhichOneofReturnType__kl_estimator | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_in) -> _WhichOneofReturnType__kl_in | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_truncated) -> _WhichOneofReturnType__mask_truncated | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__minibatches) -> _WhichOneofReturnType__minibatches | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalization) -> _WhichOneofReturnType__normalization | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_policy) -> _WhichOneofReturnType__old_policy | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_penalty) -> _WhichOneofReturnType__overlong_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_share) -> _WhichOneofReturnType__overlong_share | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reduction) -> _WhichOneofReturnType__reduction | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GspoConfig: _TypeAlias = GspoConfig  # noqa: Y015
 
 @_typing.final
 class CispoConfig(_message.Message):
-    """CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): the clip bounds the weight of a token's gradient and never takes it
-    away.
+    """CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): it clips the weight of the gradient of a token, so every token keeps a
+    gradient. `clip_low = 1.0` sets no lower clip, as in the paper.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    KL_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
-    KL_IN_FIELD_NUMBER: _builtins.int
-    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    NORMALIZATION_FIELD_NUMBER: _builtins.int
-    BASELINE_FIELD_NUMBER: _builtins.int
-    REDUCTION_FIELD_NUMBER: _builtins.int
-    EPOCHS_FIELD_NUMBER: _builtins.int
-    MINIBATCHES_FIELD_NUMBER: _builtins.int
-    DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
-    OVERLONG_SHARE_FIELD_NUMBER: _builtins.int
-    OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
-    MASK_TRUNCATED_FIELD_NUMBER: _builtins.int
-    OLD_POLICY_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CORRECTION_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_LEVEL_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
-    clip_low: _builtins.float
-    """Lower clip of the weight: 1 - clip_low. 1 sets none, as the paper does."""
-    clip_high: _builtins.float
-    """Upper clip of the weight: 1 + clip_high. 5 in all did well in ScaleRL (arXiv 2510.13786)."""
-    kl_coefficient: _builtins.float
-    """Weight of the KL divergence from the initial model. 0 needs no reference model."""
-    kl_estimator: _builtins.str
-    """Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-    only measures there.
-    """
-    kl_in: _builtins.str
-    """Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-    forward pass of policy and initial model first.
-    """
-    entropy_coefficient: _builtins.float
-    """Weight of the entropy bonus."""
-    normalization: _builtins.str
-    """What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`."""
-    baseline: _builtins.str
-    """What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-    bias).
-    """
-    reduction: _builtins.str
-    """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-    (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-    """
-    epochs: _builtins.int
-    """Passes over a batch. More than one update a batch costs a forward pass first."""
-    minibatches: _builtins.int
-    """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
-    dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-    """
-    overlong_share: _builtins.float
-    """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-    (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-    """
-    overlong_penalty: _builtins.float
-    """What is taken from the reward of a completion that is as long as may be, or was cut off."""
-    mask_truncated: _builtins.bool
-    """Whether completions that were cut off are left out of the loss (their rewards still count in the group)."""
-    old_policy: _builtins.str
-    """In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-    importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-    """
-    importance_correction: _builtins.str
-    """In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-    tokens outside floor and cap (IcePop), or `none`.
-    """
-    importance_level: _builtins.str
-    """What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-    `geometric` mean over its tokens.
-    """
-    importance_cap: _builtins.float
-    """Largest importance weight."""
-    importance_floor: _builtins.float
-    """Smallest importance weight that `mask` keeps."""
+    LOSS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loss(self) -> Global___PolicyLossConfig:
+        """The policy-gradient loss."""
+
+    @_builtins.property
+    def group(self) -> Global___GroupAdvantageConfig:
+        """The advantages of a group."""
+
     def __init__(
         self,
         *,
-        clip_low: _builtins.float | None = ...,
-        clip_high: _builtins.float | None = ...,
-        kl_coefficient: _builtins.float | None = ...,
-        kl_estimator: _builtins.str | None = ...,
-        kl_in: _builtins.str | None = ...,
-        entropy_coefficient: _builtins.float | None = ...,
-        normalization: _builtins.str | None = ...,
-        baseline: _builtins.str | None = ...,
-        reduction: _builtins.str | None = ...,
-        epochs: _builtins.int | None = ...,
-        minibatches: _builtins.int | None = ...,
-        dynamic_sampling: _builtins.bool | None = ...,
-        overlong_share: _builtins.float | None = ...,
-        overlong_penalty: _builtins.float | None = ...,
-        mask_truncated: _builtins.bool | None = ...,
-        old_policy: _builtins.str | None = ...,
-        importance_correction: _builtins.str | None = ...,
-        importance_level: _builtins.str | None = ...,
-        importance_cap: _builtins.float | None = ...,
-        importance_floor: _builtins.float | None = ...,
+        loss: Global___PolicyLossConfig | None = ...,
+        group: Global___GroupAdvantageConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
-    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
-    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
-    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
-    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
-    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
-    _WhichOneofReturnType__dynamic_sampling: _TypeAlias = _typing.Literal["dynamic_sampling"]  # noqa: Y015
-    _WhichOneofArgType__dynamic_sampling: _TypeAlias = _typing.Literal["_dynamic_sampling", b"_dynamic_sampling"]  # noqa: Y015
-    _WhichOneofReturnType__entropy_coefficient: _TypeAlias = _typing.Literal["entropy_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__entropy_coefficient: _TypeAlias = _typing.Literal["_entropy_coefficient", b"_entropy_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
-    _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
-    _WhichOneofReturnType__importance_cap: _TypeAlias = _typing.Literal["importance_cap"]  # noqa: Y015
-    _WhichOneofArgType__importance_cap: _TypeAlias = _typing.Literal["_importance_cap", b"_importance_cap"]  # noqa: Y015
-    _WhichOneofReturnType__importance_correction: _TypeAlias = _typing.Literal["importance_correction"]  # noqa: Y015
-    _WhichOneofArgType__importance_correction: _TypeAlias = _typing.Literal["_importance_correction", b"_importance_correction"]  # noqa: Y015
-    _WhichOneofReturnType__importance_floor: _TypeAlias = _typing.Literal["importance_floor"]  # noqa: Y015
-    _WhichOneofArgType__importance_floor: _TypeAlias = _typing.Literal["_importance_floor", b"_importance_floor"]  # noqa: Y015
-    _WhichOneofReturnType__importance_level: _TypeAlias = _typing.Literal["importance_level"]  # noqa: Y015
-    _WhichOneofArgType__importance_level: _TypeAlias = _typing.Literal["_importance_level", b"_importance_level"]  # noqa: Y015
-    _WhichOneofReturnType__kl_coefficient: _TypeAlias = _typing.Literal["kl_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__kl_coefficient: _TypeAlias = _typing.Literal["_kl_coefficient", b"_kl_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__kl_estimator: _TypeAlias = _typing.Literal["kl_estimator"]  # noqa: Y015
-    _WhichOneofArgType__kl_estimator: _TypeAlias = _typing.Literal["_kl_estimator", b"_kl_estimator"]  # noqa: Y015
-    _WhichOneofReturnType__kl_in: _TypeAlias = _typing.Literal["kl_in"]  # noqa: Y015
-    _WhichOneofArgType__kl_in: _TypeAlias = _typing.Literal["_kl_in", b"_kl_in"]  # noqa: Y015
-    _WhichOneofReturnType__mask_truncated: _TypeAlias = _typing.Literal["mask_truncated"]  # noqa: Y015
-    _WhichOneofArgType__mask_truncated: _TypeAlias = _typing.Literal["_mask_truncated", b"_mask_truncated"]  # noqa: Y015
-    _WhichOneofReturnType__minibatches: _TypeAlias = _typing.Literal["minibatches"]  # noqa: Y015
-    _WhichOneofArgType__minibatches: _TypeAlias = _typing.Literal["_minibatches", b"_minibatches"]  # noqa: Y015
-    _WhichOneofReturnType__normalization: _TypeAlias = _typing.Literal["normalization"]  # noqa: Y015
-    _WhichOneofArgType__normalization: _TypeAlias = _typing.Literal["_normalization", b"_normalization"]  # noqa: Y015
-    _WhichOneofReturnType__old_policy: _TypeAlias = _typing.Literal["old_policy"]  # noqa: Y015
-    _WhichOneofArgType__old_policy: _TypeAlias = _typing.Literal["_old_policy", b"_old_policy"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_penalty: _TypeAlias = _typing.Literal["overlong_penalty"]  # noqa: Y015
-    _WhichOneofArgType__overlong_penalty: _TypeAlias = _typing.Literal["_overlong_penalty", b"_overlong_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_share: _TypeAlias = _typing.Literal["overlong_share"]  # noqa: Y015
-    _WhichOneofArgType__overlong_share: _TypeAlias = _typing.Literal["_overlong_share", b"_overlong_share"]  # noqa: Y015
-    _WhichOneofReturnType__reduction: _TypeAlias = _typing.Literal["reduction"]  # noqa: Y015
-    _WhichOneofArgType__reduction: _TypeAlias = _typing.Literal["_reduction", b"_reduction"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynamic_sampling) -> _WhichOneofReturnType__dynamic_sampling | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_coefficient) -> _WhichOneofReturnType__entropy_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_cap) -> _WhichOneofReturnType__importance_cap | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_correction) -> _WhichOneofReturnType__importance_correction | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_floor) -> _WhichOneofReturnType__importance_floor | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_level) -> _WhichOneofReturnType__importance_level | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coefficient) -> _WhichOneofReturnType__kl_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_estimator) -> _WhichOneofReturnType__kl_estimator | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_in) -> _WhichOneofReturnType__kl_in | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_truncated) -> _WhichOneofReturnType__mask_truncated | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__minibatches) -> _WhichOneofReturnType__minibatches | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalization) -> _WhichOneofReturnType__normalization | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_policy) -> _WhichOneofReturnType__old_policy | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_penalty) -> _WhichOneofReturnType__overlong_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_share) -> _WhichOneofReturnType__overlong_share | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reduction) -> _WhichOneofReturnType__reduction | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CispoConfig: _TypeAlias = CispoConfig  # noqa: Y015
 
 @_typing.final
 class RlooConfig(_message.Message):
-    """RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean of the others its
-    baseline.
+    """RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean reward of the other samples is
+    the baseline.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    KL_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
-    KL_IN_FIELD_NUMBER: _builtins.int
-    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    NORMALIZATION_FIELD_NUMBER: _builtins.int
-    BASELINE_FIELD_NUMBER: _builtins.int
-    REDUCTION_FIELD_NUMBER: _builtins.int
-    EPOCHS_FIELD_NUMBER: _builtins.int
-    MINIBATCHES_FIELD_NUMBER: _builtins.int
-    DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
-    OVERLONG_SHARE_FIELD_NUMBER: _builtins.int
-    OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
-    MASK_TRUNCATED_FIELD_NUMBER: _builtins.int
-    OLD_POLICY_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CORRECTION_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_LEVEL_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
-    clip_low: _builtins.float
-    """Lower clip of the ratio of a sample, the product over its tokens: 1 - clip_low."""
-    clip_high: _builtins.float
-    """Upper clip of that ratio: 1 + clip_high."""
-    kl_coefficient: _builtins.float
-    """Weight of the KL divergence from the initial model. 0 needs no reference model."""
-    kl_estimator: _builtins.str
-    """Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-    only measures there.
-    """
-    kl_in: _builtins.str
-    """Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-    forward pass of policy and initial model first.
-    """
-    entropy_coefficient: _builtins.float
-    """Weight of the entropy bonus."""
-    normalization: _builtins.str
-    """What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`."""
-    baseline: _builtins.str
-    """What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-    bias).
-    """
-    reduction: _builtins.str
-    """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-    (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-    """
-    epochs: _builtins.int
-    """Passes over a batch. More than one update a batch costs a forward pass first."""
-    minibatches: _builtins.int
-    """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
-    dynamic_sampling: _builtins.bool
-    """Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-    3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-    """
-    overlong_share: _builtins.float
-    """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-    (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-    """
-    overlong_penalty: _builtins.float
-    """What is taken from the reward of a completion that is as long as may be, or was cut off."""
-    mask_truncated: _builtins.bool
-    """Whether completions that were cut off are left out of the loss (their rewards still count in the group)."""
-    old_policy: _builtins.str
-    """In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-    importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-    """
-    importance_correction: _builtins.str
-    """In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-    tokens outside floor and cap (IcePop), or `none`.
-    """
-    importance_level: _builtins.str
-    """What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-    `geometric` mean over its tokens.
-    """
-    importance_cap: _builtins.float
-    """Largest importance weight."""
-    importance_floor: _builtins.float
-    """Smallest importance weight that `mask` keeps."""
+    LOSS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loss(self) -> Global___PolicyLossConfig:
+        """The policy-gradient loss."""
+
+    @_builtins.property
+    def group(self) -> Global___GroupAdvantageConfig:
+        """The advantages of a group."""
+
     def __init__(
         self,
         *,
-        clip_low: _builtins.float | None = ...,
-        clip_high: _builtins.float | None = ...,
-        kl_coefficient: _builtins.float | None = ...,
-        kl_estimator: _builtins.str | None = ...,
-        kl_in: _builtins.str | None = ...,
-        entropy_coefficient: _builtins.float | None = ...,
-        normalization: _builtins.str | None = ...,
-        baseline: _builtins.str | None = ...,
-        reduction: _builtins.str | None = ...,
-        epochs: _builtins.int | None = ...,
-        minibatches: _builtins.int | None = ...,
-        dynamic_sampling: _builtins.bool | None = ...,
-        overlong_share: _builtins.float | None = ...,
-        overlong_penalty: _builtins.float | None = ...,
-        mask_truncated: _builtins.bool | None = ...,
-        old_policy: _builtins.str | None = ...,
-        importance_correction: _builtins.str | None = ...,
-        importance_level: _builtins.str | None = ...,
-        importance_cap: _builtins.float | None = ...,
-        importance_floor: _builtins.float | None = ...,
+        loss: Global___PolicyLossConfig | None = ...,
+        group: Global___GroupAdvantageConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dynamic_sampling", b"_dynamic_sampling", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_normalization", b"_normalization", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "baseline", b"baseline", "clip_high", b"clip_high", "clip_low", b"clip_low", "dynamic_sampling", b"dynamic_sampling", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "normalization", b"normalization", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "loss", b"loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
-    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
-    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
-    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
-    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
-    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
-    _WhichOneofReturnType__dynamic_sampling: _TypeAlias = _typing.Literal["dynamic_sampling"]  # noqa: Y015
-    _WhichOneofArgType__dynamic_sampling: _TypeAlias = _typing.Literal["_dynamic_sampling", b"_dynamic_sampling"]  # noqa: Y015
-    _WhichOneofReturnType__entropy_coefficient: _TypeAlias = _typing.Literal["entropy_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__entropy_coefficient: _TypeAlias = _typing.Literal["_entropy_coefficient", b"_entropy_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
-    _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
-    _WhichOneofReturnType__importance_cap: _TypeAlias = _typing.Literal["importance_cap"]  # noqa: Y015
-    _WhichOneofArgType__importance_cap: _TypeAlias = _typing.Literal["_importance_cap", b"_importance_cap"]  # noqa: Y015
-    _WhichOneofReturnType__importance_correction: _TypeAlias = _typing.Literal["importance_correction"]  # noqa: Y015
-    _WhichOneofArgType__importance_correction: _TypeAlias = _typing.Literal["_importance_correction", b"_importance_correction"]  # noqa: Y015
-    _WhichOneofReturnType__importance_floor: _TypeAlias = _typing.Literal["importance_floor"]  # noqa: Y015
-    _WhichOneofArgType__importance_floor: _TypeAlias = _typing.Literal["_importance_floor", b"_importance_floor"]  # noqa: Y015
-    _WhichOneofReturnType__importance_level: _TypeAlias = _typing.Literal["importance_level"]  # noqa: Y015
-    _WhichOneofArgType__importance_level: _TypeAlias = _typing.Literal["_importance_level", b"_importance_level"]  # noqa: Y015
-    _WhichOneofReturnType__kl_coefficient: _TypeAlias = _typing.Literal["kl_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__kl_coefficient: _TypeAlias = _typing.Literal["_kl_coefficient", b"_kl_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__kl_estimator: _TypeAlias = _typing.Literal["kl_estimator"]  # noqa: Y015
-    _WhichOneofArgType__kl_estimator: _TypeAlias = _typing.Literal["_kl_estimator", b"_kl_estimator"]  # noqa: Y015
-    _WhichOneofReturnType__kl_in: _TypeAlias = _typing.Literal["kl_in"]  # noqa: Y015
-    _WhichOneofArgType__kl_in: _TypeAlias = _typing.Literal["_kl_in", b"_kl_in"]  # noqa: Y015
-    _WhichOneofReturnType__mask_truncated: _TypeAlias = _typing.Literal["mask_truncated"]  # noqa: Y015
-    _WhichOneofArgType__mask_truncated: _TypeAlias = _typing.Literal["_mask_truncated", b"_mask_truncated"]  # noqa: Y015
-    _WhichOneofReturnType__minibatches: _TypeAlias = _typing.Literal["minibatches"]  # noqa: Y015
-    _WhichOneofArgType__minibatches: _TypeAlias = _typing.Literal["_minibatches", b"_minibatches"]  # noqa: Y015
-    _WhichOneofReturnType__normalization: _TypeAlias = _typing.Literal["normalization"]  # noqa: Y015
-    _WhichOneofArgType__normalization: _TypeAlias = _typing.Literal["_normalization", b"_normalization"]  # noqa: Y015
-    _WhichOneofReturnType__old_policy: _TypeAlias = _typing.Literal["old_policy"]  # noqa: Y015
-    _WhichOneofArgType__old_policy: _TypeAlias = _typing.Literal["_old_policy", b"_old_policy"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_penalty: _TypeAlias = _typing.Literal["overlong_penalty"]  # noqa: Y015
-    _WhichOneofArgType__overlong_penalty: _TypeAlias = _typing.Literal["_overlong_penalty", b"_overlong_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_share: _TypeAlias = _typing.Literal["overlong_share"]  # noqa: Y015
-    _WhichOneofArgType__overlong_share: _TypeAlias = _typing.Literal["_overlong_share", b"_overlong_share"]  # noqa: Y015
-    _WhichOneofReturnType__reduction: _TypeAlias = _typing.Literal["reduction"]  # noqa: Y015
-    _WhichOneofArgType__reduction: _TypeAlias = _typing.Literal["_reduction", b"_reduction"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__dynamic_sampling) -> _WhichOneofReturnType__dynamic_sampling | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_coefficient) -> _WhichOneofReturnType__entropy_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_cap) -> _WhichOneofReturnType__importance_cap | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_correction) -> _WhichOneofReturnType__importance_correction | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_floor) -> _WhichOneofReturnType__importance_floor | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_level) -> _WhichOneofReturnType__importance_level | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coefficient) -> _WhichOneofReturnType__kl_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_estimator) -> _WhichOneofReturnType__kl_estimator | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_in) -> _WhichOneofReturnType__kl_in | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_truncated) -> _WhichOneofReturnType__mask_truncated | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__minibatches) -> _WhichOneofReturnType__minibatches | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalization) -> _WhichOneofReturnType__normalization | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_policy) -> _WhichOneofReturnType__old_policy | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_penalty) -> _WhichOneofReturnType__overlong_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_share) -> _WhichOneofReturnType__overlong_share | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reduction) -> _WhichOneofReturnType__reduction | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RlooConfig: _TypeAlias = RlooConfig  # noqa: Y015
 
 @_typing.final
 class ReinforcePpConfig(_message.Message):
-    """ReinforcePpConfig sets REINFORCE++ (arXiv 2501.03262): returns of each token, normalised over the whole batch, without a
+    """ReinforcePpConfig sets REINFORCE++ (arXiv 2501.03262): the return of each token, normalized over the whole batch, without a
     critic.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    KL_COEFFICIENT_FIELD_NUMBER: _builtins.int
-    KL_ESTIMATOR_FIELD_NUMBER: _builtins.int
-    KL_IN_FIELD_NUMBER: _builtins.int
-    ENTROPY_COEFFICIENT_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     GAMMA_FIELD_NUMBER: _builtins.int
     GROUP_BASELINE_FIELD_NUMBER: _builtins.int
-    REDUCTION_FIELD_NUMBER: _builtins.int
-    EPOCHS_FIELD_NUMBER: _builtins.int
-    MINIBATCHES_FIELD_NUMBER: _builtins.int
-    OVERLONG_SHARE_FIELD_NUMBER: _builtins.int
-    OVERLONG_PENALTY_FIELD_NUMBER: _builtins.int
-    MASK_TRUNCATED_FIELD_NUMBER: _builtins.int
-    OLD_POLICY_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CORRECTION_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_LEVEL_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
-    IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
-    clip_low: _builtins.float
-    """Lower clip of the probability ratio: 1 - clip_low."""
-    clip_high: _builtins.float
-    """Upper clip of the probability ratio: 1 + clip_high."""
-    kl_coefficient: _builtins.float
-    """Weight of the KL divergence from the initial model. 0 needs no reference model."""
-    kl_estimator: _builtins.str
-    """Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-    only measures there.
-    """
-    kl_in: _builtins.str
-    """Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-    forward pass of policy and initial model first.
-    """
-    entropy_coefficient: _builtins.float
-    """Weight of the entropy bonus."""
     gamma: _builtins.float
-    """Discount of later rewards, a token."""
+    """Discount of later rewards, per token."""
     group_baseline: _builtins.bool
-    """Whether the mean of a group's rewards is taken from each first (REINFORCE++-Baseline)."""
-    reduction: _builtins.str
-    """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-    (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-    """
-    epochs: _builtins.int
-    """Passes over a batch. More than one update a batch costs a forward pass first."""
-    minibatches: _builtins.int
-    """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
-    overlong_share: _builtins.float
-    """Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-    (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-    """
-    overlong_penalty: _builtins.float
-    """What is taken from the reward of a completion that is as long as may be, or was cut off."""
-    mask_truncated: _builtins.bool
-    """Whether completions that were cut off are left out of the loss (their rewards still count in the group)."""
-    old_policy: _builtins.str
-    """In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-    importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-    """
-    importance_correction: _builtins.str
-    """In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-    tokens outside floor and cap (IcePop), or `none`.
-    """
-    importance_level: _builtins.str
-    """What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-    `geometric` mean over its tokens.
-    """
-    importance_cap: _builtins.float
-    """Largest importance weight."""
-    importance_floor: _builtins.float
-    """Smallest importance weight that `mask` keeps."""
+    """Whether the mean reward of the group is subtracted from each reward first (REINFORCE++-Baseline)."""
+    @_builtins.property
+    def loss(self) -> Global___PolicyLossConfig:
+        """The policy-gradient loss."""
+
     def __init__(
         self,
         *,
-        clip_low: _builtins.float | None = ...,
-        clip_high: _builtins.float | None = ...,
-        kl_coefficient: _builtins.float | None = ...,
-        kl_estimator: _builtins.str | None = ...,
-        kl_in: _builtins.str | None = ...,
-        entropy_coefficient: _builtins.float | None = ...,
+        loss: Global___PolicyLossConfig | None = ...,
         gamma: _builtins.float | None = ...,
         group_baseline: _builtins.bool | None = ...,
-        reduction: _builtins.str | None = ...,
-        epochs: _builtins.int | None = ...,
-        minibatches: _builtins.int | None = ...,
-        overlong_share: _builtins.float | None = ...,
-        overlong_penalty: _builtins.float | None = ...,
-        mask_truncated: _builtins.bool | None = ...,
-        old_policy: _builtins.str | None = ...,
-        importance_correction: _builtins.str | None = ...,
-        importance_level: _builtins.str | None = ...,
-        importance_cap: _builtins.float | None = ...,
-        importance_floor: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_gamma", b"_gamma", "_group_baseline", b"_group_baseline", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "clip_high", b"clip_high", "clip_low", b"clip_low", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "gamma", b"gamma", "group_baseline", b"group_baseline", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gamma", b"_gamma", "_group_baseline", b"_group_baseline", "gamma", b"gamma", "group_baseline", b"group_baseline", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_gamma", b"_gamma", "_group_baseline", b"_group_baseline", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_in", b"_kl_in", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "clip_high", b"clip_high", "clip_low", b"clip_low", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "gamma", b"gamma", "group_baseline", b"group_baseline", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_in", b"kl_in", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gamma", b"_gamma", "_group_baseline", b"_group_baseline", "gamma", b"gamma", "group_baseline", b"group_baseline", "loss", b"loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
-    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
-    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
-    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
-    _WhichOneofReturnType__entropy_coefficient: _TypeAlias = _typing.Literal["entropy_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__entropy_coefficient: _TypeAlias = _typing.Literal["_entropy_coefficient", b"_entropy_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
-    _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
     _WhichOneofReturnType__gamma: _TypeAlias = _typing.Literal["gamma"]  # noqa: Y015
     _WhichOneofArgType__gamma: _TypeAlias = _typing.Literal["_gamma", b"_gamma"]  # noqa: Y015
     _WhichOneofReturnType__group_baseline: _TypeAlias = _typing.Literal["group_baseline"]  # noqa: Y015
     _WhichOneofArgType__group_baseline: _TypeAlias = _typing.Literal["_group_baseline", b"_group_baseline"]  # noqa: Y015
-    _WhichOneofReturnType__importance_cap: _TypeAlias = _typing.Literal["importance_cap"]  # noqa: Y015
-    _WhichOneofArgType__importance_cap: _TypeAlias = _typing.Literal["_importance_cap", b"_importance_cap"]  # noqa: Y015
-    _WhichOneofReturnType__importance_correction: _TypeAlias = _typing.Literal["importance_correction"]  # noqa: Y015
-    _WhichOneofArgType__importance_correction: _TypeAlias = _typing.Literal["_importance_correction", b"_importance_correction"]  # noqa: Y015
-    _WhichOneofReturnType__importance_floor: _TypeAlias = _typing.Literal["importance_floor"]  # noqa: Y015
-    _WhichOneofArgType__importance_floor: _TypeAlias = _typing.Literal["_importance_floor", b"_importance_floor"]  # noqa: Y015
-    _WhichOneofReturnType__importance_level: _TypeAlias = _typing.Literal["importance_level"]  # noqa: Y015
-    _WhichOneofArgType__importance_level: _TypeAlias = _typing.Literal["_importance_level", b"_importance_level"]  # noqa: Y015
-    _WhichOneofReturnType__kl_coefficient: _TypeAlias = _typing.Literal["kl_coefficient"]  # noqa: Y015
-    _WhichOneofArgType__kl_coefficient: _TypeAlias = _typing.Literal["_kl_coefficient", b"_kl_coefficient"]  # noqa: Y015
-    _WhichOneofReturnType__kl_estimator: _TypeAlias = _typing.Literal["kl_estimator"]  # noqa: Y015
-    _WhichOneofArgType__kl_estimator: _TypeAlias = _typing.Literal["_kl_estimator", b"_kl_estimator"]  # noqa: Y015
-    _WhichOneofReturnType__kl_in: _TypeAlias = _typing.Literal["kl_in"]  # noqa: Y015
-    _WhichOneofArgType__kl_in: _TypeAlias = _typing.Literal["_kl_in", b"_kl_in"]  # noqa: Y015
-    _WhichOneofReturnType__mask_truncated: _TypeAlias = _typing.Literal["mask_truncated"]  # noqa: Y015
-    _WhichOneofArgType__mask_truncated: _TypeAlias = _typing.Literal["_mask_truncated", b"_mask_truncated"]  # noqa: Y015
-    _WhichOneofReturnType__minibatches: _TypeAlias = _typing.Literal["minibatches"]  # noqa: Y015
-    _WhichOneofArgType__minibatches: _TypeAlias = _typing.Literal["_minibatches", b"_minibatches"]  # noqa: Y015
-    _WhichOneofReturnType__old_policy: _TypeAlias = _typing.Literal["old_policy"]  # noqa: Y015
-    _WhichOneofArgType__old_policy: _TypeAlias = _typing.Literal["_old_policy", b"_old_policy"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_penalty: _TypeAlias = _typing.Literal["overlong_penalty"]  # noqa: Y015
-    _WhichOneofArgType__overlong_penalty: _TypeAlias = _typing.Literal["_overlong_penalty", b"_overlong_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__overlong_share: _TypeAlias = _typing.Literal["overlong_share"]  # noqa: Y015
-    _WhichOneofArgType__overlong_share: _TypeAlias = _typing.Literal["_overlong_share", b"_overlong_share"]  # noqa: Y015
-    _WhichOneofReturnType__reduction: _TypeAlias = _typing.Literal["reduction"]  # noqa: Y015
-    _WhichOneofArgType__reduction: _TypeAlias = _typing.Literal["_reduction", b"_reduction"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_coefficient) -> _WhichOneofReturnType__entropy_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gamma) -> _WhichOneofReturnType__gamma | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_baseline) -> _WhichOneofReturnType__group_baseline | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_cap) -> _WhichOneofReturnType__importance_cap | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_correction) -> _WhichOneofReturnType__importance_correction | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_floor) -> _WhichOneofReturnType__importance_floor | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_level) -> _WhichOneofReturnType__importance_level | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coefficient) -> _WhichOneofReturnType__kl_coefficient | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_estimator) -> _WhichOneofReturnType__kl_estimator | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_in) -> _WhichOneofReturnType__kl_in | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_truncated) -> _WhichOneofReturnType__mask_truncated | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__minibatches) -> _WhichOneofReturnType__minibatches | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__old_policy) -> _WhichOneofReturnType__old_policy | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_penalty) -> _WhichOneofReturnType__overlong_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlong_share) -> _WhichOneofReturnType__overlong_share | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reduction) -> _WhichOneofReturnType__reduction | None: ...
 
 Global___ReinforcePpConfig: _TypeAlias = ReinforcePpConfig  # noqa: Y015
 
@@ -1496,9 +765,7 @@ Global___DpoConfig: _TypeAlias = DpoConfig  # noqa: Y015
 
 @_typing.final
 class OnlineDpoConfig(_message.Message):
-    """OnlineDpoConfig sets online DPO (arXiv 2402.04792): the policy samples groups, and of each the sample of the highest reward is
-    preferred to that of the lowest. Groups whose rewards are all equal make no pair.
-    """
+    """OnlineDpoConfig sets online DPO (arXiv 2402.04792): the policy samples groups, and of each the sample of the highest reward is"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1637,9 +904,7 @@ Global___KtoConfig: _TypeAlias = KtoConfig  # noqa: Y015
 
 @_typing.final
 class DistillationConfig(_message.Message):
-    """DistillationConfig sets on-policy distillation: the policy samples, a teacher with the same vocabulary says how likely
-    each token was (reverse KL on sampled tokens; arXiv 2306.13649, arXiv 2306.08543).
-    """
+    """DistillationConfig sets on-policy distillation: the policy samples, a teacher with the same vocabulary says how likely"""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -22,8 +22,361 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// AlgorithmConfig is a tagged union: the name of the table is the algorithm.
+type AlgorithmConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What the learner optimises.
+	//
+	// Types that are valid to be assigned to Kind:
+	//
+	//	*AlgorithmConfig_Sft
+	//	*AlgorithmConfig_Grpo
+	//	*AlgorithmConfig_RewardModel
+	//	*AlgorithmConfig_Ppo
+	//	*AlgorithmConfig_DrGrpo
+	//	*AlgorithmConfig_Dapo
+	//	*AlgorithmConfig_Gspo
+	//	*AlgorithmConfig_Cispo
+	//	*AlgorithmConfig_Rloo
+	//	*AlgorithmConfig_ReinforcePp
+	//	*AlgorithmConfig_Dpo
+	//	*AlgorithmConfig_Ipo
+	//	*AlgorithmConfig_Kto
+	//	*AlgorithmConfig_Distillation
+	//	*AlgorithmConfig_OnlineDpo
+	Kind          isAlgorithmConfig_Kind `protobuf_oneof:"kind"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AlgorithmConfig) Reset() {
+	*x = AlgorithmConfig{}
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AlgorithmConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AlgorithmConfig) ProtoMessage() {}
+
+func (x *AlgorithmConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AlgorithmConfig.ProtoReflect.Descriptor instead.
+func (*AlgorithmConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *AlgorithmConfig) GetKind() isAlgorithmConfig_Kind {
+	if x != nil {
+		return x.Kind
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetSft() *SftConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Sft); ok {
+			return x.Sft
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetGrpo() *GrpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Grpo); ok {
+			return x.Grpo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetRewardModel() *RewardModelConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_RewardModel); ok {
+			return x.RewardModel
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetPpo() *PpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Ppo); ok {
+			return x.Ppo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetDrGrpo() *DrGrpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_DrGrpo); ok {
+			return x.DrGrpo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetDapo() *DapoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Dapo); ok {
+			return x.Dapo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetGspo() *GspoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Gspo); ok {
+			return x.Gspo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetCispo() *CispoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Cispo); ok {
+			return x.Cispo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetRloo() *RlooConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Rloo); ok {
+			return x.Rloo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetReinforcePp() *ReinforcePpConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_ReinforcePp); ok {
+			return x.ReinforcePp
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetDpo() *DpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Dpo); ok {
+			return x.Dpo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetIpo() *IpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Ipo); ok {
+			return x.Ipo
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetKto() *KtoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Kto); ok {
+			return x.Kto
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetDistillation() *DistillationConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_Distillation); ok {
+			return x.Distillation
+		}
+	}
+	return nil
+}
+
+func (x *AlgorithmConfig) GetOnlineDpo() *OnlineDpoConfig {
+	if x != nil {
+		if x, ok := x.Kind.(*AlgorithmConfig_OnlineDpo); ok {
+			return x.OnlineDpo
+		}
+	}
+	return nil
+}
+
+type isAlgorithmConfig_Kind interface {
+	isAlgorithmConfig_Kind()
+}
+
+type AlgorithmConfig_Sft struct {
+	// Supervised fine-tuning on the rows' reference answers.
+	Sft *SftConfig `protobuf:"bytes,1,opt,name=sft,proto3,oneof"`
+}
+
+type AlgorithmConfig_Grpo struct {
+	// Group Relative Policy Optimization.
+	Grpo *GrpoConfig `protobuf:"bytes,2,opt,name=grpo,proto3,oneof"`
+}
+
+type AlgorithmConfig_RewardModel struct {
+	// A reward model, on preference pairs.
+	RewardModel *RewardModelConfig `protobuf:"bytes,3,opt,name=reward_model,json=rewardModel,proto3,oneof"`
+}
+
+type AlgorithmConfig_Ppo struct {
+	// Proximal Policy Optimization, with a critic.
+	Ppo *PpoConfig `protobuf:"bytes,4,opt,name=ppo,proto3,oneof"`
+}
+
+type AlgorithmConfig_DrGrpo struct {
+	// GRPO without its two biases.
+	DrGrpo *DrGrpoConfig `protobuf:"bytes,5,opt,name=dr_grpo,json=drGrpo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Dapo struct {
+	// GRPO with clip-higher, dynamic sampling and overlong shaping.
+	Dapo *DapoConfig `protobuf:"bytes,6,opt,name=dapo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Gspo struct {
+	// Group Sequence Policy Optimization.
+	Gspo *GspoConfig `protobuf:"bytes,7,opt,name=gspo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Cispo struct {
+	// Clipped importance-sampling weights.
+	Cispo *CispoConfig `protobuf:"bytes,8,opt,name=cispo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Rloo struct {
+	// REINFORCE Leave-One-Out.
+	Rloo *RlooConfig `protobuf:"bytes,9,opt,name=rloo,proto3,oneof"`
+}
+
+type AlgorithmConfig_ReinforcePp struct {
+	// REINFORCE++.
+	ReinforcePp *ReinforcePpConfig `protobuf:"bytes,10,opt,name=reinforce_pp,json=reinforcePp,proto3,oneof"`
+}
+
+type AlgorithmConfig_Dpo struct {
+	// Direct Preference Optimization, on preference pairs.
+	Dpo *DpoConfig `protobuf:"bytes,11,opt,name=dpo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Ipo struct {
+	// Identity Preference Optimization, on preference pairs.
+	Ipo *IpoConfig `protobuf:"bytes,12,opt,name=ipo,proto3,oneof"`
+}
+
+type AlgorithmConfig_Kto struct {
+	// Kahneman-Tversky Optimization, on labelled completions.
+	Kto *KtoConfig `protobuf:"bytes,13,opt,name=kto,proto3,oneof"`
+}
+
+type AlgorithmConfig_Distillation struct {
+	// On-policy distillation from a teacher.
+	Distillation *DistillationConfig `protobuf:"bytes,14,opt,name=distillation,proto3,oneof"`
+}
+
+type AlgorithmConfig_OnlineDpo struct {
+	// Online DPO: the best and the worst of a group's own samples are a preference pair.
+	OnlineDpo *OnlineDpoConfig `protobuf:"bytes,15,opt,name=online_dpo,json=onlineDpo,proto3,oneof"`
+}
+
+func (*AlgorithmConfig_Sft) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Grpo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_RewardModel) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Ppo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_DrGrpo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Dapo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Gspo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Cispo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Rloo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_ReinforcePp) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Dpo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Ipo) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Kto) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_Distillation) isAlgorithmConfig_Kind() {}
+
+func (*AlgorithmConfig_OnlineDpo) isAlgorithmConfig_Kind() {}
+
+// SftConfig sets supervised fine-tuning: mean negative log-likelihood over the trained tokens of the whole batch.
+type SftConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Whether the loss includes the tokens of the prompt.
+	TrainOnPrompt *bool `protobuf:"varint,1,opt,name=train_on_prompt,json=trainOnPrompt,proto3,oneof" json:"train_on_prompt,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SftConfig) Reset() {
+	*x = SftConfig{}
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SftConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SftConfig) ProtoMessage() {}
+
+func (x *SftConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SftConfig.ProtoReflect.Descriptor instead.
+func (*SftConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *SftConfig) GetTrainOnPrompt() bool {
+	if x != nil && x.TrainOnPrompt != nil {
+		return *x.TrainOnPrompt
+	}
+	return false
+}
+
 // RewardModelConfig sets a reward model: a scalar score of prompt and completion, trained on preference pairs
-// (Bradley-Terry, arXiv 2203.02155).
 type RewardModelConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Weight of the pull of scores towards 0 (arXiv 2312.09244 takes 0.01). 0: they may drift together.
@@ -34,7 +387,7 @@ type RewardModelConfig struct {
 
 func (x *RewardModelConfig) Reset() {
 	*x = RewardModelConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[0]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -46,7 +399,7 @@ func (x *RewardModelConfig) String() string {
 func (*RewardModelConfig) ProtoMessage() {}
 
 func (x *RewardModelConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[0]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -59,7 +412,7 @@ func (x *RewardModelConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardModelConfig.ProtoReflect.Descriptor instead.
 func (*RewardModelConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{0}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *RewardModelConfig) GetCenteringCoefficient() float64 {
@@ -69,78 +422,324 @@ func (x *RewardModelConfig) GetCenteringCoefficient() float64 {
 	return 0
 }
 
-// PpoConfig sets Proximal Policy Optimization with a critic (arXiv 1707.06347; arXiv 2203.02155 for language models).
-type PpoConfig struct {
+// PolicyLossConfig sets the clipped policy-gradient loss. PPO, REINFORCE++ and the algorithms of GRPO's family share it; each
+// writes these keys in its own table, such as `[algorithm.grpo]`, and has its own defaults.
+type PolicyLossConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Lower clip of the probability ratio: 1 - clip_low.
+	// Lower clip of the probability ratio, `1 - clip_low`. GSPO and RLOO clip the ratio of a whole sample, the others that of a token.
 	ClipLow *float64 `protobuf:"fixed64,1,opt,name=clip_low,json=clipLow,proto3,oneof" json:"clip_low,omitempty"`
-	// Upper clip of the probability ratio: 1 + clip_high.
+	// Upper clip of the probability ratio, `1 + clip_high`. A value above `clip_low` lets unlikely tokens grow (clip-higher, DAPO).
 	ClipHigh *float64 `protobuf:"fixed64,2,opt,name=clip_high,json=clipHigh,proto3,oneof" json:"clip_high,omitempty"`
-	// Bound of a token's loss with a negative advantage, as a multiple of the advantage (arXiv 1912.09729 takes 3.0); above 1,
-	// or 0 for no bound.
+	// Bound of the loss of a token with a negative advantage, as a multiple of the advantage: above 1, such as 3.0 (arXiv 1912.09729).
+	// 0: no bound.
 	DualClip *float64 `protobuf:"fixed64,3,opt,name=dual_clip,json=dualClip,proto3,oneof" json:"dual_clip,omitempty"`
-	// Weight of the KL divergence from the initial model. 0 needs no reference model.
+	// Weight of the KL divergence from the initial model. 0: no reference model is loaded.
 	KlCoefficient *float64 `protobuf:"fixed64,4,opt,name=kl_coefficient,json=klCoefficient,proto3,oneof" json:"kl_coefficient,omitempty"`
-	// Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-	// only measures there.
+	// Estimator of the divergence from sampled tokens (Schulman 2020). The gradient of `k1` as a term of the loss has mean 0, so it
+	// needs `kl_in = "reward"`.
 	KlEstimator *string `protobuf:"bytes,5,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
-	// Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-	// forward pass of policy and initial model first.
+	// Where the divergence counts: as a term of the `loss`, or subtracted from the `reward` before advantages are estimated. The
+	// latter costs an additional forward pass of policy and initial model.
 	KlIn *string `protobuf:"bytes,6,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
-	// Divergence, in nats a token, that the KL coefficient is adapted towards (arXiv 1909.08593). 0: the coefficient stays.
+	// Divergence in nats per token that `kl_coefficient` adapts towards (arXiv 1909.08593). 0: the coefficient is constant.
 	KlTarget *float64 `protobuf:"fixed64,7,opt,name=kl_target,json=klTarget,proto3,oneof" json:"kl_target,omitempty"`
-	// Samples over which the KL coefficient adapts.
+	// Number of samples over which `kl_coefficient` adapts.
 	KlHorizon *float64 `protobuf:"fixed64,8,opt,name=kl_horizon,json=klHorizon,proto3,oneof" json:"kl_horizon,omitempty"`
 	// Weight of the entropy bonus.
 	EntropyCoefficient *float64 `protobuf:"fixed64,9,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
-	// Discount of later rewards, a token.
-	Gamma *float64 `protobuf:"fixed64,10,opt,name=gamma,proto3,oneof" json:"gamma,omitempty"`
-	// Generalised advantage estimation (arXiv 1506.02438): 0 trusts the critic for all that comes, 1 the sampled return.
-	GaeLambda *float64 `protobuf:"fixed64,11,opt,name=gae_lambda,json=gaeLambda,proto3,oneof" json:"gae_lambda,omitempty"`
-	// Whether advantages are normalised over the tokens of the batch.
-	WhitenAdvantages *bool `protobuf:"varint,12,opt,name=whiten_advantages,json=whitenAdvantages,proto3,oneof" json:"whiten_advantages,omitempty"`
-	// How far a value may move from what it was before the first update before its loss stops to fall. 0: no bound.
-	ValueClip *float64 `protobuf:"fixed64,13,opt,name=value_clip,json=valueClip,proto3,oneof" json:"value_clip,omitempty"`
-	// Weight of the value loss beside the policy's.
-	ValueCoefficient *float64 `protobuf:"fixed64,14,opt,name=value_coefficient,json=valueCoefficient,proto3,oneof" json:"value_coefficient,omitempty"`
-	// The critic: a scalar `head` on the policy's own last hidden states, or a `network` of its own that starts as the model.
-	Critic *string `protobuf:"bytes,15,opt,name=critic,proto3,oneof" json:"critic,omitempty"`
-	// Peak learning rate of a critic `network`; its schedule is the policy's.
-	CriticLearningRate *float64 `protobuf:"fixed64,16,opt,name=critic_learning_rate,json=criticLearningRate,proto3,oneof" json:"critic_learning_rate,omitempty"`
-	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-	Reduction *string `protobuf:"bytes,17,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
-	// Passes over a batch. More than one update a batch costs a forward pass first.
-	Epochs *uint32 `protobuf:"varint,18,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
-	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
-	Minibatches *uint32 `protobuf:"varint,19,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-	OverlongShare *float64 `protobuf:"fixed64,20,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
-	// What is taken from the reward of a completion that is as long as may be, or was cut off.
-	OverlongPenalty *float64 `protobuf:"fixed64,21,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
-	// Whether completions that were cut off are left out of the loss (their rewards still count in the group).
-	MaskTruncated *bool `protobuf:"varint,22,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-	// importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-	OldPolicy *string `protobuf:"bytes,23,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-	// tokens outside floor and cap (IcePop), or `none`.
-	ImportanceCorrection *string `protobuf:"bytes,24,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
-	// What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-	// `geometric` mean over its tokens.
-	ImportanceLevel *string `protobuf:"bytes,25,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
+	// How token losses are reduced: the mean over the `token`s of the batch, the mean over samples of the mean of each sample
+	// (`sequence`), or the sum divided by samples * `sampling.max_tokens` (`constant`).
+	Reduction *string `protobuf:"bytes,10,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
+	// Passes over a batch. More than one optimizer update per batch costs an additional forward pass.
+	Epochs *uint32 `protobuf:"varint,11,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
+	// Optimizer updates per pass. Each one takes an equal part of the batch, in whole samples.
+	Minibatches *uint32 `protobuf:"varint,12,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
+	// Last share of `sampling.max_tokens` over which the reward falls linearly, by `overlong_penalty` at the end (DAPO, arXiv
+	// 2503.14476, equation 13). 0: no penalty.
+	OverlongShare *float64 `protobuf:"fixed64,13,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
+	// Amount subtracted from the reward of a completion that has the maximum length or was truncated.
+	OverlongPenalty *float64 `protobuf:"fixed64,14,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
+	// Whether the loss leaves out truncated completions. Their rewards still count in the group.
+	MaskTruncated *bool `protobuf:"varint,15,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
+	// In async mode, the denominator of the probability ratio: `proximal`, the trained weights before the first update of the batch,
+	// with an additional importance weight (decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
+	OldPolicy *string `protobuf:"bytes,16,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
+	// In async mode, how importance weights against the logprobs of the engine are bounded: `truncate` at the cap, `mask` the tokens
+	// outside floor and cap (IcePop), or `none`: no importance weights.
+	ImportanceCorrection *string `protobuf:"bytes,17,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
+	// Level of an importance weight: the `token`, the whole sample (`sequence`, the product over its tokens), or the `geometric`
+	// mean over the tokens of the sample.
+	ImportanceLevel *string `protobuf:"bytes,18,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
 	// Largest importance weight.
-	ImportanceCap *float64 `protobuf:"fixed64,26,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
+	ImportanceCap *float64 `protobuf:"fixed64,19,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
 	// Smallest importance weight that `mask` keeps.
-	ImportanceFloor *float64 `protobuf:"fixed64,27,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
+	ImportanceFloor *float64 `protobuf:"fixed64,20,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
 
+func (x *PolicyLossConfig) Reset() {
+	*x = PolicyLossConfig{}
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PolicyLossConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PolicyLossConfig) ProtoMessage() {}
+
+func (x *PolicyLossConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PolicyLossConfig.ProtoReflect.Descriptor instead.
+func (*PolicyLossConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *PolicyLossConfig) GetClipLow() float64 {
+	if x != nil && x.ClipLow != nil {
+		return *x.ClipLow
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetClipHigh() float64 {
+	if x != nil && x.ClipHigh != nil {
+		return *x.ClipHigh
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetDualClip() float64 {
+	if x != nil && x.DualClip != nil {
+		return *x.DualClip
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetKlCoefficient() float64 {
+	if x != nil && x.KlCoefficient != nil {
+		return *x.KlCoefficient
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetKlEstimator() string {
+	if x != nil && x.KlEstimator != nil {
+		return *x.KlEstimator
+	}
+	return ""
+}
+
+func (x *PolicyLossConfig) GetKlIn() string {
+	if x != nil && x.KlIn != nil {
+		return *x.KlIn
+	}
+	return ""
+}
+
+func (x *PolicyLossConfig) GetKlTarget() float64 {
+	if x != nil && x.KlTarget != nil {
+		return *x.KlTarget
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetKlHorizon() float64 {
+	if x != nil && x.KlHorizon != nil {
+		return *x.KlHorizon
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetEntropyCoefficient() float64 {
+	if x != nil && x.EntropyCoefficient != nil {
+		return *x.EntropyCoefficient
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetReduction() string {
+	if x != nil && x.Reduction != nil {
+		return *x.Reduction
+	}
+	return ""
+}
+
+func (x *PolicyLossConfig) GetEpochs() uint32 {
+	if x != nil && x.Epochs != nil {
+		return *x.Epochs
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetMinibatches() uint32 {
+	if x != nil && x.Minibatches != nil {
+		return *x.Minibatches
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetOverlongShare() float64 {
+	if x != nil && x.OverlongShare != nil {
+		return *x.OverlongShare
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetOverlongPenalty() float64 {
+	if x != nil && x.OverlongPenalty != nil {
+		return *x.OverlongPenalty
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetMaskTruncated() bool {
+	if x != nil && x.MaskTruncated != nil {
+		return *x.MaskTruncated
+	}
+	return false
+}
+
+func (x *PolicyLossConfig) GetOldPolicy() string {
+	if x != nil && x.OldPolicy != nil {
+		return *x.OldPolicy
+	}
+	return ""
+}
+
+func (x *PolicyLossConfig) GetImportanceCorrection() string {
+	if x != nil && x.ImportanceCorrection != nil {
+		return *x.ImportanceCorrection
+	}
+	return ""
+}
+
+func (x *PolicyLossConfig) GetImportanceLevel() string {
+	if x != nil && x.ImportanceLevel != nil {
+		return *x.ImportanceLevel
+	}
+	return ""
+}
+
+func (x *PolicyLossConfig) GetImportanceCap() float64 {
+	if x != nil && x.ImportanceCap != nil {
+		return *x.ImportanceCap
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetImportanceFloor() float64 {
+	if x != nil && x.ImportanceFloor != nil {
+		return *x.ImportanceFloor
+	}
+	return 0
+}
+
+// GroupAdvantageConfig sets how the advantages of GRPO's family are estimated from the rewards of a group.
+type GroupAdvantageConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Rewards whose standard deviation divides the advantages: those of the `group`, of the whole `batch`, or `none`.
+	Normalization *string `protobuf:"bytes,1,opt,name=normalization,proto3,oneof" json:"normalization,omitempty"`
+	// What is subtracted from a reward: the mean reward of its `group`, or the mean of the other samples of the group
+	// (`leave_one_out`, unbiased).
+	Baseline *string `protobuf:"bytes,2,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
+	// Whether groups of equal rewards are left out and replaced by newly sampled ones, within `sampling.refill_rounds` (DAPO, arXiv
+	// 2503.14476, section 3.2). Rewards are compared before the overlong penalty.
+	DynamicSampling *bool `protobuf:"varint,3,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *GroupAdvantageConfig) Reset() {
+	*x = GroupAdvantageConfig{}
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GroupAdvantageConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GroupAdvantageConfig) ProtoMessage() {}
+
+func (x *GroupAdvantageConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GroupAdvantageConfig.ProtoReflect.Descriptor instead.
+func (*GroupAdvantageConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *GroupAdvantageConfig) GetNormalization() string {
+	if x != nil && x.Normalization != nil {
+		return *x.Normalization
+	}
+	return ""
+}
+
+func (x *GroupAdvantageConfig) GetBaseline() string {
+	if x != nil && x.Baseline != nil {
+		return *x.Baseline
+	}
+	return ""
+}
+
+func (x *GroupAdvantageConfig) GetDynamicSampling() bool {
+	if x != nil && x.DynamicSampling != nil {
+		return *x.DynamicSampling
+	}
+	return false
+}
+
+// PpoConfig sets Proximal Policy Optimization with a critic (arXiv 1707.06347; arXiv 2203.02155 for language models).
+type PpoConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The policy-gradient loss.
+	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
+	// Discount of later rewards, per token.
+	Gamma *float64 `protobuf:"fixed64,2,opt,name=gamma,proto3,oneof" json:"gamma,omitempty"`
+	// Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the values of the critic only, 1 the sampled return.
+	GaeLambda *float64 `protobuf:"fixed64,3,opt,name=gae_lambda,json=gaeLambda,proto3,oneof" json:"gae_lambda,omitempty"`
+	// Whether advantages are normalized over the tokens of the batch.
+	WhitenAdvantages *bool `protobuf:"varint,4,opt,name=whiten_advantages,json=whitenAdvantages,proto3,oneof" json:"whiten_advantages,omitempty"`
+	// Clip of the change of a value since before the first update of the batch. 0: no clip.
+	ValueClip *float64 `protobuf:"fixed64,5,opt,name=value_clip,json=valueClip,proto3,oneof" json:"value_clip,omitempty"`
+	// Weight of the value loss.
+	ValueCoefficient *float64 `protobuf:"fixed64,6,opt,name=value_coefficient,json=valueCoefficient,proto3,oneof" json:"value_coefficient,omitempty"`
+	// The critic: a scalar `head` on the last hidden states of the policy, or a separate `network` that starts from the model.
+	Critic *string `protobuf:"bytes,7,opt,name=critic,proto3,oneof" json:"critic,omitempty"`
+	// Peak learning rate of a critic `network`. It follows the schedule of the policy.
+	CriticLearningRate *float64 `protobuf:"fixed64,8,opt,name=critic_learning_rate,json=criticLearningRate,proto3,oneof" json:"critic_learning_rate,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
+}
+
 func (x *PpoConfig) Reset() {
 	*x = PpoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[1]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -152,7 +751,7 @@ func (x *PpoConfig) String() string {
 func (*PpoConfig) ProtoMessage() {}
 
 func (x *PpoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[1]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -165,70 +764,14 @@ func (x *PpoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PpoConfig.ProtoReflect.Descriptor instead.
 func (*PpoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{1}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{5}
 }
 
-func (x *PpoConfig) GetClipLow() float64 {
-	if x != nil && x.ClipLow != nil {
-		return *x.ClipLow
+func (x *PpoConfig) GetLoss() *PolicyLossConfig {
+	if x != nil {
+		return x.Loss
 	}
-	return 0
-}
-
-func (x *PpoConfig) GetClipHigh() float64 {
-	if x != nil && x.ClipHigh != nil {
-		return *x.ClipHigh
-	}
-	return 0
-}
-
-func (x *PpoConfig) GetDualClip() float64 {
-	if x != nil && x.DualClip != nil {
-		return *x.DualClip
-	}
-	return 0
-}
-
-func (x *PpoConfig) GetKlCoefficient() float64 {
-	if x != nil && x.KlCoefficient != nil {
-		return *x.KlCoefficient
-	}
-	return 0
-}
-
-func (x *PpoConfig) GetKlEstimator() string {
-	if x != nil && x.KlEstimator != nil {
-		return *x.KlEstimator
-	}
-	return ""
-}
-
-func (x *PpoConfig) GetKlIn() string {
-	if x != nil && x.KlIn != nil {
-		return *x.KlIn
-	}
-	return ""
-}
-
-func (x *PpoConfig) GetKlTarget() float64 {
-	if x != nil && x.KlTarget != nil {
-		return *x.KlTarget
-	}
-	return 0
-}
-
-func (x *PpoConfig) GetKlHorizon() float64 {
-	if x != nil && x.KlHorizon != nil {
-		return *x.KlHorizon
-	}
-	return 0
-}
-
-func (x *PpoConfig) GetEntropyCoefficient() float64 {
-	if x != nil && x.EntropyCoefficient != nil {
-		return *x.EntropyCoefficient
-	}
-	return 0
+	return nil
 }
 
 func (x *PpoConfig) GetGamma() float64 {
@@ -280,143 +823,85 @@ func (x *PpoConfig) GetCriticLearningRate() float64 {
 	return 0
 }
 
-func (x *PpoConfig) GetReduction() string {
-	if x != nil && x.Reduction != nil {
-		return *x.Reduction
-	}
-	return ""
+// GrpoConfig sets Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300).
+type GrpoConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The policy-gradient loss.
+	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
+	// The advantages of a group.
+	Group *GroupAdvantageConfig `protobuf:"bytes,2,opt,name=group,proto3" json:"group,omitempty"`
+	// Whether advantages are divided by a standard deviation at all. false is the same as `normalization = "none"`.
+	NormalizeStd  *bool `protobuf:"varint,3,opt,name=normalize_std,json=normalizeStd,proto3,oneof" json:"normalize_std,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
-func (x *PpoConfig) GetEpochs() uint32 {
-	if x != nil && x.Epochs != nil {
-		return *x.Epochs
-	}
-	return 0
+func (x *GrpoConfig) Reset() {
+	*x = GrpoConfig{}
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
 }
 
-func (x *PpoConfig) GetMinibatches() uint32 {
-	if x != nil && x.Minibatches != nil {
-		return *x.Minibatches
-	}
-	return 0
+func (x *GrpoConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
 }
 
-func (x *PpoConfig) GetOverlongShare() float64 {
-	if x != nil && x.OverlongShare != nil {
-		return *x.OverlongShare
+func (*GrpoConfig) ProtoMessage() {}
+
+func (x *GrpoConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
 	}
-	return 0
+	return mi.MessageOf(x)
 }
 
-func (x *PpoConfig) GetOverlongPenalty() float64 {
-	if x != nil && x.OverlongPenalty != nil {
-		return *x.OverlongPenalty
-	}
-	return 0
+// Deprecated: Use GrpoConfig.ProtoReflect.Descriptor instead.
+func (*GrpoConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{6}
 }
 
-func (x *PpoConfig) GetMaskTruncated() bool {
-	if x != nil && x.MaskTruncated != nil {
-		return *x.MaskTruncated
+func (x *GrpoConfig) GetLoss() *PolicyLossConfig {
+	if x != nil {
+		return x.Loss
+	}
+	return nil
+}
+
+func (x *GrpoConfig) GetGroup() *GroupAdvantageConfig {
+	if x != nil {
+		return x.Group
+	}
+	return nil
+}
+
+func (x *GrpoConfig) GetNormalizeStd() bool {
+	if x != nil && x.NormalizeStd != nil {
+		return *x.NormalizeStd
 	}
 	return false
 }
 
-func (x *PpoConfig) GetOldPolicy() string {
-	if x != nil && x.OldPolicy != nil {
-		return *x.OldPolicy
-	}
-	return ""
-}
-
-func (x *PpoConfig) GetImportanceCorrection() string {
-	if x != nil && x.ImportanceCorrection != nil {
-		return *x.ImportanceCorrection
-	}
-	return ""
-}
-
-func (x *PpoConfig) GetImportanceLevel() string {
-	if x != nil && x.ImportanceLevel != nil {
-		return *x.ImportanceLevel
-	}
-	return ""
-}
-
-func (x *PpoConfig) GetImportanceCap() float64 {
-	if x != nil && x.ImportanceCap != nil {
-		return *x.ImportanceCap
-	}
-	return 0
-}
-
-func (x *PpoConfig) GetImportanceFloor() float64 {
-	if x != nil && x.ImportanceFloor != nil {
-		return *x.ImportanceFloor
-	}
-	return 0
-}
-
-// DrGrpoConfig sets Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation of a group and by the
-// length of a sample.
+// DrGrpoConfig sets Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation of a group and by the length
+// of a sample.
 type DrGrpoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Lower clip of the probability ratio: 1 - clip_low.
-	ClipLow *float64 `protobuf:"fixed64,1,opt,name=clip_low,json=clipLow,proto3,oneof" json:"clip_low,omitempty"`
-	// Upper clip of the probability ratio: 1 + clip_high.
-	ClipHigh *float64 `protobuf:"fixed64,2,opt,name=clip_high,json=clipHigh,proto3,oneof" json:"clip_high,omitempty"`
-	// Weight of the KL divergence from the initial model. 0 needs no reference model.
-	KlCoefficient *float64 `protobuf:"fixed64,3,opt,name=kl_coefficient,json=klCoefficient,proto3,oneof" json:"kl_coefficient,omitempty"`
-	// Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-	// only measures there.
-	KlEstimator *string `protobuf:"bytes,4,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
-	// Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-	// forward pass of policy and initial model first.
-	KlIn *string `protobuf:"bytes,5,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
-	// Weight of the entropy bonus.
-	EntropyCoefficient *float64 `protobuf:"fixed64,6,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
-	// What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`.
-	Normalization *string `protobuf:"bytes,7,opt,name=normalization,proto3,oneof" json:"normalization,omitempty"`
-	// What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-	// bias).
-	Baseline *string `protobuf:"bytes,8,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
-	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-	Reduction *string `protobuf:"bytes,9,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
-	// Passes over a batch. More than one update a batch costs a forward pass first.
-	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
-	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
-	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
-	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-	OverlongShare *float64 `protobuf:"fixed64,13,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
-	// What is taken from the reward of a completion that is as long as may be, or was cut off.
-	OverlongPenalty *float64 `protobuf:"fixed64,14,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
-	// Whether completions that were cut off are left out of the loss (their rewards still count in the group).
-	MaskTruncated *bool `protobuf:"varint,15,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-	// importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-	OldPolicy *string `protobuf:"bytes,16,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-	// tokens outside floor and cap (IcePop), or `none`.
-	ImportanceCorrection *string `protobuf:"bytes,17,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
-	// What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-	// `geometric` mean over its tokens.
-	ImportanceLevel *string `protobuf:"bytes,18,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
-	// Largest importance weight.
-	ImportanceCap *float64 `protobuf:"fixed64,19,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
-	// Smallest importance weight that `mask` keeps.
-	ImportanceFloor *float64 `protobuf:"fixed64,20,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The policy-gradient loss.
+	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
+	// The advantages of a group.
+	Group         *GroupAdvantageConfig `protobuf:"bytes,2,opt,name=group,proto3" json:"group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DrGrpoConfig) Reset() {
 	*x = DrGrpoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[2]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -428,7 +913,7 @@ func (x *DrGrpoConfig) String() string {
 func (*DrGrpoConfig) ProtoMessage() {}
 
 func (x *DrGrpoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[2]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -441,209 +926,38 @@ func (x *DrGrpoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrGrpoConfig.ProtoReflect.Descriptor instead.
 func (*DrGrpoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{2}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{7}
 }
 
-func (x *DrGrpoConfig) GetClipLow() float64 {
-	if x != nil && x.ClipLow != nil {
-		return *x.ClipLow
+func (x *DrGrpoConfig) GetLoss() *PolicyLossConfig {
+	if x != nil {
+		return x.Loss
 	}
-	return 0
+	return nil
 }
 
-func (x *DrGrpoConfig) GetClipHigh() float64 {
-	if x != nil && x.ClipHigh != nil {
-		return *x.ClipHigh
+func (x *DrGrpoConfig) GetGroup() *GroupAdvantageConfig {
+	if x != nil {
+		return x.Group
 	}
-	return 0
+	return nil
 }
 
-func (x *DrGrpoConfig) GetKlCoefficient() float64 {
-	if x != nil && x.KlCoefficient != nil {
-		return *x.KlCoefficient
-	}
-	return 0
-}
-
-func (x *DrGrpoConfig) GetKlEstimator() string {
-	if x != nil && x.KlEstimator != nil {
-		return *x.KlEstimator
-	}
-	return ""
-}
-
-func (x *DrGrpoConfig) GetKlIn() string {
-	if x != nil && x.KlIn != nil {
-		return *x.KlIn
-	}
-	return ""
-}
-
-func (x *DrGrpoConfig) GetEntropyCoefficient() float64 {
-	if x != nil && x.EntropyCoefficient != nil {
-		return *x.EntropyCoefficient
-	}
-	return 0
-}
-
-func (x *DrGrpoConfig) GetNormalization() string {
-	if x != nil && x.Normalization != nil {
-		return *x.Normalization
-	}
-	return ""
-}
-
-func (x *DrGrpoConfig) GetBaseline() string {
-	if x != nil && x.Baseline != nil {
-		return *x.Baseline
-	}
-	return ""
-}
-
-func (x *DrGrpoConfig) GetReduction() string {
-	if x != nil && x.Reduction != nil {
-		return *x.Reduction
-	}
-	return ""
-}
-
-func (x *DrGrpoConfig) GetEpochs() uint32 {
-	if x != nil && x.Epochs != nil {
-		return *x.Epochs
-	}
-	return 0
-}
-
-func (x *DrGrpoConfig) GetMinibatches() uint32 {
-	if x != nil && x.Minibatches != nil {
-		return *x.Minibatches
-	}
-	return 0
-}
-
-func (x *DrGrpoConfig) GetDynamicSampling() bool {
-	if x != nil && x.DynamicSampling != nil {
-		return *x.DynamicSampling
-	}
-	return false
-}
-
-func (x *DrGrpoConfig) GetOverlongShare() float64 {
-	if x != nil && x.OverlongShare != nil {
-		return *x.OverlongShare
-	}
-	return 0
-}
-
-func (x *DrGrpoConfig) GetOverlongPenalty() float64 {
-	if x != nil && x.OverlongPenalty != nil {
-		return *x.OverlongPenalty
-	}
-	return 0
-}
-
-func (x *DrGrpoConfig) GetMaskTruncated() bool {
-	if x != nil && x.MaskTruncated != nil {
-		return *x.MaskTruncated
-	}
-	return false
-}
-
-func (x *DrGrpoConfig) GetOldPolicy() string {
-	if x != nil && x.OldPolicy != nil {
-		return *x.OldPolicy
-	}
-	return ""
-}
-
-func (x *DrGrpoConfig) GetImportanceCorrection() string {
-	if x != nil && x.ImportanceCorrection != nil {
-		return *x.ImportanceCorrection
-	}
-	return ""
-}
-
-func (x *DrGrpoConfig) GetImportanceLevel() string {
-	if x != nil && x.ImportanceLevel != nil {
-		return *x.ImportanceLevel
-	}
-	return ""
-}
-
-func (x *DrGrpoConfig) GetImportanceCap() float64 {
-	if x != nil && x.ImportanceCap != nil {
-		return *x.ImportanceCap
-	}
-	return 0
-}
-
-func (x *DrGrpoConfig) GetImportanceFloor() float64 {
-	if x != nil && x.ImportanceFloor != nil {
-		return *x.ImportanceFloor
-	}
-	return 0
-}
-
-// DapoConfig sets DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss and the soft overlong punishment,
-// each switched by its own key.
+// DapoConfig sets DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss and the soft overlong punishment. Each
+// has its own key.
 type DapoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Lower clip of the probability ratio: 1 - clip_low.
-	ClipLow *float64 `protobuf:"fixed64,1,opt,name=clip_low,json=clipLow,proto3,oneof" json:"clip_low,omitempty"`
-	// Upper clip of the probability ratio: 1 + clip_high; above clip_low it leaves unlikely tokens room to grow (clip-higher).
-	ClipHigh *float64 `protobuf:"fixed64,2,opt,name=clip_high,json=clipHigh,proto3,oneof" json:"clip_high,omitempty"`
-	// Weight of the KL divergence from the initial model. 0 needs no reference model.
-	KlCoefficient *float64 `protobuf:"fixed64,3,opt,name=kl_coefficient,json=klCoefficient,proto3,oneof" json:"kl_coefficient,omitempty"`
-	// Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-	// only measures there.
-	KlEstimator *string `protobuf:"bytes,4,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
-	// Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-	// forward pass of policy and initial model first.
-	KlIn *string `protobuf:"bytes,5,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
-	// Weight of the entropy bonus.
-	EntropyCoefficient *float64 `protobuf:"fixed64,6,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
-	// What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`.
-	Normalization *string `protobuf:"bytes,7,opt,name=normalization,proto3,oneof" json:"normalization,omitempty"`
-	// What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-	// bias).
-	Baseline *string `protobuf:"bytes,8,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
-	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-	Reduction *string `protobuf:"bytes,9,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
-	// Passes over a batch. More than one update a batch costs a forward pass first.
-	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
-	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
-	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
-	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-	OverlongShare *float64 `protobuf:"fixed64,13,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
-	// What is taken from the reward of a completion that is as long as may be, or was cut off.
-	OverlongPenalty *float64 `protobuf:"fixed64,14,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
-	// Whether completions that were cut off are left out of the loss (their rewards still count in the group).
-	MaskTruncated *bool `protobuf:"varint,15,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-	// importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-	OldPolicy *string `protobuf:"bytes,16,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-	// tokens outside floor and cap (IcePop), or `none`.
-	ImportanceCorrection *string `protobuf:"bytes,17,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
-	// What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-	// `geometric` mean over its tokens.
-	ImportanceLevel *string `protobuf:"bytes,18,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
-	// Largest importance weight.
-	ImportanceCap *float64 `protobuf:"fixed64,19,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
-	// Smallest importance weight that `mask` keeps.
-	ImportanceFloor *float64 `protobuf:"fixed64,20,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The policy-gradient loss.
+	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
+	// The advantages of a group.
+	Group         *GroupAdvantageConfig `protobuf:"bytes,2,opt,name=group,proto3" json:"group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DapoConfig) Reset() {
 	*x = DapoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -655,7 +969,7 @@ func (x *DapoConfig) String() string {
 func (*DapoConfig) ProtoMessage() {}
 
 func (x *DapoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -668,209 +982,38 @@ func (x *DapoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DapoConfig.ProtoReflect.Descriptor instead.
 func (*DapoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{3}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{8}
 }
 
-func (x *DapoConfig) GetClipLow() float64 {
-	if x != nil && x.ClipLow != nil {
-		return *x.ClipLow
+func (x *DapoConfig) GetLoss() *PolicyLossConfig {
+	if x != nil {
+		return x.Loss
 	}
-	return 0
+	return nil
 }
 
-func (x *DapoConfig) GetClipHigh() float64 {
-	if x != nil && x.ClipHigh != nil {
-		return *x.ClipHigh
+func (x *DapoConfig) GetGroup() *GroupAdvantageConfig {
+	if x != nil {
+		return x.Group
 	}
-	return 0
+	return nil
 }
 
-func (x *DapoConfig) GetKlCoefficient() float64 {
-	if x != nil && x.KlCoefficient != nil {
-		return *x.KlCoefficient
-	}
-	return 0
-}
-
-func (x *DapoConfig) GetKlEstimator() string {
-	if x != nil && x.KlEstimator != nil {
-		return *x.KlEstimator
-	}
-	return ""
-}
-
-func (x *DapoConfig) GetKlIn() string {
-	if x != nil && x.KlIn != nil {
-		return *x.KlIn
-	}
-	return ""
-}
-
-func (x *DapoConfig) GetEntropyCoefficient() float64 {
-	if x != nil && x.EntropyCoefficient != nil {
-		return *x.EntropyCoefficient
-	}
-	return 0
-}
-
-func (x *DapoConfig) GetNormalization() string {
-	if x != nil && x.Normalization != nil {
-		return *x.Normalization
-	}
-	return ""
-}
-
-func (x *DapoConfig) GetBaseline() string {
-	if x != nil && x.Baseline != nil {
-		return *x.Baseline
-	}
-	return ""
-}
-
-func (x *DapoConfig) GetReduction() string {
-	if x != nil && x.Reduction != nil {
-		return *x.Reduction
-	}
-	return ""
-}
-
-func (x *DapoConfig) GetEpochs() uint32 {
-	if x != nil && x.Epochs != nil {
-		return *x.Epochs
-	}
-	return 0
-}
-
-func (x *DapoConfig) GetMinibatches() uint32 {
-	if x != nil && x.Minibatches != nil {
-		return *x.Minibatches
-	}
-	return 0
-}
-
-func (x *DapoConfig) GetDynamicSampling() bool {
-	if x != nil && x.DynamicSampling != nil {
-		return *x.DynamicSampling
-	}
-	return false
-}
-
-func (x *DapoConfig) GetOverlongShare() float64 {
-	if x != nil && x.OverlongShare != nil {
-		return *x.OverlongShare
-	}
-	return 0
-}
-
-func (x *DapoConfig) GetOverlongPenalty() float64 {
-	if x != nil && x.OverlongPenalty != nil {
-		return *x.OverlongPenalty
-	}
-	return 0
-}
-
-func (x *DapoConfig) GetMaskTruncated() bool {
-	if x != nil && x.MaskTruncated != nil {
-		return *x.MaskTruncated
-	}
-	return false
-}
-
-func (x *DapoConfig) GetOldPolicy() string {
-	if x != nil && x.OldPolicy != nil {
-		return *x.OldPolicy
-	}
-	return ""
-}
-
-func (x *DapoConfig) GetImportanceCorrection() string {
-	if x != nil && x.ImportanceCorrection != nil {
-		return *x.ImportanceCorrection
-	}
-	return ""
-}
-
-func (x *DapoConfig) GetImportanceLevel() string {
-	if x != nil && x.ImportanceLevel != nil {
-		return *x.ImportanceLevel
-	}
-	return ""
-}
-
-func (x *DapoConfig) GetImportanceCap() float64 {
-	if x != nil && x.ImportanceCap != nil {
-		return *x.ImportanceCap
-	}
-	return 0
-}
-
-func (x *DapoConfig) GetImportanceFloor() float64 {
-	if x != nil && x.ImportanceFloor != nil {
-		return *x.ImportanceFloor
-	}
-	return 0
-}
-
-// GspoConfig sets Group Sequence Policy Optimization (arXiv 2507.18071): the ratio of a whole sample, by its length, is
-// clipped.
+// GspoConfig sets Group Sequence Policy Optimization (arXiv 2507.18071): it clips the ratio of a whole sample, normalized by the
+// length of the sample.
 type GspoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Lower clip of the ratio of a sample: 1 - clip_low.
-	ClipLow *float64 `protobuf:"fixed64,1,opt,name=clip_low,json=clipLow,proto3,oneof" json:"clip_low,omitempty"`
-	// Upper clip of the ratio of a sample: 1 + clip_high.
-	ClipHigh *float64 `protobuf:"fixed64,2,opt,name=clip_high,json=clipHigh,proto3,oneof" json:"clip_high,omitempty"`
-	// Weight of the KL divergence from the initial model. 0 needs no reference model.
-	KlCoefficient *float64 `protobuf:"fixed64,3,opt,name=kl_coefficient,json=klCoefficient,proto3,oneof" json:"kl_coefficient,omitempty"`
-	// Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-	// only measures there.
-	KlEstimator *string `protobuf:"bytes,4,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
-	// Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-	// forward pass of policy and initial model first.
-	KlIn *string `protobuf:"bytes,5,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
-	// Weight of the entropy bonus.
-	EntropyCoefficient *float64 `protobuf:"fixed64,6,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
-	// What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`.
-	Normalization *string `protobuf:"bytes,7,opt,name=normalization,proto3,oneof" json:"normalization,omitempty"`
-	// What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-	// bias).
-	Baseline *string `protobuf:"bytes,8,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
-	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-	Reduction *string `protobuf:"bytes,9,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
-	// Passes over a batch. More than one update a batch costs a forward pass first.
-	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
-	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
-	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
-	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-	OverlongShare *float64 `protobuf:"fixed64,13,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
-	// What is taken from the reward of a completion that is as long as may be, or was cut off.
-	OverlongPenalty *float64 `protobuf:"fixed64,14,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
-	// Whether completions that were cut off are left out of the loss (their rewards still count in the group).
-	MaskTruncated *bool `protobuf:"varint,15,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-	// importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-	OldPolicy *string `protobuf:"bytes,16,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-	// tokens outside floor and cap (IcePop), or `none`.
-	ImportanceCorrection *string `protobuf:"bytes,17,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
-	// What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-	// `geometric` mean over its tokens.
-	ImportanceLevel *string `protobuf:"bytes,18,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
-	// Largest importance weight.
-	ImportanceCap *float64 `protobuf:"fixed64,19,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
-	// Smallest importance weight that `mask` keeps.
-	ImportanceFloor *float64 `protobuf:"fixed64,20,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The policy-gradient loss.
+	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
+	// The advantages of a group.
+	Group         *GroupAdvantageConfig `protobuf:"bytes,2,opt,name=group,proto3" json:"group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GspoConfig) Reset() {
 	*x = GspoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -882,7 +1025,7 @@ func (x *GspoConfig) String() string {
 func (*GspoConfig) ProtoMessage() {}
 
 func (x *GspoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -895,209 +1038,38 @@ func (x *GspoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GspoConfig.ProtoReflect.Descriptor instead.
 func (*GspoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{4}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{9}
 }
 
-func (x *GspoConfig) GetClipLow() float64 {
-	if x != nil && x.ClipLow != nil {
-		return *x.ClipLow
+func (x *GspoConfig) GetLoss() *PolicyLossConfig {
+	if x != nil {
+		return x.Loss
 	}
-	return 0
+	return nil
 }
 
-func (x *GspoConfig) GetClipHigh() float64 {
-	if x != nil && x.ClipHigh != nil {
-		return *x.ClipHigh
+func (x *GspoConfig) GetGroup() *GroupAdvantageConfig {
+	if x != nil {
+		return x.Group
 	}
-	return 0
+	return nil
 }
 
-func (x *GspoConfig) GetKlCoefficient() float64 {
-	if x != nil && x.KlCoefficient != nil {
-		return *x.KlCoefficient
-	}
-	return 0
-}
-
-func (x *GspoConfig) GetKlEstimator() string {
-	if x != nil && x.KlEstimator != nil {
-		return *x.KlEstimator
-	}
-	return ""
-}
-
-func (x *GspoConfig) GetKlIn() string {
-	if x != nil && x.KlIn != nil {
-		return *x.KlIn
-	}
-	return ""
-}
-
-func (x *GspoConfig) GetEntropyCoefficient() float64 {
-	if x != nil && x.EntropyCoefficient != nil {
-		return *x.EntropyCoefficient
-	}
-	return 0
-}
-
-func (x *GspoConfig) GetNormalization() string {
-	if x != nil && x.Normalization != nil {
-		return *x.Normalization
-	}
-	return ""
-}
-
-func (x *GspoConfig) GetBaseline() string {
-	if x != nil && x.Baseline != nil {
-		return *x.Baseline
-	}
-	return ""
-}
-
-func (x *GspoConfig) GetReduction() string {
-	if x != nil && x.Reduction != nil {
-		return *x.Reduction
-	}
-	return ""
-}
-
-func (x *GspoConfig) GetEpochs() uint32 {
-	if x != nil && x.Epochs != nil {
-		return *x.Epochs
-	}
-	return 0
-}
-
-func (x *GspoConfig) GetMinibatches() uint32 {
-	if x != nil && x.Minibatches != nil {
-		return *x.Minibatches
-	}
-	return 0
-}
-
-func (x *GspoConfig) GetDynamicSampling() bool {
-	if x != nil && x.DynamicSampling != nil {
-		return *x.DynamicSampling
-	}
-	return false
-}
-
-func (x *GspoConfig) GetOverlongShare() float64 {
-	if x != nil && x.OverlongShare != nil {
-		return *x.OverlongShare
-	}
-	return 0
-}
-
-func (x *GspoConfig) GetOverlongPenalty() float64 {
-	if x != nil && x.OverlongPenalty != nil {
-		return *x.OverlongPenalty
-	}
-	return 0
-}
-
-func (x *GspoConfig) GetMaskTruncated() bool {
-	if x != nil && x.MaskTruncated != nil {
-		return *x.MaskTruncated
-	}
-	return false
-}
-
-func (x *GspoConfig) GetOldPolicy() string {
-	if x != nil && x.OldPolicy != nil {
-		return *x.OldPolicy
-	}
-	return ""
-}
-
-func (x *GspoConfig) GetImportanceCorrection() string {
-	if x != nil && x.ImportanceCorrection != nil {
-		return *x.ImportanceCorrection
-	}
-	return ""
-}
-
-func (x *GspoConfig) GetImportanceLevel() string {
-	if x != nil && x.ImportanceLevel != nil {
-		return *x.ImportanceLevel
-	}
-	return ""
-}
-
-func (x *GspoConfig) GetImportanceCap() float64 {
-	if x != nil && x.ImportanceCap != nil {
-		return *x.ImportanceCap
-	}
-	return 0
-}
-
-func (x *GspoConfig) GetImportanceFloor() float64 {
-	if x != nil && x.ImportanceFloor != nil {
-		return *x.ImportanceFloor
-	}
-	return 0
-}
-
-// CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): the clip bounds the weight of a token's gradient and never takes it
-// away.
+// CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): it clips the weight of the gradient of a token, so every token keeps a
+// gradient. `clip_low = 1.0` sets no lower clip, as in the paper.
 type CispoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Lower clip of the weight: 1 - clip_low. 1 sets none, as the paper does.
-	ClipLow *float64 `protobuf:"fixed64,1,opt,name=clip_low,json=clipLow,proto3,oneof" json:"clip_low,omitempty"`
-	// Upper clip of the weight: 1 + clip_high. 5 in all did well in ScaleRL (arXiv 2510.13786).
-	ClipHigh *float64 `protobuf:"fixed64,2,opt,name=clip_high,json=clipHigh,proto3,oneof" json:"clip_high,omitempty"`
-	// Weight of the KL divergence from the initial model. 0 needs no reference model.
-	KlCoefficient *float64 `protobuf:"fixed64,3,opt,name=kl_coefficient,json=klCoefficient,proto3,oneof" json:"kl_coefficient,omitempty"`
-	// Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-	// only measures there.
-	KlEstimator *string `protobuf:"bytes,4,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
-	// Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-	// forward pass of policy and initial model first.
-	KlIn *string `protobuf:"bytes,5,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
-	// Weight of the entropy bonus.
-	EntropyCoefficient *float64 `protobuf:"fixed64,6,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
-	// What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`.
-	Normalization *string `protobuf:"bytes,7,opt,name=normalization,proto3,oneof" json:"normalization,omitempty"`
-	// What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-	// bias).
-	Baseline *string `protobuf:"bytes,8,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
-	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-	Reduction *string `protobuf:"bytes,9,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
-	// Passes over a batch. More than one update a batch costs a forward pass first.
-	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
-	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
-	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
-	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-	OverlongShare *float64 `protobuf:"fixed64,13,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
-	// What is taken from the reward of a completion that is as long as may be, or was cut off.
-	OverlongPenalty *float64 `protobuf:"fixed64,14,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
-	// Whether completions that were cut off are left out of the loss (their rewards still count in the group).
-	MaskTruncated *bool `protobuf:"varint,15,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-	// importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-	OldPolicy *string `protobuf:"bytes,16,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-	// tokens outside floor and cap (IcePop), or `none`.
-	ImportanceCorrection *string `protobuf:"bytes,17,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
-	// What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-	// `geometric` mean over its tokens.
-	ImportanceLevel *string `protobuf:"bytes,18,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
-	// Largest importance weight.
-	ImportanceCap *float64 `protobuf:"fixed64,19,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
-	// Smallest importance weight that `mask` keeps.
-	ImportanceFloor *float64 `protobuf:"fixed64,20,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The policy-gradient loss.
+	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
+	// The advantages of a group.
+	Group         *GroupAdvantageConfig `protobuf:"bytes,2,opt,name=group,proto3" json:"group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CispoConfig) Reset() {
 	*x = CispoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1109,7 +1081,7 @@ func (x *CispoConfig) String() string {
 func (*CispoConfig) ProtoMessage() {}
 
 func (x *CispoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1122,209 +1094,38 @@ func (x *CispoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CispoConfig.ProtoReflect.Descriptor instead.
 func (*CispoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{5}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{10}
 }
 
-func (x *CispoConfig) GetClipLow() float64 {
-	if x != nil && x.ClipLow != nil {
-		return *x.ClipLow
+func (x *CispoConfig) GetLoss() *PolicyLossConfig {
+	if x != nil {
+		return x.Loss
 	}
-	return 0
+	return nil
 }
 
-func (x *CispoConfig) GetClipHigh() float64 {
-	if x != nil && x.ClipHigh != nil {
-		return *x.ClipHigh
+func (x *CispoConfig) GetGroup() *GroupAdvantageConfig {
+	if x != nil {
+		return x.Group
 	}
-	return 0
+	return nil
 }
 
-func (x *CispoConfig) GetKlCoefficient() float64 {
-	if x != nil && x.KlCoefficient != nil {
-		return *x.KlCoefficient
-	}
-	return 0
-}
-
-func (x *CispoConfig) GetKlEstimator() string {
-	if x != nil && x.KlEstimator != nil {
-		return *x.KlEstimator
-	}
-	return ""
-}
-
-func (x *CispoConfig) GetKlIn() string {
-	if x != nil && x.KlIn != nil {
-		return *x.KlIn
-	}
-	return ""
-}
-
-func (x *CispoConfig) GetEntropyCoefficient() float64 {
-	if x != nil && x.EntropyCoefficient != nil {
-		return *x.EntropyCoefficient
-	}
-	return 0
-}
-
-func (x *CispoConfig) GetNormalization() string {
-	if x != nil && x.Normalization != nil {
-		return *x.Normalization
-	}
-	return ""
-}
-
-func (x *CispoConfig) GetBaseline() string {
-	if x != nil && x.Baseline != nil {
-		return *x.Baseline
-	}
-	return ""
-}
-
-func (x *CispoConfig) GetReduction() string {
-	if x != nil && x.Reduction != nil {
-		return *x.Reduction
-	}
-	return ""
-}
-
-func (x *CispoConfig) GetEpochs() uint32 {
-	if x != nil && x.Epochs != nil {
-		return *x.Epochs
-	}
-	return 0
-}
-
-func (x *CispoConfig) GetMinibatches() uint32 {
-	if x != nil && x.Minibatches != nil {
-		return *x.Minibatches
-	}
-	return 0
-}
-
-func (x *CispoConfig) GetDynamicSampling() bool {
-	if x != nil && x.DynamicSampling != nil {
-		return *x.DynamicSampling
-	}
-	return false
-}
-
-func (x *CispoConfig) GetOverlongShare() float64 {
-	if x != nil && x.OverlongShare != nil {
-		return *x.OverlongShare
-	}
-	return 0
-}
-
-func (x *CispoConfig) GetOverlongPenalty() float64 {
-	if x != nil && x.OverlongPenalty != nil {
-		return *x.OverlongPenalty
-	}
-	return 0
-}
-
-func (x *CispoConfig) GetMaskTruncated() bool {
-	if x != nil && x.MaskTruncated != nil {
-		return *x.MaskTruncated
-	}
-	return false
-}
-
-func (x *CispoConfig) GetOldPolicy() string {
-	if x != nil && x.OldPolicy != nil {
-		return *x.OldPolicy
-	}
-	return ""
-}
-
-func (x *CispoConfig) GetImportanceCorrection() string {
-	if x != nil && x.ImportanceCorrection != nil {
-		return *x.ImportanceCorrection
-	}
-	return ""
-}
-
-func (x *CispoConfig) GetImportanceLevel() string {
-	if x != nil && x.ImportanceLevel != nil {
-		return *x.ImportanceLevel
-	}
-	return ""
-}
-
-func (x *CispoConfig) GetImportanceCap() float64 {
-	if x != nil && x.ImportanceCap != nil {
-		return *x.ImportanceCap
-	}
-	return 0
-}
-
-func (x *CispoConfig) GetImportanceFloor() float64 {
-	if x != nil && x.ImportanceFloor != nil {
-		return *x.ImportanceFloor
-	}
-	return 0
-}
-
-// RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean of the others its
-// baseline.
+// RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean reward of the other samples is
+// the baseline.
 type RlooConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Lower clip of the ratio of a sample, the product over its tokens: 1 - clip_low.
-	ClipLow *float64 `protobuf:"fixed64,1,opt,name=clip_low,json=clipLow,proto3,oneof" json:"clip_low,omitempty"`
-	// Upper clip of that ratio: 1 + clip_high.
-	ClipHigh *float64 `protobuf:"fixed64,2,opt,name=clip_high,json=clipHigh,proto3,oneof" json:"clip_high,omitempty"`
-	// Weight of the KL divergence from the initial model. 0 needs no reference model.
-	KlCoefficient *float64 `protobuf:"fixed64,3,opt,name=kl_coefficient,json=klCoefficient,proto3,oneof" json:"kl_coefficient,omitempty"`
-	// Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-	// only measures there.
-	KlEstimator *string `protobuf:"bytes,4,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
-	// Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-	// forward pass of policy and initial model first.
-	KlIn *string `protobuf:"bytes,5,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
-	// Weight of the entropy bonus.
-	EntropyCoefficient *float64 `protobuf:"fixed64,6,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
-	// What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`.
-	Normalization *string `protobuf:"bytes,7,opt,name=normalization,proto3,oneof" json:"normalization,omitempty"`
-	// What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-	// bias).
-	Baseline *string `protobuf:"bytes,8,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
-	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-	Reduction *string `protobuf:"bytes,9,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
-	// Passes over a batch. More than one update a batch costs a forward pass first.
-	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
-	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
-	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-	DynamicSampling *bool `protobuf:"varint,12,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
-	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-	OverlongShare *float64 `protobuf:"fixed64,13,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
-	// What is taken from the reward of a completion that is as long as may be, or was cut off.
-	OverlongPenalty *float64 `protobuf:"fixed64,14,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
-	// Whether completions that were cut off are left out of the loss (their rewards still count in the group).
-	MaskTruncated *bool `protobuf:"varint,15,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-	// importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-	OldPolicy *string `protobuf:"bytes,16,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-	// tokens outside floor and cap (IcePop), or `none`.
-	ImportanceCorrection *string `protobuf:"bytes,17,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
-	// What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-	// `geometric` mean over its tokens.
-	ImportanceLevel *string `protobuf:"bytes,18,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
-	// Largest importance weight.
-	ImportanceCap *float64 `protobuf:"fixed64,19,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
-	// Smallest importance weight that `mask` keeps.
-	ImportanceFloor *float64 `protobuf:"fixed64,20,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The policy-gradient loss.
+	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
+	// The advantages of a group.
+	Group         *GroupAdvantageConfig `protobuf:"bytes,2,opt,name=group,proto3" json:"group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RlooConfig) Reset() {
 	*x = RlooConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1336,7 +1137,7 @@ func (x *RlooConfig) String() string {
 func (*RlooConfig) ProtoMessage() {}
 
 func (x *RlooConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1349,205 +1150,40 @@ func (x *RlooConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RlooConfig.ProtoReflect.Descriptor instead.
 func (*RlooConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{6}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{11}
 }
 
-func (x *RlooConfig) GetClipLow() float64 {
-	if x != nil && x.ClipLow != nil {
-		return *x.ClipLow
+func (x *RlooConfig) GetLoss() *PolicyLossConfig {
+	if x != nil {
+		return x.Loss
 	}
-	return 0
+	return nil
 }
 
-func (x *RlooConfig) GetClipHigh() float64 {
-	if x != nil && x.ClipHigh != nil {
-		return *x.ClipHigh
+func (x *RlooConfig) GetGroup() *GroupAdvantageConfig {
+	if x != nil {
+		return x.Group
 	}
-	return 0
+	return nil
 }
 
-func (x *RlooConfig) GetKlCoefficient() float64 {
-	if x != nil && x.KlCoefficient != nil {
-		return *x.KlCoefficient
-	}
-	return 0
-}
-
-func (x *RlooConfig) GetKlEstimator() string {
-	if x != nil && x.KlEstimator != nil {
-		return *x.KlEstimator
-	}
-	return ""
-}
-
-func (x *RlooConfig) GetKlIn() string {
-	if x != nil && x.KlIn != nil {
-		return *x.KlIn
-	}
-	return ""
-}
-
-func (x *RlooConfig) GetEntropyCoefficient() float64 {
-	if x != nil && x.EntropyCoefficient != nil {
-		return *x.EntropyCoefficient
-	}
-	return 0
-}
-
-func (x *RlooConfig) GetNormalization() string {
-	if x != nil && x.Normalization != nil {
-		return *x.Normalization
-	}
-	return ""
-}
-
-func (x *RlooConfig) GetBaseline() string {
-	if x != nil && x.Baseline != nil {
-		return *x.Baseline
-	}
-	return ""
-}
-
-func (x *RlooConfig) GetReduction() string {
-	if x != nil && x.Reduction != nil {
-		return *x.Reduction
-	}
-	return ""
-}
-
-func (x *RlooConfig) GetEpochs() uint32 {
-	if x != nil && x.Epochs != nil {
-		return *x.Epochs
-	}
-	return 0
-}
-
-func (x *RlooConfig) GetMinibatches() uint32 {
-	if x != nil && x.Minibatches != nil {
-		return *x.Minibatches
-	}
-	return 0
-}
-
-func (x *RlooConfig) GetDynamicSampling() bool {
-	if x != nil && x.DynamicSampling != nil {
-		return *x.DynamicSampling
-	}
-	return false
-}
-
-func (x *RlooConfig) GetOverlongShare() float64 {
-	if x != nil && x.OverlongShare != nil {
-		return *x.OverlongShare
-	}
-	return 0
-}
-
-func (x *RlooConfig) GetOverlongPenalty() float64 {
-	if x != nil && x.OverlongPenalty != nil {
-		return *x.OverlongPenalty
-	}
-	return 0
-}
-
-func (x *RlooConfig) GetMaskTruncated() bool {
-	if x != nil && x.MaskTruncated != nil {
-		return *x.MaskTruncated
-	}
-	return false
-}
-
-func (x *RlooConfig) GetOldPolicy() string {
-	if x != nil && x.OldPolicy != nil {
-		return *x.OldPolicy
-	}
-	return ""
-}
-
-func (x *RlooConfig) GetImportanceCorrection() string {
-	if x != nil && x.ImportanceCorrection != nil {
-		return *x.ImportanceCorrection
-	}
-	return ""
-}
-
-func (x *RlooConfig) GetImportanceLevel() string {
-	if x != nil && x.ImportanceLevel != nil {
-		return *x.ImportanceLevel
-	}
-	return ""
-}
-
-func (x *RlooConfig) GetImportanceCap() float64 {
-	if x != nil && x.ImportanceCap != nil {
-		return *x.ImportanceCap
-	}
-	return 0
-}
-
-func (x *RlooConfig) GetImportanceFloor() float64 {
-	if x != nil && x.ImportanceFloor != nil {
-		return *x.ImportanceFloor
-	}
-	return 0
-}
-
-// ReinforcePpConfig sets REINFORCE++ (arXiv 2501.03262): returns of each token, normalised over the whole batch, without a
+// ReinforcePpConfig sets REINFORCE++ (arXiv 2501.03262): the return of each token, normalized over the whole batch, without a
 // critic.
 type ReinforcePpConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Lower clip of the probability ratio: 1 - clip_low.
-	ClipLow *float64 `protobuf:"fixed64,1,opt,name=clip_low,json=clipLow,proto3,oneof" json:"clip_low,omitempty"`
-	// Upper clip of the probability ratio: 1 + clip_high.
-	ClipHigh *float64 `protobuf:"fixed64,2,opt,name=clip_high,json=clipHigh,proto3,oneof" json:"clip_high,omitempty"`
-	// Weight of the KL divergence from the initial model. 0 needs no reference model.
-	KlCoefficient *float64 `protobuf:"fixed64,3,opt,name=kl_coefficient,json=klCoefficient,proto3,oneof" json:"kl_coefficient,omitempty"`
-	// Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-	// only measures there.
-	KlEstimator *string `protobuf:"bytes,4,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
-	// Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-	// forward pass of policy and initial model first.
-	KlIn *string `protobuf:"bytes,5,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
-	// Weight of the entropy bonus.
-	EntropyCoefficient *float64 `protobuf:"fixed64,6,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
-	// Discount of later rewards, a token.
-	Gamma *float64 `protobuf:"fixed64,7,opt,name=gamma,proto3,oneof" json:"gamma,omitempty"`
-	// Whether the mean of a group's rewards is taken from each first (REINFORCE++-Baseline).
-	GroupBaseline *bool `protobuf:"varint,8,opt,name=group_baseline,json=groupBaseline,proto3,oneof" json:"group_baseline,omitempty"`
-	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-	Reduction *string `protobuf:"bytes,9,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
-	// Passes over a batch. More than one update a batch costs a forward pass first.
-	Epochs *uint32 `protobuf:"varint,10,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
-	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
-	Minibatches *uint32 `protobuf:"varint,11,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-	OverlongShare *float64 `protobuf:"fixed64,12,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
-	// What is taken from the reward of a completion that is as long as may be, or was cut off.
-	OverlongPenalty *float64 `protobuf:"fixed64,13,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
-	// Whether completions that were cut off are left out of the loss (their rewards still count in the group).
-	MaskTruncated *bool `protobuf:"varint,14,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-	// importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-	OldPolicy *string `protobuf:"bytes,15,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-	// tokens outside floor and cap (IcePop), or `none`.
-	ImportanceCorrection *string `protobuf:"bytes,16,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
-	// What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-	// `geometric` mean over its tokens.
-	ImportanceLevel *string `protobuf:"bytes,17,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
-	// Largest importance weight.
-	ImportanceCap *float64 `protobuf:"fixed64,18,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
-	// Smallest importance weight that `mask` keeps.
-	ImportanceFloor *float64 `protobuf:"fixed64,19,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The policy-gradient loss.
+	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
+	// Discount of later rewards, per token.
+	Gamma *float64 `protobuf:"fixed64,2,opt,name=gamma,proto3,oneof" json:"gamma,omitempty"`
+	// Whether the mean reward of the group is subtracted from each reward first (REINFORCE++-Baseline).
+	GroupBaseline *bool `protobuf:"varint,3,opt,name=group_baseline,json=groupBaseline,proto3,oneof" json:"group_baseline,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ReinforcePpConfig) Reset() {
 	*x = ReinforcePpConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1559,7 +1195,7 @@ func (x *ReinforcePpConfig) String() string {
 func (*ReinforcePpConfig) ProtoMessage() {}
 
 func (x *ReinforcePpConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1572,49 +1208,14 @@ func (x *ReinforcePpConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReinforcePpConfig.ProtoReflect.Descriptor instead.
 func (*ReinforcePpConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{7}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{12}
 }
 
-func (x *ReinforcePpConfig) GetClipLow() float64 {
-	if x != nil && x.ClipLow != nil {
-		return *x.ClipLow
+func (x *ReinforcePpConfig) GetLoss() *PolicyLossConfig {
+	if x != nil {
+		return x.Loss
 	}
-	return 0
-}
-
-func (x *ReinforcePpConfig) GetClipHigh() float64 {
-	if x != nil && x.ClipHigh != nil {
-		return *x.ClipHigh
-	}
-	return 0
-}
-
-func (x *ReinforcePpConfig) GetKlCoefficient() float64 {
-	if x != nil && x.KlCoefficient != nil {
-		return *x.KlCoefficient
-	}
-	return 0
-}
-
-func (x *ReinforcePpConfig) GetKlEstimator() string {
-	if x != nil && x.KlEstimator != nil {
-		return *x.KlEstimator
-	}
-	return ""
-}
-
-func (x *ReinforcePpConfig) GetKlIn() string {
-	if x != nil && x.KlIn != nil {
-		return *x.KlIn
-	}
-	return ""
-}
-
-func (x *ReinforcePpConfig) GetEntropyCoefficient() float64 {
-	if x != nil && x.EntropyCoefficient != nil {
-		return *x.EntropyCoefficient
-	}
-	return 0
+	return nil
 }
 
 func (x *ReinforcePpConfig) GetGamma() float64 {
@@ -1631,83 +1232,6 @@ func (x *ReinforcePpConfig) GetGroupBaseline() bool {
 	return false
 }
 
-func (x *ReinforcePpConfig) GetReduction() string {
-	if x != nil && x.Reduction != nil {
-		return *x.Reduction
-	}
-	return ""
-}
-
-func (x *ReinforcePpConfig) GetEpochs() uint32 {
-	if x != nil && x.Epochs != nil {
-		return *x.Epochs
-	}
-	return 0
-}
-
-func (x *ReinforcePpConfig) GetMinibatches() uint32 {
-	if x != nil && x.Minibatches != nil {
-		return *x.Minibatches
-	}
-	return 0
-}
-
-func (x *ReinforcePpConfig) GetOverlongShare() float64 {
-	if x != nil && x.OverlongShare != nil {
-		return *x.OverlongShare
-	}
-	return 0
-}
-
-func (x *ReinforcePpConfig) GetOverlongPenalty() float64 {
-	if x != nil && x.OverlongPenalty != nil {
-		return *x.OverlongPenalty
-	}
-	return 0
-}
-
-func (x *ReinforcePpConfig) GetMaskTruncated() bool {
-	if x != nil && x.MaskTruncated != nil {
-		return *x.MaskTruncated
-	}
-	return false
-}
-
-func (x *ReinforcePpConfig) GetOldPolicy() string {
-	if x != nil && x.OldPolicy != nil {
-		return *x.OldPolicy
-	}
-	return ""
-}
-
-func (x *ReinforcePpConfig) GetImportanceCorrection() string {
-	if x != nil && x.ImportanceCorrection != nil {
-		return *x.ImportanceCorrection
-	}
-	return ""
-}
-
-func (x *ReinforcePpConfig) GetImportanceLevel() string {
-	if x != nil && x.ImportanceLevel != nil {
-		return *x.ImportanceLevel
-	}
-	return ""
-}
-
-func (x *ReinforcePpConfig) GetImportanceCap() float64 {
-	if x != nil && x.ImportanceCap != nil {
-		return *x.ImportanceCap
-	}
-	return 0
-}
-
-func (x *ReinforcePpConfig) GetImportanceFloor() float64 {
-	if x != nil && x.ImportanceFloor != nil {
-		return *x.ImportanceFloor
-	}
-	return 0
-}
-
 // DpoConfig sets Direct Preference Optimization (arXiv 2305.18290) on preference pairs.
 type DpoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1721,7 +1245,7 @@ type DpoConfig struct {
 
 func (x *DpoConfig) Reset() {
 	*x = DpoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1733,7 +1257,7 @@ func (x *DpoConfig) String() string {
 func (*DpoConfig) ProtoMessage() {}
 
 func (x *DpoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1746,7 +1270,7 @@ func (x *DpoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DpoConfig.ProtoReflect.Descriptor instead.
 func (*DpoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{8}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *DpoConfig) GetBeta() float64 {
@@ -1764,7 +1288,6 @@ func (x *DpoConfig) GetLabelSmoothing() float64 {
 }
 
 // OnlineDpoConfig sets online DPO (arXiv 2402.04792): the policy samples groups, and of each the sample of the highest reward is
-// preferred to that of the lowest. Groups whose rewards are all equal make no pair.
 type OnlineDpoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How strongly the policy is held to the initial model.
@@ -1780,7 +1303,7 @@ type OnlineDpoConfig struct {
 
 func (x *OnlineDpoConfig) Reset() {
 	*x = OnlineDpoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1792,7 +1315,7 @@ func (x *OnlineDpoConfig) String() string {
 func (*OnlineDpoConfig) ProtoMessage() {}
 
 func (x *OnlineDpoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1805,7 +1328,7 @@ func (x *OnlineDpoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OnlineDpoConfig.ProtoReflect.Descriptor instead.
 func (*OnlineDpoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{9}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *OnlineDpoConfig) GetBeta() float64 {
@@ -1842,7 +1365,7 @@ type IpoConfig struct {
 
 func (x *IpoConfig) Reset() {
 	*x = IpoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1854,7 +1377,7 @@ func (x *IpoConfig) String() string {
 func (*IpoConfig) ProtoMessage() {}
 
 func (x *IpoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1867,7 +1390,7 @@ func (x *IpoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IpoConfig.ProtoReflect.Descriptor instead.
 func (*IpoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *IpoConfig) GetBeta() float64 {
@@ -1906,7 +1429,7 @@ type KtoConfig struct {
 
 func (x *KtoConfig) Reset() {
 	*x = KtoConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1918,7 +1441,7 @@ func (x *KtoConfig) String() string {
 func (*KtoConfig) ProtoMessage() {}
 
 func (x *KtoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1931,7 +1454,7 @@ func (x *KtoConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KtoConfig.ProtoReflect.Descriptor instead.
 func (*KtoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *KtoConfig) GetBeta() float64 {
@@ -1970,7 +1493,6 @@ func (x *KtoConfig) GetPaired() bool {
 }
 
 // DistillationConfig sets on-policy distillation: the policy samples, a teacher with the same vocabulary says how likely
-// each token was (reverse KL on sampled tokens; arXiv 2306.13649, arXiv 2306.08543).
 type DistillationConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Folder of the teacher's model in the Hugging Face layout, which the learner loads; or `[algorithm.distillation.endpoint]`.
@@ -1992,7 +1514,7 @@ type DistillationConfig struct {
 
 func (x *DistillationConfig) Reset() {
 	*x = DistillationConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2004,7 +1526,7 @@ func (x *DistillationConfig) String() string {
 func (*DistillationConfig) ProtoMessage() {}
 
 func (x *DistillationConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2017,7 +1539,7 @@ func (x *DistillationConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DistillationConfig.ProtoReflect.Descriptor instead.
 func (*DistillationConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *DistillationConfig) GetTeacher() string {
@@ -2088,7 +1610,7 @@ type TeacherEndpointConfig struct {
 
 func (x *TeacherEndpointConfig) Reset() {
 	*x = TeacherEndpointConfig{}
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2100,7 +1622,7 @@ func (x *TeacherEndpointConfig) String() string {
 func (*TeacherEndpointConfig) ProtoMessage() {}
 
 func (x *TeacherEndpointConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_algorithm_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2113,7 +1635,7 @@ func (x *TeacherEndpointConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TeacherEndpointConfig.ProtoReflect.Descriptor instead.
 func (*TeacherEndpointConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_algorithm_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *TeacherEndpointConfig) GetBaseUrl() string {
@@ -2169,76 +1691,87 @@ var File_rollout_config_v1_algorithm_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\n" +
-	"!rollout/config/v1/algorithm.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1frollout/config/v1/options.proto\"\x89\x01\n" +
+	"!rollout/config/v1/algorithm.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1frollout/config/v1/options.proto\"\x8a\a\n" +
+	"\x0fAlgorithmConfig\x120\n" +
+	"\x03sft\x18\x01 \x01(\v2\x1c.rollout.config.v1.SftConfigH\x00R\x03sft\x123\n" +
+	"\x04grpo\x18\x02 \x01(\v2\x1d.rollout.config.v1.GrpoConfigH\x00R\x04grpo\x12I\n" +
+	"\freward_model\x18\x03 \x01(\v2$.rollout.config.v1.RewardModelConfigH\x00R\vrewardModel\x120\n" +
+	"\x03ppo\x18\x04 \x01(\v2\x1c.rollout.config.v1.PpoConfigH\x00R\x03ppo\x12:\n" +
+	"\adr_grpo\x18\x05 \x01(\v2\x1f.rollout.config.v1.DrGrpoConfigH\x00R\x06drGrpo\x123\n" +
+	"\x04dapo\x18\x06 \x01(\v2\x1d.rollout.config.v1.DapoConfigH\x00R\x04dapo\x123\n" +
+	"\x04gspo\x18\a \x01(\v2\x1d.rollout.config.v1.GspoConfigH\x00R\x04gspo\x126\n" +
+	"\x05cispo\x18\b \x01(\v2\x1e.rollout.config.v1.CispoConfigH\x00R\x05cispo\x123\n" +
+	"\x04rloo\x18\t \x01(\v2\x1d.rollout.config.v1.RlooConfigH\x00R\x04rloo\x12I\n" +
+	"\freinforce_pp\x18\n" +
+	" \x01(\v2$.rollout.config.v1.ReinforcePpConfigH\x00R\vreinforcePp\x120\n" +
+	"\x03dpo\x18\v \x01(\v2\x1c.rollout.config.v1.DpoConfigH\x00R\x03dpo\x120\n" +
+	"\x03ipo\x18\f \x01(\v2\x1c.rollout.config.v1.IpoConfigH\x00R\x03ipo\x120\n" +
+	"\x03kto\x18\r \x01(\v2\x1c.rollout.config.v1.KtoConfigH\x00R\x03kto\x12K\n" +
+	"\fdistillation\x18\x0e \x01(\v2%.rollout.config.v1.DistillationConfigH\x00R\fdistillation\x12C\n" +
+	"\n" +
+	"online_dpo\x18\x0f \x01(\v2\".rollout.config.v1.OnlineDpoConfigH\x00R\tonlineDpoB\r\n" +
+	"\x04kind\x12\x05\xbaH\x02\b\x01\"y\n" +
+	"\tSftConfig\x128\n" +
+	"\x0ftrain_on_prompt\x18\x01 \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x00R\rtrainOnPrompt\x88\x01\x01:\x1e\xd2\xda\x18\x1a\n" +
+	"\x16supervised fine-tuning\x10\x02B\x12\n" +
+	"\x10_train_on_prompt\"\xa1\x01\n" +
 	"\x11RewardModelConfig\x12Z\n" +
 	"\x15centering_coefficient\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x00R\x14centeringCoefficient\x88\x01\x01B\x18\n" +
-	"\x16_centering_coefficient\"\x97\x13\n" +
-	"\tPpoConfig\x12@\n" +
+	"\x030.0H\x00R\x14centeringCoefficient\x88\x01\x01:\x16\xd2\xda\x18\x12\n" +
+	"\freward model\x10\x038\x01B\x18\n" +
+	"\x16_centering_coefficient\"\x96\x14\n" +
+	"\x10PolicyLossConfig\x12@\n" +
 	"\bclip_low\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.2H\x00R\aclipLow\x88\x01\x01\x12B\n" +
 	"\tclip_high\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.2H\x01R\bclipHigh\x88\x01\x01\x12B\n" +
 	"\tdual_clip\x18\x03 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x02R\bdualClip\x88\x01\x01\x12M\n" +
-	"\x0ekl_coefficient\x18\x04 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x040.05H\x03R\rklCoefficient\x88\x01\x01\x12C\n" +
+	"\x030.0H\x02R\bdualClip\x88\x01\x01\x12L\n" +
+	"\x0ekl_coefficient\x18\x04 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\x03R\rklCoefficient\x88\x01\x01\x12C\n" +
 	"\fkl_estimator\x18\x05 \x01(\tB\x1b\xbaH\x0er\fR\x02k1R\x02k2R\x02k3\xca\xda\x18\x06\n" +
-	"\x04\"k1\"H\x04R\vklEstimator\x88\x01\x01\x12;\n" +
-	"\x05kl_in\x18\x06 \x01(\tB!\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\n" +
-	"\n" +
-	"\b\"reward\"H\x05R\x04klIn\x88\x01\x01\x12B\n" +
+	"\x04\"k3\"H\x04R\vklEstimator\x88\x01\x01\x129\n" +
+	"\x05kl_in\x18\x06 \x01(\tB\x1f\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\b\n" +
+	"\x06\"loss\"H\x05R\x04klIn\x88\x01\x01\x12B\n" +
 	"\tkl_target\x18\a \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.0H\x06R\bklTarget\x88\x01\x01\x12H\n" +
 	"\n" +
 	"kl_horizon\x18\b \x01(\x01B$\xbaH\x14\x12\x12\x19\x00\x00\x00\x00e\xcd\xcdA!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\t\n" +
 	"\a10000.0H\aR\tklHorizon\x88\x01\x01\x12V\n" +
 	"\x13entropy_coefficient\x18\t \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\bR\x12entropyCoefficient\x88\x01\x01\x12;\n" +
-	"\x05gamma\x18\n" +
-	" \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\tR\x05gamma\x88\x01\x01\x12E\n" +
+	"\x030.0H\bR\x12entropyCoefficient\x88\x01\x01\x12P\n" +
+	"\treduction\x18\n" +
+	" \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
+	"\a\"token\"H\tR\treduction\x88\x01\x01\x12-\n" +
+	"\x06epochs\x18\v \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
+	"\x011H\n" +
+	"R\x06epochs\x88\x01\x01\x128\n" +
+	"\vminibatches\x18\f \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
+	"\x011H\vR\vminibatches\x88\x01\x01\x12L\n" +
+	"\x0eoverlong_share\x18\r \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\fR\roverlongShare\x88\x01\x01\x12P\n" +
+	"\x10overlong_penalty\x18\x0e \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x031.0H\rR\x0foverlongPenalty\x88\x01\x01\x127\n" +
+	"\x0emask_truncated\x18\x0f \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x0eR\rmaskTruncated\x88\x01\x01\x12K\n" +
 	"\n" +
-	"gae_lambda\x18\v \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x040.95H\n" +
-	"R\tgaeLambda\x88\x01\x01\x12<\n" +
-	"\x11whiten_advantages\x18\f \x01(\bB\n" +
-	"\xca\xda\x18\x06\n" +
-	"\x04trueH\vR\x10whitenAdvantages\x88\x01\x01\x12D\n" +
+	"old_policy\x18\x10 \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
 	"\n" +
-	"value_clip\x18\r \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\fR\tvalueClip\x88\x01\x01\x12R\n" +
-	"\x11value_coefficient\x18\x0e \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.1H\rR\x10valueCoefficient\x88\x01\x01\x12=\n" +
-	"\x06critic\x18\x0f \x01(\tB \xbaH\x11r\x0fR\x04headR\anetwork\xca\xda\x18\b\n" +
-	"\x06\"head\"H\x0eR\x06critic\x88\x01\x01\x12X\n" +
-	"\x14critic_learning_rate\x18\x10 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x041e-5H\x0fR\x12criticLearningRate\x88\x01\x01\x12P\n" +
-	"\treduction\x18\x11 \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
-	"\a\"token\"H\x10R\treduction\x88\x01\x01\x12-\n" +
-	"\x06epochs\x18\x12 \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
-	"\x014H\x11R\x06epochs\x88\x01\x01\x128\n" +
-	"\vminibatches\x18\x13 \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
-	"\x011H\x12R\vminibatches\x88\x01\x01\x12L\n" +
-	"\x0eoverlong_share\x18\x14 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x13R\roverlongShare\x88\x01\x01\x12P\n" +
-	"\x10overlong_penalty\x18\x15 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\x14R\x0foverlongPenalty\x88\x01\x01\x127\n" +
-	"\x0emask_truncated\x18\x16 \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x15R\rmaskTruncated\x88\x01\x01\x12K\n" +
+	"\"proximal\"H\x0fR\toldPolicy\x88\x01\x01\x12e\n" +
+	"\x15importance_correction\x18\x11 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
 	"\n" +
-	"old_policy\x18\x17 \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
-	"\n" +
-	"\"proximal\"H\x16R\toldPolicy\x88\x01\x01\x12e\n" +
-	"\x15importance_correction\x18\x18 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
-	"\n" +
-	"\"truncate\"H\x17R\x14importanceCorrection\x88\x01\x01\x12^\n" +
-	"\x10importance_level\x18\x19 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
-	"\a\"token\"H\x18R\x0fimportanceLevel\x88\x01\x01\x12L\n" +
-	"\x0eimportance_cap\x18\x1a \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
-	"\x032.0H\x19R\rimportanceCap\x88\x01\x01\x12P\n" +
-	"\x10importance_floor\x18\x1b \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.5H\x1aR\x0fimportanceFloor\x88\x01\x01B\v\n" +
+	"\"truncate\"H\x10R\x14importanceCorrection\x88\x01\x01\x12^\n" +
+	"\x10importance_level\x18\x12 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
+	"\a\"token\"H\x11R\x0fimportanceLevel\x88\x01\x01\x12L\n" +
+	"\x0eimportance_cap\x18\x13 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x032.0H\x12R\rimportanceCap\x88\x01\x01\x12P\n" +
+	"\x10importance_floor\x18\x14 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.5H\x13R\x0fimportanceFloor\x88\x01\x01:\xe5\x05\xbaH\xe1\x05\x1a\xd5\x01\n" +
+	"\x18policy_loss.kl_estimator\x12f`algorithm.*.kl_estimator` must not be \"k1\" with `kl_in = \"loss\"`: the gradient of k1 has mean 0 there\x1aQ!(this.kl_coefficient > 0.0 && this.kl_in == 'loss' && this.kl_estimator == 'k1')\x1a\xa0\x01\n" +
+	"\x15policy_loss.kl_target\x12S`algorithm.*.kl_target` needs `algorithm.*.kl_coefficient` above 0, which it adapts\x1a2this.kl_target == 0.0 || this.kl_coefficient > 0.0\x1a\x82\x01\n" +
+	"\x15policy_loss.dual_clip\x12:`algorithm.*.dual_clip` must be above 1, or 0 for no bound\x1a-this.dual_clip == 0.0 || this.dual_clip > 1.0\x1a\xde\x01\n" +
+	"\x1cpolicy_loss.importance_floor\x12h`algorithm.*.importance_floor` must not exceed `algorithm.*.importance_cap`: every token would be masked\x1aTthis.importance_correction != 'mask' || this.importance_floor <= this.importance_capB\v\n" +
 	"\t_clip_lowB\f\n" +
 	"\n" +
 	"_clip_highB\f\n" +
@@ -2250,465 +1783,154 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\n" +
 	"_kl_targetB\r\n" +
 	"\v_kl_horizonB\x16\n" +
-	"\x14_entropy_coefficientB\b\n" +
+	"\x14_entropy_coefficientB\f\n" +
+	"\n" +
+	"_reductionB\t\n" +
+	"\a_epochsB\x0e\n" +
+	"\f_minibatchesB\x11\n" +
+	"\x0f_overlong_shareB\x13\n" +
+	"\x11_overlong_penaltyB\x11\n" +
+	"\x0f_mask_truncatedB\r\n" +
+	"\v_old_policyB\x18\n" +
+	"\x16_importance_correctionB\x13\n" +
+	"\x11_importance_levelB\x11\n" +
+	"\x0f_importance_capB\x13\n" +
+	"\x11_importance_floor\"\xa5\x02\n" +
+	"\x14GroupAdvantageConfig\x12Q\n" +
+	"\rnormalization\x18\x01 \x01(\tB&\xbaH\x16r\x14R\x05groupR\x05batchR\x04none\xca\xda\x18\t\n" +
+	"\a\"group\"H\x00R\rnormalization\x88\x01\x01\x12I\n" +
+	"\bbaseline\x18\x02 \x01(\tB(\xbaH\x18r\x16R\x05groupR\rleave_one_out\xca\xda\x18\t\n" +
+	"\a\"group\"H\x01R\bbaseline\x88\x01\x01\x12;\n" +
+	"\x10dynamic_sampling\x18\x03 \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x02R\x0fdynamicSampling\x88\x01\x01B\x10\n" +
+	"\x0e_normalizationB\v\n" +
+	"\t_baselineB\x13\n" +
+	"\x11_dynamic_sampling\"\x9a\x06\n" +
+	"\tPpoConfig\x12?\n" +
+	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12;\n" +
+	"\x05gamma\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x031.0H\x00R\x05gamma\x88\x01\x01\x12E\n" +
+	"\n" +
+	"gae_lambda\x18\x03 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
+	"\x040.95H\x01R\tgaeLambda\x88\x01\x01\x12<\n" +
+	"\x11whiten_advantages\x18\x04 \x01(\bB\n" +
+	"\xca\xda\x18\x06\n" +
+	"\x04trueH\x02R\x10whitenAdvantages\x88\x01\x01\x12D\n" +
+	"\n" +
+	"value_clip\x18\x05 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.2H\x03R\tvalueClip\x88\x01\x01\x12R\n" +
+	"\x11value_coefficient\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.1H\x04R\x10valueCoefficient\x88\x01\x01\x12=\n" +
+	"\x06critic\x18\a \x01(\tB \xbaH\x11r\x0fR\x04headR\anetwork\xca\xda\x18\b\n" +
+	"\x06\"head\"H\x05R\x06critic\x88\x01\x01\x12X\n" +
+	"\x14critic_learning_rate\x18\b \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
+	"\x041e-5H\x06R\x12criticLearningRate\x88\x01\x01:_\xd2\xda\x18[\n" +
+	"\x03PPO\x10\x01\x18\x01(\x010\x01B\v\n" +
+	"\x06epochs\x12\x014B\x16\n" +
+	"\x0ekl_coefficient\x12\x040.05B\x14\n" +
+	"\fkl_estimator\x12\x04\"k1\"B\x11\n" +
+	"\x05kl_in\x12\b\"reward\"B\b\n" +
 	"\x06_gammaB\r\n" +
 	"\v_gae_lambdaB\x14\n" +
 	"\x12_whiten_advantagesB\r\n" +
 	"\v_value_clipB\x14\n" +
 	"\x12_value_coefficientB\t\n" +
 	"\a_criticB\x17\n" +
-	"\x15_critic_learning_rateB\f\n" +
+	"\x15_critic_learning_rate\"\xf0\x01\n" +
 	"\n" +
-	"_reductionB\t\n" +
-	"\a_epochsB\x0e\n" +
-	"\f_minibatchesB\x11\n" +
-	"\x0f_overlong_shareB\x13\n" +
-	"\x11_overlong_penaltyB\x11\n" +
-	"\x0f_mask_truncatedB\r\n" +
-	"\v_old_policyB\x18\n" +
-	"\x16_importance_correctionB\x13\n" +
-	"\x11_importance_levelB\x11\n" +
-	"\x0f_importance_capB\x13\n" +
-	"\x11_importance_floor\"\xbe\x0e\n" +
-	"\fDrGrpoConfig\x12@\n" +
-	"\bclip_low\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\x00R\aclipLow\x88\x01\x01\x12B\n" +
-	"\tclip_high\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\x01R\bclipHigh\x88\x01\x01\x12L\n" +
-	"\x0ekl_coefficient\x18\x03 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x02R\rklCoefficient\x88\x01\x01\x12C\n" +
-	"\fkl_estimator\x18\x04 \x01(\tB\x1b\xbaH\x0er\fR\x02k1R\x02k2R\x02k3\xca\xda\x18\x06\n" +
-	"\x04\"k3\"H\x03R\vklEstimator\x88\x01\x01\x129\n" +
-	"\x05kl_in\x18\x05 \x01(\tB\x1f\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\b\n" +
-	"\x06\"loss\"H\x04R\x04klIn\x88\x01\x01\x12V\n" +
-	"\x13entropy_coefficient\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x05R\x12entropyCoefficient\x88\x01\x01\x12P\n" +
-	"\rnormalization\x18\a \x01(\tB%\xbaH\x16r\x14R\x05groupR\x05batchR\x04none\xca\xda\x18\b\n" +
-	"\x06\"none\"H\x06R\rnormalization\x88\x01\x01\x12I\n" +
-	"\bbaseline\x18\b \x01(\tB(\xbaH\x18r\x16R\x05groupR\rleave_one_out\xca\xda\x18\t\n" +
-	"\a\"group\"H\aR\bbaseline\x88\x01\x01\x12S\n" +
-	"\treduction\x18\t \x01(\tB0\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\f\n" +
-	"\n" +
-	"\"constant\"H\bR\treduction\x88\x01\x01\x12-\n" +
-	"\x06epochs\x18\n" +
-	" \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
-	"\x011H\tR\x06epochs\x88\x01\x01\x128\n" +
-	"\vminibatches\x18\v \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
-	"\x011H\n" +
-	"R\vminibatches\x88\x01\x01\x12;\n" +
-	"\x10dynamic_sampling\x18\f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\vR\x0fdynamicSampling\x88\x01\x01\x12L\n" +
-	"\x0eoverlong_share\x18\r \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\fR\roverlongShare\x88\x01\x01\x12P\n" +
-	"\x10overlong_penalty\x18\x0e \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\rR\x0foverlongPenalty\x88\x01\x01\x127\n" +
-	"\x0emask_truncated\x18\x0f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x0eR\rmaskTruncated\x88\x01\x01\x12K\n" +
-	"\n" +
-	"old_policy\x18\x10 \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
-	"\n" +
-	"\"proximal\"H\x0fR\toldPolicy\x88\x01\x01\x12e\n" +
-	"\x15importance_correction\x18\x11 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
-	"\n" +
-	"\"truncate\"H\x10R\x14importanceCorrection\x88\x01\x01\x12^\n" +
-	"\x10importance_level\x18\x12 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
-	"\a\"token\"H\x11R\x0fimportanceLevel\x88\x01\x01\x12L\n" +
-	"\x0eimportance_cap\x18\x13 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
-	"\x032.0H\x12R\rimportanceCap\x88\x01\x01\x12P\n" +
-	"\x10importance_floor\x18\x14 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.5H\x13R\x0fimportanceFloor\x88\x01\x01B\v\n" +
-	"\t_clip_lowB\f\n" +
-	"\n" +
-	"_clip_highB\x11\n" +
-	"\x0f_kl_coefficientB\x0f\n" +
-	"\r_kl_estimatorB\b\n" +
-	"\x06_kl_inB\x16\n" +
-	"\x14_entropy_coefficientB\x10\n" +
-	"\x0e_normalizationB\v\n" +
-	"\t_baselineB\f\n" +
-	"\n" +
-	"_reductionB\t\n" +
-	"\a_epochsB\x0e\n" +
-	"\f_minibatchesB\x13\n" +
-	"\x11_dynamic_samplingB\x11\n" +
-	"\x0f_overlong_shareB\x13\n" +
-	"\x11_overlong_penaltyB\x11\n" +
-	"\x0f_mask_truncatedB\r\n" +
-	"\v_old_policyB\x18\n" +
-	"\x16_importance_correctionB\x13\n" +
-	"\x11_importance_levelB\x11\n" +
-	"\x0f_importance_capB\x13\n" +
-	"\x11_importance_floor\"\xba\x0e\n" +
-	"\n" +
-	"DapoConfig\x12@\n" +
-	"\bclip_low\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\x00R\aclipLow\x88\x01\x01\x12C\n" +
-	"\tclip_high\x18\x02 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x040.28H\x01R\bclipHigh\x88\x01\x01\x12L\n" +
-	"\x0ekl_coefficient\x18\x03 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x02R\rklCoefficient\x88\x01\x01\x12C\n" +
-	"\fkl_estimator\x18\x04 \x01(\tB\x1b\xbaH\x0er\fR\x02k1R\x02k2R\x02k3\xca\xda\x18\x06\n" +
-	"\x04\"k3\"H\x03R\vklEstimator\x88\x01\x01\x129\n" +
-	"\x05kl_in\x18\x05 \x01(\tB\x1f\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\b\n" +
-	"\x06\"loss\"H\x04R\x04klIn\x88\x01\x01\x12V\n" +
-	"\x13entropy_coefficient\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x05R\x12entropyCoefficient\x88\x01\x01\x12Q\n" +
-	"\rnormalization\x18\a \x01(\tB&\xbaH\x16r\x14R\x05groupR\x05batchR\x04none\xca\xda\x18\t\n" +
-	"\a\"group\"H\x06R\rnormalization\x88\x01\x01\x12I\n" +
-	"\bbaseline\x18\b \x01(\tB(\xbaH\x18r\x16R\x05groupR\rleave_one_out\xca\xda\x18\t\n" +
-	"\a\"group\"H\aR\bbaseline\x88\x01\x01\x12P\n" +
-	"\treduction\x18\t \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
-	"\a\"token\"H\bR\treduction\x88\x01\x01\x12-\n" +
-	"\x06epochs\x18\n" +
-	" \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
-	"\x011H\tR\x06epochs\x88\x01\x01\x128\n" +
-	"\vminibatches\x18\v \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
-	"\x011H\n" +
-	"R\vminibatches\x88\x01\x01\x12:\n" +
-	"\x10dynamic_sampling\x18\f \x01(\bB\n" +
+	"GrpoConfig\x12?\n" +
+	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12E\n" +
+	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group\x124\n" +
+	"\rnormalize_std\x18\x03 \x01(\bB\n" +
 	"\xca\xda\x18\x06\n" +
-	"\x04trueH\vR\x0fdynamicSampling\x88\x01\x01\x12L\n" +
-	"\x0eoverlong_share\x18\r \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\fR\roverlongShare\x88\x01\x01\x12P\n" +
-	"\x10overlong_penalty\x18\x0e \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\rR\x0foverlongPenalty\x88\x01\x01\x127\n" +
-	"\x0emask_truncated\x18\x0f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x0eR\rmaskTruncated\x88\x01\x01\x12K\n" +
+	"\x04trueH\x00R\fnormalizeStd\x88\x01\x01:\x12\xd2\xda\x18\x0e\n" +
+	"\x04GRPO\x10\x01\x18\x01 \x01(\x01B\x10\n" +
+	"\x0e_normalize_std\"\xe0\x01\n" +
+	"\fDrGrpoConfig\x12?\n" +
+	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12E\n" +
+	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group:H\xd2\xda\x18D\n" +
+	"\bDr. GRPO\x10\x01\x18\x01 \x01(\x01B\x17\n" +
+	"\rnormalization\x12\x06\"none\"B\x17\n" +
+	"\treduction\x12\n" +
+	"\"constant\"\"\xec\x01\n" +
 	"\n" +
-	"old_policy\x18\x10 \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
+	"DapoConfig\x12?\n" +
+	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12E\n" +
+	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group:V\xd2\xda\x18R\n" +
+	"\x04DAPO\x10\x01\x18\x01 \x01(\x01B\x11\n" +
+	"\tclip_high\x12\x040.28B\x18\n" +
+	"\x10dynamic_sampling\x12\x04trueB\x15\n" +
+	"\x0eoverlong_share\x12\x030.2\"\xf6\x01\n" +
 	"\n" +
-	"\"proximal\"H\x0fR\toldPolicy\x88\x01\x01\x12e\n" +
-	"\x15importance_correction\x18\x11 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
+	"GspoConfig\x12?\n" +
+	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12E\n" +
+	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group:`\xd2\xda\x18\\\n" +
+	"\x04GSPO\x10\x01\x18\x01 \x01B\x11\n" +
+	"\tclip_high\x12\x044e-4B\x10\n" +
+	"\bclip_low\x12\x043e-4B\x10\n" +
+	"\vminibatches\x12\x014B\x17\n" +
+	"\treduction\x12\n" +
+	"\"sequence\"\"\xd7\x02\n" +
+	"\vCispoConfig\x12?\n" +
+	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12E\n" +
+	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group:\xbf\x01\xbaH\x85\x01\x1a\x82\x01\n" +
+	"\x0fcispo.dual_clip\x12S`algorithm.cispo.dual_clip` must be 0: CISPO clips weights of gradients, not losses\x1a\x1athis.loss.dual_clip == 0.0\xd2\xda\x182\n" +
+	"\x05CISPO\x10\x01\x18\x01 \x01(\x01B\x10\n" +
+	"\tclip_high\x12\x034.0B\x0f\n" +
+	"\bclip_low\x12\x031.0\"\xb8\x02\n" +
 	"\n" +
-	"\"truncate\"H\x10R\x14importanceCorrection\x88\x01\x01\x12^\n" +
-	"\x10importance_level\x18\x12 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
-	"\a\"token\"H\x11R\x0fimportanceLevel\x88\x01\x01\x12L\n" +
-	"\x0eimportance_cap\x18\x13 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
-	"\x032.0H\x12R\rimportanceCap\x88\x01\x01\x12P\n" +
-	"\x10importance_floor\x18\x14 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.5H\x13R\x0fimportanceFloor\x88\x01\x01B\v\n" +
-	"\t_clip_lowB\f\n" +
-	"\n" +
-	"_clip_highB\x11\n" +
-	"\x0f_kl_coefficientB\x0f\n" +
-	"\r_kl_estimatorB\b\n" +
-	"\x06_kl_inB\x16\n" +
-	"\x14_entropy_coefficientB\x10\n" +
-	"\x0e_normalizationB\v\n" +
-	"\t_baselineB\f\n" +
-	"\n" +
-	"_reductionB\t\n" +
-	"\a_epochsB\x0e\n" +
-	"\f_minibatchesB\x13\n" +
-	"\x11_dynamic_samplingB\x11\n" +
-	"\x0f_overlong_shareB\x13\n" +
-	"\x11_overlong_penaltyB\x11\n" +
-	"\x0f_mask_truncatedB\r\n" +
-	"\v_old_policyB\x18\n" +
-	"\x16_importance_correctionB\x13\n" +
-	"\x11_importance_levelB\x11\n" +
-	"\x0f_importance_capB\x13\n" +
-	"\x11_importance_floor\"\xbf\x0e\n" +
-	"\n" +
-	"GspoConfig\x12A\n" +
-	"\bclip_low\x18\x01 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x043e-4H\x00R\aclipLow\x88\x01\x01\x12C\n" +
-	"\tclip_high\x18\x02 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x044e-4H\x01R\bclipHigh\x88\x01\x01\x12L\n" +
-	"\x0ekl_coefficient\x18\x03 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x02R\rklCoefficient\x88\x01\x01\x12C\n" +
-	"\fkl_estimator\x18\x04 \x01(\tB\x1b\xbaH\x0er\fR\x02k1R\x02k2R\x02k3\xca\xda\x18\x06\n" +
-	"\x04\"k3\"H\x03R\vklEstimator\x88\x01\x01\x129\n" +
-	"\x05kl_in\x18\x05 \x01(\tB\x1f\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\b\n" +
-	"\x06\"loss\"H\x04R\x04klIn\x88\x01\x01\x12V\n" +
-	"\x13entropy_coefficient\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x05R\x12entropyCoefficient\x88\x01\x01\x12Q\n" +
-	"\rnormalization\x18\a \x01(\tB&\xbaH\x16r\x14R\x05groupR\x05batchR\x04none\xca\xda\x18\t\n" +
-	"\a\"group\"H\x06R\rnormalization\x88\x01\x01\x12I\n" +
-	"\bbaseline\x18\b \x01(\tB(\xbaH\x18r\x16R\x05groupR\rleave_one_out\xca\xda\x18\t\n" +
-	"\a\"group\"H\aR\bbaseline\x88\x01\x01\x12S\n" +
-	"\treduction\x18\t \x01(\tB0\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\f\n" +
-	"\n" +
-	"\"sequence\"H\bR\treduction\x88\x01\x01\x12-\n" +
-	"\x06epochs\x18\n" +
-	" \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
-	"\x011H\tR\x06epochs\x88\x01\x01\x128\n" +
-	"\vminibatches\x18\v \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
-	"\x014H\n" +
-	"R\vminibatches\x88\x01\x01\x12;\n" +
-	"\x10dynamic_sampling\x18\f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\vR\x0fdynamicSampling\x88\x01\x01\x12L\n" +
-	"\x0eoverlong_share\x18\r \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\fR\roverlongShare\x88\x01\x01\x12P\n" +
-	"\x10overlong_penalty\x18\x0e \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\rR\x0foverlongPenalty\x88\x01\x01\x127\n" +
-	"\x0emask_truncated\x18\x0f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x0eR\rmaskTruncated\x88\x01\x01\x12K\n" +
-	"\n" +
-	"old_policy\x18\x10 \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
-	"\n" +
-	"\"proximal\"H\x0fR\toldPolicy\x88\x01\x01\x12e\n" +
-	"\x15importance_correction\x18\x11 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
-	"\n" +
-	"\"truncate\"H\x10R\x14importanceCorrection\x88\x01\x01\x12^\n" +
-	"\x10importance_level\x18\x12 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
-	"\a\"token\"H\x11R\x0fimportanceLevel\x88\x01\x01\x12L\n" +
-	"\x0eimportance_cap\x18\x13 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
-	"\x032.0H\x12R\rimportanceCap\x88\x01\x01\x12P\n" +
-	"\x10importance_floor\x18\x14 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.5H\x13R\x0fimportanceFloor\x88\x01\x01B\v\n" +
-	"\t_clip_lowB\f\n" +
-	"\n" +
-	"_clip_highB\x11\n" +
-	"\x0f_kl_coefficientB\x0f\n" +
-	"\r_kl_estimatorB\b\n" +
-	"\x06_kl_inB\x16\n" +
-	"\x14_entropy_coefficientB\x10\n" +
-	"\x0e_normalizationB\v\n" +
-	"\t_baselineB\f\n" +
-	"\n" +
-	"_reductionB\t\n" +
-	"\a_epochsB\x0e\n" +
-	"\f_minibatchesB\x13\n" +
-	"\x11_dynamic_samplingB\x11\n" +
-	"\x0f_overlong_shareB\x13\n" +
-	"\x11_overlong_penaltyB\x11\n" +
-	"\x0f_mask_truncatedB\r\n" +
-	"\v_old_policyB\x18\n" +
-	"\x16_importance_correctionB\x13\n" +
-	"\x11_importance_levelB\x11\n" +
-	"\x0f_importance_capB\x13\n" +
-	"\x11_importance_floor\"\xbb\x0e\n" +
-	"\vCispoConfig\x12@\n" +
-	"\bclip_low\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\x00R\aclipLow\x88\x01\x01\x12B\n" +
-	"\tclip_high\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x034.0H\x01R\bclipHigh\x88\x01\x01\x12L\n" +
-	"\x0ekl_coefficient\x18\x03 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x02R\rklCoefficient\x88\x01\x01\x12C\n" +
-	"\fkl_estimator\x18\x04 \x01(\tB\x1b\xbaH\x0er\fR\x02k1R\x02k2R\x02k3\xca\xda\x18\x06\n" +
-	"\x04\"k3\"H\x03R\vklEstimator\x88\x01\x01\x129\n" +
-	"\x05kl_in\x18\x05 \x01(\tB\x1f\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\b\n" +
-	"\x06\"loss\"H\x04R\x04klIn\x88\x01\x01\x12V\n" +
-	"\x13entropy_coefficient\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x05R\x12entropyCoefficient\x88\x01\x01\x12Q\n" +
-	"\rnormalization\x18\a \x01(\tB&\xbaH\x16r\x14R\x05groupR\x05batchR\x04none\xca\xda\x18\t\n" +
-	"\a\"group\"H\x06R\rnormalization\x88\x01\x01\x12I\n" +
-	"\bbaseline\x18\b \x01(\tB(\xbaH\x18r\x16R\x05groupR\rleave_one_out\xca\xda\x18\t\n" +
-	"\a\"group\"H\aR\bbaseline\x88\x01\x01\x12P\n" +
-	"\treduction\x18\t \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
-	"\a\"token\"H\bR\treduction\x88\x01\x01\x12-\n" +
-	"\x06epochs\x18\n" +
-	" \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
-	"\x011H\tR\x06epochs\x88\x01\x01\x128\n" +
-	"\vminibatches\x18\v \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
-	"\x011H\n" +
-	"R\vminibatches\x88\x01\x01\x12;\n" +
-	"\x10dynamic_sampling\x18\f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\vR\x0fdynamicSampling\x88\x01\x01\x12L\n" +
-	"\x0eoverlong_share\x18\r \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\fR\roverlongShare\x88\x01\x01\x12P\n" +
-	"\x10overlong_penalty\x18\x0e \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\rR\x0foverlongPenalty\x88\x01\x01\x127\n" +
-	"\x0emask_truncated\x18\x0f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x0eR\rmaskTruncated\x88\x01\x01\x12K\n" +
-	"\n" +
-	"old_policy\x18\x10 \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
-	"\n" +
-	"\"proximal\"H\x0fR\toldPolicy\x88\x01\x01\x12e\n" +
-	"\x15importance_correction\x18\x11 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
-	"\n" +
-	"\"truncate\"H\x10R\x14importanceCorrection\x88\x01\x01\x12^\n" +
-	"\x10importance_level\x18\x12 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
-	"\a\"token\"H\x11R\x0fimportanceLevel\x88\x01\x01\x12L\n" +
-	"\x0eimportance_cap\x18\x13 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
-	"\x032.0H\x12R\rimportanceCap\x88\x01\x01\x12P\n" +
-	"\x10importance_floor\x18\x14 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.5H\x13R\x0fimportanceFloor\x88\x01\x01B\v\n" +
-	"\t_clip_lowB\f\n" +
-	"\n" +
-	"_clip_highB\x11\n" +
-	"\x0f_kl_coefficientB\x0f\n" +
-	"\r_kl_estimatorB\b\n" +
-	"\x06_kl_inB\x16\n" +
-	"\x14_entropy_coefficientB\x10\n" +
-	"\x0e_normalizationB\v\n" +
-	"\t_baselineB\f\n" +
-	"\n" +
-	"_reductionB\t\n" +
-	"\a_epochsB\x0e\n" +
-	"\f_minibatchesB\x13\n" +
-	"\x11_dynamic_samplingB\x11\n" +
-	"\x0f_overlong_shareB\x13\n" +
-	"\x11_overlong_penaltyB\x11\n" +
-	"\x0f_mask_truncatedB\r\n" +
-	"\v_old_policyB\x18\n" +
-	"\x16_importance_correctionB\x13\n" +
-	"\x11_importance_levelB\x11\n" +
-	"\x0f_importance_capB\x13\n" +
-	"\x11_importance_floor\"\xc7\x0e\n" +
-	"\n" +
-	"RlooConfig\x12@\n" +
-	"\bclip_low\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\x00R\aclipLow\x88\x01\x01\x12B\n" +
-	"\tclip_high\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\x01R\bclipHigh\x88\x01\x01\x12M\n" +
-	"\x0ekl_coefficient\x18\x03 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x040.03H\x02R\rklCoefficient\x88\x01\x01\x12C\n" +
-	"\fkl_estimator\x18\x04 \x01(\tB\x1b\xbaH\x0er\fR\x02k1R\x02k2R\x02k3\xca\xda\x18\x06\n" +
-	"\x04\"k1\"H\x03R\vklEstimator\x88\x01\x01\x12;\n" +
-	"\x05kl_in\x18\x05 \x01(\tB!\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\n" +
-	"\n" +
-	"\b\"reward\"H\x04R\x04klIn\x88\x01\x01\x12V\n" +
-	"\x13entropy_coefficient\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x05R\x12entropyCoefficient\x88\x01\x01\x12P\n" +
-	"\rnormalization\x18\a \x01(\tB%\xbaH\x16r\x14R\x05groupR\x05batchR\x04none\xca\xda\x18\b\n" +
-	"\x06\"none\"H\x06R\rnormalization\x88\x01\x01\x12Q\n" +
-	"\bbaseline\x18\b \x01(\tB0\xbaH\x18r\x16R\x05groupR\rleave_one_out\xca\xda\x18\x11\n" +
-	"\x0f\"leave_one_out\"H\aR\bbaseline\x88\x01\x01\x12S\n" +
-	"\treduction\x18\t \x01(\tB0\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\f\n" +
-	"\n" +
-	"\"sequence\"H\bR\treduction\x88\x01\x01\x12-\n" +
-	"\x06epochs\x18\n" +
-	" \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
-	"\x011H\tR\x06epochs\x88\x01\x01\x128\n" +
-	"\vminibatches\x18\v \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
-	"\x011H\n" +
-	"R\vminibatches\x88\x01\x01\x12;\n" +
-	"\x10dynamic_sampling\x18\f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\vR\x0fdynamicSampling\x88\x01\x01\x12L\n" +
-	"\x0eoverlong_share\x18\r \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\fR\roverlongShare\x88\x01\x01\x12P\n" +
-	"\x10overlong_penalty\x18\x0e \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\rR\x0foverlongPenalty\x88\x01\x01\x127\n" +
-	"\x0emask_truncated\x18\x0f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x0eR\rmaskTruncated\x88\x01\x01\x12K\n" +
-	"\n" +
-	"old_policy\x18\x10 \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
-	"\n" +
-	"\"proximal\"H\x0fR\toldPolicy\x88\x01\x01\x12e\n" +
-	"\x15importance_correction\x18\x11 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
-	"\n" +
-	"\"truncate\"H\x10R\x14importanceCorrection\x88\x01\x01\x12^\n" +
-	"\x10importance_level\x18\x12 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
-	"\a\"token\"H\x11R\x0fimportanceLevel\x88\x01\x01\x12L\n" +
-	"\x0eimportance_cap\x18\x13 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
-	"\x032.0H\x12R\rimportanceCap\x88\x01\x01\x12P\n" +
-	"\x10importance_floor\x18\x14 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.5H\x13R\x0fimportanceFloor\x88\x01\x01B\v\n" +
-	"\t_clip_lowB\f\n" +
-	"\n" +
-	"_clip_highB\x11\n" +
-	"\x0f_kl_coefficientB\x0f\n" +
-	"\r_kl_estimatorB\b\n" +
-	"\x06_kl_inB\x16\n" +
-	"\x14_entropy_coefficientB\x10\n" +
-	"\x0e_normalizationB\v\n" +
-	"\t_baselineB\f\n" +
-	"\n" +
-	"_reductionB\t\n" +
-	"\a_epochsB\x0e\n" +
-	"\f_minibatchesB\x13\n" +
-	"\x11_dynamic_samplingB\x11\n" +
-	"\x0f_overlong_shareB\x13\n" +
-	"\x11_overlong_penaltyB\x11\n" +
-	"\x0f_mask_truncatedB\r\n" +
-	"\v_old_policyB\x18\n" +
-	"\x16_importance_correctionB\x13\n" +
-	"\x11_importance_levelB\x11\n" +
-	"\x0f_importance_capB\x13\n" +
-	"\x11_importance_floor\"\xc8\r\n" +
-	"\x11ReinforcePpConfig\x12@\n" +
-	"\bclip_low\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\x00R\aclipLow\x88\x01\x01\x12B\n" +
-	"\tclip_high\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\x01R\bclipHigh\x88\x01\x01\x12M\n" +
-	"\x0ekl_coefficient\x18\x03 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x040.01H\x02R\rklCoefficient\x88\x01\x01\x12C\n" +
-	"\fkl_estimator\x18\x04 \x01(\tB\x1b\xbaH\x0er\fR\x02k1R\x02k2R\x02k3\xca\xda\x18\x06\n" +
-	"\x04\"k1\"H\x03R\vklEstimator\x88\x01\x01\x12;\n" +
-	"\x05kl_in\x18\x05 \x01(\tB!\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\n" +
-	"\n" +
-	"\b\"reward\"H\x04R\x04klIn\x88\x01\x01\x12V\n" +
-	"\x13entropy_coefficient\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x05R\x12entropyCoefficient\x88\x01\x01\x12;\n" +
-	"\x05gamma\x18\a \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\x06R\x05gamma\x88\x01\x01\x127\n" +
-	"\x0egroup_baseline\x18\b \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\aR\rgroupBaseline\x88\x01\x01\x12P\n" +
-	"\treduction\x18\t \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
-	"\a\"token\"H\bR\treduction\x88\x01\x01\x12-\n" +
-	"\x06epochs\x18\n" +
-	" \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
-	"\x011H\tR\x06epochs\x88\x01\x01\x128\n" +
-	"\vminibatches\x18\v \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
-	"\x011H\n" +
-	"R\vminibatches\x88\x01\x01\x12L\n" +
-	"\x0eoverlong_share\x18\f \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\vR\roverlongShare\x88\x01\x01\x12P\n" +
-	"\x10overlong_penalty\x18\r \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\fR\x0foverlongPenalty\x88\x01\x01\x127\n" +
-	"\x0emask_truncated\x18\x0e \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\rR\rmaskTruncated\x88\x01\x01\x12K\n" +
-	"\n" +
-	"old_policy\x18\x0f \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
-	"\n" +
-	"\"proximal\"H\x0eR\toldPolicy\x88\x01\x01\x12e\n" +
-	"\x15importance_correction\x18\x10 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
-	"\n" +
-	"\"truncate\"H\x0fR\x14importanceCorrection\x88\x01\x01\x12^\n" +
-	"\x10importance_level\x18\x11 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
-	"\a\"token\"H\x10R\x0fimportanceLevel\x88\x01\x01\x12L\n" +
-	"\x0eimportance_cap\x18\x12 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
-	"\x032.0H\x11R\rimportanceCap\x88\x01\x01\x12P\n" +
-	"\x10importance_floor\x18\x13 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.5H\x12R\x0fimportanceFloor\x88\x01\x01B\v\n" +
-	"\t_clip_lowB\f\n" +
-	"\n" +
-	"_clip_highB\x11\n" +
-	"\x0f_kl_coefficientB\x0f\n" +
-	"\r_kl_estimatorB\b\n" +
-	"\x06_kl_inB\x16\n" +
-	"\x14_entropy_coefficientB\b\n" +
+	"RlooConfig\x12?\n" +
+	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12E\n" +
+	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group:\xa1\x01\xd2\xda\x18\x9c\x01\n" +
+	"\x04RLOO\x10\x01\x18\x01 \x01B\x1b\n" +
+	"\bbaseline\x12\x0f\"leave_one_out\"B\x16\n" +
+	"\x0ekl_coefficient\x12\x040.03B\x14\n" +
+	"\fkl_estimator\x12\x04\"k1\"B\x11\n" +
+	"\x05kl_in\x12\b\"reward\"B\x17\n" +
+	"\rnormalization\x12\x06\"none\"B\x17\n" +
+	"\treduction\x12\n" +
+	"\"sequence\"\"\xc1\x02\n" +
+	"\x11ReinforcePpConfig\x12?\n" +
+	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12;\n" +
+	"\x05gamma\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x031.0H\x00R\x05gamma\x88\x01\x01\x127\n" +
+	"\x0egroup_baseline\x18\x03 \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\x01R\rgroupBaseline\x88\x01\x01:X\xd2\xda\x18T\n" +
+	"\vREINFORCE++\x10\x01\x18\x01(\x01B\x16\n" +
+	"\x0ekl_coefficient\x12\x040.01B\x14\n" +
+	"\fkl_estimator\x12\x04\"k1\"B\x11\n" +
+	"\x05kl_in\x12\b\"reward\"B\b\n" +
 	"\x06_gammaB\x11\n" +
-	"\x0f_group_baselineB\f\n" +
-	"\n" +
-	"_reductionB\t\n" +
-	"\a_epochsB\x0e\n" +
-	"\f_minibatchesB\x11\n" +
-	"\x0f_overlong_shareB\x13\n" +
-	"\x11_overlong_penaltyB\x11\n" +
-	"\x0f_mask_truncatedB\r\n" +
-	"\v_old_policyB\x18\n" +
-	"\x16_importance_correctionB\x13\n" +
-	"\x11_importance_levelB\x11\n" +
-	"\x0f_importance_capB\x13\n" +
-	"\x11_importance_floor\"\xb3\x01\n" +
+	"\x0f_group_baseline\"\xc0\x01\n" +
 	"\tDpoConfig\x129\n" +
 	"\x04beta\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.1H\x00R\x04beta\x88\x01\x01\x12N\n" +
 	"\x0flabel_smoothing\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x11\x00\x00\x00\x00\x00\x00\xe0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x01R\x0elabelSmoothing\x88\x01\x01B\a\n" +
+	"\x030.0H\x01R\x0elabelSmoothing\x88\x01\x01:\v\xd2\xda\x18\a\n" +
+	"\x03DPO\x10\x03B\a\n" +
 	"\x05_betaB\x12\n" +
-	"\x10_label_smoothing\"\xed\x01\n" +
+	"\x10_label_smoothing\"\x85\x02\n" +
 	"\x0fOnlineDpoConfig\x129\n" +
 	"\x04beta\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.1H\x00R\x04beta\x88\x01\x01\x12;\n" +
 	"\x04loss\x18\x02 \x01(\tB\"\xbaH\x10r\x0eR\asigmoidR\x03ipo\xca\xda\x18\v\n" +
 	"\t\"sigmoid\"H\x01R\x04loss\x88\x01\x01\x12;\n" +
 	"\x10dynamic_sampling\x18\x03 \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x02R\x0fdynamicSampling\x88\x01\x01B\a\n" +
+	"\x05falseH\x02R\x0fdynamicSampling\x88\x01\x01:\x16\xd2\xda\x18\x12\n" +
+	"\n" +
+	"online DPO\x10\x01\x18\x01 \x01B\a\n" +
 	"\x05_betaB\a\n" +
 	"\x05_lossB\x13\n" +
-	"\x11_dynamic_sampling\"\xa0\x01\n" +
+	"\x11_dynamic_sampling\"\xad\x01\n" +
 	"\tIpoConfig\x129\n" +
 	"\x04beta\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.1H\x00R\x04beta\x88\x01\x01\x12:\n" +
 	"\x10length_normalize\x18\x02 \x01(\bB\n" +
 	"\xca\xda\x18\x06\n" +
-	"\x04trueH\x01R\x0flengthNormalize\x88\x01\x01B\a\n" +
+	"\x04trueH\x01R\x0flengthNormalize\x88\x01\x01:\v\xd2\xda\x18\a\n" +
+	"\x03IPO\x10\x03B\a\n" +
 	"\x05_betaB\x13\n" +
-	"\x11_length_normalize\"\xa6\x03\n" +
+	"\x11_length_normalize\"\xb3\x03\n" +
 	"\tKtoConfig\x129\n" +
 	"\x04beta\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.1H\x00R\x04beta\x88\x01\x01\x12P\n" +
@@ -2720,12 +1942,13 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\xca\xda\x18\x06\n" +
 	"\x04trueH\x03R\x0ereferencePoint\x88\x01\x01\x12(\n" +
 	"\x06paired\x18\x05 \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x04R\x06paired\x88\x01\x01B\a\n" +
+	"\x05falseH\x04R\x06paired\x88\x01\x01:\v\xd2\xda\x18\a\n" +
+	"\x03KTO\x10\x04B\a\n" +
 	"\x05_betaB\x13\n" +
 	"\x11_desirable_weightB\x15\n" +
 	"\x13_undesirable_weightB\x12\n" +
 	"\x10_reference_pointB\t\n" +
-	"\a_paired\"\xf5\x03\n" +
+	"\a_paired\"\x95\x04\n" +
 	"\x12DistillationConfig\x12@\n" +
 	"\ateacher\x18\x01 \x01(\tB!\xbaH\x04r\x02\x10\x01\xca\xda\x18\x16\x12\x10\"models/teacher\"\x18\x01 \x01H\x00R\ateacher\x88\x01\x01\x12P\n" +
 	"\treduction\x18\x02 \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
@@ -2736,7 +1959,8 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x011H\x03R\vminibatches\x88\x01\x01\x12L\n" +
 	"\x0eimportance_cap\x18\x05 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
 	"\x032.0H\x04R\rimportanceCap\x88\x01\x01\x12L\n" +
-	"\bendpoint\x18\x06 \x01(\v2(.rollout.config.v1.TeacherEndpointConfigB\x06\xca\xda\x18\x02 \x01R\bendpointB\n" +
+	"\bendpoint\x18\x06 \x01(\v2(.rollout.config.v1.TeacherEndpointConfigB\x06\xca\xda\x18\x02 \x01R\bendpoint:\x1e\xd2\xda\x18\x1a\n" +
+	"\x16on-policy distillation\x10\x01B\n" +
 	"\n" +
 	"\b_teacherB\f\n" +
 	"\n" +
@@ -2780,30 +2004,64 @@ func file_rollout_config_v1_algorithm_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_algorithm_proto_rawDescData
 }
 
-var file_rollout_config_v1_algorithm_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_rollout_config_v1_algorithm_proto_msgTypes = make([]protoimpl.MessageInfo, 19)
 var file_rollout_config_v1_algorithm_proto_goTypes = []any{
-	(*RewardModelConfig)(nil),     // 0: rollout.config.v1.RewardModelConfig
-	(*PpoConfig)(nil),             // 1: rollout.config.v1.PpoConfig
-	(*DrGrpoConfig)(nil),          // 2: rollout.config.v1.DrGrpoConfig
-	(*DapoConfig)(nil),            // 3: rollout.config.v1.DapoConfig
-	(*GspoConfig)(nil),            // 4: rollout.config.v1.GspoConfig
-	(*CispoConfig)(nil),           // 5: rollout.config.v1.CispoConfig
-	(*RlooConfig)(nil),            // 6: rollout.config.v1.RlooConfig
-	(*ReinforcePpConfig)(nil),     // 7: rollout.config.v1.ReinforcePpConfig
-	(*DpoConfig)(nil),             // 8: rollout.config.v1.DpoConfig
-	(*OnlineDpoConfig)(nil),       // 9: rollout.config.v1.OnlineDpoConfig
-	(*IpoConfig)(nil),             // 10: rollout.config.v1.IpoConfig
-	(*KtoConfig)(nil),             // 11: rollout.config.v1.KtoConfig
-	(*DistillationConfig)(nil),    // 12: rollout.config.v1.DistillationConfig
-	(*TeacherEndpointConfig)(nil), // 13: rollout.config.v1.TeacherEndpointConfig
+	(*AlgorithmConfig)(nil),       // 0: rollout.config.v1.AlgorithmConfig
+	(*SftConfig)(nil),             // 1: rollout.config.v1.SftConfig
+	(*RewardModelConfig)(nil),     // 2: rollout.config.v1.RewardModelConfig
+	(*PolicyLossConfig)(nil),      // 3: rollout.config.v1.PolicyLossConfig
+	(*GroupAdvantageConfig)(nil),  // 4: rollout.config.v1.GroupAdvantageConfig
+	(*PpoConfig)(nil),             // 5: rollout.config.v1.PpoConfig
+	(*GrpoConfig)(nil),            // 6: rollout.config.v1.GrpoConfig
+	(*DrGrpoConfig)(nil),          // 7: rollout.config.v1.DrGrpoConfig
+	(*DapoConfig)(nil),            // 8: rollout.config.v1.DapoConfig
+	(*GspoConfig)(nil),            // 9: rollout.config.v1.GspoConfig
+	(*CispoConfig)(nil),           // 10: rollout.config.v1.CispoConfig
+	(*RlooConfig)(nil),            // 11: rollout.config.v1.RlooConfig
+	(*ReinforcePpConfig)(nil),     // 12: rollout.config.v1.ReinforcePpConfig
+	(*DpoConfig)(nil),             // 13: rollout.config.v1.DpoConfig
+	(*OnlineDpoConfig)(nil),       // 14: rollout.config.v1.OnlineDpoConfig
+	(*IpoConfig)(nil),             // 15: rollout.config.v1.IpoConfig
+	(*KtoConfig)(nil),             // 16: rollout.config.v1.KtoConfig
+	(*DistillationConfig)(nil),    // 17: rollout.config.v1.DistillationConfig
+	(*TeacherEndpointConfig)(nil), // 18: rollout.config.v1.TeacherEndpointConfig
 }
 var file_rollout_config_v1_algorithm_proto_depIdxs = []int32{
-	13, // 0: rollout.config.v1.DistillationConfig.endpoint:type_name -> rollout.config.v1.TeacherEndpointConfig
-	1,  // [1:1] is the sub-list for method output_type
-	1,  // [1:1] is the sub-list for method input_type
-	1,  // [1:1] is the sub-list for extension type_name
-	1,  // [1:1] is the sub-list for extension extendee
-	0,  // [0:1] is the sub-list for field type_name
+	1,  // 0: rollout.config.v1.AlgorithmConfig.sft:type_name -> rollout.config.v1.SftConfig
+	6,  // 1: rollout.config.v1.AlgorithmConfig.grpo:type_name -> rollout.config.v1.GrpoConfig
+	2,  // 2: rollout.config.v1.AlgorithmConfig.reward_model:type_name -> rollout.config.v1.RewardModelConfig
+	5,  // 3: rollout.config.v1.AlgorithmConfig.ppo:type_name -> rollout.config.v1.PpoConfig
+	7,  // 4: rollout.config.v1.AlgorithmConfig.dr_grpo:type_name -> rollout.config.v1.DrGrpoConfig
+	8,  // 5: rollout.config.v1.AlgorithmConfig.dapo:type_name -> rollout.config.v1.DapoConfig
+	9,  // 6: rollout.config.v1.AlgorithmConfig.gspo:type_name -> rollout.config.v1.GspoConfig
+	10, // 7: rollout.config.v1.AlgorithmConfig.cispo:type_name -> rollout.config.v1.CispoConfig
+	11, // 8: rollout.config.v1.AlgorithmConfig.rloo:type_name -> rollout.config.v1.RlooConfig
+	12, // 9: rollout.config.v1.AlgorithmConfig.reinforce_pp:type_name -> rollout.config.v1.ReinforcePpConfig
+	13, // 10: rollout.config.v1.AlgorithmConfig.dpo:type_name -> rollout.config.v1.DpoConfig
+	15, // 11: rollout.config.v1.AlgorithmConfig.ipo:type_name -> rollout.config.v1.IpoConfig
+	16, // 12: rollout.config.v1.AlgorithmConfig.kto:type_name -> rollout.config.v1.KtoConfig
+	17, // 13: rollout.config.v1.AlgorithmConfig.distillation:type_name -> rollout.config.v1.DistillationConfig
+	14, // 14: rollout.config.v1.AlgorithmConfig.online_dpo:type_name -> rollout.config.v1.OnlineDpoConfig
+	3,  // 15: rollout.config.v1.PpoConfig.loss:type_name -> rollout.config.v1.PolicyLossConfig
+	3,  // 16: rollout.config.v1.GrpoConfig.loss:type_name -> rollout.config.v1.PolicyLossConfig
+	4,  // 17: rollout.config.v1.GrpoConfig.group:type_name -> rollout.config.v1.GroupAdvantageConfig
+	3,  // 18: rollout.config.v1.DrGrpoConfig.loss:type_name -> rollout.config.v1.PolicyLossConfig
+	4,  // 19: rollout.config.v1.DrGrpoConfig.group:type_name -> rollout.config.v1.GroupAdvantageConfig
+	3,  // 20: rollout.config.v1.DapoConfig.loss:type_name -> rollout.config.v1.PolicyLossConfig
+	4,  // 21: rollout.config.v1.DapoConfig.group:type_name -> rollout.config.v1.GroupAdvantageConfig
+	3,  // 22: rollout.config.v1.GspoConfig.loss:type_name -> rollout.config.v1.PolicyLossConfig
+	4,  // 23: rollout.config.v1.GspoConfig.group:type_name -> rollout.config.v1.GroupAdvantageConfig
+	3,  // 24: rollout.config.v1.CispoConfig.loss:type_name -> rollout.config.v1.PolicyLossConfig
+	4,  // 25: rollout.config.v1.CispoConfig.group:type_name -> rollout.config.v1.GroupAdvantageConfig
+	3,  // 26: rollout.config.v1.RlooConfig.loss:type_name -> rollout.config.v1.PolicyLossConfig
+	4,  // 27: rollout.config.v1.RlooConfig.group:type_name -> rollout.config.v1.GroupAdvantageConfig
+	3,  // 28: rollout.config.v1.ReinforcePpConfig.loss:type_name -> rollout.config.v1.PolicyLossConfig
+	18, // 29: rollout.config.v1.DistillationConfig.endpoint:type_name -> rollout.config.v1.TeacherEndpointConfig
+	30, // [30:30] is the sub-list for method output_type
+	30, // [30:30] is the sub-list for method input_type
+	30, // [30:30] is the sub-list for extension type_name
+	30, // [30:30] is the sub-list for extension extendee
+	0,  // [0:30] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_algorithm_proto_init() }
@@ -2812,27 +2070,43 @@ func file_rollout_config_v1_algorithm_proto_init() {
 		return
 	}
 	file_rollout_config_v1_options_proto_init()
-	file_rollout_config_v1_algorithm_proto_msgTypes[0].OneofWrappers = []any{}
+	file_rollout_config_v1_algorithm_proto_msgTypes[0].OneofWrappers = []any{
+		(*AlgorithmConfig_Sft)(nil),
+		(*AlgorithmConfig_Grpo)(nil),
+		(*AlgorithmConfig_RewardModel)(nil),
+		(*AlgorithmConfig_Ppo)(nil),
+		(*AlgorithmConfig_DrGrpo)(nil),
+		(*AlgorithmConfig_Dapo)(nil),
+		(*AlgorithmConfig_Gspo)(nil),
+		(*AlgorithmConfig_Cispo)(nil),
+		(*AlgorithmConfig_Rloo)(nil),
+		(*AlgorithmConfig_ReinforcePp)(nil),
+		(*AlgorithmConfig_Dpo)(nil),
+		(*AlgorithmConfig_Ipo)(nil),
+		(*AlgorithmConfig_Kto)(nil),
+		(*AlgorithmConfig_Distillation)(nil),
+		(*AlgorithmConfig_OnlineDpo)(nil),
+	}
 	file_rollout_config_v1_algorithm_proto_msgTypes[1].OneofWrappers = []any{}
 	file_rollout_config_v1_algorithm_proto_msgTypes[2].OneofWrappers = []any{}
 	file_rollout_config_v1_algorithm_proto_msgTypes[3].OneofWrappers = []any{}
 	file_rollout_config_v1_algorithm_proto_msgTypes[4].OneofWrappers = []any{}
 	file_rollout_config_v1_algorithm_proto_msgTypes[5].OneofWrappers = []any{}
 	file_rollout_config_v1_algorithm_proto_msgTypes[6].OneofWrappers = []any{}
-	file_rollout_config_v1_algorithm_proto_msgTypes[7].OneofWrappers = []any{}
-	file_rollout_config_v1_algorithm_proto_msgTypes[8].OneofWrappers = []any{}
-	file_rollout_config_v1_algorithm_proto_msgTypes[9].OneofWrappers = []any{}
-	file_rollout_config_v1_algorithm_proto_msgTypes[10].OneofWrappers = []any{}
-	file_rollout_config_v1_algorithm_proto_msgTypes[11].OneofWrappers = []any{}
 	file_rollout_config_v1_algorithm_proto_msgTypes[12].OneofWrappers = []any{}
 	file_rollout_config_v1_algorithm_proto_msgTypes[13].OneofWrappers = []any{}
+	file_rollout_config_v1_algorithm_proto_msgTypes[14].OneofWrappers = []any{}
+	file_rollout_config_v1_algorithm_proto_msgTypes[15].OneofWrappers = []any{}
+	file_rollout_config_v1_algorithm_proto_msgTypes[16].OneofWrappers = []any{}
+	file_rollout_config_v1_algorithm_proto_msgTypes[17].OneofWrappers = []any{}
+	file_rollout_config_v1_algorithm_proto_msgTypes[18].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_algorithm_proto_rawDesc), len(file_rollout_config_v1_algorithm_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   14,
+			NumMessages:   19,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

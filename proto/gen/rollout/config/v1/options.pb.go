@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: rollout/config/v1/options.proto
 
-// Package rollout.config.v1 is the one source of truth for the configuration of a run.
+// Package rollout.config.v1 is the source of truth for the configuration of a run.
 
 package configv1
 
@@ -24,17 +24,80 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// FieldMeta is what a reader of the configuration needs beside the type and the validation rules.
+// RowKind states what a training row holds.
+type RowKind int32
+
+const (
+	// No kind: not an algorithm.
+	RowKind_ROW_KIND_UNSPECIFIED RowKind = 0
+	// A prompt. The policy samples completions for it.
+	RowKind_ROW_KIND_PROMPT RowKind = 1
+	// A prompt and the answer to train on.
+	RowKind_ROW_KIND_ANSWER RowKind = 2
+	// A prompt, a chosen completion and a rejected one.
+	RowKind_ROW_KIND_PAIR RowKind = 3
+	// A prompt, a completion and a label; with `paired = true` a pair.
+	RowKind_ROW_KIND_LABELED RowKind = 4
+)
+
+// Enum value maps for RowKind.
+var (
+	RowKind_name = map[int32]string{
+		0: "ROW_KIND_UNSPECIFIED",
+		1: "ROW_KIND_PROMPT",
+		2: "ROW_KIND_ANSWER",
+		3: "ROW_KIND_PAIR",
+		4: "ROW_KIND_LABELED",
+	}
+	RowKind_value = map[string]int32{
+		"ROW_KIND_UNSPECIFIED": 0,
+		"ROW_KIND_PROMPT":      1,
+		"ROW_KIND_ANSWER":      2,
+		"ROW_KIND_PAIR":        3,
+		"ROW_KIND_LABELED":     4,
+	}
+)
+
+func (x RowKind) Enum() *RowKind {
+	p := new(RowKind)
+	*p = x
+	return p
+}
+
+func (x RowKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (RowKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_rollout_config_v1_options_proto_enumTypes[0].Descriptor()
+}
+
+func (RowKind) Type() protoreflect.EnumType {
+	return &file_rollout_config_v1_options_proto_enumTypes[0]
+}
+
+func (x RowKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use RowKind.Descriptor instead.
+func (RowKind) EnumDescriptor() ([]byte, []int) {
+	return file_rollout_config_v1_options_proto_rawDescGZIP(), []int{0}
+}
+
+// FieldMeta states what a reader of the configuration needs in addition to the type and the validation rules.
 type FieldMeta struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The value that an absent field takes, written as a TOML value: `8`, `true`, `"cosine"`. Empty: no default.
+	// Value of an absent field, written as a TOML value: `8`, `true`, `"cosine"`. Empty: no default.
 	Default string `protobuf:"bytes,1,opt,name=default,proto3" json:"default,omitempty"`
 	// One example value, written as a TOML value.
 	Example string `protobuf:"bytes,2,opt,name=example,proto3" json:"example,omitempty"`
-	// Whether the field names a file or folder, resolved against the folder of the configuration file.
+	// Whether the field names a file or folder. Relative paths start at the folder of the configuration file.
 	Path bool `protobuf:"varint,3,opt,name=path,proto3" json:"path,omitempty"`
-	// Whether absence has a meaning of its own: there is no such table, though nothing in it must be given, or no such value.
-	Absent        bool `protobuf:"varint,4,opt,name=absent,proto3" json:"absent,omitempty"`
+	// Whether an absent field has its own meaning, so that it gets no default and an absent table is not filled with defaults.
+	Absent bool `protobuf:"varint,4,opt,name=absent,proto3" json:"absent,omitempty"`
+	// Whether the keys of this message belong to the table that holds it: `loss.clip_low` is written as `clip_low`.
+	Inline        bool `protobuf:"varint,5,opt,name=inline,proto3" json:"inline,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -97,6 +160,122 @@ func (x *FieldMeta) GetAbsent() bool {
 	return false
 }
 
+func (x *FieldMeta) GetInline() bool {
+	if x != nil {
+		return x.Inline
+	}
+	return false
+}
+
+// AlgorithmTraits states what an algorithm needs from services and workers. They branch on traits, not on the names of algorithms.
+type AlgorithmTraits struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the algorithm in papers, such as `GRPO`.
+	Title string `protobuf:"bytes,1,opt,name=title,proto3" json:"title,omitempty"`
+	// What a training row holds.
+	Rows RowKind `protobuf:"varint,2,opt,name=rows,proto3,enum=rollout.config.v1.RowKind" json:"rows,omitempty"`
+	// Whether a reward must score the completions.
+	NeedsReward bool `protobuf:"varint,3,opt,name=needs_reward,json=needsReward,proto3" json:"needs_reward,omitempty"`
+	// Whether the samples of a prompt are compared with each other, so that a group needs at least two of them.
+	ComparesGroup bool `protobuf:"varint,4,opt,name=compares_group,json=comparesGroup,proto3" json:"compares_group,omitempty"`
+	// Whether each token can have its own advantage, so that rewards of parts of a completion have an effect.
+	TokenRewards bool `protobuf:"varint,5,opt,name=token_rewards,json=tokenRewards,proto3" json:"token_rewards,omitempty"`
+	// Whether a critic is trained along with the policy.
+	NeedsCritic bool `protobuf:"varint,6,opt,name=needs_critic,json=needsCritic,proto3" json:"needs_critic,omitempty"`
+	// Whether the trained weights score texts instead of generating them.
+	Scores bool `protobuf:"varint,7,opt,name=scores,proto3" json:"scores,omitempty"`
+	// Defaults that differ from those of the inlined messages, by key, written as TOML values.
+	Defaults      map[string]string `protobuf:"bytes,8,rep,name=defaults,proto3" json:"defaults,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AlgorithmTraits) Reset() {
+	*x = AlgorithmTraits{}
+	mi := &file_rollout_config_v1_options_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AlgorithmTraits) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AlgorithmTraits) ProtoMessage() {}
+
+func (x *AlgorithmTraits) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_options_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AlgorithmTraits.ProtoReflect.Descriptor instead.
+func (*AlgorithmTraits) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_options_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *AlgorithmTraits) GetTitle() string {
+	if x != nil {
+		return x.Title
+	}
+	return ""
+}
+
+func (x *AlgorithmTraits) GetRows() RowKind {
+	if x != nil {
+		return x.Rows
+	}
+	return RowKind_ROW_KIND_UNSPECIFIED
+}
+
+func (x *AlgorithmTraits) GetNeedsReward() bool {
+	if x != nil {
+		return x.NeedsReward
+	}
+	return false
+}
+
+func (x *AlgorithmTraits) GetComparesGroup() bool {
+	if x != nil {
+		return x.ComparesGroup
+	}
+	return false
+}
+
+func (x *AlgorithmTraits) GetTokenRewards() bool {
+	if x != nil {
+		return x.TokenRewards
+	}
+	return false
+}
+
+func (x *AlgorithmTraits) GetNeedsCritic() bool {
+	if x != nil {
+		return x.NeedsCritic
+	}
+	return false
+}
+
+func (x *AlgorithmTraits) GetScores() bool {
+	if x != nil {
+		return x.Scores
+	}
+	return false
+}
+
+func (x *AlgorithmTraits) GetDefaults() map[string]string {
+	if x != nil {
+		return x.Defaults
+	}
+	return nil
+}
+
 var file_rollout_config_v1_options_proto_extTypes = []protoimpl.ExtensionInfo{
 	{
 		ExtendedType:  (*descriptorpb.FieldOptions)(nil),
@@ -104,6 +283,14 @@ var file_rollout_config_v1_options_proto_extTypes = []protoimpl.ExtensionInfo{
 		Field:         50601,
 		Name:          "rollout.config.v1.meta",
 		Tag:           "bytes,50601,opt,name=meta",
+		Filename:      "rollout/config/v1/options.proto",
+	},
+	{
+		ExtendedType:  (*descriptorpb.MessageOptions)(nil),
+		ExtensionType: (*AlgorithmTraits)(nil),
+		Field:         50602,
+		Name:          "rollout.config.v1.algorithm",
+		Tag:           "bytes,50602,opt,name=algorithm",
 		Filename:      "rollout/config/v1/options.proto",
 	},
 }
@@ -116,17 +303,45 @@ var (
 	E_Meta = &file_rollout_config_v1_options_proto_extTypes[0]
 )
 
+// Extension fields to descriptorpb.MessageOptions.
+var (
+	// Traits of the algorithm that the message configures.
+	//
+	// optional rollout.config.v1.AlgorithmTraits algorithm = 50602;
+	E_Algorithm = &file_rollout_config_v1_options_proto_extTypes[1]
+)
+
 var File_rollout_config_v1_options_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_options_proto_rawDesc = "" +
 	"\n" +
-	"\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"k\n" +
+	"\x1frollout/config/v1/options.proto\x12\x11rollout.config.v1\x1a google/protobuf/descriptor.proto\"\x83\x01\n" +
 	"\tFieldMeta\x12\x18\n" +
 	"\adefault\x18\x01 \x01(\tR\adefault\x12\x18\n" +
 	"\aexample\x18\x02 \x01(\tR\aexample\x12\x12\n" +
 	"\x04path\x18\x03 \x01(\bR\x04path\x12\x16\n" +
-	"\x06absent\x18\x04 \x01(\bR\x06absent:Q\n" +
-	"\x04meta\x12\x1d.google.protobuf.FieldOptions\x18\xa9\x8b\x03 \x01(\v2\x1c.rollout.config.v1.FieldMetaR\x04metaB\xcf\x01\n" +
+	"\x06absent\x18\x04 \x01(\bR\x06absent\x12\x16\n" +
+	"\x06inline\x18\x05 \x01(\bR\x06inline\"\x8c\x03\n" +
+	"\x0fAlgorithmTraits\x12\x14\n" +
+	"\x05title\x18\x01 \x01(\tR\x05title\x12.\n" +
+	"\x04rows\x18\x02 \x01(\x0e2\x1a.rollout.config.v1.RowKindR\x04rows\x12!\n" +
+	"\fneeds_reward\x18\x03 \x01(\bR\vneedsReward\x12%\n" +
+	"\x0ecompares_group\x18\x04 \x01(\bR\rcomparesGroup\x12#\n" +
+	"\rtoken_rewards\x18\x05 \x01(\bR\ftokenRewards\x12!\n" +
+	"\fneeds_critic\x18\x06 \x01(\bR\vneedsCritic\x12\x16\n" +
+	"\x06scores\x18\a \x01(\bR\x06scores\x12L\n" +
+	"\bdefaults\x18\b \x03(\v20.rollout.config.v1.AlgorithmTraits.DefaultsEntryR\bdefaults\x1a;\n" +
+	"\rDefaultsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*v\n" +
+	"\aRowKind\x12\x18\n" +
+	"\x14ROW_KIND_UNSPECIFIED\x10\x00\x12\x13\n" +
+	"\x0fROW_KIND_PROMPT\x10\x01\x12\x13\n" +
+	"\x0fROW_KIND_ANSWER\x10\x02\x12\x11\n" +
+	"\rROW_KIND_PAIR\x10\x03\x12\x14\n" +
+	"\x10ROW_KIND_LABELED\x10\x04:Q\n" +
+	"\x04meta\x12\x1d.google.protobuf.FieldOptions\x18\xa9\x8b\x03 \x01(\v2\x1c.rollout.config.v1.FieldMetaR\x04meta:c\n" +
+	"\talgorithm\x12\x1f.google.protobuf.MessageOptions\x18\xaa\x8b\x03 \x01(\v2\".rollout.config.v1.AlgorithmTraitsR\talgorithmB\xcf\x01\n" +
 	"\x15com.rollout.config.v1B\fOptionsProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/config/v1;configv1\xa2\x02\x03RCX\xaa\x02\x11Rollout.Config.V1\xca\x02\x11Rollout\\Config\\V1\xe2\x02\x1dRollout\\Config\\V1\\GPBMetadata\xea\x02\x13Rollout::Config::V1b\x06proto3"
 
 var (
@@ -141,19 +356,28 @@ func file_rollout_config_v1_options_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_options_proto_rawDescData
 }
 
-var file_rollout_config_v1_options_proto_msgTypes = make([]protoimpl.MessageInfo, 1)
+var file_rollout_config_v1_options_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_rollout_config_v1_options_proto_msgTypes = make([]protoimpl.MessageInfo, 3)
 var file_rollout_config_v1_options_proto_goTypes = []any{
-	(*FieldMeta)(nil),                 // 0: rollout.config.v1.FieldMeta
-	(*descriptorpb.FieldOptions)(nil), // 1: google.protobuf.FieldOptions
+	(RowKind)(0),                        // 0: rollout.config.v1.RowKind
+	(*FieldMeta)(nil),                   // 1: rollout.config.v1.FieldMeta
+	(*AlgorithmTraits)(nil),             // 2: rollout.config.v1.AlgorithmTraits
+	nil,                                 // 3: rollout.config.v1.AlgorithmTraits.DefaultsEntry
+	(*descriptorpb.FieldOptions)(nil),   // 4: google.protobuf.FieldOptions
+	(*descriptorpb.MessageOptions)(nil), // 5: google.protobuf.MessageOptions
 }
 var file_rollout_config_v1_options_proto_depIdxs = []int32{
-	1, // 0: rollout.config.v1.meta:extendee -> google.protobuf.FieldOptions
-	0, // 1: rollout.config.v1.meta:type_name -> rollout.config.v1.FieldMeta
-	2, // [2:2] is the sub-list for method output_type
-	2, // [2:2] is the sub-list for method input_type
-	1, // [1:2] is the sub-list for extension type_name
-	0, // [0:1] is the sub-list for extension extendee
-	0, // [0:0] is the sub-list for field type_name
+	0, // 0: rollout.config.v1.AlgorithmTraits.rows:type_name -> rollout.config.v1.RowKind
+	3, // 1: rollout.config.v1.AlgorithmTraits.defaults:type_name -> rollout.config.v1.AlgorithmTraits.DefaultsEntry
+	4, // 2: rollout.config.v1.meta:extendee -> google.protobuf.FieldOptions
+	5, // 3: rollout.config.v1.algorithm:extendee -> google.protobuf.MessageOptions
+	1, // 4: rollout.config.v1.meta:type_name -> rollout.config.v1.FieldMeta
+	2, // 5: rollout.config.v1.algorithm:type_name -> rollout.config.v1.AlgorithmTraits
+	6, // [6:6] is the sub-list for method output_type
+	6, // [6:6] is the sub-list for method input_type
+	4, // [4:6] is the sub-list for extension type_name
+	2, // [2:4] is the sub-list for extension extendee
+	0, // [0:2] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_options_proto_init() }
@@ -166,13 +390,14 @@ func file_rollout_config_v1_options_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_options_proto_rawDesc), len(file_rollout_config_v1_options_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   1,
-			NumExtensions: 1,
+			NumEnums:      1,
+			NumMessages:   3,
+			NumExtensions: 2,
 			NumServices:   0,
 		},
 		GoTypes:           file_rollout_config_v1_options_proto_goTypes,
 		DependencyIndexes: file_rollout_config_v1_options_proto_depIdxs,
+		EnumInfos:         file_rollout_config_v1_options_proto_enumTypes,
 		MessageInfos:      file_rollout_config_v1_options_proto_msgTypes,
 		ExtensionInfos:    file_rollout_config_v1_options_proto_extTypes,
 	}.Build()

@@ -806,606 +806,6 @@ func (x *RewardPartConfig) GetRetries() uint32 {
 	return 0
 }
 
-// AlgorithmConfig is a tagged union: the name of the table is the algorithm.
-type AlgorithmConfig struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// What the learner optimises.
-	//
-	// Types that are valid to be assigned to Kind:
-	//
-	//	*AlgorithmConfig_Sft
-	//	*AlgorithmConfig_Grpo
-	//	*AlgorithmConfig_RewardModel
-	//	*AlgorithmConfig_Ppo
-	//	*AlgorithmConfig_DrGrpo
-	//	*AlgorithmConfig_Dapo
-	//	*AlgorithmConfig_Gspo
-	//	*AlgorithmConfig_Cispo
-	//	*AlgorithmConfig_Rloo
-	//	*AlgorithmConfig_ReinforcePp
-	//	*AlgorithmConfig_Dpo
-	//	*AlgorithmConfig_Ipo
-	//	*AlgorithmConfig_Kto
-	//	*AlgorithmConfig_Distillation
-	//	*AlgorithmConfig_OnlineDpo
-	Kind          isAlgorithmConfig_Kind `protobuf_oneof:"kind"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *AlgorithmConfig) Reset() {
-	*x = AlgorithmConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *AlgorithmConfig) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*AlgorithmConfig) ProtoMessage() {}
-
-func (x *AlgorithmConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use AlgorithmConfig.ProtoReflect.Descriptor instead.
-func (*AlgorithmConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
-}
-
-func (x *AlgorithmConfig) GetKind() isAlgorithmConfig_Kind {
-	if x != nil {
-		return x.Kind
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetSft() *SftConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Sft); ok {
-			return x.Sft
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetGrpo() *GrpoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Grpo); ok {
-			return x.Grpo
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetRewardModel() *RewardModelConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_RewardModel); ok {
-			return x.RewardModel
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetPpo() *PpoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Ppo); ok {
-			return x.Ppo
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetDrGrpo() *DrGrpoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_DrGrpo); ok {
-			return x.DrGrpo
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetDapo() *DapoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Dapo); ok {
-			return x.Dapo
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetGspo() *GspoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Gspo); ok {
-			return x.Gspo
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetCispo() *CispoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Cispo); ok {
-			return x.Cispo
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetRloo() *RlooConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Rloo); ok {
-			return x.Rloo
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetReinforcePp() *ReinforcePpConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_ReinforcePp); ok {
-			return x.ReinforcePp
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetDpo() *DpoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Dpo); ok {
-			return x.Dpo
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetIpo() *IpoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Ipo); ok {
-			return x.Ipo
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetKto() *KtoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Kto); ok {
-			return x.Kto
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetDistillation() *DistillationConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_Distillation); ok {
-			return x.Distillation
-		}
-	}
-	return nil
-}
-
-func (x *AlgorithmConfig) GetOnlineDpo() *OnlineDpoConfig {
-	if x != nil {
-		if x, ok := x.Kind.(*AlgorithmConfig_OnlineDpo); ok {
-			return x.OnlineDpo
-		}
-	}
-	return nil
-}
-
-type isAlgorithmConfig_Kind interface {
-	isAlgorithmConfig_Kind()
-}
-
-type AlgorithmConfig_Sft struct {
-	// Supervised fine-tuning on the rows' reference answers.
-	Sft *SftConfig `protobuf:"bytes,1,opt,name=sft,proto3,oneof"`
-}
-
-type AlgorithmConfig_Grpo struct {
-	// Group Relative Policy Optimization.
-	Grpo *GrpoConfig `protobuf:"bytes,2,opt,name=grpo,proto3,oneof"`
-}
-
-type AlgorithmConfig_RewardModel struct {
-	// A reward model, on preference pairs.
-	RewardModel *RewardModelConfig `protobuf:"bytes,3,opt,name=reward_model,json=rewardModel,proto3,oneof"`
-}
-
-type AlgorithmConfig_Ppo struct {
-	// Proximal Policy Optimization, with a critic.
-	Ppo *PpoConfig `protobuf:"bytes,4,opt,name=ppo,proto3,oneof"`
-}
-
-type AlgorithmConfig_DrGrpo struct {
-	// GRPO without its two biases.
-	DrGrpo *DrGrpoConfig `protobuf:"bytes,5,opt,name=dr_grpo,json=drGrpo,proto3,oneof"`
-}
-
-type AlgorithmConfig_Dapo struct {
-	// GRPO with clip-higher, dynamic sampling and overlong shaping.
-	Dapo *DapoConfig `protobuf:"bytes,6,opt,name=dapo,proto3,oneof"`
-}
-
-type AlgorithmConfig_Gspo struct {
-	// Group Sequence Policy Optimization.
-	Gspo *GspoConfig `protobuf:"bytes,7,opt,name=gspo,proto3,oneof"`
-}
-
-type AlgorithmConfig_Cispo struct {
-	// Clipped importance-sampling weights.
-	Cispo *CispoConfig `protobuf:"bytes,8,opt,name=cispo,proto3,oneof"`
-}
-
-type AlgorithmConfig_Rloo struct {
-	// REINFORCE Leave-One-Out.
-	Rloo *RlooConfig `protobuf:"bytes,9,opt,name=rloo,proto3,oneof"`
-}
-
-type AlgorithmConfig_ReinforcePp struct {
-	// REINFORCE++.
-	ReinforcePp *ReinforcePpConfig `protobuf:"bytes,10,opt,name=reinforce_pp,json=reinforcePp,proto3,oneof"`
-}
-
-type AlgorithmConfig_Dpo struct {
-	// Direct Preference Optimization, on preference pairs.
-	Dpo *DpoConfig `protobuf:"bytes,11,opt,name=dpo,proto3,oneof"`
-}
-
-type AlgorithmConfig_Ipo struct {
-	// Identity Preference Optimization, on preference pairs.
-	Ipo *IpoConfig `protobuf:"bytes,12,opt,name=ipo,proto3,oneof"`
-}
-
-type AlgorithmConfig_Kto struct {
-	// Kahneman-Tversky Optimization, on labelled completions.
-	Kto *KtoConfig `protobuf:"bytes,13,opt,name=kto,proto3,oneof"`
-}
-
-type AlgorithmConfig_Distillation struct {
-	// On-policy distillation from a teacher.
-	Distillation *DistillationConfig `protobuf:"bytes,14,opt,name=distillation,proto3,oneof"`
-}
-
-type AlgorithmConfig_OnlineDpo struct {
-	// Online DPO: the best and the worst of a group's own samples are a preference pair.
-	OnlineDpo *OnlineDpoConfig `protobuf:"bytes,15,opt,name=online_dpo,json=onlineDpo,proto3,oneof"`
-}
-
-func (*AlgorithmConfig_Sft) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Grpo) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_RewardModel) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Ppo) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_DrGrpo) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Dapo) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Gspo) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Cispo) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Rloo) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_ReinforcePp) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Dpo) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Ipo) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Kto) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_Distillation) isAlgorithmConfig_Kind() {}
-
-func (*AlgorithmConfig_OnlineDpo) isAlgorithmConfig_Kind() {}
-
-// SftConfig sets supervised fine-tuning: mean negative log-likelihood over the trained tokens of the whole batch.
-type SftConfig struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// Whether the prompt's tokens are trained on too.
-	TrainOnPrompt *bool `protobuf:"varint,1,opt,name=train_on_prompt,json=trainOnPrompt,proto3,oneof" json:"train_on_prompt,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *SftConfig) Reset() {
-	*x = SftConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *SftConfig) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*SftConfig) ProtoMessage() {}
-
-func (x *SftConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use SftConfig.ProtoReflect.Descriptor instead.
-func (*SftConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
-}
-
-func (x *SftConfig) GetTrainOnPrompt() bool {
-	if x != nil && x.TrainOnPrompt != nil {
-		return *x.TrainOnPrompt
-	}
-	return false
-}
-
-// GrpoConfig sets Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300).
-type GrpoConfig struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// Lower clip of the probability ratio: 1 - clip_low.
-	ClipLow *float64 `protobuf:"fixed64,1,opt,name=clip_low,json=clipLow,proto3,oneof" json:"clip_low,omitempty"`
-	// Upper clip of the probability ratio: 1 + clip_high (DAPO's clip-higher, arXiv 2503.14476, takes 0.28).
-	ClipHigh *float64 `protobuf:"fixed64,2,opt,name=clip_high,json=clipHigh,proto3,oneof" json:"clip_high,omitempty"`
-	// Weight of the KL penalty to the initial model. 0 needs no reference model.
-	KlCoefficient *float64 `protobuf:"fixed64,3,opt,name=kl_coefficient,json=klCoefficient,proto3,oneof" json:"kl_coefficient,omitempty"`
-	// Whether advantages are divided by the standard deviation of the group's rewards (off in Dr.GRPO, arXiv 2503.20783).
-	NormalizeStd *bool `protobuf:"varint,4,opt,name=normalize_std,json=normalizeStd,proto3,oneof" json:"normalize_std,omitempty"`
-	// Cap of the importance weight against the engine's logprobs in async mode (truncated importance sampling).
-	ImportanceCap *float64 `protobuf:"fixed64,5,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
-	// Bound of a token's loss with a negative advantage, as a multiple of the advantage (arXiv 1912.09729 takes 3.0); above 1,
-	// or 0 for no bound.
-	DualClip *float64 `protobuf:"fixed64,6,opt,name=dual_clip,json=dualClip,proto3,oneof" json:"dual_clip,omitempty"`
-	// Estimator of the divergence from sampled tokens (Schulman 2020). As a term of the loss k1 has a gradient of mean 0: it
-	// only measures there.
-	KlEstimator *string `protobuf:"bytes,7,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
-	// Where the divergence counts: in the `loss`, or taken from the `reward` before advantages are estimated, which costs a
-	// forward pass of policy and initial model first.
-	KlIn *string `protobuf:"bytes,8,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
-	// Weight of the entropy bonus.
-	EntropyCoefficient *float64 `protobuf:"fixed64,9,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
-	// What advantages are divided by the standard deviation of: the rewards of the `group`, of the whole `batch`, or `none`,
-	// which `normalize_std = false` means too.
-	Normalization *string `protobuf:"bytes,10,opt,name=normalization,proto3,oneof" json:"normalization,omitempty"`
-	// What a reward is compared with: the mean of its `group`, or the mean of the other samples of it (`leave_one_out`, without
-	// bias).
-	Baseline *string `protobuf:"bytes,11,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
-	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
-	Reduction *string `protobuf:"bytes,12,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
-	// Passes over a batch. More than one update a batch costs a forward pass first.
-	Epochs *uint32 `protobuf:"varint,13,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
-	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
-	Minibatches *uint32 `protobuf:"varint,14,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Whether groups whose rewards are all equal are left out and others are sampled in their place (DAPO, arXiv 2503.14476, section
-	// 3.2), within `sampling.refill_rounds`. Rewards are compared as they were given, before the overlong penalty.
-	DynamicSampling *bool `protobuf:"varint,15,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
-	// Last share of `sampling.max_tokens` over which the reward of a completion falls linearly, by `overlong_penalty` at its end
-	// (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
-	OverlongShare *float64 `protobuf:"fixed64,16,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
-	// What is taken from the reward of a completion that is as long as may be, or was cut off.
-	OverlongPenalty *float64 `protobuf:"fixed64,17,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
-	// Whether completions that were cut off are left out of the loss (their rewards still count in the group).
-	MaskTruncated *bool `protobuf:"varint,18,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode, what the probability ratio is against: `proximal`, the learner before the batch's first update, with an
-	// importance weight beside it (the decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
-	OldPolicy *string `protobuf:"bytes,19,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode, what is done with importance weights against the engine's logprobs: `truncate` them at the cap, `mask` the
-	// tokens outside floor and cap (IcePop), or `none`.
-	ImportanceCorrection *string `protobuf:"bytes,20,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
-	// What an importance weight is of: the `token`, the whole sample (`sequence`, the product over its tokens), or the
-	// `geometric` mean over its tokens.
-	ImportanceLevel *string `protobuf:"bytes,21,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
-	// Smallest importance weight that `mask` keeps.
-	ImportanceFloor *float64 `protobuf:"fixed64,22,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
-}
-
-func (x *GrpoConfig) Reset() {
-	*x = GrpoConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *GrpoConfig) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*GrpoConfig) ProtoMessage() {}
-
-func (x *GrpoConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use GrpoConfig.ProtoReflect.Descriptor instead.
-func (*GrpoConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
-}
-
-func (x *GrpoConfig) GetClipLow() float64 {
-	if x != nil && x.ClipLow != nil {
-		return *x.ClipLow
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetClipHigh() float64 {
-	if x != nil && x.ClipHigh != nil {
-		return *x.ClipHigh
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetKlCoefficient() float64 {
-	if x != nil && x.KlCoefficient != nil {
-		return *x.KlCoefficient
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetNormalizeStd() bool {
-	if x != nil && x.NormalizeStd != nil {
-		return *x.NormalizeStd
-	}
-	return false
-}
-
-func (x *GrpoConfig) GetImportanceCap() float64 {
-	if x != nil && x.ImportanceCap != nil {
-		return *x.ImportanceCap
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetDualClip() float64 {
-	if x != nil && x.DualClip != nil {
-		return *x.DualClip
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetKlEstimator() string {
-	if x != nil && x.KlEstimator != nil {
-		return *x.KlEstimator
-	}
-	return ""
-}
-
-func (x *GrpoConfig) GetKlIn() string {
-	if x != nil && x.KlIn != nil {
-		return *x.KlIn
-	}
-	return ""
-}
-
-func (x *GrpoConfig) GetEntropyCoefficient() float64 {
-	if x != nil && x.EntropyCoefficient != nil {
-		return *x.EntropyCoefficient
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetNormalization() string {
-	if x != nil && x.Normalization != nil {
-		return *x.Normalization
-	}
-	return ""
-}
-
-func (x *GrpoConfig) GetBaseline() string {
-	if x != nil && x.Baseline != nil {
-		return *x.Baseline
-	}
-	return ""
-}
-
-func (x *GrpoConfig) GetReduction() string {
-	if x != nil && x.Reduction != nil {
-		return *x.Reduction
-	}
-	return ""
-}
-
-func (x *GrpoConfig) GetEpochs() uint32 {
-	if x != nil && x.Epochs != nil {
-		return *x.Epochs
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetMinibatches() uint32 {
-	if x != nil && x.Minibatches != nil {
-		return *x.Minibatches
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetDynamicSampling() bool {
-	if x != nil && x.DynamicSampling != nil {
-		return *x.DynamicSampling
-	}
-	return false
-}
-
-func (x *GrpoConfig) GetOverlongShare() float64 {
-	if x != nil && x.OverlongShare != nil {
-		return *x.OverlongShare
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetOverlongPenalty() float64 {
-	if x != nil && x.OverlongPenalty != nil {
-		return *x.OverlongPenalty
-	}
-	return 0
-}
-
-func (x *GrpoConfig) GetMaskTruncated() bool {
-	if x != nil && x.MaskTruncated != nil {
-		return *x.MaskTruncated
-	}
-	return false
-}
-
-func (x *GrpoConfig) GetOldPolicy() string {
-	if x != nil && x.OldPolicy != nil {
-		return *x.OldPolicy
-	}
-	return ""
-}
-
-func (x *GrpoConfig) GetImportanceCorrection() string {
-	if x != nil && x.ImportanceCorrection != nil {
-		return *x.ImportanceCorrection
-	}
-	return ""
-}
-
-func (x *GrpoConfig) GetImportanceLevel() string {
-	if x != nil && x.ImportanceLevel != nil {
-		return *x.ImportanceLevel
-	}
-	return ""
-}
-
-func (x *GrpoConfig) GetImportanceFloor() float64 {
-	if x != nil && x.ImportanceFloor != nil {
-		return *x.ImportanceFloor
-	}
-	return 0
-}
-
 // TrainConfig sets steps, optimizer and learning-rate schedule.
 type TrainConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1461,7 +861,7 @@ type TrainConfig struct {
 
 func (x *TrainConfig) Reset() {
 	*x = TrainConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1473,7 +873,7 @@ func (x *TrainConfig) String() string {
 func (*TrainConfig) ProtoMessage() {}
 
 func (x *TrainConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1486,7 +886,7 @@ func (x *TrainConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainConfig.ProtoReflect.Descriptor instead.
 func (*TrainConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *TrainConfig) GetSteps() uint64 {
@@ -1647,7 +1047,7 @@ type LoraConfig struct {
 
 func (x *LoraConfig) Reset() {
 	*x = LoraConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1659,7 +1059,7 @@ func (x *LoraConfig) String() string {
 func (*LoraConfig) ProtoMessage() {}
 
 func (x *LoraConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1672,7 +1072,7 @@ func (x *LoraConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoraConfig.ProtoReflect.Descriptor instead.
 func (*LoraConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *LoraConfig) GetRank() uint32 {
@@ -1719,7 +1119,7 @@ type WeightsConfig struct {
 
 func (x *WeightsConfig) Reset() {
 	*x = WeightsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1731,7 +1131,7 @@ func (x *WeightsConfig) String() string {
 func (*WeightsConfig) ProtoMessage() {}
 
 func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1744,7 +1144,7 @@ func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsConfig.ProtoReflect.Descriptor instead.
 func (*WeightsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *WeightsConfig) GetPatch() string {
@@ -1780,7 +1180,7 @@ type EngineConfig struct {
 
 func (x *EngineConfig) Reset() {
 	*x = EngineConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1792,7 +1192,7 @@ func (x *EngineConfig) String() string {
 func (*EngineConfig) ProtoMessage() {}
 
 func (x *EngineConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1805,7 +1205,7 @@ func (x *EngineConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineConfig.ProtoReflect.Descriptor instead.
 func (*EngineConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *EngineConfig) GetKind() string {
@@ -1855,7 +1255,7 @@ type StalenessConfig struct {
 
 func (x *StalenessConfig) Reset() {
 	*x = StalenessConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1867,7 +1267,7 @@ func (x *StalenessConfig) String() string {
 func (*StalenessConfig) ProtoMessage() {}
 
 func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1880,7 +1280,7 @@ func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StalenessConfig.ProtoReflect.Descriptor instead.
 func (*StalenessConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *StalenessConfig) GetMaxSteps() uint32 {
@@ -1907,7 +1307,7 @@ type EvalConfig struct {
 
 func (x *EvalConfig) Reset() {
 	*x = EvalConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1919,7 +1319,7 @@ func (x *EvalConfig) String() string {
 func (*EvalConfig) ProtoMessage() {}
 
 func (x *EvalConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1932,7 +1332,7 @@ func (x *EvalConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalConfig.ProtoReflect.Descriptor instead.
 func (*EvalConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *EvalConfig) GetEverySteps() uint64 {
@@ -1971,7 +1371,7 @@ type SnapshotConfig struct {
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1983,7 +1383,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1996,7 +1396,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -2034,7 +1434,7 @@ type CompletionsConfig struct {
 
 func (x *CompletionsConfig) Reset() {
 	*x = CompletionsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2046,7 +1446,7 @@ func (x *CompletionsConfig) String() string {
 func (*CompletionsConfig) ProtoMessage() {}
 
 func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2059,7 +1459,7 @@ func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompletionsConfig.ProtoReflect.Descriptor instead.
 func (*CompletionsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *CompletionsConfig) GetPerStep() uint32 {
@@ -2093,7 +1493,7 @@ type SinksConfig struct {
 
 func (x *SinksConfig) Reset() {
 	*x = SinksConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2105,7 +1505,7 @@ func (x *SinksConfig) String() string {
 func (*SinksConfig) ProtoMessage() {}
 
 func (x *SinksConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2118,7 +1518,7 @@ func (x *SinksConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SinksConfig.ProtoReflect.Descriptor instead.
 func (*SinksConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SinksConfig) GetTensorboard() *TensorboardConfig {
@@ -2153,7 +1553,7 @@ type TensorboardConfig struct {
 
 func (x *TensorboardConfig) Reset() {
 	*x = TensorboardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2165,7 +1565,7 @@ func (x *TensorboardConfig) String() string {
 func (*TensorboardConfig) ProtoMessage() {}
 
 func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2178,7 +1578,7 @@ func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorboardConfig.ProtoReflect.Descriptor instead.
 func (*TensorboardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *TensorboardConfig) GetDirectory() string {
@@ -2205,7 +1605,7 @@ type WandbConfig struct {
 
 func (x *WandbConfig) Reset() {
 	*x = WandbConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2217,7 +1617,7 @@ func (x *WandbConfig) String() string {
 func (*WandbConfig) ProtoMessage() {}
 
 func (x *WandbConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2230,7 +1630,7 @@ func (x *WandbConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WandbConfig.ProtoReflect.Descriptor instead.
 func (*WandbConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *WandbConfig) GetProject() string {
@@ -2275,7 +1675,7 @@ type MlflowConfig struct {
 
 func (x *MlflowConfig) Reset() {
 	*x = MlflowConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2287,7 +1687,7 @@ func (x *MlflowConfig) String() string {
 func (*MlflowConfig) ProtoMessage() {}
 
 func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2300,7 +1700,7 @@ func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MlflowConfig.ProtoReflect.Descriptor instead.
 func (*MlflowConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *MlflowConfig) GetTrackingUri() string {
@@ -2337,7 +1737,7 @@ type LimitsConfig struct {
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2349,7 +1749,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2362,7 +1762,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -2404,7 +1804,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\x81F\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xe1\x15\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2427,29 +1827,15 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora\x12F\n" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
-	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\xcb<\xbaH\xc7<\x1a\xd9\x03\n" +
-	"\x19run_config.sync_staleness\x12U`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy\x1a\xe4\x02this.mode != 'sync' || this.staleness.max_steps == 0u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation), has(this.algorithm.online_dpo)].exists(x, x)\x1a\xdd\x02\n" +
-	"\x11run_config.reward\x12(`[algorithm.*]` needs a `[reward]` table\x1a\x9d\x02has(this.reward) || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.online_dpo)].exists(x, x)\x1a\x98\x02\n" +
-	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\x9e\x03\n" +
-	"\x15run_config.group_size\x12a`sampling.group_size` must be at least 2 for `[algorithm.*]`: the samples of a group are compared\x1a\xa1\x02this.sampling.group_size >= 2u || (![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.online_dpo)].exists(x, x) && !this.algorithm.reinforce_pp.group_baseline)\x1a\xa2\x02\n" +
-	"\x11run_config.single\x12T`sampling.group_size` must be 1 for `[algorithm.*]`: each row is trained on as it is\x1a\xb6\x01this.sampling.group_size == 1u || ![has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x)\x1a\xf6\x02\n" +
-	"\x16run_config.temperature\x12h`sampling.temperature` must be above 0 for `[algorithm.*]`: the samples of a group would all be the same\x1a\xf1\x01this.sampling.temperature > 0.0 || ![has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.online_dpo)].exists(x, x)\x1a\xc3\x03\n" +
-	"\x12run_config.deliver\x12W`train.deliver_every_steps` must be 1 for `[algorithm.*]`: samples come from the policy\x1a\xd3\x02this.train.deliver_every_steps == 1u || ![has(this.algorithm.ppo), has(this.algorithm.grpo), has(this.algorithm.dr_grpo), has(this.algorithm.dapo), has(this.algorithm.gspo), has(this.algorithm.cispo), has(this.algorithm.rloo), has(this.algorithm.reinforce_pp), has(this.algorithm.distillation), has(this.algorithm.online_dpo)].exists(x, x)\x1a\xdc\a\n" +
-	"\x16run_config.minibatches\x12t`algorithm.*.minibatches` must not exceed the samples of a step, `train.groups_per_step` times `sampling.group_size`\x1a\xcb\x06this.algorithm.ppo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.grpo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.dr_grpo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.dapo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.gspo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.cispo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.rloo.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.reinforce_pp.minibatches <= this.train.groups_per_step * this.sampling.group_size && this.algorithm.distillation.minibatches <= this.train.groups_per_step * this.sampling.group_size\x1a\xab\t\n" +
-	"\x17run_config.kl_estimator\x12``algorithm.*.kl_estimator` must not be \"k1\" with `kl_in = \"loss\"`: its gradient has mean 0 there\x1a\xad\b!(this.algorithm.ppo.kl_coefficient > 0.0 && this.algorithm.ppo.kl_in == 'loss' && this.algorithm.ppo.kl_estimator == 'k1') && !(this.algorithm.grpo.kl_coefficient > 0.0 && this.algorithm.grpo.kl_in == 'loss' && this.algorithm.grpo.kl_estimator == 'k1') && !(this.algorithm.dr_grpo.kl_coefficient > 0.0 && this.algorithm.dr_grpo.kl_in == 'loss' && this.algorithm.dr_grpo.kl_estimator == 'k1') && !(this.algorithm.dapo.kl_coefficient > 0.0 && this.algorithm.dapo.kl_in == 'loss' && this.algorithm.dapo.kl_estimator == 'k1') && !(this.algorithm.gspo.kl_coefficient > 0.0 && this.algorithm.gspo.kl_in == 'loss' && this.algorithm.gspo.kl_estimator == 'k1') && !(this.algorithm.cispo.kl_coefficient > 0.0 && this.algorithm.cispo.kl_in == 'loss' && this.algorithm.cispo.kl_estimator == 'k1') && !(this.algorithm.rloo.kl_coefficient > 0.0 && this.algorithm.rloo.kl_in == 'loss' && this.algorithm.rloo.kl_estimator == 'k1') && !(this.algorithm.reinforce_pp.kl_coefficient > 0.0 && this.algorithm.reinforce_pp.kl_in == 'loss' && this.algorithm.reinforce_pp.kl_estimator == 'k1')\x1a\xc5\x01\n" +
-	"\x14run_config.kl_target\x12]`algorithm.ppo.kl_target` needs `algorithm.ppo.kl_coefficient` above 0: it is what is adapted\x1aNthis.algorithm.ppo.kl_target == 0.0 || this.algorithm.ppo.kl_coefficient > 0.0\x1a\xf1\x01\n" +
-	"\x14run_config.dual_clip\x12:`algorithm.*.dual_clip` must be above 1, or 0 for no bound\x1a\x9c\x01(this.algorithm.ppo.dual_clip == 0.0 || this.algorithm.ppo.dual_clip > 1.0) && (this.algorithm.grpo.dual_clip == 0.0 || this.algorithm.grpo.dual_clip > 1.0)\x1a\x91\x02\n" +
-	"\x1brun_config.importance_floor\x12n`algorithm.grpo.importance_floor` must not exceed `algorithm.grpo.importance_cap`: every token would be masked\x1a\x81\x01this.algorithm.grpo.importance_correction != 'mask' || this.algorithm.grpo.importance_floor <= this.algorithm.grpo.importance_cap\x1a\xe3\x01\n" +
+	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\xab\f\xbaH\xa7\f\x1a\x98\x02\n" +
+	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
 	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xdf\x01\n" +
 	"\x1erun_config.teacher_temperature\x12m`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: that is what endpoints answer for\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1at\n" +
-	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\xd5\x02\n" +
-	"\x14run_config.eval_data\x12X`eval.every_steps` needs `data.eval`, and a `[reward]` table where the algorithm samples\x1a\xe2\x01this.eval.every_steps == 0u || (this.data.eval != '' && (has(this.reward) || [has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x)))\x1a\xce\x01\n" +
-	"\x1crun_config.reward_model_eval\x12Wa `[reward]` is not for evaluations of `[algorithm.reward_model]`: it answers no prompt\x1aU!(this.eval.every_steps > 0u && has(this.algorithm.reward_model) && has(this.reward))\x1a\xb3\x01\n" +
+	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\xb3\x01\n" +
 	"\x16run_config.lora_freeze\x12f`train.freeze` and `[lora]` exclude each other: with adapters every weight of the model stays as it is\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\xa0\x01\n" +
-	"\x17run_config.lora_average\x12T`train.ema_decay` is not for `[lora]`: the average is one of the model's own weights\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)\x1a\xd6\x02\n" +
-	"\x12run_config.context\x12:`sampling.max_tokens` must be below `engine.max_model_len`\x1a\x83\x02this.sampling.max_tokens < this.engine.max_model_len || ((this.eval.every_steps == 0u || !has(this.reward)) && [has(this.algorithm.sft), has(this.algorithm.reward_model), has(this.algorithm.dpo), has(this.algorithm.ipo), has(this.algorithm.kto)].exists(x, x))B\a\n" +
+	"\x17run_config.lora_average\x12T`train.ema_decay` is not for `[lora]`: the average is one of the model's own weights\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)B\a\n" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
 	"\x05_modeB\x10\n" +
@@ -2578,107 +1964,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\v_expressionB\x12\n" +
 	"\x10_timeout_secondsB\n" +
 	"\n" +
-	"\b_retries\"\x8a\a\n" +
-	"\x0fAlgorithmConfig\x120\n" +
-	"\x03sft\x18\x01 \x01(\v2\x1c.rollout.config.v1.SftConfigH\x00R\x03sft\x123\n" +
-	"\x04grpo\x18\x02 \x01(\v2\x1d.rollout.config.v1.GrpoConfigH\x00R\x04grpo\x12I\n" +
-	"\freward_model\x18\x03 \x01(\v2$.rollout.config.v1.RewardModelConfigH\x00R\vrewardModel\x120\n" +
-	"\x03ppo\x18\x04 \x01(\v2\x1c.rollout.config.v1.PpoConfigH\x00R\x03ppo\x12:\n" +
-	"\adr_grpo\x18\x05 \x01(\v2\x1f.rollout.config.v1.DrGrpoConfigH\x00R\x06drGrpo\x123\n" +
-	"\x04dapo\x18\x06 \x01(\v2\x1d.rollout.config.v1.DapoConfigH\x00R\x04dapo\x123\n" +
-	"\x04gspo\x18\a \x01(\v2\x1d.rollout.config.v1.GspoConfigH\x00R\x04gspo\x126\n" +
-	"\x05cispo\x18\b \x01(\v2\x1e.rollout.config.v1.CispoConfigH\x00R\x05cispo\x123\n" +
-	"\x04rloo\x18\t \x01(\v2\x1d.rollout.config.v1.RlooConfigH\x00R\x04rloo\x12I\n" +
-	"\freinforce_pp\x18\n" +
-	" \x01(\v2$.rollout.config.v1.ReinforcePpConfigH\x00R\vreinforcePp\x120\n" +
-	"\x03dpo\x18\v \x01(\v2\x1c.rollout.config.v1.DpoConfigH\x00R\x03dpo\x120\n" +
-	"\x03ipo\x18\f \x01(\v2\x1c.rollout.config.v1.IpoConfigH\x00R\x03ipo\x120\n" +
-	"\x03kto\x18\r \x01(\v2\x1c.rollout.config.v1.KtoConfigH\x00R\x03kto\x12K\n" +
-	"\fdistillation\x18\x0e \x01(\v2%.rollout.config.v1.DistillationConfigH\x00R\fdistillation\x12C\n" +
-	"\n" +
-	"online_dpo\x18\x0f \x01(\v2\".rollout.config.v1.OnlineDpoConfigH\x00R\tonlineDpoB\r\n" +
-	"\x04kind\x12\x05\xbaH\x02\b\x01\"Y\n" +
-	"\tSftConfig\x128\n" +
-	"\x0ftrain_on_prompt\x18\x01 \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x00R\rtrainOnPrompt\x88\x01\x01B\x12\n" +
-	"\x10_train_on_prompt\"\xd4\x0f\n" +
-	"\n" +
-	"GrpoConfig\x12@\n" +
-	"\bclip_low\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x11\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\x00R\aclipLow\x88\x01\x01\x12B\n" +
-	"\tclip_high\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.2H\x01R\bclipHigh\x88\x01\x01\x12L\n" +
-	"\x0ekl_coefficient\x18\x03 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x02R\rklCoefficient\x88\x01\x01\x124\n" +
-	"\rnormalize_std\x18\x04 \x01(\bB\n" +
-	"\xca\xda\x18\x06\n" +
-	"\x04trueH\x03R\fnormalizeStd\x88\x01\x01\x12L\n" +
-	"\x0eimportance_cap\x18\x05 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x032.0H\x04R\rimportanceCap\x88\x01\x01\x12B\n" +
-	"\tdual_clip\x18\x06 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x05R\bdualClip\x88\x01\x01\x12C\n" +
-	"\fkl_estimator\x18\a \x01(\tB\x1b\xbaH\x0er\fR\x02k1R\x02k2R\x02k3\xca\xda\x18\x06\n" +
-	"\x04\"k3\"H\x06R\vklEstimator\x88\x01\x01\x129\n" +
-	"\x05kl_in\x18\b \x01(\tB\x1f\xbaH\x10r\x0eR\x04lossR\x06reward\xca\xda\x18\b\n" +
-	"\x06\"loss\"H\aR\x04klIn\x88\x01\x01\x12V\n" +
-	"\x13entropy_coefficient\x18\t \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\bR\x12entropyCoefficient\x88\x01\x01\x12Q\n" +
-	"\rnormalization\x18\n" +
-	" \x01(\tB&\xbaH\x16r\x14R\x05groupR\x05batchR\x04none\xca\xda\x18\t\n" +
-	"\a\"group\"H\tR\rnormalization\x88\x01\x01\x12I\n" +
-	"\bbaseline\x18\v \x01(\tB(\xbaH\x18r\x16R\x05groupR\rleave_one_out\xca\xda\x18\t\n" +
-	"\a\"group\"H\n" +
-	"R\bbaseline\x88\x01\x01\x12P\n" +
-	"\treduction\x18\f \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
-	"\a\"token\"H\vR\treduction\x88\x01\x01\x12-\n" +
-	"\x06epochs\x18\r \x01(\rB\x10\xbaH\x06*\x04\x18d(\x01\xca\xda\x18\x03\n" +
-	"\x011H\fR\x06epochs\x88\x01\x01\x128\n" +
-	"\vminibatches\x18\x0e \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
-	"\x011H\rR\vminibatches\x88\x01\x01\x12;\n" +
-	"\x10dynamic_sampling\x18\x0f \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x0eR\x0fdynamicSampling\x88\x01\x01\x12L\n" +
-	"\x0eoverlong_share\x18\x10 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.0H\x0fR\roverlongShare\x88\x01\x01\x12P\n" +
-	"\x10overlong_penalty\x18\x11 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x031.0H\x10R\x0foverlongPenalty\x88\x01\x01\x127\n" +
-	"\x0emask_truncated\x18\x12 \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\x11R\rmaskTruncated\x88\x01\x01\x12K\n" +
-	"\n" +
-	"old_policy\x18\x13 \x01(\tB'\xbaH\x14r\x12R\bproximalR\x06engine\xca\xda\x18\f\n" +
-	"\n" +
-	"\"proximal\"H\x12R\toldPolicy\x88\x01\x01\x12e\n" +
-	"\x15importance_correction\x18\x14 \x01(\tB+\xbaH\x18r\x16R\btruncateR\x04maskR\x04none\xca\xda\x18\f\n" +
-	"\n" +
-	"\"truncate\"H\x13R\x14importanceCorrection\x88\x01\x01\x12^\n" +
-	"\x10importance_level\x18\x15 \x01(\tB.\xbaH\x1er\x1cR\x05tokenR\bsequenceR\tgeometric\xca\xda\x18\t\n" +
-	"\a\"token\"H\x14R\x0fimportanceLevel\x88\x01\x01\x12P\n" +
-	"\x10importance_floor\x18\x16 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.5H\x15R\x0fimportanceFloor\x88\x01\x01B\v\n" +
-	"\t_clip_lowB\f\n" +
-	"\n" +
-	"_clip_highB\x11\n" +
-	"\x0f_kl_coefficientB\x10\n" +
-	"\x0e_normalize_stdB\x11\n" +
-	"\x0f_importance_capB\f\n" +
-	"\n" +
-	"_dual_clipB\x0f\n" +
-	"\r_kl_estimatorB\b\n" +
-	"\x06_kl_inB\x16\n" +
-	"\x14_entropy_coefficientB\x10\n" +
-	"\x0e_normalizationB\v\n" +
-	"\t_baselineB\f\n" +
-	"\n" +
-	"_reductionB\t\n" +
-	"\a_epochsB\x0e\n" +
-	"\f_minibatchesB\x13\n" +
-	"\x11_dynamic_samplingB\x11\n" +
-	"\x0f_overlong_shareB\x13\n" +
-	"\x11_overlong_penaltyB\x11\n" +
-	"\x0f_mask_truncatedB\r\n" +
-	"\v_old_policyB\x18\n" +
-	"\x16_importance_correctionB\x13\n" +
-	"\x11_importance_levelB\x13\n" +
-	"\x11_importance_floor\"\xe5\f\n" +
+	"\b_retries\"\xe5\f\n" +
 	"\vTrainConfig\x122\n" +
 	"\x05steps\x18\x01 \x01(\x04B\x17\xbaH\f\xc8\x01\x012\a\x18\x80\xc2\xd7/(\x01\xca\xda\x18\x04\x12\x0240H\x00R\x05steps\x88\x01\x01\x12@\n" +
 	"\x0fgroups_per_step\x18\x02 \x01(\rB\x13\xbaH\b*\x06\x18\x80\x80\x04(\x01\xca\xda\x18\x04\n" +
@@ -2889,7 +2175,7 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
 	(*ModelConfig)(nil),        // 1: rollout.config.v1.ModelConfig
@@ -2898,80 +2184,50 @@ var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RewardConfig)(nil),       // 4: rollout.config.v1.RewardConfig
 	(*ScoringModelConfig)(nil), // 5: rollout.config.v1.ScoringModelConfig
 	(*RewardPartConfig)(nil),   // 6: rollout.config.v1.RewardPartConfig
-	(*AlgorithmConfig)(nil),    // 7: rollout.config.v1.AlgorithmConfig
-	(*SftConfig)(nil),          // 8: rollout.config.v1.SftConfig
-	(*GrpoConfig)(nil),         // 9: rollout.config.v1.GrpoConfig
-	(*TrainConfig)(nil),        // 10: rollout.config.v1.TrainConfig
-	(*LoraConfig)(nil),         // 11: rollout.config.v1.LoraConfig
-	(*WeightsConfig)(nil),      // 12: rollout.config.v1.WeightsConfig
-	(*EngineConfig)(nil),       // 13: rollout.config.v1.EngineConfig
-	(*StalenessConfig)(nil),    // 14: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),         // 15: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),     // 16: rollout.config.v1.SnapshotConfig
-	(*CompletionsConfig)(nil),  // 17: rollout.config.v1.CompletionsConfig
-	(*SinksConfig)(nil),        // 18: rollout.config.v1.SinksConfig
-	(*TensorboardConfig)(nil),  // 19: rollout.config.v1.TensorboardConfig
-	(*WandbConfig)(nil),        // 20: rollout.config.v1.WandbConfig
-	(*MlflowConfig)(nil),       // 21: rollout.config.v1.MlflowConfig
-	(*LimitsConfig)(nil),       // 22: rollout.config.v1.LimitsConfig
-	nil,                        // 23: rollout.config.v1.RewardConfig.CompositeEntry
-	(*RewardModelConfig)(nil),  // 24: rollout.config.v1.RewardModelConfig
-	(*PpoConfig)(nil),          // 25: rollout.config.v1.PpoConfig
-	(*DrGrpoConfig)(nil),       // 26: rollout.config.v1.DrGrpoConfig
-	(*DapoConfig)(nil),         // 27: rollout.config.v1.DapoConfig
-	(*GspoConfig)(nil),         // 28: rollout.config.v1.GspoConfig
-	(*CispoConfig)(nil),        // 29: rollout.config.v1.CispoConfig
-	(*RlooConfig)(nil),         // 30: rollout.config.v1.RlooConfig
-	(*ReinforcePpConfig)(nil),  // 31: rollout.config.v1.ReinforcePpConfig
-	(*DpoConfig)(nil),          // 32: rollout.config.v1.DpoConfig
-	(*IpoConfig)(nil),          // 33: rollout.config.v1.IpoConfig
-	(*KtoConfig)(nil),          // 34: rollout.config.v1.KtoConfig
-	(*DistillationConfig)(nil), // 35: rollout.config.v1.DistillationConfig
-	(*OnlineDpoConfig)(nil),    // 36: rollout.config.v1.OnlineDpoConfig
+	(*TrainConfig)(nil),        // 7: rollout.config.v1.TrainConfig
+	(*LoraConfig)(nil),         // 8: rollout.config.v1.LoraConfig
+	(*WeightsConfig)(nil),      // 9: rollout.config.v1.WeightsConfig
+	(*EngineConfig)(nil),       // 10: rollout.config.v1.EngineConfig
+	(*StalenessConfig)(nil),    // 11: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),         // 12: rollout.config.v1.EvalConfig
+	(*SnapshotConfig)(nil),     // 13: rollout.config.v1.SnapshotConfig
+	(*CompletionsConfig)(nil),  // 14: rollout.config.v1.CompletionsConfig
+	(*SinksConfig)(nil),        // 15: rollout.config.v1.SinksConfig
+	(*TensorboardConfig)(nil),  // 16: rollout.config.v1.TensorboardConfig
+	(*WandbConfig)(nil),        // 17: rollout.config.v1.WandbConfig
+	(*MlflowConfig)(nil),       // 18: rollout.config.v1.MlflowConfig
+	(*LimitsConfig)(nil),       // 19: rollout.config.v1.LimitsConfig
+	nil,                        // 20: rollout.config.v1.RewardConfig.CompositeEntry
+	(*AlgorithmConfig)(nil),    // 21: rollout.config.v1.AlgorithmConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	1,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
 	2,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
 	3,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
 	4,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	7,  // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
-	10, // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
-	13, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
-	14, // 7: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
-	15, // 8: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	16, // 9: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	22, // 10: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
-	11, // 11: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
-	17, // 12: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
-	12, // 13: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
-	18, // 14: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
+	21, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	7,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
+	10, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
+	11, // 7: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
+	12, // 8: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
+	13, // 9: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	19, // 10: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	8,  // 11: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
+	14, // 12: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
+	9,  // 13: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
+	15, // 14: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
 	5,  // 15: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	23, // 16: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	20, // 16: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
 	5,  // 17: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	8,  // 18: rollout.config.v1.AlgorithmConfig.sft:type_name -> rollout.config.v1.SftConfig
-	9,  // 19: rollout.config.v1.AlgorithmConfig.grpo:type_name -> rollout.config.v1.GrpoConfig
-	24, // 20: rollout.config.v1.AlgorithmConfig.reward_model:type_name -> rollout.config.v1.RewardModelConfig
-	25, // 21: rollout.config.v1.AlgorithmConfig.ppo:type_name -> rollout.config.v1.PpoConfig
-	26, // 22: rollout.config.v1.AlgorithmConfig.dr_grpo:type_name -> rollout.config.v1.DrGrpoConfig
-	27, // 23: rollout.config.v1.AlgorithmConfig.dapo:type_name -> rollout.config.v1.DapoConfig
-	28, // 24: rollout.config.v1.AlgorithmConfig.gspo:type_name -> rollout.config.v1.GspoConfig
-	29, // 25: rollout.config.v1.AlgorithmConfig.cispo:type_name -> rollout.config.v1.CispoConfig
-	30, // 26: rollout.config.v1.AlgorithmConfig.rloo:type_name -> rollout.config.v1.RlooConfig
-	31, // 27: rollout.config.v1.AlgorithmConfig.reinforce_pp:type_name -> rollout.config.v1.ReinforcePpConfig
-	32, // 28: rollout.config.v1.AlgorithmConfig.dpo:type_name -> rollout.config.v1.DpoConfig
-	33, // 29: rollout.config.v1.AlgorithmConfig.ipo:type_name -> rollout.config.v1.IpoConfig
-	34, // 30: rollout.config.v1.AlgorithmConfig.kto:type_name -> rollout.config.v1.KtoConfig
-	35, // 31: rollout.config.v1.AlgorithmConfig.distillation:type_name -> rollout.config.v1.DistillationConfig
-	36, // 32: rollout.config.v1.AlgorithmConfig.online_dpo:type_name -> rollout.config.v1.OnlineDpoConfig
-	19, // 33: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
-	20, // 34: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
-	21, // 35: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
-	6,  // 36: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
-	37, // [37:37] is the sub-list for method output_type
-	37, // [37:37] is the sub-list for method input_type
-	37, // [37:37] is the sub-list for extension type_name
-	37, // [37:37] is the sub-list for extension extendee
-	0,  // [0:37] is the sub-list for field type_name
+	16, // 18: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	17, // 19: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	18, // 20: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	6,  // 21: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	22, // [22:22] is the sub-list for method output_type
+	22, // [22:22] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -2988,23 +2244,7 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[4].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[5].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[6].OneofWrappers = []any{}
-	file_rollout_config_v1_run_config_proto_msgTypes[7].OneofWrappers = []any{
-		(*AlgorithmConfig_Sft)(nil),
-		(*AlgorithmConfig_Grpo)(nil),
-		(*AlgorithmConfig_RewardModel)(nil),
-		(*AlgorithmConfig_Ppo)(nil),
-		(*AlgorithmConfig_DrGrpo)(nil),
-		(*AlgorithmConfig_Dapo)(nil),
-		(*AlgorithmConfig_Gspo)(nil),
-		(*AlgorithmConfig_Cispo)(nil),
-		(*AlgorithmConfig_Rloo)(nil),
-		(*AlgorithmConfig_ReinforcePp)(nil),
-		(*AlgorithmConfig_Dpo)(nil),
-		(*AlgorithmConfig_Ipo)(nil),
-		(*AlgorithmConfig_Kto)(nil),
-		(*AlgorithmConfig_Distillation)(nil),
-		(*AlgorithmConfig_OnlineDpo)(nil),
-	}
+	file_rollout_config_v1_run_config_proto_msgTypes[7].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[8].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[9].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[10].OneofWrappers = []any{}
@@ -3017,16 +2257,13 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[17].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[18].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[19].OneofWrappers = []any{}
-	file_rollout_config_v1_run_config_proto_msgTypes[20].OneofWrappers = []any{}
-	file_rollout_config_v1_run_config_proto_msgTypes[21].OneofWrappers = []any{}
-	file_rollout_config_v1_run_config_proto_msgTypes[22].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   24,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

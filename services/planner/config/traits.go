@@ -1,0 +1,98 @@
+package config
+
+import (
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+)
+
+// traitRule is a rule between keys that depends on the traits of the algorithm. The contract has all other rules, in CEL.
+type traitRule struct {
+	id, message string
+	keys        []string // keys that it reads; `algorithm.*` is the chosen algorithm's table
+	broken      func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool
+}
+
+var traitRules = []traitRule{
+	{
+		"run_config.sync_staleness", "`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy",
+		[]string{"mode", "staleness.max_steps"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return c.GetMode() == "sync" && c.GetStaleness().GetMaxSteps() > 0 && !algorithm.FromData(c)
+		},
+	},
+	{
+		"run_config.reward", "`[algorithm.*]` needs a `[reward]` table",
+		[]string{"reward"},
+		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {
+			return t.GetNeedsReward() && c.GetReward() == nil
+		},
+	},
+	{
+		"run_config.group_size", "`sampling.group_size` must be at least 2 for `[algorithm.*]`: the samples of a group are compared",
+		[]string{"sampling.group_size", "algorithm.*.group_baseline"},
+		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {
+			baseline, ok := algorithm.Setting(c, "group_baseline")
+			return c.GetSampling().GetGroupSize() < 2 && (t.GetComparesGroup() || ok && baseline.Bool())
+		},
+	},
+	{
+		"run_config.single", "`sampling.group_size` must be 1 for `[algorithm.*]`: each row is trained on as it is",
+		[]string{"sampling.group_size"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return c.GetSampling().GetGroupSize() != 1 && algorithm.FromData(c)
+		},
+	},
+	{
+		"run_config.temperature", "`sampling.temperature` must be above 0 for `[algorithm.*]`: the samples of a group would all be the same",
+		[]string{"sampling.temperature"},
+		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {
+			return c.GetSampling().GetTemperature() <= 0 && t.GetComparesGroup()
+		},
+	},
+	{
+		"run_config.deliver", "`train.deliver_every_steps` must be 1 for `[algorithm.*]`: samples come from the policy",
+		[]string{"train.deliver_every_steps"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return c.GetTrain().GetDeliverEverySteps() != 1 && !algorithm.FromData(c)
+		},
+	},
+	{
+		"run_config.minibatches", "`algorithm.*.minibatches` must not exceed the samples of a step, `train.groups_per_step` times `sampling.group_size`",
+		[]string{"algorithm.*.minibatches", "train.groups_per_step", "sampling.group_size"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			minibatches, ok := algorithm.Setting(c, "minibatches")
+			return ok && minibatches.Uint() > uint64(c.GetTrain().GetGroupsPerStep())*uint64(c.GetSampling().GetGroupSize())
+		},
+	},
+	{
+		"run_config.eval_data", "`eval.every_steps` needs `data.eval`, and a `[reward]` table where the algorithm samples",
+		[]string{"eval.every_steps", "data.eval", "reward"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return c.GetEval().GetEverySteps() > 0 && (c.GetData().GetEval() == "" || c.GetReward() == nil && !algorithm.FromData(c))
+		},
+	},
+	{
+		"run_config.reward_model_eval", "`[reward]` must be absent for evaluations of `[algorithm.*]`: the model generates no text",
+		[]string{"eval.every_steps", "reward"},
+		func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool {
+			return c.GetEval().GetEverySteps() > 0 && c.GetReward() != nil && t.GetScores()
+		},
+	},
+	{
+		"run_config.context", "`sampling.max_tokens` must be below `engine.max_model_len`",
+		[]string{"sampling.max_tokens", "engine.max_model_len", "eval.every_steps", "reward"},
+		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+			return c.GetSampling().GetMaxTokens() >= c.GetEngine().GetMaxModelLen() && algorithm.Samples(c)
+		},
+	},
+}
+
+// traits checks the rules that depend on the algorithm.
+func (r *Reading) traits() {
+	traits := algorithm.Traits(r.Config)
+	for _, rule := range traitRules {
+		if rule.broken(r.Config, traits) {
+			r.crossField(rule.id, rule.message, "", rule.keys)
+		}
+	}
+}
