@@ -4,14 +4,15 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/rollout-rl/rollout/cmd/internal/command"
+
 	"google.golang.org/protobuf/types/known/timestamppb"
 
-	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -78,8 +79,8 @@ type commandCase struct {
 func runCases(t *testing.T, cases map[string]commandCase) {
 	t.Helper()
 	for name, c := range cases {
-		for _, format := range []string{formatText, formatJSON} {
-			if strings.Contains(c.args, "--format") && format == formatJSON {
+		for _, format := range []string{cli.FormatText, cli.FormatJSON} {
+			if strings.Contains(c.args, "--format") && format == cli.FormatJSON {
 				continue
 			}
 			t.Run(name+"."+format, func(t *testing.T) {
@@ -89,10 +90,10 @@ func runCases(t *testing.T, cases map[string]commandCase) {
 					f.history, f.models, f.state, f.changed = c.fake.history, c.fake.models, c.fake.state, c.fake.changed
 				}
 				args := strings.Fields(c.args)
-				if format == formatJSON {
+				if format == cli.FormatJSON {
 					args = append(args, "--format", "json")
 				}
-				got := command{plane: newPlane(t, f), stdin: strings.NewReader(c.stdin)}.run(t, args...)
+				got := call{plane: newPlane(t, f), stdin: strings.NewReader(c.stdin)}.run(t, args...)
 				golden(t, filepath.Join("testdata/command", name+"."+format), got.text())
 				if f.calls() != c.asked {
 					t.Errorf("asked %q, want %q", f.calls(), c.asked)
@@ -105,7 +106,7 @@ func runCases(t *testing.T, cases map[string]commandCase) {
 func TestChatKeepsTheTalk(t *testing.T) {
 	t.Parallel()
 	f := &fake{models: []*gatewayv1.Model{{Name: "m"}}}
-	got := command{plane: newPlane(t, f), stdin: strings.NewReader("one\ntwo\n")}.run(t, "chat", "--system", "be brief", "--top-p", "0.5")
+	got := call{plane: newPlane(t, f), stdin: strings.NewReader("one\ntwo\n")}.run(t, "chat", "--system", "be brief", "--top-p", "0.5")
 	if got.code != 0 || len(f.prompts) != 2 {
 		t.Fatalf("%s, %d prompts", got.text(), len(f.prompts))
 	}
@@ -127,7 +128,7 @@ func TestChatKeepsTheTalk(t *testing.T) {
 func TestChatRefusesWhatIsNotUTF8(t *testing.T) {
 	t.Parallel()
 	f := &fake{models: []*gatewayv1.Model{{Name: "m"}}}
-	got := command{plane: newPlane(t, f), stdin: strings.NewReader("caf\xe9\n")}.run(t, "chat")
+	got := call{plane: newPlane(t, f), stdin: strings.NewReader("caf\xe9\n")}.run(t, "chat")
 	if got.code != 65 || !strings.Contains(got.stderr, "the message is not UTF-8") || len(f.prompts) != 0 {
 		t.Errorf("%s, %d prompts", got.text(), len(f.prompts))
 	}
@@ -136,7 +137,7 @@ func TestChatRefusesWhatIsNotUTF8(t *testing.T) {
 func TestLogFilters(t *testing.T) {
 	t.Parallel()
 	f := &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED}
-	got := command{plane: newPlane(t, f)}.run(t, "logs", "tail", "addition-grpo", "--service", "storage,inference-worker", "--kind", "log", "--since", "2026-11-21T12:00:00Z", "--level", "error")
+	got := call{plane: newPlane(t, f)}.run(t, "logs", "tail", "addition-grpo", "--service", "storage,inference-worker", "--kind", "log", "--since", "2026-11-21T12:00:00Z", "--level", "error")
 	if got.code != 0 {
 		t.Fatal(got.text())
 	}
@@ -153,7 +154,7 @@ func TestLogsAreInTheOrderOfTime(t *testing.T) {
 			Time: timestamppb.New(noon.Add(after))}
 	}
 	f := &fake{state: runv1.RunState_RUN_STATE_SUCCEEDED, history: []*eventv1.Event{late(1, time.Second), late(2, 3*time.Second), late(3, 2*time.Second)}}
-	got := command{plane: newPlane(t, f)}.run(t, "logs", "tail", "addition-grpo")
+	got := call{plane: newPlane(t, f)}.run(t, "logs", "tail", "addition-grpo")
 	if first, second, third := strings.Index(got.stdout, "at 1s"), strings.Index(got.stdout, "at 2s"), strings.Index(got.stdout, "at 3s"); first < 0 || second < first || third < second {
 		t.Error(got.text())
 	}
@@ -183,7 +184,7 @@ func TestTalkGoesOnAfterARefusal(t *testing.T) {
 	t.Parallel()
 	for typed, asked := range map[bool]int{true: 2, false: 1} {
 		f := &fake{models: []*gatewayv1.Model{{Name: "m"}}}
-		got := command{plane: newPlane(t, f), stdin: strings.NewReader("one\ncaf\xe9\ntwo\n"), typed: typed}.run(t, "chat")
+		got := call{plane: newPlane(t, f), stdin: strings.NewReader("one\ncaf\xe9\ntwo\n"), typed: typed}.run(t, "chat")
 		if len(f.prompts) != asked || (got.code == 0) != typed || !strings.Contains(got.stderr, "the message is not UTF-8") {
 			t.Errorf("typed %t: %d prompts, %s", typed, len(f.prompts), got.text())
 		}
@@ -195,8 +196,7 @@ func TestTalkGoesOnAfterARefusal(t *testing.T) {
 
 func TestHelpHasExamplesEverywhere(t *testing.T) {
 	t.Parallel()
-	a := &app{env: func(string) string { return "" }}
-	root := a.root()
+	root := command.Root(cli.New(nil, &cli.Printer{}, nil))
 	for _, command := range root.Commands() {
 		list := command.Commands()
 		if len(list) == 0 {
@@ -240,26 +240,5 @@ func TestVersionAndCompletion(t *testing.T) {
 	}
 	if got := execute(t, nil, "__complete", "runs", "list", "--state", ""); !strings.Contains(got.stdout, "running") {
 		t.Error(got.text())
-	}
-}
-
-func TestEpochsThatAreAlikeShareALine(t *testing.T) {
-	t.Parallel()
-	whole := func(n uint64) audit.Epoch { return audit.Epoch{Epoch: n, Consumed: 29, Excluded: 1} }
-	report := &audit.Report{Epochs: []audit.Epoch{whole(0), whole(1), whole(2), {Epoch: 3, Consumed: 30}, whole(4), {Epoch: 5, InFlight: 2}}}
-	var lines []string
-	for line := range strings.Lines((&app{}).auditText(report)) {
-		if strings.HasPrefix(line, "epoch") {
-			lines = append(lines, strings.Join(strings.Fields(line), " "))
-		}
-	}
-	want := []string{
-		"epochs 0 to 2 each 29 consumed once, 1 excluded, 0 in flight, 0 not reached",
-		"epoch 3 30 consumed once, 0 excluded, 0 in flight, 0 not reached",
-		"epoch 4 29 consumed once, 1 excluded, 0 in flight, 0 not reached",
-		"epoch 5 0 consumed once, 0 excluded, 2 in flight, 0 not reached",
-	}
-	if !slices.Equal(lines, want) {
-		t.Errorf("%q", lines)
 	}
 }

@@ -6,9 +6,6 @@ import (
 	"strings"
 	"testing"
 
-	"google.golang.org/protobuf/proto"
-
-	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -28,7 +25,7 @@ func TestExportMetrics(t *testing.T) {
 	t.Parallel()
 	f := &fake{history: keptStory(), state: runv1.RunState_RUN_STATE_SUCCEEDED, directory: "/runs/1"}
 	command1, spec := worker(t, "a library prints\n"+`{"sink": "tensorboard", "where": "/tb", "written": 12, "known": 3, "failures": 0, "error": "", "done": true}`, "0")
-	got := command{plane: newPlane(t, f)}.run(t, "export", "metrics", "addition-grpo", "--server", "here", "--to", "tensorboard", "--directory", "/tb", "--worker", command1)
+	got := call{plane: newPlane(t, f)}.run(t, "export", "metrics", "addition-grpo", "--server", "here", "--to", "tensorboard", "--directory", "/tb", "--worker", command1)
 	golden(t, "testdata/command/export-metrics.txt", got.text())
 	lines := strings.Split(strings.TrimSpace(read(t, spec)), "\n")
 	if want := 1 + 3 + 2 + 2 + 3; len(lines) != want { // head, steps, evaluations, states, completions
@@ -40,30 +37,15 @@ func TestExportMetrics(t *testing.T) {
 		}
 	}
 	failing, _ := worker(t, `{"sink":"mlflow","where":"","written":0,"known":0,"failures":2,"error":"ConnectionError: refused","done":false}`, "65")
-	got = command{plane: newPlane(t, f)}.run(t, "export", "metrics", "addition-grpo", "--server", "here", "--to", "mlflow", "--worker", failing)
+	got = call{plane: newPlane(t, f)}.run(t, "export", "metrics", "addition-grpo", "--server", "here", "--to", "mlflow", "--worker", failing)
 	golden(t, "testdata/command/export-metrics-failed.txt", got.text())
 	silent, _ := worker(t, "", "1")
-	got = command{plane: newPlane(t, f)}.run(t, "export", "metrics", "addition-grpo", "--server", "here", "--to", "wandb", "--worker", silent)
+	got = call{plane: newPlane(t, f)}.run(t, "export", "metrics", "addition-grpo", "--server", "here", "--to", "wandb", "--worker", silent)
 	if got.code != 70 || !strings.Contains(got.stderr, "its last words") {
 		t.Error(got.text())
 	}
 	for name, args := range map[string]string{"export-no-sinks": "", "export-bad-sink": "--to tensorbord"} {
-		got = command{plane: newPlane(t, f)}.run(t, append([]string{"export", "metrics", "addition-grpo", "--server", "here"}, strings.Fields(args)...)...)
+		got = call{plane: newPlane(t, f)}.run(t, append([]string{"export", "metrics", "addition-grpo", "--server", "here"}, strings.Fields(args)...)...)
 		golden(t, "testdata/command/"+name+".txt", got.text())
-	}
-}
-
-func TestExportTakesTheSettingsOfTheRun(t *testing.T) {
-	t.Parallel()
-	configured := &configv1.SinksConfig{
-		Wandb: &configv1.WandbConfig{Project: proto.String("mine"), Entity: proto.String("us"), Mode: proto.String("online")}, Tensorboard: &configv1.TensorboardConfig{},
-	}
-	got, err := (&exportFlags{}).sinks(configured)
-	if err != nil || got.GetWandb().GetProject() != "mine" || got.GetWandb().GetEntity() != "us" || got.GetWandb().GetMode() != "online" || got.GetTensorboard() == nil || got.GetMlflow() != nil {
-		t.Errorf("%v, %v", got, err)
-	}
-	got, err = (&exportFlags{to: []string{"mlflow"}, project: "other", trackingURI: "http://host"}).sinks(configured)
-	if err != nil || got.GetMlflow().GetExperiment() != "other" || got.GetMlflow().GetTrackingUri() != "http://host" || got.GetWandb() != nil {
-		t.Errorf("%v, %v", got, err)
 	}
 }

@@ -58,7 +58,7 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 	t.Parallel()
 	state, out := stored(t), t.TempDir()
 	export := func(args ...string) result {
-		return command{}.run(t, append([]string{"export", "weights", "--state-dir", state}, args...)...)
+		return call{}.run(t, append([]string{"export", "weights", "--state-dir", state}, args...)...)
 	}
 	got := export("addition-grpo", "--to", filepath.Join(out, "new/weights"))
 	if got.code != 0 || read(t, filepath.Join(out, "new/weights/model.safetensors")) != "weights/model.safetensors of step 3" {
@@ -101,7 +101,7 @@ func TestExportWeightsRefusesADamagedFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := (command{}).run(t, "export", "weights", "addition-grpo", "--state-dir", state, "--to", out); got.code == 0 {
+	if got := (call{}).run(t, "export", "weights", "addition-grpo", "--state-dir", state, "--to", out); got.code == 0 {
 		t.Error(got.text())
 	}
 	if _, err := os.Stat(out); !os.IsNotExist(err) {

@@ -38,12 +38,12 @@ func TestRunFromASnapshot(t *testing.T) {
 	write(t, filepath.Join(dir, "longer.toml"), "")
 	for _, from := range []string{"addition-grpo", "snap-01kapq5"} {
 		f := &fake{}
-		got := command{plane: newPlane(t, f)}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", from, "--detach")
+		got := call{plane: newPlane(t, f)}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", from, "--detach")
 		if got.code != 0 || !strings.HasSuffix(f.calls(), "from "+snapshot().GetSnapshotId()) {
 			t.Errorf("from %s: asked %s; %s", from, f.calls(), got.text())
 		}
 	}
-	got := command{plane: newPlane(t, &fake{})}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", "nobody")
+	got := call{plane: newPlane(t, &fake{})}.run(t, "run", "--config", filepath.Join(dir, "longer.toml"), "--from", "nobody")
 	if got.code != 66 {
 		t.Error(got.text())
 	}

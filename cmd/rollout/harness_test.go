@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/rollout-rl/rollout/cmd/internal/command"
+
 	"github.com/google/go-cmp/cmp"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
@@ -21,6 +23,7 @@ import (
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/test/bufconn"
 
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
@@ -65,8 +68,8 @@ func (p *plane) dial(context.Context) (*client.Client, error) {
 	return client.Of(conn, "127.0.0.1:7600"), nil
 }
 
-// command is one call of the program in a test.
-type command struct {
+// call is one call of the program in a test.
+type call struct {
 	plane      *plane
 	stdin      io.Reader
 	env        map[string]string
@@ -81,25 +84,26 @@ type result struct {
 	code           int
 }
 
-func (c command) run(t *testing.T, args ...string) result {
+func (c call) run(t *testing.T, args ...string) result {
 	t.Helper()
 	var stdout, stderr bytes.Buffer
-	a := &app{
-		stdin: c.stdin, stdout: &stdout, stderr: &stderr, zone: time.UTC, now: c.now,
-		env: func(name string) string { return c.env[name] }, typed: c.typed,
-	}
+	var environ []string
 	for name, value := range c.env {
-		a.environ = append(a.environ, name+"="+value)
+		environ = append(environ, name+"="+value)
 	}
-	if a.stdin == nil {
-		a.stdin = strings.NewReader("")
+	if c.stdin == nil {
+		c.stdin = strings.NewReader("")
 	}
-	a.dial = a.connect
+	env := cli.New(c.stdin, &cli.Printer{Stdout: &stdout, Stderr: &stderr, Zone: time.UTC}, environ)
+	env.Interactive, env.Version = c.typed, "test"
+	if c.now != nil {
+		env.Now = c.now
+	}
 	if c.plane != nil {
-		a.dial = c.plane.dial
+		env.Plane.Dial = c.plane.dial
 	}
-	a.interrupts = func() (<-chan os.Signal, func()) { return c.interrupts, func() {} }
-	code := a.execute(t.Context(), args)
+	env.Signals = func() (<-chan os.Signal, func()) { return c.interrupts, func() {} }
+	code := command.Execute(t.Context(), env, args)
 	return result{stdout.String(), stderr.String(), code}
 }
 

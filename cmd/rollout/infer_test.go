@@ -6,8 +6,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-
-	"github.com/rollout-rl/rollout/cmd/internal/infer"
 )
 
 const batchConfig = `name = "sums"
@@ -42,7 +40,7 @@ func TestInferBatchAsksForWhatTheFlagsSay(t *testing.T) {
 	dir := batchFolder(t)
 	answering, kept := worker(t, "a library prints\n"+batchEnd, "0")
 	run := func(args ...string) (result, map[string]any) {
-		got := command{}.run(t, append([]string{"infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "answers.parquet")}, args...)...)
+		got := call{}.run(t, append([]string{"infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "answers.parquet")}, args...)...)
 		var spec map[string]any
 		if err := json.Unmarshal([]byte(read(t, kept)), &spec); err != nil {
 			t.Fatal(err)
@@ -87,7 +85,7 @@ func TestInferBatchRemovesWhatAKilledCommandLeft(t *testing.T) {
 	write(t, filepath.Join(killed, "lock"), host)
 	write(t, filepath.Join(killed, "weights/model.safetensors"), "large")
 	answering, _ := worker(t, batchEnd, "0")
-	got := command{}.run(t, "infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "a.jsonl"), "--config", filepath.Join(dir, "sums.toml"))
+	got := call{}.run(t, "infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "a.jsonl"), "--config", filepath.Join(dir, "sums.toml"))
 	if left, _ := filepath.Glob(filepath.Join(dir, ".infer-*")); got.code != 0 || left != nil {
 		t.Errorf("left are %v\n%s", left, got.text())
 	}
@@ -99,7 +97,7 @@ func TestInferBatchRefusesAModelThatScores(t *testing.T) {
 	dir := batchFolder(t)
 	write(t, filepath.Join(dir, "scorer/config.json"), `{"architectures": ["Qwen3ForSequenceClassification"]}`)
 	answering, kept := worker(t, batchEnd, "0")
-	got := command{}.run(t, "infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "a.jsonl"), "--model", filepath.Join(dir, "scorer"),
+	got := call{}.run(t, "infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "a.jsonl"), "--model", filepath.Join(dir, "scorer"),
 		"--data", filepath.Join(dir, "test.jsonl"))
 	if _, err := os.Stat(kept); err == nil || got.code != 65 || !strings.Contains(got.stderr, "is a reward model: it scores completions and answers no prompt") {
 		t.Error(got.text())
@@ -112,7 +110,7 @@ func TestInferBatchOfARun(t *testing.T) {
 	dir, state := batchFolder(t), stored(t)
 	answering, kept := worker(t, batchEnd, "0")
 	run := func(args ...string) result {
-		return command{}.run(t, append([]string{"infer", "batch", "--worker", answering, "--state-dir", state, "--output", filepath.Join(dir, "a.jsonl"),
+		return call{}.run(t, append([]string{"infer", "batch", "--worker", answering, "--state-dir", state, "--output", filepath.Join(dir, "a.jsonl"),
 			"--data", filepath.Join(dir, "test.jsonl")}, args...)...)
 	}
 	for name, digest := range map[string]string{"--run=addition-grpo": "newest", "--snapshot=snap-old": "older"} {
@@ -166,7 +164,7 @@ func TestInferBatchRefuses(t *testing.T) {
 		if c.worker != "" {
 			args = append(args, "--worker", c.worker)
 		}
-		got := command{}.run(t, args...)
+		got := call{}.run(t, args...)
 		if got.code == 0 {
 			t.Errorf("%s: nothing was refused", c.name)
 		}
@@ -177,17 +175,4 @@ func TestInferBatchRefuses(t *testing.T) {
 	}
 	here, _ := os.Getwd()
 	golden(t, "testdata/command/infer-batch-refused.txt", strings.ReplaceAll(table.String(), here, "HERE"))
-}
-
-func TestInferProgress(t *testing.T) {
-	t.Parallel()
-	mean := 0.625
-	got := infer.Progress(infer.Event{Rows: 80, Of: 120, Samples: 80, Tokens: 400, Seconds: 2, MeanScore: &mean, Failures: map[string]uint64{"REWARD_TIMEOUT": 3}}, 40)
-	want := "████████████████░░░░░░░░  67%  80 of 120 rows  20 rows/s  200 tokens/s  2.0 s left  mean score 0.625  failed: REWARD_TIMEOUT 3"
-	if got != want {
-		t.Errorf("%q, want %q", got, want)
-	}
-	if got := infer.Progress(infer.Event{}, 0); !strings.Contains(got, "0 of 0 rows") {
-		t.Error(got)
-	}
 }

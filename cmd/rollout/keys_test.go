@@ -6,23 +6,25 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
 )
 
 // TestKeys runs the commands one after another on one folder, a day apart. A key is nowhere but in what `create` prints.
 func TestKeys(t *testing.T) {
 	t.Parallel()
-	for _, format := range []string{formatText, formatJSON} {
+	for _, format := range []string{cli.FormatText, cli.FormatJSON} {
 		t.Run(format, func(t *testing.T) {
 			t.Parallel()
 			home := t.TempDir()
 			now := noon
-			c := command{env: map[string]string{"HOME": home}, now: func() time.Time { return now }}
+			c := call{env: map[string]string{"HOME": home}, now: func() time.Time { return now }}
 			var log strings.Builder
 			var secrets []string
 			run := func(line string) {
 				t.Helper()
 				args := append(strings.Fields(line), "--state-dir", filepath.Join(home, "state"))
-				if format == formatJSON {
+				if format == cli.FormatJSON {
 					args = append(args, "--format", "json")
 				}
 				got := c.run(t, append([]string{"keys"}, args...)...)
@@ -38,7 +40,7 @@ func TestKeys(t *testing.T) {
 					text = strings.ReplaceAll(text, secret, "KEY")
 				}
 				log.WriteString("$ rollout keys " + line + "\n" + text)
-				now = now.Add(day)
+				now = now.Add(24 * time.Hour)
 			}
 			run("list")
 			run("create ada --scope submit")
@@ -59,7 +61,7 @@ func TestKeys(t *testing.T) {
 // created is the key that `create` printed.
 func created(t *testing.T, format, stdout string) string {
 	t.Helper()
-	if format == formatText {
+	if format == cli.FormatText {
 		return strings.TrimSpace(stdout)
 	}
 	var made struct{ Key string }

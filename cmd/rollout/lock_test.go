@@ -10,9 +10,10 @@ import (
 	"strings"
 	"testing"
 
+	"google.golang.org/protobuf/encoding/protojson"
+
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/lock"
-	"google.golang.org/protobuf/encoding/protojson"
 )
 
 // rewrite changes a plan and addresses it anew, as another version of rollout might have.

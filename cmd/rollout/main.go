@@ -1,5 +1,5 @@
-// Command rollout trains language models with reinforcement learning: it is the thin client of the control plane, which it
-// starts itself where none is named.
+// Command rollout trains language models with reinforcement learning. It is a client of the control
+// plane; where no server is named it starts a local one.
 package main
 
 import (
@@ -7,17 +7,19 @@ import (
 	"os"
 
 	"golang.org/x/term"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/command"
 )
 
 // version is set by the linker.
 var version = "unknown"
 
 func main() {
-	a := &app{
-		stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, env: os.Getenv, environ: os.Environ(),
-		terminal: term.IsTerminal(int(os.Stdout.Fd())),
-	}
-	a.typed = a.terminal && term.IsTerminal(int(os.Stdin.Fd()))
-	a.dial = a.connect
-	os.Exit(a.execute(context.Background(), os.Args[1:]))
+	printer := &cli.Printer{Stdout: os.Stdout, Stderr: os.Stderr, Terminal: term.IsTerminal(int(os.Stdout.Fd()))}
+	env := cli.New(os.Stdin, printer, os.Environ())
+	env.Version = version
+	env.Interactive = env.Terminal && term.IsTerminal(int(os.Stdin.Fd()))
+	env.Color = env.Terminal && env.Getenv("NO_COLOR") == "" && env.Getenv("TERM") != "dumb"
+	os.Exit(command.Execute(context.Background(), env, os.Args[1:]))
 }

@@ -54,7 +54,7 @@ func TestStateFolderIsBrowsed(t *testing.T) {
 		{"snapshot list addition-grpo", []string{snapshot().GetSnapshotId()}},
 		{"snapshot show " + snapshot().GetSnapshotId(), []string{"run", runID}},
 	} {
-		got := command{}.run(t, append(strings.Fields(c.args), "--state-dir", state)...)
+		got := call{}.run(t, append(strings.Fields(c.args), "--state-dir", state)...)
 		for _, want := range c.want {
 			if got.code != 0 || !strings.Contains(got.stdout, want) {
 				t.Errorf("%s: %q is missing\n%s", c.args, want, got.text())
@@ -65,7 +65,7 @@ func TestStateFolderIsBrowsed(t *testing.T) {
 		}
 	}
 	for _, args := range []string{"runs show nobody", "snapshot show snap-none", "snapshot list nobody", "logs tail nobody"} {
-		if got := (command{}).run(t, append(strings.Fields(args), "--state-dir", state)...); got.code == 0 || !strings.Contains(got.stderr, "no") {
+		if got := (call{}).run(t, append(strings.Fields(args), "--state-dir", state)...); got.code == 0 || !strings.Contains(got.stderr, "no") {
 			t.Errorf("%s: %s", args, got.text())
 		}
 	}
@@ -98,7 +98,7 @@ func TestStateFolderShowsWhatTheLedgerHas(t *testing.T) {
 		{"runs show addition-grpo --format json", []string{`"RUN_STATE_INTERRUPTED"`, weights, digest}},
 		{"audit addition-grpo", []string{runID + ", INTERRUPTED"}},
 	} {
-		got := command{}.run(t, append(strings.Fields(c.args), "--state-dir", state)...)
+		got := call{}.run(t, append(strings.Fields(c.args), "--state-dir", state)...)
 		for _, want := range c.want {
 			if !strings.Contains(got.stdout, want) {
 				t.Errorf("%s: %q is missing\n%s", c.args, want, got.text())
@@ -126,7 +126,7 @@ func TestStateFolderThatMayOnlyBeRead(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = os.Chmod(folder, 0o700) })
 	for _, args := range []string{"runs list", "runs show addition-grpo", "logs tail addition-grpo", "snapshot list addition-grpo"} {
-		if got := (command{}).run(t, append(strings.Fields(args), "--state-dir", state)...); got.code != 0 {
+		if got := (call{}).run(t, append(strings.Fields(args), "--state-dir", state)...); got.code != 0 {
 			t.Errorf("%s: %s", args, got.text())
 		}
 	}

@@ -152,5 +152,5 @@ func TestProblems(t *testing.T) {
 
 func execute(t *testing.T, plane *plane, args ...string) result {
 	t.Helper()
-	return command{plane: plane}.run(t, args...)
+	return call{plane: plane}.run(t, args...)
 }

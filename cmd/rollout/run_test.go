@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -23,11 +24,11 @@ func watched(t *testing.T) *fake {
 
 func TestRunFollowsToTheEnd(t *testing.T) {
 	t.Parallel()
-	for _, format := range []string{formatText, formatJSON} {
+	for _, format := range []string{cli.FormatText, cli.FormatJSON} {
 		t.Run(format, func(t *testing.T) {
 			t.Parallel()
 			f := watched(t)
-			got := command{plane: newPlane(t, f)}.run(t, "run", "--config", filepath.Join(project(t), "run.toml"), "--set", "train.steps=3", "--format", format)
+			got := call{plane: newPlane(t, f)}.run(t, "run", "--config", filepath.Join(project(t), "run.toml"), "--set", "train.steps=3", "--format", format)
 			golden(t, "testdata/run/config."+format, strings.ReplaceAll(sortStatus(got.text()), f.directory, "$RUN"))
 			if want := "CreatePlan [train.steps=3]\nCreateRun \"the plan\\n\" key true"; f.calls() != want {
 				t.Errorf("asked %q", f.calls())
@@ -62,7 +63,7 @@ func TestRunOfAPlanIsVerifiedFirst(t *testing.T) {
 	f := watched(t)
 	path := filepath.Join(t.TempDir(), "plan.lock")
 	write(t, path, "a plan\n")
-	got := command{plane: newPlane(t, f)}.run(t, "run", "--plan", path, "--detach")
+	got := call{plane: newPlane(t, f)}.run(t, "run", "--plan", path, "--detach")
 	if got.code != 0 || got.stdout != runID+"\n" {
 		t.Error(got.text())
 	}
@@ -76,7 +77,7 @@ func TestResumeShowsWhatWasBefore(t *testing.T) {
 	f := watched(t)
 	f.history, f.events = f.events[:4], f.events[4:]
 	f.state = runv1.RunState_RUN_STATE_INTERRUPTED
-	got := command{plane: newPlane(t, f)}.run(t, "run", "--resume", "addition-grpo")
+	got := call{plane: newPlane(t, f)}.run(t, "run", "--resume", "addition-grpo")
 	if got.code != 0 || f.calls() != "ResumeRun "+runID {
 		t.Errorf("%s, asked %q", got.text(), f.calls())
 	}
@@ -94,7 +95,7 @@ func TestFailedRun(t *testing.T) {
 	f.events, f.state = append(f.events[:5:5], f.events[len(f.events)-1]), runv1.RunState_RUN_STATE_FAILED
 	f.statuses[1] = &runv1.RunStatus{Run: f.run(runv1.RunState_RUN_STATE_FAILED, 1)}
 	f.events[5].Attributes["state"] = "FAILED" // the end of the story
-	got := command{plane: newPlane(t, f)}.run(t, "run", "--resume", runID)
+	got := call{plane: newPlane(t, f)}.run(t, "run", "--resume", runID)
 	golden(t, "testdata/run/failed.text", strings.ReplaceAll(sortStatus(got.text()), f.directory, "$RUN"))
 	if got.code != 70 {
 		t.Errorf("exit %d", got.code)
@@ -114,7 +115,7 @@ func TestRefusedGradient(t *testing.T) {
 	paused.Reason, paused.Message = refusal.Exploding, "step 2: gradient norm 3e5. The batch is kept in "+f.directory+"/refused/step-000002.npz"
 	f.statuses[1] = &runv1.RunStatus{Run: paused}
 	f.events[5].Attributes["state"], f.events[5].Attributes["reason"] = "PAUSED", refusal.Exploding
-	got := command{plane: newPlane(t, f)}.run(t, "run", "--resume", runID, "--no-report")
+	got := call{plane: newPlane(t, f)}.run(t, "run", "--resume", runID, "--no-report")
 	golden(t, "testdata/run/refused.text", strings.ReplaceAll(sortStatus(got.text()), f.directory, "$RUN"))
 	if got.code != 70 {
 		t.Errorf("exit %d", got.code)
@@ -136,7 +137,7 @@ func TestInterrupts(t *testing.T) {
 			f.finish <- runv1.RunState_RUN_STATE_CANCELLED
 		}
 	}
-	got := command{plane: newPlane(t, f), interrupts: interrupts}.run(t, "run", "--resume", runID)
+	got := call{plane: newPlane(t, f), interrupts: interrupts}.run(t, "run", "--resume", runID)
 	if got.code != 130 {
 		t.Errorf("exit %d", got.code)
 	}
@@ -155,7 +156,7 @@ func TestThirdInterruptLeaves(t *testing.T) {
 	for range 3 {
 		interrupts <- os.Interrupt
 	}
-	got := command{plane: newPlane(t, f), interrupts: interrupts}.run(t, "run", "--resume", runID)
+	got := call{plane: newPlane(t, f), interrupts: interrupts}.run(t, "run", "--resume", runID)
 	if got.code != 130 || !strings.Contains(got.stderr, "the run goes on") {
 		t.Error(got.text())
 	}
@@ -167,7 +168,7 @@ func TestServerThatGoesAway(t *testing.T) {
 	f.events, f.statuses, f.finish = nil, f.statuses[:1], make(chan runv1.RunState)
 	plane := newPlane(t, f)
 	f.onWatch = func() { go plane.stop() }
-	got := command{plane: plane}.run(t, "run", "--resume", runID)
+	got := call{plane: plane}.run(t, "run", "--resume", runID)
 	if got.code != 69 || !strings.Contains(got.stderr, "the control plane went away") || !strings.Contains(got.stderr, "rollout run --resume "+runID) {
 		t.Error(got.text())
 	}
@@ -177,7 +178,7 @@ func TestReport(t *testing.T) {
 	t.Parallel()
 	f := &fake{directory: t.TempDir(), history: story(), state: runv1.RunState_RUN_STATE_SUCCEEDED}
 	out := filepath.Join(t.TempDir(), "out")
-	got := command{plane: newPlane(t, f)}.run(t, "report", "addition-grpo", "--server", "here", "--out", out, "--format", "json")
+	got := call{plane: newPlane(t, f)}.run(t, "report", "addition-grpo", "--server", "here", "--out", out, "--format", "json")
 	var paths struct{ PNG, HTML string }
 	if err := json.Unmarshal([]byte(got.stdout), &paths); err != nil || got.code != 0 {
 		t.Fatal(got.text())
@@ -189,7 +190,7 @@ func TestReport(t *testing.T) {
 			t.Errorf("the page needs the network: it has %q", banned)
 		}
 	}
-	if got := (command{plane: newPlane(t, f)}).run(t, "report", "addition-grpo", "--server", "here", "--out", "/proc/nowhere"); got.code != 73 {
+	if got := (call{plane: newPlane(t, f)}).run(t, "report", "addition-grpo", "--server", "here", "--out", "/proc/nowhere"); got.code != 73 {
 		t.Error(got.text())
 	}
 }

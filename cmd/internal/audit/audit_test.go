@@ -10,7 +10,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/cmd/internal/audit"
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/id"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	"github.com/rollout-rl/rollout/services/buffer/segment"

@@ -6,10 +6,10 @@ import (
 	"path/filepath"
 
 	"github.com/rollout-rl/rollout/cmd/internal/backend"
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/libs/blob"
 	"github.com/rollout-rl/rollout/libs/blob/files"
 	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/services/buffer"
 )

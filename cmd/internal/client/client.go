@@ -21,12 +21,13 @@ import (
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
 
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -38,6 +39,17 @@ const (
 	keepaliveTime = 10 * time.Second // a server that vanished without a word is found out in keepaliveTime + reachable
 	maxMessage    = 64 << 20
 )
+
+// Targets are the services: the name of each, and the gRPC service whose health is that of the target.
+var Targets = []struct{ Name, Service string }{
+	{names.PlannerService, planv1.PlannerService_ServiceDesc.ServiceName},
+	{names.SchedulerService, runv1.SchedulerService_ServiceDesc.ServiceName},
+	{names.GatewayService, gatewayv1.RolloutGatewayService_ServiceDesc.ServiceName},
+	{names.BufferService, bufferv1.BufferService_ServiceDesc.ServiceName},
+	{names.ControllerService, learnerv1.LearnerControllerService_ServiceDesc.ServiceName},
+	{names.SnapshotService, snapshotv1.SnapshotService_ServiceDesc.ServiceName},
+	{names.StorageService, storagev1.EventService_ServiceDesc.ServiceName},
+}
 
 // Options say where the control plane is.
 type Options struct {

@@ -7,8 +7,8 @@ import (
 	"net/netip"
 	"strings"
 
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/libs/cert"
+	"github.com/rollout-rl/rollout/libs/exit"
 )
 
 // TLSFor is how an address is called: with the files that are named, else in plain text on loopback, and elsewhere only where the user

@@ -7,7 +7,7 @@ import (
 	"os"
 	"strings"
 
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/libs/exit"
 )
 
 // bearer adds the token to each call.

@@ -15,7 +15,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/libs/exit"
 )
 
 // TestMain makes this binary a rolloutd where the environment asks for it.

@@ -13,7 +13,8 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/cmd/internal/program"
+	"github.com/rollout-rl/rollout/libs/exit"
 )
 
 const (
@@ -30,26 +31,14 @@ type Starter struct {
 	Patience time.Duration // how long the daemon may take to serve; 0: 60 s
 }
 
-// FindBinary looks for rolloutd beside our own binary, then on PATH.
+// FindBinary looks for rolloutd next to this executable, then on PATH.
 func FindBinary() (string, error) {
-	if self, err := os.Executable(); err == nil {
-		if real, err := filepath.EvalSymlinks(self); err == nil {
-			self = real
-		}
-		if beside := filepath.Join(filepath.Dir(self), "rolloutd"); executable(beside) {
-			return beside, nil
-		}
+	found, err := program.Find("rolloutd")
+	if err != nil {
+		return "", exit.New(exit.Unavailable, "build it with `make build`, put it on PATH, or name a running server with --server",
+			"there is no rolloutd beside rollout or on PATH")
 	}
-	if found, err := exec.LookPath("rolloutd"); err == nil {
-		return filepath.Abs(found)
-	}
-	return "", exit.New(exit.Unavailable, "build it with `make build`, put it on PATH, or name a running server with --server",
-		"there is no rolloutd beside rollout or on PATH")
-}
-
-func executable(path string) bool {
-	info, err := os.Stat(path)
-	return err == nil && !info.IsDir() && info.Mode()&0o111 != 0
+	return found, nil
 }
 
 // Ensure returns the living daemon, starting one where there is none. started says that it did.

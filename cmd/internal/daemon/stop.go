@@ -6,7 +6,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
+	"github.com/rollout-rl/rollout/libs/exit"
 )
 
 // Stop asks the daemon to drain and waits until it is gone; with hard it does not wait for the drain. It returns nil where

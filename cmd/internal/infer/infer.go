@@ -21,8 +21,8 @@ import (
 
 	"google.golang.org/protobuf/encoding/protojson"
 
-	"github.com/rollout-rl/rollout/cmd/internal/exit"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/exit"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 

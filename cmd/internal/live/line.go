@@ -9,13 +9,12 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/cmd/internal/output"
-	"github.com/rollout-rl/rollout/cmd/internal/style"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
 // Line is an event as lines for a log, "" where it is not worth one. Warnings that come again and again are printed now and then,
 // with a count. The event was added before.
-func (r *Run) Line(e *eventv1.Event, s style.Style, zone *time.Location) string {
+func (r *Run) Line(e *eventv1.Event, s output.Style, zone *time.Location) string {
 	lines := warnings(r.repeats.Due(e.GetTime().AsTime()))(s, zone)
 	if e.GetLevel() < eventv1.Level_LEVEL_WARN {
 		if line := r.line(e, s, zone); line != "" {
@@ -26,12 +25,12 @@ func (r *Run) Line(e *eventv1.Event, s style.Style, zone *time.Location) string 
 }
 
 // LastLines are the warnings that were counted and not printed, when no more events will come.
-func (r *Run) LastLines(s style.Style, zone *time.Location) string {
+func (r *Run) LastLines(s output.Style, zone *time.Location) string {
 	return strings.Join(warnings(r.repeats.Rest())(s, zone), "\n")
 }
 
-func warnings(list []*Warning, counts []uint64) func(style.Style, *time.Location) []string {
-	return func(s style.Style, zone *time.Location) (lines []string) {
+func warnings(list []*Warning, counts []uint64) func(output.Style, *time.Location) []string {
+	return func(s output.Style, zone *time.Location) (lines []string) {
 		for i, w := range list {
 			lines = append(lines, warning(w.Event, counts[i], s, zone))
 		}
@@ -39,7 +38,7 @@ func warnings(list []*Warning, counts []uint64) func(style.Style, *time.Location
 	}
 }
 
-func (r *Run) line(e *eventv1.Event, s style.Style, zone *time.Location) string {
+func (r *Run) line(e *eventv1.Event, s output.Style, zone *time.Location) string {
 	var text string
 	switch e.GetKind() {
 	case "step.committed":
@@ -68,7 +67,7 @@ func (r *Run) line(e *eventv1.Event, s style.Style, zone *time.Location) string 
 	return s.Dim(clock(e.GetTime().AsTime(), zone)) + " " + text
 }
 
-func (r *Run) stepLine(e *eventv1.Event, s style.Style) string {
+func (r *Run) stepLine(e *eventv1.Event, s output.Style) string {
 	m := e.GetMetrics()
 	parts := []string{fmt.Sprintf("step %s/%s", output.Count(e.GetStep()), output.Count(r.Status.GetRun().GetTotalSteps()))}
 	add := func(name, label string) {
@@ -111,7 +110,7 @@ func preference(v float64) string {
 var preferenceNames = []string{"rewards/accuracy", "rewards/margin"}
 
 // evalText lists the metrics of an evaluation, reward first, counts last.
-func evalText(metrics map[string]float64, s style.Style) string {
+func evalText(metrics map[string]float64, s output.Style) string {
 	var parts []string
 	for _, name := range evalNames(metrics) {
 		parts = append(parts, strings.TrimPrefix(name, "eval/")+" "+s.Bold(output.Number(metrics[name])))

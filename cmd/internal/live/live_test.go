@@ -14,7 +14,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
-	"github.com/rollout-rl/rollout/cmd/internal/style"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -109,16 +109,16 @@ func busy() *Run {
 
 func TestView(t *testing.T) {
 	t.Parallel()
-	golden(t, "testdata/view.txt", busy().View(style.Style{}, 100, time.UTC, "Ctrl-C stops"))
-	golden(t, "testdata/view-colour.txt", busy().View(style.Style{Color: true}, 100, time.UTC, ""))
-	narrow := busy().View(style.Style{Color: true}, 40, time.UTC, "")
+	golden(t, "testdata/view.txt", busy().View(output.Style{}, 100, time.UTC, "Ctrl-C stops"))
+	golden(t, "testdata/view-colour.txt", busy().View(output.Style{Color: true}, 100, time.UTC, ""))
+	narrow := busy().View(output.Style{Color: true}, 40, time.UTC, "")
 	golden(t, "testdata/view-narrow.txt", narrow)
 	for line := range strings.Lines(narrow) {
 		if width := ansi.StringWidth(strings.TrimSuffix(line, "\n")); width > 40 {
 			t.Errorf("a line of %d columns: %q", width, line)
 		}
 	}
-	if got := (&Run{}).View(style.Style{}, 80, nil, ""); got != "waiting for the run's status\n" {
+	if got := (&Run{}).View(output.Style{}, 80, nil, ""); got != "waiting for the run's status\n" {
 		t.Errorf("before the first status: %q", got)
 	}
 }
@@ -133,20 +133,20 @@ func TestPreferencesShowTheirOwnNumbers(t *testing.T) {
 	e := step(3)
 	e.Metrics = map[string]float64{"loss": 0.69, "rewards/accuracy": 0.625, "rewards/margin": 0.031, "grad_norm": 0.7}
 	r.Add(e)
-	if line, want := r.Line(e, style.Style{}, time.UTC), "12:00:06 step 3/40  loss 0.690  accuracy 0.625  margin 0.031  grad norm 0.700"; line != want {
+	if line, want := r.Line(e, output.Style{}, time.UTC), "12:00:06 step 3/40  loss 0.690  accuracy 0.625  margin 0.031  grad norm 0.700"; line != want {
 		t.Errorf("got  %s\nwant %s", line, want)
 	}
-	if view := r.View(style.Style{}, 120, time.UTC, ""); !strings.Contains(view, "0.690  accuracy 0.625  margin 0.031  grad norm") {
+	if view := r.View(output.Style{}, 120, time.UTC, ""); !strings.Contains(view, "0.690  accuracy 0.625  margin 0.031  grad norm") {
 		t.Errorf("the view\n%s", view)
 	}
 	e = step(4)
 	e.Metrics = map[string]float64{"loss": 0.693, "rewards/accuracy": 0, "rewards/margin": -3e-8} // of the first step
-	if line := r.Line(e, style.Style{}, time.UTC); !strings.HasSuffix(line, "accuracy 0  margin 0") {
+	if line := r.Line(e, output.Style{}, time.UTC); !strings.HasSuffix(line, "accuracy 0  margin 0") {
 		t.Error(line)
 	}
 	e.Metrics = map[string]float64{"loss": 0.5, "rewards/margin": 0.2} // KTO has no pairs
 	r.Add(e)
-	if line := r.Line(e, style.Style{}, time.UTC); !strings.HasSuffix(line, "loss 0.500  margin 0.200") {
+	if line := r.Line(e, output.Style{}, time.UTC); !strings.HasSuffix(line, "loss 0.500  margin 0.200") {
 		t.Error(line)
 	}
 }
@@ -167,7 +167,7 @@ func TestRepeatedWarningsAreJoined(t *testing.T) {
 	var printed []string
 	add := func(e *eventv1.Event) {
 		r.Add(e)
-		if line := r.Line(e, style.Style{}, time.UTC); line != "" {
+		if line := r.Line(e, output.Style{}, time.UTC); line != "" {
 			printed = append(printed, line)
 		}
 	}
@@ -178,7 +178,7 @@ func TestRepeatedWarningsAreJoined(t *testing.T) {
 	counted.Attributes = map[string]string{"repeated": "12"} // the worker counted them itself
 	add(counted)
 	add(warned(15.5, "the disk is full"))
-	printed = append(printed, r.LastLines(style.Style{}, time.UTC))
+	printed = append(printed, r.LastLines(output.Style{}, time.UTC))
 	want := []string{
 		"12:00:00 warning inference-worker/inference-0: `score` raised ValueError: can't read 'a': line 0",
 		"12:00:10 warning inference-worker/inference-0: 20 times: `score` raised ValueError: can't read 'g': line 20",
@@ -188,7 +188,7 @@ func TestRepeatedWarningsAreJoined(t *testing.T) {
 	if diff := cmp.Diff(want, printed); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
-	view := r.View(style.Style{}, 200, time.UTC, "")
+	view := r.View(output.Style{}, 200, time.UTC, "")
 	if !strings.Contains(view, "42 times: `score` raised") || strings.Count(view, "`score` raised") != 1 || !strings.Contains(view, "the disk is full") {
 		t.Errorf("the view\n%s", view)
 	}
@@ -201,13 +201,13 @@ func TestWaitsTellHowLong(t *testing.T) {
 	status.WaitingFor, status.WaitingSince = "learner-0 to load the model (its process)", timestamppb.New(noon)
 	r := &Run{now: func() time.Time { return noon.Add(12 * time.Second) }}
 	r.Update(status)
-	if view := r.View(style.Style{}, 100, time.UTC, ""); !strings.Contains(view, "learner-0 to load the model (its process)  12 s so far") {
+	if view := r.View(output.Style{}, 100, time.UTC, ""); !strings.Contains(view, "learner-0 to load the model (its process)  12 s so far") {
 		t.Errorf("the view\n%s", view)
 	}
 	var s stall
 	var told []string
 	for second := range 50 {
-		if line := s.line(status, noon.Add(time.Duration(second)*time.Second), style.Style{}, time.UTC); line != "" {
+		if line := s.line(status, noon.Add(time.Duration(second)*time.Second), output.Style{}, time.UTC); line != "" {
 			told = append(told, line)
 		}
 	}
@@ -220,7 +220,7 @@ func TestWaitsTellHowLong(t *testing.T) {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
 	status.WaitingFor, status.WaitingSince = "", nil
-	if line := s.line(status, noon.Add(time.Hour), style.Style{}, time.UTC); line != "" {
+	if line := s.line(status, noon.Add(time.Hour), output.Style{}, time.UTC); line != "" {
 		t.Errorf("it waits for nothing: %s", line)
 	}
 }
@@ -408,7 +408,7 @@ func TestAnswersBeforeAndAfter(t *testing.T) {
 		r.Add(&eventv1.Event{Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Attributes: map[string]string{
 			"group": group, "reason": "ATTEMPTS_EXHAUSTED", "last_reason": "REWARD_RAISED"}})
 	}
-	golden(t, "testdata/summary.txt", r.Summary(style.Style{}, Paths{PNG: "/r/reward.png", HTML: "/r/index.html"}))
+	golden(t, "testdata/summary.txt", r.Summary(output.Style{}, Paths{PNG: "/r/reward.png", HTML: "/r/index.html"}))
 }
 
 func TestQuestionOfARenderedChat(t *testing.T) {

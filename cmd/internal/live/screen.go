@@ -9,7 +9,7 @@ import (
 
 	tea "charm.land/bubbletea/v2"
 
-	"github.com/rollout-rl/rollout/cmd/internal/style"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
 )
 
 const (
@@ -25,7 +25,7 @@ type Screen struct {
 	Done       bool
 	Err        error
 
-	style   style.Style
+	style   output.Style
 	zone    *time.Location
 	width   int
 	tallest int // lines of the tallest view so far

@@ -10,7 +10,6 @@ import (
 	"github.com/charmbracelet/x/ansi"
 
 	"github.com/rollout-rl/rollout/cmd/internal/output"
-	"github.com/rollout-rl/rollout/cmd/internal/style"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -47,7 +46,7 @@ type Paths struct {
 }
 
 // Summary is what is said when a run is over.
-func (r *Run) Summary(s style.Style, paths Paths) string {
+func (r *Run) Summary(s output.Style, paths Paths) string {
 	run := r.Status.GetRun()
 	var b strings.Builder
 	took := ""
@@ -71,7 +70,7 @@ func (r *Run) Summary(s style.Style, paths Paths) string {
 }
 
 // leftOut says which groups were never trained on though nobody wanted that.
-func (r *Run) leftOut(s style.Style) string {
+func (r *Run) leftOut(s output.Style) string {
 	if len(r.LeftOut) == 0 {
 		return ""
 	}
@@ -91,7 +90,7 @@ func (r *Run) leftOut(s style.Style) string {
 }
 
 // comparison is the table of measures before and after.
-func (r *Run) comparison(s style.Style) string {
+func (r *Run) comparison(s output.Style) string {
 	if len(r.Evals) < 2 {
 		return ""
 	}
@@ -118,7 +117,7 @@ func (r *Run) comparison(s style.Style) string {
 	return "\n" + table.String() + told
 }
 
-func (r *Run) answers(s style.Style) string {
+func (r *Run) answers(s output.Style) string {
 	pairs := r.Pairs(answersShown)
 	if len(pairs) == 0 || len(r.Evals) < 2 {
 		return ""
@@ -134,7 +133,7 @@ func (r *Run) answers(s style.Style) string {
 	return b.String()
 }
 
-func verdict(a Answer, s style.Style) string {
+func verdict(a Answer, s output.Style) string {
 	text := "(" + a.Verdict() + ")"
 	if a.Good() {
 		return s.Green(text)
@@ -154,7 +153,7 @@ func oneLine(text string) string {
 }
 
 // left lists what the run leaves behind.
-func (r *Run) left(s style.Style, paths Paths) string {
+func (r *Run) left(s output.Style, paths Paths) string {
 	run := r.Status.GetRun()
 	var table output.Table
 	add := func(name, value string) {

@@ -8,7 +8,6 @@ import (
 	"github.com/charmbracelet/x/ansi"
 
 	"github.com/rollout-rl/rollout/cmd/internal/output"
-	"github.com/rollout-rl/rollout/cmd/internal/style"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -19,7 +18,7 @@ const (
 )
 
 // View draws the run as lines of at most width columns.
-func (r *Run) View(s style.Style, width int, zone *time.Location, hint string) string {
+func (r *Run) View(s output.Style, width int, zone *time.Location, hint string) string {
 	status := r.Status
 	if status == nil {
 		return "waiting for the run's status\n"
@@ -72,9 +71,9 @@ func (r *Run) waited() string {
 	return ""
 }
 
-func label(s style.Style, name string) string { return s.Dim(fmt.Sprintf("%-10s", name)) }
+func label(s output.Style, name string) string { return s.Dim(fmt.Sprintf("%-10s", name)) }
 
-func (r *Run) title(s style.Style) string {
+func (r *Run) title(s output.Style) string {
 	run := r.Status.GetRun()
 	state := State(run.GetState())
 	switch run.GetState() {
@@ -92,7 +91,7 @@ func (r *Run) title(s style.Style) string {
 	return title
 }
 
-func (r *Run) progress(s style.Style, width int) string {
+func (r *Run) progress(s output.Style, width int) string {
 	done, total := r.CommittedSteps(), r.Status.GetRun().GetTotalSteps()
 	percent := 0.0
 	if total > 0 {
@@ -107,7 +106,7 @@ func (r *Run) progress(s style.Style, width int) string {
 }
 
 // curves are the sparklines, each with its last value.
-func (r *Run) curves(s style.Style, width int) []string {
+func (r *Run) curves(s output.Style, width int) []string {
 	var lines []string
 	columns := min(sparkWidth, max(10, width-50))
 	if n := len(r.Reward); n > 0 {
@@ -138,7 +137,7 @@ func (r *Run) curves(s style.Style, width int) []string {
 	return lines
 }
 
-func (r *Run) workers(s style.Style) []string {
+func (r *Run) workers(s output.Style) []string {
 	var table output.Table
 	workers := r.Status.GetWorkers()
 	for i, w := range workers {
@@ -172,7 +171,7 @@ func (r *Run) workers(s style.Style) []string {
 }
 
 // warning is a line for one that was given count times.
-func warning(e *eventv1.Event, count uint64, s style.Style, zone *time.Location) string {
+func warning(e *eventv1.Event, count uint64, s output.Style, zone *time.Location) string {
 	mark := s.Yellow("warning")
 	if e.GetLevel() >= eventv1.Level_LEVEL_ERROR {
 		mark = s.Red("error")

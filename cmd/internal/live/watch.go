@@ -9,7 +9,6 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
-	"github.com/rollout-rl/rollout/cmd/internal/style"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -25,7 +24,7 @@ type Watcher struct {
 	In         io.Reader // keys, where Out is a terminal
 	Terminal   bool
 	JSON       bool
-	Style      style.Style
+	Style      output.Style
 	Zone       *time.Location
 	Interrupts <-chan os.Signal
 }
@@ -107,7 +106,7 @@ type stall struct {
 
 const stallFirst = 10 * time.Second
 
-func (t *stall) line(status *runv1.RunStatus, now time.Time, s style.Style, zone *time.Location) string {
+func (t *stall) line(status *runv1.RunStatus, now time.Time, s output.Style, zone *time.Location) string {
 	since := status.GetWaitingSince()
 	if since == nil || status.GetWaitingFor() == "" {
 		return ""

@@ -12,7 +12,8 @@ import (
 
 	"github.com/charmbracelet/x/ansi"
 
-	"github.com/rollout-rl/rollout/cmd/internal/style"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/exit"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
@@ -23,7 +24,7 @@ const (
 )
 
 // Render returns the text of all problems, with a count at the end.
-func Render(problems []*planv1.Problem, s style.Style) string {
+func Render(problems []*planv1.Problem, s output.Style) string {
 	var b strings.Builder
 	for _, p := range problems {
 		one(&b, p, s)
@@ -36,7 +37,21 @@ func Render(problems []*planv1.Problem, s style.Style) string {
 	return b.String()
 }
 
-func one(b *strings.Builder, p *planv1.Problem, s style.Style) {
+// Exit returns the error of a command that has printed problems: nil without problems, exit.NoInput
+// where every problem is a missing file, else exit.Data.
+func Exit(problems []*planv1.Problem) error {
+	if len(problems) == 0 {
+		return nil
+	}
+	for _, p := range problems {
+		if p.GetReason() != "MISSING_FILE" {
+			return exit.Silent(exit.Data)
+		}
+	}
+	return exit.Silent(exit.NoInput)
+}
+
+func one(b *strings.Builder, p *planv1.Problem, s output.Style) {
 	if place := Place(p); place != "" {
 		b.WriteString(s.Bold(place + ":"))
 		b.WriteByte(' ')
@@ -64,7 +79,7 @@ func Place(p *planv1.Problem) string {
 }
 
 // excerpt shows the line, and marks the text in it.
-func excerpt(b *strings.Builder, p *planv1.Problem, s style.Style) {
+func excerpt(b *strings.Builder, p *planv1.Problem, s output.Style) {
 	runes := []rune(p.GetExcerpt())
 	start := min(max(int(p.GetColumn())-1, 0), len(runes))
 	end := min(start+len([]rune(p.GetText())), len(runes))

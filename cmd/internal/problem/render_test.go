@@ -7,7 +7,7 @@ import (
 	"github.com/charmbracelet/x/ansi"
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/rollout-rl/rollout/cmd/internal/style"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
@@ -32,11 +32,11 @@ func TestRender(t *testing.T) {
 		"beyond it":    {&planv1.Problem{File: "a", Line: 7, Column: 90, Message: "m", Text: "xyz", Excerpt: "{}"}, "a:7:90: m\n    7 | {}\n          ^\n"},
 		"control code": {&planv1.Problem{File: "a", Line: 7, Column: 1, Message: "m", Excerpt: "\x1b[2Jx"}, "a:7:1: m\n    7 | \uFFFD[2Jx\n"},
 	} {
-		if diff := cmp.Diff(c.want+"1 problem\n", Render([]*planv1.Problem{c.problem}, style.Style{})); diff != "" {
+		if diff := cmp.Diff(c.want+"1 problem\n", Render([]*planv1.Problem{c.problem}, output.Style{})); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", name, diff)
 		}
 	}
-	if got := Render(nil, style.Style{}); got != "" {
+	if got := Render(nil, output.Style{}); got != "" {
 		t.Errorf("nothing: %q", got)
 	}
 }
@@ -44,7 +44,7 @@ func TestRender(t *testing.T) {
 func TestALongLineIsCutAroundItsPlace(t *testing.T) {
 	t.Parallel()
 	line := strings.Repeat("a", 1000) + `"here"` + strings.Repeat("b", 1000)
-	got := Render([]*planv1.Problem{{File: "f", Line: 1, Column: 1001, Text: `"here"`, Message: "m", Excerpt: line}}, style.Style{})
+	got := Render([]*planv1.Problem{{File: "f", Line: 1, Column: 1001, Text: `"here"`, Message: "m", Excerpt: line}}, output.Style{})
 	lines := strings.Split(got, "\n")
 	if ansi.StringWidth(lines[1]) > maxWidth+10 {
 		t.Errorf("%d columns", ansi.StringWidth(lines[1]))
@@ -58,8 +58,8 @@ func TestALongLineIsCutAroundItsPlace(t *testing.T) {
 func TestColour(t *testing.T) {
 	t.Parallel()
 	problem := []*planv1.Problem{{File: "a", Line: 7, Column: 2, Message: "m", Text: "b", Excerpt: " b", Fix: "x"}}
-	got := Render(problem, style.Style{Color: true})
-	if !strings.Contains(got, "\x1b[31mm\x1b[0m") || ansi.Strip(got) != Render(problem, style.Style{}) {
+	got := Render(problem, output.Style{Color: true})
+	if !strings.Contains(got, "\x1b[31mm\x1b[0m") || ansi.Strip(got) != Render(problem, output.Style{}) {
 		t.Errorf("%q", got)
 	}
 }

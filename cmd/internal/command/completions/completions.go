@@ -1,0 +1,140 @@
+// Package completions has the command `rollout completions`.
+package completions
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/completion"
+	"github.com/rollout-rl/rollout/libs/exit"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// Command returns `rollout completions`.
+func Command(env *cli.Env) *cobra.Command {
+	var step uint64
+	var all bool
+	cmd := &cobra.Command{
+		Use:   "completions RUN",
+		Short: "Show completions that were trained on, with their rewards and advantages",
+		Long: `Show completions that were trained on, with their rewards and advantages: those of the newest step that keeps some, of one step,
+or of all. [completions] of the configuration says how many a step are kept.
+
+` + cli.FolderHelp + " " + cli.RunHelp,
+		Example: `  rollout completions addition-grpo
+  rollout completions addition-grpo --step 40
+  rollout completions addition-grpo --all --format json`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return env.Plane.Records(cmd, func(ctx context.Context, r record.Reader) error {
+				status, err := r.Run(ctx, args[0])
+				if err != nil {
+					return err
+				}
+				run := status.GetRun()
+				if step == 0 && !all {
+					newest, err := record.NewestCompletions(ctx, r, run.GetRunId())
+					if err != nil {
+						return err
+					}
+					return show(env, run, newest)
+				}
+				found := false
+				if err := record.Completions(ctx, r, run.GetRunId(), func(k record.Kept) error {
+					if !all && k.Step != step {
+						return nil
+					}
+					found = true
+					return show(env, run, k)
+				}); err != nil || found {
+					return err
+				}
+				return show(env, run, record.Kept{Step: step})
+			})
+		},
+	}
+	cmd.Flags().Uint64Var(&step, "step", 0, "`step` whose completions are shown (default: the newest that has some)")
+	cmd.Flags().BoolVar(&all, "all", false, "show those of every step")
+	cmd.MarkFlagsMutuallyExclusive("step", "all")
+	return cmd
+}
+
+// show prints the completions of a step: a line of JSON each, or prompt by prompt.
+func show(env *cli.Env, run *runv1.Run, k record.Kept) error {
+	if len(k.Completions) == 0 {
+		return noCompletions(run, k.Step)
+	}
+	if env.JSON() {
+		for _, c := range k.Completions {
+			if err := output.ValueLine(env.Stdout, struct {
+				Step uint64 `json:"step"`
+				completion.Completion
+			}{k.Step, c}); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	_, err := fmt.Fprint(env.Stdout, keptText(env, k))
+	return err
+}
+
+// noCompletions says why there are none, of a step or at all.
+func noCompletions(run *runv1.Run, step uint64) error {
+	id, config := run.GetRunId(), run.GetPlan().GetConfig()
+	what := "no completions"
+	if step > 0 {
+		what = fmt.Sprintf("no completions of step %d", step)
+	}
+	switch {
+	case algorithm.FromData(config):
+		return exit.New(exit.NoInput, "`rollout report "+id+"` shows the held-out answers, where [eval] asks for some",
+			"run %s has %s: %s trains on rows and samples none", id, what, algorithm.Title(config))
+	case run.GetStep() < max(step, 1):
+		last := "it has made no step yet"
+		if run.GetStep() > 0 {
+			last = "its last step is " + output.Count(run.GetStep())
+		}
+		fix := "wait for it: `rollout runs show " + id + "` tells how far the run is"
+		if run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
+			fix = "name one of its steps"
+		} else if live.Over(run) {
+			fix = "`rollout run --resume " + id + "` goes on with it"
+		}
+		return exit.New(exit.NoInput, fix, "run %s has %s: %s", id, what, last)
+	}
+	return exit.New(exit.NoInput, "see `per_step` and `every_steps` of [completions] in its configuration", "run %s keeps %s", id, what)
+}
+
+func keptText(env *cli.Env, k record.Kept) string {
+	s := env.Style()
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s\n", s.Bold(fmt.Sprintf("step %d", k.Step)))
+	var table output.Table
+	for i, c := range k.Completions {
+		if i == 0 || c.Index != k.Completions[i-1].Index || c.Epoch != k.Completions[i-1].Epoch {
+			b.WriteString(table.String())
+			table = output.Table{}
+			fmt.Fprintf(&b, "prompt %d/%d  %s\n", c.Epoch, c.Index, s.Cyan(fmt.Sprintf("%q", c.Prompt)))
+		}
+		advantage := "-"
+		if c.Advantage != nil {
+			advantage = fmt.Sprintf("%+.3f", *c.Advantage)
+		}
+		text := fmt.Sprintf("%q", c.Completion)
+		if c.Truncated {
+			text += s.Dim(" (cut off)")
+		}
+		table.Row(fmt.Sprintf("  %d", c.Sample), "reward "+output.Number(c.Reward), "advantage "+advantage, fmt.Sprintf("%d tokens", c.Tokens), text)
+	}
+	b.WriteString(table.String())
+	return b.String()
+}

@@ -1,0 +1,86 @@
+// Package doctor has the command `rollout doctor`.
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/doctor"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	daemonconfig "github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/exit"
+)
+
+// Command returns `rollout doctor`.
+func Command(env *cli.Env) *cobra.Command {
+	var file string
+	cmd := &cobra.Command{
+		Use:   "doctor",
+		Short: "Check the servers that rolloutd.toml names, and say how to fix what is wrong",
+		Long: `Look at each server that the configuration of rolloutd names, as rolloutd would use it: PostgreSQL, NATS, Consul, the bucket,
+certificates and the state folder of this host. Reach, version, permissions, clock, settings of streams and space are checked; a
+service is registered, a stream made and an object written for a moment.
+
+Leaves with 0 where nothing failed (warnings included), with 69 where a check failed, with 65 where the configuration is wrong.`,
+		Example: "  rollout doctor --config rolloutd.toml\n  rollout doctor --format json",
+		Args:    cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			args := []string{}
+			if file != "" {
+				args = append(args, "--config", file)
+			}
+			if env.Plane.StateFlag != "" {
+				args = append(args, "--state-dir", env.Plane.StateFlag)
+			}
+			c, err := daemonconfig.Load(args, env.Environ, io.Discard)
+			if err != nil {
+				return exit.New(exit.Data, "deploy/rolloutd.toml lists every key", "%w", err)
+			}
+			return show(cmd.Context(), env, doctor.Patient{Config: c, Environ: env.Environ, Now: time.Now})
+		},
+	}
+	cmd.Flags().StringVar(&file, "config", "", "`file` of rolloutd's configuration (default: $XDG_CONFIG_HOME/rollout/rolloutd.toml)")
+	return cmd
+}
+
+func show(ctx context.Context, env *cli.Env, p doctor.Patient) error {
+	findings := doctor.Look(ctx, p)
+	if err := writeFindings(env.Stdout, env.JSON(), findings); err != nil {
+		return err
+	}
+	if doctor.Worst(findings) == doctor.Failed {
+		return exit.Silent(exit.Unavailable)
+	}
+	return nil
+}
+
+// writeFindings writes them as a table, each fix below its finding, or as one JSON document.
+func writeFindings(w io.Writer, asJSON bool, findings []doctor.Finding) error {
+	if asJSON {
+		return output.Value(w, map[string]any{"status": doctor.Worst(findings), "findings": findings})
+	}
+	var table output.Table
+	for _, f := range findings {
+		table.Row(string(f.Status), f.Server, f.Check, f.Detail)
+	}
+	lines := strings.SplitAfter(table.String(), "\n")
+	counts := map[doctor.Status]int{}
+	for i, f := range findings {
+		counts[f.Status]++
+		text := lines[i]
+		if f.Fix != "" {
+			text += "         fix: " + f.Fix + "\n"
+		}
+		if _, err := io.WriteString(w, text); err != nil {
+			return err
+		}
+	}
+	_, err := fmt.Fprintf(w, "%d ok, %d warnings, %d failed\n", counts[doctor.OK], counts[doctor.Warning], counts[doctor.Failed])
+	return err
+}

@@ -1,0 +1,67 @@
+package export
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+)
+
+func weightsCommand(env *cli.Env) *cobra.Command {
+	var to string
+	var adapter, average bool
+	cmd := &cobra.Command{
+		Use:   "weights (RUN | SNAPSHOT)",
+		Short: "Write the weights of a snapshot as a folder that transformers loads",
+		Long: `Write the weights of a snapshot, or of a run's newest one, as a folder in the Hugging Face layout: from_pretrained and vLLM load it as
+it is. Where the run trained adapters ([lora]) they are merged in; --adapter writes the adapter alone, as PEFT loads it. --average writes
+the moving average of the weights, where the run keeps one (train.ema_decay). Every file is held against its digest.
+
+Where a control plane runs it is asked, and writes to its own host; else its state folder is read, and nothing is started. ` + cli.RunHelp,
+		Example: `  rollout export weights addition-grpo --to models/addition-grpo
+  rollout export weights snap-01kapq5q5m --to adapter --adapter`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			folder, err := filepath.Abs(to)
+			if err != nil {
+				return err
+			}
+			return env.Plane.Records(cmd, func(ctx context.Context, r record.Reader) error {
+				snapshot, err := record.SnapshotOf(ctx, r, args[0])
+				if err != nil {
+					return err
+				}
+				part := "weights"
+				switch {
+				case adapter:
+					part = "adapter"
+				case average:
+					part = "average"
+				}
+				if err := record.WritePart(ctx, r, snapshot, part, folder); err != nil {
+					return err
+				}
+				if env.JSON() {
+					return output.Value(env.Stdout, map[string]any{
+						"run_id": snapshot.GetRunId(), "snapshot_id": snapshot.GetSnapshotId(), "step": snapshot.GetStep(),
+						"weights_digest": snapshot.GetWeightsDigest(), "part": part, "directory": folder,
+					})
+				}
+				fmt.Fprintf(env.Stdout, "%s of step %s of %s: %s\n", part, output.Count(snapshot.GetStep()), snapshot.GetRunId(), folder)
+				return nil
+			})
+		},
+	}
+	cmd.Flags().StringVar(&to, "to", "", "new `folder` to write")
+	cmd.Flags().BoolVar(&adapter, "adapter", false, "write the adapter alone")
+	cmd.Flags().BoolVar(&average, "average", false, "write the moving average of the weights")
+	cmd.MarkFlagsMutuallyExclusive("adapter", "average")
+	_ = cmd.MarkFlagRequired("to")
+	_ = cmd.MarkFlagDirname("to")
+	return cmd
+}

@@ -1,0 +1,198 @@
+package infer
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/infer"
+	"github.com/rollout-rl/rollout/cmd/internal/problem"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/reward"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+)
+
+// inferFlags are those of `rollout infer batch`.
+type inferFlags struct {
+	cmd                                *cobra.Command
+	config                             cli.ConfigFlags
+	model, run, snapshot               string
+	data, output                       string
+	worker                             cli.WorkerFlag
+	reward, promptField                string
+	stop                               []string
+	samples, maxTokens, topK           uint32
+	slots, maxModelLen, threads        uint32
+	temperature, topP, minP            float64
+	seed, limit                        uint64
+	chatTemplate, noReward             bool
+	restart, allowFailures, overwrites bool
+}
+
+// destination checks the names, and the output, before anything is done.
+func (flags *inferFlags) destination(job *infer.Job) (err error) {
+	if flags.snapshot != "" && !strings.HasPrefix(flags.snapshot, "snap-") {
+		return cli.Usage("invalid argument %q for --snapshot: an id begins with snap-", flags.snapshot)
+	}
+	if ending := filepath.Ext(flags.output); ending != ".parquet" && ending != ".jsonl" {
+		return cli.Usage("invalid argument %q for --output: it ends in .parquet or .jsonl", flags.output)
+	}
+	if job.Output, err = filepath.Abs(flags.output); err != nil {
+		return err
+	}
+	if _, err := os.Lstat(job.Output); err == nil && !flags.overwrites {
+		return exit.New(exit.CannotMake, "name another file, or replace it with --overwrite", "%s is there already", flags.output)
+	}
+	if info, err := os.Stat(filepath.Dir(job.Output)); err != nil || !info.IsDir() {
+		return exit.New(exit.CannotMake, "make it, or name another output", "there is no folder %s", filepath.Dir(job.Output))
+	}
+	return nil
+}
+
+// recorded takes the weights of a snapshot, and the configuration of its run.
+func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *infer.Job) error {
+	snapshot, err := record.SnapshotOf(ctx, r, flags.run+flags.snapshot) // one of them
+	if err != nil {
+		return err
+	}
+	status, err := r.Run(ctx, snapshot.GetRunId())
+	if err != nil {
+		return err
+	}
+	job.Config, job.BaseDir = status.GetRun().GetPlan().GetConfig(), status.GetRun().GetBaseDir()
+	if !algorithm.Generates(job.Config) {
+		return scores("what run " + snapshot.GetRunId() + " trains")
+	}
+	job.WeightsDigest, job.Model = snapshot.GetWeightsDigest(), filepath.Join(job.Scratch, "weights")
+	return record.WritePart(ctx, r, snapshot, "weights", job.Model)
+}
+
+// scores says that a model is one that scores.
+func scores(what string) error {
+	return exit.New(exit.Data, "name a model that writes; a reward model scores what another writes, as `[reward.model]` of a configuration",
+		"%s is a reward model: it scores completions and answers no prompt", what)
+}
+
+// writes refuses the folder of a model that has no head for tokens. What else is wrong with it the worker says.
+func writes(folder string) error {
+	var config struct{ Architectures []string }
+	text, err := os.ReadFile(filepath.Join(folder, "config.json"))
+	if err == nil && json.Unmarshal(text, &config) == nil && len(config.Architectures) > 0 &&
+		reward.Scores(config.Architectures[0]) {
+		return scores(folder)
+	}
+	return nil
+}
+
+// configure settles what is asked of the model: of a run, of a file or of defaults, with what the flags change.
+func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
+	source := &planv1.ConfigSource{Set: flags.config.Set}
+	switch {
+	case flags.config.File != "":
+		if source, err = flags.config.Source(); err != nil {
+			return err
+		}
+	case job.Config != nil && len(source.GetSet()) > 0:
+		return cli.Usage("--set changes a --config; a run's configuration is changed by the other flags")
+	case job.Config == nil && flags.model == "":
+		return cli.Usage("name what answers with --model, --run, --snapshot or --config")
+	default:
+		if source.BaseDir, err = os.Getwd(); err != nil {
+			return err
+		}
+	}
+	if flags.config.File != "" || job.Config == nil {
+		config, problems, err := infer.Read(source)
+		if err != nil {
+			return err
+		}
+		if len(problems) > 0 {
+			fmt.Fprint(env.Stderr, problem.Render(problems, env.ErrStyle()))
+			return problem.Exit(problems)
+		}
+		job.WeightsDigest = "" // of the precision that the run had
+		job.Config, job.BaseDir = config, source.GetBaseDir()
+	}
+	if job.Model == "" {
+		job.Model = filepath.Join(job.BaseDir, job.Config.GetModel().GetPath())
+		if path := job.Config.GetModel().GetPath(); filepath.IsAbs(path) {
+			job.Model = path
+		}
+		if flags.model != "" {
+			if job.Model, err = filepath.Abs(flags.model); err != nil {
+				return err
+			}
+		}
+	}
+	if err := writes(job.Model); err != nil {
+		return err
+	}
+	if err := flags.dataset(job); err != nil {
+		return err
+	}
+	changes, err := flags.changes()
+	if err != nil {
+		return err
+	}
+	job.Config, err = changes.Apply(job.Config)
+	job.Threads = int(job.Config.GetEngine().GetThreads())
+	return err
+}
+
+// dataset settles what is answered.
+func (flags *inferFlags) dataset(job *infer.Job) (err error) {
+	if flags.data != "" {
+		job.Data, err = filepath.Abs(flags.data)
+	} else if job.Data = job.Config.GetData().GetEval(); job.Data == "" {
+		return cli.Usage("name the dataset with --data: the configuration has no data.eval")
+	} else if !filepath.IsAbs(job.Data) {
+		job.Data = filepath.Join(job.BaseDir, job.Data)
+	}
+	if err != nil {
+		return err
+	}
+	if _, err := os.Stat(job.Data); err != nil {
+		return exit.New(exit.NoInput, "correct the path", "can't read the dataset %s: %w", job.Data, cli.PathCause(err))
+	}
+	return nil
+}
+
+// changes are the flags that were given. Without --samples a row has one completion, whatever the run's groups are.
+func (flags *inferFlags) changes() (infer.Changes, error) {
+	c := infer.Changes{
+		Samples: &flags.samples, MaxTokens: given(flags, "max-tokens", &flags.maxTokens), TopK: given(flags, "top-k", &flags.topK),
+		Temperature: given(flags, "temperature", &flags.temperature), TopP: given(flags, "top-p", &flags.topP), MinP: given(flags, "min-p", &flags.minP),
+		Stop: flags.stop, Seed: given(flags, "seed", &flags.seed), PromptField: given(flags, "prompt-field", &flags.promptField),
+		ChatTemplate: given(flags, "chat-template", &flags.chatTemplate), Slots: given(flags, "slots", &flags.slots),
+		MaxModelLen: given(flags, "max-model-len", &flags.maxModelLen), Threads: given(flags, "threads", &flags.threads),
+	}
+	if flags.samples < 1 || flags.samples > 1024 {
+		return c, cli.Usage("invalid argument %d for --samples: it is from 1 to 1,024", flags.samples)
+	}
+	if flags.noReward {
+		c.Reward = new(string)
+	}
+	if flags.reward != "" {
+		path, err := filepath.Abs(flags.reward)
+		if err != nil {
+			return c, err
+		}
+		c.Reward = &path
+	}
+	return c, nil
+}
+
+func given[T any](flags *inferFlags, name string, value *T) *T {
+	if flags.cmd.Flags().Changed(name) {
+		return value
+	}
+	return nil
+}

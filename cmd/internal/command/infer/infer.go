@@ -1,0 +1,177 @@
+// Package infer has the command `rollout infer batch`.
+package infer
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"sync"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/infer"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/cmd/internal/tempdir"
+	"github.com/rollout-rl/rollout/libs/exit"
+)
+
+// Command returns `rollout infer`.
+func Command(env *cli.Env) *cobra.Command {
+	return cli.Group("infer", "Answer a dataset with a model", batchCommand(env))
+}
+
+func batchCommand(env *cli.Env) *cobra.Command {
+	flags := &inferFlags{}
+	cmd := &cobra.Command{
+		Use:   "batch --output FILE (--model FOLDER | --run RUN | --snapshot ID | --config FILE)",
+		Short: "Write completions and scores for a dataset to Parquet or JSON Lines; resumable",
+		Long: `Answer each row of a dataset with a model and write completions and scores to FILE (.parquet or .jsonl).
+
+The model is a folder (--model), the newest snapshot of a run (--run) or a snapshot (--snapshot). Prompt field, chat template, sampling
+and reward are those of --config, else of the run; flags override them. The dataset is --data, else data.eval of the configuration.
+
+What is done stands in FILE.journal: the same command goes on from there after Ctrl-C, a crash or a kill. Changed inputs are refused
+and named. The same command gives the same bytes, interrupted or not. A sample whose reward fails is INFRA_FAILED and has no score; FILE
+is written only when there is none of them, unless --allow-failures. docs/inference.md has the columns.
+
+With --run and --snapshot a control plane that runs is asked, else its state folder is read. Nothing is started but the worker.`,
+		Example: `  rollout infer batch --run addition-grpo --output answers.parquet
+  rollout infer batch --model models/tiny --data test.jsonl --output answers.jsonl --samples 4 --temperature 0.7 --seed 1
+  rollout infer batch --config grpo.toml --model models/tiny --output answers.parquet --limit 1000 --format json`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			flags.cmd = cmd
+			return execute(env, cmd, flags)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVarP(&flags.output, "output", "o", "", "new `file` to write, .parquet or .jsonl")
+	f.StringVarP(&flags.model, "model", "m", "", "`folder` of a model in the Hugging Face layout")
+	f.StringVar(&flags.run, "run", "", "`run` whose newest snapshot answers: its name, id or a prefix of it")
+	f.StringVar(&flags.snapshot, "snapshot", "", "`id` of the snapshot that answers, or a unique prefix of it")
+	flags.config.AddTo(cmd)
+	f.StringVar(&flags.data, "data", "", "dataset `file`, .jsonl or .parquet (default: data.eval of the configuration)")
+	f.Uint64Var(&flags.limit, "limit", 0, "only the first `rows` of the dataset (default: all)")
+	f.Uint32VarP(&flags.samples, "samples", "n", 1, "completions a row")
+	f.Uint32Var(&flags.maxTokens, "max-tokens", 0, "most new tokens a completion (default: the configuration's)")
+	f.Float64Var(&flags.temperature, "temperature", 0, "softmax temperature, 0 takes the most likely token (default: the configuration's)")
+	f.Float64Var(&flags.topP, "top-p", 0, "nucleus probability (default: the configuration's)")
+	f.Uint32Var(&flags.topK, "top-k", 0, "only the k most likely tokens, 0 is off (default: the configuration's)")
+	f.Float64Var(&flags.minP, "min-p", 0, "least share of the most likely token's probability, 0 is off (default: the configuration's)")
+	f.StringArrayVar(&flags.stop, "stop", nil, "`text` that ends a completion; may be given several times (default: the configuration's)")
+	f.Uint64Var(&flags.seed, "seed", 0, "seed of the sampling (default: the configuration's)")
+	f.StringVar(&flags.promptField, "prompt-field", "", "`field` of a row that holds the prompt (default: the configuration's)")
+	f.BoolVar(&flags.chatTemplate, "chat-template", false, "render prompts through the chat template (default: the configuration's)")
+	f.StringVar(&flags.reward, "reward", "", "`file.py:function` that scores (default: the reward of the configuration)")
+	f.BoolVar(&flags.noReward, "no-reward", false, "score nothing")
+	f.Uint32Var(&flags.slots, "slots", 0, "sequences decoded at a time (default: the configuration's)")
+	f.Uint32Var(&flags.maxModelLen, "max-model-len", 0, "longest sequence, prompt and completion together (default: the configuration's)")
+	f.Uint32Var(&flags.threads, "threads", 0, "CPU threads, which bits depend on; 0: all cores (default: the configuration's)")
+	f.BoolVar(&flags.restart, "restart", false, "forget what an interrupted command has done")
+	f.BoolVar(&flags.overwrites, "overwrite", false, "replace an output that is there")
+	f.BoolVar(&flags.allowFailures, "allow-failures", false, "write the output with samples that are INFRA_FAILED, without a score")
+	flags.worker.AddTo(cmd)
+	_ = cmd.MarkFlagRequired("output")
+	_ = cmd.MarkFlagDirname("model")
+	_ = cmd.MarkFlagFilename("data", "jsonl", "parquet")
+	_ = cmd.MarkFlagFilename("output", "jsonl", "parquet")
+	cmd.MarkFlagsMutuallyExclusive("model", "run", "snapshot")
+	cmd.MarkFlagsMutuallyExclusive("reward", "no-reward")
+	return cmd
+}
+
+func execute(env *cli.Env, cmd *cobra.Command, flags *inferFlags) error {
+	job := &infer.Job{
+		Limit: flags.limit, Restart: flags.restart, AllowFailures: flags.allowFailures, Worker: flags.worker.Command(),
+	}
+	if err := flags.destination(job); err != nil {
+		return err
+	}
+	folder, err := tempdir.Make(filepath.Dir(job.Output), ".infer-")
+	if err != nil {
+		return exit.New(exit.CannotMake, "name another output with --output", "make a scratch folder: %w", err)
+	}
+	defer func() { _ = folder.Remove() }()
+	job.Scratch, job.Lock = folder.Path, folder.Lock()
+	if flags.run+flags.snapshot != "" {
+		err = env.Plane.Records(cmd, func(ctx context.Context, r record.Reader) error { return flags.recorded(ctx, r, job) })
+	}
+	if err == nil {
+		err = configure(env, flags, job)
+	}
+	if err != nil {
+		return err
+	}
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	return answer(ctx, env, job)
+}
+
+// answer runs the job and says what came of it.
+func answer(ctx context.Context, env *cli.Env, job *infer.Job) error {
+	var mu sync.Mutex // the worker speaks on two channels
+	kept, drawn := 0, false
+	clear := func() {
+		if drawn {
+			fmt.Fprint(env.Stdout, "\r\x1b[K")
+			drawn = false
+		}
+	}
+	draw := func(line string) {
+		if env.Terminal && !env.JSON() {
+			clear()
+			fmt.Fprint(env.Stdout, line)
+			drawn = true
+		}
+	}
+	done, err := job.Run(ctx, func(e infer.Event) {
+		mu.Lock()
+		defer mu.Unlock()
+		switch e.Event {
+		case "loading":
+			draw(infer.Loading(e))
+		case "begin":
+			clear()
+			if kept = e.Kept; kept > 0 {
+				env.Note("going on after %s of %s rows", output.Count(e.Kept), output.Count(e.Rows))
+			}
+		case "progress":
+			draw(infer.Progress(e, kept))
+		default:
+			clear()
+		}
+	}, func(line string) {
+		mu.Lock()
+		defer mu.Unlock()
+		clear()
+		env.Note("%s", line)
+	})
+	clear()
+	if err != nil {
+		return err
+	}
+	if env.JSON() {
+		return output.Value(env.Stdout, map[string]any{
+			"output": done.Output, "rows": done.Rows, "samples": done.Samples, "tokens": done.Tokens, "statuses": done.Statuses,
+			"failures": done.Failures, "mean_score": done.MeanScore, "model_digest": done.ModelDigest, "kept_rows": kept,
+		})
+	}
+	var table output.Table
+	table.Row("output", done.Output)
+	table.Row("rows", fmt.Sprintf("%s, %s samples, %s tokens", output.Count(done.Rows), output.Count(done.Samples), output.Count(done.Tokens)))
+	if done.MeanScore != nil {
+		table.Row("mean score", output.Number(*done.MeanScore))
+	}
+	table.Row("samples", infer.Failures(done.Statuses))
+	if failed := infer.Failures(done.Failures); failed != "" {
+		table.Row("failed", env.Style().Red(failed))
+	}
+	table.Row("model", done.ModelDigest)
+	_, err = fmt.Fprint(env.Stdout, table.String())
+	return err
+}

@@ -1,0 +1,18 @@
+package logs
+
+import "github.com/rollout-rl/rollout/cmd/internal/client"
+
+// eventKinds are the kinds of events that the services and workers give; a test holds the list against their sources.
+var eventKinds = []string{
+	"run.state", "phase", "step.committed", "step.flat", "step.short", "completions", "eval.finished", "weights.delivered", "snapshot.created",
+	"worker.started", "worker.exited", "worker.fenced", "group.excluded", "step.refused", "sink.failed", "sink.finished", "sampling", "log",
+}
+
+// eventServices are those who give events: the services, the process that hosts them, and the workers.
+func eventServices() []string {
+	var names []string
+	for _, target := range client.Targets {
+		names = append(names, target.Name)
+	}
+	return append(names, "rolloutd", "inference-worker", "learner-worker", "sinks-worker")
+}

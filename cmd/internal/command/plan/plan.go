@@ -1,0 +1,189 @@
+// Package plan has the commands `rollout validate` and `rollout plan`.
+package plan
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/problem"
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/atomicfile"
+	"github.com/rollout-rl/rollout/libs/exit"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+)
+
+// ValidateCommand returns `rollout validate`.
+func ValidateCommand(env *cli.Env) *cobra.Command {
+	var flags cli.ConfigFlags
+	cmd := &cobra.Command{
+		Use:   "validate --config FILE",
+		Short: "Check a configuration's syntax, keys, types and rules",
+		Long: `Check a configuration's syntax, keys, types and rules. All problems are shown at once, each with its place and how to fix it.
+No dataset is read and no plugin is loaded: rollout plan does that.`,
+		Example: `  rollout validate --config grpo.toml
+  rollout validate --config grpo.toml --set train.steps=100 --set mode=async
+  rollout validate --config grpo.toml --format json`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			source, err := flags.Source()
+			if err != nil {
+				return err
+			}
+			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
+				response, err := c.Planner.ValidateConfig(ctx, &planv1.ValidateConfigRequest{Source: source})
+				if err != nil {
+					return err
+				}
+				err = env.Message(response, func() string {
+					return problem.Render(response.GetProblems(), env.Style()) + validText(flags.File, response.GetConfig())
+				})
+				return errors.Join(err, problem.Exit(response.GetProblems()))
+			})
+		},
+	}
+	flags.AddTo(cmd)
+	_ = cmd.MarkFlagRequired("config")
+	return cmd
+}
+
+func validText(file string, config *configv1.RunConfig) string {
+	if config == nil {
+		return ""
+	}
+	return fmt.Sprintf("%s is valid: %s\n", file, gist(config))
+}
+
+// gist is a configuration in one line.
+func gist(config *configv1.RunConfig) string {
+	work := algorithm.Title(config)
+	if config.GetAlgorithm().GetSft() != nil {
+		work += " on reference answers"
+	}
+	if !algorithm.FromData(config) {
+		work += " with " + output.Plural(config.GetSampling().GetGroupSize(), "sample") + " a prompt"
+	}
+	unit := " prompts"
+	if algorithm.Pairs(config) {
+		unit = " pairs"
+	} else if algorithm.FromData(config) {
+		unit = " rows"
+	}
+	prompts := output.Count(config.GetTrain().GetGroupsPerStep()) + unit
+	if draws := algorithm.DrawBatches(config); draws > 1 {
+		prompts += fmt.Sprintf(" whose rewards differ (of at most %s drawn)", output.Count(config.GetTrain().GetGroupsPerStep()*draws))
+	}
+	return fmt.Sprintf("%s, %s steps of %s, %s", work, output.Count(config.GetTrain().GetSteps()), prompts, config.GetMode())
+}
+
+// Command returns `rollout plan`.
+func Command(env *cli.Env) *cobra.Command {
+	var flags cli.ConfigFlags
+	var out string
+	cmd := &cobra.Command{
+		Use:   "plan --config FILE",
+		Short: "Check everything that a run needs and pin it in plan.lock",
+		Long: `Check everything that can be known before a run, and pin it: the configuration with every default, the digest of each dataset,
+model file and source of the reward, the versions of the packages. Every row is parsed and measured with the tokenizer, and the
+reward is called once. The same inputs give the same bytes.`,
+		Example: `  rollout plan --config grpo.toml
+  rollout plan --config grpo.toml -o plans/first.lock
+  rollout run --plan plan.lock`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			source, err := flags.Source()
+			if err != nil {
+				return err
+			}
+			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
+				response, err := Create(ctx, env, c, source)
+				if err != nil {
+					return err
+				}
+				path := out
+				if path == "" {
+					path = filepath.Join(filepath.Dir(flags.File), "plan.lock")
+				}
+				if err := writeFile(path, response.GetLock()); err != nil {
+					return err
+				}
+				return env.Message(response.GetPlan(), func() string { return planText(env, path, source, response.GetPlan()) })
+			})
+		},
+	}
+	flags.AddTo(cmd)
+	cmd.Flags().StringVarP(&out, "output", "o", "", "`file` to write (default: plan.lock beside the configuration)")
+	_ = cmd.MarkFlagRequired("config")
+	return cmd
+}
+
+// Create makes a plan. It prints warnings as notes, and problems as the answer of the command.
+func Create(ctx context.Context, env *cli.Env, c *client.Client, source *planv1.ConfigSource) (*planv1.CreatePlanResponse, error) {
+	response, err := c.Planner.CreatePlan(ctx, &planv1.CreatePlanRequest{Source: source})
+	if err != nil {
+		return nil, err
+	}
+	for _, w := range response.GetWarnings() {
+		env.Note("%s %s:%d: %s\n   fix: %s", env.ErrStyle().Yellow("warning:"), w.GetFile(), w.GetLine(), w.GetMessage(), w.GetFix())
+	}
+	if len(response.GetProblems()) == 0 {
+		return response, nil
+	}
+	err = env.Message(response, func() string { return problem.Render(response.GetProblems(), env.Style()) })
+	return nil, errors.Join(err, problem.Exit(response.GetProblems()))
+}
+
+func planText(env *cli.Env, path string, source *planv1.ConfigSource, plan *planv1.Plan) string {
+	s := env.Style()
+	var table output.Table
+	total := uint64(0)
+	for _, in := range plan.GetInputs() {
+		rows := ""
+		if in.GetRows() > 0 {
+			rows = output.Plural(in.GetRows(), "row")
+		}
+		table.Row("  "+roleName(in.GetRole()), in.GetPath(), output.Bytes(in.GetBytes()), s.Dim(output.Short(in.GetDigest())), rows)
+		total += in.GetBytes()
+	}
+	text := fmt.Sprintf("%s %s\n%s\n%s", s.Bold(path), s.Dim(plan.GetPlanId()), gist(plan.GetConfig()), table.String())
+	checked := "every row and the model's folder were checked"
+	if plan.GetConfig().GetReward() != nil {
+		checked = "every row, the model's folder and the reward were checked"
+	}
+	text += fmt.Sprintf("%d files, %s; %s\n", len(plan.GetInputs()), output.Bytes(total), checked)
+	run := "rollout run --plan " + path
+	if folder, err := filepath.Abs(filepath.Dir(path)); err == nil && folder != source.GetBaseDir() {
+		run += " --base-dir " + source.GetBaseDir()
+	}
+	return text + "next: " + s.Cyan(run) + "\n"
+}
+
+func roleName(role planv1.InputRole) string {
+	switch role {
+	case planv1.InputRole_INPUT_ROLE_TRAIN_DATA:
+		return "train"
+	case planv1.InputRole_INPUT_ROLE_EVAL_DATA:
+		return "eval"
+	case planv1.InputRole_INPUT_ROLE_MODEL:
+		return "model"
+	case planv1.InputRole_INPUT_ROLE_REWARD:
+		return "reward"
+	}
+	return "?"
+}
+
+// writeFile replaces a file whole or not at all.
+func writeFile(path string, data []byte) error {
+	err := atomicfile.Write(path, data, 0o644)
+	if err != nil {
+		return exit.New(exit.CannotMake, "name another file with -o", "can't write %s: %w", path, cli.PathCause(err))
+	}
+	return nil
+}

@@ -1,0 +1,98 @@
+// Package replay has the command `rollout replay`.
+package replay
+
+import (
+	auditcommand "github.com/rollout-rl/rollout/cmd/internal/command/audit"
+
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/replay"
+	"github.com/rollout-rl/rollout/libs/exit"
+)
+
+// Command returns `rollout replay`.
+func Command(env *cli.Env) *cobra.Command {
+	var configured string
+	var worker cli.WorkerFlag
+	threads := -1
+	cmd := &cobra.Command{
+		Use:   "replay RUN",
+		Short: "Train a run's recorded batches again and compare the weights of every step",
+		Long: `Train the batches that the ledger recorded again, in order, and compare the weights of every step with the recorded ones. That is how
+an asynchronous run is repeated: what was sampled, and in which order it was consumed, stands in the ledger. It needs the
+segments on this host or in a bucket that a rolloutd.toml (--config) names, and begins with the run's model, or with the oldest snapshot whose later samples are still there
+(` + "`snapshot.keep_payloads = true`" + ` keeps them all). A step with other weights ends it, and the exit code is 65. ` + cli.RunHelp,
+		Example: `  rollout replay addition-grpo
+  rollout replay addition-grpo --format json`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			job := &replay.Job{Threads: threads, Worker: worker.Command(), Log: env.Stderr}
+			scratch, err := os.MkdirTemp("", "rollout-replay-")
+			if err != nil {
+				return exit.New(exit.CannotMake, "", "make a scratch folder: %w", err)
+			}
+			defer func() { _ = os.RemoveAll(scratch) }()
+			job.Scratch = scratch
+			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+			defer stop()
+			return auditcommand.Gather(env, cmd, args[0], configured, false, // it verifies what it reads
+				func(e *audit.Evidence, place audit.Place) error {
+					artifacts, err := place.CAS()
+					if err != nil {
+						return err
+					}
+					job.Evidence, job.Files = e, replay.Artifacts{CAS: artifacts}
+					return execute(ctx, env, job)
+				},
+				func(e *audit.Evidence, c *client.Client) error {
+					job.Evidence, job.Files = e, replay.Services{Client: c}
+					return execute(ctx, env, job)
+				})
+		},
+	}
+	auditcommand.ConfigFlag(cmd, &configured)
+	worker.AddTo(cmd)
+	cmd.Flags().IntVar(&threads, "threads", -1, "threads of the learner, which bits depend on; 0: all cores (default: as the run's learner had)")
+	return cmd
+}
+
+func execute(ctx context.Context, env *cli.Env, job *replay.Job) error {
+	var steps []replay.Step
+	err := job.Run(ctx, func(s replay.Step) {
+		steps = append(steps, s)
+		if env.JSON() {
+			return
+		}
+		if s.Same() {
+			fmt.Fprintf(env.Stdout, "step %-6d %s\n", s.Step, s.Replayed)
+			return
+		}
+		fmt.Fprintf(env.Stdout, "step %-6d %s, recorded is %s\n", s.Step, env.Style().Red(s.Replayed), s.Recorded)
+	})
+	if err != nil {
+		return err
+	}
+	same := len(steps) > 0
+	for _, s := range steps {
+		same = same && s.Same()
+	}
+	if env.JSON() {
+		err = output.Value(env.Stdout, map[string]any{"run_id": job.Evidence.Run.GetRunId(), "same": same, "steps": steps})
+	} else if same {
+		_, err = fmt.Fprintf(env.Stdout, "%s: %d steps gave the recorded weights\n", env.Style().Green("the same"), len(steps)-1)
+	}
+	if err == nil && !same {
+		err = exit.Silent(exit.Data)
+	}
+	return err
+}

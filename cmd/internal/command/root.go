@@ -1,0 +1,107 @@
+// Package command builds the command line of rollout: a package for each group of commands.
+package command
+
+import (
+	"context"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/command/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/command/certs"
+	"github.com/rollout-rl/rollout/cmd/internal/command/chat"
+	"github.com/rollout-rl/rollout/cmd/internal/command/completions"
+	"github.com/rollout-rl/rollout/cmd/internal/command/daemon"
+	"github.com/rollout-rl/rollout/cmd/internal/command/docs"
+	"github.com/rollout-rl/rollout/cmd/internal/command/doctor"
+	"github.com/rollout-rl/rollout/cmd/internal/command/export"
+	"github.com/rollout-rl/rollout/cmd/internal/command/infer"
+	"github.com/rollout-rl/rollout/cmd/internal/command/keys"
+	"github.com/rollout-rl/rollout/cmd/internal/command/logs"
+	"github.com/rollout-rl/rollout/cmd/internal/command/plan"
+	"github.com/rollout-rl/rollout/cmd/internal/command/replay"
+	"github.com/rollout-rl/rollout/cmd/internal/command/report"
+	"github.com/rollout-rl/rollout/cmd/internal/command/run"
+	"github.com/rollout-rl/rollout/cmd/internal/command/runs"
+	"github.com/rollout-rl/rollout/cmd/internal/command/snapshot"
+	"github.com/rollout-rl/rollout/cmd/internal/command/status"
+	"github.com/rollout-rl/rollout/cmd/internal/command/version"
+)
+
+const rootLong = `rollout trains language models with reinforcement learning, from a laptop to a cluster.
+
+Write a configuration (TOML), check it, pin it, run it:
+
+  rollout validate --config grpo.toml
+  rollout plan --config grpo.toml
+  rollout run --plan plan.lock
+
+Commands talk to a control plane. Where --server names none, a local daemon (rolloutd) is started and reused; commands that only
+look (status, runs list and show, logs, snapshot list and show) start none, and leave with 69 where none runs; report, completions, export, infer,
+audit and replay read the state folder then.
+
+Exit codes: 0 done, 64 the command line is wrong, 65 a configuration, dataset, reward, model or plan is wrong, 66 a file, run or
+snapshot is not there, 69 the server can't be reached, 70 the run failed, 73 a file can't be written, 130 interrupted.`
+
+// Execute runs one command line and returns its exit code.
+func Execute(ctx context.Context, env *cli.Env, args []string) int {
+	root := Root(env)
+	root.SetArgs(args)
+	command, err := root.ExecuteContextC(ctx)
+	if err == nil {
+		return 0
+	}
+	e := cli.Explain(command, err)
+	if e.Err != nil {
+		env.Error(e, err)
+	}
+	return e.Code
+}
+
+// Root returns the tree of commands.
+func Root(env *cli.Env) *cobra.Command {
+	root := &cobra.Command{
+		Use:                        "rollout",
+		Short:                      "Train language models with reinforcement learning",
+		Long:                       rootLong,
+		SilenceUsage:               true,
+		SilenceErrors:              true,
+		SuggestionsMinimumDistance: 2,
+		Args:                       cobra.ArbitraryArgs,
+		RunE:                       cli.ShowHelp,
+		PersistentPreRunE: func(*cobra.Command, []string) error {
+			if format := env.Format; format != cli.FormatText && format != cli.FormatJSON {
+				env.Format = cli.FormatText
+				return cli.Usage("invalid argument %q for --format: it is text or json", format)
+			}
+			return nil
+		},
+	}
+	root.SetIn(env.Stdin)
+	root.SetOut(env.Stdout)
+	root.SetErr(env.Stderr)
+	root.SetFlagErrorFunc(cli.FlagError)
+	root.PersistentFlags().StringVar(&env.Format, "format", cli.FormatText, "how answers are written: `text` or json (one document, or a line each where they stream)")
+	_ = root.RegisterFlagCompletionFunc("format", cobra.FixedCompletions([]string{cli.FormatText, cli.FormatJSON}, cobra.ShellCompDirectiveNoFileComp))
+	env.Plane.AddFlags(root)
+
+	addGroup(root, "train", "Train:",
+		plan.ValidateCommand(env), plan.Command(env), run.Command(env), run.TrainCommand(env))
+	addGroup(root, "watch", "Watch and use:",
+		runs.Command(env), logs.Command(env), status.Command(env), chat.Command(env), completions.Command(env), report.Command(env),
+		export.Command(env), infer.Command(env), audit.Command(env), replay.Command(env))
+	addGroup(root, "house", "Keep house:",
+		snapshot.Command(env), daemon.Command(env), doctor.Command(env), certs.Command(env), keys.Command(env), version.Command(env))
+	root.SetHelpCommandGroupID("house")
+	root.SetCompletionCommandGroupID("house")
+	root.AddCommand(docs.Command(env))
+	return root
+}
+
+func addGroup(root *cobra.Command, id, title string, commands ...*cobra.Command) {
+	root.AddGroup(&cobra.Group{ID: id, Title: title})
+	for _, command := range commands {
+		command.GroupID = id
+		root.AddCommand(command)
+	}
+}

@@ -1,0 +1,123 @@
+package run
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/problem"
+	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+// InputsChanged reports whether the control plane refuses a plan because its inputs are others now.
+func InputsChanged(err error) bool { return rpcerr.Reason(err) == "PLAN_INPUTS_CHANGED" }
+
+// Fork makes a run of the same configuration over the inputs as they are now. It starts from the snapshot, or from the
+// beginning where that is nil. The old run stays what it was: its ledger says what it consumed, under the plan that it had.
+func Fork(ctx context.Context, env *cli.Env, c *client.Client, old *runv1.Run, from *snapshotv1.Snapshot) (*runv1.Run, error) {
+	renewed, err := c.Planner.RenewPlan(ctx, &planv1.RenewPlanRequest{Plan: old.GetPlan(), BaseDir: old.GetBaseDir()})
+	if err != nil {
+		return nil, err
+	}
+	if problems := renewed.GetProblems(); len(problems) > 0 {
+		err := env.Message(renewed, func() string { return problem.Render(problems, env.Style()) })
+		return nil, errors.Join(err, problem.Exit(problems))
+	}
+	run, err := create(ctx, c, renewed.GetLock(), old.GetBaseDir(), from.GetSnapshotId())
+	if err != nil {
+		return nil, err
+	}
+	start := "starts from the beginning, for it took no snapshot"
+	if from != nil {
+		start = fmt.Sprintf("goes on from its snapshot %s of step %s", from.GetSnapshotId(), output.Count(from.GetStep()))
+		if old.GetStep() > from.GetStep() {
+			start += fmt.Sprintf(" (it had made %s)", output.Count(old.GetStep()))
+		}
+	}
+	env.Note("%s stays as it is; the new run %s %s, with what changed: %s",
+		old.GetRunId(), run.GetRunId(), start, strings.Join(differences(old.GetPlan(), renewed.GetPlan()), ", "))
+	return run, nil
+}
+
+// differences names the inputs and packages in which two plans differ.
+func differences(before, after *planv1.Plan) []string {
+	digests := func(plan *planv1.Plan) map[string]string {
+		out := map[string]string{}
+		for _, in := range plan.GetInputs() {
+			out[in.GetPath()] = in.GetDigest()
+		}
+		for name, version := range plan.GetPackages() {
+			out[name+" (package)"] = version
+		}
+		return out
+	}
+	was, is := digests(before), digests(after)
+	names := maps.Clone(was)
+	maps.Copy(names, is)
+	var out []string
+	for _, name := range slices.Sorted(maps.Keys(names)) {
+		switch {
+		case was[name] == is[name]:
+		case was[name] == "":
+			out = append(out, name+" (new)")
+		case is[name] == "":
+			out = append(out, name+" (gone)")
+		default:
+			out = append(out, name)
+		}
+	}
+	if len(out) == 0 {
+		out = append(out, "nothing")
+	}
+	return out
+}
+
+// newest is the newest snapshot that a run can be restored from, or the one that the run itself began from; nil where there is
+// none.
+func newest(ctx context.Context, c *client.Client, run *runv1.Run) (*snapshotv1.Snapshot, error) {
+	response, err := c.Snapshot.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{
+		RunId: run.GetRunId(), Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, PageSize: 1,
+	})
+	if err != nil {
+		return nil, err
+	}
+	if len(response.GetSnapshots()) > 0 {
+		return response.GetSnapshots()[0], nil
+	}
+	if run.GetFromSnapshot() == "" {
+		return nil, nil
+	}
+	got, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: run.GetFromSnapshot()})
+	return got.GetSnapshot(), err
+}
+
+// startingPoint is the snapshot that --from names: by its own id, or by a run, whose newest it is. Without a name there is none.
+func startingPoint(ctx context.Context, c *client.Client, name string) (string, error) {
+	if name == "" {
+		return "", nil
+	}
+	if strings.HasPrefix(name, "snap-") {
+		got, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: name})
+		return got.GetSnapshot().GetSnapshotId(), err
+	}
+	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: name})
+	if err != nil {
+		return "", err
+	}
+	run := got.GetStatus().GetRun()
+	from, err := newest(ctx, c, run)
+	if err == nil && from == nil {
+		err = exit.New(exit.NoInput, "start without --from, or choose another: `rollout snapshot list`", "run %s has no snapshot", run.GetRunId())
+	}
+	return from.GetSnapshotId(), err
+}

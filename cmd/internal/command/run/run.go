@@ -1,0 +1,286 @@
+// Package run has the commands `rollout run` and `rollout train`.
+package run
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/oklog/ulid/v2"
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/command/plan"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/problem"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+	"github.com/rollout-rl/rollout/cmd/internal/report"
+	"github.com/rollout-rl/rollout/libs/exit"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// runFlags are those of `rollout run`.
+type runFlags struct {
+	cli.ConfigFlags
+	plan, baseDir, resume, from string
+	acceptChanges               bool
+	detach, noReport            bool
+	dataOnly                    bool // refuse what samples
+}
+
+// Command returns `rollout run`.
+func Command(env *cli.Env) *cobra.Command {
+	var flags runFlags
+	cmd := &cobra.Command{
+		Use:   "run (--config FILE | --plan FILE | --resume RUN)",
+		Short: "Train: start a run, or go on with one, and watch it",
+		Long: `Start a run of a configuration or of a plan, or go on with a run that was interrupted, and watch it until it ends or a
+refused gradient pauses it. A plan is verified first: inputs that changed since it was made are refused, each by name.
+
+--resume goes on with a run that was interrupted, was stopped or has failed; of one that is finished it shows what came of it.
+A run's inputs are fixed. Where some changed (a fixed reward, say), --resume names them and refuses; with --accept-changes a
+new run goes on from the newest snapshot of the old one, with the inputs as they are now. --from does the same for another
+configuration or plan: more steps, another learning rate.
+
+The first Ctrl-C finishes the step in hand and stops the run, the second stops it at once. With --detach the run goes on alone;
+rollout logs tail, rollout runs show and rollout status look at it.`,
+		Example: `  rollout run --config grpo.toml
+  rollout run --config grpo.toml --set train.steps=100
+  rollout run --plan plan.lock
+  rollout run --plan plan.lock --detach
+  rollout run --resume run-01kapq3n8jz3gq5p1cs0e8q0vd
+  rollout run --resume addition-grpo --accept-changes
+  rollout run --config longer.toml --from addition-grpo`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if len(flags.Set) > 0 && flags.File == "" {
+				return cli.Usage("--set goes with --config: a plan and a run are fixed")
+			}
+			if flags.acceptChanges && flags.resume == "" {
+				return cli.Usage("--accept-changes goes with --resume: a new run takes its inputs as they are")
+			}
+			if flags.from != "" && flags.resume != "" {
+				return cli.Usage("--from goes with --config or --plan: --resume goes on where its run stands")
+			}
+			return execute(env, cmd, &flags)
+		},
+	}
+	flags.addRunFlags(cmd)
+	return cmd
+}
+
+// addRunFlags gives a command that starts runs its flags.
+func (flags *runFlags) addRunFlags(cmd *cobra.Command) {
+	flags.AddTo(cmd)
+	cmd.Flags().StringVarP(&flags.plan, "plan", "p", "", "plan `file` that rollout plan wrote")
+	cmd.Flags().StringVar(&flags.baseDir, "base-dir", "", "`folder` that the plan's paths start at (default: the plan's own)")
+	cmd.Flags().StringVarP(&flags.resume, "resume", "r", "", "`run` to go on with: its id, a unique prefix of it, or a name")
+	cmd.Flags().BoolVar(&flags.acceptChanges, "accept-changes", false, "with --resume: where inputs changed, go on in a new run that takes them as they are")
+	cmd.Flags().StringVar(&flags.from, "from", "", "`snapshot` to start from, or a run, whose newest it is")
+	cmd.Flags().BoolVarP(&flags.detach, "detach", "d", false, "print the run's id and leave")
+	cmd.Flags().BoolVar(&flags.noReport, "no-report", false, "write no report at the end")
+	cmd.MarkFlagsMutuallyExclusive("config", "plan", "resume")
+	cmd.MarkFlagsOneRequired("config", "plan", "resume")
+	_ = cmd.MarkFlagFilename("plan", "lock")
+	_ = cmd.MarkFlagDirname("base-dir")
+}
+
+func execute(env *cli.Env, cmd *cobra.Command, flags *runFlags) error {
+	if len(flags.Set) > 0 && flags.File == "" {
+		return cli.Usage("--set goes with --config: a plan and a run are fixed")
+	}
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	c, err := env.Plane.Connect(ctx, true)
+	if err != nil {
+		stop()
+		return err
+	}
+	defer c.Close()
+	run, err := start(ctx, env, c, flags)
+	stop() // from here on an interrupt speaks to the run
+	if err != nil {
+		return err
+	}
+	if flags.detach {
+		return env.Message(run, func() string { return run.GetRunId() + "\n" })
+	}
+	return Watch(cmd.Context(), env, c, run.GetRunId(), !flags.noReport)
+}
+
+// start makes the run, or takes it up again.
+func start(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags) (*runv1.Run, error) {
+	switch {
+	case flags.resume != "":
+		return resume(ctx, env, c, flags)
+	case flags.plan != "":
+		return startPlan(ctx, env, c, flags)
+	}
+	source, err := flags.Source()
+	if err != nil {
+		return nil, err
+	}
+	from, err := startingPoint(ctx, c, flags.from)
+	if err != nil {
+		return nil, err
+	}
+	planned, err := plan.Create(ctx, env, c, source)
+	if err != nil {
+		return nil, err
+	}
+	if err := flags.fits(planned.GetPlan()); err != nil {
+		return nil, err
+	}
+	return create(ctx, c, planned.GetLock(), source.GetBaseDir(), from)
+}
+
+// resume goes on with a run. One that is finished is returned as it is: to watch it shows what came of it.
+func resume(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags) (*runv1.Run, error) {
+	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: flags.resume})
+	if err != nil {
+		return nil, err
+	}
+	run := got.GetStatus().GetRun()
+	if run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
+		env.Note("%s", Finished(run))
+		return run, nil
+	}
+	response, err := c.Scheduler.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: run.GetRunId()})
+	if !flags.acceptChanges || !InputsChanged(err) {
+		return response.GetRun(), err
+	}
+	from, err := newest(ctx, c, run)
+	if err != nil {
+		return nil, err
+	}
+	return Fork(ctx, env, c, run, from)
+}
+
+// Finished says of a run that has made its steps what is there to be had, and how to train on.
+func Finished(run *runv1.Run) string {
+	text := fmt.Sprintf("%s %s is finished: all its %s steps were made", run.GetName(), run.GetRunId(), output.Count(run.GetTotalSteps()))
+	if run.GetWeightsDirectory() != "" {
+		text += "; its weights are in " + run.GetWeightsDirectory()
+	}
+	return text + "\nto train on, raise `train.steps`: rollout run --config FILE --from " + run.GetRunId()
+}
+
+func startPlan(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags) (*runv1.Run, error) {
+	lock, err := cli.ReadFile(flags.plan, "plan")
+	if err != nil {
+		return nil, err
+	}
+	folder := flags.baseDir
+	if folder == "" {
+		folder = filepath.Dir(flags.plan)
+	}
+	if folder, err = filepath.Abs(folder); err != nil {
+		return nil, err
+	}
+	response, err := c.Planner.VerifyPlan(ctx, &planv1.VerifyPlanRequest{Lock: lock, File: flags.plan, BaseDir: folder})
+	if err != nil {
+		return nil, err
+	}
+	if len(response.GetProblems()) > 0 {
+		err := env.Message(response, func() string { return problem.Render(response.GetProblems(), env.Style()) })
+		return nil, errors.Join(err, problem.Exit(response.GetProblems()))
+	}
+	from, err := startingPoint(ctx, c, flags.from)
+	if err != nil {
+		return nil, err
+	}
+	return create(ctx, c, lock, folder, from)
+}
+
+// create makes a run; from is the snapshot that it starts from, "" the beginning.
+func create(ctx context.Context, c *client.Client, lock []byte, folder, from string) (*runv1.Run, error) {
+	response, err := c.Scheduler.CreateRun(ctx, &runv1.CreateRunRequest{
+		Lock: lock, BaseDir: folder, IdempotencyKey: ulid.Make().String(), FromSnapshot: from,
+	})
+	return response.GetRun(), err
+}
+
+// Watch shows a run until it is over, then what came of it.
+func Watch(ctx context.Context, env *cli.Env, c *client.Client, runID string, withReport bool) error {
+	interrupts, release := env.Signals()
+	defer release()
+	watcher := &live.Watcher{
+		Client: c, RunID: runID, Out: env.Stdout, In: env.Stdin, Terminal: env.Terminal, JSON: env.JSON(),
+		Style: env.Style(), Zone: env.Zone, Interrupts: interrupts,
+	}
+	outcome, err := watcher.Watch(ctx)
+	if err != nil {
+		return err
+	}
+	run := outcome.Run.Status.GetRun()
+	if outcome.Detached {
+		env.Note("the run goes on; watch it with `rollout logs tail %s`, stop it with `rollout runs cancel %s`", runID, runID)
+		if outcome.Stopped {
+			return exit.Silent(exit.Interrupted)
+		}
+		return nil
+	}
+	var paths live.Paths
+	if withReport && run.GetState() != runv1.RunState_RUN_STATE_INTERRUPTED { // then its server is about to go
+		paths = writeReport(ctx, env, c, run)
+	}
+	if err := summary(env, outcome.Run, paths); err != nil {
+		return err
+	}
+	return stateExit(run.GetState(), outcome.Stopped)
+}
+
+// writeReport writes the report beside the run, however it ended; a failure to write it is a note.
+func writeReport(ctx context.Context, env *cli.Env, c *client.Client, run *runv1.Run) live.Paths {
+	folder := filepath.Join(run.GetDirectory(), "report")
+	if info, err := os.Stat(run.GetDirectory()); run.GetDirectory() == "" || err != nil || !info.IsDir() {
+		env.Note("the run's folder is on another machine; `rollout report %s --out FOLDER` writes the report here", run.GetRunId())
+		return live.Paths{}
+	}
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	data, err := report.Gather(ctx, record.Services{Client: c}, run.GetRunId())
+	if err == nil {
+		var paths live.Paths
+		if paths, err = data.Write(folder); err == nil {
+			return paths
+		}
+	}
+	env.Note("no report: %v", exit.From(err))
+	return live.Paths{}
+}
+
+func summary(env *cli.Env, r *live.Run, paths live.Paths) error {
+	if !env.JSON() {
+		_, err := fmt.Fprint(env.Stdout, r.Summary(env.Style(), paths))
+		return err
+	}
+	if err := output.Line(env.Stdout, "run", r.Status.GetRun()); err != nil {
+		return err
+	}
+	if paths.PNG == "" {
+		return nil
+	}
+	_, err := fmt.Fprintf(env.Stdout, "{\"report\":{\"png\":%q,\"html\":%q}}\n", paths.PNG, paths.HTML)
+	return err
+}
+
+// stateExit is the exit code of a run that is over.
+func stateExit(state runv1.RunState, stopped bool) error {
+	switch {
+	case state == runv1.RunState_RUN_STATE_SUCCEEDED:
+		return nil
+	case state == runv1.RunState_RUN_STATE_CANCELLED || stopped:
+		return exit.Silent(exit.Interrupted)
+	case state == runv1.RunState_RUN_STATE_INTERRUPTED:
+		return exit.Silent(exit.Unavailable)
+	}
+	return exit.Silent(exit.Software)
+}

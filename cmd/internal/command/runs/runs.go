@@ -1,0 +1,230 @@
+// Package runs has the commands `rollout runs ...`.
+package runs
+
+import (
+	runcommand "github.com/rollout-rl/rollout/cmd/internal/command/run"
+
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/live"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+)
+
+// Command returns `rollout runs`.
+func Command(env *cli.Env) *cobra.Command {
+	return cli.Group("runs", "List, show, cancel, pause and resume runs",
+		listCommand(env), showCommand(env), cancelCommand(env), pauseCommand(env), resumeCommand(env))
+}
+
+func listCommand(env *cli.Env) *cobra.Command {
+	var states []string
+	var limit uint32
+	cmd := &cobra.Command{
+		Use:   "list",
+		Short: "List runs, newest first",
+		Long:  "List runs, newest first.\n\n" + cli.FolderHelp,
+		Example: `  rollout runs list
+  rollout runs list --state running,paused --format json`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			request := &runv1.ListRunsRequest{PageSize: limit}
+			for _, name := range states {
+				state, ok := runv1.RunState_value["RUN_STATE_"+strings.ToUpper(name)]
+				if !ok || state == 0 {
+					return cli.Usage("invalid argument %q for --state: it is one of %s", name, strings.Join(stateNames(), ", "))
+				}
+				request.States = append(request.States, runv1.RunState(state))
+			}
+			return env.Plane.Browse(cmd, func(ctx context.Context, r record.Reader) error {
+				response, err := r.Runs(ctx, request)
+				if err != nil {
+					return err
+				}
+				return env.Message(response, func() string { return runsText(env, response, states) })
+			})
+		},
+	}
+	cmd.Flags().StringSliceVar(&states, "state", nil, "only runs in these `states`, such as running,paused")
+	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "most runs shown")
+	_ = cmd.RegisterFlagCompletionFunc("state", cobra.FixedCompletions(stateNames(), cobra.ShellCompDirectiveNoFileComp))
+	return cmd
+}
+
+func stateNames() []string {
+	var names []string
+	for i := int32(1); runv1.RunState_name[i] != ""; i++ {
+		names = append(names, strings.ToLower(live.State(runv1.RunState(i))))
+	}
+	return names
+}
+
+func runsText(env *cli.Env, response *runv1.ListRunsResponse, states []string) string {
+	if len(response.GetRuns()) == 0 && len(states) > 0 {
+		return "no run is " + strings.Join(states, " or ") + "; `rollout runs list` shows all\n"
+	}
+	if len(response.GetRuns()) == 0 {
+		return "no runs; start one with `rollout run --config FILE`\n"
+	}
+	s := env.Style()
+	var table output.Table
+	table.Row(s.Bold("RUN"), s.Bold("NAME"), s.Bold("STATE"), s.Bold("STEP"), s.Bold("CREATED"))
+	for _, run := range response.GetRuns() {
+		table.Row(run.GetRunId(), run.GetName(), live.State(run.GetState()),
+			fmt.Sprintf("%s/%s", output.Count(run.GetStep()), output.Count(run.GetTotalSteps())), env.Time(run.GetCreateTime().AsTime()))
+	}
+	text := table.String()
+	if response.GetNextPageToken() != "" {
+		text += "there are more; raise --limit\n"
+	}
+	return text
+}
+
+func showCommand(env *cli.Env) *cobra.Command {
+	return &cobra.Command{
+		Use:     "show RUN",
+		Short:   "Show one run: state, progress, rewards, queues, workers",
+		Long:    "Show one run: state, progress, rewards, queues, workers. " + cli.RunHelp + "\n\n" + cli.FolderHelp,
+		Example: "  rollout runs show addition-grpo",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return env.Plane.Browse(cmd, func(ctx context.Context, r record.Reader) error {
+				status, err := r.Run(ctx, args[0])
+				if err != nil {
+					return err
+				}
+				shown, err := gather(ctx, r, status)
+				if err != nil {
+					return err
+				}
+				return env.Message(status, func() string { return runText(env, shown) })
+			})
+		},
+	}
+}
+
+// lookBack is how many of its newest steps a run is shown with, and how many evaluations.
+const lookBack = 200
+
+// gather is a run with what its newest events tell of it.
+func gather(ctx context.Context, r record.Reader, status *runv1.RunStatus) (*live.Run, error) {
+	shown := &live.Run{}
+	shown.Update(status)
+	for _, kind := range []string{"step.committed", "eval.finished"} {
+		events, err := r.Events(ctx, &storagev1.EventFilter{RunId: status.GetRun().GetRunId(), Kinds: []string{kind}}, lookBack, true)
+		if err != nil {
+			return nil, err
+		}
+		for _, e := range events {
+			shown.Add(e)
+		}
+	}
+	return shown, nil
+}
+
+func runText(env *cli.Env, r *live.Run) string {
+	run := r.Status.GetRun()
+	text := r.View(env.Style(), 1000, env.Zone, "")
+	var table output.Table
+	add := func(name, value string) {
+		if value != "" && value != "-" {
+			table.Row(fmt.Sprintf("%-8s", name), value)
+		}
+	}
+	if run.GetReason() != "" || run.GetMessage() != "" {
+		add("reason", strings.TrimSpace(run.GetReason()+" "+strings.ReplaceAll(run.GetMessage(), "\n", "\n          ")))
+	}
+	add("created", env.Time(run.GetCreateTime().AsTime()))
+	if run.GetEndTime() != nil {
+		add("ended", env.Time(run.GetEndTime().AsTime()))
+	}
+	add("plan", run.GetPlan().GetPlanId())
+	add("starts", fmt.Sprint(run.GetIncarnation()))
+	add("from", run.GetFromSnapshot())
+	add("folder", run.GetDirectory())
+	add("weights", run.GetWeightsDirectory())
+	add("digest", run.GetWeightsDigest())
+	return text + table.String()
+}
+
+// change makes a command that changes the state of one run.
+func change(env *cli.Env, cmd *cobra.Command, said string, call func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error)) *cobra.Command {
+	cmd.Args = cobra.ExactArgs(1)
+	cmd.Long = strings.Join(slices.DeleteFunc([]string{cmd.Short + ".", cmd.Long, cli.RunHelp}, func(s string) bool { return s == "" }), " ")
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
+			got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: args[0]})
+			if err != nil {
+				return err
+			}
+			before := got.GetStatus().GetRun()
+			run, err := call(ctx, c.Scheduler, before)
+			if err != nil {
+				return err
+			}
+			return env.Message(run, func() string { return changed(said, before.GetState(), run) })
+		})
+	}
+	return cmd
+}
+
+// changed says what came of a change; of one that changed nothing, why.
+func changed(said string, before runv1.RunState, run *runv1.Run) string {
+	name, state := run.GetName()+" "+run.GetRunId(), live.State(run.GetState())
+	switch {
+	case said == "resumed" && before == runv1.RunState_RUN_STATE_SUCCEEDED:
+		return runcommand.Finished(run) + "\n"
+	case said == "resumed" && !live.Ended(before) && before != runv1.RunState_RUN_STATE_PAUSED:
+		return fmt.Sprintf("%s goes on already; it is %s\n", name, state)
+	case said == "cancelled" && live.Ended(before) && before != runv1.RunState_RUN_STATE_INTERRUPTED:
+		return fmt.Sprintf("%s had ended before and is %s; there was nothing to cancel\n", name, state)
+	}
+	return fmt.Sprintf("%s %s; it is %s\n", said, name, state)
+}
+
+func cancelCommand(env *cli.Env) *cobra.Command {
+	var now bool
+	cmd := change(env, &cobra.Command{
+		Use: "cancel RUN", Short: "Stop a run after the step in hand, with a snapshot", Aliases: []string{"stop"},
+		Example: "  rollout runs cancel addition-grpo\n  rollout runs cancel addition-grpo --now",
+	}, "cancelled", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
+		response, err := c.CancelRun(ctx, &runv1.CancelRunRequest{RunId: before.GetRunId(), Drain: !now})
+		return response.GetRun(), err
+	})
+	cmd.Flags().BoolVar(&now, "now", false, "stop at once: the step in hand is lost")
+	return cmd
+}
+
+func pauseCommand(env *cli.Env) *cobra.Command {
+	return change(env, &cobra.Command{
+		Use: "pause RUN", Short: "Hand out no more work; the workers stay",
+		Long:    "Steps whose work is handed out already are finished. `rollout runs resume RUN` goes on.",
+		Example: "  rollout runs pause addition-grpo",
+	},
+		"paused", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
+			response, err := c.PauseRun(ctx, &runv1.PauseRunRequest{RunId: before.GetRunId()})
+			return response.GetRun(), err
+		})
+}
+
+func resumeCommand(env *cli.Env) *cobra.Command {
+	return change(env, &cobra.Command{
+		Use: "resume RUN", Short: "Go on with a paused, interrupted, failed or cancelled run, without watching it",
+		Example: "  rollout runs resume addition-grpo",
+	}, "resumed", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
+		if before.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
+			return before, nil
+		}
+		response, err := c.ResumeRun(ctx, &runv1.ResumeRunRequest{RunId: before.GetRunId()})
+		return response.GetRun(), err
+	})
+}

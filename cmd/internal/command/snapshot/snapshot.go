@@ -1,0 +1,158 @@
+// Package snapshot has the commands `rollout snapshot ...`.
+package snapshot
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/command/run"
+	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+// Command returns `rollout snapshot`.
+func Command(env *cli.Env) *cobra.Command {
+	cmd := cli.Group("snapshot", "List, show and restore snapshots", listCommand(env), showCommand(env), restoreCommand(env))
+	cmd.Aliases = []string{"snapshots"}
+	return cmd
+}
+
+func listCommand(env *cli.Env) *cobra.Command {
+	var limit uint32
+	cmd := &cobra.Command{
+		Use:     "list [RUN]",
+		Short:   "List snapshots, newest first",
+		Long:    "List snapshots, newest first.\n\n" + cli.FolderHelp,
+		Example: "  rollout snapshot list\n  rollout snapshot list addition-grpo",
+		Args:    cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return env.Plane.Browse(cmd, func(ctx context.Context, r record.Reader) error {
+				request := &snapshotv1.ListSnapshotsRequest{PageSize: limit}
+				if len(args) == 1 {
+					got, err := r.Run(ctx, args[0])
+					if err != nil {
+						return err
+					}
+					request.RunId = got.GetRun().GetRunId()
+				}
+				response, err := r.Snapshots(ctx, request)
+				if err != nil {
+					return err
+				}
+				return env.Message(response, func() string { return snapshotsText(env, response) })
+			})
+		},
+	}
+	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "most snapshots shown")
+	return cmd
+}
+
+func snapshotsText(env *cli.Env, response *snapshotv1.ListSnapshotsResponse) string {
+	if len(response.GetSnapshots()) == 0 {
+		return "no snapshots\n"
+	}
+	s := env.Style()
+	var table output.Table
+	table.Row(s.Bold("SNAPSHOT"), s.Bold("RUN"), s.Bold("KIND"), s.Bold("STEP"), s.Bold("SIZE"), s.Bold("CREATED"))
+	for _, snapshot := range response.GetSnapshots() {
+		table.Row(snapshot.GetSnapshotId(), snapshot.GetRunId(), kindName(snapshot.GetKind()), output.Count(snapshot.GetStep()),
+			output.Bytes(snapshot.GetBytes()), env.Time(snapshot.GetCreateTime().AsTime()))
+	}
+	return table.String()
+}
+
+func kindName(kind snapshotv1.SnapshotKind) string {
+	return strings.ToLower(strings.TrimPrefix(kind.String(), "SNAPSHOT_KIND_"))
+}
+
+func showCommand(env *cli.Env) *cobra.Command {
+	return &cobra.Command{
+		Use:     "show SNAPSHOT",
+		Short:   "Show a snapshot's manifest",
+		Long:    "Show a snapshot's manifest. SNAPSHOT is its id, or a unique prefix of it.\n\n" + cli.FolderHelp,
+		Example: "  rollout snapshot show snap-01kapq5q5m",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return env.Plane.Browse(cmd, func(ctx context.Context, r record.Reader) error {
+				snapshot, err := r.Snapshot(ctx, args[0])
+				if err != nil {
+					return err
+				}
+				return env.Message(snapshot, func() string { return snapshotText(env, snapshot) })
+			})
+		},
+	}
+}
+
+func snapshotText(env *cli.Env, snapshot *snapshotv1.Snapshot) string {
+	s := env.Style()
+	var head, files output.Table
+	head.Row("run", snapshot.GetRunId())
+	head.Row("kind", kindName(snapshot.GetKind()))
+	head.Row("step", output.Count(snapshot.GetStep()))
+	head.Row("created", env.Time(snapshot.GetCreateTime().AsTime()))
+	head.Row("weights", snapshot.GetWeightsDigest())
+	head.Row("cursor", fmt.Sprintf("position %s (epoch %d, index %d of %s rows)", output.Count(snapshot.GetCursor().GetPosition()),
+		snapshot.GetCursor().GetEpoch(), snapshot.GetCursor().GetIndex(), output.Count(snapshot.GetCursor().GetRows())))
+	head.Row("plan", snapshot.GetPlanId())
+	for _, file := range snapshot.GetFiles() {
+		files.Row("  "+file.GetPath(), output.Bytes(file.GetBytes()), s.Dim(output.Short(file.GetDigest())))
+	}
+	return fmt.Sprintf("%s\n%s%d files, %s\n%s", s.Bold(snapshot.GetSnapshotId()), head.String(), len(snapshot.GetFiles()),
+		output.Bytes(snapshot.GetBytes()), files.String())
+}
+
+func restoreCommand(env *cli.Env) *cobra.Command {
+	var detach, acceptChanges bool
+	cmd := &cobra.Command{
+		Use:   "restore SNAPSHOT",
+		Short: "Make a new run that goes on from a snapshot, and watch it",
+		Long: "Make a new run that goes on from a snapshot, and watch it. The run that the snapshot was taken of stays as it is.\n\n" +
+			"The new run has the plan of the old one. Where inputs changed since, they are named and refused; with --accept-changes the plan is made anew over the inputs as they are.",
+		Example: `  rollout snapshot restore snap-01kapq5q5m
+  rollout snapshot restore snap-01kapq5q5m --detach
+  rollout snapshot restore snap-01kapq5q5m --accept-changes`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			var restored *runv1.Run
+			err := env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
+				got, err := c.Snapshot.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: args[0]})
+				if err != nil {
+					return err
+				}
+				response, err := c.Snapshot.RestoreSnapshot(ctx, &snapshotv1.RestoreSnapshotRequest{SnapshotId: got.GetSnapshot().GetSnapshotId()})
+				if restored = response.GetRun(); !acceptChanges || !run.InputsChanged(err) {
+					return err
+				}
+				origin, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: got.GetSnapshot().GetRunId()})
+				if err != nil {
+					return err
+				}
+				restored, err = run.Fork(ctx, env, c, origin.GetStatus().GetRun(), got.GetSnapshot())
+				return err
+			})
+			if err != nil {
+				return err
+			}
+			if detach {
+				return env.Message(restored, func() string { return restored.GetRunId() + "\n" })
+			}
+			c, err := env.Plane.Connect(cmd.Context(), true)
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			return run.Watch(cmd.Context(), env, c, restored.GetRunId(), true)
+		},
+	}
+	cmd.Flags().BoolVar(&acceptChanges, "accept-changes", false, "where inputs changed, take them as they are")
+	cmd.Flags().BoolVarP(&detach, "detach", "d", false, "print the new run's id and leave")
+	return cmd
+}
