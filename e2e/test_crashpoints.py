@@ -36,7 +36,7 @@ FIRST = (
 )
 # Reached only by a process that starts: right after another point of the same process.
 AFTER_A_START = {
-    "controller/loaded": "controller/held",
+    "controller/loaded": "controller/stored",
     "learner/registered": "learner/saved",
     "learner/initialized": "learner/registered",
 }

@@ -16,13 +16,15 @@ import (
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
-// Config sets the service.
+// Config configures the service.
 type Config struct {
-	// LeaseWait is how long the buffer holds a lease request before it says what it waits for. 0: 2 s.
+	// LeaseWait is how long the buffer may wait for missing groups before it reports what it waits
+	// for. 0: 2 s.
 	LeaseWait time.Duration
-	// Retry is the first pause before a call to a service that did not answer is made again; it doubles up to 20 times this. 0: 100 ms.
+	// Retry is the pause before the first repetition of a call that got no answer. It doubles up to 20
+	// times this. 0: 100 ms.
 	Retry time.Duration
-	// Samples is how many answers of an evaluation go into its event. 0: 16.
+	// Samples is how many samples of an evaluation go into its event. 0: 16.
 	Samples int
 }
 
@@ -38,7 +40,7 @@ func (c *Config) defaults() {
 	}
 }
 
-// Buffer is what the controller needs of the buffer.
+// Buffer is the part of the buffer service that the controller calls.
 type Buffer interface {
 	RecordWeights(ctx context.Context, in *bufferv1.RecordWeightsRequest, opts ...grpc.CallOption) (*bufferv1.RecordWeightsResponse, error)
 	LeaseBatch(ctx context.Context, in *bufferv1.LeaseBatchRequest, opts ...grpc.CallOption) (*bufferv1.LeaseBatchResponse, error)
@@ -48,7 +50,7 @@ type Buffer interface {
 	TrimPayloads(ctx context.Context, in *bufferv1.TrimPayloadsRequest, opts ...grpc.CallOption) (*bufferv1.TrimPayloadsResponse, error)
 }
 
-// Snapshots is what the controller needs of the snapshot service.
+// Snapshots is the part of the snapshot service that the controller calls.
 type Snapshots interface {
 	CreateSnapshot(ctx context.Context, in *snapshotv1.CreateSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.CreateSnapshotResponse, error)
 	GetSnapshot(ctx context.Context, in *snapshotv1.GetSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error)
@@ -56,14 +58,14 @@ type Snapshots interface {
 	MaterializeSnapshot(ctx context.Context, in *snapshotv1.MaterializeSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.MaterializeSnapshotResponse, error)
 }
 
-// Scheduler is told how a run ended.
+// Scheduler records how a run ended.
 type Scheduler interface {
 	CompleteRun(ctx context.Context, in *runv1.CompleteRunRequest, opts ...grpc.CallOption) (*runv1.CompleteRunResponse, error)
 }
 
-// Registry tells which workers are there.
+// Registry lists the workers.
 type Registry interface {
-	// Watch sends the passing instances of a name at once and on every change, until ctx ends.
+	// Watch sends the passing instances of a name immediately and at each change, until ctx ends.
 	Watch(ctx context.Context, name string) <-chan []discovery.Instance
 }
 
@@ -73,14 +75,15 @@ type Conn interface {
 	io.Closer
 }
 
-// Events takes events without blocking.
+// Events publishes events.
 type Events interface {
+	// Emit does not block.
 	Emit(e *eventv1.Event)
-	// Flush returns when what was emitted is on the bus.
+	// Flush returns when the emitted events are on the bus.
 	Flush(ctx context.Context) error
 }
 
-// Deps are the service's surroundings.
+// Deps are the dependencies of the service.
 type Deps struct {
 	Store     Store
 	Buffer    Buffer
@@ -98,10 +101,10 @@ func (d *Deps) check() error {
 	var errs []error
 	for name, missing := range map[string]bool{
 		"store": d.Store == nil, "buffer": d.Buffer == nil, "snapshot service": d.Snapshots == nil, "scheduler": d.Scheduler == nil,
-		"registry": d.Registry == nil, "dialer of workers": d.Dial == nil, "taker of events": d.Events == nil,
+		"registry": d.Registry == nil, "dialer of workers": d.Dial == nil, "event publisher": d.Events == nil,
 	} {
 		if missing {
-			errs = append(errs, errors.New("controller: no "+name))
+			errs = append(errs, errors.New("controller: missing dependency: "+name))
 		}
 	}
 	if d.Log == nil {

@@ -1,28 +1,54 @@
-// Package controller drives the learner of each run: it leases a batch, has it trained on, commits the step, and moves
-// the inference workers to the new weights. The service's target name is learner-controller.
+// Package controller runs the learner of each run: it leases a batch, has the learner train on it,
+// commits the step, and moves the inference workers to the new weights. The target name of the
+// service is learner-controller.
 //
-// The life of a drive:
+// The state machine of a learner (learnerv1.Phase):
 //
-//	PREPARING --learner loaded, committed steps made again, weights delivered--> LEASING
-//	LEASING --batch--> TRAINING --result--> COMMITTING --durable--> DELIVERING --due--> EVALUATING --due--> SNAPSHOTTING --> LEASING
-//	any of these --learner lost--> RECOVERING --as PREPARING--> LEASING
-//	after the last step --> FINISHED;  StopRun --> STOPPED;  what no retry fixes --> FAILED
-//	the learner refuses a gradient, and is to stop then --> STOPPED, and the run is PAUSED until somebody resumes it
+//	             StartRun
+//	                |
+//	                v
+//	            PREPARING <.......... RECOVERING does the same work with another learner
+//	                | state loaded, recorded steps retrained, weights delivered
+//	                v
+//	+---------> LEASING
+//	|               | batch
+//	|               v
+//	|           TRAINING
+//	|               | result
+//	|               v
+//	|           COMMITTING
+//	|               | durable in the ledger
+//	|               v
+//	|           DELIVERING     skipped when no delivery is due
+//	|               v
+//	|           EVALUATING     skipped when no evaluation is due
+//	|               v
+//	+---------- SNAPSHOTTING   skipped when no snapshot is due
 //
-// The controller may die in any state. What counts is elsewhere: the ledger knows which steps were committed and which
-// batch is leased, the newest snapshot holds a training state, the learner repeats a result that it has. So every start is
-// the same walk: load the newest state k, train on the recorded batches k+1..n again, go on with step n+1. In
-// deterministic mode each repeated step must give the recorded digest (else FAILED, REPLAY_DIVERGED). Elsewhere a
-// difference is an event, the ledger keeps its digest, and workers keep serving the weights that were delivered first:
-// those still lie in the run's folder.
+//	any phase above --learner lost--> RECOVERING --> LEASING
+//	any phase above --last step made--> FINISHED
+//	any phase above --StopRun--> STOPPED
+//	any phase above --refused gradient, train.on_refused_gradient = "stop"--> STOPPED, run PAUSED
+//	any phase above --error that a retry does not fix--> FAILED
 //
-// A learner is lost when a call to it breaks, or when another process is registered in its place: while the drive waits for samples or
-// for workers to load weights it calls no learner, and the weights may have gone with it. Weights are lost too when the last worker that held
-// them dies and the learner has none to offer, since it made others: a drive that waits for samples or answers then prepares anew, and delivers
-// what the learner holds, or fails with REPLAY_DIVERGED.
+// The controller may die in any phase, because other processes keep the state: the ledger records
+// the committed steps and the leased batch, the newest snapshot has a training state, and the
+// learner repeats the result of its last step. Every start therefore does the same: load the newest
+// state k, train on the recorded batches k+1..n again, and continue with step n+1. In deterministic
+// mode each repeated step must give the recorded digest, or the run fails with REPLAY_DIVERGED.
+// Otherwise a difference is logged, the ledger keeps the recorded digest, and workers keep serving
+// the weights that were delivered first, from the folder of the run.
+//
+// A learner is lost when a call to it breaks, or when another process is registered in its place.
+// The second rule matters while the drive waits for samples or for workers to load weights, because
+// it calls no learner then. Weights can be lost too: the last worker that loaded them dies, and the
+// learner does not have them either. A drive that waits for samples or evaluations then prepares
+// again and delivers what the learner has, or fails with REPLAY_DIVERGED.
 package controller
 
 import (
+	"context"
+
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -41,13 +67,13 @@ const (
 
 // Errors of the service, compared with errors.Is.
 var (
-	ErrNotFound    = rpcerr.New(codes.NotFound, ReasonUnknown, "the controller has never driven this run")
-	ErrStale       = rpcerr.New(codes.FailedPrecondition, ReasonStale, "a newer incarnation of this run is known")
-	ErrNothingLeft = rpcerr.New(codes.FailedPrecondition, ReasonEmpty, "every group of the step was excluded, there is nothing to train on")
-	ErrDiverged    = rpcerr.New(codes.DataLoss, ReasonDiverged, "training on a recorded batch again gave other weights")
+	ErrNotFound    = rpcerr.New(codes.NotFound, ReasonUnknown, "the controller does not know this run")
+	ErrStale       = rpcerr.New(codes.FailedPrecondition, ReasonStale, "the run has a newer incarnation")
+	ErrNothingLeft = rpcerr.New(codes.FailedPrecondition, ReasonEmpty, "every group of the step was excluded, so there is nothing to train on")
+	ErrDiverged    = rpcerr.New(codes.DataLoss, ReasonDiverged, "training on a recorded batch again gave different weights")
 )
 
-// Phases, short.
+// Short names of the phases.
 const (
 	preparing    = learnerv1.Phase_PHASE_PREPARING
 	leasing      = learnerv1.Phase_PHASE_LEASING
@@ -62,14 +88,25 @@ const (
 	failed       = learnerv1.Phase_PHASE_FAILED
 )
 
-// Drive is what a restarted controller needs to find a run again.
+// ended reports whether a phase is final.
+func ended(p learnerv1.Phase) bool { return p == finished || p == stopped || p == failed }
+
+// Drive is what a restarted controller needs to continue a run.
 type Drive struct {
 	Spec    *learnerv1.StartRunRequest
 	Phase   learnerv1.Phase
-	Step    uint64                     // last committed step when it was saved; the ledger is what counts
-	Active  bool                       // to be driven on after a restart
+	Step    uint64                     // last committed step at the time of the save; the ledger is authoritative
+	Active  bool                       // whether a restarted controller continues it
 	Weights *weightsv1.WeightsManifest // newest published weights; nil before the first
 }
 
-// ended reports whether nothing more happens in a phase.
-func ended(p learnerv1.Phase) bool { return p == finished || p == stopped || p == failed }
+// Store keeps drives.
+type Store interface {
+	// Save writes a drive, by its run. Durable when it returns. ErrStale if the store has a newer
+	// incarnation of the run.
+	Save(ctx context.Context, d *Drive) error
+	// Get returns the drive of a run. ErrNotFound.
+	Get(ctx context.Context, run string) (*Drive, error)
+	// Active returns the drives that a restarted controller continues, ordered by run.
+	Active(ctx context.Context) ([]*Drive, error)
+}

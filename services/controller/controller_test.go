@@ -3,7 +3,6 @@ package controller
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"maps"
 	"slices"
 	"strings"
@@ -31,7 +30,7 @@ func wait(t *testing.T, s *Server, what string, is func(p *learnerv1.Progress) b
 		t.Fatal(err)
 	}
 	for {
-		p, changed := d.board.read()
+		p, changed := d.progress.read()
 		if is(p) {
 			return p
 		}
@@ -218,6 +217,7 @@ func TestDivergedWeightsThatNobodyHasEndTheRun(t *testing.T) {
 		w.kill(w.learner.address)
 		w.kill(w.inference.address)
 		w.startInference()
+		registered(t, s, w.inference.address) // else the delivery finds no worker that lacks the weights
 		w.startLearner()
 		w.learner.drift = "x"
 	}
@@ -233,6 +233,25 @@ func TestDivergedWeightsThatNobodyHasEndTheRun(t *testing.T) {
 	<-d.done
 	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
 		t.Fatalf("ended as %s, the scheduler was told %v", p.GetPhase(), w.completed)
+	}
+}
+
+// registered waits until the fleet of the run has a worker at an address.
+func registered(t *testing.T, s *Server, address string) {
+	d, err := s.find(t.Context(), run)
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	for {
+		d.fleet.mu.Lock()
+		changed := d.fleet.changed
+		found := slices.ContainsFunc(slices.Collect(maps.Values(d.fleet.workers)), func(w *inferenceWorker) bool { return w.address == address })
+		d.fleet.mu.Unlock()
+		if found {
+			return
+		}
+		<-changed
 	}
 }
 
@@ -368,10 +387,10 @@ func TestFailuresOfInfrastructureAreNoReward(t *testing.T) {
 func TestEvaluationTellsWhatWasNotScored(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	d := newDrive(Config{Samples: 16}, Deps{Events: w, Now: time.Now, Log: slog.New(slog.DiscardHandler)}, request(t, steps), nil)
+	r := &reporter{bus: w, now: time.Now, samples: 16}
 	failure := &inferencev1.EvalSample{Completion: "7", Outcome: trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, Reason: "REWARD_RAISED"}
-	d.emitEval(3, []*inferencev1.EvalSample{{Completion: "8", Reward: 1}, failure})
-	d.emitEval(4, []*inferencev1.EvalSample{failure})
+	r.evaluated(3, []*inferencev1.EvalSample{{Completion: "8", Reward: 1}, failure})
+	r.evaluated(4, []*inferencev1.EvalSample{failure})
 	first, second := w.events[0], w.events[1]
 	if !strings.Contains(first.GetMessage(), "reward 1.000 over 1 held-out prompts; 1 failed") || !strings.Contains(second.GetMessage(), "no held-out prompt was scored") {
 		t.Errorf("got %q and %q", first.GetMessage(), second.GetMessage())

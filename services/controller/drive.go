@@ -3,12 +3,8 @@ package controller
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"sync"
-	"time"
-
-	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/lease"
@@ -17,64 +13,68 @@ import (
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
-	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// errDrained says that the drive stopped between two steps because it was asked to.
-var errDrained = errors.New("drained")
+// errTaken ends a drive that another controller has taken over.
+var errTaken = errors.New("another controller leads and drives the run")
 
-// drive is one run being driven. run owns everything but the board and the two ways to stop it.
+// drive drives one run, with one learner after the other. Its own goroutine uses everything except
+// progress, stop, and done.
 type drive struct {
-	cfg   Config
-	deps  Deps
-	log   *slog.Logger
-	spec  *learnerv1.StartRunRequest
-	set   settings
-	board *board
-
-	weights  *weightsv1.WeightsManifest // newest published
-	mark     time.Time                  // when the last step was committed; zero where something else came since
-	delivery float64                    // seconds that the last delivery took
-	flat     int                        // steps in a row in which the rewards of every group were equal
-	flatTell int                        // at how many of them somebody is told next
-	learners learners
+	settings
+	cfg      Config
+	deps     Deps
+	log      *slog.Logger
+	spec     *learnerv1.StartRunRequest
+	events   *reporter
+	progress *progress
+	retries  retries
 	fleet    *fleet
+	delivery *delivery
+	record   *record
 
 	drain     chan struct{} // closed: stop between two steps
 	drainOnce sync.Once
-	halt      context.Context // ends when it is to stop now, launched or not
-	stopNow   context.CancelFunc
-	done      chan struct{} // closed when run returned
+	halted    context.Context // ends: stop now
+	halt      context.CancelFunc
+	done      chan struct{} // closed when run has returned
 }
 
-func newDrive(cfg Config, deps Deps, spec *learnerv1.StartRunRequest, weights *weightsv1.WeightsManifest) *drive {
-	set := settingsOf(spec)
-	d := &drive{
-		cfg: cfg, deps: deps, spec: spec, set: set, weights: weights,
-		log:   deps.Log.With("run", spec.GetRunId()),
-		board: newBoard(&learnerv1.Progress{RunId: spec.GetRunId(), Phase: preparing, TotalSteps: set.steps, Weights: weights}),
-		drain: make(chan struct{}), done: make(chan struct{}),
+// newDrive makes a drive that continues from a stored one.
+func newDrive(cfg Config, deps Deps, from *Drive) *drive {
+	set, log := newSettings(from.Spec), deps.Log.With("run", from.Spec.GetRunId())
+	events := &reporter{settings: set, bus: deps.Events, now: deps.Now, log: log, samples: cfg.Samples}
+	progress := newProgress(events, &learnerv1.Progress{
+		RunId: set.runID, Phase: from.Phase, Step: from.Step, TotalSteps: set.steps, Weights: from.Weights,
+	})
+	fleet := newFleet(set, deps.Dial, cfg.Retry, events.fenced)
+	delivery := &delivery{settings: set, fleet: fleet, progress: progress, events: events, now: deps.Now, newest: from.Weights}
+	halted, halt := context.WithCancel(context.Background())
+	return &drive{
+		settings: set, cfg: cfg, deps: deps, log: log, spec: from.Spec, events: events, progress: progress,
+		retries: retries{first: cfg.Retry, progress: progress}, fleet: fleet, delivery: delivery,
+		record: &record{store: deps.Store, spec: from.Spec, progress: progress, delivery: delivery, log: log},
+		drain:  make(chan struct{}), halted: halted, halt: halt, done: make(chan struct{}),
 	}
-	d.halt, d.stopNow = context.WithCancel(context.Background())
-	d.fleet = newFleet(spec.GetRunId(), spec.GetIncarnation(), deps.Dial, cfg.Retry, d.fenced)
-	d.fleet.offers = set.offers(spec.GetRunId())
-	return d
 }
 
-// run drives until the last step, a failure, or work ends, which is a stop. When life ends, work ends with it; then the
-// drive stays active and goes on after a restart.
-func (d *drive) run(life, work context.Context) {
+// run drives until the last step, a failure, or a stop. If life ends, the drive stays active and
+// continues after a restart.
+func (d *drive) run(life context.Context) {
 	defer close(d.done)
-	watch, cancel := context.WithCancel(life)
+	work, cancel := context.WithCancel(life)
+	defer cancel()
+	defer context.AfterFunc(d.halted, cancel)()
+
+	watch, unwatch := context.WithCancel(life)
 	var wg sync.WaitGroup
-	defer func() { cancel(); wg.Wait() }()
+	defer func() { unwatch(); wg.Wait() }()
 	workers := d.deps.Registry.Watch(watch, names.WorkerService("inference"))
 	wg.Go(func() { d.fleet.serve(watch, workers) })
-	d.learners = learners{run: d.spec.GetRunId(), incarnation: d.spec.GetIncarnation(), updates: d.deps.Registry.Watch(watch, names.WorkerService("learner"))}
 
-	err := d.drive(work)
+	err := d.drive(work, &learners{settings: d.settings, updates: d.deps.Registry.Watch(watch, names.WorkerService("learner"))})
 	if life.Err() != nil {
-		d.save(context.WithoutCancel(life), true)
+		d.record.save(context.WithoutCancel(life), true)
 		return
 	}
 	d.end(life, err, work.Err() != nil)
@@ -84,7 +84,7 @@ func (d *drive) run(life, work context.Context) {
 func (d *drive) stop(ctx context.Context, drain bool) error {
 	d.drainOnce.Do(func() { close(d.drain) })
 	if !drain {
-		d.stopNow()
+		d.halt()
 	}
 	select {
 	case <-d.done:
@@ -94,58 +94,136 @@ func (d *drive) stop(ctx context.Context, drain bool) error {
 	}
 }
 
-func (d *drive) phase() learnerv1.Phase {
-	p, _ := d.board.read()
-	return p.GetPhase()
-}
-
-// drive holds one session with a learner after the other.
-func (d *drive) drive(ctx context.Context) error {
+// drive runs one session after the other, until one ends with something else than a lost learner.
+func (d *drive) drive(ctx context.Context, learners *learners) error {
 	for {
-		if d.save(ctx, true) { // before a learner is touched
+		if d.record.save(ctx, true) { // before a learner is called
 			return errTaken
 		}
-		err := d.session(ctx)
+		err := d.session(ctx, learners)
 		if !errors.Is(err, errLost) || ctx.Err() != nil {
 			return err
 		}
-		d.log.WarnContext(ctx, "the learner was lost; its state will be made again", "error", err)
-		d.enter(recovering, "a learner worker (scheduler restarts it)")
+		d.log.WarnContext(ctx, "the learner was lost; another one loads its state", "error", err)
+		d.progress.enter(recovering, "a learner worker (scheduler restarts it)")
 	}
 }
 
-// session works with one learner, until that is lost.
-func (d *drive) session(ctx context.Context) error {
-	l, err := d.connect(ctx)
+// session works with one learner until the run ends or the learner is lost.
+func (d *drive) session(ctx context.Context, learners *learners) error {
+	d.progress.waitFor("a learner worker (scheduler starts it)")
+	l, err := learners.connect(ctx, d.deps.Dial, newBackoff(d.cfg.Retry))
 	if err != nil {
 		return err
 	}
 	defer func() { _ = l.conn.Close() }()
-	d.fleet.from(l)
-	defer d.fleet.from(nil)
-	with, end := d.learners.guard(ctx, l)
+	d.fleet.setLearner(l)
+	defer d.fleet.setLearner(nil)
+	guarded, end := learners.guard(ctx, l)
 	defer end()
-	err = d.work(with, l)
-	if cause := context.Cause(with); err != nil && errors.Is(cause, errLost) {
-		return cause // whatever ended with it is done again
+	err = d.newSession(l).work(guarded)
+	if cause := context.Cause(guarded); err != nil && errors.Is(cause, errLost) {
+		return cause // the other errors are consequences
 	}
 	return err
 }
 
-// work prepares a learner and makes steps with it.
-func (d *drive) work(ctx context.Context, l *learner) error {
-	d.mark = time.Time{}
-	step, err := d.prepare(ctx, l)
+// end records how the drive ended and reports it to the scheduler.
+func (d *drive) end(ctx context.Context, err error, cancelled bool) {
+	if errors.Is(err, errTaken) || err != nil && d.record.save(ctx, true) {
+		d.log.WarnContext(ctx, errTaken.Error(), "error", err)
+		return
+	}
+	phase, report := d.outcome(err, cancelled)
+	if err != nil && report != nil {
+		d.log.InfoContext(ctx, "the run stops", "state", report.GetState(), "reason", report.GetReason(), "error", err)
+	}
+	message := ""
+	if phase == failed {
+		message = report.GetMessage()
+	}
+	d.progress.end(phase, message)
+	d.events.flush(ctx)
+	taken := d.record.save(ctx, report != nil) // active: a restarted controller repeats a report that is not delivered
+	if taken || report == nil {
+		return
+	}
+	crashpoint.Here("controller/finished") // the end is stored, the scheduler does not know it
+	if _, err := call(ctx, d.retries, "scheduler", func(ctx context.Context) (*runv1.CompleteRunResponse, error) {
+		return d.deps.Scheduler.CompleteRun(ctx, report)
+	}); err != nil {
+		d.log.ErrorContext(ctx, "the scheduler refused the end of the run", "error", err)
+		return
+	}
+	crashpoint.Here("controller/reported") // the scheduler knows the end, a restart would report it again
+	d.record.save(ctx, false)
+}
+
+// outcome returns the final phase of a drive and the report for the scheduler; nil for a requested stop.
+func (d *drive) outcome(err error, cancelled bool) (learnerv1.Phase, *runv1.CompleteRunRequest) {
+	report := &runv1.CompleteRunRequest{RunId: d.runID, Incarnation: d.incarnation, State: runv1.RunState_RUN_STATE_SUCCEEDED}
+	switch {
+	case err == nil:
+		return finished, report
+	case errors.Is(err, errDrained), cancelled:
+		return stopped, nil
+	}
+	report.Reason, report.Message = rpcerr.Reason(err), rpcerr.Text(err)
+	if refusal.Is(report.GetReason()) { // a person decides whether the step is tried again
+		report.State = runv1.RunState_RUN_STATE_PAUSED
+		return stopped, report
+	}
+	report.State = runv1.RunState_RUN_STATE_FAILED
+	if report.GetReason() == "" {
+		report.Reason = ReasonStep
+	}
+	return failed, report
+}
+
+// session is the collaborators of a drive that work with one learner.
+type session struct {
+	settings
+	recovery    *recovery
+	stepper     *stepper
+	snapshotter *snapshotter
+	draining    <-chan struct{}
+}
+
+func (d *drive) newSession(l *learner) *session {
+	ledger := &ledger{settings: d.settings, buffer: d.deps.Buffer, leaseWait: d.cfg.LeaseWait, retries: d.retries}
+	evaluator := &evaluator{
+		settings: d.settings, learner: l, delivery: d.delivery, progress: d.progress, events: d.events, log: d.log, retry: d.cfg.Retry,
+	}
+	snapshotter := &snapshotter{
+		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries,
+	}
+	due := &dueWork{settings: d.settings, evaluator: evaluator, snapshotter: snapshotter}
+	return &session{
+		settings: d.settings, snapshotter: snapshotter, draining: d.drain,
+		recovery: &recovery{
+			settings: d.settings, learner: l, ledger: ledger, delivery: d.delivery, snapshotter: snapshotter, evaluator: evaluator,
+			due: due, progress: d.progress, events: d.events, log: d.log,
+		},
+		stepper: &stepper{
+			settings: d.settings, learner: l, ledger: ledger, delivery: d.delivery, due: due, record: d.record,
+			progress: d.progress, events: d.events, now: d.deps.Now, draining: d.drain,
+		},
+	}
+}
+
+// work recovers the last committed step and makes the steps after it.
+func (s *session) work(ctx context.Context) error {
+	step, err := s.recovery.recover(ctx)
 	if err != nil {
 		return err
 	}
-	for !d.set.last(step) {
-		if d.draining() {
-			return d.leave(ctx, l, step)
+	for !s.last(step) {
+		if closed(s.draining) {
+			return s.leave(ctx, step)
 		}
-		if err := d.step(ctx, l, step+1); err != nil {
+		if err := s.stepper.step(ctx, step+1); err != nil {
 			if errors.Is(err, errDrained) {
-				return d.leave(ctx, l, step)
+				return s.leave(ctx, step)
 			}
 			return err
 		}
@@ -154,115 +232,33 @@ func (d *drive) work(ctx context.Context, l *learner) error {
 	return nil
 }
 
-// leave takes a last snapshot, so that a resumed run repeats nothing.
-func (d *drive) leave(ctx context.Context, l *learner, step uint64) error {
-	if step > 0 && !d.set.snapshots(step) {
-		if err := d.snapshot(ctx, l, step); err != nil {
+// leave takes a snapshot of the last step, so that a resumed run retrains nothing.
+func (s *session) leave(ctx context.Context, step uint64) error {
+	if step > 0 && !s.snapshots(step) {
+		if err := s.snapshotter.take(ctx, step); err != nil {
 			return err
 		}
 	}
 	return errDrained
 }
 
-func (d *drive) draining() bool {
-	select {
-	case <-d.drain:
-		return true
-	default:
-		return false
-	}
+// record is the drive in the store.
+type record struct {
+	store    Store
+	spec     *learnerv1.StartRunRequest
+	progress *progress
+	delivery *delivery
+	log      *slog.Logger
 }
 
-// end records how the drive ended and tells the scheduler.
-func (d *drive) end(ctx context.Context, err error, cancelled bool) {
-	if errors.Is(err, errTaken) || err != nil && d.save(ctx, true) {
-		d.log.WarnContext(ctx, "the run is left to the controller that leads", "error", err)
-		return
-	}
-	phase, report := finished, &runv1.CompleteRunRequest{
-		RunId: d.spec.GetRunId(), Incarnation: d.spec.GetIncarnation(), State: runv1.RunState_RUN_STATE_SUCCEEDED,
-	}
-	switch {
-	case err == nil:
-	case errors.Is(err, errDrained), cancelled:
-		phase, report = stopped, nil
-	case refusal.Is(rpcerr.Reason(err)): // it stands where it stood before the step, and somebody may have it tried again
-		phase, report.State, report.Reason, report.Message = stopped, runv1.RunState_RUN_STATE_PAUSED, rpcerr.Reason(err), rpcerr.Text(err)
-		d.log.InfoContext(ctx, "the run is paused", "reason", report.Reason, "error", err)
-	default:
-		phase, report.State, report.Message = failed, runv1.RunState_RUN_STATE_FAILED, rpcerr.Text(err)
-		if report.Reason = rpcerr.Reason(err); report.Reason == "" {
-			report.Reason = ReasonStep
-		}
-		d.log.InfoContext(ctx, "the run can't go on", "reason", report.Reason, "error", err) // the scheduler tells the world
-	}
-	d.board.update(func(p *learnerv1.Progress) {
-		p.Phase, p.WaitingFor = phase, ""
-		if phase == failed {
-			p.Message = rpcerr.Text(err)
-		}
-	})
-	d.emitPhase()
-	d.flush(ctx)
-	if taken := d.save(ctx, report != nil); taken || report == nil { // a report that is not delivered is delivered after a restart
-		return
-	}
-	crashpoint.Here("controller/finished") // the end is remembered, the scheduler does not know
-	if _, err := call(ctx, d, "scheduler", func(ctx context.Context) (*runv1.CompleteRunResponse, error) {
-		return d.deps.Scheduler.CompleteRun(ctx, report)
-	}); err != nil {
-		d.log.ErrorContext(ctx, "the scheduler does not take the end of the run", "error", err)
-		return
-	}
-	crashpoint.Here("controller/reported") // the scheduler knows, we would tell it again
-	d.save(ctx, false)
-}
-
-// save writes the drive; it is a hint for the next process, so a failure is logged and no more. taken says that another controller
-// leads, or that the run was begun again: it is another's, and whatever this one learns of it must be told to nobody.
-func (d *drive) save(ctx context.Context, active bool) (taken bool) {
-	p, _ := d.board.read()
-	err := d.deps.Store.Save(ctx, &Drive{Spec: d.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: d.weights})
+// save writes the drive. An error is only logged, because the store is a hint for the next process.
+// taken reports that another controller leads or that the run has a newer incarnation: this drive
+// must not report anything any more.
+func (r *record) save(ctx context.Context, active bool) (taken bool) {
+	p, _ := r.progress.read()
+	err := r.store.Save(ctx, &Drive{Spec: r.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: r.delivery.newest})
 	if err != nil {
-		d.log.WarnContext(ctx, "the drive's state was not saved", "error", err)
+		r.log.WarnContext(ctx, "the drive was not saved", "error", err)
 	}
 	return errors.Is(err, lease.ErrFenced) || errors.Is(err, ErrStale)
-}
-
-// errTaken ends a drive that another controller has taken over.
-var errTaken = errors.New("another controller leads and drives the run")
-
-// enter moves to a phase and says what it waits for.
-func (d *drive) enter(phase learnerv1.Phase, waiting string) {
-	before, _ := d.board.read()
-	d.board.update(func(p *learnerv1.Progress) { p.Phase, p.WaitingFor = phase, waiting })
-	if before.GetPhase() != phase {
-		d.emitPhase()
-	}
-}
-
-func (d *drive) waiting(format string, args ...any) {
-	d.board.update(func(p *learnerv1.Progress) { p.WaitingFor = fmt.Sprintf(format, args...) })
-}
-
-// call makes a call to a service and repeats it while the service does not answer.
-func call[T any](ctx context.Context, d *drive, owner string, fn func(ctx context.Context) (T, error)) (T, error) {
-	pause := d.cfg.Retry
-	for {
-		out, err := fn(ctx)
-		if err == nil || ctx.Err() != nil || !transient(err) {
-			return out, err
-		}
-		d.waiting("%s to answer: %s", owner, rpcerr.Text(err))
-		sleep(ctx, pause)
-		pause = min(2*pause, 20*d.cfg.Retry)
-	}
-}
-
-func transient(err error) bool {
-	switch rpcerr.Code(err) {
-	case codes.Unavailable, codes.DeadlineExceeded, codes.Aborted, codes.ResourceExhausted, codes.Canceled: // Canceled: a connection that was closed, as our own context still lives
-		return true
-	}
-	return false
 }

@@ -5,75 +5,85 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"slices"
 	"time"
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
-	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
-// evaluate says how well the newest weights do on held-out rows.
-func (d *drive) evaluate(ctx context.Context, l *learner, step uint64) error {
-	d.enter(evaluating, "")
-	if d.set.teachesHeldOut() {
-		return d.evaluateLoss(ctx, l, step)
-	}
-	return d.evaluateAnswers(ctx, step)
+// evaluator measures how well the newest weights do on held-out rows.
+type evaluator struct {
+	settings
+	learner  *learner
+	delivery *delivery
+	progress *progress
+	events   *reporter
+	log      *slog.Logger
+	retry    time.Duration // pause after every worker has failed
 }
 
-// evaluateLoss has the learner compute the loss of held-out rows.
-func (d *drive) evaluateLoss(ctx context.Context, l *learner, step uint64) error {
-	d.waiting("%s to compute the loss of the held-out rows", l.worker)
-	got, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.EvaluateLossResponse, error) {
-		return l.client.EvaluateLoss(ctx, &learnerv1.EvaluateLossRequest{RunId: d.spec.GetRunId(), Step: step})
-	})
-	if err != nil {
-		return fmt.Errorf("evaluate step %d: %w", step, err)
+// evaluate evaluates the weights of a step and emits the result.
+func (e *evaluator) evaluate(ctx context.Context, step uint64) error {
+	e.progress.enter(evaluating, "")
+	if e.evaluatesLoss() {
+		return e.loss(ctx, step)
 	}
-	d.emitLoss(step, got)
+	return e.completions(ctx, step)
+}
+
+// loss has the learner compute the loss of the held-out rows.
+func (e *evaluator) loss(ctx context.Context, step uint64) error {
+	e.progress.waitFor("%s to compute the loss of the held-out rows", e.learner.worker)
+	got, err := e.learner.evaluateLoss(ctx, step)
+	if err != nil {
+		return err
+	}
+	e.events.loss(step, got)
 	return nil
 }
 
-// evaluateAnswers asks a worker that holds the newest weights for the held-out answers. A worker that fails is replaced by
-// another; after a worker each has failed, or none came, it tries anew: evaluation is part of the run, not a side show.
-func (d *drive) evaluateAnswers(ctx context.Context, step uint64) error {
-	tried := map[*member]bool{}
+// completions has a worker complete the held-out prompts with the newest weights. If the worker
+// fails, another one is asked. If each has failed, or there is none, evaluate waits and starts over:
+// a run does not skip evaluations.
+func (e *evaluator) completions(ctx context.Context, step uint64) error {
+	tried := map[*inferenceWorker]bool{}
 	for {
-		m, changed := d.fleet.holder(d.weights, tried)
-		if m == nil {
-			if err := d.fleet.lost(d.weights); err != nil {
+		w, changed := e.delivery.fleet.pick(e.delivery.newest, tried)
+		if w == nil {
+			if err := e.delivery.checkSource(); err != nil {
 				return err
 			}
-			d.waiting("an inference worker with weights version %d (scheduler restarts failed ones)", d.weights.GetVersion())
-			if err := d.pause(ctx, changed, len(tried) > 0); err != nil {
+			e.progress.waitFor("an inference worker with weights version %d (scheduler restarts failed ones)", e.delivery.newest.GetVersion())
+			if err := e.wait(ctx, changed, len(tried) > 0); err != nil {
 				return err
 			}
 			clear(tried)
 			continue
 		}
-		d.waiting("%s to answer the held-out prompts", m.worker)
-		samples, err := d.answers(ctx, m)
+		e.progress.waitFor("%s to complete the held-out prompts", w.name)
+		samples, err := e.sample(ctx, w)
 		if err == nil {
-			d.emitEval(step, samples)
+			e.events.evaluated(step, samples)
 			return nil
 		}
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
 		if !transient(err) {
-			return fmt.Errorf("evaluate step %d on %s: %w", step, m.worker, err)
+			return fmt.Errorf("evaluate step %d on %s: %w", step, w.name, err)
 		}
-		d.log.WarnContext(ctx, "an evaluation failed and is tried again", "step", step, "worker", m.worker, "error", err)
-		tried[m] = true
+		e.log.WarnContext(ctx, "an evaluation failed and is repeated", "step", step, "worker", w.name, "error", err)
+		tried[w] = true
 	}
 }
 
-// pause waits for a change of the fleet, or where workers are there that failed, a moment.
-func (d *drive) pause(ctx context.Context, changed <-chan struct{}, failed bool) error {
+// wait waits for a change of the fleet. If all workers failed, it also returns after a while.
+func (e *evaluator) wait(ctx context.Context, changed <-chan struct{}, failed bool) error {
 	var again <-chan time.Time
 	if failed {
-		timer := time.NewTimer(10 * d.cfg.Retry)
+		timer := time.NewTimer(10 * e.retry)
 		defer timer.Stop()
 		again = timer.C
 	}
@@ -86,17 +96,18 @@ func (d *drive) pause(ctx context.Context, changed <-chan struct{}, failed bool)
 	return nil
 }
 
-func (d *drive) answers(ctx context.Context, m *member) ([]*inferencev1.EvalSample, error) {
-	stream, err := m.client.Evaluate(ctx, &inferencev1.EvaluateRequest{
-		RunId: d.spec.GetRunId(), Version: d.weights.GetVersion(), MaxPrompts: d.set.cfg.GetEval().GetMaxPrompts(),
-		Temperature: d.set.cfg.GetEval().GetTemperature(), Seed: d.set.cfg.GetSeed(),
+// sample returns the samples of one worker, ordered by row.
+func (e *evaluator) sample(ctx context.Context, w *inferenceWorker) ([]*inferencev1.EvalSample, error) {
+	stream, err := w.client.Evaluate(ctx, &inferencev1.EvaluateRequest{
+		RunId: e.runID, Version: e.delivery.newest.GetVersion(), MaxPrompts: e.cfg.GetEval().GetMaxPrompts(),
+		Temperature: e.cfg.GetEval().GetTemperature(), Seed: e.cfg.GetSeed(),
 	})
 	if err != nil {
 		return nil, err
 	}
 	var samples []*inferencev1.EvalSample
 	for {
-		piece, err := stream.Recv()
+		message, err := stream.Recv()
 		if errors.Is(err, io.EOF) {
 			slices.SortStableFunc(samples, func(a, b *inferencev1.EvalSample) int { return int(int64(a.GetRow()) - int64(b.GetRow())) })
 			return samples, nil
@@ -104,12 +115,12 @@ func (d *drive) answers(ctx context.Context, m *member) ([]*inferencev1.EvalSamp
 		if err != nil {
 			return nil, err
 		}
-		samples = append(samples, piece.GetSamples()...)
+		samples = append(samples, message.GetSamples()...)
 	}
 }
 
-// score averages rewards and further numbers over the samples that were scored; failures of infrastructure are counted
-// beside, never as a reward of 0.
+// score averages rewards and metrics over the samples that have a reward. Infrastructure failures are
+// counted separately, never as a reward of 0.
 func score(samples []*inferencev1.EvalSample) map[string]float64 {
 	sums, counts := map[string]float64{}, map[string]float64{}
 	failures := 0.0

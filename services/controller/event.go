@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"strconv"
 	"time"
 
@@ -21,128 +22,117 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// emit fills in what all events of a drive share.
-func (d *drive) emit(e *eventv1.Event) {
-	now := d.deps.Now().UTC()
-	e.EventId, e.RunId, e.Time, e.Service = id.New(now), d.spec.GetRunId(), timestamppb.New(now), names.ControllerService
+// reporter emits the events of one run. Any goroutine may call fenced; the others belong to the
+// goroutine of the drive.
+type reporter struct {
+	settings
+	bus     Events
+	now     func() time.Time
+	log     *slog.Logger
+	samples int // how many samples of an evaluation go into its event
+
+	flat flatSteps
+}
+
+// emit sets the fields that all events of a run share.
+func (r *reporter) emit(e *eventv1.Event) {
+	now := r.now().UTC()
+	e.EventId, e.RunId, e.Time, e.Service = id.New(now), r.runID, timestamppb.New(now), names.ControllerService
 	if e.GetLevel() == 0 {
 		e.Level = eventv1.Level_LEVEL_INFO
 	}
-	d.deps.Events.Emit(e)
+	r.bus.Emit(e)
 }
 
-// flush sees to it that the scheduler, when it hears of the end, finds what was told before on the bus. A bus that is away keeps no run
-// from ending.
-func (d *drive) flush(ctx context.Context) {
+// flush waits until the events are on the bus, so that the scheduler finds them there when the end of
+// the run is reported. It gives up after a while: a run can end without the bus.
+func (r *reporter) flush(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
-	if err := d.deps.Events.Flush(ctx); err != nil {
-		d.log.WarnContext(ctx, "the last events of the run may be stored after its end, or not at all", "error", err)
+	if err := r.bus.Flush(ctx); err != nil {
+		r.log.WarnContext(ctx, "the last events of the run are not on the bus: they are stored after its end, or lost", "error", err)
 	}
 }
 
-func (d *drive) emitPhase() {
-	p, _ := d.board.read()
+func (r *reporter) phase(p *learnerv1.Progress) {
 	name := p.GetPhase().String()[len("PHASE_"):]
 	level := eventv1.Level_LEVEL_DEBUG
 	if p.GetPhase() == failed {
 		level = eventv1.Level_LEVEL_ERROR
 	}
-	d.emit(&eventv1.Event{
+	r.emit(&eventv1.Event{
 		Kind: "phase", Level: level, Step: p.GetStep(), Message: "phase " + name,
 		Attributes: map[string]string{"phase": name, "waiting_for": p.GetWaitingFor()},
 	})
 }
 
-func (d *drive) emitStep(batch *bufferv1.Batch, result *learnerv1.TrainResult, times map[string]float64) {
-	all := metrics(result, times, len(batch.GetSamples()))
-	d.set.tellDraws(batch, all)
-	d.emit(&eventv1.Event{
-		Kind: "step.committed", Step: batch.GetStep(), Metrics: all,
-		Message: fmt.Sprintf("step %d of %d: %d groups, %d samples, loss %.4g%s", batch.GetStep(), d.set.steps,
-			batch.GetGroups(), len(batch.GetSamples()), all["loss"], without(batch.GetExcluded())),
+func (r *reporter) step(batch *bufferv1.Batch, result *learnerv1.TrainResult, times map[string]float64) {
+	all := stepMetrics(result, times, len(batch.GetSamples()))
+	r.addDynamicSampling(batch, all)
+	message := fmt.Sprintf("step %d of %d: %d groups, %d samples, loss %.4g", batch.GetStep(), r.steps,
+		batch.GetGroups(), len(batch.GetSamples()), all["loss"])
+	if excluded := batch.GetExcluded(); excluded > 0 {
+		message += fmt.Sprintf("; %d groups were excluded", excluded)
+	}
+	r.emit(&eventv1.Event{
+		Kind: "step.committed", Step: batch.GetStep(), Metrics: all, Message: message,
 		Attributes: map[string]string{
 			"batch": batch.GetBatchId(), "weights_digest": result.GetWeightsDigest(),
 			"excluded": strconv.FormatUint(uint64(batch.GetExcluded()), 10),
 		},
 	})
-	d.watchGradient(batch.GetStep(), all)
-	d.watchDraws(batch)
+	if r.flat.add(all) {
+		r.warnFlat(batch.GetStep(), all)
+	}
+	if r.maxBatches > 0 && batch.GetGroups() < r.cfg.GetTrain().GetGroupsPerStep() {
+		r.warnShort(batch)
+	}
 }
 
-// emitCompletions tells of the samples of a step that are kept. It goes before the step's own event, so that who has heard of the
-// step knows them.
-func (d *drive) emitCompletions(result *learnerv1.TrainResult) {
+// completions emits the recorded completions of a step. Call it before step, so that whoever receives
+// the step's event has them.
+func (r *reporter) completions(result *learnerv1.TrainResult) {
 	if len(result.GetCompletions()) == 0 {
 		return
 	}
-	kept := make([]completion.Completion, 0, len(result.GetCompletions()))
+	recorded := make([]completion.Completion, 0, len(result.GetCompletions()))
 	for _, c := range result.GetCompletions() {
-		kept = append(kept, completion.Completion{
+		recorded = append(recorded, completion.Completion{
 			Epoch: c.GetEpoch(), Index: c.GetIndex(), Sample: c.GetSample(), Prompt: c.GetPrompt(), Completion: c.GetCompletion(),
 			Reward: c.GetReward(), Advantage: c.Advantage, Tokens: c.GetTokens(), Truncated: c.GetTruncated(),
 		})
 	}
-	text, err := json.Marshal(kept)
-	if err != nil { // a number that JSON has not; such a step is refused before
-		d.log.Warn("completions of a step can't be told", "step", result.GetStep(), "error", err)
+	text, err := json.Marshal(recorded)
+	if err != nil { // a number that JSON can't represent; the learner refuses such a step
+		r.log.Warn("the completions of a step were not emitted", "step", result.GetStep(), "error", err)
 		return
 	}
-	d.emit(&eventv1.Event{
-		Kind: "completions", Level: eventv1.Level_LEVEL_DEBUG, Step: result.GetStep(), Message: fmt.Sprintf("%d completions kept", len(kept)),
+	r.emit(&eventv1.Event{
+		Kind: "completions", Level: eventv1.Level_LEVEL_DEBUG, Step: result.GetStep(), Message: fmt.Sprintf("recorded %d completions", len(recorded)),
 		Attributes: map[string]string{"completions": string(text)},
 	})
 }
 
-// flatFirst is after how many steps without a gradient somebody is told; then after ten times as many.
-const flatFirst = 3
-
-// watchGradient warns of steps in a row in which the rewards of every group were equal: nothing is learned from them.
-func (d *drive) watchGradient(step uint64, metrics map[string]float64) {
-	share, grouped := metrics["zero_advantage_groups"]
-	if !grouped || share < 1 {
-		d.flat = 0
-		return
-	}
-	if d.flat++; d.flat == 1 {
-		d.flatTell = flatFirst
-	}
-	if d.flat != d.flatTell {
-		return
-	}
-	d.flatTell *= 10
-	rewards := "all rewards were equal"
-	if metrics["reward/std"] == 0 {
-		rewards = fmt.Sprintf("all rewards were equal, in the last step all of them %.4g", metrics["reward/mean"])
-	}
-	d.emit(&eventv1.Event{
-		Kind: "step.flat", Level: eventv1.Level_LEVEL_WARN, Step: step,
-		Message: fmt.Sprintf("the last %d steps taught nothing: in each of their groups %s. Look at answers (`rollout report %s`), then "+
-			"give partial credit in the reward, take prompts that the policy gets right now and then, or raise `temperature` or `group_size` in [sampling]",
-			d.flat, rewards, d.spec.GetRunId()),
-		Metrics: map[string]float64{"steps": float64(d.flat), "reward/mean": metrics["reward/mean"]},
-	})
-}
-
-func (d *drive) emitDelivered(w *weightsv1.WeightsManifest, workers int, seconds float64) {
-	d.emit(&eventv1.Event{
+func (r *reporter) delivered(w *weightsv1.WeightsManifest, workers int, seconds float64) {
+	r.emit(&eventv1.Event{
 		Kind: "weights.delivered", Level: eventv1.Level_LEVEL_DEBUG, Step: w.GetVersion(),
-		Message:    fmt.Sprintf("%d workers hold weights version %d", workers, w.GetVersion()),
+		Message:    fmt.Sprintf("%d workers loaded weights version %d", workers, w.GetVersion()),
 		Attributes: map[string]string{"version": strconv.FormatUint(w.GetVersion(), 10), "digest": w.GetDigest(), "workers": strconv.Itoa(workers)},
 		Metrics:    map[string]float64{"time/deliver": seconds},
 	})
 }
 
-func (d *drive) fenced(worker string, err error) {
-	d.emit(&eventv1.Event{
+func (r *reporter) fenced(worker string, err error) {
+	r.emit(&eventv1.Event{
 		Kind: "worker.fenced", Level: eventv1.Level_LEVEL_ERROR, Attributes: map[string]string{"worker": worker},
-		Message: fmt.Sprintf("%s can't verify its weights and gets no more work: %s", worker, rpcerr.Text(err)),
+		Message: fmt.Sprintf("%s could not verify its weights and gets no more work: %s", worker, rpcerr.Text(err)),
 	})
-	d.log.ErrorContext(context.Background(), "a worker can't verify its weights", "worker", worker, "error", err)
+	r.log.Error("a worker could not verify its weights", "worker", worker, "error", err)
 }
 
-// answer is one held-out sample as tools read it from the event. A sample that was not scored has a reason and no reward.
-type answer struct {
+// evalSample is one held-out sample in the event of an evaluation. A sample that was not scored has a
+// reason and no reward.
+type evalSample struct {
 	Row        uint64   `json:"row"`
 	Prompt     string   `json:"prompt"`
 	Completion string   `json:"completion"`
@@ -150,10 +140,11 @@ type answer struct {
 	Failed     string   `json:"failed,omitempty"`
 }
 
-func (d *drive) emitEval(step uint64, samples []*inferencev1.EvalSample) {
-	shown := []answer{}
-	for _, s := range samples[:min(len(samples), d.cfg.Samples)] {
-		a := answer{Row: s.GetRow(), Prompt: s.GetPrompt(), Completion: s.GetCompletion()}
+// evaluated emits the result of an evaluation by the rewards of completions.
+func (r *reporter) evaluated(step uint64, samples []*inferencev1.EvalSample) {
+	shown := []evalSample{}
+	for _, s := range samples[:min(len(samples), r.samples)] {
+		a := evalSample{Row: s.GetRow(), Prompt: s.GetPrompt(), Completion: s.GetCompletion()}
 		if scored(s) {
 			reward := s.GetReward()
 			a.Reward = &reward
@@ -164,41 +155,100 @@ func (d *drive) emitEval(step uint64, samples []*inferencev1.EvalSample) {
 	}
 	text, err := json.Marshal(shown)
 	if err != nil {
-		text = []byte("[]") // a reward that is no JSON number
+		text = []byte("[]") // a reward that JSON can't represent
 	}
 	means := score(samples)
 	message := fmt.Sprintf("evaluation at step %d: no held-out prompt was scored", step)
 	if reward, ok := means["eval/reward"]; ok {
 		message = fmt.Sprintf("evaluation at step %d: reward %.3f over %.0f held-out prompts", step, reward, means["eval/samples"]-means["eval/failed"])
 	}
-	level := eventv1.Level_LEVEL_INFO
-	if means["eval/failed"] > 0 {
-		level = eventv1.Level_LEVEL_WARN
-		message += fmt.Sprintf("; %.0f failed and count for nothing", means["eval/failed"])
-	}
-	d.emit(&eventv1.Event{
-		Kind: "eval.finished", Step: step, Level: level, Metrics: means, Message: message, Attributes: map[string]string{"samples": string(text)},
-	})
+	r.evaluation(step, means, message, "failed", map[string]string{"samples": string(text)})
 }
 
-func (d *drive) emitLoss(step uint64, got *learnerv1.EvaluateLossResponse) {
+// loss emits the result of an evaluation by the loss of held-out rows.
+func (r *reporter) loss(step uint64, got *learnerv1.EvaluateLossResponse) {
 	means := map[string]float64{"eval/samples": float64(got.GetRows()), "eval/failed": float64(got.GetRefused())}
 	for name, value := range got.GetMetrics() {
 		means["eval/"+name] = value
 	}
-	level := eventv1.Level_LEVEL_INFO
 	message := fmt.Sprintf("evaluation at step %d: loss %.4g over %d held-out rows", step, got.GetMetrics()["loss"], got.GetRows()-got.GetRefused())
-	if got.GetRefused() > 0 {
-		level = eventv1.Level_LEVEL_WARN
-		message += fmt.Sprintf("; %d could not be taken and count for nothing", got.GetRefused())
-	}
-	d.emit(&eventv1.Event{Kind: "eval.finished", Step: step, Level: level, Metrics: means, Message: message})
+	r.evaluation(step, means, message, "could not be used", nil)
 }
 
-// without tells of groups that a step had to do without.
-func without(excluded uint32) string {
-	if excluded == 0 {
-		return ""
+// evaluation emits the result of an evaluation; failed is what happened to the rows that do not count.
+func (r *reporter) evaluation(step uint64, means map[string]float64, message, failed string, attributes map[string]string) {
+	level := eventv1.Level_LEVEL_INFO
+	if failures := means["eval/failed"]; failures > 0 {
+		level = eventv1.Level_LEVEL_WARN
+		message += fmt.Sprintf("; %.0f %s and are not counted", failures, failed)
 	}
-	return fmt.Sprintf("; %d groups were excluded", excluded)
+	r.emit(&eventv1.Event{Kind: "eval.finished", Step: step, Level: level, Metrics: means, Message: message, Attributes: attributes})
+}
+
+// flatSteps counts consecutive steps in which the rewards of every group were equal, so that there is
+// no gradient.
+type flatSteps struct {
+	steps  int
+	warnAt int // number of steps of the next warning
+}
+
+// firstFlatWarning is the number of steps of the first warning; the next is at ten times as many.
+const firstFlatWarning = 3
+
+// add counts a step by its metrics and reports whether a warning is due.
+func (f *flatSteps) add(metrics map[string]float64) bool {
+	if share, grouped := metrics["zero_advantage_groups"]; !grouped || share < 1 {
+		f.steps = 0
+		return false
+	}
+	if f.steps++; f.steps == 1 {
+		f.warnAt = firstFlatWarning
+	}
+	if f.steps != f.warnAt {
+		return false
+	}
+	f.warnAt *= 10
+	return true
+}
+
+func (r *reporter) warnFlat(step uint64, metrics map[string]float64) {
+	rewards := "all rewards of a group were equal"
+	if metrics["reward/std"] == 0 {
+		rewards += fmt.Sprintf(", and in the last step all of them were %.4g", metrics["reward/mean"])
+	}
+	r.emit(&eventv1.Event{
+		Kind: "step.flat", Level: eventv1.Level_LEVEL_WARN, Step: step,
+		Message: fmt.Sprintf("the last %d steps had no gradient: %s. Look at completions (`rollout report %s`), then give partial credit in the "+
+			"reward, choose prompts that the policy sometimes solves, or raise `temperature` or `group_size` in [sampling]", r.flat.steps, rewards, r.runID),
+		Metrics: map[string]float64{"steps": float64(r.flat.steps), "reward/mean": metrics["reward/mean"]},
+	})
+}
+
+// warnShort warns of a step for which dynamic sampling found too few groups with different rewards.
+func (r *reporter) warnShort(batch *bufferv1.Batch) {
+	r.emit(&eventv1.Event{
+		Kind: "step.short", Level: eventv1.Level_LEVEL_WARN, Step: batch.GetStep(),
+		Message: fmt.Sprintf("step %d trained on %d instead of %d groups: of the %d groups that it may sample (sampling.refill_rounds = %d), "+
+			"%d had equal rewards (mean %.4g)", batch.GetStep(), batch.GetGroups(), r.cfg.GetTrain().GetGroupsPerStep(),
+			batch.GetGroups()+batch.GetExcluded(), r.maxBatches, batch.GetZeroAdvantage(), batch.GetZeroAdvantageReward()),
+		Metrics: map[string]float64{
+			"groups": float64(batch.GetGroups()), "zero_advantage": float64(batch.GetZeroAdvantage()), "reward/zero_advantage": batch.GetZeroAdvantageReward(),
+		},
+	})
+}
+
+// addDynamicSampling adds what dynamic sampling did to the metrics of a step: the share of groups that
+// were excluded for equal rewards, how many batches' worth of groups were sampled, and the mean reward
+// of everything sampled, which differs from that of the batch.
+func (r *reporter) addDynamicSampling(batch *bufferv1.Batch, all map[string]float64) {
+	if r.maxBatches == 0 {
+		return
+	}
+	groups, zero := float64(batch.GetGroups()), float64(batch.GetZeroAdvantage())
+	sampled := groups + float64(batch.GetExcluded())
+	all["dynamic_sampling/excluded"] = zero / sampled
+	all["dynamic_sampling/rounds"] = sampled / float64(r.cfg.GetTrain().GetGroupsPerStep())
+	if mean, ok := all["reward/mean"]; ok {
+		all["reward/sampled"] = (mean*groups + batch.GetZeroAdvantageReward()*zero) / (groups + zero)
+	}
 }

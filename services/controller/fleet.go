@@ -5,206 +5,299 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// fleet is the inference workers of a run. Each member is brought to the wanted weights by a goroutine of its own, so
-// that one that joins late catches up without anybody's help, and a slow one holds up nobody's bookkeeping.
+// fleet is the inference workers of a run. One goroutine per worker brings it to the wanted weights,
+// so that a worker that joins late catches up by itself, and a slow worker does not delay the others.
 type fleet struct {
-	run         string
-	incarnation uint32
-	dial        func(address string) (Conn, error)
-	retry       time.Duration
-	fenced      func(worker string, err error) // told of a worker that can't verify its weights
+	settings
+	transfer transfer
+	dial     func(address string) (Conn, error)
+	retry    time.Duration
+	fenced   func(worker string, err error) // called for a worker that can't verify its weights
 
 	mu      sync.Mutex
-	offers  offers
+	learner *learner // that offers weights; nil: none
 	want    *weightsv1.WeightsManifest
-	aimed   chan struct{}      // closed and replaced when want is
-	members map[string]*member // by process
-	changed chan struct{}      // closed and replaced at each change
+	wanted  chan struct{}               // closed and replaced when want changes
+	workers map[string]*inferenceWorker // by address and process
+	changed chan struct{}               // closed and replaced at each change
 }
 
-func newFleet(run string, incarnation uint32, dial func(string) (Conn, error), retry time.Duration, fenced func(string, error)) *fleet {
+func newFleet(s settings, dial func(string) (Conn, error), retry time.Duration, fenced func(string, error)) *fleet {
 	return &fleet{
-		run: run, incarnation: incarnation, dial: dial, retry: retry, fenced: fenced,
-		members: map[string]*member{}, aimed: make(chan struct{}), changed: make(chan struct{}),
+		settings: s, transfer: newTransfer(s), dial: dial, retry: retry, fenced: fenced,
+		workers: map[string]*inferenceWorker{}, wanted: make(chan struct{}), changed: make(chan struct{}),
 	}
 }
 
-// serve follows the registry until ctx ends, then waits for its members' goroutines.
+// inferenceWorker is what the fleet knows of one worker. The fleet's lock guards it, except path.
+type inferenceWorker struct {
+	name     string
+	address  string
+	client   inferencev1.InferenceWorkerServiceClient
+	cancel   context.CancelFunc
+	path     path                      // only its own goroutine uses it
+	loaded   *weightsv1.WeightsReceipt // nil before the first
+	refusal  string                    // why it did not load the wanted weights at the last attempt
+	noSource chan struct{}             // fleet.wanted at the time when no process had the weights for it; nil: never
+	fenced   bool
+
+	rewardRetries uint64 // the newest count it reported, since its start
+}
+
+func (w *inferenceWorker) has(m *weightsv1.WeightsManifest) bool {
+	return w.loaded != nil && w.loaded.GetVersion() == m.GetVersion() && w.loaded.GetDigest() == m.GetDigest()
+}
+
+// serve follows the registry until ctx ends, then waits for the goroutines of the workers.
 func (f *fleet) serve(ctx context.Context, instances <-chan []discovery.Instance) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	for list := range instances {
 		f.mu.Lock()
-		gone := f.members
-		f.members = map[string]*member{}
+		gone := f.workers
+		f.workers = map[string]*inferenceWorker{}
 		for _, in := range list {
-			if !ours(in, f.run, f.incarnation) {
+			if !f.registers(in) {
 				continue
 			}
 			key := in.Address + "/" + in.Meta["process"]
-			if m, ok := gone[key]; ok {
-				f.members[key] = m
+			if w, ok := gone[key]; ok {
+				f.workers[key] = w
 				delete(gone, key)
 				continue
 			}
 			conn, err := f.dial(in.Address)
 			if err != nil {
-				continue // a malformed address; the registry's next change brings another
+				continue // a malformed address; the next change of the registry corrects it
 			}
 			life, cancel := context.WithCancel(ctx)
-			m := &member{worker: in.Meta["worker"], address: in.Address, client: inferencev1.NewInferenceWorkerServiceClient(conn), cancel: cancel}
-			f.members[key] = m
+			w := &inferenceWorker{name: in.Meta["worker"], address: in.Address, client: inferencev1.NewInferenceWorkerServiceClient(conn), cancel: cancel}
+			f.workers[key] = w
 			wg.Go(func() {
 				defer func() { _ = conn.Close() }()
-				f.follow(life, m)
+				f.follow(life, w)
 			})
 		}
-		for _, m := range gone {
-			m.cancel()
+		for _, w := range gone {
+			w.cancel()
 		}
 		f.broadcast()
 		f.mu.Unlock()
 	}
 }
 
-// from makes l the learner that offers weights; nil: there is none.
-func (f *fleet) from(l *learner) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.offers.learner, f.offers.address = nil, ""
-	if l != nil {
-		f.offers.learner, f.offers.address = l.client, l.address
+// follow brings one worker to the wanted weights each time they change, until it is fenced.
+func (f *fleet) follow(ctx context.Context, w *inferenceWorker) {
+	pause := newBackoff(f.retry)
+	for ctx.Err() == nil {
+		f.mu.Lock()
+		want, wanted, l := f.want, f.wanted, f.learner
+		current := want == nil || w.has(want)
+		f.mu.Unlock()
+		if current {
+			select {
+			case <-ctx.Done():
+			case <-wanted: // not changed: each of many workers that load the weights would wake all others
+			}
+			continue
+		}
+		receipt, err := f.load(ctx, w, want, l)
+		switch {
+		case err == nil && receipt.GetDigest() != want.GetDigest():
+			f.fence(w, fmt.Errorf("worker %s loaded %s instead of %s", w.name, receipt.GetDigest(), want.GetDigest()))
+			return
+		case err == nil:
+			w.path.succeeded()
+			pause.reset()
+			f.loaded(w, receipt)
+		case w.path.fallBack(err):
+		case rpcerr.Reason(err) == reasonMismatch:
+			f.fence(w, err)
+			return
+		default:
+			f.refused(w, wanted, err)
+			sleep(ctx, pause.next())
+		}
 	}
 }
 
-// broadcast wakes everybody who waits for a change. The caller holds the lock.
+// load has one worker load m, from the folder or from an offer.
+func (f *fleet) load(ctx context.Context, w *inferenceWorker, m *weightsv1.WeightsManifest, l *learner) (*weightsv1.WeightsReceipt, error) {
+	offers, err := f.transfer.offers(ctx, l, w, m, f.peers(w, m))
+	if err != nil {
+		return nil, err
+	}
+	loaded, err := w.client.LoadWeights(ctx, &inferencev1.LoadWeightsRequest{Weights: withoutContents(m), Offers: offers})
+	return loaded.GetReceipt(), err
+}
+
+// peers returns the addresses of the other workers that have m loaded, in no particular order.
+func (f *fleet) peers(w *inferenceWorker, m *weightsv1.WeightsManifest) (addresses []string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, other := range f.workers {
+		if other != w && !other.fenced && other.has(m) {
+			addresses = append(addresses, other.address)
+		}
+	}
+	return addresses
+}
+
+func (f *fleet) loaded(w *inferenceWorker, receipt *weightsv1.WeightsReceipt) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	w.loaded, w.refusal = receipt, ""
+	f.broadcast()
+}
+
+// refused records why a worker has not loaded the wanted weights.
+func (f *fleet) refused(w *inferenceWorker, wanted chan struct{}, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	refusal, noSource := w.refusal, w.noSource
+	w.refusal = rpcerr.Text(err)
+	if rpcerr.Reason(err) == reasonNotHeld {
+		w.noSource = wanted
+	}
+	if w.refusal != refusal || w.noSource != noSource {
+		f.broadcast()
+	}
+}
+
+// fence excludes a worker for good.
+func (f *fleet) fence(w *inferenceWorker, err error) {
+	f.mu.Lock()
+	w.fenced = true
+	f.broadcast()
+	f.mu.Unlock()
+	f.fenced(w.name, err)
+}
+
+// setLearner sets the learner that offers weights; nil: there is none.
+func (f *fleet) setLearner(l *learner) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.learner = l
+}
+
+// broadcast wakes every goroutine that waits for a change. The caller has the lock.
 func (f *fleet) broadcast() {
 	close(f.changed)
 	f.changed = make(chan struct{})
 }
 
-// aim makes w the wanted weights and waits for nobody.
-func (f *fleet) aim(w *weightsv1.WeightsManifest) {
+// setWanted changes the wanted weights and does not wait for the workers.
+func (f *fleet) setWanted(m *weightsv1.WeightsManifest) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.want = w
-	close(f.aimed)
-	f.aimed = make(chan struct{})
+	f.want = m
+	close(f.wanted)
+	f.wanted = make(chan struct{})
 	f.broadcast()
 }
 
-// deliver makes w the wanted weights and returns how many workers hold them when each that is registered and not fenced
-// does. With no worker there it returns at once: those to come will load w before they are asked for anything. errNowhere where one
-// can have w from nobody.
-func (f *fleet) deliver(ctx context.Context, w *weightsv1.WeightsManifest, waiting func(who, hindered string)) (int, error) {
-	f.aim(w)
+// deliver sets the wanted weights, waits until every registered worker that is not fenced has loaded
+// them, and returns how many have. Without workers it returns at once: later workers load the weights
+// before they get work. errNoSource if a worker finds no process that has the weights.
+func (f *fleet) deliver(ctx context.Context, m *weightsv1.WeightsManifest, waiting func(workers, reason string)) (int, error) {
+	f.setWanted(m)
 	for {
-		now, changed := f.count(w)
+		now, changed := f.status(m)
 		switch {
-		case len(now.behind) == 0:
-			return now.holding, nil
-		case now.nowhere:
-			return now.holding, fmt.Errorf("%w%s", errNowhere, now.hindered)
+		case len(now.missing) == 0:
+			return now.loaded, nil
+		case now.noSource:
+			return now.loaded, fmt.Errorf("%w%s", errNoSource, now.refusal)
 		}
-		waiting(nameSome(now.behind), now.hindered)
+		waiting(enumerate(now.missing), now.refusal)
 		select {
 		case <-ctx.Done():
-			return now.holding, ctx.Err()
+			return now.loaded, ctx.Err()
 		case <-changed:
 		}
 	}
 }
 
-// mostNamed is how many workers a sentence names.
-const mostNamed = 4
-
-// nameSome lists the first workers and counts the rest.
-func nameSome(workers []string) string {
-	if len(workers) <= mostNamed {
-		return strings.Join(workers, ", ")
-	}
-	return fmt.Sprintf("%s and %d more", strings.Join(workers[:mostNamed-1], ", "), len(workers)-mostNamed+1)
+// deliveryStatus is how far the workers are with some weights.
+type deliveryStatus struct {
+	loaded   int
+	missing  []string // workers that have not loaded them
+	refusal  string   // why one of those has not
+	noSource bool     // one of those finds no process that has them
 }
 
-// standing is how far a fleet is with the wanted weights.
-type standing struct {
-	holding  int
-	behind   []string // who does not hold them yet
-	hindered string   // why, of one of those
-	nowhere  bool     // one of those can have them from nobody
-}
-
-// count returns a channel too that is closed at the next change.
-func (f *fleet) count(w *weightsv1.WeightsManifest) (now standing, changed <-chan struct{}) {
+// status also returns a channel that is closed at the next change.
+func (f *fleet) status(m *weightsv1.WeightsManifest) (now deliveryStatus, changed <-chan struct{}) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for _, m := range f.members {
+	for _, w := range f.workers {
 		switch {
-		case m.fenced:
-		case m.holds(w):
-			now.holding++
+		case w.fenced:
+		case w.has(m):
+			now.loaded++
 		default:
-			now.behind = append(now.behind, m.worker)
-			now.nowhere = now.nowhere || m.nowhere == f.aimed
-			if m.refusal != "" {
-				now.hindered = fmt.Sprintf(" (%s: %s)", m.worker, m.refusal)
+			now.missing = append(now.missing, w.name)
+			now.noSource = now.noSource || w.noSource == f.wanted
+			if w.refusal != "" {
+				now.refusal = fmt.Sprintf(" (%s: %s)", w.name, w.refusal)
 			}
 		}
 	}
 	return now, f.changed
 }
 
-// lost is errNowhere where nobody holds w and a worker found nobody to have it from: the last that had it are no more.
-func (f *fleet) lost(w *weightsv1.WeightsManifest) error {
-	if now, _ := f.count(w); now.holding == 0 && now.nowhere {
-		return fmt.Errorf("%w%s", errNowhere, now.hindered)
+// checkSource returns errNoSource if no worker has m loaded and one of them finds no process that
+// has it.
+func (f *fleet) checkSource(m *weightsv1.WeightsManifest) error {
+	if now, _ := f.status(m); now.loaded == 0 && now.noSource {
+		return fmt.Errorf("%w%s", errNoSource, now.refusal)
 	}
 	return nil
 }
 
-// holder returns a worker that holds w, other than those in tried; nil where there is none, and a channel that is
-// closed at the next change.
-func (f *fleet) holder(w *weightsv1.WeightsManifest, tried map[*member]bool) (*member, <-chan struct{}) {
+// pick returns a worker that has m loaded and is not in tried, nil if there is none; and a channel
+// that is closed at the next change.
+func (f *fleet) pick(m *weightsv1.WeightsManifest, tried map[*inferenceWorker]bool) (*inferenceWorker, <-chan struct{}) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for _, m := range f.members {
-		if !m.fenced && m.holds(w) && !tried[m] {
-			return m, f.changed
+	for _, w := range f.workers {
+		if !w.fenced && w.has(m) && !tried[w] {
+			return w, f.changed
 		}
 	}
 	return nil, f.changed
 }
 
-// statusPatience is how long a worker may take to say how it is.
-const statusPatience = 500 * time.Millisecond
+// statusTimeout is how long a worker may take to report its status.
+const statusTimeout = 500 * time.Millisecond
 
-// rewardRetries asks the workers how many calls of the reward they repeated since they were asked last. Who does not answer in a
-// moment counts next time.
+// rewardRetries returns how many calls of the reward the workers repeated since it was called last. A
+// worker that does not answer in time is counted next time.
 func (f *fleet) rewardRetries(ctx context.Context) (repeated uint64) {
-	ctx, cancel := context.WithTimeout(ctx, statusPatience)
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	f.mu.Lock()
-	members := slices.Collect(maps.Values(f.members))
+	workers := slices.Collect(maps.Values(f.workers))
 	f.mu.Unlock()
 	var wg sync.WaitGroup
-	for _, m := range members {
+	for _, w := range workers {
 		wg.Go(func() {
-			status, err := m.client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
+			status, err := w.client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
 			f.mu.Lock()
 			defer f.mu.Unlock()
-			if now := status.GetRewardRetries(); err == nil && now > m.retries {
-				repeated += now - m.retries
-				m.retries = now
+			if now := status.GetRewardRetries(); err == nil && now > w.rewardRetries {
+				repeated += now - w.rewardRetries
+				w.rewardRetries = now
 			}
 		})
 	}
@@ -212,16 +305,13 @@ func (f *fleet) rewardRetries(ctx context.Context) (repeated uint64) {
 	return repeated
 }
 
-// ours reports whether a worker belongs to this incarnation of the run.
-func ours(in discovery.Instance, run string, incarnation uint32) bool {
-	return in.Meta["run"] == run && in.Meta["incarnation"] == strconv.FormatUint(uint64(incarnation), 10)
-}
+// mostNamed is how many workers a sentence names.
+const mostNamed = 4
 
-func sleep(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-timer.C:
+// enumerate names some workers and counts the others.
+func enumerate(workers []string) string {
+	if len(workers) <= mostNamed {
+		return strings.Join(workers, ", ")
 	}
+	return fmt.Sprintf("%s and %d more", strings.Join(workers[:mostNamed-1], ", "), len(workers)-mostNamed+1)
 }

@@ -4,58 +4,115 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// errLost says that a learner is no more; its state has to be made again.
+// errLost reports that the learner is gone. Another learner has to load its state.
 var errLost = errors.New("the learner was lost")
 
-// errNowhere says that nobody has published weights any more: as when the learner that wrote them was lost.
-var errNowhere = fmt.Errorf("%w: nobody has its weights any more", errLost)
+// errNoSource reports that no process has the published weights, as after a lost learner.
+var errNoSource = fmt.Errorf("%w: no process has its weights", errLost)
 
-// learner is a connection to the learner worker.
+// learner is a connection to the learner worker of a run. Its methods return errLost when the
+// connection breaks.
 type learner struct {
 	client learnerv1.LearnerWorkerServiceClient
 	conn   Conn
 
-	worker, address, process string
+	runID, worker, address, process string
 }
 
-// is reports whether a registration is this learner's.
+// is reports whether a registration is that of this learner.
 func (l *learner) is(in discovery.Instance) bool {
 	return in.Address == l.address && in.Meta["process"] == l.process
 }
 
-// connect waits for a learner of this incarnation that answers.
-func (d *drive) connect(ctx context.Context) (*learner, error) {
-	d.waiting("a learner worker (scheduler starts it)")
-	pause := d.cfg.Retry
+// initialized reports whether the learner has loaded a state.
+func (l *learner) initialized(ctx context.Context) (bool, error) {
+	status, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.GetLearnerStatusResponse, error) {
+		return l.client.GetLearnerStatus(ctx, &learnerv1.GetLearnerStatusRequest{})
+	})
+	return status.GetInitialized(), err
+}
+
+// initialize loads a state from a folder; empty for the model itself. A learner that has a state
+// keeps and returns it.
+func (l *learner) initialize(ctx context.Context, step uint64, directory string) (*learnerv1.InitializeResponse, error) {
+	state, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.InitializeResponse, error) {
+		return l.client.Initialize(ctx, &learnerv1.InitializeRequest{RunId: l.runID, Step: step, StateDirectory: directory})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("load the learner's state: %w", err)
+	}
+	return state, nil
+}
+
+// train makes a step and reports its progress.
+func (l *learner) train(ctx context.Context, batch *bufferv1.Batch, publish bool, p *progress) (*learnerv1.TrainResult, error) {
+	step := batch.GetStep()
+	stream, err := ask(ctx, l, func(ctx context.Context) (learnerv1.LearnerWorkerService_TrainClient, error) {
+		return l.client.Train(ctx, &learnerv1.TrainRequest{RunId: l.runID, Step: step, Batch: batch, Publish: publish})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("train step %d: %w", step, err)
+	}
 	for {
-		for _, in := range d.learners.list {
-			conn, err := d.deps.Dial(in.Address)
-			if err != nil {
-				continue
-			}
-			l := &learner{client: learnerv1.NewLearnerWorkerServiceClient(conn), conn: conn, worker: in.Meta["worker"], address: in.Address, process: in.Meta["process"]}
-			if _, err := l.client.GetLearnerStatus(ctx, &learnerv1.GetLearnerStatusRequest{}); err == nil {
-				return l, nil
-			}
-			_ = conn.Close()
+		message, err := ask(ctx, l, func(context.Context) (*learnerv1.TrainResponse, error) { return stream.Recv() })
+		if errors.Is(err, io.EOF) {
+			return nil, fmt.Errorf("train step %d: %w: the stream ended without a result", step, errLost)
 		}
-		if ctx.Err() != nil {
-			return nil, ctx.Err()
+		if err != nil {
+			return nil, fmt.Errorf("train step %d: %w", step, err)
 		}
-		d.learners.next(ctx, pause)
-		pause = min(2*pause, 20*d.cfg.Retry)
+		if result := message.GetResult(); result != nil {
+			return result, nil
+		}
+		p.waitFor("%s: %d of %d micro-batches of step %d", l.worker, message.GetProgress().GetDone(), message.GetProgress().GetTotal(), step)
 	}
 }
 
-// ask makes a call to the learner; a broken connection is errLost.
+// publish writes the weights of the learner's current step.
+func (l *learner) publish(ctx context.Context) (*weightsv1.WeightsManifest, error) {
+	published, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.PublishWeightsResponse, error) {
+		return l.client.PublishWeights(ctx, &learnerv1.PublishWeightsRequest{RunId: l.runID})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("publish weights: %w", err)
+	}
+	return published.GetWeights(), nil
+}
+
+// save writes the training state of a step into a folder.
+func (l *learner) save(ctx context.Context, step uint64, directory string) (*learnerv1.SaveStateResponse, error) {
+	saved, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.SaveStateResponse, error) {
+		return l.client.SaveState(ctx, &learnerv1.SaveStateRequest{RunId: l.runID, Step: step, Directory: directory})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("save the state of step %d: %w", step, err)
+	}
+	return saved, nil
+}
+
+// evaluateLoss computes the loss of the held-out rows.
+func (l *learner) evaluateLoss(ctx context.Context, step uint64) (*learnerv1.EvaluateLossResponse, error) {
+	got, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.EvaluateLossResponse, error) {
+		return l.client.EvaluateLoss(ctx, &learnerv1.EvaluateLossRequest{RunId: l.runID, Step: step})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("evaluate step %d: %w", step, err)
+	}
+	return got, nil
+}
+
+// ask calls the learner and turns a broken connection into errLost.
 func ask[T any](ctx context.Context, l *learner, fn func(ctx context.Context) (T, error)) (T, error) {
 	out, err := fn(ctx)
 	if err != nil && ctx.Err() == nil && transient(err) {
@@ -64,21 +121,20 @@ func ask[T any](ctx context.Context, l *learner, fn func(ctx context.Context) (T
 	return out, err
 }
 
-// learners is the newest list of the learner workers of a run.
+// learners is the newest list of the learner workers of a run. One goroutine at a time uses it.
 type learners struct {
-	run         string
-	incarnation uint32
-	updates     <-chan []discovery.Instance
-	list        []discovery.Instance
+	settings
+	updates <-chan []discovery.Instance
+	list    []discovery.Instance
 }
 
-// take makes list, without other runs' learners, the newest.
-func (l *learners) take(list []discovery.Instance) {
-	l.list = slices.DeleteFunc(slices.Clone(list), func(in discovery.Instance) bool { return !ours(in, l.run, l.incarnation) })
+// set replaces the list, without the learners of other runs and incarnations.
+func (l *learners) set(list []discovery.Instance) {
+	l.list = slices.DeleteFunc(slices.Clone(list), func(in discovery.Instance) bool { return !l.registers(in) })
 }
 
-// next waits for a change of the list, at most for d.
-func (l *learners) next(ctx context.Context, d time.Duration) {
+// wait waits for a change of the list, at most for d.
+func (l *learners) wait(ctx context.Context, d time.Duration) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
@@ -86,33 +142,58 @@ func (l *learners) next(ctx context.Context, d time.Duration) {
 	case <-timer.C:
 	case list, ok := <-l.updates:
 		if ok {
-			l.take(list)
+			l.set(list)
 		}
 	}
 }
 
-// guard returns a context that ends, with errLost as its cause, when another process is registered in the place of held. A drive
-// waits mostly for others than the learner, and for ever where those need weights that went with it: in its memory, and in that
-// of every worker that had them. The list belongs to guard until end is called.
-func (l *learners) guard(ctx context.Context, held *learner) (with context.Context, end func()) {
-	with, cancel := context.WithCancelCause(ctx)
+// connect waits until a learner of this incarnation answers.
+func (l *learners) connect(ctx context.Context, dial func(address string) (Conn, error), pause *backoff) (*learner, error) {
+	for {
+		for _, in := range l.list {
+			conn, err := dial(in.Address)
+			if err != nil {
+				continue
+			}
+			found := &learner{
+				client: learnerv1.NewLearnerWorkerServiceClient(conn), conn: conn,
+				runID: l.runID, worker: in.Meta["worker"], address: in.Address, process: in.Meta["process"],
+			}
+			if _, err := found.client.GetLearnerStatus(ctx, &learnerv1.GetLearnerStatusRequest{}); err == nil {
+				return found, nil
+			}
+			_ = conn.Close()
+		}
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+		l.wait(ctx, pause.next())
+	}
+}
+
+// guard returns a context that ends, with errLost as its cause, when another process is registered
+// in the place of current. A drive mostly waits for processes other than the learner, and would wait
+// forever if they need weights that only the lost learner had. guard uses the list until end is
+// called.
+func (l *learners) guard(ctx context.Context, current *learner) (guarded context.Context, end func()) {
+	guarded, cancel := context.WithCancelCause(ctx)
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		for {
-			if len(l.list) > 0 && !slices.ContainsFunc(l.list, held.is) {
-				cancel(fmt.Errorf("%w: %s is another process now", errLost, held.worker))
+			if len(l.list) > 0 && !slices.ContainsFunc(l.list, current.is) {
+				cancel(fmt.Errorf("%w: another process is registered as %s", errLost, current.worker))
 				return
 			}
 			select {
-			case <-with.Done():
+			case <-guarded.Done():
 				return
 			case list, ok := <-l.updates:
 				if !ok {
 					return
 				}
-				l.take(list)
+				l.set(list)
 			}
 		}
 	})
-	return with, func() { cancel(nil); wg.Wait() }
+	return guarded, func() { cancel(nil); wg.Wait() }
 }

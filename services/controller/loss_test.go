@@ -40,7 +40,7 @@ func TestTheLearnerComputesTheLossOfHeldOutRows(t *testing.T) {
 	if metrics["eval/loss"] != 0.5 || metrics["eval/rewards/accuracy"] != 0.75 || metrics["eval/samples"] != 8 || metrics["eval/failed"] != 2 {
 		t.Errorf("metrics %v", metrics)
 	}
-	if want := "evaluation at step 2: loss 0.5 over 6 held-out rows; 2 could not be taken and count for nothing"; told[1].GetMessage() != want {
+	if want := "evaluation at step 2: loss 0.5 over 6 held-out rows; 2 could not be used and are not counted"; told[1].GetMessage() != want {
 		t.Errorf("got %q, want %q", told[1].GetMessage(), want)
 	}
 	if slices.Contains(w.trace, "Evaluate") {

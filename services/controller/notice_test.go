@@ -20,7 +20,11 @@ import (
 
 type told []*eventv1.Event
 
-func (t *told) Emit(e *eventv1.Event) { *t = append(*t, e) }
+func (t *told) Emit(e *eventv1.Event) {
+	if e.GetLevel() == eventv1.Level_LEVEL_WARN {
+		*t = append(*t, e)
+	}
+}
 
 func (t *told) Flush(context.Context) error { return nil }
 
@@ -28,12 +32,12 @@ func (t *told) Flush(context.Context) error { return nil }
 func TestStepsWithoutAGradientAreToldOf(t *testing.T) {
 	t.Parallel()
 	var events told
-	d := &drive{deps: Deps{Events: &events, Now: time.Now}, spec: &learnerv1.StartRunRequest{RunId: run}}
+	r := &reporter{settings: settings{runID: run}, bus: &events, now: time.Now}
 	step := uint64(0)
 	make := func(n int, share float64) {
 		for range n {
 			step++
-			d.watchGradient(step, map[string]float64{"zero_advantage_groups": share, "reward/mean": 0, "reward/std": 0})
+			r.step(&bufferv1.Batch{Step: step}, &learnerv1.TrainResult{Metrics: map[string]float64{"zero_advantage_groups": share, "reward/mean": 0, "reward/std": 0}}, nil)
 		}
 	}
 	make(2, 1)
@@ -44,7 +48,7 @@ func TestStepsWithoutAGradientAreToldOf(t *testing.T) {
 	}
 	make(1, 1)
 	if len(events) != 1 || events[0].GetLevel() != eventv1.Level_LEVEL_WARN || events[0].GetStep() != 6 ||
-		!strings.Contains(events[0].GetMessage(), "the last 3 steps taught nothing") || !strings.Contains(events[0].GetMessage(), "all of them 0") ||
+		!strings.Contains(events[0].GetMessage(), "the last 3 steps had no gradient") || !strings.Contains(events[0].GetMessage(), "all of them were 0") ||
 		!strings.Contains(events[0].GetMessage(), "partial credit") {
 		t.Fatalf("told %v", events)
 	}
@@ -56,8 +60,8 @@ func TestStepsWithoutAGradientAreToldOf(t *testing.T) {
 	if len(events) != 2 || !strings.Contains(events[1].GetMessage(), "the last 30 steps") {
 		t.Fatalf("told %v", events)
 	}
-	d.watchGradient(step, map[string]float64{"loss": 1}) // supervised: there are no groups
-	if d.flat != 0 || len(events) != 2 {
+	r.step(&bufferv1.Batch{Step: step}, &learnerv1.TrainResult{Metrics: map[string]float64{"loss": 1}}, nil) // supervised: there are no groups
+	if r.flat.steps != 0 || len(events) != 2 {
 		t.Error("a loss is a reward")
 	}
 }
@@ -75,8 +79,8 @@ func (c *counting) GetInferenceStatus(context.Context, *inferencev1.GetInference
 func TestRewardRetriesAreCountedOnce(t *testing.T) {
 	t.Parallel()
 	one, two := &counting{retries: 2}, &counting{}
-	f := newFleet(run, 1, nil, time.Second, nil)
-	f.members["one"], f.members["two"] = &member{client: one}, &member{client: two}
+	f := newFleet(settings{runID: run, incarnation: 1}, nil, time.Second, nil)
+	f.workers["one"], f.workers["two"] = &inferenceWorker{client: one}, &inferenceWorker{client: two}
 	for i, want := range []uint64{2, 0, 4} {
 		if i == 2 {
 			one.retries, two.retries = 5, 1
@@ -85,7 +89,7 @@ func TestRewardRetriesAreCountedOnce(t *testing.T) {
 			t.Errorf("the %d. time %d were repeated, want %d", i+1, got, want)
 		}
 	}
-	f.members["one"] = &member{client: &counting{retries: 1}} // a new process
+	f.workers["one"] = &inferenceWorker{client: &counting{retries: 1}} // a new process
 	if got := f.rewardRetries(t.Context()); got != 1 {
 		t.Errorf("of the new process %d were repeated", got)
 	}
@@ -108,13 +112,9 @@ func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()
 	l := &publishing{}
-	d := &drive{
-		deps: Deps{Events: &told{}, Now: time.Now}, board: newBoard(&learnerv1.Progress{}), fleet: newFleet(run, 1, nil, time.Second, nil),
-		spec:    &learnerv1.StartRunRequest{RunId: run, RunDirectory: folder},
-		weights: &weightsv1.WeightsManifest{Version: 29, Digest: digestOf("older"), Directory: folder},
-	}
+	r := recovered(l, folder, &weightsv1.WeightsManifest{Version: 29, Digest: digestOf("older"), Directory: folder})
 	last := &bufferv1.StepRecord{Step: 30, WeightsDigest: digestOf("first")}
-	err := d.rearm(t.Context(), &learner{client: l, worker: "learner-0"}, last, digestOf("again"))
+	err := r.redeliver(t.Context(), last, digestOf("again"))
 	if !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), "rollout run --from "+run) {
 		t.Fatalf("got %v", err)
 	}
@@ -122,32 +122,41 @@ func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
 	if err := os.MkdirAll(first, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.rearm(t.Context(), &learner{client: l, worker: "learner-0"}, last, digestOf("again")); err != nil {
+	if err := r.redeliver(t.Context(), last, digestOf("again")); err != nil {
 		t.Fatal(err)
 	}
-	if w := d.fleet.want; w.GetVersion() != 30 || w.GetDigest() != last.GetWeightsDigest() || w.GetDirectory() != first || l.asked != 0 {
+	if w := r.delivery.fleet.want; w.GetVersion() != 30 || w.GetDigest() != last.GetWeightsDigest() || w.GetDirectory() != first || l.asked != 0 {
 		t.Fatalf("the workers are to load %v; %d publications", w, l.asked)
 	}
 }
 
-// A step without a gradient leaves the digest as it was. Killed between its commit and its delivery, the run goes on with its
-// version, for which the next prompts wait, and not with that of the step before.
+// recovered is the recovery of a run without workers whose newest weights are given.
+func recovered(l *publishing, folder string, newest *weightsv1.WeightsManifest) *recovery {
+	set := settings{runID: run, incarnation: 1, directory: folder}
+	events := &reporter{settings: set, bus: &told{}, now: time.Now}
+	progress := newProgress(events, &learnerv1.Progress{})
+	return &recovery{
+		settings: set, learner: &learner{client: l, worker: "learner-0"},
+		delivery: &delivery{
+			settings: set, fleet: newFleet(set, nil, time.Second, nil), progress: progress, events: events, now: time.Now, newest: newest,
+		},
+	}
+}
+
+// A step without a gradient leaves the digest as it was. After a kill between its commit and its delivery, the run continues with
+// the version of the step, which the next prompts require, and not with the version of the step before.
 func TestRecoveryDeliversTheVersionNotTheDigest(t *testing.T) {
 	t.Parallel()
-	var events told
 	folder, digest := t.TempDir(), digestOf("same")
 	l := &publishing{weights: &weightsv1.WeightsManifest{Version: 30, Digest: digest, Directory: folder}}
-	d := &drive{
-		deps: Deps{Events: &events, Now: time.Now}, spec: &learnerv1.StartRunRequest{RunId: run}, board: newBoard(&learnerv1.Progress{}),
-		fleet: newFleet(run, 1, nil, time.Second, nil), weights: &weightsv1.WeightsManifest{Version: 29, Digest: digest, Directory: folder},
-	}
+	r := recovered(l, folder, &weightsv1.WeightsManifest{Version: 29, Digest: digest, Directory: folder})
 	last := &bufferv1.StepRecord{Step: 30, WeightsDigest: digest}
 	for range 2 { // the second time they were published already, perhaps by another learner
-		if err := d.rearm(t.Context(), &learner{client: l, worker: "learner-0"}, last, digest); err != nil {
+		if err := r.redeliver(t.Context(), last, digest); err != nil {
 			t.Fatal(err)
 		}
-		if d.weights.GetVersion() != 30 || d.fleet.want.GetVersion() != 30 {
-			t.Fatalf("the run goes on with version %d, and its workers are to load %d", d.weights.GetVersion(), d.fleet.want.GetVersion())
+		if r.delivery.newest.GetVersion() != 30 || r.delivery.fleet.want.GetVersion() != 30 {
+			t.Fatalf("the run continues with version %d, and its workers are to load %d", r.delivery.newest.GetVersion(), r.delivery.fleet.want.GetVersion())
 		}
 	}
 	if l.asked != 2 {

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"fmt"
 	"sync"
 
 	"google.golang.org/protobuf/proto"
@@ -8,32 +9,70 @@ import (
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 )
 
-// board holds the newest progress of a drive and wakes those who watch it.
-type board struct {
+// progress is the newest progress of a drive. It wakes watchers at each change, and emits an event
+// when the phase changes.
+type progress struct {
+	events *reporter
+
 	mu      sync.Mutex
 	now     *learnerv1.Progress
 	changed chan struct{} // closed and replaced at each change
 }
 
-func newBoard(p *learnerv1.Progress) *board { return &board{now: p, changed: make(chan struct{})} }
-
-// update changes the progress; what did not change wakes nobody.
-func (b *board) update(change func(p *learnerv1.Progress)) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	next := proto.CloneOf(b.now)
-	change(next)
-	if proto.Equal(next, b.now) {
-		return
-	}
-	b.now = next
-	close(b.changed)
-	b.changed = make(chan struct{})
+func newProgress(events *reporter, now *learnerv1.Progress) *progress {
+	return &progress{events: events, now: now, changed: make(chan struct{})}
 }
 
-// read returns the progress, which the caller must not change, and a channel that is closed when it is out of date.
-func (b *board) read() (*learnerv1.Progress, <-chan struct{}) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.now, b.changed
+// update changes the progress. It wakes watchers only if something is different afterwards.
+func (p *progress) update(change func(now *learnerv1.Progress)) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	next := proto.CloneOf(p.now)
+	change(next)
+	if proto.Equal(next, p.now) {
+		return
+	}
+	p.now = next
+	close(p.changed)
+	p.changed = make(chan struct{})
+}
+
+// read returns the progress, which the caller must not change, and a channel that is closed when it
+// is out of date.
+func (p *progress) read() (*learnerv1.Progress, <-chan struct{}) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.now, p.changed
+}
+
+func (p *progress) phase() learnerv1.Phase {
+	now, _ := p.read()
+	return now.GetPhase()
+}
+
+// enter moves to a phase; waitingFor names the owner of the wait and the reason.
+func (p *progress) enter(phase learnerv1.Phase, waitingFor string) {
+	before := p.phase()
+	p.update(func(now *learnerv1.Progress) { now.Phase, now.WaitingFor = phase, waitingFor })
+	if before != phase {
+		now, _ := p.read()
+		p.events.phase(now)
+	}
+}
+
+// end moves to a final phase; message explains a failure.
+func (p *progress) end(phase learnerv1.Phase, message string) {
+	p.update(func(now *learnerv1.Progress) { now.Phase, now.WaitingFor, now.Message = phase, "", message })
+	now, _ := p.read()
+	p.events.phase(now)
+}
+
+// waitFor names what the drive waits for within its phase.
+func (p *progress) waitFor(format string, args ...any) {
+	p.update(func(now *learnerv1.Progress) { now.WaitingFor = fmt.Sprintf(format, args...) })
+}
+
+// committed records the last committed step.
+func (p *progress) committed(step uint64) {
+	p.update(func(now *learnerv1.Progress) { now.Step = step })
 }

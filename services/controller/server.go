@@ -16,11 +16,11 @@ type Server struct {
 	cfg  Config
 	deps Deps
 
-	mu     sync.Mutex
-	life   context.Context // nil before Run
-	wait   []*drive        // started before Run
-	drives map[string]*drive
-	wg     sync.WaitGroup
+	mu      sync.Mutex
+	life    context.Context // nil before Run
+	waiting []*drive        // started before Run
+	drives  map[string]*drive
+	wg      sync.WaitGroup
 }
 
 // New makes the service. It starts nothing.
@@ -37,7 +37,7 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	learnerv1.RegisterLearnerControllerServiceServer(r, s)
 }
 
-// Run goes on with the drives that were active, and drives until ctx ends. It waits for all of them.
+// Run continues the active drives, and drives runs until ctx ends. It waits for all drives.
 func (s *Server) Run(ctx context.Context) error {
 	active, err := s.deps.Store.Active(ctx)
 	if err != nil {
@@ -45,13 +45,13 @@ func (s *Server) Run(ctx context.Context) error {
 	}
 	s.mu.Lock()
 	s.life = ctx
-	for _, d := range s.wait {
+	for _, d := range s.waiting {
 		s.launch(d)
 	}
-	s.wait = nil
+	s.waiting = nil
 	for _, d := range active {
 		if _, ok := s.drives[d.Spec.GetRunId()]; !ok {
-			s.begin(newDrive(s.cfg, s.deps, d.Spec, d.Weights))
+			s.add(newDrive(s.cfg, s.deps, &Drive{Spec: d.Spec, Phase: preparing, Weights: d.Weights}))
 		}
 	}
 	s.mu.Unlock()
@@ -60,24 +60,19 @@ func (s *Server) Run(ctx context.Context) error {
 	return nil
 }
 
-// begin takes a drive on. The caller holds the lock.
-func (s *Server) begin(d *drive) {
-	s.drives[d.spec.GetRunId()] = d
+// add launches a drive, or keeps it until Run is called. The caller has the lock.
+func (s *Server) add(d *drive) {
+	s.drives[d.runID] = d
 	if s.life == nil {
-		s.wait = append(s.wait, d)
+		s.waiting = append(s.waiting, d)
 		return
 	}
 	s.launch(d)
 }
 
 func (s *Server) launch(d *drive) {
-	ctx, cancel := context.WithCancel(s.life)
-	heed := context.AfterFunc(d.halt, cancel)
-	s.wg.Go(func() {
-		defer cancel()
-		defer heed()
-		d.run(s.life, ctx)
-	})
+	life := s.life
+	s.wg.Go(func() { d.run(life) })
 }
 
 // StartRun implements the contract.
@@ -85,15 +80,15 @@ func (s *Server) StartRun(ctx context.Context, req *learnerv1.StartRunRequest) (
 	for {
 		s.mu.Lock()
 		known := s.drives[req.GetRunId()]
-		if known == nil || ended(known.phase()) {
+		if known == nil || ended(known.progress.phase()) {
 			defer s.mu.Unlock()
 			return s.start(ctx, req)
 		}
 		s.mu.Unlock()
 		switch {
-		case known.spec.GetIncarnation() == req.GetIncarnation():
+		case known.incarnation == req.GetIncarnation():
 			return &learnerv1.StartRunResponse{}, nil
-		case known.spec.GetIncarnation() > req.GetIncarnation():
+		case known.incarnation > req.GetIncarnation():
 			return nil, ErrStale.With("run", req.GetRunId())
 		}
 		if err := known.stop(ctx, false); err != nil {
@@ -102,22 +97,22 @@ func (s *Server) StartRun(ctx context.Context, req *learnerv1.StartRunRequest) (
 	}
 }
 
-// start begins a drive of a run that is not being driven. The caller holds the lock.
+// start begins to drive a run that has no drive or an ended one. The caller has the lock.
 func (s *Server) start(ctx context.Context, req *learnerv1.StartRunRequest) (*learnerv1.StartRunResponse, error) {
-	d := newDrive(s.cfg, s.deps, req, nil)
+	d := &Drive{Spec: req, Phase: preparing, Active: true}
 	if before, err := s.deps.Store.Get(ctx, req.GetRunId()); err == nil {
 		if before.Spec.GetIncarnation() > req.GetIncarnation() {
 			return nil, ErrStale.With("run", req.GetRunId())
 		}
 		if before.Spec.GetIncarnation() == req.GetIncarnation() && ended(before.Phase) {
-			return &learnerv1.StartRunResponse{}, nil // a late repeat of a request whose run has ended
+			return &learnerv1.StartRunResponse{}, nil // a late repetition of a request whose run has ended
 		}
-		d = newDrive(s.cfg, s.deps, req, before.Weights)
+		d.Weights = before.Weights
 	}
-	if err := s.deps.Store.Save(ctx, &Drive{Spec: req, Phase: preparing, Active: true, Weights: d.weights}); err != nil {
+	if err := s.deps.Store.Save(ctx, d); err != nil {
 		return nil, err
 	}
-	s.begin(d)
+	s.add(newDrive(s.cfg, s.deps, d))
 	return &learnerv1.StartRunResponse{}, nil
 }
 
@@ -127,13 +122,13 @@ func (s *Server) StopRun(ctx context.Context, req *learnerv1.StopRunRequest) (*l
 	if err != nil {
 		return nil, err
 	}
-	if now := d.spec.GetIncarnation(); req.GetIncarnation() != 0 && req.GetIncarnation() < now {
-		return nil, ErrStale.With("run", req.GetRunId()).With("newest", fmt.Sprint(now))
+	if req.GetIncarnation() != 0 && req.GetIncarnation() < d.incarnation {
+		return nil, ErrStale.With("run", req.GetRunId()).With("newest", fmt.Sprint(d.incarnation))
 	}
 	if err := d.stop(ctx, req.GetDrain()); err != nil {
 		return nil, err
 	}
-	p, _ := d.board.read()
+	p, _ := d.progress.read()
 	return &learnerv1.StopRunResponse{Progress: p}, nil
 }
 
@@ -143,7 +138,7 @@ func (s *Server) GetProgress(ctx context.Context, req *learnerv1.GetProgressRequ
 	if err != nil {
 		return nil, err
 	}
-	p, _ := d.board.read()
+	p, _ := d.progress.read()
 	return &learnerv1.GetProgressResponse{Progress: p}, nil
 }
 
@@ -154,7 +149,7 @@ func (s *Server) WatchProgress(req *learnerv1.WatchProgressRequest, stream grpc.
 		return err
 	}
 	for {
-		p, changed := d.board.read()
+		p, changed := d.progress.read()
 		if err := stream.Send(&learnerv1.WatchProgressResponse{Progress: p}); err != nil {
 			return err
 		}
@@ -169,7 +164,7 @@ func (s *Server) WatchProgress(req *learnerv1.WatchProgressRequest, stream grpc.
 	}
 }
 
-// find returns the drive of a run; of one that ended in an earlier process, its last progress.
+// find returns the drive of a run; for a run that an earlier process drove, its last progress.
 func (s *Server) find(ctx context.Context, run string) (*drive, error) {
 	s.mu.Lock()
 	d := s.drives[run]
@@ -181,11 +176,11 @@ func (s *Server) find(ctx context.Context, run string) (*drive, error) {
 	if err != nil {
 		return nil, err
 	}
-	d = newDrive(s.cfg, s.deps, known.Spec, known.Weights)
-	d.board.now.Phase, d.board.now.Step = known.Phase, known.Step
-	if !ended(known.Phase) {
-		d.board.now.Phase = stopped
+	phase := known.Phase
+	if !ended(phase) {
+		phase = stopped
 	}
+	d = newDrive(s.cfg, s.deps, &Drive{Spec: known.Spec, Phase: phase, Step: known.Step, Weights: known.Weights})
 	close(d.done)
 	return d, nil
 }

@@ -1,24 +1,36 @@
 package controller
 
 import (
+	"strconv"
+
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/discovery"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
-// settings is what the plan says about the course of a run.
+// settings are the facts about a run that do not change while it is driven.
 type settings struct {
+	runID         string
+	incarnation   uint32
+	directory     string
+	fromSnapshot  string // empty for a run that starts from the model
+	planID        string
 	cfg           *configv1.RunConfig
 	steps         uint64
 	deterministic bool
 	rows          uint64
-	draws         uint32 // batches' worth of groups that a step may go through with dynamic sampling; 0: it has none
+	maxBatches    uint32 // with dynamic sampling: how many batches' worth of groups a step may sample; else 0
 }
 
-func settingsOf(spec *learnerv1.StartRunRequest) settings {
+func newSettings(spec *learnerv1.StartRunRequest) settings {
 	cfg := spec.GetPlan().GetConfig()
-	s := settings{cfg: cfg, steps: cfg.GetTrain().GetSteps(), deterministic: cfg.GetDeterministic(), draws: algorithm.DrawBatches(cfg)}
+	s := settings{
+		runID: spec.GetRunId(), incarnation: spec.GetIncarnation(), directory: spec.GetRunDirectory(),
+		fromSnapshot: spec.GetFromSnapshot(), planID: spec.GetPlan().GetPlanId(), cfg: cfg,
+		steps: cfg.GetTrain().GetSteps(), deterministic: cfg.GetDeterministic(), maxBatches: algorithm.DrawBatches(cfg),
+	}
 	for _, in := range spec.GetPlan().GetInputs() {
 		if in.GetRole() == planv1.InputRole_INPUT_ROLE_TRAIN_DATA {
 			s.rows = in.GetRows()
@@ -27,34 +39,34 @@ func settingsOf(spec *learnerv1.StartRunRequest) settings {
 	return s
 }
 
-// offers is how weights get to workers that can't open the learner's folder.
-func (s settings) offers(run string) offers {
-	w := s.cfg.GetWeights()
-	return offers{run: run, stream: w.GetWay() == "stream", store: w.GetWay() == "store", patch: w.GetPatch() != "off"}
-}
-
-// generates reports whether the weights can answer prompts, so that inference workers get them.
+// generates reports whether the weights can generate text, so that inference workers load them.
 func (s settings) generates() bool { return algorithm.Generates(s.cfg) }
 
-// teachesHeldOut reports whether evaluations are the learner's: the loss of held-out rows.
-func (s settings) teachesHeldOut() bool { return algorithm.TeachesHeldOut(s.cfg) }
+// evaluatesLoss reports whether the learner evaluates, by the loss of held-out rows.
+func (s settings) evaluatesLoss() bool { return algorithm.TeachesHeldOut(s.cfg) }
 
 func (s settings) last(step uint64) bool { return step >= s.steps }
 
-// evaluates: at every n-th step, and after the last.
+// evaluates reports whether an evaluation follows a step: every n-th step, and the last.
 func (s settings) evaluates(step uint64) bool {
 	every := s.cfg.GetEval().GetEverySteps()
 	return every > 0 && (step%every == 0 || s.last(step))
 }
 
-// snapshots: at every n-th step, and after the last.
+// snapshots reports whether a snapshot follows a step: every n-th step, and the last.
 func (s settings) snapshots(step uint64) bool {
 	every := s.cfg.GetSnapshot().GetEverySteps()
 	return s.last(step) || every > 0 && step%every == 0
 }
 
-// delivers: at every n-th step, where an evaluation needs the weights at a worker, and after the last.
+// delivers reports whether the weights of a step are delivered: every n-th step, the last, and each
+// step whose evaluation needs them at a worker.
 func (s settings) delivers(step uint64) bool {
 	every := s.cfg.GetTrain().GetDeliverEverySteps()
-	return s.last(step) || s.evaluates(step) && !s.teachesHeldOut() || every > 0 && step%every == 0
+	return s.last(step) || s.evaluates(step) && !s.evaluatesLoss() || every > 0 && step%every == 0
+}
+
+// registers reports whether a worker is registered for this incarnation of the run.
+func (s settings) registers(in discovery.Instance) bool {
+	return in.Meta["run"] == s.runID && in.Meta["incarnation"] == strconv.FormatUint(uint64(s.incarnation), 10)
 }

@@ -7,73 +7,131 @@ import (
 	"path/filepath"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
-	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
-// snapshot saves the training state of a committed step, then lets the buffer drop the payloads that it covers.
-func (d *drive) snapshot(ctx context.Context, l *learner, step uint64) error {
-	d.enter(snapshotting, l.worker+" to write its state")
-	dir := filepath.Join(d.spec.GetRunDirectory(), "state", fmt.Sprintf("step-%06d", step))
+// snapshotter moves training states between the learner and the snapshot service.
+type snapshotter struct {
+	settings
+	learner  *learner
+	service  Snapshots
+	ledger   *ledger
+	progress *progress
+	retries  retries
+}
+
+// take saves the training state of a committed step, then lets the buffer delete the payloads that a
+// recovery does not need any more.
+func (s *snapshotter) take(ctx context.Context, step uint64) error {
+	s.progress.enter(snapshotting, s.learner.worker+" to write its state")
+	dir := filepath.Join(s.directory, "state", fmt.Sprintf("step-%06d", step))
 	defer func() { _ = os.RemoveAll(dir) }()
-	saved, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.SaveStateResponse, error) {
-		return l.client.SaveState(ctx, &learnerv1.SaveStateRequest{RunId: d.spec.GetRunId(), Step: step, Directory: dir})
-	})
-	if err != nil {
-		return fmt.Errorf("save the state of step %d: %w", step, err)
-	}
-	crashpoint.Here("controller/saved") // the learner has written its state, no snapshot names it
-	position, err := d.position(ctx, step)
+	saved, err := s.learner.save(ctx, step, dir)
 	if err != nil {
 		return err
 	}
-	d.waiting("snapshot to take the files")
-	if _, err := call(ctx, d, "snapshot", func(ctx context.Context) (*snapshotv1.CreateSnapshotResponse, error) {
-		return d.deps.Snapshots.CreateSnapshot(ctx, &snapshotv1.CreateSnapshotRequest{
-			Snapshot: d.manifest(step, position, saved), Directory: dir, Keep: d.set.cfg.GetSnapshot().GetKeep(),
+	crashpoint.Here("controller/saved") // the learner has written its state, no snapshot names it
+	position, err := s.ledger.nextPosition(ctx, step)
+	if err != nil {
+		return err
+	}
+	s.progress.waitFor("snapshot to store the files")
+	if _, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.CreateSnapshotResponse, error) {
+		return s.service.CreateSnapshot(ctx, &snapshotv1.CreateSnapshotRequest{
+			Snapshot: s.manifest(step, position, saved), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(),
 		})
 	}); err != nil {
-		return fmt.Errorf("take a snapshot of step %d: %w", step, err)
+		return fmt.Errorf("create a snapshot of step %d: %w", step, err)
 	}
-	crashpoint.Here("controller/snapshotted") // the snapshot is there, its payloads too
-	if d.set.cfg.GetSnapshot().GetKeepPayloads() {
+	crashpoint.Here("controller/snapshotted") // the snapshot exists, and so do the payloads
+	if s.cfg.GetSnapshot().GetKeepPayloads() {
 		return nil
 	}
-	if _, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.TrimPayloadsResponse, error) {
-		return d.deps.Buffer.TrimPayloads(ctx, &bufferv1.TrimPayloadsRequest{RunId: d.spec.GetRunId(), ThroughStep: step})
-	}); err != nil {
-		return fmt.Errorf("trim payloads through step %d: %w", step, err)
+	if err := s.ledger.trim(ctx, step); err != nil {
+		return err
 	}
 	crashpoint.Here("controller/trimmed")
 	return nil
 }
 
-// position is where the step after the given one begins.
-func (d *drive) position(ctx context.Context, step uint64) (uint64, error) {
-	listed, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.ListStepsResponse, error) {
-		return d.deps.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: d.spec.GetRunId(), FromStep: step})
-	})
-	if err != nil {
-		return 0, fmt.Errorf("find where step %d ends: %w", step, err)
-	}
-	for _, s := range listed.GetSteps() {
-		if s.GetStep() == step && s.GetEndPosition() > 0 {
-			return s.GetEndPosition(), nil
-		}
-	}
-	return step * uint64(d.set.cfg.GetTrain().GetGroupsPerStep()), nil // a step of before ledgers said so
-}
-
-func (d *drive) manifest(step, position uint64, saved *learnerv1.SaveStateResponse) *snapshotv1.Snapshot {
-	cursor := &runv1.Cursor{Position: position, Rows: d.set.rows}
-	if d.set.rows > 0 {
-		cursor.Epoch, cursor.Index = uint32(position/d.set.rows), position%d.set.rows
+func (s *snapshotter) manifest(step, position uint64, saved *learnerv1.SaveStateResponse) *snapshotv1.Snapshot {
+	cursor := &runv1.Cursor{Position: position, Rows: s.rows}
+	if s.rows > 0 {
+		cursor.Epoch, cursor.Index = uint32(position/s.rows), position%s.rows
 	}
 	return &snapshotv1.Snapshot{
-		RunId: d.spec.GetRunId(), Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: step,
-		WeightsDigest: saved.GetWeightsDigest(), Cursor: cursor, Files: saved.GetFiles(), PlanId: d.spec.GetPlan().GetPlanId(),
+		RunId: s.runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, Step: step,
+		WeightsDigest: saved.GetWeightsDigest(), Cursor: cursor, Files: saved.GetFiles(), PlanId: s.planID,
 		Rng: map[string]string{"inference-worker": "counter", "learner-worker": "optimizer.safetensors"},
 	}
+}
+
+// base is the step that the run starts from.
+func (s *snapshotter) base(ctx context.Context) (uint64, error) {
+	if s.fromSnapshot == "" {
+		return 0, nil
+	}
+	got, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.GetSnapshotResponse, error) {
+		return s.service.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: s.fromSnapshot})
+	})
+	if err != nil {
+		return 0, fmt.Errorf("find the snapshot that the run starts from: %w", err)
+	}
+	return got.GetSnapshot().GetStep(), nil
+}
+
+// load has the learner load the newest training state, unless it has one already.
+func (s *snapshotter) load(ctx context.Context) (*learnerv1.InitializeResponse, error) {
+	initialized, err := s.learner.initialized(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var step uint64
+	var dir string
+	if !initialized {
+		if step, dir, err = s.materialize(ctx); err != nil {
+			return nil, err
+		}
+	}
+	s.progress.waitFor("%s to load the model and its state", s.learner.worker)
+	state, err := s.learner.initialize(ctx, step, dir)
+	if err != nil {
+		return nil, err
+	}
+	crashpoint.Here("controller/loaded") // the learner has loaded the state, the folder with the copy exists
+	if dir != "" {
+		_ = os.RemoveAll(dir)
+	}
+	return state, nil
+}
+
+// materialize writes the newest training state of the run, or else the one that the run starts from,
+// into a folder, and returns its step. The folder is empty if there is no training state.
+func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string, err error) {
+	listed, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.ListSnapshotsResponse, error) {
+		return s.service.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{
+			RunId: s.runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, PageSize: 1,
+		})
+	})
+	if err != nil {
+		return 0, "", fmt.Errorf("find the newest snapshot: %w", err)
+	}
+	from := s.fromSnapshot
+	if len(listed.GetSnapshots()) > 0 {
+		from = listed.GetSnapshots()[0].GetSnapshotId()
+	}
+	if from == "" {
+		return 0, "", nil
+	}
+	dir = filepath.Join(s.directory, "state", "load-"+from)
+	s.progress.waitFor("snapshot %s to be written to a folder (snapshot)", from)
+	made, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.MaterializeSnapshotResponse, error) {
+		return s.service.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: from, Directory: dir})
+	})
+	if err != nil {
+		return 0, "", fmt.Errorf("write snapshot %s to a folder: %w", from, err)
+	}
+	return made.GetSnapshot().GetStep(), dir, nil
 }

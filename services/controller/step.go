@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"time"
 
@@ -20,205 +19,191 @@ import (
 
 var tracer = otel.Tracer("github.com/rollout-rl/rollout/services/controller")
 
-// step makes one step: lease, train, commit, deliver, and what is due after it.
-func (d *drive) step(ctx context.Context, l *learner, step uint64) error {
-	ctx, span := tracer.Start(ctx, "step", trace.WithAttributes(attribute.String("run", d.spec.GetRunId()), attribute.Int64("step", int64(step))))
-	defer span.End()
-	began := d.deps.Now()
-	times := map[string]float64{"time/deliver": d.delivery}
-	if d.mark.IsZero() {
-		d.mark = began
-	}
-	lap := func(name string, from time.Time) { times["time/"+name] = d.since(from) }
+// errDrained reports that the drive stopped between two steps because it was asked to.
+var errDrained = errors.New("drained")
 
-	d.enter(leasing, "")
-	batch, err := d.lease(ctx, step)
+// stepper makes the steps of a run with one learner.
+type stepper struct {
+	settings
+	learner  *learner
+	ledger   *ledger
+	delivery *delivery
+	due      *dueWork
+	record   *record
+	progress *progress
+	events   *reporter
+	now      func() time.Time
+	draining <-chan struct{} // closed: stop between two steps
+
+	committed time.Time // of the last step; zero if other work followed it
+	delivered float64   // seconds that the last delivery took
+}
+
+// step makes one step: lease, train, commit, deliver, and the work that is due after it.
+func (s *stepper) step(ctx context.Context, step uint64) error {
+	ctx, span := tracer.Start(ctx, "step", trace.WithAttributes(attribute.String("run", s.runID), attribute.Int64("step", int64(step))))
+	defer span.End()
+	began := s.now()
+	times := map[string]float64{"time/deliver": s.delivered}
+	if s.committed.IsZero() {
+		s.committed = began
+	}
+
+	s.progress.enter(leasing, "")
+	batch, err := s.lease(ctx, step)
 	if err != nil {
 		return err
 	}
 	if len(batch.GetSamples()) == 0 {
-		return fmt.Errorf("step %d: %w; `rollout logs tail %s --kind group.excluded` tells why", step, ErrNothingLeft, d.spec.GetRunId())
+		return fmt.Errorf("step %d: %w; `rollout logs tail %s --kind group.excluded` shows the reasons", step, ErrNothingLeft, s.runID)
 	}
-	lap("lease", began)
-	crashpoint.Here("controller/leased") // the batch is leased, the learner does not know
-	from := d.deps.Now()
-	d.enter(training, "")
-	retries := make(chan uint64, 1) // of the reward while the batch was sampled; asked while the learner works
-	if d.set.cfg.GetReward() != nil {
-		go func() { retries <- d.fleet.rewardRetries(ctx) }()
-	} else {
-		close(retries)
-	}
-	result, err := d.train(ctx, l, batch)
-	repeated := <-retries
+	times["time/lease"] = s.since(began)
+	crashpoint.Here("controller/leased") // the batch is leased, the learner does not have it
+
+	from := s.now()
+	s.progress.enter(training, "")
+	result, err := s.train(ctx, batch, times)
 	if err != nil {
 		return err
 	}
-	lap("train", from)
+	times["time/train"] = s.since(from)
 	crashpoint.Here("controller/trained") // the step is made, not committed
-	from = d.deps.Now()
-	weights, err := d.written(ctx, l, result)
+
+	from = s.now()
+	weights, err := s.published(ctx, result)
 	if err != nil {
 		return err
 	}
-	if weights != nil && d.set.generates() {
-		// Beside the commit, so that sampling goes on: what these weights sample waits in the ledger until they are recorded.
-		d.fleet.aim(weights)
+	if weights != nil {
+		// Workers load during the commit, so that sampling continues. The ledger accepts what they
+		// sample with these weights once the commit has recorded them.
+		s.delivery.announce(weights)
 		crashpoint.Here("controller/aimed") // workers may sample with the new weights, the step is not committed
 	}
-	d.enter(committing, "buffer")
-	if err := d.commit(ctx, batch, result); err != nil {
+	s.progress.enter(committing, "buffer")
+	if err := s.ledger.commit(ctx, batch, result.GetWeightsDigest()); err != nil {
 		return err
 	}
-	crashpoint.Here("controller/committed") // the step exists, nobody was told
-	lap("commit", from)
-	lap("step", d.mark)
-	d.mark = d.deps.Now()
-	if d.set.cfg.GetReward() != nil {
-		times["reward/retries"] = float64(repeated)
-	}
-	d.emitCompletions(result)
-	d.emitStep(batch, result, times)
+	s.progress.committed(step)
+	crashpoint.Here("controller/committed") // the step exists, no event is emitted
+	times["time/commit"] = s.since(from)
+	times["time/step"] = s.since(s.committed)
+	s.committed = s.now()
+	s.events.completions(result)
+	s.events.step(batch, result, times)
 	if weights != nil {
-		d.hold(weights)
-		if _, err := d.deliver(ctx, weights); err != nil {
+		if err := s.deliver(ctx, weights); err != nil {
 			return err
 		}
-		crashpoint.Here("controller/delivered") // the fleet holds the new weights, the drive names the old ones
-		d.delivery = d.since(d.mark)
-		if d.save(ctx, true) {
-			return errTaken
-		}
-		crashpoint.Here("controller/held")
 	}
-	return d.settle(ctx, l, step)
+	done, err := s.due.after(ctx, step)
+	if done {
+		s.committed = time.Time{} // the time of that work is not part of the next step
+	}
+	return err
 }
 
-// settle does what is due after a committed step. Doing it twice is fine.
-func (d *drive) settle(ctx context.Context, l *learner, step uint64) error {
-	if d.set.evaluates(step) {
-		if err := d.evaluate(ctx, l, step); err != nil {
-			return err
-		}
-	}
-	if d.set.snapshots(step) {
-		if err := d.snapshot(ctx, l, step); err != nil {
-			return err
-		}
-	}
-	if d.set.evaluates(step) || d.set.snapshots(step) {
-		d.mark = time.Time{} // they are no part of a step's time
-	}
-	return nil
-}
-
-// lease waits for the batch of a step. errDrained where a drain was asked for meanwhile.
-func (d *drive) lease(ctx context.Context, step uint64) (*bufferv1.Batch, error) {
+// lease waits for the batch of a step. errDrained if a drain was requested in the meantime.
+func (s *stepper) lease(ctx context.Context, step uint64) (*bufferv1.Batch, error) {
 	waiting, cancel := context.WithCancel(ctx)
 	defer cancel()
 	go func() {
 		select {
-		case <-d.drain:
+		case <-s.draining:
 			cancel()
 		case <-waiting.Done():
 		}
 	}()
 	for {
-		got, err := call(waiting, d, "buffer", func(ctx context.Context) (*bufferv1.LeaseBatchResponse, error) {
-			return d.deps.Buffer.LeaseBatch(ctx, &bufferv1.LeaseBatchRequest{
-				RunId: d.spec.GetRunId(), Step: step, WaitSeconds: d.cfg.LeaseWait.Seconds(),
-			})
-		})
+		got, err := s.ledger.lease(waiting, step)
 		switch {
-		case err != nil && ctx.Err() == nil && d.draining():
+		case err != nil && ctx.Err() == nil && closed(s.draining):
 			return nil, errDrained
 		case err != nil:
-			return nil, fmt.Errorf("lease the batch of step %d: %w", step, err)
+			return nil, err
 		case got.GetBatch() != nil:
 			return got.GetBatch(), nil
 		}
-		if err := d.fleet.lost(d.weights); err != nil { // nobody will sample what is missing
+		if err := s.delivery.checkSource(); err != nil { // no worker can sample the missing groups
 			return nil, err
 		}
-		d.waiting("%s", got.GetWaitingFor())
+		s.progress.waitFor("%s", got.GetWaitingFor())
 	}
 }
 
-// train has the learner make a step and follows its progress.
-func (d *drive) train(ctx context.Context, l *learner, batch *bufferv1.Batch) (*learnerv1.TrainResult, error) {
-	stream, err := ask(ctx, l, func(ctx context.Context) (learnerv1.LearnerWorkerService_TrainClient, error) {
-		return l.client.Train(ctx, &learnerv1.TrainRequest{
-			RunId: d.spec.GetRunId(), Step: batch.GetStep(), Batch: batch, Publish: d.set.delivers(batch.GetStep()),
-		})
-	})
-	if err != nil {
-		return nil, fmt.Errorf("train step %d: %w", batch.GetStep(), err)
+// train has the learner make a step. Meanwhile it asks the workers how many calls of the reward they
+// repeated while they sampled the batch, and adds the count to metrics.
+func (s *stepper) train(ctx context.Context, batch *bufferv1.Batch, metrics map[string]float64) (*learnerv1.TrainResult, error) {
+	repeated := make(chan uint64, 1)
+	rewarded := s.cfg.GetReward() != nil
+	if rewarded {
+		go func() { repeated <- s.delivery.fleet.rewardRetries(ctx) }()
 	}
-	for {
-		piece, err := ask(ctx, l, func(context.Context) (*learnerv1.TrainResponse, error) { return stream.Recv() })
-		if errors.Is(err, io.EOF) {
-			return nil, fmt.Errorf("train step %d: %w: the stream ended without a result", batch.GetStep(), errLost)
-		}
-		if err != nil {
-			return nil, fmt.Errorf("train step %d: %w", batch.GetStep(), err)
-		}
-		if result := piece.GetResult(); result != nil {
-			return result, nil
-		}
-		d.waiting("%s: %d of %d micro-batches of step %d", l.worker, piece.GetProgress().GetDone(), piece.GetProgress().GetTotal(), batch.GetStep())
+	result, err := s.learner.train(ctx, batch, s.delivers(batch.GetStep()), s.progress)
+	if rewarded {
+		metrics["reward/retries"] = float64(<-repeated)
 	}
+	return result, err
 }
 
-// commit makes the step exist.
-func (d *drive) commit(ctx context.Context, batch *bufferv1.Batch, result *learnerv1.TrainResult) error {
-	if _, err := call(ctx, d, "buffer", func(ctx context.Context) (*bufferv1.CommitStepResponse, error) {
-		return d.deps.Buffer.CommitStep(ctx, &bufferv1.CommitStepRequest{
-			RunId: d.spec.GetRunId(), Step: batch.GetStep(), BatchId: batch.GetBatchId(), WeightsDigest: result.GetWeightsDigest(),
-		})
-	}); err != nil {
-		return fmt.Errorf("commit step %d: %w", batch.GetStep(), err)
-	}
-	d.board.update(func(p *learnerv1.Progress) { p.Step = batch.GetStep() })
-	return nil
-}
-
-// written is the manifest of the weights of the step that the learner made; nil where they are not delivered.
-func (d *drive) written(ctx context.Context, l *learner, result *learnerv1.TrainResult) (*weightsv1.WeightsManifest, error) {
-	if !d.set.delivers(result.GetStep()) {
+// published returns the weights that the learner published with a result; nil if no delivery is due.
+func (s *stepper) published(ctx context.Context, result *learnerv1.TrainResult) (*weightsv1.WeightsManifest, error) {
+	if !s.delivers(result.GetStep()) {
 		return nil, nil
 	}
 	weights := result.GetWeights()
 	if weights == nil {
 		var err error
-		if weights, err = d.publish(ctx, l); err != nil {
+		if weights, err = s.learner.publish(ctx); err != nil {
 			return nil, err
 		}
 	}
 	if weights.GetDigest() != result.GetWeightsDigest() {
-		return nil, fmt.Errorf("publish step %d: the learner made %s and wrote %s: %w", result.GetStep(), result.GetWeightsDigest(), weights.GetDigest(), ErrDiverged)
+		return nil, fmt.Errorf("publish step %d: the learner trained %s and wrote %s: %w", result.GetStep(), result.GetWeightsDigest(), weights.GetDigest(), ErrDiverged)
 	}
 	return weights, nil
 }
 
-// deliver moves the inference workers to w and returns how many hold it.
-func (d *drive) deliver(ctx context.Context, w *weightsv1.WeightsManifest) (int, error) {
-	if !d.set.generates() {
-		return 0, nil
+// deliver delivers the weights of the step that was committed last.
+func (s *stepper) deliver(ctx context.Context, weights *weightsv1.WeightsManifest) error {
+	if err := s.delivery.deliver(ctx, weights); err != nil {
+		return err
 	}
-	from := d.deps.Now()
-	d.enter(delivering, "")
-	workers, err := d.fleet.deliver(ctx, w, func(who, hindered string) {
-		d.waiting("%s to load weights version %d%s", who, w.GetVersion(), hindered)
-	})
-	if err != nil {
-		return workers, fmt.Errorf("deliver weights version %d: %w", w.GetVersion(), err)
+	crashpoint.Here("controller/delivered") // the workers have the new weights, the store names the old ones
+	s.delivered = s.since(s.committed)
+	if s.record.save(ctx, true) {
+		return errTaken
 	}
-	d.emitDelivered(w, workers, d.since(from))
-	return workers, nil
+	crashpoint.Here("controller/stored")
+	return nil
 }
 
-// metrics joins what the learner says of a step with what the controller measured.
-func metrics(result *learnerv1.TrainResult, times map[string]float64, samples int) map[string]float64 {
+// since is the seconds since t.
+func (s *stepper) since(t time.Time) float64 { return s.now().Sub(t).Seconds() }
+
+// dueWork is the work that follows a committed step.
+type dueWork struct {
+	settings
+	evaluator   *evaluator
+	snapshotter *snapshotter
+}
+
+// after does the work that is due after a step, and reports whether there was any. It is idempotent.
+func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error) {
+	if d.evaluates(step) {
+		if err := d.evaluator.evaluate(ctx, step); err != nil {
+			return true, err
+		}
+		done = true
+	}
+	if d.snapshots(step) {
+		return true, d.snapshotter.take(ctx, step)
+	}
+	return done, nil
+}
+
+// stepMetrics joins the learner's metrics of a step with the times that the controller measured.
+func stepMetrics(result *learnerv1.TrainResult, times map[string]float64, samples int) map[string]float64 {
 	all := maps.Clone(result.GetMetrics())
 	if all == nil {
 		all = map[string]float64{}
@@ -232,4 +217,14 @@ func metrics(result *learnerv1.TrainResult, times map[string]float64, samples in
 		}
 	}
 	return all
+}
+
+// closed reports whether a channel that carries no values is closed.
+func closed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
 }

@@ -124,22 +124,22 @@ func TestHowWeightsAreOffered(t *testing.T) {
 // A worker whose engine holds something else than it was sent has no other way: it leaves.
 func TestDetours(t *testing.T) {
 	t.Parallel()
-	r := route{}
-	if r.detour(notHeld(reasonMismatch).With("held", "true")) || r != (route{}) {
-		t.Fatalf("an engine that holds something else is sent more: %+v", r)
+	p := path{}
+	if p.fallBack(notHeld(reasonMismatch).With("held", "true")) || p != (path{}) {
+		t.Fatalf("an engine that holds something else is sent more: %+v", p)
 	}
-	if r.detour(notHeld("INTERNAL")) || r != (route{}) {
-		t.Fatalf("an unknown failure changes the way: %+v", r)
+	if p.fallBack(notHeld("INTERNAL")) || p != (path{}) {
+		t.Fatalf("an unknown failure changes the way: %+v", p)
 	}
-	if !r.detour(notHeld(reasonMismatch)) || r.detour(notHeld(reasonMismatch)) {
+	if !p.fallBack(notHeld(reasonMismatch)) || p.fallBack(notHeld(reasonMismatch)) {
 		t.Fatal("a worker that finds something else in the whole as well is to be fenced")
 	}
-	r = route{}
-	r.arrived()
-	if !r.detour(notHeld(reasonUnreadable)) || !r.network || r.detour(notHeld(reasonUnreadable)) {
-		t.Fatalf("a folder that can't be opened makes %+v", r)
+	p = path{}
+	p.succeeded()
+	if !p.fallBack(notHeld(reasonUnreadable)) || !p.network || p.fallBack(notHeld(reasonUnreadable)) {
+		t.Fatalf("a folder that can't be opened makes %+v", p)
 	}
-	if r.arrived(); r.network {
+	if p.succeeded(); p.network {
 		t.Fatal("a folder that was pruned once is not opened any more")
 	}
 }
@@ -148,11 +148,11 @@ func TestDetours(t *testing.T) {
 func TestWithoutALearnerWorkersServeEachOther(t *testing.T) {
 	t.Parallel()
 	want := &weightsv1.WeightsManifest{Version: 3, Digest: digestAt(3), Bytes: 9}
-	f := newFleet(run, 1, nil, 0, nil)
-	holder := &member{address: "inference-1", loaded: &weightsv1.WeightsReceipt{Version: 3, Digest: digestAt(3)}}
-	late := &member{address: "inference-2", route: route{network: true}}
-	f.members = map[string]*member{"1": holder, "2": late, "3": {address: "inference-3", fenced: true, loaded: holder.loaded}}
-	got, err := f.offers.of(t.Context(), late, want, f.peers(late, want))
+	f := newFleet(settings{runID: run, incarnation: 1}, nil, 0, nil)
+	holder := &inferenceWorker{address: "inference-1", loaded: &weightsv1.WeightsReceipt{Version: 3, Digest: digestAt(3)}}
+	late := &inferenceWorker{address: "inference-2", path: path{network: true}}
+	f.workers = map[string]*inferenceWorker{"1": holder, "2": late, "3": {address: "inference-3", fenced: true, loaded: holder.loaded}}
+	got, err := f.transfer.offers(t.Context(), nil, late, want, f.peers(late, want))
 	if err != nil || described(got) != "whole@inference-1" || got[0].GetBytes() != 9 || got[0].GetDigest() != want.GetDigest() {
 		t.Fatalf("offered %v, %v", got, err)
 	}

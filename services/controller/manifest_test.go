@@ -8,7 +8,7 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-func TestAMemberIsSentAllButTensorsAndFiles(t *testing.T) {
+func TestAWorkerIsSentAllButTensorsAndFiles(t *testing.T) {
 	t.Parallel()
 	full := &weightsv1.WeightsManifest{
 		RunId: "run-1", Version: 3, Digest: digestOf("3"), Directory: "/v3", Dtype: "float32", Bytes: 64, Form: weightsv1.WeightsForm_WEIGHTS_FORM_ADAPTER,
@@ -17,12 +17,12 @@ func TestAMemberIsSentAllButTensorsAndFiles(t *testing.T) {
 	fields := full.ProtoReflect().Descriptor().Fields()
 	for i := range fields.Len() {
 		if !full.ProtoReflect().Has(fields.Get(i)) {
-			t.Errorf("set %s here, and say in named whether it is sent", fields.Get(i).Name())
+			t.Errorf("set %s here, and decide in withoutContents whether it is sent", fields.Get(i).Name())
 		}
 	}
 	want := proto.CloneOf(full)
 	want.Tensors, want.Files = nil, nil
-	if got := named(full); !proto.Equal(want, got) {
+	if got := withoutContents(full); !proto.Equal(want, got) {
 		t.Errorf("sent %v, want %v", got, want)
 	}
 }

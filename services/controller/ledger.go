@@ -1,0 +1,96 @@
+package controller
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+)
+
+// ledger is the buffer's ledger of one run. Its calls are repeated until the buffer answers.
+type ledger struct {
+	settings
+	buffer    Buffer
+	leaseWait time.Duration // how long the buffer may wait for missing groups before it answers
+	retries   retries
+}
+
+// steps returns the committed steps in order, beginning with the given one.
+func (l *ledger) steps(ctx context.Context, from uint64) ([]*bufferv1.StepRecord, error) {
+	listed, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.ListStepsResponse, error) {
+		return l.buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: l.runID, FromStep: from})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list committed steps: %w", err)
+	}
+	return listed.GetSteps(), nil
+}
+
+// recordWeights records the digest of the weights that the run starts from.
+func (l *ledger) recordWeights(ctx context.Context, version uint64, digest string) error {
+	if _, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.RecordWeightsResponse, error) {
+		return l.buffer.RecordWeights(ctx, &bufferv1.RecordWeightsRequest{RunId: l.runID, Version: version, Digest: digest})
+	}); err != nil {
+		return fmt.Errorf("record the initial weights: %w", err)
+	}
+	return nil
+}
+
+// lease leases the batch of a step. The response has no batch while groups are missing.
+func (l *ledger) lease(ctx context.Context, step uint64) (*bufferv1.LeaseBatchResponse, error) {
+	got, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.LeaseBatchResponse, error) {
+		return l.buffer.LeaseBatch(ctx, &bufferv1.LeaseBatchRequest{RunId: l.runID, Step: step, WaitSeconds: l.leaseWait.Seconds()})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("lease the batch of step %d: %w", step, err)
+	}
+	return got, nil
+}
+
+// batch returns the batch of a committed step.
+func (l *ledger) batch(ctx context.Context, step uint64) (*bufferv1.Batch, error) {
+	got, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.GetBatchResponse, error) {
+		return l.buffer.GetBatch(ctx, &bufferv1.GetBatchRequest{RunId: l.runID, Step: step})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read the recorded batch of step %d: %w", step, err)
+	}
+	return got.GetBatch(), nil
+}
+
+// commit commits a step. The step exists when commit returns.
+func (l *ledger) commit(ctx context.Context, batch *bufferv1.Batch, digest string) error {
+	if _, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.CommitStepResponse, error) {
+		return l.buffer.CommitStep(ctx, &bufferv1.CommitStepRequest{
+			RunId: l.runID, Step: batch.GetStep(), BatchId: batch.GetBatchId(), WeightsDigest: digest,
+		})
+	}); err != nil {
+		return fmt.Errorf("commit step %d: %w", batch.GetStep(), err)
+	}
+	return nil
+}
+
+// trim lets the buffer delete the payloads of the steps up to the given one.
+func (l *ledger) trim(ctx context.Context, through uint64) error {
+	if _, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.TrimPayloadsResponse, error) {
+		return l.buffer.TrimPayloads(ctx, &bufferv1.TrimPayloadsRequest{RunId: l.runID, ThroughStep: through})
+	}); err != nil {
+		return fmt.Errorf("trim payloads through step %d: %w", through, err)
+	}
+	return nil
+}
+
+// nextPosition is the position of the first group that the step after the given one consumes.
+func (l *ledger) nextPosition(ctx context.Context, step uint64) (uint64, error) {
+	listed, err := l.steps(ctx, step)
+	if err != nil {
+		return 0, err
+	}
+	for _, s := range listed {
+		if s.GetStep() == step && s.GetEndPosition() > 0 {
+			return s.GetEndPosition(), nil
+		}
+	}
+	return step * uint64(l.cfg.GetTrain().GetGroupsPerStep()), nil // an older ledger has no end positions
+}

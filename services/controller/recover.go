@@ -1,0 +1,172 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/crashpoint"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+)
+
+// recovery brings a learner and the inference workers to the last committed step of a run.
+type recovery struct {
+	settings
+	learner     *learner
+	ledger      *ledger
+	delivery    *delivery
+	snapshotter *snapshotter
+	evaluator   *evaluator
+	due         *dueWork
+	progress    *progress
+	events      *reporter
+	log         *slog.Logger
+}
+
+// recover does everything up to the last committed step, and returns that step.
+func (r *recovery) recover(ctx context.Context) (uint64, error) {
+	steps, err := r.ledger.steps(ctx, 0)
+	if err != nil {
+		return 0, err
+	}
+	recorded := map[uint64]*bufferv1.StepRecord{}
+	for _, s := range steps {
+		recorded[s.GetStep()] = s
+	}
+	base, err := r.snapshotter.base(ctx)
+	if err != nil {
+		return 0, err
+	}
+	state, err := r.snapshotter.load(ctx)
+	if err != nil {
+		return 0, err
+	}
+	last := &bufferv1.StepRecord{Step: base}
+	if n := len(steps); n > 0 {
+		last = steps[n-1]
+	}
+	r.progress.committed(last.GetStep())
+	if state.GetStep() > last.GetStep() { // trained, not committed: the learner will repeat its result
+		err := r.delivery.resume(ctx)
+		if errors.Is(err, errNoSource) {
+			err = nil // the batch is complete, so no worker needs these weights
+		}
+		return last.GetStep(), err
+	}
+	if last.GetStep() == base {
+		return base, r.begin(ctx, base, state.GetWeightsDigest())
+	}
+	at, digest := state.GetStep(), state.GetWeightsDigest()
+	if err := r.verify(ctx, recorded[at], digest); err != nil {
+		return 0, err
+	}
+	for ; at < last.GetStep(); at++ {
+		if digest, err = r.retrain(ctx, recorded[at+1]); err != nil {
+			return 0, err
+		}
+	}
+	if err := r.redeliver(ctx, last, digest); err != nil {
+		return 0, err
+	}
+	_, err = r.due.after(ctx, at)
+	return at, err
+}
+
+// begin records, delivers, and evaluates the weights that the run starts from.
+func (r *recovery) begin(ctx context.Context, step uint64, digest string) error {
+	if err := r.ledger.recordWeights(ctx, step, digest); err != nil {
+		return err
+	}
+	crashpoint.Here("controller/recorded") // the initial digest is recorded, the weights are not written
+	weights, err := r.learner.publish(ctx)
+	if err != nil {
+		return err
+	}
+	if err := r.delivery.deliver(ctx, weights); err != nil {
+		return err
+	}
+	if r.cfg.GetEval().GetEverySteps() == 0 {
+		return nil
+	}
+	return r.evaluator.evaluate(ctx, step)
+}
+
+// retrain trains on a recorded batch again, and returns the digest of the weights.
+func (r *recovery) retrain(ctx context.Context, s *bufferv1.StepRecord) (string, error) {
+	r.progress.waitFor("%s to train on the recorded batch of step %d again", r.learner.worker, s.GetStep())
+	batch, err := r.ledger.batch(ctx, s.GetStep())
+	if err != nil {
+		return "", err
+	}
+	result, err := r.learner.train(ctx, batch, r.delivers(batch.GetStep()), r.progress)
+	if err != nil {
+		return "", err
+	}
+	if err := r.verify(ctx, s, result.GetWeightsDigest()); err != nil {
+		return "", err
+	}
+	// The process that committed the step may have died before it emitted the event.
+	r.events.step(batch, result, map[string]float64{})
+	return result.GetWeightsDigest(), nil
+}
+
+// verify compares the digest of retrained weights with the record of the step; s is nil for a state
+// that no step of this run made.
+func (r *recovery) verify(ctx context.Context, s *bufferv1.StepRecord, digest string) error {
+	if s == nil || s.GetWeightsDigest() == digest {
+		return nil
+	}
+	if r.deterministic {
+		return fmt.Errorf("step %d: recorded %s, retrained %s: %w", s.GetStep(), s.GetWeightsDigest(), digest, ErrDiverged)
+	}
+	r.log.WarnContext(ctx, "a retrained step gave different weights (the run is not deterministic); the ledger keeps the recorded digest",
+		"step", s.GetStep(), "recorded", s.GetWeightsDigest(), "retrained", digest)
+	return nil
+}
+
+// redeliver delivers the weights of the last committed step. The learner publishes them again if it
+// has exactly these weights, even if their folder exists: another learner may have written it, and
+// this one could not offer them to workers that can't open the folder. Otherwise the folder that was
+// delivered first is used. Without that folder the run can't continue, because the ledger refuses
+// samples of other weights.
+func (r *recovery) redeliver(ctx context.Context, last *bufferv1.StepRecord, digest string) error {
+	if digest != last.GetWeightsDigest() {
+		return r.redeliverFirst(ctx, last)
+	}
+	weights, err := r.learner.publish(ctx)
+	if err != nil {
+		return err
+	}
+	return r.delivery.deliver(ctx, weights)
+}
+
+// redeliverFirst delivers the weights that a committed step gave at first.
+func (r *recovery) redeliverFirst(ctx context.Context, last *bufferv1.StepRecord) error {
+	first, err := r.firstDelivery(last), errNoSource
+	if !missing(first) {
+		err = r.delivery.deliver(ctx, first)
+	}
+	switch {
+	case !errors.Is(err, errNoSource):
+		return err
+	case algorithm.FromData(r.cfg):
+		return nil // no worker samples with them
+	}
+	return fmt.Errorf("step %d: the weights %s are gone and retraining did not reproduce them; start a new run from the newest snapshot with `rollout run --from %s`: %w",
+		last.GetStep(), last.GetWeightsDigest(), r.runID, ErrDiverged)
+}
+
+// firstDelivery names the folder in which the weights of a committed step were published at first.
+func (r *recovery) firstDelivery(s *bufferv1.StepRecord) *weightsv1.WeightsManifest {
+	if w := r.delivery.newest; w.GetVersion() == s.GetStep() && w.GetDigest() == s.GetWeightsDigest() {
+		return w
+	}
+	return &weightsv1.WeightsManifest{
+		RunId: r.runID, Version: s.GetStep(), Digest: s.GetWeightsDigest(),
+		Directory: filepath.Join(r.directory, "weights", fmt.Sprintf("v%06d", s.GetStep())),
+	}
+}

@@ -1,0 +1,61 @@
+package controller
+
+import (
+	"context"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+)
+
+// retries is how calls to services are repeated.
+type retries struct {
+	first    time.Duration // pause before the first repetition
+	progress *progress     // shows the service that does not answer
+}
+
+// call calls a service and repeats the call while the service does not answer.
+func call[T any](ctx context.Context, r retries, service string, fn func(ctx context.Context) (T, error)) (T, error) {
+	pause := newBackoff(r.first)
+	for {
+		out, err := fn(ctx)
+		if err == nil || ctx.Err() != nil || !transient(err) {
+			return out, err
+		}
+		r.progress.waitFor("%s to answer: %s", service, rpcerr.Text(err))
+		sleep(ctx, pause.next())
+	}
+}
+
+// transient reports whether a repeated call may succeed. Canceled counts: the connection was closed
+// if the caller's own context still lives.
+func transient(err error) bool {
+	switch rpcerr.Code(err) {
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Aborted, codes.ResourceExhausted, codes.Canceled:
+		return true
+	}
+	return false
+}
+
+// backoff is a pause that doubles up to 20 times the first.
+type backoff struct{ first, pause time.Duration }
+
+func newBackoff(first time.Duration) *backoff { return &backoff{first: first, pause: first} }
+
+func (b *backoff) next() time.Duration {
+	pause := b.pause
+	b.pause = min(2*b.pause, 20*b.first)
+	return pause
+}
+
+func (b *backoff) reset() { b.pause = b.first }
+
+func sleep(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	}
+}
