@@ -58,12 +58,13 @@ const prefix = "rk-" // tells a key from other secrets, for scanners of reposito
 
 var name = regexp.MustCompile(`^[a-z0-9]([a-z0-9.@_-]{0,62}[a-z0-9])?$`)
 
-// Record is what is kept of a key.
+// Record is one entry of the file of API keys: rollout.key.v1.ApiKey in its JSON form.
 type Record struct {
 	Name    string    `json:"name"`
 	Scope   Scope     `json:"scope"`
 	Hash    string    `json:"sha256"` // of the key; it is random, so nothing slower is needed
 	Created time.Time `json:"created"`
+	Project string    `json:"project,omitempty"` // whose runs the key may use; empty: the default project
 }
 
 // Keep is a file of keys. Who changes it holds a lock beside it.

@@ -1,9 +1,11 @@
 package apikey_test
 
 import (
+	"encoding/json"
 	"errors"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"sync"
 	"testing"
@@ -80,5 +82,49 @@ func TestKeysComeAndGo(t *testing.T) {
 	}
 	if _, ok, err := ring.Find(keys[1]); ok || !errors.Is(err, apikey.ErrFile) {
 		t.Errorf("a file that others may write: %v %v", ok, err)
+	}
+}
+
+// The file of keys is a list of rollout.key.v1.ApiKey in JSON; records without a project belong to the default project.
+func TestRecordsAreApiKeys(t *testing.T) {
+	t.Parallel()
+	data, err := os.ReadFile("../../schemas/golden/contracts.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var vectors []struct {
+		Message string
+		JSON    json.RawMessage
+	}
+	if err := json.Unmarshal(data, &vectors); err != nil {
+		t.Fatal(err)
+	}
+	var keys []json.RawMessage
+	for _, v := range vectors {
+		if v.Message == "rollout.key.v1.ApiKey" {
+			keys = append(keys, v.JSON)
+		}
+	}
+	file, err := json.Marshal(keys)
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "keys.json")
+	if err := os.WriteFile(path, file, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	list, err := apikey.Keep{Path: path}.List()
+	if err != nil || len(list) != 2 || list[0].Project != "" || list[1].Project != "math" {
+		t.Fatalf("records: %+v, %v", list, err)
+	}
+	for i, record := range list {
+		data, err := json.Marshal(record)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got, want map[string]any
+		if json.Unmarshal(data, &got) != nil || json.Unmarshal(keys[i], &want) != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("record: %s, want %s", data, keys[i])
+		}
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
 // crowd is a run's workers as they were seen last. A ledger that changes many times a second must not cost more with each of them,
@@ -19,8 +20,8 @@ type crowd struct {
 
 // absence is what workers that do not serve are waited for.
 type absence struct {
-	sentences []string
-	learner   bool // one of them is a learner
+	waits   []*waitv1.Wait
+	learner bool // one of them is a learner
 }
 
 // workerView is one worker as supervisor, registry and the worker itself describe it.
@@ -74,22 +75,23 @@ func (c *crowd) absent() *absence {
 		return c.told
 	}
 	c.told = &absence{}
-	by := map[string][]string{}
-	var order []string
+	type cause struct{ owner, reason, what string }
+	by := map[cause][]string{}
+	var order []cause
 	for _, id := range slices.Sorted(maps.Keys(c.workers)) {
 		w := c.workers[id]
 		if w.healthy() {
 			continue
 		}
 		c.told.learner = c.told.learner || w.kind == "learner"
-		what := "to load the model (worker process)"
+		what := cause{"worker", "WORKER_LOADING", "to load the model (worker process)"}
 		if w.served {
-			what = "to come back or end: it left the registry (worker process)"
+			what = cause{"worker", "WORKER_UNREGISTERED", "to come back or end: it left the registry (worker process)"}
 		}
 		if w.pid == 0 {
-			what = "to be started (scheduler)"
+			what = cause{"scheduler", "WORKER_STARTING", "to be started (scheduler)"}
 			if w.why != "" {
-				what = "to be started again (scheduler): it " + w.why
+				what = cause{"scheduler", "WORKER_RESTARTING", "to be started again (scheduler): it " + w.why}
 			}
 		}
 		if by[what] == nil {
@@ -98,7 +100,7 @@ func (c *crowd) absent() *absence {
 		by[what] = append(by[what], id)
 	}
 	for _, what := range order {
-		c.told.sentences = append(c.told.sentences, nameSome(by[what])+" "+what)
+		c.told.waits = append(c.told.waits, &waitv1.Wait{Owner: what.owner, Reason: what.reason, Evidence: nameSome(by[what]) + " " + what.what})
 	}
 	return c.told
 }

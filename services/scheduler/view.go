@@ -14,6 +14,7 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/dataset"
 )
 
@@ -26,10 +27,11 @@ type view struct {
 	rows     uint64
 	progress *learnerv1.Progress
 	crowd    crowd
-	waits    map[string]string // what is waited for -> why it takes long
 
-	waiting string    // what waitingFor said last
-	since   time.Time // since when
+	waits   map[string]string // what is waited for -> why it takes long
+	current []*waitv1.Wait    // as of the last settle
+	waiting string            // the evidence of all waits
+	since   time.Time         // when `waiting` changed last
 }
 
 func newView(run *Run) view {
@@ -52,7 +54,7 @@ func (v *view) queues() *runv1.Queues {
 func (v *view) status() *runv1.RunStatus {
 	run := proto.CloneOf(v.run)
 	advance(run, v.progress)
-	s := &runv1.RunStatus{Run: run, Queues: v.queues(), Workers: v.workerList(), WaitingFor: v.waiting}
+	s := &runv1.RunStatus{Run: run, Queues: v.queues(), Workers: v.workerList(), WaitingFor: v.waiting, Waits: v.current}
 	if v.waiting != "" {
 		s.WaitingSince = timestamppb.New(v.since)
 	}
@@ -109,35 +111,58 @@ func waitsForSomebody(run *Run) string {
 		"(`rollout runs resume " + run.GetRunId() + "`), which gives the same gradient unless the machine was at fault: " + run.GetMessage()
 }
 
-// waitingFor names what the run waits for and who owns that: a person, a part of the control plane, workers, the learner.
-func (v *view) waitingFor() string {
+// currentWaits lists what the run waits for, with who can end each wait: the user, a service, workers.
+func (v *view) currentWaits() []*waitv1.Wait {
 	if !active(v.run.GetState()) {
-		return ""
+		return nil
 	}
+	resume := "rollout runs resume " + v.run.GetRunId()
 	if refusal.Paused(v.run) {
-		return waitsForSomebody(v.run)
+		return []*waitv1.Wait{{Owner: "user", Reason: v.run.GetReason(), Evidence: waitsForSomebody(v.run), Fix: resume}}
 	}
 	if v.run.GetState() == Paused && v.run.GetReason() != "" {
-		return "what paused the run to be over: " + v.run.GetMessage()
+		return []*waitv1.Wait{{Owner: "scheduler", Reason: v.run.GetReason(), Evidence: "what paused the run to be over: " + v.run.GetMessage()}}
 	}
 	if v.run.GetState() == Paused {
-		return "somebody to resume the run (it was paused by request)"
+		return []*waitv1.Wait{{Owner: "user", Reason: "PAUSED", Evidence: "somebody to resume the run (it was paused by request)", Fix: resume}}
 	}
-	var waits []string
+	var waits []*waitv1.Wait
 	for _, what := range slices.Sorted(maps.Keys(v.waits)) {
-		waits = append(waits, what+": "+v.waits[what])
+		waits = append(waits, &waitv1.Wait{Owner: ownerOf(what), Reason: "NO_ANSWER", Evidence: what + ": " + v.waits[what]})
 	}
 	absent := v.crowd.absent()
-	waits = append(waits, absent.sentences...)
+	waits = append(waits, absent.waits...)
 	if text := v.progress.GetWaitingFor(); text != "" && !absent.learner { // the learner that the controller waits for is on its way
-		waits = append(waits, text)
+		waits = append(waits, &waitv1.Wait{Owner: ownerOf(text), Reason: v.progress.GetPhase().String()[len("PHASE_"):], Evidence: text})
 	}
-	return strings.Join(waits, "; ")
+	return waits
 }
 
-// settle takes note of since when the run has waited for what it waits for.
+// ownerOf returns the words in parentheses at the end of a sentence, which name the owner of the wait.
+func ownerOf(sentence string) string {
+	at := strings.LastIndex(sentence, "(")
+	if owner, found := strings.CutSuffix(sentence[at+1:], ")"); at >= 0 && found {
+		return owner
+	}
+	return "learner-controller"
+}
+
+// settle records the waits of now. A wait that continues keeps its time.
 func (v *view) settle(now time.Time) {
-	if text := v.waitingFor(); text != v.waiting {
+	since := map[string]*timestamppb.Timestamp{}
+	for _, wait := range v.current {
+		since[wait.GetEvidence()] = wait.GetSince()
+	}
+	var sentences []string
+	v.current = nil
+	for _, wait := range v.currentWaits() {
+		wait = proto.CloneOf(wait)
+		if wait.Since = since[wait.GetEvidence()]; wait.Since == nil {
+			wait.Since = timestamppb.New(now)
+		}
+		v.current, sentences = append(v.current, wait), append(sentences, wait.GetEvidence())
+	}
+	if text := strings.Join(sentences, "; "); text != v.waiting {
 		v.waiting, v.since = text, now
 	}
 }

@@ -35,6 +35,11 @@ func TestWaits(t *testing.T) {
 	if since := v.status().GetWaitingSince().AsTime(); !since.Equal(noon.Add(time.Second)) {
 		t.Errorf("since %v", since)
 	}
+	for _, wait := range v.status().GetWaits() {
+		if wait.GetOwner() != "worker" || wait.GetReason() != "WORKER_LOADING" || !wait.GetSince().AsTime().Equal(noon.Add(time.Second)) {
+			t.Errorf("wait: %v", wait)
+		}
+	}
 	step(6, "inference-0 to be started again (scheduler): it left with code 1; learner-0 to load the model (worker process)", func() {
 		v.crowd.put("inference-0", workerView{kind: "inference", why: "left with code 1"})
 	})
@@ -46,6 +51,9 @@ func TestWaits(t *testing.T) {
 	if since := v.status().GetWaitingSince(); since != nil {
 		t.Errorf("it waits for nothing since %v", since.AsTime())
 	}
+	if waits := v.status().GetWaits(); len(waits) != 0 {
+		t.Errorf("waits: %v", waits)
+	}
 }
 
 // Of a large fleet some are named.
@@ -56,7 +64,7 @@ func TestWaitsOfMany(t *testing.T) {
 		c.put(fmt.Sprintf("inference-%03d", n), workerView{kind: "inference"})
 	}
 	want := "inference-000, inference-001, inference-002 and 997 more to be started (scheduler)"
-	if got := c.absent(); len(got.sentences) != 1 || got.sentences[0] != want || got.learner {
+	if got := c.absent(); len(got.waits) != 1 || got.waits[0].GetEvidence() != want || got.learner {
 		t.Errorf("%v, want %q", got, want)
 	}
 }

@@ -40,7 +40,7 @@ func (s *service) status(ctx context.Context, run *Run, fresh bool) (*runv1.RunS
 		status.Cursor = cursorMessage(cursor.Position, data.rows)
 	}
 	if refusal.Paused(run) {
-		status.WaitingFor = waitsForSomebody(run)
+		status.WaitingFor, status.Waits = waitsForSomebody(run), (&view{run: run}).currentWaits()
 	}
 	return status, nil
 }

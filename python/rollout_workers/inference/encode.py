@@ -46,7 +46,7 @@ class _Head:
         self.mask = bytes(self.tokens)
         key = _key(group, 0)
         self.trajectory = pb.Trajectory(key=key, prompt_tokens=self.tokens, prompt=prompt.text)
-        self.header = pb.TrajectoryHeader(key=key, group_size=group.group_size, worker_id=worker, row=group.row)
+        self.header = pb.TrajectoryHeader(key=key, group_size=group.group_size, worker_id=worker, row=group.row, parts=1)
 
 
 def _encode_episode(episode: Episode, head: _Head, holdings: Holdings) -> pb.TrajectoryEnvelope:
@@ -148,6 +148,7 @@ def encode_example(group: PromptGroup, example: Example | Refusal, worker: str, 
         completion_tokens=answer,
         worker_id=worker,
         row=group.row,
+        parts=1,
     )
     return pb.TrajectoryEnvelope(header=header, payload=payload, crc32c=crc32c.crc32c(payload))
 

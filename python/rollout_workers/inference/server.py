@@ -11,6 +11,7 @@ import grpc
 
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.inference.v1.inference_pb2_grpc import InferenceWorkerServiceServicer
+from rollout.weights.v1.weights_pb2 import EngineReceipt, WeightsReceipt
 from rollout_workers.engines.base import Engine
 from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
@@ -78,7 +79,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
             self._clear_doubt()
             if self._depot is not None:
                 self._depot.note(weights.digest, folder)
-        return pb.LoadWeightsResponse(receipt=receipt)
+        return pb.LoadWeightsResponse(receipt=receipt, engines=[_engine_receipt(receipt)])
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -134,6 +135,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
             model=self._model,
             max_model_len=self._max_model_len,
             reward_retries=self._rewards.retries if self._rewards else 0,
+            engines=[_engine_receipt(self._holdings.current)],
         )
 
     def _doubt(self, reason: str) -> None:
@@ -161,3 +163,8 @@ class InferenceServer(InferenceWorkerServiceServicer):
     def _check_run(self, run: str) -> None:
         if run != self._who.run:
             raise RunMismatch(f"this worker serves {self._who.run}, not {run}", metadata={"run": self._who.run})
+
+
+def _engine_receipt(receipt: WeightsReceipt) -> EngineReceipt:
+    """The receipt of the worker's one engine."""
+    return EngineReceipt(engine="engine-0", version=receipt.version, digest=receipt.digest)

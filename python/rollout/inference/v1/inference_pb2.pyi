@@ -240,18 +240,24 @@ class LoadWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RECEIPT_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def receipt(self) -> _weights_pb2.WeightsReceipt:
         """Receipt."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.EngineReceipt]:
+        """The same of each engine of the worker."""
 
     def __init__(
         self,
         *,
         receipt: _weights_pb2.WeightsReceipt | None = ...,
+        engines: _abc.Iterable[_weights_pb2.EngineReceipt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "receipt", b"receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -718,6 +724,7 @@ class GetInferenceStatusResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     REWARD_RETRIES_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     active: _builtins.int
     """Slots in use."""
     slots: _builtins.int
@@ -746,6 +753,10 @@ class GetInferenceStatusResponse(_message.Message):
     def receipt(self) -> _weights_pb2.WeightsReceipt:
         """Weights that the engine holds."""
 
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.EngineReceipt]:
+        """Weights version and digest of each engine of the worker."""
+
     def __init__(
         self,
         *,
@@ -762,10 +773,11 @@ class GetInferenceStatusResponse(_message.Message):
         model: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         reward_retries: _builtins.int = ...,
+        engines: _abc.Iterable[_weights_pb2.EngineReceipt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "activity", b"activity", "max_model_len", b"max_model_len", "model", b"model", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "activity", b"activity", "engines", b"engines", "max_model_len", b"max_model_len", "model", b"model", "process_id", b"process_id", "queued", b"queued", "receipt", b"receipt", "reward_retries", b"reward_retries", "samples", b"samples", "samples_per_second", b"samples_per_second", "slots", b"slots", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rollout.plan.v1 import plan_pb2 as _plan_pb2
+from rollout.wait.v1 import wait_pb2 as _wait_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -375,6 +376,7 @@ class RunStatus(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     WAITING_SINCE_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """What the learner-controller does: LEASING, TRAINING, COMMITTING, DELIVERING, EVALUATING, SNAPSHOTTING."""
     waiting_for: _builtins.str
@@ -399,6 +401,10 @@ class RunStatus(_message.Message):
     def waiting_since(self) -> _timestamp_pb2.Timestamp:
         """Since when it waits for that, UTC; absent where it waits for nothing."""
 
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[_wait_pb2.Wait]:
+        """What the run waits for, each with its owner and fix. `waiting_for` is the evidence of all of them."""
+
     def __init__(
         self,
         *,
@@ -409,10 +415,11 @@ class RunStatus(_message.Message):
         waiting_for: _builtins.str = ...,
         cursor: Global___Cursor | None = ...,
         waiting_since: _timestamp_pb2.Timestamp | None = ...,
+        waits: _abc.Iterable[_wait_pb2.Wait] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "queues", b"queues", "run", b"run", "waiting_since", b"waiting_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "phase", b"phase", "queues", b"queues", "run", b"run", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "phase", b"phase", "queues", b"queues", "run", b"run", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since", "waits", b"waits", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

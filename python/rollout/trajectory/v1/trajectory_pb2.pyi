@@ -255,6 +255,9 @@ class TrajectoryHeader(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROW_FIELD_NUMBER: _builtins.int
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
     """Samples that make the group complete."""
     outcome: Global___Outcome.ValueType
@@ -277,6 +280,8 @@ class TrajectoryHeader(_message.Message):
     """Row of the dataset that the prompt came from."""
     token_rewards: _builtins.bool
     """Whether tokens have rewards of their own, so that samples of equal reward may differ."""
+    parts: _builtins.int
+    """Parts that make the sample complete: trajectories of this (index, attempt, sample), `part` 0 to `parts` - 1. 0 means 1."""
     @_builtins.property
     def key(self) -> Global___TrajectoryKey:
         """Key."""
@@ -284,6 +289,14 @@ class TrajectoryHeader(_message.Message):
     @_builtins.property
     def receipt(self) -> _weights_pb2.WeightsReceipt:
         """What the engine said of its weights when the sample ended. Absent where the tokens come from data."""
+
+    @_builtins.property
+    def path(self) -> Global___TrajectoryPath:
+        """Path of the session that this trajectory is; absent if it belongs to no session."""
+
+    @_builtins.property
+    def parent(self) -> Global___EpisodeLink:
+        """Episode that started this one, e.g. as a sub-agent; absent if none did."""
 
     def __init__(
         self,
@@ -301,14 +314,77 @@ class TrajectoryHeader(_message.Message):
         worker_id: _builtins.str = ...,
         row: _builtins.int = ...,
         token_rewards: _builtins.bool = ...,
+        parts: _builtins.int = ...,
+        path: Global___TrajectoryPath | None = ...,
+        parent: Global___EpisodeLink | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "receipt", b"receipt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "parent", b"parent", "path", b"path", "receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "token_rewards", b"token_rewards", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "group_size", b"group_size", "key", b"key", "max_version", b"max_version", "min_version", b"min_version", "outcome", b"outcome", "parent", b"parent", "parts", b"parts", "path", b"path", "reason", b"reason", "receipt", b"receipt", "reward", b"reward", "row", b"row", "token_rewards", b"token_rewards", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrajectoryHeader: _TypeAlias = TrajectoryHeader  # noqa: Y015
+
+@_typing.final
+class TrajectoryPath(_message.Message):
+    """TrajectoryPath is the segments of a session (rollout.session.v1.Segment) that form a trajectory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SEGMENT_IDS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Session."""
+    @_builtins.property
+    def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Segments from the root to a leaf; each is the parent of the next."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        segment_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment_ids", b"segment_ids", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrajectoryPath: _TypeAlias = TrajectoryPath  # noqa: Y015
+
+@_typing.final
+class EpisodeLink(_message.Message):
+    """EpisodeLink points at the episode that started another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Session of the parent."""
+    segment_id: _builtins.str
+    """Last segment of the parent before the child began."""
+    @_builtins.property
+    def key(self) -> Global___TrajectoryKey:
+        """Trajectory of the parent."""
+
+    def __init__(
+        self,
+        *,
+        key: Global___TrajectoryKey | None = ...,
+        session_id: _builtins.str = ...,
+        segment_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "segment_id", b"segment_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeLink: _TypeAlias = EpisodeLink  # noqa: Y015
 
 @_typing.final
 class TrajectoryEnvelope(_message.Message):

@@ -198,6 +198,36 @@ class WeightsReceipt(_message.Message):
 Global___WeightsReceipt: _TypeAlias = WeightsReceipt  # noqa: Y015
 
 @_typing.final
+class EngineReceipt(_message.Message):
+    """EngineReceipt is the receipt of one engine of a worker. A worker with several engines reports each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Name of the engine in the worker, e.g. `engine-0`."""
+    version: _builtins.int
+    """Weights version that the engine serves."""
+    digest: _builtins.str
+    """Digest computed by reading the tensors back from the engine, `blake3-<hex>`."""
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        version: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "engine", b"engine", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineReceipt: _TypeAlias = EngineReceipt  # noqa: Y015
+
+@_typing.final
 class WeightsOffer(_message.Message):
     """WeightsOffer is one form of a version and where it is to be had."""
 

@@ -437,7 +437,9 @@ func (x *LoadWeightsRequest) GetOffers() []*v1.WeightsOffer {
 type LoadWeightsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Receipt.
-	Receipt       *v1.WeightsReceipt `protobuf:"bytes,1,opt,name=receipt,proto3" json:"receipt,omitempty"`
+	Receipt *v1.WeightsReceipt `protobuf:"bytes,1,opt,name=receipt,proto3" json:"receipt,omitempty"`
+	// The same of each engine of the worker.
+	Engines       []*v1.EngineReceipt `protobuf:"bytes,2,rep,name=engines,proto3" json:"engines,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -475,6 +477,13 @@ func (*LoadWeightsResponse) Descriptor() ([]byte, []int) {
 func (x *LoadWeightsResponse) GetReceipt() *v1.WeightsReceipt {
 	if x != nil {
 		return x.Receipt
+	}
+	return nil
+}
+
+func (x *LoadWeightsResponse) GetEngines() []*v1.EngineReceipt {
+	if x != nil {
+		return x.Engines
 	}
 	return nil
 }
@@ -1351,6 +1360,8 @@ type GetInferenceStatusResponse struct {
 	MaxModelLen uint32 `protobuf:"varint,12,opt,name=max_model_len,json=maxModelLen,proto3" json:"max_model_len,omitempty"`
 	// Calls of the reward that failed and were repeated, since the start.
 	RewardRetries uint64 `protobuf:"varint,13,opt,name=reward_retries,json=rewardRetries,proto3" json:"reward_retries,omitempty"`
+	// Weights version and digest of each engine of the worker.
+	Engines       []*v1.EngineReceipt `protobuf:"bytes,14,rep,name=engines,proto3" json:"engines,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1476,6 +1487,13 @@ func (x *GetInferenceStatusResponse) GetRewardRetries() uint64 {
 	return 0
 }
 
+func (x *GetInferenceStatusResponse) GetEngines() []*v1.EngineReceipt {
+	if x != nil {
+		return x.Engines
+	}
+	return nil
+}
+
 var File_rollout_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_rollout_inference_v1_inference_proto_rawDesc = "" +
@@ -1510,9 +1528,10 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x04kind\x12\x05\xbaH\x02\b\x01\"\x95\x01\n" +
 	"\x12LoadWeightsRequest\x12E\n" +
 	"\aweights\x18\x01 \x01(\v2#.rollout.weights.v1.WeightsManifestB\x06\xbaH\x03\xc8\x01\x01R\aweights\x128\n" +
-	"\x06offers\x18\x02 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"S\n" +
+	"\x06offers\x18\x02 \x03(\v2 .rollout.weights.v1.WeightsOfferR\x06offers\"\x90\x01\n" +
 	"\x13LoadWeightsResponse\x12<\n" +
-	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\"\x97\x02\n" +
+	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12;\n" +
+	"\aengines\x18\x02 \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines\"\x97\x02\n" +
 	"\x0fGenerateRequest\x12&\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\trequestId\x12C\n" +
@@ -1574,7 +1593,7 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x13PauseEngineResponse\"\x15\n" +
 	"\x13ResumeEngineRequest\"\x16\n" +
 	"\x14ResumeEngineResponse\"\x1b\n" +
-	"\x19GetInferenceStatusRequest\"\xc8\x03\n" +
+	"\x19GetInferenceStatusRequest\"\x85\x04\n" +
 	"\x1aGetInferenceStatusResponse\x12<\n" +
 	"\areceipt\x18\x01 \x01(\v2\".rollout.weights.v1.WeightsReceiptR\areceipt\x12\x16\n" +
 	"\x06active\x18\x02 \x01(\rR\x06active\x12\x14\n" +
@@ -1590,7 +1609,8 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	" \x01(\tR\tprocessId\x12\x14\n" +
 	"\x05model\x18\v \x01(\tR\x05model\x12\"\n" +
 	"\rmax_model_len\x18\f \x01(\rR\vmaxModelLen\x12%\n" +
-	"\x0ereward_retries\x18\r \x01(\x04R\rrewardRetries2\xbf\x06\n" +
+	"\x0ereward_retries\x18\r \x01(\x04R\rrewardRetries\x12;\n" +
+	"\aengines\x18\x0e \x03(\v2!.rollout.weights.v1.EngineReceiptR\aengines2\xbf\x06\n" +
 	"\x16InferenceWorkerService\x12b\n" +
 	"\vLoadWeights\x12(.rollout.inference.v1.LoadWeightsRequest\x1a).rollout.inference.v1.LoadWeightsResponse\x12[\n" +
 	"\bGenerate\x12%.rollout.inference.v1.GenerateRequest\x1a&.rollout.inference.v1.GenerateResponse0\x01\x12[\n" +
@@ -1642,8 +1662,9 @@ var file_rollout_inference_v1_inference_proto_goTypes = []any{
 	(*v1.WeightsManifest)(nil),         // 23: rollout.weights.v1.WeightsManifest
 	(*v1.WeightsOffer)(nil),            // 24: rollout.weights.v1.WeightsOffer
 	(*v1.WeightsReceipt)(nil),          // 25: rollout.weights.v1.WeightsReceipt
-	(*v11.VersionSpan)(nil),            // 26: rollout.trajectory.v1.VersionSpan
-	(v11.Outcome)(0),                   // 27: rollout.trajectory.v1.Outcome
+	(*v1.EngineReceipt)(nil),           // 26: rollout.weights.v1.EngineReceipt
+	(*v11.VersionSpan)(nil),            // 27: rollout.trajectory.v1.VersionSpan
+	(v11.Outcome)(0),                   // 28: rollout.trajectory.v1.Outcome
 }
 var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
 	1,  // 0: rollout.inference.v1.Chat.messages:type_name -> rollout.inference.v1.ChatMessage
@@ -1652,36 +1673,38 @@ var file_rollout_inference_v1_inference_proto_depIdxs = []int32{
 	23, // 3: rollout.inference.v1.LoadWeightsRequest.weights:type_name -> rollout.weights.v1.WeightsManifest
 	24, // 4: rollout.inference.v1.LoadWeightsRequest.offers:type_name -> rollout.weights.v1.WeightsOffer
 	25, // 5: rollout.inference.v1.LoadWeightsResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	4,  // 6: rollout.inference.v1.GenerateRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	0,  // 7: rollout.inference.v1.GenerateRequest.params:type_name -> rollout.inference.v1.SamplingParams
-	26, // 8: rollout.inference.v1.GenerateResponse.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	11, // 9: rollout.inference.v1.EvaluateResponse.samples:type_name -> rollout.inference.v1.EvalSample
-	22, // 10: rollout.inference.v1.EvalSample.metrics:type_name -> rollout.inference.v1.EvalSample.MetricsEntry
-	27, // 11: rollout.inference.v1.EvalSample.outcome:type_name -> rollout.trajectory.v1.Outcome
-	4,  // 12: rollout.inference.v1.TokenizeRequest.prompts:type_name -> rollout.inference.v1.Prompt
-	3,  // 13: rollout.inference.v1.TokenizeResponse.prompts:type_name -> rollout.inference.v1.TokenIds
-	25, // 14: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	5,  // 15: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
-	7,  // 16: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
-	9,  // 17: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
-	12, // 18: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
-	14, // 19: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
-	16, // 20: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
-	18, // 21: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
-	20, // 22: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
-	6,  // 23: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
-	8,  // 24: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
-	10, // 25: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
-	13, // 26: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
-	15, // 27: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
-	17, // 28: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
-	19, // 29: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
-	21, // 30: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
-	23, // [23:31] is the sub-list for method output_type
-	15, // [15:23] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	26, // 6: rollout.inference.v1.LoadWeightsResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
+	4,  // 7: rollout.inference.v1.GenerateRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	0,  // 8: rollout.inference.v1.GenerateRequest.params:type_name -> rollout.inference.v1.SamplingParams
+	27, // 9: rollout.inference.v1.GenerateResponse.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	11, // 10: rollout.inference.v1.EvaluateResponse.samples:type_name -> rollout.inference.v1.EvalSample
+	22, // 11: rollout.inference.v1.EvalSample.metrics:type_name -> rollout.inference.v1.EvalSample.MetricsEntry
+	28, // 12: rollout.inference.v1.EvalSample.outcome:type_name -> rollout.trajectory.v1.Outcome
+	4,  // 13: rollout.inference.v1.TokenizeRequest.prompts:type_name -> rollout.inference.v1.Prompt
+	3,  // 14: rollout.inference.v1.TokenizeResponse.prompts:type_name -> rollout.inference.v1.TokenIds
+	25, // 15: rollout.inference.v1.GetInferenceStatusResponse.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	26, // 16: rollout.inference.v1.GetInferenceStatusResponse.engines:type_name -> rollout.weights.v1.EngineReceipt
+	5,  // 17: rollout.inference.v1.InferenceWorkerService.LoadWeights:input_type -> rollout.inference.v1.LoadWeightsRequest
+	7,  // 18: rollout.inference.v1.InferenceWorkerService.Generate:input_type -> rollout.inference.v1.GenerateRequest
+	9,  // 19: rollout.inference.v1.InferenceWorkerService.Evaluate:input_type -> rollout.inference.v1.EvaluateRequest
+	12, // 20: rollout.inference.v1.InferenceWorkerService.Tokenize:input_type -> rollout.inference.v1.TokenizeRequest
+	14, // 21: rollout.inference.v1.InferenceWorkerService.AbortRequests:input_type -> rollout.inference.v1.AbortRequestsRequest
+	16, // 22: rollout.inference.v1.InferenceWorkerService.PauseEngine:input_type -> rollout.inference.v1.PauseEngineRequest
+	18, // 23: rollout.inference.v1.InferenceWorkerService.ResumeEngine:input_type -> rollout.inference.v1.ResumeEngineRequest
+	20, // 24: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:input_type -> rollout.inference.v1.GetInferenceStatusRequest
+	6,  // 25: rollout.inference.v1.InferenceWorkerService.LoadWeights:output_type -> rollout.inference.v1.LoadWeightsResponse
+	8,  // 26: rollout.inference.v1.InferenceWorkerService.Generate:output_type -> rollout.inference.v1.GenerateResponse
+	10, // 27: rollout.inference.v1.InferenceWorkerService.Evaluate:output_type -> rollout.inference.v1.EvaluateResponse
+	13, // 28: rollout.inference.v1.InferenceWorkerService.Tokenize:output_type -> rollout.inference.v1.TokenizeResponse
+	15, // 29: rollout.inference.v1.InferenceWorkerService.AbortRequests:output_type -> rollout.inference.v1.AbortRequestsResponse
+	17, // 30: rollout.inference.v1.InferenceWorkerService.PauseEngine:output_type -> rollout.inference.v1.PauseEngineResponse
+	19, // 31: rollout.inference.v1.InferenceWorkerService.ResumeEngine:output_type -> rollout.inference.v1.ResumeEngineResponse
+	21, // 32: rollout.inference.v1.InferenceWorkerService.GetInferenceStatus:output_type -> rollout.inference.v1.GetInferenceStatusResponse
+	25, // [25:33] is the sub-list for method output_type
+	17, // [17:25] is the sub-list for method input_type
+	17, // [17:17] is the sub-list for extension type_name
+	17, // [17:17] is the sub-list for extension extendee
+	0,  // [0:17] is the sub-list for field type_name
 }
 
 func init() { file_rollout_inference_v1_inference_proto_init() }

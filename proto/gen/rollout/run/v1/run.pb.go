@@ -11,6 +11,7 @@ package runv1
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
@@ -720,7 +721,9 @@ type RunStatus struct {
 	// The cursor.
 	Cursor *Cursor `protobuf:"bytes,6,opt,name=cursor,proto3" json:"cursor,omitempty"`
 	// Since when it waits for that, UTC; absent where it waits for nothing.
-	WaitingSince  *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=waiting_since,json=waitingSince,proto3" json:"waiting_since,omitempty"`
+	WaitingSince *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=waiting_since,json=waitingSince,proto3" json:"waiting_since,omitempty"`
+	// What the run waits for, each with its owner and fix. `waiting_for` is the evidence of all of them.
+	Waits         []*v11.Wait `protobuf:"bytes,8,rep,name=waits,proto3" json:"waits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -800,6 +803,13 @@ func (x *RunStatus) GetCursor() *Cursor {
 func (x *RunStatus) GetWaitingSince() *timestamppb.Timestamp {
 	if x != nil {
 		return x.WaitingSince
+	}
+	return nil
+}
+
+func (x *RunStatus) GetWaits() []*v11.Wait {
+	if x != nil {
+		return x.Waits
 	}
 	return nil
 }
@@ -2107,7 +2117,7 @@ var File_rollout_run_v1_run_proto protoreflect.FileDescriptor
 
 const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\n" +
-	"\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\"\xba\x04\n" +
+	"\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x1arollout/wait/v1/wait.proto\"\xba\x04\n" +
 	"\x03Run\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12)\n" +
@@ -2164,7 +2174,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x05ready\x18\x02 \x01(\x04R\x05ready\x12\x16\n" +
 	"\x06leased\x18\x03 \x01(\x04R\x06leased\x12\x1a\n" +
 	"\bconsumed\x18\x04 \x01(\x04R\bconsumed\x12\x1a\n" +
-	"\bexcluded\x18\x05 \x01(\x04R\bexcluded\"\xbc\x02\n" +
+	"\bexcluded\x18\x05 \x01(\x04R\bexcluded\"\xe9\x02\n" +
 	"\tRunStatus\x12%\n" +
 	"\x03run\x18\x01 \x01(\v2\x13.rollout.run.v1.RunR\x03run\x12.\n" +
 	"\x06queues\x18\x02 \x01(\v2\x16.rollout.run.v1.QueuesR\x06queues\x120\n" +
@@ -2173,7 +2183,8 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\vwaiting_for\x18\x05 \x01(\tR\n" +
 	"waitingFor\x12.\n" +
 	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
-	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\"\xa5\x06\n" +
+	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\x12+\n" +
+	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xa5\x06\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
 	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12<\n" +
@@ -2328,6 +2339,7 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*GetCursorResponse)(nil),     // 27: rollout.run.v1.GetCursorResponse
 	(*v1.Plan)(nil),               // 28: rollout.plan.v1.Plan
 	(*timestamppb.Timestamp)(nil), // 29: google.protobuf.Timestamp
+	(*v11.Wait)(nil),              // 30: rollout.wait.v1.Wait
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	28, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
@@ -2339,42 +2351,43 @@ var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	4,  // 6: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
 	3,  // 7: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
 	29, // 8: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	28, // 9: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
-	9,  // 10: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
-	8,  // 11: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
-	1,  // 12: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 13: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 14: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
-	1,  // 15: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
-	1,  // 16: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 17: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 18: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 19: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 20: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	3,  // 21: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	10, // 22: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	12, // 23: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	14, // 24: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	16, // 25: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	18, // 26: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	20, // 27: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	22, // 28: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	24, // 29: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	26, // 30: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 31: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 32: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 33: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 34: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 35: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 36: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 37: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	25, // 38: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	27, // 39: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	31, // [31:40] is the sub-list for method output_type
-	22, // [22:31] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	30, // 9: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	28, // 10: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	9,  // 11: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
+	8,  // 12: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
+	1,  // 13: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 14: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 15: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
+	1,  // 16: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
+	1,  // 17: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 18: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 19: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 20: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 21: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
+	3,  // 22: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	10, // 23: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	12, // 24: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	14, // 25: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	16, // 26: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	18, // 27: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	20, // 28: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	22, // 29: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	24, // 30: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	26, // 31: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 32: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 33: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 34: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 35: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 36: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 37: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 38: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	25, // 39: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	27, // 40: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	32, // [32:41] is the sub-list for method output_type
+	23, // [23:32] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }

@@ -452,7 +452,13 @@ type TrajectoryHeader struct {
 	// Row of the dataset that the prompt came from.
 	Row uint64 `protobuf:"varint,12,opt,name=row,proto3" json:"row,omitempty"`
 	// Whether tokens have rewards of their own, so that samples of equal reward may differ.
-	TokenRewards  bool `protobuf:"varint,13,opt,name=token_rewards,json=tokenRewards,proto3" json:"token_rewards,omitempty"`
+	TokenRewards bool `protobuf:"varint,13,opt,name=token_rewards,json=tokenRewards,proto3" json:"token_rewards,omitempty"`
+	// Parts that make the sample complete: trajectories of this (index, attempt, sample), `part` 0 to `parts` - 1. 0 means 1.
+	Parts uint32 `protobuf:"varint,14,opt,name=parts,proto3" json:"parts,omitempty"`
+	// Path of the session that this trajectory is; absent if it belongs to no session.
+	Path *TrajectoryPath `protobuf:"bytes,15,opt,name=path,proto3" json:"path,omitempty"`
+	// Episode that started this one, e.g. as a sub-agent; absent if none did.
+	Parent        *EpisodeLink `protobuf:"bytes,16,opt,name=parent,proto3" json:"parent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -578,6 +584,146 @@ func (x *TrajectoryHeader) GetTokenRewards() bool {
 	return false
 }
 
+func (x *TrajectoryHeader) GetParts() uint32 {
+	if x != nil {
+		return x.Parts
+	}
+	return 0
+}
+
+func (x *TrajectoryHeader) GetPath() *TrajectoryPath {
+	if x != nil {
+		return x.Path
+	}
+	return nil
+}
+
+func (x *TrajectoryHeader) GetParent() *EpisodeLink {
+	if x != nil {
+		return x.Parent
+	}
+	return nil
+}
+
+// TrajectoryPath is the segments of a session (rollout.session.v1.Segment) that form a trajectory.
+type TrajectoryPath struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Session.
+	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Segments from the root to a leaf; each is the parent of the next.
+	SegmentIds    []string `protobuf:"bytes,2,rep,name=segment_ids,json=segmentIds,proto3" json:"segment_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TrajectoryPath) Reset() {
+	*x = TrajectoryPath{}
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TrajectoryPath) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TrajectoryPath) ProtoMessage() {}
+
+func (x *TrajectoryPath) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TrajectoryPath.ProtoReflect.Descriptor instead.
+func (*TrajectoryPath) Descriptor() ([]byte, []int) {
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *TrajectoryPath) GetSessionId() string {
+	if x != nil {
+		return x.SessionId
+	}
+	return ""
+}
+
+func (x *TrajectoryPath) GetSegmentIds() []string {
+	if x != nil {
+		return x.SegmentIds
+	}
+	return nil
+}
+
+// EpisodeLink points at the episode that started another one.
+type EpisodeLink struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Trajectory of the parent.
+	Key *TrajectoryKey `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// Session of the parent.
+	SessionId string `protobuf:"bytes,2,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// Last segment of the parent before the child began.
+	SegmentId     string `protobuf:"bytes,3,opt,name=segment_id,json=segmentId,proto3" json:"segment_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EpisodeLink) Reset() {
+	*x = EpisodeLink{}
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EpisodeLink) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EpisodeLink) ProtoMessage() {}
+
+func (x *EpisodeLink) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EpisodeLink.ProtoReflect.Descriptor instead.
+func (*EpisodeLink) Descriptor() ([]byte, []int) {
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *EpisodeLink) GetKey() *TrajectoryKey {
+	if x != nil {
+		return x.Key
+	}
+	return nil
+}
+
+func (x *EpisodeLink) GetSessionId() string {
+	if x != nil {
+		return x.SessionId
+	}
+	return ""
+}
+
+func (x *EpisodeLink) GetSegmentId() string {
+	if x != nil {
+		return x.SegmentId
+	}
+	return ""
+}
+
 // TrajectoryEnvelope is a header with its payload.
 type TrajectoryEnvelope struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -595,7 +741,7 @@ type TrajectoryEnvelope struct {
 
 func (x *TrajectoryEnvelope) Reset() {
 	*x = TrajectoryEnvelope{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[4]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -607,7 +753,7 @@ func (x *TrajectoryEnvelope) String() string {
 func (*TrajectoryEnvelope) ProtoMessage() {}
 
 func (x *TrajectoryEnvelope) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[4]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -620,7 +766,7 @@ func (x *TrajectoryEnvelope) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrajectoryEnvelope.ProtoReflect.Descriptor instead.
 func (*TrajectoryEnvelope) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{4}
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *TrajectoryEnvelope) GetHeader() *TrajectoryHeader {
@@ -662,7 +808,7 @@ type TrajectoryBatch struct {
 
 func (x *TrajectoryBatch) Reset() {
 	*x = TrajectoryBatch{}
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -674,7 +820,7 @@ func (x *TrajectoryBatch) String() string {
 func (*TrajectoryBatch) ProtoMessage() {}
 
 func (x *TrajectoryBatch) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[5]
+	mi := &file_rollout_trajectory_v1_trajectory_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -687,7 +833,7 @@ func (x *TrajectoryBatch) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrajectoryBatch.ProtoReflect.Descriptor instead.
 func (*TrajectoryBatch) Descriptor() ([]byte, []int) {
-	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{5}
+	return file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *TrajectoryBatch) GetTrajectories() []*TrajectoryEnvelope {
@@ -736,7 +882,7 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\x10teacher_logprobs\x18\x0f \x01(\fR\x0fteacherLogprobs\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\x89\x04\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\x96\x05\n" +
 	"\x10TrajectoryHeader\x12>\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12&\n" +
 	"\n" +
@@ -755,7 +901,21 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	" \x01(\rR\x10completionTokens\x12\x1b\n" +
 	"\tworker_id\x18\v \x01(\tR\bworkerId\x12\x10\n" +
 	"\x03row\x18\f \x01(\x04R\x03row\x12#\n" +
-	"\rtoken_rewards\x18\r \x01(\bR\ftokenRewards\"\xbd\x01\n" +
+	"\rtoken_rewards\x18\r \x01(\bR\ftokenRewards\x12\x14\n" +
+	"\x05parts\x18\x0e \x01(\rR\x05parts\x129\n" +
+	"\x04path\x18\x0f \x01(\v2%.rollout.trajectory.v1.TrajectoryPathR\x04path\x12:\n" +
+	"\x06parent\x18\x10 \x01(\v2\".rollout.trajectory.v1.EpisodeLinkR\x06parent\"c\n" +
+	"\x0eTrajectoryPath\x12&\n" +
+	"\n" +
+	"session_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tsessionId\x12)\n" +
+	"\vsegment_ids\x18\x02 \x03(\tB\b\xbaH\x05\x92\x01\x02\b\x01R\n" +
+	"segmentIds\"\x83\x01\n" +
+	"\vEpisodeLink\x126\n" +
+	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyR\x03key\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x02 \x01(\tR\tsessionId\x12\x1d\n" +
+	"\n" +
+	"segment_id\x18\x03 \x01(\tR\tsegmentId\"\xbd\x01\n" +
 	"\x12TrajectoryEnvelope\x12G\n" +
 	"\x06header\x18\x01 \x01(\v2'.rollout.trajectory.v1.TrajectoryHeaderB\x06\xbaH\x03\xc8\x01\x01R\x06header\x12\x18\n" +
 	"\apayload\x18\x02 \x01(\fR\apayload\x12\x1f\n" +
@@ -785,33 +945,38 @@ func file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_trajectory_v1_trajectory_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_trajectory_v1_trajectory_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_rollout_trajectory_v1_trajectory_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_rollout_trajectory_v1_trajectory_proto_goTypes = []any{
 	(Outcome)(0),               // 0: rollout.trajectory.v1.Outcome
 	(*TrajectoryKey)(nil),      // 1: rollout.trajectory.v1.TrajectoryKey
 	(*VersionSpan)(nil),        // 2: rollout.trajectory.v1.VersionSpan
 	(*Trajectory)(nil),         // 3: rollout.trajectory.v1.Trajectory
 	(*TrajectoryHeader)(nil),   // 4: rollout.trajectory.v1.TrajectoryHeader
-	(*TrajectoryEnvelope)(nil), // 5: rollout.trajectory.v1.TrajectoryEnvelope
-	(*TrajectoryBatch)(nil),    // 6: rollout.trajectory.v1.TrajectoryBatch
-	nil,                        // 7: rollout.trajectory.v1.Trajectory.MetricsEntry
-	(*v1.WeightsReceipt)(nil),  // 8: rollout.weights.v1.WeightsReceipt
+	(*TrajectoryPath)(nil),     // 5: rollout.trajectory.v1.TrajectoryPath
+	(*EpisodeLink)(nil),        // 6: rollout.trajectory.v1.EpisodeLink
+	(*TrajectoryEnvelope)(nil), // 7: rollout.trajectory.v1.TrajectoryEnvelope
+	(*TrajectoryBatch)(nil),    // 8: rollout.trajectory.v1.TrajectoryBatch
+	nil,                        // 9: rollout.trajectory.v1.Trajectory.MetricsEntry
+	(*v1.WeightsReceipt)(nil),  // 10: rollout.weights.v1.WeightsReceipt
 }
 var file_rollout_trajectory_v1_trajectory_proto_depIdxs = []int32{
-	1, // 0: rollout.trajectory.v1.Trajectory.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	2, // 1: rollout.trajectory.v1.Trajectory.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
-	7, // 2: rollout.trajectory.v1.Trajectory.metrics:type_name -> rollout.trajectory.v1.Trajectory.MetricsEntry
-	0, // 3: rollout.trajectory.v1.Trajectory.outcome:type_name -> rollout.trajectory.v1.Outcome
-	1, // 4: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	0, // 5: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
-	8, // 6: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	4, // 7: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
-	5, // 8: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
-	9, // [9:9] is the sub-list for method output_type
-	9, // [9:9] is the sub-list for method input_type
-	9, // [9:9] is the sub-list for extension type_name
-	9, // [9:9] is the sub-list for extension extendee
-	0, // [0:9] is the sub-list for field type_name
+	1,  // 0: rollout.trajectory.v1.Trajectory.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	2,  // 1: rollout.trajectory.v1.Trajectory.version_spans:type_name -> rollout.trajectory.v1.VersionSpan
+	9,  // 2: rollout.trajectory.v1.Trajectory.metrics:type_name -> rollout.trajectory.v1.Trajectory.MetricsEntry
+	0,  // 3: rollout.trajectory.v1.Trajectory.outcome:type_name -> rollout.trajectory.v1.Outcome
+	1,  // 4: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	0,  // 5: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
+	10, // 6: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	5,  // 7: rollout.trajectory.v1.TrajectoryHeader.path:type_name -> rollout.trajectory.v1.TrajectoryPath
+	6,  // 8: rollout.trajectory.v1.TrajectoryHeader.parent:type_name -> rollout.trajectory.v1.EpisodeLink
+	1,  // 9: rollout.trajectory.v1.EpisodeLink.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	4,  // 10: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
+	7,  // 11: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
+	12, // [12:12] is the sub-list for method output_type
+	12, // [12:12] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_rollout_trajectory_v1_trajectory_proto_init() }
@@ -825,7 +990,7 @@ func file_rollout_trajectory_v1_trajectory_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_trajectory_v1_trajectory_proto_rawDesc), len(file_rollout_trajectory_v1_trajectory_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

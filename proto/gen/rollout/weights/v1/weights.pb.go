@@ -391,6 +391,70 @@ func (x *WeightsReceipt) GetCacheEpoch() uint64 {
 	return 0
 }
 
+// EngineReceipt is the receipt of one engine of a worker. A worker with several engines reports each.
+type EngineReceipt struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the engine in the worker, e.g. `engine-0`.
+	Engine string `protobuf:"bytes,1,opt,name=engine,proto3" json:"engine,omitempty"`
+	// Weights version that the engine serves.
+	Version uint64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
+	// Digest computed by reading the tensors back from the engine, `blake3-<hex>`.
+	Digest        string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EngineReceipt) Reset() {
+	*x = EngineReceipt{}
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EngineReceipt) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EngineReceipt) ProtoMessage() {}
+
+func (x *EngineReceipt) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EngineReceipt.ProtoReflect.Descriptor instead.
+func (*EngineReceipt) Descriptor() ([]byte, []int) {
+	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *EngineReceipt) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *EngineReceipt) GetVersion() uint64 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *EngineReceipt) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
 // WeightsOffer is one form of a version and where it is to be had.
 type WeightsOffer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -416,7 +480,7 @@ type WeightsOffer struct {
 
 func (x *WeightsOffer) Reset() {
 	*x = WeightsOffer{}
-	mi := &file_rollout_weights_v1_weights_proto_msgTypes[4]
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -428,7 +492,7 @@ func (x *WeightsOffer) String() string {
 func (*WeightsOffer) ProtoMessage() {}
 
 func (x *WeightsOffer) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_weights_v1_weights_proto_msgTypes[4]
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -441,7 +505,7 @@ func (x *WeightsOffer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsOffer.ProtoReflect.Descriptor instead.
 func (*WeightsOffer) Descriptor() ([]byte, []int) {
-	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{4}
+	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *WeightsOffer) GetVersion() uint64 {
@@ -519,7 +583,7 @@ type FetchWeightsRequest struct {
 
 func (x *FetchWeightsRequest) Reset() {
 	*x = FetchWeightsRequest{}
-	mi := &file_rollout_weights_v1_weights_proto_msgTypes[5]
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -531,7 +595,7 @@ func (x *FetchWeightsRequest) String() string {
 func (*FetchWeightsRequest) ProtoMessage() {}
 
 func (x *FetchWeightsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_weights_v1_weights_proto_msgTypes[5]
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -544,7 +608,7 @@ func (x *FetchWeightsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FetchWeightsRequest.ProtoReflect.Descriptor instead.
 func (*FetchWeightsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{5}
+	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *FetchWeightsRequest) GetRunId() string {
@@ -599,7 +663,7 @@ type FetchWeightsResponse struct {
 
 func (x *FetchWeightsResponse) Reset() {
 	*x = FetchWeightsResponse{}
-	mi := &file_rollout_weights_v1_weights_proto_msgTypes[6]
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -611,7 +675,7 @@ func (x *FetchWeightsResponse) String() string {
 func (*FetchWeightsResponse) ProtoMessage() {}
 
 func (x *FetchWeightsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_weights_v1_weights_proto_msgTypes[6]
+	mi := &file_rollout_weights_v1_weights_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -624,7 +688,7 @@ func (x *FetchWeightsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FetchWeightsResponse.ProtoReflect.Descriptor instead.
 func (*FetchWeightsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{6}
+	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *FetchWeightsResponse) GetOffset() uint64 {
@@ -682,7 +746,11 @@ const file_rollout_weights_v1_weights_proto_rawDesc = "" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x12\x16\n" +
 	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x1f\n" +
 	"\vcache_epoch\x18\x03 \x01(\x04R\n" +
-	"cacheEpoch\"\xa2\x02\n" +
+	"cacheEpoch\"b\n" +
+	"\rEngineReceipt\x12\x1f\n" +
+	"\x06engine\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06engine\x12\x18\n" +
+	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x16\n" +
+	"\x06digest\x18\x03 \x01(\tR\x06digest\"\xa2\x02\n" +
 	"\fWeightsOffer\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x124\n" +
 	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x123\n" +
@@ -729,16 +797,17 @@ func file_rollout_weights_v1_weights_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_weights_v1_weights_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_weights_v1_weights_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_rollout_weights_v1_weights_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_rollout_weights_v1_weights_proto_goTypes = []any{
 	(WeightsForm)(0),             // 0: rollout.weights.v1.WeightsForm
 	(*WeightsManifest)(nil),      // 1: rollout.weights.v1.WeightsManifest
 	(*Tensor)(nil),               // 2: rollout.weights.v1.Tensor
 	(*WeightsFile)(nil),          // 3: rollout.weights.v1.WeightsFile
 	(*WeightsReceipt)(nil),       // 4: rollout.weights.v1.WeightsReceipt
-	(*WeightsOffer)(nil),         // 5: rollout.weights.v1.WeightsOffer
-	(*FetchWeightsRequest)(nil),  // 6: rollout.weights.v1.FetchWeightsRequest
-	(*FetchWeightsResponse)(nil), // 7: rollout.weights.v1.FetchWeightsResponse
+	(*EngineReceipt)(nil),        // 5: rollout.weights.v1.EngineReceipt
+	(*WeightsOffer)(nil),         // 6: rollout.weights.v1.WeightsOffer
+	(*FetchWeightsRequest)(nil),  // 7: rollout.weights.v1.FetchWeightsRequest
+	(*FetchWeightsResponse)(nil), // 8: rollout.weights.v1.FetchWeightsResponse
 }
 var file_rollout_weights_v1_weights_proto_depIdxs = []int32{
 	2, // 0: rollout.weights.v1.WeightsManifest.tensors:type_name -> rollout.weights.v1.Tensor
@@ -746,8 +815,8 @@ var file_rollout_weights_v1_weights_proto_depIdxs = []int32{
 	0, // 2: rollout.weights.v1.WeightsManifest.form:type_name -> rollout.weights.v1.WeightsForm
 	0, // 3: rollout.weights.v1.WeightsOffer.form:type_name -> rollout.weights.v1.WeightsForm
 	0, // 4: rollout.weights.v1.FetchWeightsRequest.form:type_name -> rollout.weights.v1.WeightsForm
-	6, // 5: rollout.weights.v1.WeightsService.FetchWeights:input_type -> rollout.weights.v1.FetchWeightsRequest
-	7, // 6: rollout.weights.v1.WeightsService.FetchWeights:output_type -> rollout.weights.v1.FetchWeightsResponse
+	7, // 5: rollout.weights.v1.WeightsService.FetchWeights:input_type -> rollout.weights.v1.FetchWeightsRequest
+	8, // 6: rollout.weights.v1.WeightsService.FetchWeights:output_type -> rollout.weights.v1.FetchWeightsResponse
 	6, // [6:7] is the sub-list for method output_type
 	5, // [5:6] is the sub-list for method input_type
 	5, // [5:5] is the sub-list for extension type_name
@@ -766,7 +835,7 @@ func file_rollout_weights_v1_weights_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_weights_v1_weights_proto_rawDesc), len(file_rollout_weights_v1_weights_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   7,
+			NumMessages:   8,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
