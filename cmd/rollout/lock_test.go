@@ -49,11 +49,11 @@ func TestPlanProblems(t *testing.T) {
 			return []byte("name = \"addition\"\n")
 		},
 		"not-a-plan": func(*testing.T, string, []byte) []byte { return []byte("{\"name\": \"addition\"}\n") },
-		"newer-format": func(t *testing.T, _ string, data []byte) []byte {
-			return replace(t, data, `"format": 1`, `"format": 2`)
+		"other-format": func(t *testing.T, _ string, data []byte) []byte {
+			return replace(t, data, `"format": 2`, `"format": 1`)
 		},
 		"unknown-field": func(t *testing.T, _ string, data []byte) []byte {
-			return replace(t, data, `"format": 1,`, "\"format\": 1,\n  \"frobnicate\": true,")
+			return replace(t, data, `"format": 2,`, "\"format\": 2,\n  \"frobnicate\": true,")
 		},
 		"edited": func(t *testing.T, _ string, data []byte) []byte {
 			return replace(t, data, `"groups_per_step": 4`, `"groups_per_step": 8`)

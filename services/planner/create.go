@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/reward"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -75,7 +76,7 @@ func (d *draft) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 		}
 		return strings.Compare(a.GetPath(), b.GetPath())
 	})
-	plan := &planv1.Plan{Format: lock.Format, Config: d.Config, Inputs: d.inputs, Packages: packages}
+	plan := &planv1.Plan{Format: planformat.Format, Config: d.Config, Inputs: d.inputs, Packages: packages}
 	data, err := lock.Write(plan)
 	return plan, data, err
 }

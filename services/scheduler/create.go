@@ -75,7 +75,9 @@ func (s *service) verify(ctx context.Context, lock []byte, baseDir string) (*pla
 	bad, n := ErrPlanChanged, len(resp.GetProblems())
 	switch {
 	case resp.GetPlan() == nil:
-		bad = ErrPlanUnreadable
+		if bad = ErrPlanUnreadable; n > 0 && resp.GetProblems()[0].GetReason() == ErrPlanFormat.Reason() {
+			bad = ErrPlanFormat
+		}
 	case n == 0:
 		return resp.GetPlan(), nil
 	case n == 1:

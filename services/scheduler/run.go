@@ -70,8 +70,13 @@ var (
 	ErrPlanChanged = rpcerr.New(codes.FailedPrecondition, "PLAN_INPUTS_CHANGED", "what the plan pins has changed since").
 			Fix("restore it, or make the plan anew with `rollout plan`")
 	ErrPlanUnreadable = rpcerr.New(codes.InvalidArgument, "PLAN_UNREADABLE", "the plan can't be read").Fix("make it anew with `rollout plan`")
-	ErrSnapshotKind   = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_NOT_RESTORABLE", "only train_state snapshots can be started from").
-				Fix("`rollout snapshot list` shows the kind of each")
+	ErrPlanFormat     = rpcerr.New(codes.FailedPrecondition, "PLAN_FORMAT", "the plan has another format").
+				Fix("create it again with `rollout plan`, or use the version of rollout that wrote it")
+	// ErrStateFormat says that the state holds runs of plans that this version cannot read.
+	ErrStateFormat = rpcerr.New(codes.FailedPrecondition, "STATE_FORMAT", "the state holds runs with plans of another format").
+			Fix("finish or delete these runs with the version of rollout that created them, or start with an empty state folder")
+	ErrSnapshotKind = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_NOT_RESTORABLE", "only train_state snapshots can be started from").
+			Fix("`rollout snapshot list` shows the kind of each")
 	ErrNothingToDo = rpcerr.New(codes.FailedPrecondition, "NO_STEPS_LEFT", "the snapshot has all the steps that the plan wants")
 	ErrCursor      = rpcerr.New(codes.Aborted, "CURSOR_MOVED", "another process issues for this run")
 	ErrStopping    = rpcerr.New(codes.Unavailable, rpcerr.ReasonDraining, "the scheduler is going away").RetryAfter(time.Second)

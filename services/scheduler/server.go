@@ -29,9 +29,13 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if err := deps.check(); err != nil {
 		return nil, err
 	}
+	ctx := context.Background()
+	if err := checkFormats(ctx, deps.Store); err != nil {
+		return nil, err
+	}
 	s := &Server{svc: newService(cfg, deps), caughtUp: make(chan struct{})}
 	var err error
-	s.left, err = s.svc.left(context.Background())
+	s.left, err = s.svc.left(ctx)
 	return s, err
 }
 

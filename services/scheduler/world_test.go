@@ -20,6 +20,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/id"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -170,7 +171,7 @@ func plan(steps uint64, mode string, staleness uint32, sft bool) *planv1.Plan {
 	if sft {
 		c.Algorithm = &configv1.AlgorithmConfig{Kind: &configv1.AlgorithmConfig_Sft{Sft: &configv1.SftConfig{}}}
 	}
-	return &planv1.Plan{Format: 1, PlanId: id.Content([]byte("plan")), Config: c}
+	return &planv1.Plan{Format: planformat.Format, PlanId: id.Content([]byte("plan")), Config: c}
 }
 
 // create makes a run of a plan.

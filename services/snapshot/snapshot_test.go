@@ -109,7 +109,7 @@ type scheduler struct{ created *runv1.CreateRunRequest }
 
 func (s *scheduler) GetRun(_ context.Context, in *runv1.GetRunRequest, _ ...grpc.CallOption) (*runv1.GetRunResponse, error) {
 	name := "origin"
-	plan := &planv1.Plan{Format: 1, Config: &configv1.RunConfig{Name: &name}}
+	plan := &planv1.Plan{Format: 2, Config: &configv1.RunConfig{Name: &name}}
 	return &runv1.GetRunResponse{Status: &runv1.RunStatus{Run: &runv1.Run{RunId: in.GetRunId(), Plan: plan, BaseDir: "/data"}}}, nil
 }
 
@@ -205,7 +205,7 @@ func TestASnapshotThatARunBeganFromStays(t *testing.T) {
 		t.Fatalf("restored %v, %v", resp, err)
 	}
 	got := w.scheduler.created
-	if got.GetFromSnapshot() != first.GetSnapshotId() || got.GetBaseDir() != "/data" || string(got.GetLock()) != `{"config":{"name":"origin"},"format":1}` {
+	if got.GetFromSnapshot() != first.GetSnapshotId() || got.GetBaseDir() != "/data" || string(got.GetLock()) != `{"config":{"name":"origin"},"format":2}` {
 		t.Fatalf("asked for %v", got)
 	}
 	w.take(t, 2, 1, "b")

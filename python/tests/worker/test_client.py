@@ -35,7 +35,7 @@ class Planner(PlannerServiceServicer):
             problem = plan_pb2.Problem(file="run.toml", line=3, column=1, message="unknown key", fix="remove it")
             return plan_pb2.CreatePlanResponse(problems=[problem, problem])
         lock = json.dumps([request.source.base_dir, list(request.source.set)]).encode()
-        return plan_pb2.CreatePlanResponse(plan=plan_pb2.Plan(format=1), lock=lock)
+        return plan_pb2.CreatePlanResponse(plan=plan_pb2.Plan(format=2), lock=lock)
 
 
 class Scheduler(SchedulerServiceServicer):

@@ -89,6 +89,9 @@ var traitRules = []traitRule{
 
 // traits checks the rules that depend on the algorithm.
 func (r *Reading) traits() {
+	if algorithm.Name(r.Config) == "" {
+		return
+	}
 	traits := algorithm.Traits(r.Config)
 	for _, rule := range traitRules {
 		if rule.broken(r.Config, traits) {

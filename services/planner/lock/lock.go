@@ -17,14 +17,12 @@ import (
 
 	"buf.build/go/protovalidate"
 	"github.com/rollout-rl/rollout/libs/id"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 )
-
-// Format is the version that this code writes and reads.
-const Format = 1
 
 // Write sets the plan's id and returns the bytes of its file.
 func Write(plan *planv1.Plan) ([]byte, error) {
@@ -75,9 +73,11 @@ func Read(data []byte, name string) (*planv1.Plan, []*planv1.Problem) {
 		return nil, bad(1, 1, "the file is no plan: "+err.Error(), "name a file that `rollout plan` wrote")
 	case head.Format == nil:
 		return nil, bad(1, 1, "the file is no plan: it has no `format`", "name a file that `rollout plan` wrote")
-	case head.Format.String() != strconv.Itoa(Format):
-		return nil, bad(1, 1, fmt.Sprintf("the plan has format %s; this version of rollout reads format %d", *head.Format, Format),
-			"make it anew with `rollout plan`, or use the version of rollout that wrote it")
+	case head.Format.String() != strconv.Itoa(planformat.Format):
+		problems := bad(1, 1, fmt.Sprintf("the plan has format %s; this version of rollout reads format %d", *head.Format, planformat.Format),
+			"create it again with `rollout plan`, or use the version of rollout that wrote it")
+		problems[0].Reason = problem.PlanFormat
+		return nil, problems
 	}
 	plan := &planv1.Plan{}
 	if err := protojson.Unmarshal(data, plan); err != nil {

@@ -3,18 +3,21 @@ package lock
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"strings"
 	"testing"
 
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/problem"
 	"google.golang.org/protobuf/proto"
 )
 
 func plan() *planv1.Plan {
 	digest := "blake3-" + strings.Repeat("0f", 32)
 	return &planv1.Plan{
-		Format: Format,
+		Format: planformat.Format,
 		Config: &configv1.RunConfig{
 			Name: proto.String("a"), Seed: proto.Uint64(1<<53 - 1), Model: &configv1.ModelConfig{Path: proto.String("m")},
 			Data:      &configv1.DataConfig{Train: proto.String("d")},
@@ -86,5 +89,19 @@ func TestAConfigIsNoPlan(t *testing.T) {
 	_, problems := Read([]byte("name = \"a\"\n"), "a.toml")
 	if len(problems) != 1 || !strings.Contains(problems[0].GetFix(), "--config") {
 		t.Errorf("%v", problems)
+	}
+}
+
+func TestPlansOfAnotherFormatAreRefused(t *testing.T) {
+	t.Parallel()
+	if rule := fmt.Sprint((&planv1.Plan{}).ProtoReflect().Descriptor().Fields().ByName("format").Options()); !strings.Contains(rule, fmt.Sprintf("const:%d", planformat.Format)) {
+		t.Errorf("the contract has another format: %s", rule)
+	}
+	for _, format := range []int{1, planformat.Format + 1} {
+		data := fmt.Sprintf(`{"format": %d, "config": {"algorithm": {"grpo": {"clip_low": 0.2}}}}`, format)
+		got, problems := Read([]byte(data), "plan.lock")
+		if got != nil || len(problems) != 1 || problems[0].GetReason() != problem.PlanFormat || !strings.Contains(problems[0].GetFix(), "`rollout plan`") {
+			t.Errorf("format %d: %v, %v", format, got, problems)
+		}
 	}
 }

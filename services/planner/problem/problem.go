@@ -26,6 +26,7 @@ const (
 	ContextTooLong = "CONTEXT_TOO_LONG" // a prompt leaves no room for its completion
 	Probe          = "PROBE_FAILED"     // the Python probe itself could not run
 	BadPlan        = "BAD_PLAN"         // a plan file is damaged
+	PlanFormat     = "PLAN_FORMAT"      // a plan has another format
 	InputChanged   = "INPUT_CHANGED"    // an input is another one than the plan pins
 	PackageMissing = "PACKAGE_MISSING"  // a package that the workers need is not installed
 	PackageChanged = "PACKAGE_CHANGED"  // a package is of another version than the plan pins

@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
@@ -35,7 +36,7 @@ func Run(t *testing.T, open func(t *testing.T) scheduler.Store) {
 
 // Sample is a run's record.
 func Sample(id, name string, state scheduler.State) *scheduler.Run {
-	return &scheduler.Run{RunId: id, Name: name, State: state, Plan: &planv1.Plan{Format: 1}, Incarnation: 1}
+	return &scheduler.Run{RunId: id, Name: name, State: state, Plan: &planv1.Plan{Format: planformat.Format}, Incarnation: 1}
 }
 
 func create(t *testing.T, s scheduler.Store, id, name string, state scheduler.State) *scheduler.Run {

@@ -84,7 +84,7 @@ class Plan(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     PACKAGES_FIELD_NUMBER: _builtins.int
     format: _builtins.int
-    """Version of this format: 1."""
+    """Version of this format: 2. Plans of another format are refused."""
     plan_id: _builtins.str
     """`blake3-<hex>` over the canonical JSON of the plan without this field."""
     @_builtins.property

@@ -89,7 +89,7 @@ func (InputRole) EnumDescriptor() ([]byte, []int) {
 // Plan is the content of `plan.lock`: canonical (the same inputs give the same bytes) and content-addressed.
 type Plan struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Version of this format: 1.
+	// Version of this format: 2. Plans of another format are refused.
 	Format uint32 `protobuf:"varint,1,opt,name=format,proto3" json:"format,omitempty"`
 	// `blake3-<hex>` over the canonical JSON of the plan without this field.
 	PlanId string `protobuf:"bytes,2,opt,name=plan_id,json=planId,proto3" json:"plan_id,omitempty"`
@@ -905,7 +905,7 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\n" +
 	"\x1arollout/plan/v1/plan.proto\x12\x0frollout.plan.v1\x1a\x1bbuf/validate/validate.proto\x1a\"rollout/config/v1/run_config.proto\"\xd4\x02\n" +
 	"\x04Plan\x12\x1f\n" +
-	"\x06format\x18\x01 \x01(\rB\a\xbaH\x04*\x02\b\x01R\x06format\x125\n" +
+	"\x06format\x18\x01 \x01(\rB\a\xbaH\x04*\x02\b\x02R\x06format\x125\n" +
 	"\aplan_id\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06planId\x12<\n" +
 	"\x06config\x18\x03 \x01(\v2\x1c.rollout.config.v1.RunConfigB\x06\xbaH\x03\xc8\x01\x01R\x06config\x128\n" +
 	"\x06inputs\x18\x04 \x03(\v2\x16.rollout.plan.v1.InputB\b\xbaH\x05\x92\x01\x02\b\x01R\x06inputs\x12?\n" +
