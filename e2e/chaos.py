@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import shutil
 import signal
 import sys
@@ -71,6 +72,11 @@ class Tally:
         staging = self.path.with_suffix(".tmp")
         staging.write_text(json.dumps(kept, indent=1))
         staging.rename(self.path)
+
+    def workers_killed(self) -> int:
+        """The number of faults that killed a worker."""
+        killed = re.compile(r"kill -9 (inference|learner|reward)-\d+")
+        return sum(count for name, count in self.by_victim.items() if killed.fullmatch(name))
 
     def print(self, shape: str, seed: int, replayed: bool) -> None:
         print(f"\n{shape}, seed {seed}: {self.kills} faults in {self.rounds} runs, {self.seconds:.0f} s")
@@ -170,6 +176,9 @@ def main() -> int:
             print(f"round {tally.rounds + 1} of seed {given.seed} failed; everything is left in {folder}", file=sys.stderr)
             raise
     tally.print(f"{given.shape}, {'torch' if given.torch else 'no model'}", given.seed, bool(given.asynchronous))
+    if given.kills and not tally.workers_killed():
+        print(f"no worker was killed in {tally.kills} faults: run more faults (KILLS=n) or another SEED", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -58,8 +58,9 @@ type Snapshots interface {
 	MaterializeSnapshot(ctx context.Context, in *snapshotv1.MaterializeSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.MaterializeSnapshotResponse, error)
 }
 
-// Scheduler records how a run ended.
+// Scheduler owns runs and their worker processes.
 type Scheduler interface {
+	VerifyWorkers(ctx context.Context, in *runv1.VerifyWorkersRequest, opts ...grpc.CallOption) (*runv1.VerifyWorkersResponse, error)
 	CompleteRun(ctx context.Context, in *runv1.CompleteRunRequest, opts ...grpc.CallOption) (*runv1.CompleteRunResponse, error)
 }
 

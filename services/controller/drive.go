@@ -69,10 +69,11 @@ func (d *drive) run(life context.Context) {
 	watch, unwatch := context.WithCancel(life)
 	var wg sync.WaitGroup
 	defer func() { unwatch(); wg.Wait() }()
-	workers := d.deps.Registry.Watch(watch, names.WorkerService("inference"))
+	launched := launchedRegistry{d.deps.Registry, d.deps.Scheduler, d.spec.GetRunId(), d.spec.GetIncarnation(), d.cfg.Retry}
+	workers := launched.Watch(watch, names.WorkerService("inference"))
 	wg.Go(func() { d.fleet.serve(watch, workers) })
 
-	err := d.drive(work, &learners{settings: d.settings, updates: d.deps.Registry.Watch(watch, names.WorkerService("learner"))})
+	err := d.drive(work, &learners{settings: d.settings, updates: launched.Watch(watch, names.WorkerService("learner"))})
 	if life.Err() != nil {
 		d.record.save(context.WithoutCancel(life), true)
 		return

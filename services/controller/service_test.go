@@ -3,6 +3,7 @@ package controller
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
@@ -126,6 +127,10 @@ func (w *world) MaterializeSnapshot(_ context.Context, in *snapshotv1.Materializ
 }
 
 // Scheduler, store, events.
+
+func (w *world) VerifyWorkers(_ context.Context, in *runv1.VerifyWorkersRequest, _ ...grpc.CallOption) (*runv1.VerifyWorkersResponse, error) {
+	return &runv1.VerifyWorkersResponse{Accepted: slices.Repeat([]bool{true}, len(in.GetWorkers()))}, nil
+}
 
 func (w *world) CompleteRun(_ context.Context, in *runv1.CompleteRunRequest, _ ...grpc.CallOption) (*runv1.CompleteRunResponse, error) {
 	effect, err := w.at("CompleteRun")

@@ -196,7 +196,7 @@ func (w *world) announce() {
 	defer w.mu.Unlock()
 	instance := func(name, address string) []discovery.Instance {
 		return []discovery.Instance{{Name: name, ID: address, Address: address, Meta: map[string]string{
-			"run": run, "incarnation": "1", "worker": address, "process": address,
+			"run": run, "incarnation": "1", "worker": address, "process": address, "rank": "0",
 		}}}
 	}
 	for _, s := range w.watches {

@@ -27,17 +27,18 @@ type absence struct {
 // workerView is one worker as supervisor, registry and the worker itself describe it.
 type workerView struct {
 	kind     string
-	pid      int // 0 while no process runs
+	process  string // id that the launcher gave; "" while no process runs
+	pid      int    // of that process, for people; 0 where the launcher has none
+	nonce    string // secret of the newest launch
 	restarts int
 	why      string // of the last exit
-	address  string // "" until registered
+	address  string // "" until the launched process registered
 	served   bool   // this process was registered once
-	dataPID  string // process that the registration speaks of
 	status   *inferencev1.GetInferenceStatusResponse
 }
 
 func (w workerView) healthy() bool {
-	return w.pid != 0 && w.address != "" && w.dataPID == fmt.Sprint(w.pid)
+	return w.process != "" && w.address != ""
 }
 
 func newCrowd() crowd {
@@ -88,7 +89,7 @@ func (c *crowd) absent() *absence {
 		if w.served {
 			what = cause{"worker", "WORKER_UNREGISTERED", "to come back or end: it left the registry (worker process)"}
 		}
-		if w.pid == 0 {
+		if w.process == "" {
 			what = cause{"scheduler", "WORKER_STARTING", "to be started (scheduler)"}
 			if w.why != "" {
 				what = cause{"scheduler", "WORKER_RESTARTING", "to be started again (scheduler): it " + w.why}

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/worker"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
@@ -25,13 +26,14 @@ type launcher struct {
 }
 
 type process struct {
-	l    *launcher
-	pid  int
-	name string
-	spec *runv1.WorkerSpec
-	done chan struct{}
-	exit launch.Exit
-	once sync.Once
+	l     *launcher
+	pid   int
+	proof string
+	name  string
+	spec  *runv1.WorkerSpec
+	done  chan struct{}
+	exit  launch.Exit
+	once  sync.Once
 }
 
 func (l *launcher) Launch(c launch.Command) (launch.Process, error) {
@@ -54,6 +56,7 @@ func (l *launcher) Launch(c launch.Command) (launch.Process, error) {
 		defer l.onLaunch(spec)
 	}
 	p := &process{l: l, pid: 1000 + len(l.specs), name: spec.GetKind() + "-worker", spec: spec, done: make(chan struct{})}
+	p.proof = worker.Proof(spec.GetNonce(), spec.GetWorkerId(), 0, fmt.Sprintf("host:%d", p.pid))
 	if l.running == nil {
 		l.running = map[int]*process{}
 	}
@@ -62,7 +65,8 @@ func (l *launcher) Launch(c launch.Command) (launch.Process, error) {
 		return append(list, discovery.Instance{
 			Name: p.name, ID: p.id(), Address: fmt.Sprintf("host:%d", p.pid),
 			Meta: map[string]string{
-				"run": spec.GetRunId(), "worker": spec.GetWorkerId(), "incarnation": fmt.Sprint(spec.GetIncarnation()), "pid": fmt.Sprint(p.pid),
+				worker.MetaRun: spec.GetRunId(), worker.MetaWorker: spec.GetWorkerId(), worker.MetaIncarnation: fmt.Sprint(spec.GetIncarnation()),
+				worker.MetaRank: "0", worker.MetaProof: p.proof, worker.MetaPID: "1", // as under torchrun: the process that registers is another one
 			},
 		})
 	})
@@ -75,7 +79,7 @@ func (p *process) end(e launch.Exit) {
 	p.once.Do(func() {
 		p.l.registry.change(p.name, func(list []discovery.Instance) (left []discovery.Instance) {
 			for _, in := range list {
-				if in.Meta["pid"] != fmt.Sprint(p.pid) {
+				if in.Meta[worker.MetaProof] != p.proof {
 					left = append(left, in)
 				}
 			}
@@ -89,6 +93,7 @@ func (p *process) end(e launch.Exit) {
 	})
 }
 
+func (p *process) ID() string            { return fmt.Sprint("process-", p.pid) }
 func (p *process) PID() int              { return p.pid }
 func (p *process) Done() <-chan struct{} { return p.done }
 func (p *process) Exit() launch.Exit     { <-p.done; return p.exit }

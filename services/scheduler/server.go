@@ -203,6 +203,14 @@ func (s internalServer) CompleteRun(ctx context.Context, req *runv1.CompleteRunR
 	return &runv1.CompleteRunResponse{}, nil
 }
 
+// VerifyWorkers implements the contract.
+func (s internalServer) VerifyWorkers(_ context.Context, req *runv1.VerifyWorkersRequest) (*runv1.VerifyWorkersResponse, error) {
+	if c := s.svc.conductor(req.GetRunId()); c != nil && c.incarnation == req.GetIncarnation() {
+		return &runv1.VerifyWorkersResponse{Accepted: c.verifyWorkers(req.GetWorkers())}, nil
+	}
+	return &runv1.VerifyWorkersResponse{Accepted: make([]bool, len(req.GetWorkers()))}, nil
+}
+
 // GetCursor implements the contract.
 func (s internalServer) GetCursor(ctx context.Context, req *runv1.GetCursorRequest) (*runv1.GetCursorResponse, error) {
 	run, err := s.svc.Store.Get(ctx, req.GetRunId())

@@ -37,7 +37,7 @@ func TestSinksThatCrashDisturbNothing(t *testing.T) {
 		<-failed
 	}
 	for _, why := range w.events.of("sink.failed", "error") {
-		if why != "left with exit code 1; its last line: ImportError: no wandb" {
+		if why != "exited with code 1; its last line: ImportError: no wandb" {
 			t.Error(why)
 		}
 	}

@@ -77,7 +77,7 @@ func (v *view) workerList() []*runv1.Worker {
 	for _, id := range slices.Sorted(maps.Keys(v.crowd.workers)) {
 		w := v.crowd.workers[id]
 		m := &runv1.Worker{
-			WorkerId: id, Kind: w.kind, Address: w.address, Healthy: w.healthy(), Pid: uint32(w.pid), Restarts: uint32(w.restarts),
+			WorkerId: id, Kind: w.kind, Address: w.address, Healthy: w.healthy(), ProcessId: w.process, Pid: uint32(w.pid), Restarts: uint32(w.restarts),
 			Activity: w.activity(),
 		}
 		if w.kind == "learner" {
@@ -95,9 +95,9 @@ func (v *view) workerList() []*runv1.Worker {
 
 func (w workerView) activity() string {
 	switch {
-	case w.pid == 0 && w.why != "":
+	case w.process == "" && w.why != "":
 		return "is started again: it " + w.why
-	case w.pid == 0:
+	case w.process == "":
 		return "is being started"
 	case !w.healthy():
 		return "starts and loads the model"

@@ -28,8 +28,8 @@ func TestWaits(t *testing.T) {
 		v.crowd.put("inference-0", workerView{kind: "inference"})
 	})
 	step(1, "inference-0 and learner-0 to load the model (worker process)", func() {
-		v.crowd.put("learner-0", workerView{kind: "learner", pid: 7})
-		v.crowd.put("inference-0", workerView{kind: "inference", pid: 8})
+		v.crowd.put("learner-0", workerView{kind: "learner", process: "p7"})
+		v.crowd.put("inference-0", workerView{kind: "inference", process: "p8"})
 	})
 	step(5, "inference-0 and learner-0 to load the model (worker process)", func() {})
 	if since := v.status().GetWaitingSince().AsTime(); !since.Equal(noon.Add(time.Second)) {
@@ -44,8 +44,8 @@ func TestWaits(t *testing.T) {
 		v.crowd.put("inference-0", workerView{kind: "inference", why: "left with code 1"})
 	})
 	step(7, "a learner worker (scheduler starts it)", func() { // the controller has not seen it yet
-		v.crowd.put("learner-0", workerView{kind: "learner", pid: 7, address: "host:1", dataPID: "7"})
-		v.crowd.put("inference-0", workerView{kind: "inference", pid: 8, address: "host:2", dataPID: "8"})
+		v.crowd.put("learner-0", workerView{kind: "learner", process: "p7", address: "host:1"})
+		v.crowd.put("inference-0", workerView{kind: "inference", process: "p8", address: "host:2"})
 	})
 	step(8, "", func() { v.progress = &learnerv1.Progress{} })
 	if since := v.status().GetWaitingSince(); since != nil {
@@ -76,7 +76,7 @@ func TestCrowdWakesForOneWorker(t *testing.T) {
 	c.put("a", workerView{kind: "inference"})
 	c.put("b", workerView{kind: "inference"})
 	woken := c.changes("a")
-	c.put("b", workerView{kind: "inference", pid: 3})
+	c.put("b", workerView{kind: "inference", process: "p3"})
 	c.put("a", workerView{kind: "inference", status: &inferencev1.GetInferenceStatusResponse{Samples: 5}})
 	select {
 	case <-woken:
@@ -84,7 +84,7 @@ func TestCrowdWakesForOneWorker(t *testing.T) {
 	default:
 	}
 	told := c.absent()
-	c.put("a", workerView{kind: "inference", pid: 4})
+	c.put("a", workerView{kind: "inference", process: "p4"})
 	select {
 	case <-woken:
 	default:

@@ -192,7 +192,7 @@ func (c *conductor) poll(ctx context.Context) {
 				return // the registry says soon whether it is gone
 			}
 			c.change(id, func(now *workerView) {
-				if now.pid == w.pid {
+				if now.process == w.process {
 					now.status = status
 				}
 			})

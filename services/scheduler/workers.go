@@ -15,8 +15,8 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/rollout-rl/rollout/libs/atomicfile"
-	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/reward"
+	"github.com/rollout-rl/rollout/libs/worker"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -46,11 +46,11 @@ func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
 		out = append(out, &launch.Supervisor{
 			Worker: id, Launcher: c.svc.Launcher, Limits: limits, Observer: c,
 			Prepare: func(context.Context) (launch.Command, error) { return c.command(id, kind) },
-			Registered: func(ctx context.Context, pid int) error {
-				return c.until(ctx, id, func(w workerView) bool { return w.pid == pid && w.healthy() })
+			Registered: func(ctx context.Context, process string) error {
+				return c.until(ctx, id, func(w workerView) bool { return w.process == process && w.healthy() })
 			},
-			Absent: func(ctx context.Context, pid int, patience time.Duration) error {
-				return c.absent(ctx, id, pid, patience)
+			Absent: func(ctx context.Context, process string, timeout time.Duration) error {
+				return c.absent(ctx, id, process, timeout)
 			},
 		})
 	}
@@ -68,10 +68,17 @@ func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
 func (c *conductor) command(id, kind string) (launch.Command, error) {
 	run, w := c.record(), c.svc.cfg.Worker
 	spec := c.spec(run, id, kind)
+	spec.Nonce = worker.NewNonce()
 	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(spec)
 	if err != nil {
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
 	}
+	c.update(func(v *view) {
+		if w, supervised := v.crowd.workers[id]; supervised {
+			w.nonce, w.address = spec.GetNonce(), ""
+			v.crowd.put(id, w)
+		}
+	})
 	base := filepath.Join(run.GetDirectory(), "workers", id)
 	if err := atomicfile.Write(base+".json", text, 0o600); err != nil {
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
@@ -158,20 +165,34 @@ func (c *conductor) newestWeights(run *Run) (folder string, version uint64) {
 	return folder, version
 }
 
+// verifyWorkers reports which registrations belong to the newest launch of their worker.
+func (c *conductor) verifyWorkers(registrations []*runv1.WorkerRegistration) []bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	accepted := make([]bool, len(registrations))
+	for n, r := range registrations {
+		claim := worker.Registration{Worker: r.GetWorkerId(), Rank: int(r.GetRank()), Address: r.GetAddress(), Proof: r.GetProof()}
+		accepted[n] = claim.Valid(c.view.crowd.workers[r.GetWorkerId()].nonce)
+	}
+	return accepted
+}
+
 // watchRegistry takes the registered workers of a kind into the view.
 func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
 	incarnation := fmt.Sprint(c.record().GetIncarnation())
 	for list := range c.svc.Registry.Watch(ctx, names.WorkerService(kind)) {
 		c.update(func(v *view) {
-			here := map[string]discovery.Instance{}
-			for _, instance := range list {
-				if instance.Meta["run"] == c.id && instance.Meta["incarnation"] == incarnation {
-					here[instance.Meta["worker"]] = instance
+			here := map[string]worker.Registration{}
+			for _, in := range list {
+				if r := worker.RegistrationOf(in); in.Meta[worker.MetaRun] == c.id && in.Meta[worker.MetaIncarnation] == incarnation && r.Rank == 0 {
+					here[r.Worker] = r
 				}
 			}
 			for id, w := range v.crowd.workers {
 				if w.kind == kind {
-					w.address, w.dataPID = here[id].Address, here[id].Meta["pid"]
+					if w.address = ""; here[id].Valid(w.nonce) {
+						w.address = here[id].Address
+					}
 					w.served = w.served || w.healthy()
 					v.crowd.put(id, w)
 				}
@@ -181,14 +202,14 @@ func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
 	return nil
 }
 
-// absent waits until the process of a worker has been out of the registry for as long as patience.
-func (c *conductor) absent(ctx context.Context, id string, pid int, patience time.Duration) error {
-	serves := func(w workerView) bool { return w.pid == pid && w.healthy() }
+// absent waits until the process of a worker has been missing from the registry for the timeout.
+func (c *conductor) absent(ctx context.Context, id, process string, timeout time.Duration) error {
+	serves := func(w workerView) bool { return w.process == process && w.healthy() }
 	for {
 		if err := c.until(ctx, id, func(w workerView) bool { return !serves(w) }); err != nil {
 			return err
 		}
-		waiting, cancel := context.WithTimeout(ctx, patience)
+		waiting, cancel := context.WithTimeout(ctx, timeout)
 		err := c.until(waiting, id, serves)
 		cancel()
 		if ctx.Err() != nil {
@@ -219,25 +240,40 @@ func (c *conductor) until(ctx context.Context, id string, wanted func(workerView
 }
 
 // Started implements launch.Observer.
-func (c *conductor) Started(id string, pid, restarts int) {
-	c.change(id, func(w *workerView) { w.pid, w.restarts, w.why, w.status, w.served = pid, restarts, "", nil, false })
+func (c *conductor) Started(id string, p launch.Process, restarts int) {
+	c.change(id, func(w *workerView) {
+		w.process, w.pid, w.restarts, w.why, w.status, w.served = p.ID(), launch.PID(p), restarts, "", nil, false
+	})
 	c.svc.emit(c.record(), &eventv1.Event{
 		Kind: "worker.started", Level: eventv1.Level_LEVEL_INFO, Step: c.progress().GetStep(),
-		Message:    fmt.Sprintf("%s started with pid %d", id, pid),
-		Attributes: map[string]string{"worker": id, "pid": strconv.Itoa(pid), "restarts": strconv.Itoa(restarts)},
+		Message:    fmt.Sprintf("%s started as %s", id, p.ID()),
+		Attributes: processAttributes(id, p, "restarts", strconv.Itoa(restarts)),
 	})
 }
 
 // Exited implements launch.Observer.
-func (c *conductor) Exited(id string, pid int, exit launch.Exit, why string) {
-	c.change(id, func(w *workerView) { w.pid, w.why, w.status = 0, why, nil })
+func (c *conductor) Exited(id string, p launch.Process, exit launch.Exit, why string) {
+	c.change(id, func(w *workerView) { w.process, w.pid, w.why, w.status = "", 0, why, nil })
 	c.svc.emit(c.record(), &eventv1.Event{
 		Kind: "worker.exited", Level: eventv1.Level_LEVEL_ERROR, Step: c.progress().GetStep(), Message: id + " " + why,
-		Attributes: map[string]string{
-			"worker": id, "pid": strconv.Itoa(pid), "exit_code": strconv.Itoa(exit.Code), "signal": exit.Signal,
-			"last_lines": strings.Join(exit.LastLines, "\n"),
-		},
+		Attributes: processAttributes(id, p, "exit_code", strconv.Itoa(exit.Code), "signal", exit.Signal,
+			"last_lines", strings.Join(exit.LastLines, "\n")),
 	})
+}
+
+// processAttributes are the attributes of an event about a process, which is nil if it could not be started.
+func processAttributes(worker string, p launch.Process, more ...string) map[string]string {
+	attributes := map[string]string{"worker": worker}
+	for pair := range slices.Chunk(more, 2) {
+		attributes[pair[0]] = pair[1]
+	}
+	if p != nil {
+		attributes["process"] = p.ID()
+		if pid := launch.PID(p); pid != 0 {
+			attributes["pid"] = strconv.Itoa(pid)
+		}
+	}
+	return attributes
 }
 
 func (c *conductor) change(id string, change func(*workerView)) {

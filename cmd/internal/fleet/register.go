@@ -12,6 +12,7 @@ import (
 	"net/url"
 	"time"
 
+	workers "github.com/rollout-rl/rollout/libs/worker"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -39,8 +40,9 @@ func (r registration) keep(ctx context.Context) {
 	body := map[string]any{
 		"ID": id, "Name": r.spec.GetKind() + "-worker", "Address": host, "Port": port,
 		"Meta": map[string]string{
-			"run": r.spec.GetRunId(), "worker": r.spec.GetWorkerId(), "incarnation": fmt.Sprint(r.spec.GetIncarnation()),
-			"process": "process-" + r.pid, "pid": r.pid,
+			workers.MetaRun: r.spec.GetRunId(), workers.MetaWorker: r.spec.GetWorkerId(), workers.MetaIncarnation: fmt.Sprint(r.spec.GetIncarnation()),
+			workers.MetaRank: "0", workers.MetaProof: workers.Proof(r.spec.GetNonce(), r.spec.GetWorkerId(), 0, r.address),
+			"process": "process-" + r.pid, workers.MetaPID: r.pid,
 		},
 		"Check": map[string]string{"CheckID": check, "TTL": "3s", "Status": "passing", "DeregisterCriticalServiceAfter": "30s"},
 	}

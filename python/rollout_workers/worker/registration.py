@@ -127,6 +127,8 @@ class Registration:
                 "worker": who.worker,
                 "incarnation": str(who.incarnation),
                 "process": who.process,
+                "rank": str(who.rank),
+                "proof": who.proof(f"{self._host}:{self._port}"),
                 "pid": str(os.getpid()),
             },
             "Check": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -29,6 +31,10 @@ class SpecError(RolloutError):
 class Identity:
     """Who this worker is, and the names that follow from it.
 
+    rank: of this process within the worker; rank 0 serves and registers.
+
+    nonce: secret of this launch, from the spec. It is never logged or registered; registrations carry :meth:`proof`.
+
     process: drawn at start, 16 hex digits; tells a restarted worker from the one before it.
     """
 
@@ -37,6 +43,13 @@ class Identity:
     kind: str  # "inference", "learner" or "reward"
     incarnation: int
     process: str = field(default_factory=lambda: secrets.token_hex(8))
+    rank: int = 0
+    nonce: str = field(default="", repr=False)
+
+    def proof(self, address: str) -> str:
+        """Keyed hash that shows that the process at an address (host:port) was launched with the nonce (docs/wire.md)."""
+        message = f"rollout.worker.v1\n{self.worker}\n{self.rank}\n{address}"
+        return hmac.new(self.nonce.encode(), message.encode(), hashlib.sha256).hexdigest()
 
     @property
     def service(self) -> str:
@@ -122,7 +135,7 @@ def secrets_of(spec: WorkerSpec) -> list[tuple[WorkerSpec | NatsAccess, str]]:
 
 def identity(spec: WorkerSpec) -> Identity:
     """A fresh identity: each call draws another process number."""
-    return Identity(spec.run_id, spec.worker_id, spec.kind, spec.incarnation)
+    return Identity(spec.run_id, spec.worker_id, spec.kind, spec.incarnation, nonce=spec.nonce)
 
 
 def resolve(spec: WorkerSpec, path: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -29,10 +32,32 @@ async def test_registers_with_everything_that_others_look_for(daemon: Daemon, wh
         "worker": "inference-0",
         "incarnation": "1",
         "process": who.process,
+        "rank": "0",
+        "proof": who.proof("127.0.0.1:4711"),
         "pid": str(os.getpid()),
     }
     registration.stop()
     assert entries(daemon, who) == []
+
+
+def test_proof_matches_the_golden_vectors() -> None:
+    """Go computes the same proofs (libs/worker)."""
+    golden = Path(__file__).parents[3] / "schemas" / "golden" / "worker_proof.json"
+    cases = json.loads(golden.read_text())["cases"]
+    assert cases
+    for case in cases:
+        who = Identity("run-1", case["worker"], "inference", 1, rank=case["rank"], nonce=case["nonce"])
+        assert who.proof(case["address"]) == case["proof"]
+
+
+async def test_the_nonce_is_neither_registered_nor_printed(daemon: Daemon, who: Identity) -> None:
+    who = replace(who, nonce="K7ZQ4N2M5XW3J6HBTDVC5RLYPA")
+    registration = Registration(who, agent=daemon.consul, consul_token=daemon.token, address="127.0.0.1:4711")
+    registration.start()
+    [entry] = entries(daemon, who)
+    assert entry["Meta"]["proof"] == who.proof("127.0.0.1:4711")
+    assert who.nonce not in json.dumps(entry) + repr(who)
+    registration.stop()
 
 
 async def test_registers_again_when_the_agent_forgot(daemon: Daemon, who: Identity, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
 // Package launch starts worker processes and keeps them running.
 //
-// Launcher is the port: package local starts child processes; cluster placement is a further adapter. Supervisor restarts what a
-// Launcher started, until it is told to stop or the worker crashes too often.
+// Launcher is the port. Package local implements it with child processes; package launchtest is the suite that each implementation
+// passes. Supervisor restarts the process of one worker until it is stopped or the worker crashes too often.
 package launch
 
 import (
@@ -9,47 +9,56 @@ import (
 	"time"
 )
 
-// Command says what to start.
+// Command describes the process to start.
 type Command struct {
 	Args []string // program and arguments
-	Env  []string // whole environment, KEY=value
-	Dir  string   // working folder; "" is this process's
-	Log  string   // file that its output is appended to
+	Env  []string // the whole environment, KEY=value
+	Dir  string   // working directory; "" is that of this process
+	Log  string   // file to which stdout and stderr are appended
 }
 
 // Launcher starts processes.
 type Launcher interface {
-	// Launch returns when the process was started; that says nothing of its health. The process holds a pipe on its standard
-	// input that ends when this process does, however it dies.
+	// Launch returns once the process has started, which does not mean that it is healthy. The process gets a pipe as its standard
+	// input. The pipe closes when the process that called Launch exits for any reason, and the worker then exits too.
 	Launch(c Command) (Process, error)
 }
 
 // Process is a started process.
 type Process interface {
-	// PID is its id on its host.
-	PID() int
-	// Done is closed when it is gone and Exit may be called.
+	// ID identifies the process. It is opaque, never empty, stays the same, and is unique among all processes of a launcher.
+	ID() string
+	// Done is closed when the process has exited.
 	Done() <-chan struct{}
-	// Exit says how it ended.
+	// Exit waits until the process has exited and reports how.
 	Exit() Exit
-	// Stop asks it to drain, ends it hard after grace, and returns when it is gone. Idempotent.
+	// Stop asks the process to exit, kills it after the grace period, and returns when it has exited. Idempotent.
 	Stop(grace time.Duration)
 }
 
-// FencedCode is the exit code of a worker whose weights could not be verified or that a newer incarnation replaced.
-const FencedCode = 3
-
-// RefusedCode is the exit code of a worker to which what it was given can't work, such as weights that lack a tensor (EX_CONFIG).
-const RefusedCode = 78
-
-// Exit is how a process ended.
-type Exit struct {
-	Code      int      // exit code; -1 after a signal
-	Signal    string   // name of the signal that ended it
-	LastLines []string // of its output, at most LastLines of them
+// PID is the process id on this host, for people and logs; 0 if the launcher has none.
+func PID(p Process) int {
+	if local, ok := p.(interface{ PID() int }); ok {
+		return local.PID()
+	}
+	return 0
 }
 
-// LastLines is how many lines of output an Exit keeps.
+// FencedCode is the exit code of a worker that could not verify its weights, or that a newer incarnation replaced.
+const FencedCode = 3
+
+// RefusedCode is the exit code of a worker whose input cannot work, such as weights that lack a tensor (EX_CONFIG). A restart would
+// end the same way.
+const RefusedCode = 78
+
+// Exit describes how a process ended.
+type Exit struct {
+	Code      int      // exit code; -1 after a signal
+	Signal    string   // name of the signal that ended the process
+	LastLines []string // the last lines of its output, at most LastLines
+}
+
+// LastLines is the number of output lines that an Exit keeps.
 const LastLines = 20
 
 func (e Exit) String() string {
@@ -57,9 +66,9 @@ func (e Exit) String() string {
 	case e.Signal != "":
 		return "was ended by signal " + e.Signal
 	case e.Code == FencedCode:
-		return fmt.Sprintf("left as fenced (exit code %d)", e.Code)
+		return fmt.Sprintf("was fenced (exit code %d)", e.Code)
 	case e.Code == RefusedCode:
-		return fmt.Sprintf("can't work with what it was given (exit code %d)", e.Code)
+		return fmt.Sprintf("cannot work with its input (exit code %d)", e.Code)
 	}
-	return fmt.Sprintf("left with exit code %d", e.Code)
+	return fmt.Sprintf("exited with code %d", e.Code)
 }

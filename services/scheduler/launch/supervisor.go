@@ -7,14 +7,16 @@ import (
 	"time"
 )
 
-// Limits are the patience of a supervisor.
+// Limits bound the restarts of a worker and the time that each stage may take.
 type Limits struct {
-	Restarts     int           // restarts within Window that are allowed; one more is a crash loop
-	Window       time.Duration // 0: 10 minutes
-	StartTimeout time.Duration // a process that has not registered by then is ended and counts as crashed
-	AbsentFor    time.Duration // a process that served and is in the registry no more for so long is ended and counts as crashed. 0: 30 s
-	StopGrace    time.Duration // between asking to leave and ending hard; what a worker has in hand is made again. 0: 2 s
-	FirstBackoff time.Duration // before the first restart; doubles up to MaxBackoff, anew after a calm Window; 0: 100 ms
+	Restarts int           // restarts allowed within Window; one more is a crash loop
+	Window   time.Duration // 0: 10 minutes
+	// StartTimeout: a process that has not registered after this time is stopped and counts as crashed. 0: 5 minutes
+	StartTimeout time.Duration
+	// AbsentFor: a process that registered and has been missing from the registry for this long is stopped and counts as crashed. 0: 30 s
+	AbsentFor    time.Duration
+	StopGrace    time.Duration // between asking a process to exit and killing it. 0: 2 s
+	FirstBackoff time.Duration // before the first restart; doubles up to MaxBackoff and resets after a Window without crashes. 0: 100 ms
 	MaxBackoff   time.Duration // 0: 15 s
 }
 
@@ -33,41 +35,41 @@ func (l Limits) withDefaults() Limits {
 	return l
 }
 
-// startGrace is the grace of a process that has not registered.
+// startGrace is the grace period of a process that has not registered.
 const startGrace = time.Second
 
-// Observer hears what happens to a worker, from the goroutine of its supervisor.
+// Observer is notified of what happens to a worker, from the goroutine of its supervisor.
 type Observer interface {
-	Started(worker string, pid int, restarts int)
-	// Exited tells of an exit that nobody asked for; why is one line.
-	Exited(worker string, pid int, exit Exit, why string)
+	Started(worker string, p Process, restarts int)
+	// Exited reports an exit that was not requested; why is one line. p is nil if the process could not be started.
+	Exited(worker string, p Process, exit Exit, why string)
 }
 
-// Supervisor keeps one worker running.
+// Supervisor keeps the process of one worker running.
 //
-//	starting --registered--> serving --exit--> waiting --backoff--> starting
-//	    |  exit, or StartTimeout     ^ or AbsentFor ^ |
-//	    +-----------------------------------------+ +--too many restarts--> CrashLoop
+//	starting --registered--> serving --exit, AbsentFor--> backoff --> starting
+//	    |                                                    ^  |
+//	    +--exit, StartTimeout--------------------------------+  +--too many restarts--> CrashLoop
 type Supervisor struct {
 	Worker   string
 	Launcher Launcher
 	Limits   Limits
 	Observer Observer
-	// Prepare gives the command anew before each start, so that it names the newest weights.
+	// Prepare makes the command before each start, so that it names the newest weights.
 	Prepare func(ctx context.Context) (Command, error)
-	// Registered returns nil when the process with that id serves; it blocks until then or until ctx ends.
-	Registered func(ctx context.Context, pid int) error
-	// Absent returns nil when that process has been out of the registry for so long; it blocks until then or until ctx ends.
-	Absent func(ctx context.Context, pid int, patience time.Duration) error
+	// Registered blocks until the process with this id has registered, or ctx ends.
+	Registered func(ctx context.Context, id string) error
+	// Absent blocks until the process with this id has been missing from the registry for this long, or ctx ends.
+	Absent func(ctx context.Context, id string, timeout time.Duration) error
 }
 
-// CrashLoop says that a worker was restarted too often, or that it would end the same way each time.
+// CrashLoop is the error of a worker that was restarted too often, or that reported that a restart would end the same way.
 type CrashLoop struct {
 	Worker    string
 	Restarts  int
 	Window    time.Duration
 	Why       string
-	Refused   bool // it said that it would end the same way
+	Refused   bool // the exit code was RefusedCode
 	LastLines []string
 }
 
@@ -82,8 +84,8 @@ func (e *CrashLoop) Error() string {
 	return text
 }
 
-// Run keeps the worker running until ctx ends (then it is stopped and Run returns nil) or crashes too often (*CrashLoop). An
-// error of Prepare comes back as it is.
+// Run keeps the worker running. It returns nil after ctx ended and the process was stopped, *CrashLoop when the worker crashes too
+// often, and the wrapped error if Prepare fails.
 func (s *Supervisor) Run(ctx context.Context) error {
 	limits := s.Limits.withDefaults()
 	var crashes []time.Time
@@ -111,35 +113,34 @@ func (s *Supervisor) Run(ctx context.Context) error {
 	}
 }
 
-// once starts the worker and waits for its end.
+// once starts the process and waits until it has exited.
 func (s *Supervisor) once(ctx context.Context, limits Limits, command Command, restarts int) (exit Exit, why string) {
 	process, err := s.Launcher.Launch(command)
 	if err != nil {
 		exit, why = Exit{Code: -1}, "could not be started: "+err.Error()
-		s.Observer.Exited(s.Worker, 0, exit, why)
+		s.Observer.Exited(s.Worker, nil, exit, why)
 		return exit, why
 	}
-	pid := process.PID()
-	s.Observer.Started(s.Worker, pid, restarts)
+	s.Observer.Started(s.Worker, process, restarts)
 
 	waiting, stopWaiting := context.WithTimeout(ctx, limits.StartTimeout)
 	defer stopWaiting()
 	registered := make(chan error, 1)
-	go func() { registered <- s.Registered(waiting, pid) }()
+	go func() { registered <- s.Registered(waiting, process.ID()) }()
 	living, stopLiving := context.WithCancel(ctx)
 	defer stopLiving()
 	absent := make(chan error, 1)
 	end := func(reason string) (Exit, string) {
 		process.Stop(min(startGrace, limits.StopGrace))
 		exit := process.Exit()
-		s.Observer.Exited(s.Worker, pid, exit, reason)
+		s.Observer.Exited(s.Worker, process, exit, reason)
 		return exit, reason
 	}
 	for {
 		select {
 		case <-ctx.Done():
 			grace := limits.StopGrace
-			if registered != nil { // it has nothing to drain yet, and may be deep in an import that hears no signal
+			if registered != nil { // it has nothing to drain yet, and an import may block its signal handler
 				grace = min(grace, startGrace)
 			}
 			process.Stop(grace)
@@ -147,17 +148,17 @@ func (s *Supervisor) once(ctx context.Context, limits Limits, command Command, r
 		case <-process.Done():
 			exit = process.Exit()
 			why = exit.String()
-			s.Observer.Exited(s.Worker, pid, exit, why)
+			s.Observer.Exited(s.Worker, process, exit, why)
 			return exit, why
 		case err := <-registered:
 			if err != nil && ctx.Err() == nil {
 				return end(fmt.Sprintf("had not registered after %v (limits.worker_start_seconds)", limits.StartTimeout))
 			}
 			registered = nil
-			go func() { absent <- s.Absent(living, pid, limits.AbsentFor) }()
+			go func() { absent <- s.Absent(living, process.ID(), limits.AbsentFor) }()
 		case err := <-absent:
 			if err == nil {
-				return end(fmt.Sprintf("left the registry and had not ended %v later", limits.AbsentFor))
+				return end(fmt.Sprintf("left the registry and was still running %v later", limits.AbsentFor))
 			}
 			absent = nil
 		}

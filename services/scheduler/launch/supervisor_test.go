@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -13,43 +14,49 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
-// fake is a launcher whose processes live as long as the test says.
+// fake is a launcher whose processes live as long as the test sets.
 type fake struct {
-	lives  []life // one a start; the last again and again
+	lives  []life // one per start; the last one repeats
 	starts []time.Time
 	stops  []time.Duration
 	failed error
 }
 
 type life struct {
-	lasts     time.Duration // 0: for ever
+	lasts     time.Duration // 0: until it is stopped
 	registers bool
-	vanishes  time.Duration // from the registry, that long after its start; 0: never
+	vanishes  time.Duration // from the registry, this long after its start; 0: never
 	exit      launch.Exit
 }
 
 type process struct {
-	pid  int
-	life life
-	done chan struct{}
-	fake *fake
+	start int
+	life  life
+	done  chan struct{}
+	fake  *fake
 }
 
 func (f *fake) life(start int) life { return f.lives[min(start, len(f.lives)-1)] }
+
+// of is the life of the process with an id.
+func (f *fake) of(id string) life {
+	start, _ := strconv.Atoi(id)
+	return f.life(start - 1)
+}
 
 func (f *fake) Launch(launch.Command) (launch.Process, error) {
 	f.starts = append(f.starts, time.Now())
 	if f.failed != nil {
 		return nil, f.failed
 	}
-	p := &process{pid: len(f.starts), life: f.life(len(f.starts) - 1), done: make(chan struct{}), fake: f}
+	p := &process{start: len(f.starts), life: f.life(len(f.starts) - 1), done: make(chan struct{}), fake: f}
 	if p.life.lasts > 0 {
 		time.AfterFunc(p.life.lasts, func() { close(p.done) })
 	}
 	return p, nil
 }
 
-func (p *process) PID() int              { return p.pid }
+func (p *process) ID() string            { return fmt.Sprint(p.start) }
 func (p *process) Done() <-chan struct{} { return p.done }
 func (p *process) Exit() launch.Exit     { return p.life.exit }
 func (p *process) Stop(grace time.Duration) {
@@ -59,11 +66,11 @@ func (p *process) Stop(grace time.Duration) {
 
 type observer struct{ seen []string }
 
-func (o *observer) Started(worker string, pid, restarts int) {
-	o.seen = append(o.seen, fmt.Sprintf("start %d after %d", pid, restarts))
+func (o *observer) Started(worker string, p launch.Process, restarts int) {
+	o.seen = append(o.seen, fmt.Sprintf("start %s after %d", p.ID(), restarts))
 }
 
-func (o *observer) Exited(worker string, pid int, exit launch.Exit, why string) {
+func (o *observer) Exited(worker string, p launch.Process, exit launch.Exit, why string) {
 	o.seen = append(o.seen, why)
 }
 
@@ -71,15 +78,15 @@ func supervisor(f *fake, o *observer, l launch.Limits) *launch.Supervisor {
 	return &launch.Supervisor{
 		Worker: "learner-0", Launcher: f, Limits: l, Observer: o,
 		Prepare: func(context.Context) (launch.Command, error) { return launch.Command{}, nil },
-		Registered: func(ctx context.Context, pid int) error {
-			if f.life(pid - 1).registers {
+		Registered: func(ctx context.Context, id string) error {
+			if f.of(id).registers {
 				return nil
 			}
 			<-ctx.Done()
 			return ctx.Err()
 		},
-		Absent: func(ctx context.Context, pid int, patience time.Duration) error {
-			gone := f.life(pid - 1).vanishes
+		Absent: func(ctx context.Context, id string, timeout time.Duration) error {
+			gone := f.of(id).vanishes
 			if gone == 0 {
 				<-ctx.Done()
 				return ctx.Err()
@@ -87,15 +94,15 @@ func supervisor(f *fake, o *observer, l launch.Limits) *launch.Supervisor {
 			select {
 			case <-ctx.Done():
 				return ctx.Err()
-			case <-time.After(gone + patience):
+			case <-time.After(gone + timeout):
 				return nil
 			}
 		},
 	}
 }
 
-// A process that hangs on its way out is ended, so that another can take its place.
-func TestWorkerThatLeftTheRegistryAndStaysIsEnded(t *testing.T) {
+// A process that hangs while it exits is stopped, so that another one can replace it.
+func TestProcessThatLeftTheRegistryAndHangsIsReplaced(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{lives: []life{{registers: true, vanishes: time.Minute}, {registers: true}}}
@@ -105,7 +112,7 @@ func TestWorkerThatLeftTheRegistryAndStaysIsEnded(t *testing.T) {
 		if err := supervisor(f, o, launch.Limits{Restarts: 3}).Run(ctx); err != nil {
 			t.Fatal(err)
 		}
-		want := []string{"start 1 after 0", "left the registry and had not ended 30s later", "start 2 after 1"}
+		want := []string{"start 1 after 0", "left the registry and was still running 30s later", "start 2 after 1"}
 		if !slices.Equal(o.seen, want) || f.stops[0] != time.Second || f.starts[1].Sub(f.starts[0]) != 90*time.Second+100*time.Millisecond {
 			t.Fatalf("seen %q, stops %v, starts %v", o.seen, f.stops, f.starts)
 		}
@@ -123,34 +130,34 @@ func TestCrashLoopEndsAfterTheLastAllowedRestart(t *testing.T) {
 		if !errors.As(err, &loop) || loop.Restarts != 4 || len(f.starts) != 4 || loop.Worker != "learner-0" {
 			t.Fatalf("%v after %d starts", err, len(f.starts))
 		}
-		if !strings.Contains(err.Error(), "exit code 7") || !strings.Contains(err.Error(), "\n  no such model") {
+		if !strings.Contains(err.Error(), "exited with code 7") || !strings.Contains(err.Error(), "\n  no such model") {
 			t.Errorf("message %q", err)
 		}
 		// 100, 200 and 400 ms between the starts, 1 ms of life each.
 		if took := time.Since(begin); took != 704*time.Millisecond {
 			t.Errorf("took %v", took)
 		}
-		if want := []string{"start 1 after 0", "left with exit code 7"}; !slices.Equal(o.seen[:2], want) || len(o.seen) != 8 {
+		if want := []string{"start 1 after 0", "exited with code 7"}; !slices.Equal(o.seen[:2], want) || len(o.seen) != 8 {
 			t.Errorf("seen %q", o.seen)
 		}
 	})
 }
 
-// A worker that can't work with what it was given is not started again.
-func TestRefusedIsFinal(t *testing.T) {
+// A restart of a worker whose input cannot work would end the same way.
+func TestWorkerThatRefusesItsInputIsNotRestarted(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{lives: []life{{lasts: time.Millisecond, exit: launch.Exit{Code: launch.RefusedCode, LastLines: []string{"no tensor a.weight"}}}}}
 		err := supervisor(f, &observer{}, launch.Limits{Restarts: 3}).Run(t.Context())
-		const want = "learner-0 can't work with what it was given (exit code 78); its last lines:\n  no tensor a.weight"
+		const want = "learner-0 cannot work with its input (exit code 78); its last lines:\n  no tensor a.weight"
 		if err == nil || err.Error() != want || len(f.starts) != 1 {
 			t.Errorf("%v after %d starts", err, len(f.starts))
 		}
 	})
 }
 
-// Crashes further apart than the window are no loop, and the pause before a restart is short again.
-func TestOldCrashesAreForgotten(t *testing.T) {
+// Crashes further apart than the window are not a loop, and the backoff starts from the first value again.
+func TestOldCrashesDoNotCount(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{lives: []life{{lasts: 11 * time.Minute, registers: true, exit: launch.Exit{Code: launch.FencedCode}}}}
@@ -165,7 +172,7 @@ func TestOldCrashesAreForgotten(t *testing.T) {
 	})
 }
 
-func TestWorkerThatDoesNotRegisterIsEnded(t *testing.T) {
+func TestWorkerThatDoesNotRegisterIsStopped(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{lives: []life{{}}}
@@ -182,7 +189,7 @@ func TestWorkerThatDoesNotRegisterIsEnded(t *testing.T) {
 	})
 }
 
-func TestStopDrainsAndIsNoCrash(t *testing.T) {
+func TestStopDrainsAndIsNotACrash(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{lives: []life{{registers: true}}}
@@ -198,7 +205,7 @@ func TestStopDrainsAndIsNoCrash(t *testing.T) {
 	})
 }
 
-func TestStopOfAWorkerThatHasNotRegisteredIsBrief(t *testing.T) {
+func TestWorkerThatHasNotRegisteredIsStoppedQuickly(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{lives: []life{{}}}

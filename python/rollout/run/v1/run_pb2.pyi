@@ -283,6 +283,7 @@ class Worker(_message.Message):
     ACTIVITY_FIELD_NUMBER: _builtins.int
     SAMPLES_PER_SECOND_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, e.g. `inference-0`."""
     kind: _builtins.str
@@ -292,7 +293,7 @@ class Worker(_message.Message):
     healthy: _builtins.bool
     """Whether its health check passes."""
     pid: _builtins.int
-    """Process id on the scheduler's host; 0 where it runs elsewhere."""
+    """Process id on the scheduler's host, for information; 0 if it runs elsewhere or is not running."""
     weights_version: _builtins.int
     """Weights version that it holds."""
     restarts: _builtins.int
@@ -303,6 +304,8 @@ class Worker(_message.Message):
     """Samples a second over the last seconds; inference workers only."""
     tokens_per_second: _builtins.float
     """Generated tokens a second over the last seconds; inference workers only."""
+    process_id: _builtins.str
+    """Id of the process that the launcher started, opaque and unique; empty while no process runs."""
     def __init__(
         self,
         *,
@@ -316,10 +319,11 @@ class Worker(_message.Message):
         activity: _builtins.str = ...,
         samples_per_second: _builtins.float = ...,
         tokens_per_second: _builtins.float = ...,
+        process_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "healthy", b"healthy", "kind", b"kind", "pid", b"pid", "restarts", b"restarts", "samples_per_second", b"samples_per_second", "tokens_per_second", b"tokens_per_second", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "healthy", b"healthy", "kind", b"kind", "pid", b"pid", "process_id", b"process_id", "restarts", b"restarts", "samples_per_second", b"samples_per_second", "tokens_per_second", b"tokens_per_second", "weights_version", b"weights_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -452,6 +456,7 @@ class WorkerSpec(_message.Message):
     CONSUL_CERT_FILE_FIELD_NUMBER: _builtins.int
     CONSUL_KEY_FILE_FIELD_NUMBER: _builtins.int
     TLS_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, unique in the run."""
     kind: _builtins.str
@@ -488,6 +493,10 @@ class WorkerSpec(_message.Message):
     """PEM file of the certificate to show to that agent; empty for none."""
     consul_key_file: _builtins.str
     """PEM file of its key."""
+    nonce: _builtins.str
+    """Secret of this launch. The worker's registration carries `hex(HMAC-SHA256(nonce, ...))` over worker, rank, and address
+    (docs/wire.md), never the nonce; it is not logged.
+    """
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Plan of the run."""
@@ -524,10 +533,11 @@ class WorkerSpec(_message.Message):
         consul_cert_file: _builtins.str = ...,
         consul_key_file: _builtins.str = ...,
         tls: Global___WorkerTls | None = ...,
+        nonce: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["nats", b"nats", "plan", b"plan", "tls", b"tls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1011,6 +1021,96 @@ class CompleteRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CompleteRunResponse: _TypeAlias = CompleteRunResponse  # noqa: Y015
+
+@_typing.final
+class WorkerRegistration(_message.Message):
+    """WorkerRegistration is what a worker claims in the registry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """`<kind>-<number>`."""
+    rank: _builtins.int
+    """Rank within the worker, from 0."""
+    address: _builtins.str
+    """gRPC address, host:port."""
+    proof: _builtins.str
+    """Keyed hash over the nonce of the launch, worker, rank, and address."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        address: _builtins.str = ...,
+        proof: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "proof", b"proof", "rank", b"rank", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerRegistration: _TypeAlias = WorkerRegistration  # noqa: Y015
+
+@_typing.final
+class VerifyWorkersRequest(_message.Message):
+    """VerifyWorkersRequest asks about registrations of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run id."""
+    incarnation: _builtins.int
+    """Incarnation of the run."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerRegistration]:
+        """Registrations to verify."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WorkerRegistration] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "run_id", b"run_id", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyWorkersRequest: _TypeAlias = VerifyWorkersRequest  # noqa: Y015
+
+@_typing.final
+class VerifyWorkersResponse(_message.Message):
+    """VerifyWorkersResponse holds one answer per registration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Whether each registration was accepted, in the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        accepted: _abc.Iterable[_builtins.bool] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyWorkersResponse: _TypeAlias = VerifyWorkersResponse  # noqa: Y015
 
 @_typing.final
 class GetCursorRequest(_message.Message):

@@ -384,6 +384,11 @@ class SchedulerInternalServiceStub:
                 request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.CompleteRunRequest.SerializeToString,
                 response_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.CompleteRunResponse.FromString,
                 _registered_method=True)
+        self.VerifyWorkers = channel.unary_unary(
+                '/rollout.run.v1.SchedulerInternalService/VerifyWorkers',
+                request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersRequest.SerializeToString,
+                response_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersResponse.FromString,
+                _registered_method=True)
         self.GetCursor = channel.unary_unary(
                 '/rollout.run.v1.SchedulerInternalService/GetCursor',
                 request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.GetCursorRequest.SerializeToString,
@@ -403,6 +408,14 @@ class SchedulerInternalServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyWorkers(self, request, context):
+        """VerifyWorkers reports which registrations belong to processes that the scheduler launched for this incarnation of the run. The
+        secrets that prove it stay with the scheduler. Registrations of other incarnations, or of runs that it does not manage, do not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCursor(self, request, context):
         """GetCursor returns the durable cursor.
         """
@@ -417,6 +430,11 @@ def add_SchedulerInternalServiceServicer_to_server(servicer, server):
                     servicer.CompleteRun,
                     request_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.CompleteRunRequest.FromString,
                     response_serializer=rollout_dot_run_dot_v1_dot_run__pb2.CompleteRunResponse.SerializeToString,
+            ),
+            'VerifyWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyWorkers,
+                    request_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersRequest.FromString,
+                    response_serializer=rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersResponse.SerializeToString,
             ),
             'GetCursor': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCursor,
@@ -452,6 +470,33 @@ class SchedulerInternalService:
             '/rollout.run.v1.SchedulerInternalService/CompleteRun',
             rollout_dot_run_dot_v1_dot_run__pb2.CompleteRunRequest.SerializeToString,
             rollout_dot_run_dot_v1_dot_run__pb2.CompleteRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.run.v1.SchedulerInternalService/VerifyWorkers',
+            rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersRequest.SerializeToString,
+            rollout_dot_run_dot_v1_dot_run__pb2.VerifyWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -161,6 +161,10 @@ class SchedulerInternalServiceStub:
     """CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
     the run. Idempotent.
     """
+    VerifyWorkers: _grpc.UnaryUnaryMultiCallable[_run_pb2.VerifyWorkersRequest, _run_pb2.VerifyWorkersResponse]
+    """VerifyWorkers reports which registrations belong to processes that the scheduler launched for this incarnation of the run. The
+    secrets that prove it stay with the scheduler. Registrations of other incarnations, or of runs that it does not manage, do not.
+    """
     GetCursor: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetCursorRequest, _run_pb2.GetCursorResponse]
     """GetCursor returns the durable cursor."""
 
@@ -172,6 +176,10 @@ class SchedulerInternalServiceAsyncStub(SchedulerInternalServiceStub):
     CompleteRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CompleteRunRequest, _run_pb2.CompleteRunResponse]  # type: ignore[assignment]
     """CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
     the run. Idempotent.
+    """
+    VerifyWorkers: _aio.UnaryUnaryMultiCallable[_run_pb2.VerifyWorkersRequest, _run_pb2.VerifyWorkersResponse]  # type: ignore[assignment]
+    """VerifyWorkers reports which registrations belong to processes that the scheduler launched for this incarnation of the run. The
+    secrets that prove it stay with the scheduler. Registrations of other incarnations, or of runs that it does not manage, do not.
     """
     GetCursor: _aio.UnaryUnaryMultiCallable[_run_pb2.GetCursorRequest, _run_pb2.GetCursorResponse]  # type: ignore[assignment]
     """GetCursor returns the durable cursor."""
@@ -187,6 +195,16 @@ class SchedulerInternalServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_run_pb2.CompleteRunResponse, _abc.Awaitable[_run_pb2.CompleteRunResponse]]:
         """CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
         the run. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def VerifyWorkers(
+        self,
+        request: _run_pb2.VerifyWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.VerifyWorkersResponse, _abc.Awaitable[_run_pb2.VerifyWorkersResponse]]:
+        """VerifyWorkers reports which registrations belong to processes that the scheduler launched for this incarnation of the run. The
+        secrets that prove it stay with the scheduler. Registrations of other incarnations, or of runs that it does not manage, do not.
         """
 
     @_abc_1.abstractmethod

@@ -1,10 +1,11 @@
-// Package local starts workers as child processes of this one.
+// Package local starts workers as child processes.
 //
-// Each leads a process group of its own, so that a signal to a terminal's group does not reach it and nothing that it started
-// outlives it. Its standard input is a pipe held here: end of file tells it that this process is gone.
+// Each child leads its own process group, so signals to the terminal's group do not reach it, and its descendants are killed when it
+// exits. Its standard input is a pipe that this process keeps open: end of file means that this process has exited.
 package local
 
 import (
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -22,8 +23,9 @@ import (
 type Launcher struct{}
 
 type process struct {
+	id    string
 	cmd   *exec.Cmd
-	stdin io.Closer // held until it is gone
+	stdin io.Closer // closed after the process has exited
 	done  chan struct{}
 	exit  launch.Exit
 	stop  sync.Once
@@ -38,7 +40,7 @@ func (Launcher) Launch(c launch.Command) (launch.Process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open the worker's log: %w", err)
 	}
-	defer log.Close() // the child has its own descriptor
+	defer log.Close() // the child has a copy of the descriptor
 	var from int64
 	if info, err := log.Stat(); err == nil {
 		from = info.Size()
@@ -54,13 +56,14 @@ func (Launcher) Launch(c launch.Command) (launch.Process, error) {
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start %s: %w", c.Args[0], err)
 	}
-	p := &process{cmd: cmd, stdin: stdin, done: make(chan struct{})}
+	// A pid alone is not unique: the system reuses it.
+	p := &process{id: fmt.Sprintf("local-%d-%s", cmd.Process.Pid, rand.Text()[:8]), cmd: cmd, stdin: stdin, done: make(chan struct{})}
 	go p.wait(c.Log, from)
 	return p, nil
 }
 
 func (p *process) wait(log string, from int64) {
-	_ = p.cmd.Wait() // the state below says it all
+	_ = p.cmd.Wait() // ProcessState below has the result
 	_ = syscall.Kill(-p.cmd.Process.Pid, syscall.SIGKILL)
 	p.exit = launch.Exit{Code: p.cmd.ProcessState.ExitCode(), LastLines: lastLines(log, from)}
 	if status, ok := p.cmd.ProcessState.Sys().(syscall.WaitStatus); ok && status.Signaled() {
@@ -69,6 +72,7 @@ func (p *process) wait(log string, from int64) {
 	close(p.done)
 }
 
+func (p *process) ID() string            { return p.id }
 func (p *process) PID() int              { return p.cmd.Process.Pid }
 func (p *process) Done() <-chan struct{} { return p.done }
 
@@ -92,7 +96,7 @@ func (p *process) Stop(grace time.Duration) {
 	_ = p.stdin.Close()
 }
 
-// lastLines reads the end of a log from an offset on.
+// lastLines reads the last lines that were written to a log after an offset.
 func lastLines(path string, from int64) []string {
 	const most = 32 << 10
 	f, err := os.Open(path)

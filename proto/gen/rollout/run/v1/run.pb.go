@@ -507,7 +507,7 @@ type Worker struct {
 	Address string `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
 	// Whether its health check passes.
 	Healthy bool `protobuf:"varint,4,opt,name=healthy,proto3" json:"healthy,omitempty"`
-	// Process id on the scheduler's host; 0 where it runs elsewhere.
+	// Process id on the scheduler's host, for information; 0 if it runs elsewhere or is not running.
 	Pid uint32 `protobuf:"varint,5,opt,name=pid,proto3" json:"pid,omitempty"`
 	// Weights version that it holds.
 	WeightsVersion uint64 `protobuf:"varint,6,opt,name=weights_version,json=weightsVersion,proto3" json:"weights_version,omitempty"`
@@ -519,8 +519,10 @@ type Worker struct {
 	SamplesPerSecond float64 `protobuf:"fixed64,9,opt,name=samples_per_second,json=samplesPerSecond,proto3" json:"samples_per_second,omitempty"`
 	// Generated tokens a second over the last seconds; inference workers only.
 	TokensPerSecond float64 `protobuf:"fixed64,10,opt,name=tokens_per_second,json=tokensPerSecond,proto3" json:"tokens_per_second,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Id of the process that the launcher started, opaque and unique; empty while no process runs.
+	ProcessId     string `protobuf:"bytes,11,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Worker) Reset() {
@@ -621,6 +623,13 @@ func (x *Worker) GetTokensPerSecond() float64 {
 		return x.TokensPerSecond
 	}
 	return 0
+}
+
+func (x *Worker) GetProcessId() string {
+	if x != nil {
+		return x.ProcessId
+	}
+	return ""
 }
 
 // Queues is how much work stands where, in groups.
@@ -858,7 +867,10 @@ type WorkerSpec struct {
 	// PEM file of its key.
 	ConsulKeyFile string `protobuf:"bytes,20,opt,name=consul_key_file,json=consulKeyFile,proto3" json:"consul_key_file,omitempty"`
 	// Mutual TLS of the mesh; absent: plain text.
-	Tls           *WorkerTls `protobuf:"bytes,21,opt,name=tls,proto3" json:"tls,omitempty"`
+	Tls *WorkerTls `protobuf:"bytes,21,opt,name=tls,proto3" json:"tls,omitempty"`
+	// Secret of this launch. The worker's registration carries `hex(HMAC-SHA256(nonce, ...))` over worker, rank, and address
+	// (docs/wire.md), never the nonce; it is not logged.
+	Nonce         string `protobuf:"bytes,22,opt,name=nonce,proto3" json:"nonce,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1038,6 +1050,13 @@ func (x *WorkerSpec) GetTls() *WorkerTls {
 		return x.Tls
 	}
 	return nil
+}
+
+func (x *WorkerSpec) GetNonce() string {
+	if x != nil {
+		return x.Nonce
+	}
+	return ""
 }
 
 // WorkerTls is PEM files. A worker serves and calls with them, and reads them again when they were renewed.
@@ -2021,6 +2040,189 @@ func (*CompleteRunResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{24}
 }
 
+// WorkerRegistration is what a worker claims in the registry.
+type WorkerRegistration struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// `<kind>-<number>`.
+	WorkerId string `protobuf:"bytes,1,opt,name=worker_id,json=workerId,proto3" json:"worker_id,omitempty"`
+	// Rank within the worker, from 0.
+	Rank uint32 `protobuf:"varint,2,opt,name=rank,proto3" json:"rank,omitempty"`
+	// gRPC address, host:port.
+	Address string `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
+	// Keyed hash over the nonce of the launch, worker, rank, and address.
+	Proof         string `protobuf:"bytes,4,opt,name=proof,proto3" json:"proof,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WorkerRegistration) Reset() {
+	*x = WorkerRegistration{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WorkerRegistration) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WorkerRegistration) ProtoMessage() {}
+
+func (x *WorkerRegistration) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WorkerRegistration.ProtoReflect.Descriptor instead.
+func (*WorkerRegistration) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *WorkerRegistration) GetWorkerId() string {
+	if x != nil {
+		return x.WorkerId
+	}
+	return ""
+}
+
+func (x *WorkerRegistration) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *WorkerRegistration) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *WorkerRegistration) GetProof() string {
+	if x != nil {
+		return x.Proof
+	}
+	return ""
+}
+
+// VerifyWorkersRequest asks about registrations of a run.
+type VerifyWorkersRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Run id.
+	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
+	// Incarnation of the run.
+	Incarnation uint32 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	// Registrations to verify.
+	Workers       []*WorkerRegistration `protobuf:"bytes,3,rep,name=workers,proto3" json:"workers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyWorkersRequest) Reset() {
+	*x = VerifyWorkersRequest{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyWorkersRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyWorkersRequest) ProtoMessage() {}
+
+func (x *VerifyWorkersRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyWorkersRequest.ProtoReflect.Descriptor instead.
+func (*VerifyWorkersRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *VerifyWorkersRequest) GetRunId() string {
+	if x != nil {
+		return x.RunId
+	}
+	return ""
+}
+
+func (x *VerifyWorkersRequest) GetIncarnation() uint32 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
+func (x *VerifyWorkersRequest) GetWorkers() []*WorkerRegistration {
+	if x != nil {
+		return x.Workers
+	}
+	return nil
+}
+
+// VerifyWorkersResponse holds one answer per registration.
+type VerifyWorkersResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Whether each registration was accepted, in the order of the request.
+	Accepted      []bool `protobuf:"varint,1,rep,packed,name=accepted,proto3" json:"accepted,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyWorkersResponse) Reset() {
+	*x = VerifyWorkersResponse{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyWorkersResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyWorkersResponse) ProtoMessage() {}
+
+func (x *VerifyWorkersResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyWorkersResponse.ProtoReflect.Descriptor instead.
+func (*VerifyWorkersResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *VerifyWorkersResponse) GetAccepted() []bool {
+	if x != nil {
+		return x.Accepted
+	}
+	return nil
+}
+
 // GetCursorRequest names a run.
 type GetCursorRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2032,7 +2234,7 @@ type GetCursorRequest struct {
 
 func (x *GetCursorRequest) Reset() {
 	*x = GetCursorRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2044,7 +2246,7 @@ func (x *GetCursorRequest) String() string {
 func (*GetCursorRequest) ProtoMessage() {}
 
 func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2057,7 +2259,7 @@ func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorRequest.ProtoReflect.Descriptor instead.
 func (*GetCursorRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{25}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GetCursorRequest) GetRunId() string {
@@ -2078,7 +2280,7 @@ type GetCursorResponse struct {
 
 func (x *GetCursorResponse) Reset() {
 	*x = GetCursorResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2090,7 +2292,7 @@ func (x *GetCursorResponse) String() string {
 func (*GetCursorResponse) ProtoMessage() {}
 
 func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2103,7 +2305,7 @@ func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorResponse.ProtoReflect.Descriptor instead.
 func (*GetCursorResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{26}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *GetCursorResponse) GetCursor() *Cursor {
@@ -2156,7 +2358,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\bposition\x18\x01 \x01(\x04R\bposition\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\rR\x05epoch\x12\x14\n" +
 	"\x05index\x18\x03 \x01(\x04R\x05index\x12\x12\n" +
-	"\x04rows\x18\x04 \x01(\x04R\x04rows\"\xba\x02\n" +
+	"\x04rows\x18\x04 \x01(\x04R\x04rows\"\xd9\x02\n" +
 	"\x06Worker\x12\x1b\n" +
 	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x18\n" +
@@ -2168,7 +2370,9 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\bactivity\x18\b \x01(\tR\bactivity\x12,\n" +
 	"\x12samples_per_second\x18\t \x01(\x01R\x10samplesPerSecond\x12*\n" +
 	"\x11tokens_per_second\x18\n" +
-	" \x01(\x01R\x0ftokensPerSecond\"\x8b\x01\n" +
+	" \x01(\x01R\x0ftokensPerSecond\x12\x1d\n" +
+	"\n" +
+	"process_id\x18\v \x01(\tR\tprocessId\"\x8b\x01\n" +
 	"\x06Queues\x12\x1b\n" +
 	"\tin_flight\x18\x01 \x01(\x04R\binFlight\x12\x14\n" +
 	"\x05ready\x18\x02 \x01(\x04R\x05ready\x12\x16\n" +
@@ -2184,7 +2388,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"waitingFor\x12.\n" +
 	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
 	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\x12+\n" +
-	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xa5\x06\n" +
+	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xbb\x06\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
 	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12<\n" +
@@ -2209,7 +2413,8 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x0econsul_ca_file\x18\x12 \x01(\tR\fconsulCaFile\x12(\n" +
 	"\x10consul_cert_file\x18\x13 \x01(\tR\x0econsulCertFile\x12&\n" +
 	"\x0fconsul_key_file\x18\x14 \x01(\tR\rconsulKeyFile\x12+\n" +
-	"\x03tls\x18\x15 \x01(\v2\x19.rollout.run.v1.WorkerTlsR\x03tls\"w\n" +
+	"\x03tls\x18\x15 \x01(\v2\x19.rollout.run.v1.WorkerTlsR\x03tls\x12\x14\n" +
+	"\x05nonce\x18\x16 \x01(\tR\x05nonce\"w\n" +
 	"\tWorkerTls\x12 \n" +
 	"\aca_file\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06caFile\x12$\n" +
 	"\tcert_file\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bcertFile\x12\"\n" +
@@ -2265,7 +2470,18 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x18\n" +
 	"\amessage\x18\x04 \x01(\tR\amessage\x12 \n" +
 	"\vincarnation\x18\x05 \x01(\rR\vincarnation\"\x15\n" +
-	"\x13CompleteRunResponse\"2\n" +
+	"\x13CompleteRunResponse\"u\n" +
+	"\x12WorkerRegistration\x12\x1b\n" +
+	"\tworker_id\x18\x01 \x01(\tR\bworkerId\x12\x12\n" +
+	"\x04rank\x18\x02 \x01(\rR\x04rank\x12\x18\n" +
+	"\aaddress\x18\x03 \x01(\tR\aaddress\x12\x14\n" +
+	"\x05proof\x18\x04 \x01(\tR\x05proof\"\x96\x01\n" +
+	"\x14VerifyWorkersRequest\x12\x1e\n" +
+	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12 \n" +
+	"\vincarnation\x18\x02 \x01(\rR\vincarnation\x12<\n" +
+	"\aworkers\x18\x03 \x03(\v2\".rollout.run.v1.WorkerRegistrationR\aworkers\"3\n" +
+	"\x15VerifyWorkersResponse\x12\x1a\n" +
+	"\baccepted\x18\x01 \x03(\bR\baccepted\"2\n" +
 	"\x10GetCursorRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"C\n" +
 	"\x11GetCursorResponse\x12.\n" +
@@ -2288,9 +2504,10 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\tCancelRun\x12 .rollout.run.v1.CancelRunRequest\x1a!.rollout.run.v1.CancelRunResponse\x12M\n" +
 	"\bPauseRun\x12\x1f.rollout.run.v1.PauseRunRequest\x1a .rollout.run.v1.PauseRunResponse\x12P\n" +
 	"\tResumeRun\x12 .rollout.run.v1.ResumeRunRequest\x1a!.rollout.run.v1.ResumeRunResponse\x12O\n" +
-	"\bWatchRun\x12\x1f.rollout.run.v1.WatchRunRequest\x1a .rollout.run.v1.WatchRunResponse0\x012\xc4\x01\n" +
+	"\bWatchRun\x12\x1f.rollout.run.v1.WatchRunRequest\x1a .rollout.run.v1.WatchRunResponse0\x012\xa2\x02\n" +
 	"\x18SchedulerInternalService\x12V\n" +
-	"\vCompleteRun\x12\".rollout.run.v1.CompleteRunRequest\x1a#.rollout.run.v1.CompleteRunResponse\x12P\n" +
+	"\vCompleteRun\x12\".rollout.run.v1.CompleteRunRequest\x1a#.rollout.run.v1.CompleteRunResponse\x12\\\n" +
+	"\rVerifyWorkers\x12$.rollout.run.v1.VerifyWorkersRequest\x1a%.rollout.run.v1.VerifyWorkersResponse\x12P\n" +
 	"\tGetCursor\x12 .rollout.run.v1.GetCursorRequest\x1a!.rollout.run.v1.GetCursorResponseB\xb6\x01\n" +
 	"\x12com.rollout.run.v1B\bRunProtoP\x01Z<github.com/rollout-rl/rollout/proto/gen/rollout/run/v1;runv1\xa2\x02\x03RRX\xaa\x02\x0eRollout.Run.V1\xca\x02\x0eRollout\\Run\\V1\xe2\x02\x1aRollout\\Run\\V1\\GPBMetadata\xea\x02\x10Rollout::Run::V1b\x06proto3"
 
@@ -2307,7 +2524,7 @@ func file_rollout_run_v1_run_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_run_v1_run_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_rollout_run_v1_run_proto_goTypes = []any{
 	(RunState)(0),                 // 0: rollout.run.v1.RunState
 	(*Run)(nil),                   // 1: rollout.run.v1.Run
@@ -2335,24 +2552,27 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*WatchRunResponse)(nil),      // 23: rollout.run.v1.WatchRunResponse
 	(*CompleteRunRequest)(nil),    // 24: rollout.run.v1.CompleteRunRequest
 	(*CompleteRunResponse)(nil),   // 25: rollout.run.v1.CompleteRunResponse
-	(*GetCursorRequest)(nil),      // 26: rollout.run.v1.GetCursorRequest
-	(*GetCursorResponse)(nil),     // 27: rollout.run.v1.GetCursorResponse
-	(*v1.Plan)(nil),               // 28: rollout.plan.v1.Plan
-	(*timestamppb.Timestamp)(nil), // 29: google.protobuf.Timestamp
-	(*v11.Wait)(nil),              // 30: rollout.wait.v1.Wait
+	(*WorkerRegistration)(nil),    // 26: rollout.run.v1.WorkerRegistration
+	(*VerifyWorkersRequest)(nil),  // 27: rollout.run.v1.VerifyWorkersRequest
+	(*VerifyWorkersResponse)(nil), // 28: rollout.run.v1.VerifyWorkersResponse
+	(*GetCursorRequest)(nil),      // 29: rollout.run.v1.GetCursorRequest
+	(*GetCursorResponse)(nil),     // 30: rollout.run.v1.GetCursorResponse
+	(*v1.Plan)(nil),               // 31: rollout.plan.v1.Plan
+	(*timestamppb.Timestamp)(nil), // 32: google.protobuf.Timestamp
+	(*v11.Wait)(nil),              // 33: rollout.wait.v1.Wait
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
-	28, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
+	31, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
-	29, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
-	29, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
+	32, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
+	32, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
 	1,  // 4: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
 	5,  // 5: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
 	4,  // 6: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
 	3,  // 7: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	29, // 8: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	30, // 9: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
-	28, // 10: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	32, // 8: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	33, // 9: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	31, // 10: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
 	9,  // 11: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
 	8,  // 12: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
 	1,  // 13: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
@@ -2364,30 +2584,33 @@ var file_rollout_run_v1_run_proto_depIdxs = []int32{
 	1,  // 19: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
 	6,  // 20: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
 	0,  // 21: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	3,  // 22: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	10, // 23: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	12, // 24: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	14, // 25: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	16, // 26: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	18, // 27: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	20, // 28: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	22, // 29: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	24, // 30: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	26, // 31: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 32: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 33: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 34: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 35: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 36: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 37: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 38: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	25, // 39: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	27, // 40: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	32, // [32:41] is the sub-list for method output_type
-	23, // [23:32] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	26, // 22: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
+	3,  // 23: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	10, // 24: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	12, // 25: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	14, // 26: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	16, // 27: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	18, // 28: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	20, // 29: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	22, // 30: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	24, // 31: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	27, // 32: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
+	29, // 33: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 34: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 35: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 36: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 37: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 38: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 39: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 40: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	25, // 41: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	28, // 42: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	30, // 43: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	34, // [34:44] is the sub-list for method output_type
+	24, // [24:34] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }
@@ -2401,7 +2624,7 @@ func file_rollout_run_v1_run_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_run_v1_run_proto_rawDesc), len(file_rollout_run_v1_run_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   27,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -381,8 +381,9 @@ var SchedulerService_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
-	SchedulerInternalService_CompleteRun_FullMethodName = "/rollout.run.v1.SchedulerInternalService/CompleteRun"
-	SchedulerInternalService_GetCursor_FullMethodName   = "/rollout.run.v1.SchedulerInternalService/GetCursor"
+	SchedulerInternalService_CompleteRun_FullMethodName   = "/rollout.run.v1.SchedulerInternalService/CompleteRun"
+	SchedulerInternalService_VerifyWorkers_FullMethodName = "/rollout.run.v1.SchedulerInternalService/VerifyWorkers"
+	SchedulerInternalService_GetCursor_FullMethodName     = "/rollout.run.v1.SchedulerInternalService/GetCursor"
 )
 
 // SchedulerInternalServiceClient is the client API for SchedulerInternalService service.
@@ -394,6 +395,9 @@ type SchedulerInternalServiceClient interface {
 	// CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
 	// the run. Idempotent.
 	CompleteRun(ctx context.Context, in *CompleteRunRequest, opts ...grpc.CallOption) (*CompleteRunResponse, error)
+	// VerifyWorkers reports which registrations belong to processes that the scheduler launched for this incarnation of the run. The
+	// secrets that prove it stay with the scheduler. Registrations of other incarnations, or of runs that it does not manage, do not.
+	VerifyWorkers(ctx context.Context, in *VerifyWorkersRequest, opts ...grpc.CallOption) (*VerifyWorkersResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(ctx context.Context, in *GetCursorRequest, opts ...grpc.CallOption) (*GetCursorResponse, error)
 }
@@ -410,6 +414,16 @@ func (c *schedulerInternalServiceClient) CompleteRun(ctx context.Context, in *Co
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(CompleteRunResponse)
 	err := c.cc.Invoke(ctx, SchedulerInternalService_CompleteRun_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *schedulerInternalServiceClient) VerifyWorkers(ctx context.Context, in *VerifyWorkersRequest, opts ...grpc.CallOption) (*VerifyWorkersResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(VerifyWorkersResponse)
+	err := c.cc.Invoke(ctx, SchedulerInternalService_VerifyWorkers_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -435,6 +449,9 @@ type SchedulerInternalServiceServer interface {
 	// CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
 	// the run. Idempotent.
 	CompleteRun(context.Context, *CompleteRunRequest) (*CompleteRunResponse, error)
+	// VerifyWorkers reports which registrations belong to processes that the scheduler launched for this incarnation of the run. The
+	// secrets that prove it stay with the scheduler. Registrations of other incarnations, or of runs that it does not manage, do not.
+	VerifyWorkers(context.Context, *VerifyWorkersRequest) (*VerifyWorkersResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(context.Context, *GetCursorRequest) (*GetCursorResponse, error)
 	mustEmbedUnimplementedSchedulerInternalServiceServer()
@@ -449,6 +466,9 @@ type UnimplementedSchedulerInternalServiceServer struct{}
 
 func (UnimplementedSchedulerInternalServiceServer) CompleteRun(context.Context, *CompleteRunRequest) (*CompleteRunResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CompleteRun not implemented")
+}
+func (UnimplementedSchedulerInternalServiceServer) VerifyWorkers(context.Context, *VerifyWorkersRequest) (*VerifyWorkersResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method VerifyWorkers not implemented")
 }
 func (UnimplementedSchedulerInternalServiceServer) GetCursor(context.Context, *GetCursorRequest) (*GetCursorResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetCursor not implemented")
@@ -493,6 +513,24 @@ func _SchedulerInternalService_CompleteRun_Handler(srv interface{}, ctx context.
 	return interceptor(ctx, in, info, handler)
 }
 
+func _SchedulerInternalService_VerifyWorkers_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(VerifyWorkersRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SchedulerInternalServiceServer).VerifyWorkers(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SchedulerInternalService_VerifyWorkers_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SchedulerInternalServiceServer).VerifyWorkers(ctx, req.(*VerifyWorkersRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _SchedulerInternalService_GetCursor_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetCursorRequest)
 	if err := dec(in); err != nil {
@@ -521,6 +559,10 @@ var SchedulerInternalService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CompleteRun",
 			Handler:    _SchedulerInternalService_CompleteRun_Handler,
+		},
+		{
+			MethodName: "VerifyWorkers",
+			Handler:    _SchedulerInternalService_VerifyWorkers_Handler,
 		},
 		{
 			MethodName: "GetCursor",

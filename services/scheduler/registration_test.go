@@ -1,0 +1,58 @@
+package scheduler_test
+
+import (
+	"testing"
+
+	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/worker"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// Another process that registers as a worker of the run, with an old proof or none, neither counts as this worker nor is verified
+// for the controller. The process that the launcher started is accepted although it registers another PID.
+func TestOnlyTheLaunchedProcessIsAccepted(t *testing.T) {
+	w := setup(t)
+	w.mesh.do(func() { w.mesh.held = true })
+	w.start()
+	run := w.create(plan(5, "sync", 0, false)).GetRunId()
+	healthy := func(s *runv1.RunStatus) bool {
+		return len(s.GetWorkers()) == 2 && s.GetWorkers()[0].GetHealthy() && s.GetWorkers()[1].GetHealthy()
+	}
+	status := w.wait(run, healthy)
+	if got := status.GetWorkers()[0]; got.GetAddress() == "" || got.GetProcessId() == "" || got.GetPid() == 0 {
+		t.Errorf("worker %v", got)
+	}
+	spec, address := w.launcher.spec("inference-0", 0), status.GetWorkers()[0].GetAddress()
+	verified := func(incarnation uint32, proof string, rank uint32) bool {
+		t.Helper()
+		resp, err := w.generation.internal.VerifyWorkers(t.Context(), &runv1.VerifyWorkersRequest{
+			RunId: run, Incarnation: incarnation,
+			Workers: []*runv1.WorkerRegistration{{WorkerId: "inference-0", Rank: rank, Address: address, Proof: proof}, {WorkerId: "none"}},
+		})
+		if err != nil || len(resp.GetAccepted()) != 2 || resp.GetAccepted()[1] {
+			t.Fatalf("%v, %v", resp, err)
+		}
+		return resp.GetAccepted()[0]
+	}
+	good := worker.Proof(spec.GetNonce(), "inference-0", 0, address)
+	if !verified(1, good, 0) || !verified(1, worker.Proof(spec.GetNonce(), "inference-0", 3, address), 3) {
+		t.Error("the launched process was not accepted")
+	}
+	if verified(2, good, 0) || verified(1, good, 1) || verified(1, "", 0) || verified(1, worker.Proof(worker.NewNonce(), "inference-0", 0, address), 0) {
+		t.Error("another process was accepted")
+	}
+
+	w.registry.change("inference-worker", func(list []discovery.Instance) []discovery.Instance {
+		list[0].Address = "elsewhere:1"
+		return list
+	})
+	if got := w.wait(run, func(s *runv1.RunStatus) bool { return !healthy(s) }).GetWorkers()[0]; got.GetAddress() != "" || got.GetProcessId() == "" {
+		t.Errorf("worker %v", got)
+	}
+	w.generation.stop()
+	for _, events := range [][]string{w.events.of("worker.started", "process"), w.events.of("worker.started", "pid")} {
+		if len(events) != 2 || events[0] == "" {
+			t.Errorf("events %q", events)
+		}
+	}
+}
