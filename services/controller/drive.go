@@ -196,7 +196,7 @@ func (d *drive) newSession(l *learner) *session {
 		settings: d.settings, learner: l, delivery: d.delivery, progress: d.progress, events: d.events, log: d.log, retry: d.cfg.Retry,
 	}
 	snapshotter := &snapshotter{
-		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries,
+		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries, log: d.log,
 	}
 	due := &dueWork{settings: d.settings, evaluator: evaluator, snapshotter: snapshotter}
 	return &session{

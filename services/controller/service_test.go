@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -93,8 +94,14 @@ func (w *world) CreateSnapshot(_ context.Context, in *snapshotv1.CreateSnapshotR
 		w.mu.Lock()
 		s := proto.CloneOf(in.GetSnapshot())
 		s.SnapshotId = fmt.Sprintf("snap-%d", s.GetStep())
-		w.snapshots = append(w.snapshots, s)
+		exists := slices.ContainsFunc(w.snapshots, func(other *snapshotv1.Snapshot) bool { return other.GetStep() == s.GetStep() })
+		if !exists {
+			w.snapshots = append(w.snapshots, s)
+		}
 		w.mu.Unlock()
+		if exists && err == nil { // as if the learner had saved other bits
+			err = rpcerr.New(codes.AlreadyExists, reasonConflict, "step %d", s.GetStep())
+		}
 	}
 	return &snapshotv1.CreateSnapshotResponse{}, err
 }

@@ -3,10 +3,12 @@ package controller
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -20,7 +22,11 @@ type snapshotter struct {
 	ledger   *ledger
 	progress *progress
 	retries  retries
+	log      *slog.Logger
 }
+
+// reasonConflict is the reason for refusing a snapshot whose key exists with other content.
+const reasonConflict = "SNAPSHOT_CONFLICT"
 
 // take saves the training state of a committed step, then lets the buffer delete the payloads that a
 // recovery does not need any more.
@@ -42,7 +48,10 @@ func (s *snapshotter) take(ctx context.Context, step uint64) error {
 		return s.service.CreateSnapshot(ctx, &snapshotv1.CreateSnapshotRequest{
 			Snapshot: s.manifest(step, position, saved), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(),
 		})
-	}); err != nil {
+	}); rpcerr.Reason(err) == reasonConflict {
+		// The step was snapshotted before its learner was lost, and a retrained state can differ.
+		s.log.WarnContext(ctx, "a snapshot of the step exists and has other content; it is kept", "step", step)
+	} else if err != nil {
 		return fmt.Errorf("create a snapshot of step %d: %w", step, err)
 	}
 	crashpoint.Here("controller/snapshotted") // the snapshot exists, and so do the payloads

@@ -13,31 +13,32 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// Config sets the service. Retention comes with each request, so only paging is left.
+// Config configures the service. Retention comes with each request.
 type Config struct {
-	// PageSize is how many manifests a list returns that asks for no number. 0: 100.
+	// PageSize is how many manifests a list returns if the request has no page size. 0: 100.
 	PageSize int
 }
 
-// Artifacts is what the service needs of storage.
+// Artifacts is the part of the storage service that this service calls.
 type Artifacts interface {
 	ImportArtifacts(ctx context.Context, in *storagev1.ImportArtifactsRequest, opts ...grpc.CallOption) (*storagev1.ImportArtifactsResponse, error)
 	ExportArtifacts(ctx context.Context, in *storagev1.ExportArtifactsRequest, opts ...grpc.CallOption) (*storagev1.ExportArtifactsResponse, error)
 	DeleteArtifacts(ctx context.Context, in *storagev1.DeleteArtifactsRequest, opts ...grpc.CallOption) (*storagev1.DeleteArtifactsResponse, error)
 }
 
-// Scheduler is what the service needs of the scheduler.
+// Scheduler is the part of the scheduler that this service calls.
 type Scheduler interface {
 	GetRun(ctx context.Context, in *runv1.GetRunRequest, opts ...grpc.CallOption) (*runv1.GetRunResponse, error)
 	CreateRun(ctx context.Context, in *runv1.CreateRunRequest, opts ...grpc.CallOption) (*runv1.CreateRunResponse, error)
 }
 
-// Events takes events without blocking.
+// Events publishes events.
 type Events interface {
+	// Emit does not block.
 	Emit(e *eventv1.Event)
 }
 
-// Deps are the service's surroundings.
+// Deps are the dependencies of the service.
 type Deps struct {
 	Store     Store
 	Artifacts Artifacts
@@ -50,16 +51,16 @@ type Deps struct {
 func (d *Deps) check() error {
 	var errs []error
 	if d.Store == nil {
-		errs = append(errs, errors.New("snapshot: no store"))
+		errs = append(errs, errors.New("snapshot: missing dependency: store"))
 	}
 	if d.Artifacts == nil {
-		errs = append(errs, errors.New("snapshot: no artifact service"))
+		errs = append(errs, errors.New("snapshot: missing dependency: artifact service"))
 	}
 	if d.Scheduler == nil {
-		errs = append(errs, errors.New("snapshot: no scheduler"))
+		errs = append(errs, errors.New("snapshot: missing dependency: scheduler"))
 	}
 	if d.Events == nil {
-		errs = append(errs, errors.New("snapshot: nobody takes events"))
+		errs = append(errs, errors.New("snapshot: missing dependency: event publisher"))
 	}
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)

@@ -28,13 +28,13 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if cfg.PageSize <= 0 {
 		cfg.PageSize = 100
 	}
-	return &Server{cfg: cfg, svc: &service{Deps: deps}}, nil
+	return &Server{cfg: cfg, svc: &service{Deps: deps, handlers: newHandlers(deps)}}, nil
 }
 
 // Register adds the service to a gRPC server.
 func (s *Server) Register(r grpc.ServiceRegistrar) { snapshotv1.RegisterSnapshotServiceServer(r, s) }
 
-// Run deletes what an earlier process left half done, then waits for ctx to end.
+// Run deletes the artifacts that a crash left without a manifest, then waits for ctx to end.
 func (s *Server) Run(ctx context.Context) error {
 	delay := 100 * time.Millisecond
 	for {
@@ -42,7 +42,7 @@ func (s *Server) Run(ctx context.Context) error {
 		if err == nil || ctx.Err() != nil {
 			break
 		}
-		s.svc.Log.WarnContext(ctx, "sweep of unnamed artifacts failed, trying again", "error", err, "after", delay)
+		s.svc.Log.WarnContext(ctx, "deleting the artifacts without a manifest failed and is repeated", "error", err, "after", delay)
 		select {
 		case <-ctx.Done():
 		case <-time.After(delay):
@@ -73,9 +73,14 @@ func (s *Server) GetSnapshot(ctx context.Context, req *snapshotv1.GetSnapshotReq
 
 // ListSnapshots implements the contract.
 func (s *Server) ListSnapshots(ctx context.Context, req *snapshotv1.ListSnapshotsRequest) (*snapshotv1.ListSnapshotsResponse, error) {
+	if req.GetKind() != 0 {
+		if _, err := s.svc.handlers.of(req.GetKind()); err != nil {
+			return nil, err
+		}
+	}
 	if after := req.GetPageToken(); after != "" {
 		if made, ok := strings.CutPrefix(after, prefix); !ok || !id.Valid(made) {
-			return nil, rpcerr.New(codes.InvalidArgument, rpcerr.ReasonInvalidRequest, "the page token %q is none; send the next_page_token of the page before, or nothing", after).
+			return nil, rpcerr.New(codes.InvalidArgument, rpcerr.ReasonInvalidRequest, "page_token: %q is not a page token; send the next_page_token of the previous page, or nothing", after).
 				Field("page_token", "must be a next_page_token")
 		}
 	}
@@ -122,10 +127,13 @@ func (s *Server) RestoreSnapshot(ctx context.Context, req *snapshotv1.RestoreSna
 	return &snapshotv1.RestoreSnapshotResponse{Run: run}, nil
 }
 
-// DeleteSnapshot implements the contract. The id must be whole: a prefix deletes nothing by accident.
+// DeleteSnapshot implements the contract. It takes only complete ids, so that no prefix deletes a
+// snapshot by accident.
 func (s *Server) DeleteSnapshot(ctx context.Context, req *snapshotv1.DeleteSnapshotRequest) (*snapshotv1.DeleteSnapshotResponse, error) {
 	if err := s.svc.remove(ctx, req.GetSnapshotId()); err != nil {
 		return nil, err
 	}
 	return &snapshotv1.DeleteSnapshotResponse{}, nil
 }
+
+var _ snapshotv1.SnapshotServiceServer = (*Server)(nil)

@@ -13,86 +13,112 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/id"
-	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
-	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// service is the use cases. Its methods may be called from many goroutines.
+// service is the use cases. Many goroutines may call its methods.
 type service struct {
 	Deps
-	// files is held for reading while artifacts are imported or exported, for writing while a sweep deletes some.
+	handlers handlers
+	// files is locked for reading while artifacts are imported or exported, and for writing while a
+	// sweep deletes artifacts.
 	files sync.RWMutex
 }
 
-// create takes the files of a folder into storage, records the manifest and applies retention.
+// create imports the files of a folder, records the manifest, and applies retention. A repeated call
+// returns the first snapshot. ErrConflict if that one has other content.
 func (s *service) create(ctx context.Context, want *Snapshot, dir string, keep int) (*Snapshot, error) {
-	if err := check(want, dir); err != nil {
+	if err := s.check(want, dir); err != nil {
 		return nil, err
 	}
-	first, err := s.Store.Find(ctx, want.GetRunId(), want.GetKind(), want.GetStep())
+	first, err := s.Store.Find(ctx, KeyOf(want))
 	if err == nil {
-		return first, nil
+		return repeated(first, want)
 	}
 	if !errors.Is(err, ErrNotFound) {
 		return nil, err
 	}
-	snap, err := s.take(ctx, want, dir)
+	snap, recorded, err := s.record(ctx, want, dir)
 	if err != nil {
 		return nil, err
 	}
+	if !recorded {
+		return repeated(snap, want)
+	}
 	s.Events.Emit(created(snap))
 	if err := s.retain(ctx, snap, keep); err != nil {
-		s.Log.WarnContext(ctx, "old snapshots stay", "run", snap.GetRunId(), "error", err)
+		s.Log.WarnContext(ctx, "old snapshots were not deleted", "run", snap.GetRunId(), "error", err)
 	}
 	return snap, nil
 }
 
-func (s *service) take(ctx context.Context, want *Snapshot, dir string) (*Snapshot, error) {
+// repeated is the answer to a creation whose key exists already.
+func repeated(first, want *Snapshot) (*Snapshot, error) {
+	if sameContent(first, want) {
+		return first, nil
+	}
+	return nil, ErrConflict.With("snapshot", first.GetSnapshotId()).
+		WithMessage("snapshot %s of %s at step %d exists and has other content", first.GetSnapshotId(), first.GetRunId(), first.GetStep()).
+		Fix("give the new snapshot another name, or delete " + first.GetSnapshotId())
+}
+
+// record imports the files and records the manifest. recorded is false if the key existed already; the
+// snapshot is then the existing one.
+func (s *service) record(ctx context.Context, want *Snapshot, dir string) (snap *Snapshot, recorded bool, err error) {
 	s.files.RLock()
 	defer s.files.RUnlock()
 	if err := s.Store.Note(ctx, digests(want)); err != nil {
-		return nil, err
+		return nil, false, err
 	}
-	crashpoint.Here("snapshot/noted") // its files are candidates of a sweep, not taken
-	req := &storagev1.ImportArtifactsRequest{}
-	for _, f := range want.GetFiles() {
-		req.Files = append(req.Files, &storagev1.LocalFile{Path: filepath.Join(dir, filepath.FromSlash(f.GetPath())), ContentId: f.GetDigest()})
-	}
-	resp, err := s.Artifacts.ImportArtifacts(ctx, req)
+	crashpoint.Here("snapshot/noted") // its files are candidates of a sweep, not imported
+	resp, err := s.Artifacts.ImportArtifacts(ctx, &storagev1.ImportArtifactsRequest{Files: localFiles(want, dir)})
 	if err != nil {
-		return nil, fmt.Errorf("take the files of snapshot %s/%d: %w", want.GetRunId(), want.GetStep(), err)
+		return nil, false, fmt.Errorf("import the files of the snapshot of %s at step %d: %w", want.GetRunId(), want.GetStep(), err)
 	}
-	crashpoint.Here("snapshot/imported") // files are taken, no manifest names them
-	snap := proto.CloneOf(want)
+	crashpoint.Here("snapshot/imported") // files are imported, no manifest names them
+	made := proto.CloneOf(want)
 	now := s.Now().UTC()
-	snap.SnapshotId, snap.CreateTime, snap.Bytes = newID(now), timestamppb.New(now), 0
-	for i, f := range snap.GetFiles() {
+	made.SnapshotId, made.CreateTime, made.Bytes = newID(now), timestamppb.New(now), 0
+	for i, f := range made.GetFiles() {
 		if i >= len(resp.GetArtifacts()) || resp.GetArtifacts()[i].GetContentId() != f.GetDigest() {
-			return nil, ErrMismatch.With("path", f.GetPath()).With("digest", f.GetDigest())
+			return nil, false, ErrMismatch.With("path", f.GetPath()).With("digest", f.GetDigest())
 		}
 		f.Bytes = resp.GetArtifacts()[i].GetBytes()
-		snap.Bytes += f.GetBytes()
+		made.Bytes += f.GetBytes()
 	}
-	snap, err = s.Store.Record(ctx, snap)
+	snap, err = s.Store.Record(ctx, made)
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
-	crashpoint.Here("snapshot/recorded")            // the manifest is there, its files are candidates still
-	return snap, s.Store.Forget(ctx, digests(snap)) // of a twin that came first, what only we named stays a candidate
+	crashpoint.Here("snapshot/recorded") // the manifest exists, its files are still candidates
+	// If the key existed already, the files that only the new manifest names remain candidates.
+	return snap, snap.GetSnapshotId() == made.GetSnapshotId(), s.Store.Forget(ctx, digests(snap))
 }
 
-// retain deletes the snapshots of the same run and kind beyond the newest keep, by step. Those that another run began from stay.
+// localFiles names the files of a snapshot in a folder.
+func localFiles(s *Snapshot, dir string) (files []*storagev1.LocalFile) {
+	for _, f := range s.GetFiles() {
+		files = append(files, &storagev1.LocalFile{Path: filepath.Join(dir, filepath.FromSlash(f.GetPath())), ContentId: f.GetDigest()})
+	}
+	return files
+}
+
+// retain deletes the snapshots of the same run, kind, and name beyond the newest keep, by step. Pinned
+// snapshots stay.
 func (s *service) retain(ctx context.Context, newest *Snapshot, keep int) error {
 	if keep == 0 {
 		return nil
 	}
 	all, err := s.Store.List(ctx, Filter{Run: newest.GetRunId(), Kind: newest.GetKind(), Unpinned: true})
-	if err != nil || len(all) <= keep {
+	if err != nil {
 		return err
+	}
+	all = slices.DeleteFunc(all, func(other *Snapshot) bool { return other.GetName() != newest.GetName() })
+	if len(all) <= keep {
+		return nil
 	}
 	slices.SortFunc(all, func(a, b *Snapshot) int { return int(int64(b.GetStep()) - int64(a.GetStep())) })
 	var old []string
@@ -102,12 +128,12 @@ func (s *service) retain(ctx context.Context, newest *Snapshot, keep int) error 
 	return s.remove(ctx, old...)
 }
 
-// remove deletes manifests and the artifacts that only they named.
+// remove deletes manifests, and the artifacts that no other manifest names.
 func (s *service) remove(ctx context.Context, ids ...string) error {
 	if err := s.Store.Delete(ctx, ids...); err != nil {
 		return err
 	}
-	crashpoint.Here("snapshot/deleted") // manifests are gone, their files are there
+	crashpoint.Here("snapshot/deleted") // manifests are deleted, their files exist
 	return s.sweep(ctx)
 }
 
@@ -124,11 +150,11 @@ func (s *service) sweep(ctx context.Context) error {
 			return fmt.Errorf("delete %d artifacts: %w", len(garbage), err)
 		}
 	}
-	crashpoint.Here("snapshot/swept") // files are gone, they are candidates still
+	crashpoint.Here("snapshot/swept") // files are deleted, they are still candidates
 	return s.Store.Forget(ctx, append(garbage, named...))
 }
 
-// materialize writes the files of a snapshot into dir; storage verifies each against its digest.
+// materialize writes the files of a snapshot into dir. The storage service verifies their digests.
 func (s *service) materialize(ctx context.Context, idOrPrefix, dir string) (*Snapshot, error) {
 	if !filepath.IsAbs(dir) {
 		return nil, ErrInvalid.Field("directory", "must be absolute")
@@ -139,17 +165,14 @@ func (s *service) materialize(ctx context.Context, idOrPrefix, dir string) (*Sna
 	if err != nil {
 		return nil, err
 	}
-	req := &storagev1.ExportArtifactsRequest{}
-	for _, f := range snap.GetFiles() {
-		req.Files = append(req.Files, &storagev1.LocalFile{Path: filepath.Join(dir, filepath.FromSlash(f.GetPath())), ContentId: f.GetDigest()})
-	}
-	if _, err := s.Artifacts.ExportArtifacts(ctx, req); err != nil {
+	if _, err := s.Artifacts.ExportArtifacts(ctx, &storagev1.ExportArtifactsRequest{Files: localFiles(snap, dir)}); err != nil {
 		return nil, fmt.Errorf("write the files of %s: %w", snap.GetSnapshotId(), err)
 	}
 	return snap, nil
 }
 
-// pin keeps a snapshot from retention: the run that starts from it may need it again until it has one of its own.
+// pin exempts a snapshot from retention: the run that starts from it may need it again until it has a
+// snapshot itself.
 func (s *service) pin(ctx context.Context, idOrPrefix string) (*Snapshot, error) {
 	snap, err := s.Store.Get(ctx, idOrPrefix)
 	if err != nil {
@@ -158,65 +181,47 @@ func (s *service) pin(ctx context.Context, idOrPrefix string) (*Snapshot, error)
 	return snap, s.Store.Pin(ctx, snap.GetSnapshotId())
 }
 
-// restore makes a new run of the same plan that goes on from the snapshot.
+// restore creates a run that continues from a snapshot.
 func (s *service) restore(ctx context.Context, idOrPrefix string) (*runv1.Run, error) {
 	snap, err := s.Store.Get(ctx, idOrPrefix)
 	if err != nil {
 		return nil, err
 	}
-	if snap.GetKind() != TrainState {
-		return nil, ErrKind.With("snapshot", snap.GetSnapshotId()).With("kind", snap.GetKind().String()).
-			WithMessage("snapshot %s is no train_state: it can't be restored", snap.GetSnapshotId())
-	}
-	origin, err := s.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: snap.GetRunId()})
+	handler, err := s.handlers.of(snap.GetKind())
 	if err != nil {
-		return nil, fmt.Errorf("find the plan of %s: %w", snap.GetRunId(), err)
+		return nil, err
 	}
-	run := origin.GetStatus().GetRun()
-	lock, err := id.CanonicalJSON(run.GetPlan())
-	if err != nil {
-		return nil, fmt.Errorf("write the plan of %s: %w", run.GetRunId(), err)
-	}
-	made, err := s.Scheduler.CreateRun(ctx, &runv1.CreateRunRequest{Lock: lock, BaseDir: run.GetBaseDir(), FromSnapshot: snap.GetSnapshotId()})
-	if err != nil {
-		return nil, restorable(snap, err)
-	}
-	return made.GetRun(), nil
+	return handler.Restore(ctx, snap)
 }
 
-// restorable says of changed inputs how the snapshot can be restored all the same.
-func restorable(snap *Snapshot, err error) error {
-	if e, ok := rpcerr.From(err); ok && e.Reason() == "PLAN_INPUTS_CHANGED" {
-		return e.Fix("restore it, or begin the new run with the inputs as they are now: `rollout snapshot restore " + snap.GetSnapshotId() + " --accept-changes`")
-	}
-	return fmt.Errorf("restore %s: %w", snap.GetSnapshotId(), err)
-}
-
-// check names everything that is wrong with a manifest at once.
-func check(s *Snapshot, dir string) error {
+// check returns all errors of a new manifest at once.
+func (s *service) check(snap *Snapshot, dir string) error {
 	bad := ErrInvalid
-	if s.GetRunId() == "" {
-		bad = bad.Field("snapshot.run_id", "must name the run")
-	}
-	if s.GetKind() == 0 {
-		bad = bad.Field("snapshot.kind", "must be set")
-	}
-	if len(s.GetFiles()) == 0 {
-		bad = bad.Field("snapshot.files", "must hold at least one file")
+	if snap.GetRunId() == "" {
+		bad = bad.Field("snapshot.run_id", "must be set")
 	}
 	if !filepath.IsAbs(dir) {
 		bad = bad.Field("directory", "must be absolute")
 	}
-	seen := map[string]bool{}
-	for i, f := range s.GetFiles() {
+	paths := map[string]bool{}
+	for i, f := range snap.GetFiles() {
 		path := f.GetPath()
-		if !filepath.IsLocal(filepath.FromSlash(path)) || seen[path] {
-			bad = bad.Field(fmt.Sprintf("snapshot.files[%d].path", i), "must stay inside the folder and be named once: "+path)
+		if !filepath.IsLocal(filepath.FromSlash(path)) || paths[path] {
+			bad = bad.Field(fmt.Sprintf("snapshot.files[%d].path", i), "must be inside of the folder, and occur once: "+path)
 		}
-		seen[path] = true
+		paths[path] = true
 		if !id.ValidContent(f.GetDigest()) {
 			bad = bad.Field(fmt.Sprintf("snapshot.files[%d].digest", i), "must be a content id")
 		}
+	}
+	if snap.GetKind() == 0 {
+		bad = bad.Field("snapshot.kind", "must be set")
+	} else {
+		handler, err := s.handlers.of(snap.GetKind())
+		if err != nil {
+			return err
+		}
+		bad = handler.Check(snap, bad)
 	}
 	if len(bad.Violations()) > 0 {
 		return bad
@@ -234,5 +239,3 @@ func created(s *Snapshot) *eventv1.Event {
 		Metrics:    map[string]float64{"bytes": float64(s.GetBytes())},
 	}
 }
-
-var _ snapshotv1.SnapshotServiceServer = (*Server)(nil)

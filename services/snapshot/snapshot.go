@@ -1,52 +1,86 @@
-// Package snapshot owns snapshot manifests: what a run needs to go on, named by content.
+// Package snapshot owns snapshot manifests. A manifest describes what is needed to continue a run.
 //
-// The bytes are artifacts of the storage service; a manifest names them by digest, so two snapshots share what did not change.
+// The files are artifacts of the storage service. A manifest names them by digest, so snapshots share
+// the files that did not change.
 //
-//	(absent) --CreateSnapshot--> recorded --DeleteSnapshot, or newer ones beyond `keep`--> gone
+//	(absent) --CreateSnapshot--> recorded --DeleteSnapshot, or retention--> deleted
 //
-// An artifact is deleted when no manifest names it any more. A crash between an import and its manifest, or between a manifest's
-// end and the deletion of its files, leaves candidates in the store; the next sweep (at start, after each deletion) removes them.
+// Each kind of snapshot has a Handler, in the table newHandlers.
+//
+// An artifact is deleted when no manifest names it any more. A crash between an import and its
+// manifest, or between the deletion of a manifest and that of its files, leaves candidates in the
+// store. The next sweep, at the start or after a deletion, removes them.
 package snapshot
 
 import (
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
-// Snapshot is a manifest. The contract's message is the noun of every layer.
+// Snapshot is a manifest.
 type Snapshot = snapshotv1.Snapshot
+
+// Kind is what a snapshot contains.
+type Kind = snapshotv1.SnapshotKind
 
 // TrainState is the kind that a run can be restored from.
 const TrainState = snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
 
 // Errors of this service.
 var (
-	ErrNotFound  = rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no such snapshot").Fix("`rollout snapshot list` shows those there are")
-	ErrAmbiguous = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_AMBIGUOUS", "several snapshots begin like that").
-			Fix("give more of the id; `rollout snapshot list` shows them")
-	ErrInvalid  = rpcerr.New(codes.InvalidArgument, "SNAPSHOT_INVALID", "the snapshot's manifest is not usable")
-	ErrMismatch = rpcerr.New(codes.DataLoss, "SNAPSHOT_FILE_MISMATCH", "a file of the snapshot is not what its manifest says")
-	ErrKind     = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_NOT_RESTORABLE", "only train_state snapshots can be restored").
-			Fix("`rollout snapshot list` shows the kind of each")
+	ErrNotFound  = rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no such snapshot").Fix("`rollout snapshot list` shows the existing ones")
+	ErrAmbiguous = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_AMBIGUOUS", "several snapshots have this prefix").
+			Fix("give more of the id; `rollout snapshot list` shows the ids")
+	ErrInvalid     = rpcerr.New(codes.InvalidArgument, "SNAPSHOT_INVALID", "the manifest of the snapshot is invalid")
+	ErrMismatch    = rpcerr.New(codes.DataLoss, "SNAPSHOT_FILE_MISMATCH", "a file of the snapshot does not have the digest in its manifest")
+	ErrConflict    = rpcerr.New(codes.AlreadyExists, "SNAPSHOT_CONFLICT", "a snapshot of the same run, kind, step, and name has other content")
+	ErrUnsupported = rpcerr.New(codes.Unimplemented, "SNAPSHOT_KIND_UNSUPPORTED", "snapshots of this kind are not supported")
 )
 
 const prefix = "snap-"
 
-// newID makes a snapshot id. Ids sort by the millisecond they were made in.
+// newID makes a snapshot id. Ids sort by the millisecond of their creation.
 func newID(now time.Time) string { return prefix + id.New(now) }
 
-// digests lists the distinct digests that a manifest names.
+// Key identifies a snapshot.
+type Key struct {
+	Run  string
+	Kind Kind
+	Step uint64
+	Name string
+}
+
+// KeyOf returns the key of a manifest.
+func KeyOf(s *Snapshot) Key {
+	return Key{Run: s.GetRunId(), Kind: s.GetKind(), Step: s.GetStep(), Name: s.GetName()}
+}
+
+// sameContent reports whether two manifests differ at most in what the service sets.
+func sameContent(a, b *Snapshot) bool {
+	content := func(s *Snapshot) *Snapshot {
+		s = proto.CloneOf(s)
+		s.SnapshotId, s.CreateTime, s.Bytes = "", nil, 0
+		for _, f := range s.GetFiles() {
+			f.Bytes = 0
+		}
+		return s
+	}
+	return proto.Equal(content(a), content(b))
+}
+
+// digests returns the distinct digests that a manifest names.
 func digests(s *Snapshot) []string {
-	seen := map[string]bool{}
+	found := map[string]bool{}
 	var out []string
 	for _, f := range s.GetFiles() {
-		if !seen[f.GetDigest()] {
-			seen[f.GetDigest()] = true
+		if !found[f.GetDigest()] {
+			found[f.GetDigest()] = true
 			out = append(out, f.GetDigest())
 		}
 	}

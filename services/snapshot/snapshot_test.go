@@ -27,15 +27,15 @@ import (
 	"github.com/rollout-rl/rollout/services/snapshot/storetest"
 )
 
-// artifacts is a storage service that knows digests alone.
+// artifacts is a storage service that keeps only digests.
 type artifacts struct {
 	mu       sync.Mutex
-	held     map[string]bool
+	stored   map[string]bool
 	exported []*storagev1.LocalFile
-	wrong    bool // answers with other content than was asked for
-	down     int  // calls that fail yet
+	wrong    bool // returns other content than requested
+	down     int  // number of calls that still fail
 	onImport func()
-	deleted  chan struct{} // gets a value for each deletion; nil: nobody looks
+	deleted  chan struct{} // receives a value for each deletion; nil: not used
 }
 
 func (a *artifacts) call() (func(), error) {
@@ -60,7 +60,7 @@ func (a *artifacts) ImportArtifacts(_ context.Context, in *storagev1.ImportArtif
 		if a.wrong {
 			id = storetest.Digest("f")
 		}
-		a.held[id] = true
+		a.stored[id] = true
 		out.Artifacts = append(out.Artifacts, &storagev1.ArtifactInfo{ContentId: id, Bytes: 10, Exists: true})
 	}
 	if a.onImport != nil {
@@ -86,7 +86,7 @@ func (a *artifacts) DeleteArtifacts(_ context.Context, in *storagev1.DeleteArtif
 	}
 	defer done()
 	for _, id := range in.GetContentIds() {
-		delete(a.held, id)
+		delete(a.stored, id)
 	}
 	if a.deleted != nil {
 		a.deleted <- struct{}{}
@@ -94,11 +94,11 @@ func (a *artifacts) DeleteArtifacts(_ context.Context, in *storagev1.DeleteArtif
 	return &storagev1.DeleteArtifactsResponse{}, nil
 }
 
-func (a *artifacts) holds() []string {
+func (a *artifacts) list() []string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	var out []string
-	for id := range maps.Keys(a.held) {
+	for id := range maps.Keys(a.stored) {
 		out = append(out, id[len("blake3-"):][:1])
 	}
 	slices.Sort(out)
@@ -124,6 +124,7 @@ func (e events) Emit(event *eventv1.Event) { e <- event }
 
 type world struct {
 	*snapshot.Server
+	store     snapshot.Store
 	artifacts *artifacts
 	scheduler *scheduler
 	events    events
@@ -136,7 +137,7 @@ func setup(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = store.Close() })
-	w := &world{artifacts: &artifacts{held: map[string]bool{}}, scheduler: &scheduler{}, events: make(events, 100)}
+	w := &world{store: store, artifacts: &artifacts{stored: map[string]bool{}}, scheduler: &scheduler{}, events: make(events, 100)}
 	clock := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	w.Server, err = snapshot.New(snapshot.Config{}, snapshot.Deps{
 		Store: store, Artifacts: w.artifacts, Scheduler: w.scheduler, Events: w.events,
@@ -159,7 +160,7 @@ func (w *world) take(t *testing.T, step uint64, keep uint32, contents ...string)
 	return resp.GetSnapshot()
 }
 
-func TestCreateRecordsAndTells(t *testing.T) {
+func TestCreateRecordsAndEmitsAnEvent(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	snap := w.take(t, 3, 0, "a", "b")
@@ -171,20 +172,46 @@ func TestCreateRecordsAndTells(t *testing.T) {
 		e.GetAttributes()["digest"] != snap.GetWeightsDigest() || e.GetMetrics()["bytes"] != 20 || e.GetStep() != 3 {
 		t.Fatalf("event %v", e)
 	}
-	again := w.take(t, 3, 0, "c")
+	again := w.take(t, 3, 0, "a", "b")
 	if again.GetSnapshotId() != snap.GetSnapshotId() || len(w.events) != 0 {
-		t.Fatalf("a repeat made %v", again)
+		t.Fatalf("a repeated call returned %v", again)
 	}
 }
 
-func TestRetentionDeletesFilesThatNobodyNames(t *testing.T) {
+func TestOtherContentOfAKeyIsAConflict(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	first := w.take(t, 3, 0, "a")
+	other := storetest.Snap("", "run-a", 3, "b")
+	create := func() (*snapshot.Snapshot, error) {
+		resp, err := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: other, Directory: "/scratch", Keep: 1})
+		return resp.GetSnapshot(), err
+	}
+	_, err := create()
+	if e, _ := rpcerr.From(err); !errors.Is(err, snapshot.ErrConflict) || e.Metadata()["snapshot"] != first.GetSnapshotId() {
+		t.Fatalf("got %v", err)
+	}
+	if got := w.artifacts.list(); !slices.Equal(got, []string{"a"}) {
+		t.Fatalf("storage has %v", got)
+	}
+	other.Name = "best"
+	named, err := create()
+	if err != nil || named.GetName() != "best" || named.GetSnapshotId() == first.GetSnapshotId() {
+		t.Fatalf("created %v, %v", named, err)
+	}
+	if got := w.artifacts.list(); !slices.Equal(got, []string{"a", "b"}) { // each name has its own retention
+		t.Fatalf("storage has %v", got)
+	}
+}
+
+func TestRetentionDeletesFilesWithoutAManifest(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	w.take(t, 1, 2, "a", "b")
 	w.take(t, 2, 2, "b", "c")
 	w.take(t, 3, 2, "c", "d")
-	if got := w.artifacts.holds(); !slices.Equal(got, []string{"b", "c", "d"}) {
-		t.Fatalf("storage holds %v", got)
+	if got := w.artifacts.list(); !slices.Equal(got, []string{"b", "c", "d"}) {
+		t.Fatalf("storage has %v", got)
 	}
 	list, err := w.ListSnapshots(t.Context(), &snapshotv1.ListSnapshotsRequest{RunId: "run-a"})
 	if err != nil || len(list.GetSnapshots()) != 2 || list.GetSnapshots()[0].GetStep() != 3 {
@@ -192,7 +219,7 @@ func TestRetentionDeletesFilesThatNobodyNames(t *testing.T) {
 	}
 }
 
-func TestASnapshotThatARunBeganFromStays(t *testing.T) {
+func TestRetentionKeepsPinnedSnapshots(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
 	first := w.take(t, 1, 1, "a")
@@ -210,23 +237,32 @@ func TestASnapshotThatARunBeganFromStays(t *testing.T) {
 	}
 	w.take(t, 2, 1, "b")
 	w.take(t, 3, 1, "c")
-	if got := w.artifacts.holds(); !slices.Equal(got, []string{"a", "c"}) {
-		t.Fatalf("storage holds %v", got)
+	if got := w.artifacts.list(); !slices.Equal(got, []string{"a", "c"}) {
+		t.Fatalf("storage has %v", got)
 	}
 }
 
-func TestOnlyTrainStateIsRestored(t *testing.T) {
+func TestAKindWithoutAHandlerIsRefused(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
-	snap := storetest.Snap("", "run-a", 1, "a")
-	snap.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC
-	made, err := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: snap, Directory: "/scratch"})
-	if err != nil {
+	stored := storetest.Snap("snap-1", "run-a", 1, "a") // as another version of the service left it
+	stored.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC
+	if _, err := w.store.Record(t.Context(), stored); err != nil {
 		t.Fatal(err)
 	}
-	_, err = w.RestoreSnapshot(t.Context(), &snapshotv1.RestoreSnapshotRequest{SnapshotId: made.GetSnapshot().GetSnapshotId()})
-	if !errors.Is(err, snapshot.ErrKind) {
-		t.Fatalf("got %v", err)
+	made := storetest.Snap("", "run-a", 1, "a")
+	made.Kind = snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER
+	_, create := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: made, Directory: "/scratch"})
+	_, list := w.ListSnapshots(t.Context(), &snapshotv1.ListSnapshotsRequest{Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS})
+	_, restore := w.RestoreSnapshot(t.Context(), &snapshotv1.RestoreSnapshotRequest{SnapshotId: "snap-1"})
+	for kind, err := range map[string]error{"buffer": create, "process": list, "episodic": restore} {
+		e, _ := rpcerr.From(err)
+		if !errors.Is(err, snapshot.ErrUnsupported) || e.Metadata()["kind"] != kind || e.Metadata()["supported"] != "train_state" {
+			t.Errorf("%s: %v", kind, err)
+		}
+	}
+	if len(w.artifacts.list()) != 0 || w.scheduler.created != nil {
+		t.Errorf("storage has %v, run %v was created", w.artifacts.list(), w.scheduler.created)
 	}
 }
 
@@ -255,8 +291,8 @@ func TestDeleteIsIdempotent(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if got := w.artifacts.holds(); len(got) != 0 {
-		t.Fatalf("storage holds %v", got)
+	if got := w.artifacts.list(); len(got) != 0 {
+		t.Fatalf("storage has %v", got)
 	}
 }
 
@@ -271,7 +307,7 @@ func TestStartSweepsWhatACrashLeft(t *testing.T) {
 	if _, err := w.CreateSnapshot(crashed, &snapshotv1.CreateSnapshotRequest{Snapshot: snap, Directory: "/scratch"}); err == nil {
 		t.Fatal("the snapshot was recorded")
 	}
-	if got := w.artifacts.holds(); !slices.Equal(got, []string{"a", "b"}) {
+	if got := w.artifacts.list(); !slices.Equal(got, []string{"a", "b"}) {
 		t.Fatalf("before the start: %v", got)
 	}
 	w.artifacts.down, w.artifacts.deleted = 2, make(chan struct{}, 1)
@@ -280,7 +316,7 @@ func TestStartSweepsWhatACrashLeft(t *testing.T) {
 	ran := make(chan error, 1)
 	go func() { ran <- w.Run(ctx) }()
 	<-w.artifacts.deleted
-	if got := w.artifacts.holds(); !slices.Equal(got, []string{"a"}) {
+	if got := w.artifacts.list(); !slices.Equal(got, []string{"a"}) {
 		t.Fatalf("after the start: %v", got)
 	}
 	cancel()

@@ -13,14 +13,13 @@ import (
 	schema "github.com/rollout-rl/rollout/database/snapshot"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
-	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	"github.com/rollout-rl/rollout/services/snapshot"
 )
 
 // Store implements snapshot.Store.
 type Store struct{ db *sqldb.DB }
 
-// Open opens or makes the service's database and brings its schema up to date.
+// Open opens the database of the service, creates it if needed, and migrates its schema.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 	db, err := sqldb.Ready(ctx, place, "snapshot", sqldb.Full, schema.Migrations)
 	if err != nil {
@@ -32,10 +31,10 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
 
-// Lease is the row by which one of several replicas leads.
+// Lease returns the lease row that decides which replica leads.
 func (s *Store) Lease() *lease.Table { return lease.NewTable(s.db, "snapshot") }
 
-// Fenced is the same store, whose writes the fence must let pass.
+// Fenced returns the same store with writes that fail once the fence is lost.
 func (s *Store) Fenced(fence sqldb.Fence) *Store {
 	fenced := *s
 	fenced.db = s.db.Fenced(fence)
@@ -51,16 +50,15 @@ func (s *Store) Record(ctx context.Context, snap *snapshot.Snapshot) (*snapshot.
 	kept := snap
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
 		kept = snap
-		res, err := tx.ExecContext(ctx, `INSERT INTO snapshot (snapshot_id, run_id, kind, step, manifest) VALUES ($1, $2, $3, $4, $5)
-				ON CONFLICT (run_id, kind, step) DO NOTHING`,
-			snap.GetSnapshotId(), snap.GetRunId(), int32(snap.GetKind()), int64(snap.GetStep()), manifest)
+		res, err := tx.ExecContext(ctx, `INSERT INTO snapshot (snapshot_id, run_id, kind, step, name, manifest) VALUES ($1, $2, $3, $4, $5, $6)
+				ON CONFLICT (run_id, kind, step, name) DO NOTHING`,
+			snap.GetSnapshotId(), snap.GetRunId(), int32(snap.GetKind()), int64(snap.GetStep()), snap.GetName(), manifest)
 		if err != nil {
 			return err
 		}
 		if n, err := res.RowsAffected(); err != nil || n == 0 {
 			if err == nil {
-				kept, err = one(tx.QueryRowContext(ctx, `SELECT manifest FROM snapshot WHERE run_id = $1 AND kind = $2 AND step = $3`,
-					snap.GetRunId(), int32(snap.GetKind()), int64(snap.GetStep())).Scan)
+				kept, err = one(tx.QueryRowContext(ctx, byKey, keyArgs(snapshot.KeyOf(snap))...).Scan)
 			}
 			return err
 		}
@@ -151,14 +149,20 @@ func (s *Store) Get(ctx context.Context, prefix string) (*snapshot.Snapshot, err
 	return found[0], nil
 }
 
+const byKey = `SELECT manifest FROM snapshot WHERE run_id = $1 AND kind = $2 AND step = $3 AND name = $4`
+
+func keyArgs(key snapshot.Key) []any {
+	return []any{key.Run, int32(key.Kind), int64(key.Step), key.Name}
+}
+
 // Find implements snapshot.Reader.
-func (s *Store) Find(ctx context.Context, run string, kind snapshotv1.SnapshotKind, step uint64) (*snapshot.Snapshot, error) {
-	found, err := s.query(ctx, `SELECT manifest FROM snapshot WHERE run_id = $1 AND kind = $2 AND step = $3`, run, int32(kind), int64(step))
+func (s *Store) Find(ctx context.Context, key snapshot.Key) (*snapshot.Snapshot, error) {
+	found, err := s.query(ctx, byKey, keyArgs(key)...)
 	if err == nil && len(found) == 0 {
 		err = snapshot.ErrNotFound
 	}
 	if err != nil {
-		return nil, fmt.Errorf("find snapshot of %s at step %d: %w", run, step, err)
+		return nil, fmt.Errorf("find snapshot of %s at step %d: %w", key.Run, key.Step, err)
 	}
 	return found[0], nil
 }

@@ -14,10 +14,11 @@ import (
 	"github.com/rollout-rl/rollout/services/snapshot"
 )
 
-// Run runs the suite; open gives an empty store that is closed with the test.
+// Run runs the suite. open returns an empty store that is closed with the test.
 func Run(t *testing.T, open func(t *testing.T) snapshot.Store) {
 	for name, test := range map[string]func(*testing.T, snapshot.Store){
 		"record keeps the first": recordKeepsTheFirst,
+		"names are keys":         namesAreKeys,
 		"get by prefix":          getByPrefix,
 		"list":                   list,
 		"candidates":             candidates,
@@ -30,7 +31,7 @@ func Run(t *testing.T, open func(t *testing.T) snapshot.Store) {
 	}
 }
 
-// Snap is a manifest of a run at a step that names one file per content.
+// Snap makes a manifest of a run at a step, with one file per content.
 func Snap(id, run string, step uint64, contents ...string) *snapshot.Snapshot {
 	s := &snapshot.Snapshot{SnapshotId: id, RunId: run, Kind: snapshot.TrainState, Step: step}
 	for i, c := range contents {
@@ -39,7 +40,7 @@ func Snap(id, run string, step uint64, contents ...string) *snapshot.Snapshot {
 	return s
 }
 
-// Digest is a content id made of one letter.
+// Digest makes a content id of one letter.
 func Digest(letter string) string { return "blake3-" + strings.Repeat(letter, 64) }
 
 func record(t *testing.T, s snapshot.Store, snap *snapshot.Snapshot) *snapshot.Snapshot {
@@ -53,19 +54,44 @@ func record(t *testing.T, s snapshot.Store, snap *snapshot.Snapshot) *snapshot.S
 
 func recordKeepsTheFirst(t *testing.T, s snapshot.Store) {
 	first := record(t, s, Snap("snap-1", "run-a", 5, "a"))
-	twin := record(t, s, Snap("snap-2", "run-a", 5, "b"))
-	if !proto.Equal(first, twin) {
-		t.Fatalf("a twin replaced the first: %v", twin)
+	second := record(t, s, Snap("snap-2", "run-a", 5, "b"))
+	if !proto.Equal(first, second) {
+		t.Fatalf("the second manifest of the key replaced the first: %v", second)
 	}
-	got, err := s.Find(t.Context(), "run-a", snapshot.TrainState, 5)
+	got, err := s.Find(t.Context(), snapshot.Key{Run: "run-a", Kind: snapshot.TrainState, Step: 5})
 	if err != nil || !proto.Equal(got, first) {
 		t.Fatalf("found %v, %v", got, err)
 	}
-	if _, err := s.Find(t.Context(), "run-a", snapshot.TrainState, 6); !errors.Is(err, snapshot.ErrNotFound) {
+	if _, err := s.Find(t.Context(), snapshot.Key{Run: "run-a", Kind: snapshot.TrainState, Step: 6}); !errors.Is(err, snapshot.ErrNotFound) {
 		t.Fatalf("step 6: %v", err)
 	}
 	if _, err := s.Get(t.Context(), "snap-2"); !errors.Is(err, snapshot.ErrNotFound) {
-		t.Fatalf("the twin was kept: %v", err)
+		t.Fatalf("the second manifest was stored: %v", err)
+	}
+}
+
+func namesAreKeys(t *testing.T, s snapshot.Store) {
+	unnamed := record(t, s, Snap("snap-1", "run-a", 5, "a"))
+	named := Snap("snap-2", "run-a", 5, "b")
+	named.Name = "best"
+	if got := record(t, s, named); !proto.Equal(got, named) {
+		t.Fatalf("a manifest with another name was not stored: %v", got)
+	}
+	for _, want := range []*snapshot.Snapshot{unnamed, named} {
+		if got, err := s.Find(t.Context(), snapshot.KeyOf(want)); err != nil || !proto.Equal(got, want) {
+			t.Errorf("found %v, %v, want %v", got, err, want)
+		}
+	}
+	again := Snap("snap-3", "run-a", 5, "c")
+	again.Name = "best"
+	if got := record(t, s, again); !proto.Equal(got, named) {
+		t.Errorf("the second manifest of a named key replaced the first: %v", got)
+	}
+	if err := s.Delete(t.Context(), "snap-2"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Find(t.Context(), snapshot.KeyOf(unnamed)); err != nil {
+		t.Errorf("deleting one name deleted the other: %v", err)
 	}
 }
 
@@ -100,7 +126,7 @@ func list(t *testing.T, s snapshot.Store) {
 		"all, newest first": {snapshot.Filter{}, []string{"snap-4", "snap-3", "snap-2", "snap-1"}},
 		"of a run and kind": {snapshot.Filter{Run: "run-a", Kind: snapshot.TrainState}, []string{"snap-3", "snap-1"}},
 		"a page":            {snapshot.Filter{After: "snap-4", Limit: 2}, []string{"snap-3", "snap-2"}},
-		"of nobody":         {snapshot.Filter{Run: "run-x"}, nil},
+		"of an unknown run": {snapshot.Filter{Run: "run-x"}, nil},
 	} {
 		got, err := s.List(t.Context(), c.filter)
 		if err != nil || !slices.Equal(ids(got), c.want) {
@@ -109,7 +135,7 @@ func list(t *testing.T, s snapshot.Store) {
 	}
 }
 
-// A file leaves with the last manifest that names it, and what was noted before an import that never came is garbage.
+// A file becomes garbage when the last manifest that names it is deleted, or when it was noted and no manifest followed.
 func candidates(t *testing.T, s snapshot.Store) {
 	record(t, s, Snap("snap-1", "run-a", 1, "a", "b"))
 	record(t, s, Snap("snap-2", "run-a", 2, "b", "c"))

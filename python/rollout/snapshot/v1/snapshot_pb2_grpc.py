@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SnapshotServiceStub:
-    """SnapshotService owns manifests and retention.
+    """SnapshotService owns the manifests and their retention.
     """
 
     def __init__(self, channel):
@@ -73,11 +73,14 @@ class SnapshotServiceStub:
 
 
 class SnapshotServiceServicer:
-    """SnapshotService owns manifests and retention.
+    """SnapshotService owns the manifests and their retention.
     """
 
     def CreateSnapshot(self, request, context):
-        """CreateSnapshot takes the files of a folder into the storage service and records the manifest. Idempotent by run, kind and step.
+        """CreateSnapshot imports the files of a folder into the storage service and records the manifest.
+        Idempotent by run, kind, step, and name: a repeated call returns the first snapshot. ALREADY_EXISTS,
+        reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
+        SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,36 +94,38 @@ class SnapshotServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListSnapshots(self, request, context):
-        """ListSnapshots returns manifests, newest first.
+        """ListSnapshots returns manifests, newest first. UNIMPLEMENTED, reason SNAPSHOT_KIND_UNSUPPORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MaterializeSnapshot(self, request, context):
-        """MaterializeSnapshot writes the files of a snapshot into a folder and verifies each digest. Idempotent.
+        """MaterializeSnapshot writes the files of a snapshot into a folder and verifies each digest.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestoreSnapshot(self, request, context):
-        """RestoreSnapshot makes a new run that goes on from the snapshot.
+        """RestoreSnapshot creates a run that continues from the snapshot. UNIMPLEMENTED, reason
+        SNAPSHOT_KIND_UNSUPPORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinSnapshot(self, request, context):
-        """PinSnapshot keeps a snapshot from retention: a run is about to start from it. Idempotent. NOT_FOUND, reason
-        SNAPSHOT_NOT_FOUND.
+        """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent. NOT_FOUND,
+        reason SNAPSHOT_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSnapshot(self, request, context):
-        """DeleteSnapshot removes a manifest; files that no other manifest names go with it. Idempotent.
+        """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +178,7 @@ def add_SnapshotServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SnapshotService:
-    """SnapshotService owns manifests and retention.
+    """SnapshotService owns the manifests and their retention.
     """
 
     @staticmethod

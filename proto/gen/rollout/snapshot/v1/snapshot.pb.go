@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: rollout/snapshot/v1/snapshot.proto
 
-// Package rollout.snapshot.v1 names everything needed to go on.
+// Package rollout.snapshot.v1 describes everything that is needed to continue a run.
 
 package snapshotv1
 
@@ -26,7 +26,8 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// SnapshotKind says what a snapshot holds.
+// SnapshotKind is what a snapshot contains. The service has a handler for each kind that it supports,
+// and refuses the others with SNAPSHOT_KIND_UNSUPPORTED. Now it supports train_state.
 type SnapshotKind int32
 
 const (
@@ -87,31 +88,34 @@ func (SnapshotKind) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_snapshot_v1_snapshot_proto_rawDescGZIP(), []int{0}
 }
 
-// Snapshot is a manifest.
+// Snapshot is a manifest. Its key is run, kind, step, and name.
 type Snapshot struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `snap-<ulid>`.
 	SnapshotId string `protobuf:"bytes,1,opt,name=snapshot_id,json=snapshotId,proto3" json:"snapshot_id,omitempty"`
-	// Run that it was taken of.
+	// Run that it belongs to.
 	RunId string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// What it holds.
+	// What it contains.
 	Kind SnapshotKind `protobuf:"varint,3,opt,name=kind,proto3,enum=rollout.snapshot.v1.SnapshotKind" json:"kind,omitempty"`
-	// Last committed step in it.
+	// Last committed step that it includes.
 	Step uint64 `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`
-	// Digest of its weights; their version is the step.
+	// Digest of its weights. Their version is the step.
 	WeightsDigest string `protobuf:"bytes,5,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
-	// Dataset cursor at that step: the position of the first group that the next step consumes.
+	// Dataset cursor after the step: the position of the first group that the next step consumes.
 	Cursor *v1.Cursor `protobuf:"bytes,6,opt,name=cursor,proto3" json:"cursor,omitempty"`
-	// Files, content-addressed.
+	// Files, by content.
 	Files []*SnapshotFile `protobuf:"bytes,7,rep,name=files,proto3" json:"files,omitempty"`
 	// Plan of the run.
 	PlanId string `protobuf:"bytes,8,opt,name=plan_id,json=planId,proto3" json:"plan_id,omitempty"`
-	// When it was taken, UTC.
+	// When it was created, UTC.
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
-	// Random state of each worker, by worker kind: `counter` where it follows from the seed and the sample's key, else a file's path.
+	// Random state of each worker, by worker kind: the path of a file, or `counter` if it follows from
+	// the seed and the key of the sample.
 	Rng map[string]string `protobuf:"bytes,10,rep,name=rng,proto3" json:"rng,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Size of all files in bytes.
-	Bytes         uint64 `protobuf:"varint,11,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Bytes uint64 `protobuf:"varint,11,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself takes.
+	Name          string `protobuf:"bytes,12,opt,name=name,proto3" json:"name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -223,10 +227,17 @@ func (x *Snapshot) GetBytes() uint64 {
 	return 0
 }
 
+func (x *Snapshot) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
 // SnapshotFile is one file of a snapshot.
 type SnapshotFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Path relative to the state's folder, slashes.
+	// Path relative to the folder of the state, with slashes.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
 	// `blake3-<hex>` of the bytes.
 	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
@@ -290,11 +301,11 @@ func (x *SnapshotFile) GetBytes() uint64 {
 // CreateSnapshotRequest describes a snapshot.
 type CreateSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Manifest without id, time and size.
+	// Manifest without id, time, and size.
 	Snapshot *Snapshot `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
-	// Folder that holds the files; they are moved or linked, not copied, where the storage is on the same disk.
+	// Folder with the files. They are moved or linked instead of copied if storage is on the same disk.
 	Directory string `protobuf:"bytes,2,opt,name=directory,proto3" json:"directory,omitempty"`
-	// Snapshots of this run and kind to keep, with this one; 0 keeps all.
+	// How many snapshots of this run, kind, and name to keep, including this one. 0 keeps all.
 	Keep          uint32 `protobuf:"varint,3,opt,name=keep,proto3" json:"keep,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -351,7 +362,7 @@ func (x *CreateSnapshotRequest) GetKeep() uint32 {
 	return 0
 }
 
-// CreateSnapshotResponse holds the manifest.
+// CreateSnapshotResponse is the manifest.
 type CreateSnapshotResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The manifest.
@@ -443,7 +454,7 @@ func (x *GetSnapshotRequest) GetSnapshotId() string {
 	return ""
 }
 
-// GetSnapshotResponse holds the manifest.
+// GetSnapshotResponse is the manifest.
 type GetSnapshotResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The manifest.
@@ -492,13 +503,13 @@ func (x *GetSnapshotResponse) GetSnapshot() *Snapshot {
 // ListSnapshotsRequest asks for snapshots.
 type ListSnapshotsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Only those of this run; empty: all.
+	// Only snapshots of this run; empty: all.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Only those of this kind; not set: all.
+	// Only snapshots of this kind; not set: all.
 	Kind SnapshotKind `protobuf:"varint,2,opt,name=kind,proto3,enum=rollout.snapshot.v1.SnapshotKind" json:"kind,omitempty"`
-	// Most snapshots; 0: 100.
+	// Largest number of snapshots to return; 0: 100.
 	PageSize uint32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// Snapshot id after which to go on, from `next_page_token`.
+	// `next_page_token` of the previous page; empty: the first page.
 	PageToken     string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -562,12 +573,12 @@ func (x *ListSnapshotsRequest) GetPageToken() string {
 	return ""
 }
 
-// ListSnapshotsResponse holds manifests.
+// ListSnapshotsResponse is a page of manifests.
 type ListSnapshotsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Newest first.
 	Snapshots []*Snapshot `protobuf:"bytes,1,rep,name=snapshots,proto3" json:"snapshots,omitempty"`
-	// Set where there are more.
+	// Token of the next page; empty: this is the last.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -672,7 +683,7 @@ func (x *MaterializeSnapshotRequest) GetDirectory() string {
 	return ""
 }
 
-// MaterializeSnapshotResponse holds the manifest.
+// MaterializeSnapshotResponse is the manifest.
 type MaterializeSnapshotResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The manifest.
@@ -764,7 +775,7 @@ func (x *RestoreSnapshotRequest) GetSnapshotId() string {
 	return ""
 }
 
-// RestoreSnapshotResponse holds the new run.
+// RestoreSnapshotResponse is the new run.
 type RestoreSnapshotResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The new run.
@@ -856,7 +867,7 @@ func (x *PinSnapshotRequest) GetSnapshotId() string {
 	return ""
 }
 
-// PinSnapshotResponse holds the manifest.
+// PinSnapshotResponse is the manifest.
 type PinSnapshotResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The manifest.
@@ -989,7 +1000,7 @@ var File_rollout_snapshot_v1_snapshot_proto protoreflect.FileDescriptor
 
 const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rollout/run/v1/run.proto\"\xfb\x03\n" +
+	"\"rollout/snapshot/v1/snapshot.proto\x12\x13rollout.snapshot.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rollout/run/v1/run.proto\"\xb3\x04\n" +
 	"\bSnapshot\x12\x1f\n" +
 	"\vsnapshot_id\x18\x01 \x01(\tR\n" +
 	"snapshotId\x12\x15\n" +
@@ -1004,7 +1015,8 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"createTime\x128\n" +
 	"\x03rng\x18\n" +
 	" \x03(\v2&.rollout.snapshot.v1.Snapshot.RngEntryR\x03rng\x12\x14\n" +
-	"\x05bytes\x18\v \x01(\x04R\x05bytes\x1a6\n" +
+	"\x05bytes\x18\v \x01(\x04R\x05bytes\x126\n" +
+	"\x04name\x18\f \x01(\tB\"\xbaH\x1fr\x1d\x18d2\x19^([a-z0-9][a-z0-9._-]*)?$R\x04name\x1a6\n" +
 	"\bRngEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"w\n" +

@@ -4,7 +4,7 @@
 // - protoc             (unknown)
 // source: rollout/snapshot/v1/snapshot.proto
 
-// Package rollout.snapshot.v1 names everything needed to go on.
+// Package rollout.snapshot.v1 describes everything that is needed to continue a run.
 
 package snapshotv1
 
@@ -34,22 +34,27 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// SnapshotService owns manifests and retention.
+// SnapshotService owns the manifests and their retention.
 type SnapshotServiceClient interface {
-	// CreateSnapshot takes the files of a folder into the storage service and records the manifest. Idempotent by run, kind and step.
+	// CreateSnapshot imports the files of a folder into the storage service and records the manifest.
+	// Idempotent by run, kind, step, and name: a repeated call returns the first snapshot. ALREADY_EXISTS,
+	// reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
+	// SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
 	CreateSnapshot(ctx context.Context, in *CreateSnapshotRequest, opts ...grpc.CallOption) (*CreateSnapshotResponse, error)
 	// GetSnapshot returns a manifest. NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
 	GetSnapshot(ctx context.Context, in *GetSnapshotRequest, opts ...grpc.CallOption) (*GetSnapshotResponse, error)
-	// ListSnapshots returns manifests, newest first.
+	// ListSnapshots returns manifests, newest first. UNIMPLEMENTED, reason SNAPSHOT_KIND_UNSUPPORTED.
 	ListSnapshots(ctx context.Context, in *ListSnapshotsRequest, opts ...grpc.CallOption) (*ListSnapshotsResponse, error)
-	// MaterializeSnapshot writes the files of a snapshot into a folder and verifies each digest. Idempotent.
+	// MaterializeSnapshot writes the files of a snapshot into a folder and verifies each digest.
+	// Idempotent.
 	MaterializeSnapshot(ctx context.Context, in *MaterializeSnapshotRequest, opts ...grpc.CallOption) (*MaterializeSnapshotResponse, error)
-	// RestoreSnapshot makes a new run that goes on from the snapshot.
+	// RestoreSnapshot creates a run that continues from the snapshot. UNIMPLEMENTED, reason
+	// SNAPSHOT_KIND_UNSUPPORTED.
 	RestoreSnapshot(ctx context.Context, in *RestoreSnapshotRequest, opts ...grpc.CallOption) (*RestoreSnapshotResponse, error)
-	// PinSnapshot keeps a snapshot from retention: a run is about to start from it. Idempotent. NOT_FOUND, reason
-	// SNAPSHOT_NOT_FOUND.
+	// PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent. NOT_FOUND,
+	// reason SNAPSHOT_NOT_FOUND.
 	PinSnapshot(ctx context.Context, in *PinSnapshotRequest, opts ...grpc.CallOption) (*PinSnapshotResponse, error)
-	// DeleteSnapshot removes a manifest; files that no other manifest names go with it. Idempotent.
+	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
 }
 
@@ -135,22 +140,27 @@ func (c *snapshotServiceClient) DeleteSnapshot(ctx context.Context, in *DeleteSn
 // All implementations must embed UnimplementedSnapshotServiceServer
 // for forward compatibility.
 //
-// SnapshotService owns manifests and retention.
+// SnapshotService owns the manifests and their retention.
 type SnapshotServiceServer interface {
-	// CreateSnapshot takes the files of a folder into the storage service and records the manifest. Idempotent by run, kind and step.
+	// CreateSnapshot imports the files of a folder into the storage service and records the manifest.
+	// Idempotent by run, kind, step, and name: a repeated call returns the first snapshot. ALREADY_EXISTS,
+	// reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
+	// SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
 	CreateSnapshot(context.Context, *CreateSnapshotRequest) (*CreateSnapshotResponse, error)
 	// GetSnapshot returns a manifest. NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
 	GetSnapshot(context.Context, *GetSnapshotRequest) (*GetSnapshotResponse, error)
-	// ListSnapshots returns manifests, newest first.
+	// ListSnapshots returns manifests, newest first. UNIMPLEMENTED, reason SNAPSHOT_KIND_UNSUPPORTED.
 	ListSnapshots(context.Context, *ListSnapshotsRequest) (*ListSnapshotsResponse, error)
-	// MaterializeSnapshot writes the files of a snapshot into a folder and verifies each digest. Idempotent.
+	// MaterializeSnapshot writes the files of a snapshot into a folder and verifies each digest.
+	// Idempotent.
 	MaterializeSnapshot(context.Context, *MaterializeSnapshotRequest) (*MaterializeSnapshotResponse, error)
-	// RestoreSnapshot makes a new run that goes on from the snapshot.
+	// RestoreSnapshot creates a run that continues from the snapshot. UNIMPLEMENTED, reason
+	// SNAPSHOT_KIND_UNSUPPORTED.
 	RestoreSnapshot(context.Context, *RestoreSnapshotRequest) (*RestoreSnapshotResponse, error)
-	// PinSnapshot keeps a snapshot from retention: a run is about to start from it. Idempotent. NOT_FOUND, reason
-	// SNAPSHOT_NOT_FOUND.
+	// PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent. NOT_FOUND,
+	// reason SNAPSHOT_NOT_FOUND.
 	PinSnapshot(context.Context, *PinSnapshotRequest) (*PinSnapshotResponse, error)
-	// DeleteSnapshot removes a manifest; files that no other manifest names go with it. Idempotent.
+	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
 	mustEmbedUnimplementedSnapshotServiceServer()
 }

@@ -1,0 +1,80 @@
+package snapshot
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/rollout-rl/rollout/libs/id"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+)
+
+// Handler is what the service does differently for each kind of snapshot.
+type Handler interface {
+	// Check adds a violation to bad for each field of a new manifest that the kind does not allow.
+	Check(s *Snapshot, bad *rpcerr.Error) *rpcerr.Error
+	// Restore creates a run that continues from a snapshot.
+	Restore(ctx context.Context, s *Snapshot) (*runv1.Run, error)
+}
+
+type handlers map[Kind]Handler
+
+// newHandlers is the table of the supported kinds.
+func newHandlers(deps Deps) handlers {
+	return handlers{
+		TrainState: trainState{deps.Scheduler},
+	}
+}
+
+// of returns the handler of a kind. ErrUnsupported lists the supported kinds.
+func (h handlers) of(kind Kind) (Handler, error) {
+	if found, ok := h[kind]; ok {
+		return found, nil
+	}
+	var supported []string
+	for _, k := range slices.Sorted(maps.Keys(h)) {
+		supported = append(supported, kindName(k))
+	}
+	list := strings.Join(supported, ", ")
+	return nil, ErrUnsupported.With("kind", kindName(kind)).With("supported", list).
+		WithMessage("snapshots of kind %s are not supported", kindName(kind)).Fix("use a supported kind: " + list)
+}
+
+func kindName(kind Kind) string {
+	return strings.ToLower(strings.TrimPrefix(kind.String(), "SNAPSHOT_KIND_"))
+}
+
+// trainState handles what a learner saves: weights, optimizer, schedule, and random states.
+type trainState struct{ scheduler Scheduler }
+
+// Check implements Handler.
+func (trainState) Check(s *Snapshot, bad *rpcerr.Error) *rpcerr.Error {
+	if len(s.GetFiles()) == 0 {
+		return bad.Field("snapshot.files", "must have at least one file")
+	}
+	return bad
+}
+
+// Restore implements Handler. The new run has the plan of the run that the snapshot belongs to.
+func (t trainState) Restore(ctx context.Context, s *Snapshot) (*runv1.Run, error) {
+	origin, err := t.scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: s.GetRunId()})
+	if err != nil {
+		return nil, fmt.Errorf("find the plan of %s: %w", s.GetRunId(), err)
+	}
+	run := origin.GetStatus().GetRun()
+	lock, err := id.CanonicalJSON(run.GetPlan())
+	if err != nil {
+		return nil, fmt.Errorf("write the plan of %s: %w", run.GetRunId(), err)
+	}
+	made, err := t.scheduler.CreateRun(ctx, &runv1.CreateRunRequest{Lock: lock, BaseDir: run.GetBaseDir(), FromSnapshot: s.GetSnapshotId()})
+	if err == nil {
+		return made.GetRun(), nil
+	}
+	if e, ok := rpcerr.From(err); ok && e.Reason() == "PLAN_INPUTS_CHANGED" {
+		return nil, e.Fix("restore the inputs, or start the new run with the changed ones: `rollout snapshot restore " + s.GetSnapshotId() + " --accept-changes`")
+	}
+	return nil, fmt.Errorf("restore %s: %w", s.GetSnapshotId(), err)
+}
