@@ -42,10 +42,10 @@ from rollout_workers.weights import named_weights, weights_digest, write_weights
 from rollout_workers.weights.store import stage_folder  # noqa: E402
 from rollout_workers.weights.tensor_file import write_tensors  # noqa: E402
 from rollout_workers.weights.transfer import patch, service  # noqa: E402
+from rollout_workers.weights.transfer.cache import WeightsCache  # noqa: E402
 from rollout_workers.weights.transfer.catalog import Catalog  # noqa: E402
-from rollout_workers.weights.transfer.depot import Depot  # noqa: E402
 from rollout_workers.weights.transfer.fetch import Fetcher  # noqa: E402
-from rollout_workers.weights.transfer.shelf import SHARED_MEMORY, Shelf  # noqa: E402
+from rollout_workers.weights.transfer.shared_memory import SHARED_MEMORY, SharedMemory  # noqa: E402
 from rollout_workers.worker.discovery import Services  # noqa: E402
 from rollout_workers.worker.serving import Server  # noqa: E402
 from rollout_workers.worker.spec import Identity  # noqa: E402
@@ -154,8 +154,8 @@ async def deliver(model: Path, rounds: int, figures: dict[str, Any]) -> None:
     tensors = {name: tensor.clone() for name, tensor in named_weights(module)}
     del module
     size = sum(tensor.nbytes for tensor in tensors.values())
-    shelf = Shelf(RUN)
-    folder = shelf.folder or Path(tempfile.mkdtemp())
+    memory = SharedMemory(RUN)
+    folder = memory.folder or Path(tempfile.mkdtemp())
     catalog = Catalog()
     server = Server(TOKEN)
     add_WeightsServiceServicer_to_server(service.WeightsServer(Identity(RUN, "learner-0", "learner", 1), catalog), server.grpc)
@@ -196,7 +196,7 @@ async def deliver(model: Path, rounds: int, figures: dict[str, Any]) -> None:
         await server.stop(0)
         await catalog.close()
         shutil.rmtree(folder, ignore_errors=True)
-        shelf.close()
+        memory.close()
     copy = min(times["plain copy"])
     print(f"delivery: {size / 1e6:.0f} MB to {WORKERS} workers of one host, the best of {rounds}")
     print("from the tensors of one process to the receipts of the others; MB/s of what all of them got")
@@ -274,17 +274,17 @@ async def work(name: str, model: Path) -> None:
     engine = HeldWeights(_module(model))
     services = Services("", TOKEN)
     with tempfile.TemporaryDirectory() as folder:
-        depot = Depot(RUN, folder, name, Fetcher(RUN, services))
+        cache = WeightsCache(RUN, folder, name, Fetcher(RUN, services))
         print("ready", flush=True)
         async for order in _orders():
             offers = [pb.WeightsOffer.FromString(bytes.fromhex(offer)) for offer in order["offers"]]
-            source = await depot.bring(offers) if offers else order["folder"]
+            source = await cache.bring(offers) if offers else order["folder"]
             staged = await asyncio.to_thread(engine.stage, source, order["digest"])
             assert staged == order["digest"], "the weights are others than they should be"
             engine.load()
             print((await asyncio.to_thread(engine.digest)).root, flush=True)
         await services.close()
-        depot.close()
+        cache.close()
 
 
 async def _orders() -> AsyncIterator[Any]:

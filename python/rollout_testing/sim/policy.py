@@ -14,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from rollout_workers.weights.transfer.place import replace
+from rollout_workers.weights.transfer.publish_folder import replace
 
 WORDS = 64
 MODEL_TYPE = "rollout-sim"

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rollout_workers.trainer.adapter import Adapter, LoraConfig
-from rollout_workers.trainer.policy import Policy
+from rollout_workers.trainer.model.adapter import Adapter, LoraConfig
+from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.weights.store import ADAPTER_FILE, WeightsUnreadable
 from rollout_workers.weights.tensor_file import read_tensors
 

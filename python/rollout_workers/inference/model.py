@@ -13,7 +13,7 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.data.prompts import Text
 from rollout_workers.devices import device_of, repeat_bits
 from rollout_workers.engines.base import Engine
-from rollout_workers.weights.transfer.depot import ADAPTER_FILE
+from rollout_workers.weights.transfer.cache import ADAPTER_FILE
 from rollout_workers.worker.spec import is_deterministic, model_directory
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _merging(spec: WorkerSpec) -> Callable[[Path], Mapping[str, Any]] | None:
     import torch
 
     from rollout_workers.inference.merging import Merging
-    from rollout_workers.trainer.adapter import LoraConfig
+    from rollout_workers.trainer.model.adapter import LoraConfig
 
     lora = config.lora
     settings = LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)

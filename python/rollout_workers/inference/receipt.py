@@ -11,7 +11,7 @@ from rollout.errors import RolloutError
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
 from rollout_workers.engines.base import Engine, WeightsSource
 from rollout_workers.engines.errors import WeightsMismatch
-from rollout_workers.weights.transfer.depot import ADAPTER_FILE
+from rollout_workers.weights.transfer.cache import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor

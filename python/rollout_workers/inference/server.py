@@ -19,7 +19,7 @@ from rollout_workers.inference.puller import Puller
 from rollout_workers.inference.receipt import HeldWeightsMismatch, Holdings, WeightsDigestMismatch
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.rewards.rewards import Scorer
-from rollout_workers.weights.transfer.depot import Depot, described
+from rollout_workers.weights.transfer.cache import WeightsCache, described
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.status import RunMismatch
@@ -46,14 +46,14 @@ class InferenceServer(InferenceWorkerServiceServicer):
         lifecycle: Lifecycle,
         max_model_len: int,
         rewards: Scorer | None = None,
-        depot: Depot | None = None,
+        weights_cache: WeightsCache | None = None,
     ) -> None:
-        """model: name of the policy for the gateway. evaluation, rewards: None where the plan has none. depot: None: weights come
-        by folder alone."""
+        """model: name of the policy for the gateway. evaluation, rewards: None where the plan has none.
+        weights_cache: None if weights only come from folders of this host."""
         self._who, self._model, self._engine, self._holdings = who, model, engine, holdings
         self._generation, self._evaluation = generation, evaluation
         self._puller, self._throughput, self._lifecycle = puller, throughput, lifecycle
-        self._max_model_len, self._rewards, self._depot = max_model_len, rewards, depot
+        self._max_model_len, self._rewards, self._weights_cache = max_model_len, rewards, weights_cache
         self._loading = asyncio.Lock()
         self._fencing: asyncio.TimerHandle | None = None
 
@@ -62,9 +62,9 @@ class InferenceServer(InferenceWorkerServiceServicer):
         self._check_run(weights.run_id)
         async with self._loading:
             folder = weights.directory
-            if request.offers and self._depot is not None and not self._holdings.holds(weights.version, weights.digest):
+            if request.offers and self._weights_cache is not None and not self._holdings.holds(weights.version, weights.digest):
                 self._clear_doubt()  # while the right ones may be on their way
-                folder = await self._depot.bring(request.offers)
+                folder = await self._weights_cache.bring(request.offers)
                 log.info("weights version %d came over the network: %s", weights.version, described(request.offers))
             try:
                 receipt = await self._holdings.take_over(weights.version, weights.digest, folder)
@@ -72,13 +72,13 @@ class InferenceServer(InferenceWorkerServiceServicer):
                 self._lifecycle.fence(str(error))
                 raise
             except WeightsDigestMismatch as error:
-                if self._depot is not None:
-                    await self._depot.discard(weights.digest)
+                if self._weights_cache is not None:
+                    await self._weights_cache.discard(weights.digest)
                 self._doubt(str(error))
                 raise
             self._clear_doubt()
-            if self._depot is not None:
-                self._depot.note(weights.digest, folder)
+            if self._weights_cache is not None:
+                self._weights_cache.note(weights.digest, folder)
         return pb.LoadWeightsResponse(receipt=receipt, engines=[_engine_receipt(receipt)])
 
     async def Generate(

@@ -35,7 +35,7 @@ from rollout_workers.rewards.config import scorer_of
 from rollout_workers.rewards.rewards import RewardSource, Scorer
 from rollout_workers.rewards.worker_client import RewardWorker
 from rollout_workers.weights.transfer import service as delivery
-from rollout_workers.weights.transfer.depot import Depot
+from rollout_workers.weights.transfer.cache import WeightsCache
 from rollout_workers.weights.transfer.fetch import Fetcher
 from rollout_workers.worker.bus import connect
 from rollout_workers.worker.discovery import Services
@@ -75,7 +75,7 @@ async def run_inference_worker(
     link: _Link | None = None
     server: Server | None = None
     closing = ExitStack()
-    depot = Depot(spec.run_id, spec.run_directory, spec.worker_id, Fetcher(spec.run_id, services))
+    weights_cache = WeightsCache(spec.run_id, spec.run_directory, spec.worker_id, Fetcher(spec.run_id, services))
     try:
         loading = asyncio.create_task(_loaded(spec, model))
         model, _ = await asyncio.gather(lifecycle.unless_leaving(loading), lifecycle.unless_leaving(starting))
@@ -130,11 +130,11 @@ async def run_inference_worker(
             lifecycle,
             limit,
             rewards,
-            depot,
+            weights_cache,
         )
         server = Server(spec.token, tls=of_mesh(spec))
         add_InferenceWorkerServiceServicer_to_server(servicer, server.grpc)
-        add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, depot), server.grpc)
+        add_WeightsServiceServicer_to_server(delivery.WeightsServer(who, weights_cache), server.grpc)
         address = await server.start([SERVICE, delivery.SERVICE])
         registration = Registration.of(spec, who, address, lifecycle)
         await asyncio.to_thread(registration.start)
@@ -176,7 +176,7 @@ async def run_inference_worker(
             await link.client.close()
         if rewards is not None:
             await rewards.close()
-        depot.close()
+        weights_cache.close()
         await services.close()
 
 

@@ -157,7 +157,7 @@ class Learner:
         return manifest
 
     async def offers(self, digest: str, base_digest: str, *, whole: bool, store: bool) -> list[WeightsOffer]:
-        """How a published version is to be had without its folder. Raises ``NotHeld``, and what storing raises."""
+        """How a published version is to be had without its folder. Raises ``VersionNotFound``, and what storing raises."""
         if whole and self._publication.catalog.adapts(digest):
             trainer = self._model()
             await self._run(lambda: self._publication.make_whole(trainer))

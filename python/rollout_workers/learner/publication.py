@@ -12,10 +12,10 @@ from pathlib import Path
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.trainer import Trainer
 from rollout_workers.weights import WeightsManifest, stage_folder
+from rollout_workers.weights.transfer.cache import ADAPTER_FILE
 from rollout_workers.weights.transfer.catalog import Catalog
-from rollout_workers.weights.transfer.depot import ADAPTER_FILE
-from rollout_workers.weights.transfer.place import Place, Superseded
-from rollout_workers.weights.transfer.shelf import Shelf
+from rollout_workers.weights.transfer.publish_folder import PublishFolder, Superseded
+from rollout_workers.weights.transfer.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,16 @@ class Publication:
         run_directory: str,
         *,
         lasting: Callable[[int], bool],
-        shelf: Shelf,
+        memory: SharedMemory,
         catalog: Catalog | None = None,
         incarnation: int = 0,
     ) -> None:
         """Take the folder over from whoever published there. lasting: whether the weights of a step must outlive the process.
         catalog: for those who can't open the folder. incarnation: of the run. Raises ``Superseded``, ``OSError``."""
         self._run, self._root = run, Path(run_directory) / "weights"
-        self._place = Place(self._root, incarnation)
+        self._place = PublishFolder(self._root, incarnation)
         self.catalog = catalog or Catalog()
-        self._lasting, self._shelf = lasting, shelf
+        self._lasting, self._memory = lasting, memory
         self._newest: Path | None = None
         self._bytes = 0
         self._staging: Path | None = None  # for the next version
@@ -64,7 +64,7 @@ class Publication:
         step = trainer.step
         folder = self._root / f"v{step:06d}"
         self._place.check()
-        written = None if self._lasting(step) else self._shelve(trainer, folder)
+        written = None if self._lasting(step) else self._write_to_memory(trainer, folder)
         if written is None:
             written = self._write(trainer, folder)
         self._newest = folder
@@ -83,12 +83,12 @@ class Publication:
         self._place.put(staging, folder.name)
         return written
 
-    def _shelve(self, trainer: Trainer, folder: Path) -> WeightsManifest | None:
+    def _write_to_memory(self, trainer: Trainer, folder: Path) -> WeightsManifest | None:
         """Write the weights into memory, where they fit."""
-        shelf = self._shelf.folder
-        if shelf is None or not self._shelf.fits(self._size(trainer)):
+        memory = self._memory.folder
+        if memory is None or not self._memory.fits(self._size(trainer)):
             return None
-        held = shelf / folder.name
+        held = memory / folder.name
         staging, self._staging = self._staging, None
         try:
             if self._adapters(trainer):
@@ -96,7 +96,7 @@ class Publication:
             else:
                 written = trainer.write_weights(held, fsync=False, staging=staging)
         except OSError as error:  # somebody else took the room
-            log.warning("%s takes no weights (%s); they go to the run's folder", shelf, error)
+            log.warning("%s takes no weights (%s); they go to the run's folder", memory, error)
             return None
         fresh = self._place.staging(folder.name)
         fresh.symlink_to(held)
@@ -106,12 +106,12 @@ class Publication:
     def prepare(self, trainer: Trainer) -> None:
         """Make room for the next version, while nobody waits: remove the old ones, reserve memory; blocks."""
         self._prune(trainer.step)
-        shelf = self._shelf.folder
+        memory = self._memory.folder
         if self._adapters(trainer):
             return
-        if self._staging is None and shelf is not None and self._bytes and self._shelf.fits(self._bytes):
+        if self._staging is None and memory is not None and self._bytes and self._memory.fits(self._bytes):
             with contextlib.suppress(OSError):
-                self._staging = stage_folder(shelf, trainer.companions, self._bytes)
+                self._staging = stage_folder(memory, trainer.companions, self._bytes)
 
     def make_whole(self, trainer: Trainer) -> None:
         """From now on write every tensor, and those of the newest version at once where the trainer still stands at it: somebody
@@ -141,9 +141,9 @@ class Publication:
             self._place.check()
         except (Superseded, FileNotFoundError) as error:
             log.warning("%s keeps what was published: %s", self._root, error)
-            self._shelf.leave()
+            self._memory.leave()
             return
-        self._shelf.close()
+        self._memory.close()
         with contextlib.suppress(Superseded):  # what led into the memory of processes that are no more
             self._discard(lambda path: path.is_symlink() and not path.exists())
 
@@ -155,8 +155,8 @@ class Publication:
 
     def _mine(self, path: Path) -> bool:
         """Whether a version is a link into this process's memory."""
-        shelf = self._shelf.folder
-        return shelf is not None and path.is_symlink() and path.resolve().parent == shelf.resolve()
+        memory = self._memory.folder
+        return memory is not None and path.is_symlink() and path.resolve().parent == memory.resolve()
 
     def _manifest(self, folder: Path, written: WeightsManifest) -> pb.WeightsManifest:
         return pb.WeightsManifest(

@@ -82,8 +82,8 @@ class Team:
         here = self._place
         if here.size == 1:
             return Trainer(model_dir, settings)
-        from rollout_workers.trainer.leading import LeadingTrainer
-        from rollout_workers.trainer.sharding import Group
+        from rollout_workers.trainer.distributed.fsdp import Group
+        from rollout_workers.trainer.distributed.leader import LeadingTrainer
 
         group = Group(0, here.size, rendezvous=here.rendezvous, timeout_seconds=here.timeout_seconds)
         return LeadingTrainer(model_dir, settings, group, lost=self._lost)
@@ -125,8 +125,8 @@ def follow_leader(here: Place) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step first, and needs this one for it
     watch_stdin()
-    from rollout_workers.trainer.leading import follow
-    from rollout_workers.trainer.sharding import Group
+    from rollout_workers.trainer.distributed.fsdp import Group
+    from rollout_workers.trainer.distributed.leader import follow
 
     try:
         follow(Group(here.rank, here.size, rendezvous=here.rendezvous, timeout_seconds=here.timeout_seconds))

@@ -14,7 +14,7 @@ from rollout.learner.v1.learner_pb2_grpc import LearnerWorkerServiceServicer
 from rollout_workers.learner.learner import Learner
 from rollout_workers.learner.payload import read_batch
 from rollout_workers.trainer.types import TrainSample
-from rollout_workers.weights.transfer.place import Superseded
+from rollout_workers.weights.transfer.publish_folder import Superseded
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.spec import Identity

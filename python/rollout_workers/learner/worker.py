@@ -21,10 +21,10 @@ from rollout_workers.learner.ranks import Team
 from rollout_workers.learner.server import LearnerServer
 from rollout_workers.learner.settings import lasting, refusals, trainer_config
 from rollout_workers.weights.transfer import service as delivery
+from rollout_workers.weights.transfer.artifacts import StoredWeights
 from rollout_workers.weights.transfer.catalog import Catalog
-from rollout_workers.weights.transfer.place import Superseded
-from rollout_workers.weights.transfer.shelf import Shelf
-from rollout_workers.weights.transfer.stored import Stored
+from rollout_workers.weights.transfer.publish_folder import Superseded
+from rollout_workers.weights.transfer.shared_memory import SharedMemory
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.events import Events
 from rollout_workers.worker.lifecycle import Lifecycle
@@ -50,13 +50,13 @@ async def run_learner_worker(
     services = Services(
         spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)
     )
-    catalog = Catalog(Stored(spec.run_id, Path(spec.run_directory) / "weights" / "stored", services))
+    catalog = Catalog(StoredWeights(spec.run_id, Path(spec.run_directory) / "weights" / "stored", services))
     try:
         publication = Publication(
             spec.run_id,
             spec.run_directory,
             lasting=lambda step: lasting(spec.plan.config, step),
-            shelf=Shelf(spec.run_id),
+            memory=SharedMemory(spec.run_id),
             catalog=catalog,
             incarnation=spec.incarnation,
         )

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from rollout_workers.trainer.model.scorer import Scorer
 from rollout_workers.trainer.objective.score import ending
 from rollout_workers.trainer.packing import pack
-from rollout_workers.trainer.scorer import Scorer
 from rollout_workers.trainer.types import BadSettings, TrainSample
 
 Ids = NDArray[np.int32]

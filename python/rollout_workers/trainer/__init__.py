@@ -1,8 +1,8 @@
 """The learner: packs batches, computes losses, moves the weights, saves and restores its state."""
 
-from rollout_workers.trainer.adapter import LoraConfig
-from rollout_workers.trainer.moments import AdamWConfig
-from rollout_workers.trainer.schedule import Schedule
+from rollout_workers.trainer.model.adapter import LoraConfig
+from rollout_workers.trainer.optim.moments import AdamWConfig
+from rollout_workers.trainer.optim.schedule import Schedule
 from rollout_workers.trainer.trainer import Trainer, TrainerConfig
 from rollout_workers.trainer.types import (
     BadBatch,

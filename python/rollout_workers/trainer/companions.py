@@ -7,8 +7,8 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from rollout_workers.trainer.policy import Policy
-from rollout_workers.trainer.scorer import Scorer
+from rollout_workers.trainer.model.policy import Policy
+from rollout_workers.trainer.model.scorer import Scorer
 
 
 def companions_of(policy: Policy, model_dir: Path) -> Path:

@@ -26,9 +26,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollout_workers.trainer.optimizer import FlatAdamW
-from rollout_workers.trainer.policy import Policy
-from rollout_workers.trainer.shards import assign, whole
+from rollout_workers.trainer.distributed.shards import assign, whole
+from rollout_workers.trainer.model.policy import Policy
+from rollout_workers.trainer.optim.optimizer import FlatAdamW
 from rollout_workers.trainer.types import StateUnreadable
 from rollout_workers.weights import named_weights, read_weights, weights_digest, write_weights
 from rollout_workers.weights.store import WeightsUnreadable

@@ -15,23 +15,23 @@ from torch import Tensor
 
 from rollout_workers.algorithms import Algorithm, build_algorithm
 from rollout_workers.devices import repeat_bits
-from rollout_workers.trainer.adapter import LoraConfig
 from rollout_workers.trainer.companions import companions_of
-from rollout_workers.trainer.critic import Critic
+from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
 from rollout_workers.trainer.metrics import TokenSums, describe_batch
-from rollout_workers.trainer.moments import AdamWConfig
+from rollout_workers.trainer.model.adapter import LoraConfig
+from rollout_workers.trainer.model.critic import Critic
+from rollout_workers.trainer.model.policy import Policy
+from rollout_workers.trainer.model.reference import Reference, ReferenceCache
+from rollout_workers.trainer.model.scorer import Scorer
+from rollout_workers.trainer.model.teacher import Teacher
 from rollout_workers.trainer.objective import FAMILIES, Machine, Objective
-from rollout_workers.trainer.optimizer import FlatAdamW
+from rollout_workers.trainer.optim.moments import AdamWConfig
+from rollout_workers.trainer.optim.optimizer import FlatAdamW
+from rollout_workers.trainer.optim.schedule import Schedule
 from rollout_workers.trainer.packing import MicroBatch
-from rollout_workers.trainer.policy import Policy
-from rollout_workers.trainer.ranks import ALONE, Ranks
-from rollout_workers.trainer.reference import Reference, ReferenceCache
 from rollout_workers.trainer.refusal import Refusals
-from rollout_workers.trainer.schedule import Schedule
-from rollout_workers.trainer.scorer import Scorer
 from rollout_workers.trainer.state import State, capture, load_state, write_state
 from rollout_workers.trainer.tally import Clock, Updates
-from rollout_workers.trainer.teacher import Teacher
 from rollout_workers.trainer.types import (
     BadBatch,
     ExplodingGradient,

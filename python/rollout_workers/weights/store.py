@@ -26,7 +26,7 @@ from torch import nn
 from rollout_workers.weights.digest import WeightsDigest, weights_digest
 from rollout_workers.weights.naming import dtype_name, named_weights
 from rollout_workers.weights.tensor_file import read_tensors, write_tensors
-from rollout_workers.weights.transfer.place import replace
+from rollout_workers.weights.transfer.publish_folder import replace
 
 TENSOR_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"

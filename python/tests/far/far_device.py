@@ -120,7 +120,7 @@ def install() -> None:
     Mode().__enter__()
 
     from rollout_workers.engines.transformers.config import EngineConfig
-    from rollout_workers.trainer.ranks import Ranks
+    from rollout_workers.trainer.distributed.ranks import Ranks
 
     check = EngineConfig.__post_init__
 

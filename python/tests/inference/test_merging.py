@@ -16,7 +16,7 @@ from rollout_workers.learner.publication import Publication
 from rollout_workers.trainer import LoraConfig, Trainer, TrainerConfig
 from rollout_workers.weights import named_weights, weights_digest
 from rollout_workers.weights.store import WeightsUnreadable
-from rollout_workers.weights.transfer.shelf import Shelf
+from rollout_workers.weights.transfer.shared_memory import SharedMemory
 
 KINDS = {
     "lora": TrainerConfig(lora=LoraConfig(rank=4, alpha=8.0)),
@@ -35,8 +35,8 @@ class Run:
         self.trainer = Trainer(example.model, config)
         memory = tmp_path / "memory"
         memory.mkdir()
-        shelf = Shelf("run-1", memory)
-        self.publication = Publication("run-1", str(tmp_path / "run"), lasting=lambda step: step == 9, shelf=shelf)
+        shared = SharedMemory("run-1", memory)
+        self.publication = Publication("run-1", str(tmp_path / "run"), lasting=lambda step: step == 9, memory=shared)
         self.module = AutoModelForCausalLM.from_pretrained(example.model, dtype=config.dtype).requires_grad_(False)
         self.engine = HeldWeights(self.module)
         self.merge = Merging(str(example.model), config.dtype, config.lora)

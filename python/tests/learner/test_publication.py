@@ -10,7 +10,7 @@ import torch
 
 from rollout_workers.learner.publication import Publication
 from rollout_workers.weights import WeightsManifest, read_weights, write_weights
-from rollout_workers.weights.transfer.shelf import Shelf
+from rollout_workers.weights.transfer.shared_memory import SharedMemory
 
 
 class Trainer:
@@ -36,8 +36,8 @@ def publication(tmp_path: Path, *lasting: int) -> tuple[Publication, Trainer]:
     for folder in (model, memory):
         folder.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
-    shelf = Shelf("run-1", memory)
-    return Publication("run-1", str(tmp_path / "run"), lasting=lambda step: step in lasting, shelf=shelf), Trainer(model)
+    shared = SharedMemory("run-1", memory)
+    return Publication("run-1", str(tmp_path / "run"), lasting=lambda step: step in lasting, memory=shared), Trainer(model)
 
 
 def held(directory: str) -> float:
@@ -96,7 +96,7 @@ def test_what_a_dead_process_left_serves_its_run_and_is_then_removed(tmp_path: P
     dead, trainer = publication(tmp_path)
     trainer.step = 1
     manifest = dead.publish(trainer)  # type: ignore[arg-type]
-    dead._shelf._release()  # a process that dies lets go of its lock and of nothing else
+    dead._memory._release()  # a process that dies lets go of its lock and of nothing else
     again, trainer = publication(tmp_path)
     assert held(manifest.directory) == 1
     trainer.step = 2
@@ -107,14 +107,14 @@ def test_what_a_dead_process_left_serves_its_run_and_is_then_removed(tmp_path: P
     other, trainer = publication(tmp_path)
     trainer.step = 3
     manifest = other.publish(trainer)  # type: ignore[arg-type]
-    other._shelf._release()
-    Shelf("run-2", tmp_path / "memory").close()  # another run tidies up
+    other._memory._release()
+    SharedMemory("run-2", tmp_path / "memory").close()  # another run tidies up
     assert not Path(manifest.directory).exists()
 
 
 def test_without_memory_the_folder_serves(tmp_path: Path) -> None:
     made, trainer = publication(tmp_path)
-    made._shelf.close()
+    made._memory.close()
     trainer.step = 1
     assert held(made.publish(trainer).directory) == 1  # type: ignore[arg-type]
     assert versions(tmp_path) == {"v000001": False}

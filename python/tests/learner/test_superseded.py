@@ -13,8 +13,8 @@ from google.rpc import code_pb2
 
 from rollout_workers.learner.publication import Publication
 from rollout_workers.learner.server import LearnerServer
-from rollout_workers.weights.transfer import place as place_module
-from rollout_workers.weights.transfer.place import Place, Superseded, replace
+from rollout_workers.weights.transfer import publish_folder
+from rollout_workers.weights.transfer.publish_folder import PublishFolder, Superseded, replace
 from rollout_workers.worker.status import status_of
 
 from .test_publication import held, publication
@@ -144,13 +144,15 @@ def test_a_version_that_a_successor_made_in_the_middle_stays(
 ) -> None:
     """In the middle of a removal a version's name belongs to an empty folder, for which a successor may put its own."""
     if not supported:
-        monkeypatch.setattr("rollout_workers.weights.transfer.place._EXCHANGE", 1 << 30)  # EINVAL, as of a file system that can't
-    place, target = Place(tmp_path, 1), tmp_path / "v000001"
+        monkeypatch.setattr(
+            "rollout_workers.weights.transfer.publish_folder._EXCHANGE", 1 << 30
+        )  # EINVAL, as of a file system that can't
+    place, target = PublishFolder(tmp_path, 1), tmp_path / "v000001"
     fresh = tmp_path / "fresh"
     for folder, text in ((target, "old"), (fresh, "new")):
         folder.mkdir()
         (folder / "file").write_text(text)
-    swap = place_module._swap
+    swap = publish_folder._swap
 
     def swapped(staging: Path, at: Path) -> None:
         swap(staging, at)
@@ -158,7 +160,7 @@ def test_a_version_that_a_successor_made_in_the_middle_stays(
         monkeypatch.undo()
         replace(fresh, at)
 
-    monkeypatch.setattr(place_module, "_swap", swapped)
+    monkeypatch.setattr(publish_folder, "_swap", swapped)
     place.discard(target.name)
     assert (target / "file").read_text() == "new"
     place.discard(target.name)
@@ -167,11 +169,11 @@ def test_a_version_that_a_successor_made_in_the_middle_stays(
 
 
 def test_an_older_incarnation_claims_nothing(tmp_path: Path) -> None:
-    newer = Place(tmp_path / "weights", 3)
+    newer = PublishFolder(tmp_path / "weights", 3)
     with pytest.raises(Superseded, match="incarnation 3"):
-        Publication("run-1", str(tmp_path), lasting=lambda _: False, shelf=None, incarnation=2)  # type: ignore[arg-type]
+        Publication("run-1", str(tmp_path), lasting=lambda _: False, memory=None, incarnation=2)  # type: ignore[arg-type]
     newer.check()
-    Place(tmp_path / "weights", 4)
+    PublishFolder(tmp_path / "weights", 4)
     with pytest.raises(Superseded, match=r"claim 4\.1, this one's is 3\.1"):
         newer.check()
 
@@ -189,7 +191,9 @@ def test_a_learner_that_was_superseded_leaves() -> None:
 @pytest.mark.parametrize("supported", [True, False], ids=["exchanged", "stepped aside"])
 def test_a_rename_without_its_source_leaves_the_target(supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not supported:
-        monkeypatch.setattr("rollout_workers.weights.transfer.place._EXCHANGE", 1 << 30)  # EINVAL, as of a file system that can't
+        monkeypatch.setattr(
+            "rollout_workers.weights.transfer.publish_folder._EXCHANGE", 1 << 30
+        )  # EINVAL, as of a file system that can't
     target, link = tmp_path / "v1", tmp_path / "v2"
     target.mkdir()
     (target / "file").write_text("here")

@@ -13,14 +13,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rollout_workers.trainer.ranks import Ranks
+from rollout_workers.trainer.distributed.ranks import Ranks
 
 TESTS = str(Path(__file__).parents[1])
 if TESTS not in sys.path:
     sys.path.append(TESTS)  # the processes find the tests' own modules by it
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["rollout_workers.trainer.leading", "trainer.addition"])
+_context.set_forkserver_preload(["rollout_workers.trainer.distributed.leader", "trainer.addition"])
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _run(
 ) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    from rollout_workers.trainer.sharding import Group
+    from rollout_workers.trainer.distributed.fsdp import Group
 
     try:
         ranks: Ranks = Group(rank, size, rendezvous=rendezvous, timeout_seconds=seconds)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout_workers.trainer import AdamWConfig, BadSettings, Schedule, Trainer, TrainerConfig
-from rollout_workers.trainer.moments import EightBitMoments
+from rollout_workers.trainer.optim.moments import EightBitMoments
 
 from .addition import demonstrations, sampled_batch
 

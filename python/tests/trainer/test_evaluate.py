@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_workers.trainer import BadBatch, LoraConfig, Schedule, Trainer, TrainerConfig, TrainSample
-from rollout_workers.trainer.ranks import Ranks
+from rollout_workers.trainer.distributed.ranks import Ranks
 
 from .addition import demonstrations
 from .oracle import sample_logprobs

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from rollout_workers.kernels import loading
 from rollout_workers.kernels.build import library
 from rollout_workers.kernels.layers import LayerKernels, layer_kernels
-from rollout_workers.trainer import fused
+from rollout_workers.trainer.model import fused
 
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_workers.trainer.moments import AdamWConfig
-from rollout_workers.trainer.optimizer import FlatAdamW
-from rollout_workers.trainer.schedule import Schedule
+from rollout_workers.trainer.optim.moments import AdamWConfig
+from rollout_workers.trainer.optim.optimizer import FlatAdamW
+from rollout_workers.trainer.optim.schedule import Schedule
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:

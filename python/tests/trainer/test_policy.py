@@ -25,8 +25,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.packing import pack
-from rollout_workers.trainer.policy import Policy
 
 from .addition import sampled_batch
 from .oracle import sample_logprobs

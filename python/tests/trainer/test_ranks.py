@@ -26,10 +26,10 @@ from rollout_workers.trainer import (
     TrainerConfig,
     TrainSample,
 )
-from rollout_workers.trainer.leading import LeadingTrainer, follow
+from rollout_workers.trainer.distributed.fsdp import Group
+from rollout_workers.trainer.distributed.leader import LeadingTrainer, follow
+from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
 from rollout_workers.trainer.packing import pack
-from rollout_workers.trainer.ranks import ALONE, Ranks
-from rollout_workers.trainer.sharding import Group
 from rollout_workers.trainer.state import write_state
 
 from .addition import demonstrations, sampled_batch

@@ -11,8 +11,8 @@ from transformers import get_scheduler
 from rollout.config.v1 import run_config_pb2
 from rollout_workers.algorithms import PpoConfig
 from rollout_workers.trainer import Schedule, Trainer, TrainerConfig
-from rollout_workers.trainer.optimizer import FlatAdamW
-from rollout_workers.trainer.schedule import SHAPES
+from rollout_workers.trainer.optim.optimizer import FlatAdamW
+from rollout_workers.trainer.optim.schedule import SHAPES
 
 from .addition import demonstrations, sampled_batch
 

@@ -22,7 +22,7 @@ from rollout_workers.trainer import (
     TrainerConfig,
     TrainSample,
 )
-from rollout_workers.trainer.optimizer import FlatAdamW
+from rollout_workers.trainer.optim.optimizer import FlatAdamW
 
 from .addition import answer, demonstrations, sampled_batch
 from .oracle import grpo_loss, sample_logprobs, sft_loss

@@ -14,8 +14,8 @@ from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.engines.errors import WeightsMismatch
 from rollout_workers.weights.store import WeightsUnreadable
 from rollout_workers.weights.transfer import catalog, fetch, service
-from rollout_workers.weights.transfer.errors import BaseMissing, NotHeld, SourcesLost
-from rollout_workers.weights.transfer.stored import PREAMBLE
+from rollout_workers.weights.transfer.artifacts import PREAMBLE
+from rollout_workers.weights.transfer.errors import BaseMissing, SourcesLost, VersionNotFound
 
 from .world import Cut, World
 
@@ -163,7 +163,7 @@ async def test_who_gives_up_goes_on_where_it_stopped(world: World, way: str) -> 
 async def test_a_worker_streams_what_it_has(world: World) -> None:
     """The learner is gone; another worker that holds the version serves it, and goes on where the learner was cut off."""
     held = await follow(world, "stream")
-    peer = await world.serve(world.depot)
+    peer = await world.serve(world.cache)
     late = World(make(world.root / "late"))
     late.catalog, late.learner = world.catalog, world.learner
     [offer] = await world.offers(held)
@@ -216,7 +216,7 @@ async def test_large_changes_and_old_versions_come_whole(world: World, monkeypat
     assert offer.form == pb.WEIGHTS_FORM_WHOLE
     world.publish(3, grow)
     world.publish(4, grow)
-    with pytest.raises(NotHeld):
+    with pytest.raises(VersionNotFound):
         await world.offers(second)
 
 
@@ -234,11 +234,11 @@ async def test_a_version_that_is_another_is_refused(world: World) -> None:
         await world.take([offer])
     assert world.holds == held
     with pytest.raises(BaseMissing):
-        await world.depot.bring([pb.WeightsOffer(digest="blake3-" + "1" * 64, form=pb.WEIGHTS_FORM_PATCH, base_digest=lie)])
+        await world.cache.bring([pb.WeightsOffer(digest="blake3-" + "1" * 64, form=pb.WEIGHTS_FORM_PATCH, base_digest=lie)])
 
 
 async def test_old_objects_leave_the_store(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_workers.weights.transfer.stored._KEPT", 2)
+    monkeypatch.setattr("rollout_workers.weights.transfer.artifacts._KEPT", 2)
     held = await follow(world, "store")
     for version in (2, 3, 4):
         held = await world.take(await world.offers(world.publish(version, grow), held, store=True))

@@ -20,11 +20,11 @@ from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_se
 from rollout_workers.engines.transformers.held import HeldWeights
 from rollout_workers.weights import named_weights, weights_digest, write_weights
 from rollout_workers.weights.transfer import service
+from rollout_workers.weights.transfer.artifacts import StoredWeights
+from rollout_workers.weights.transfer.cache import WeightsCache
 from rollout_workers.weights.transfer.catalog import Catalog
-from rollout_workers.weights.transfer.depot import Depot
 from rollout_workers.weights.transfer.fetch import Fetcher
-from rollout_workers.weights.transfer.shelf import Shelf
-from rollout_workers.weights.transfer.stored import Stored
+from rollout_workers.weights.transfer.shared_memory import SharedMemory
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.spec import Identity
 
@@ -125,15 +125,15 @@ class World:
         (tmp_path / "config.json").write_text("{}")
         self.services = Services("", "token")
         self.storage = Storage(self)  # pyright: ignore[reportAbstractUsage]
-        self.stored = Stored(RUN, tmp_path / "stored", self.services)
+        self.stored = StoredWeights(RUN, tmp_path / "stored", self.services)
         self.catalog = Catalog(self.stored, threads=1)
         self.module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_(False).to(torch.bfloat16)
         self.engine = HeldWeights(self.module)
         self.folders: dict[str, Path] = {}
         memory = tmp_path / "memory"
         memory.mkdir()
-        self.depot = Depot(
-            RUN, str(tmp_path / "worker"), "inference-0", Fetcher(RUN, self.services), lambda run: Shelf(run, memory)
+        self.cache = WeightsCache(
+            RUN, str(tmp_path / "worker"), "inference-0", Fetcher(RUN, self.services), lambda run: SharedMemory(run, memory)
         )
 
     async def start(self) -> World:
@@ -191,13 +191,13 @@ class World:
     async def take(self, offers: list[pb.WeightsOffer]) -> str:
         """As the worker takes weights over; returns the digest read back."""
         wanted = offers[-1].digest
-        folder = await self.depot.bring(offers)
+        folder = await self.cache.bring(offers)
         try:
             staged = await asyncio.to_thread(self.engine.stage, folder, wanted)
             if staged != wanted:
                 raise ValueError(f"staged {staged}")
         except Exception:
-            await self.depot.discard(wanted)
+            await self.cache.discard(wanted)
             raise
         self.engine.load()
         return self.holds
@@ -214,7 +214,7 @@ class World:
 
     def go_back(self, held: str, wanted: str) -> None:
         """As if ``wanted`` had not come yet."""
-        path = self.depot._held.pop(wanted, None)
+        path = self.cache._held.pop(wanted, None)
         if path is not None:
             shutil.rmtree(path.parent)
         self.engine.stage(self.folders[held], held)

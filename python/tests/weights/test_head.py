@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from rollout_workers.engines.transformers.score import linear_head
-from rollout_workers.trainer.policy import Policy
+from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.weights.head import plain_head
 
 SMALL: dict[str, Any] = {

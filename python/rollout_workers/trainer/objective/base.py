@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from rollout_workers.algorithms import Algorithm
-from rollout_workers.trainer.critic import Critic
+from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
+from rollout_workers.trainer.model.critic import Critic
+from rollout_workers.trainer.model.policy import Policy
+from rollout_workers.trainer.model.reference import Reference, ReferenceCache
+from rollout_workers.trainer.model.teacher import Teacher
 from rollout_workers.trainer.packing import MicroBatch, pack
-from rollout_workers.trainer.policy import Policy
-from rollout_workers.trainer.ranks import ALONE, Ranks
-from rollout_workers.trainer.reference import Reference, ReferenceCache
-from rollout_workers.trainer.teacher import Teacher
 from rollout_workers.trainer.types import TrainSample
 
 

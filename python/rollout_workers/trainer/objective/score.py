@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from rollout_workers.algorithms import ScoreBatch
+from rollout_workers.trainer.model.scorer import Scorer
 from rollout_workers.trainer.objective.base import Machine, Part
 from rollout_workers.trainer.objective.preference import pairs_of
 from rollout_workers.trainer.packing import MicroBatch
-from rollout_workers.trainer.scorer import Scorer
 from rollout_workers.trainer.types import TrainSample
 
 

@@ -13,10 +13,10 @@ from rollout_workers.algorithms import EstimatorBatch, TokenBatch, ValueBatch
 from rollout_workers.algorithms.advantage import equal_groups
 from rollout_workers.algorithms.divergence import k3
 from rollout_workers.rewards.process_reward import NOTHING
-from rollout_workers.trainer.index import TokenIndex
+from rollout_workers.trainer.model.policy import Logprobs
 from rollout_workers.trainer.objective.base import Machine, Part
+from rollout_workers.trainer.objective.token_index import TokenIndex
 from rollout_workers.trainer.packing import MicroBatch
-from rollout_workers.trainer.policy import Logprobs
 from rollout_workers.trainer.types import BadBatch, TrainSample
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.weights.transfer import patch
-from rollout_workers.weights.transfer.depot import ADAPTER_FILE, TENSOR_FILE, mapped
-from rollout_workers.weights.transfer.errors import NotHeld
-from rollout_workers.weights.transfer.stored import Stored
+from rollout_workers.weights.transfer.artifacts import StoredWeights
+from rollout_workers.weights.transfer.cache import ADAPTER_FILE, TENSOR_FILE, mapped
+from rollout_workers.weights.transfer.errors import VersionNotFound
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Catalog:
     ``published`` belongs to the trainer's thread, the rest to any.
     """
 
-    def __init__(self, stored: Stored | None = None, threads: int | None = None) -> None:
+    def __init__(self, stored: StoredWeights | None = None, threads: int | None = None) -> None:
         """stored: where the storage service is to have them. threads: for encoding; absent: half of the cores."""
         self._stored = stored
         self._threads = threads or max(1, (os.cpu_count() or 1) // 2)
@@ -74,15 +74,15 @@ class Catalog:
             self._encoding.submit(self._link, before, self._versions[digest])
 
     def find(self, digest: str, form: int, base_digest: str) -> memoryview:
-        """The bytes of a form of a version. Raises ``NotHeld``."""
+        """The bytes of a form of a version. Raises ``VersionNotFound``."""
         if form == pb.WEIGHTS_FORM_PATCH:
             link = self._links.get(digest)
             if link is None or link.base != base_digest:
-                raise NotHeld(f"there is no patch from {base_digest} to {digest} here")
+                raise VersionNotFound(f"there is no patch from {base_digest} to {digest} here")
             return memoryview(link.data)
         held = self._version(digest)
         if held.form != form:
-            raise NotHeld(f"{digest} is here in another form", fix="ask again how it is to be had")
+            raise VersionNotFound(f"{digest} is here in another form", fix="ask again how it is to be had")
         return held.data
 
     def adapts(self, digest: str) -> bool:
@@ -93,11 +93,11 @@ class Catalog:
     async def offers(self, digest: str, base_digest: str, *, whole: bool, store: bool) -> list[pb.WeightsOffer]:
         """How a worker that holds ``base_digest`` (or nothing known: empty) gets a version. whole: in no other form.
 
-        Raises ``NotHeld``, and what storing raises.
+        Raises ``VersionNotFound``, and what storing raises.
         """
         held = self._version(digest)
         if whole and held.form == pb.WEIGHTS_FORM_ADAPTER:
-            raise NotHeld(f"{digest} is here as adapters alone", fix="the next version is published whole")
+            raise VersionNotFound(f"{digest} is here as adapters alone", fix="the next version is published whole")
         offers = [pb.WeightsOffer(version=held.version, digest=digest, form=held.form)]
         if not whole and held.form == pb.WEIGHTS_FORM_WHOLE and base_digest and base_digest != digest:
             offers = await asyncio.get_running_loop().run_in_executor(self._encoding, self._chain, base_digest, held) or offers
@@ -118,7 +118,7 @@ class Catalog:
     def _version(self, digest: str) -> Published:
         held = self._versions.get(digest)
         if held is None:
-            raise NotHeld(f"{digest} is not published here any more", fix="ask for the newest version")
+            raise VersionNotFound(f"{digest} is not published here any more", fix="ask for the newest version")
         return held
 
     def _chain(self, base_digest: str, wanted: Published) -> list[pb.WeightsOffer]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from rollout.errors import RolloutError
 
 
-class NotHeld(RolloutError):
+class VersionNotFound(RolloutError):
     """A version, or a form of it, that this worker does not have."""
 
     reason: ClassVar[str] = "WEIGHTS_NOT_HELD"

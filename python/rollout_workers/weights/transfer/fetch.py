@@ -16,8 +16,8 @@ from rollout.storage.v1.storage_pb2 import GetArtifactRequest
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceStub
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout.weights.v1.weights_pb2_grpc import WeightsServiceStub
+from rollout_workers.weights.transfer.artifacts import PREAMBLE
 from rollout_workers.weights.transfer.errors import SourcesLost
-from rollout_workers.weights.transfer.stored import PREAMBLE
 from rollout_workers.worker.discovery import Services, ServiceUnavailable
 
 log = logging.getLogger(__name__)

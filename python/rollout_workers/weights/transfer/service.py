@@ -22,7 +22,7 @@ class Holder(Protocol):
     """Who has weights: the learner those that it published, an inference worker those that it was sent."""
 
     def find(self, digest: str, form: int, base_digest: str) -> memoryview:
-        """The bytes of a form of a version; they stay good while they are held. Raises ``NotHeld``."""
+        """The bytes of a form of a version; they stay good while they are held. Raises ``VersionNotFound``."""
         ...
 
 

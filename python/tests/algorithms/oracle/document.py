@@ -17,7 +17,7 @@ from rollout_workers.algorithms.divergence import ESTIMATORS
 from rollout_workers.algorithms.importance import CORRECTIONS, LEVELS
 from rollout_workers.algorithms.reduction import REDUCTIONS
 from rollout_workers.algorithms.registry import BUILDERS
-from rollout_workers.trainer.schedule import SHAPES
+from rollout_workers.trainer.optim.schedule import SHAPES
 
 from . import ours
 from .batches import CASES, batch

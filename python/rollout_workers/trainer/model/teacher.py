@@ -7,9 +7,9 @@ import os
 import torch
 from torch import Tensor
 
+from rollout_workers.trainer.distributed.ranks import Ranks
+from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.packing import MicroBatch
-from rollout_workers.trainer.policy import Policy
-from rollout_workers.trainer.ranks import Ranks
 from rollout_workers.trainer.types import BadSettings
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.trainer import fused
+from rollout_workers.trainer.distributed.ranks import ALONE
+from rollout_workers.trainer.model import fused
+from rollout_workers.trainer.model.policy import TOLERANCE, Policy, attends_everywhere, call_packed, probe_samples
+from rollout_workers.trainer.model.tree_attention import install
 from rollout_workers.trainer.packing import MicroBatch, pack
-from rollout_workers.trainer.policy import TOLERANCE, Policy, attends_everywhere, call_packed, probe_samples
-from rollout_workers.trainer.ranks import ALONE
-from rollout_workers.trainer.tree_attention import install
 from rollout_workers.trainer.types import BadSettings
 from rollout_workers.weights.pretrained import load_whole
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rollout_workers.trainer.distributed.fsdp import Group
 from rollout_workers.trainer.refusal import Refusals
-from rollout_workers.trainer.sharding import Group
 from rollout_workers.trainer.state import write_state
 from rollout_workers.trainer.trainer import Trainer, TrainerConfig
 from rollout_workers.trainer.types import LearnerError, RankLost, StepResult, TrainSample

@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.trainer import fused
-from rollout_workers.trainer.adapter import Adapter, LoraConfig
-from rollout_workers.trainer.freezing import checkpoint_gradients, freeze
-from rollout_workers.trainer.logprob import logit_logprobs, token_logprobs
+from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
+from rollout_workers.trainer.distributed.shards import whole
+from rollout_workers.trainer.model import fused
+from rollout_workers.trainer.model.adapter import Adapter, LoraConfig
+from rollout_workers.trainer.model.freezing import checkpoint_gradients, freeze
+from rollout_workers.trainer.model.logprob import logit_logprobs, token_logprobs
+from rollout_workers.trainer.model.tree_attention import install, installed
+from rollout_workers.trainer.model.tree_layout import tree_layout
 from rollout_workers.trainer.packing import MicroBatch, pack
-from rollout_workers.trainer.ranks import ALONE, Ranks
-from rollout_workers.trainer.shards import whole
-from rollout_workers.trainer.tree_attention import install, installed
-from rollout_workers.trainer.tree_layout import tree_layout
 from rollout_workers.trainer.types import TrainSample
 from rollout_workers.weights import LiveWeights
 from rollout_workers.weights.head import plain_head

@@ -42,7 +42,7 @@ class Superseded(RolloutError):
     reason: ClassVar[str] = "LEARNER_SUPERSEDED"
 
 
-class Place:
+class PublishFolder:
     """A folder into which the process that claimed it last publishes. A claim is a file, ``.owner-<incarnation>-<count>``."""
 
     def __init__(self, root: Path, incarnation: int) -> None:

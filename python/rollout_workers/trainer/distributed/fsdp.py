@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from rollout_workers.trainer.ranks import Inside, Ranks
-from rollout_workers.trainer.shards import local
+from rollout_workers.trainer.distributed.ranks import Inside, Ranks
+from rollout_workers.trainer.distributed.shards import local
 from rollout_workers.trainer.types import BadSettings
 
 T = TypeVar("T")

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.trainer import fused
-from rollout_workers.trainer.freezing import checkpoint_gradients
+from rollout_workers.trainer.distributed.ranks import ALONE, Inside, Ranks
+from rollout_workers.trainer.model import fused
+from rollout_workers.trainer.model.freezing import checkpoint_gradients
+from rollout_workers.trainer.model.policy import Policy, call_packed
 from rollout_workers.trainer.packing import MicroBatch
-from rollout_workers.trainer.policy import Policy, call_packed
-from rollout_workers.trainer.ranks import ALONE, Inside, Ranks
 from rollout_workers.weights.pretrained import load_whole
 
 

@@ -25,7 +25,7 @@ _CHUNK = 1 << 20
 _KEPT = 16  # objects: some versions, each whole and as patches
 
 
-class Stored:
+class StoredWeights:
     """What the learner of a run has put there. ``ledger`` outlives the process, so that the next one removes what it left."""
 
     def __init__(self, run: str, ledger: Path, services: Services) -> None:

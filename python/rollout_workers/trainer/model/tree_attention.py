@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rollout_workers.trainer.gather import Gather
+from rollout_workers.trainer.model.gather import Gather
 
 NAME = "rollout_tree"
 

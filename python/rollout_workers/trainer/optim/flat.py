@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rollout_workers.trainer.shards import local
+from rollout_workers.trainer.distributed.shards import local
 
 
 class Flat:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rollout_workers.trainer.flat import Flat
+from rollout_workers.trainer.optim.flat import Flat
 from rollout_workers.trainer.types import BadSettings
 
 KINDS = ("exp_avg", "exp_avg_sq")

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from rollout_workers.trainer.flat import Flat
-from rollout_workers.trainer.moments import KINDS, MOMENTS, AdamWConfig, Moments
-from rollout_workers.trainer.shards import assign, sharded_like
+from rollout_workers.trainer.distributed.shards import assign, sharded_like
+from rollout_workers.trainer.optim.flat import Flat
+from rollout_workers.trainer.optim.moments import KINDS, MOMENTS, AdamWConfig, Moments
 
 
 class FlatAdamW:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout_workers.trainer.shards import gathered, whole
+from rollout_workers.trainer.distributed.shards import gathered, whole
 from rollout_workers.trainer.types import BadSettings
 from rollout_workers.weights import named_weights
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout_workers.trainer.gather import Gather, Index
-from rollout_workers.trainer.tree_attention import Pieces, TreeLayout
+from rollout_workers.trainer.model.gather import Gather, Index
+from rollout_workers.trainer.model.tree_attention import Pieces, TreeLayout
 
 WORTH = 0.75  # pairs of positions that pieces need, as a share of whole rows', above which rows are computed whole
 SHORT = 16  # tokens of a piece in the mean, below which to gather costs more than it saves

@@ -18,7 +18,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _VERSIONS = 4  # as many must fit: two that stay, one being written, one to spare
 
 
-class Shelf:
+class SharedMemory:
     """A folder in memory that belongs to one run and one process. It is there until ``close``. Where the process dies, its
     weights serve until the run has newer ones; what is left is removed by the run's next ``close`` or another run's start."""
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout_workers.weights.transfer import patch
-from rollout_workers.weights.transfer.errors import BaseMissing, NotHeld, TransferCorrupt
+from rollout_workers.weights.transfer.errors import BaseMissing, TransferCorrupt, VersionNotFound
 from rollout_workers.weights.transfer.layout import read_layout
-from rollout_workers.weights.transfer.shelf import Shelf
+from rollout_workers.weights.transfer.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +31,16 @@ class Fetches(Protocol):
     async def fetch(self, offer: pb.WeightsOffer, path: Path) -> None: ...
 
 
-class Depot:
+class WeightsCache:
     """Belongs to one inference worker. Nothing here says that a version is right: the digest of what is staged from it does."""
 
     def __init__(
-        self, run: str, run_directory: str, worker: str, fetcher: Fetches, shelf: Callable[[str], Shelf] = Shelf
+        self, run: str, run_directory: str, worker: str, fetcher: Fetches, memory: Callable[[str], SharedMemory] = SharedMemory
     ) -> None:
         """Weights lie in shared memory where there is enough of it, else below ``run_directory``."""
-        self._run, self._fetcher, self._make_shelf = run, fetcher, shelf
-        self._own = Path(run_directory) / "depot" / worker
-        self._shelf: Shelf | None = None
+        self._run, self._fetcher, self._make_memory = run, fetcher, memory
+        self._own = Path(run_directory) / "received" / worker
+        self._memory: SharedMemory | None = None
         self._root: Path | None = None
         self._held: dict[str, Path] = {}  # file of each version by digest, the newest last
         self._patches: dict[tuple[str, str], bytes] = {}  # by base and digest
@@ -96,7 +96,7 @@ class Depot:
             self._read = (digest, Path(directory))
 
     def find(self, digest: str, form: int, base_digest: str) -> memoryview:
-        """Bytes for another worker. Raises :class:`NotHeld`."""
+        """Bytes for another worker. Raises :class:`VersionNotFound`."""
         try:
             if form == pb.WEIGHTS_FORM_PATCH:
                 return memoryview(self._patches[base_digest, digest])
@@ -107,20 +107,20 @@ class Depot:
                 return mapped(path)
         except (KeyError, OSError):
             pass
-        raise NotHeld(f"{digest} is not here as {pb.WeightsForm.Name(pb.WeightsForm.ValueType(form))}")
+        raise VersionNotFound(f"{digest} is not here as {pb.WeightsForm.Name(pb.WeightsForm.ValueType(form))}")
 
     def close(self) -> None:
         """Remove everything."""
         self._held.clear()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._memory is not None:
+            self._memory.close()
         shutil.rmtree(self._own, ignore_errors=True)
 
     def _room(self, size: int) -> Path:
         """Where versions of so many bytes lie."""
         if self._root is None:
-            self._shelf = self._make_shelf(self._run)
-            self._root = self._shelf.folder if self._shelf.fits(size) else self._own
+            self._memory = self._make_memory(self._run)
+            self._root = self._memory.folder if self._memory.fits(size) else self._own
             assert self._root is not None
             shutil.rmtree(self._own, ignore_errors=True)  # of a process that died
         self._root.mkdir(parents=True, exist_ok=True)

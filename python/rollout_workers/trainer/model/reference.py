@@ -13,9 +13,9 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from rollout_workers.trainer.distributed.ranks import Ranks
+from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.packing import MicroBatch
-from rollout_workers.trainer.policy import Policy
-from rollout_workers.trainer.ranks import Ranks
 from rollout_workers.trainer.types import TrainSample
 
 if TYPE_CHECKING:

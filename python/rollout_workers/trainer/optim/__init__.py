@@ -1,0 +1,1 @@
+"""AdamW over flat parameters, and the learning-rate schedule."""
