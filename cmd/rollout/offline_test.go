@@ -11,7 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
-	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
@@ -84,9 +84,9 @@ func TestStateFolderShowsWhatTheLedgerHas(t *testing.T) {
 	if err := ledgers.Create(t.Context(), runID, &bufferv1.LedgerConfig{GroupsPerStep: 1, GroupSize: 1, Rows: 7}); err != nil {
 		t.Fatal(err)
 	}
-	if err := ledgers.Update(t.Context(), runID, func(tx buffer.Tx) error {
+	if err := ledgers.Update(t.Context(), runID, func(tx ledger.Tx) error {
 		tx.Ledger().Step = 3
-		return tx.PutStep(t.Context(), &buffer.Step{Step: 3, WeightsDigest: digest, Chain: "link"})
+		return tx.PutStep(t.Context(), &ledger.Step{Step: 3, WeightsDigest: digest, Chain: "link"})
 	}); err != nil {
 		t.Fatal(err)
 	}

@@ -99,12 +99,11 @@ func (s *bench) start() {
 		s.Fatal(err)
 	}
 	deps := s.deps
-	deps.Store, deps.Bus, deps.Events = store, s.bus, s.events
+	deps.Store, deps.Bus, deps.Events, deps.Datasync = store, s.bus, s.events, s.sync
 	server, err := buffer.New(s.cfg, deps)
 	if err != nil {
 		s.Fatal(err)
 	}
-	server.SyncBy(s.sync)
 	edge, err := rpc.NewServer(rpc.ServerOptions{Drain: 2 * time.Second})
 	if err != nil {
 		s.Fatal(err)

@@ -1,70 +1,79 @@
+// Package buffer is the service that owns the ledger of trajectories: what arrived, which step consumed it, and with which weights.
+//
+//	buffer    the gRPC edge, the runs that are open, leases, and payloads
+//	ingest    takes trajectories from the run's stream and from puts, and makes them durable in groups
+//	ledger    decides: what is accepted, which groups a step takes, when it is committed
+//	segment   files of payloads, and copies of them in a bucket
+//	sqlstore  the ledger's rows in SQLite or PostgreSQL
+//
+// buffer imports all of them, ingest imports ledger and segment, and ledger and segment import none of them.
+//
+// Each run has its own lock, its own goroutines, and its own failure: a run whose ledger cannot be opened is retried, and neither it nor
+// a run whose bucket is slow delays the others.
 package buffer
 
 import (
 	"context"
 	"errors"
 	"log/slog"
+	"os"
+	"path/filepath"
 
 	"google.golang.org/grpc"
 
-	"github.com/rollout-rl/rollout/libs/bus"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
+	"github.com/rollout-rl/rollout/services/buffer/ingest"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
+	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
-// Durability is what an answer to a put, an ack to the stream and a commit survive.
+// Durability is what an answer to a put, an ack to the stream, and a commit survive.
 type Durability int
 
 const (
-	// Power: payloads and ledger rows survive a power cut; each group commit costs a sync of the segment.
+	// Power: payloads and ledger rows survive a power cut. Each group commit costs a sync of the segment and one of the database.
 	Power Durability = iota
-	// Process: they survive the death of every process, by SIGKILL too; a power cut or a crash of the kernel takes the last seconds.
+	// Process: they survive the death of every process, also by SIGKILL. A power cut or a kernel crash loses the last seconds.
 	Process
 )
 
 // Config is what an operator sets.
 type Config struct {
-	Segments     string // folder of the segments, one folder a run below it
-	SegmentBytes uint64 // a segment this long is followed by the next; 0: 64 MiB, small against a disk and large against an fsync
+	Segments     string // folder of the segments, with a subfolder per run
+	SegmentBytes uint64 // size at which a segment is followed by the next one; 0: 64 MiB
 	Durability   Durability
-	FetchBytes   uint64 // about how much of what comes is held in memory at a time, by all runs together; 0: 64 MiB
-	ReserveBytes uint64 // what stays free of the disk of the segments: below that nothing is ingested; 0: a tenth of the disk, at most 1 GiB
+	FetchBytes   uint64 // about how many bytes of arriving payloads all runs together hold in memory; 0: 64 MiB
+	ReserveBytes uint64 // free bytes of the disk below which nothing is ingested; 0: a tenth of the disk, at most 1 GiB
 }
 
-// Deps is what the service needs of others.
+// folder of a run's segments.
+func (c *Config) folder(run string) string { return filepath.Join(c.Segments, run) }
+
+// Deps are the collaborators of the service.
 type Deps struct {
-	Store     Store
-	Bus       Bus       // nil: nothing is ingested
-	Artifacts Artifacts // nil: payloads by reference can't be streamed
-	Blobs     Blobs     // where payloads are durable before they are acked; nil: the local disk, with an fsync
-	Events    Events    // nil discards
+	Store     ledger.Store
+	Bus       ingest.Source // nil: only puts are ingested
+	Artifacts Artifacts     // nil: payloads in the storage service cannot be read
+	Blobs     segment.Blobs // where payloads are durable; nil: on the local disk
+	Events    ingest.Events // nil: events are discarded
 	Log       *slog.Logger
+	Datasync  func(*os.File) error // makes a segment durable; nil: fdatasync
 }
 
-// Bus is where trajectories come from; *bus.Bus is one.
-type Bus interface {
-	Trajectories(ctx context.Context, run string) (*bus.Consumer, error)
-}
-
-// Artifacts fetches payloads that were too large for a message; storagev1.ArtifactServiceClient is one.
+// Artifacts downloads payloads that were too large for a message; storagev1.ArtifactServiceClient is one.
 type Artifacts interface {
 	GetArtifact(ctx context.Context, in *storagev1.GetArtifactRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[storagev1.GetArtifactResponse], error)
-}
-
-// Events takes events; Emit never blocks and fills in id and time. *telemetry.Events is one. The logger's
-// records set telemetry.AttrEvent to false, so that no event is stored twice.
-type Events interface {
-	Emit(event *eventv1.Event)
 }
 
 type noEvents struct{}
 
 func (noEvents) Emit(*eventv1.Event) {}
 
-// complete checks and fills in what is not set.
+// complete validates the config and fills in defaults.
 func (c *Config) complete(d *Deps) error {
 	if c.Segments == "" {
-		return errors.New("buffer: Config.Segments must name the folder of the segments")
+		return errors.New("buffer: Config.Segments is empty, expected the folder of the segments")
 	}
 	if d.Store == nil {
 		return errors.New("buffer: Deps.Store is missing")

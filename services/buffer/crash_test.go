@@ -23,6 +23,7 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
@@ -166,7 +167,7 @@ func TestOlderIncarnationIsRefused(t *testing.T) {
 			return err
 		},
 	} {
-		if err := call(2); !errors.Is(fromWire(err), buffer.ErrStale) {
+		if err := call(2); !errors.Is(fromWire(err), ledger.ErrStale) {
 			t.Errorf("%s in the name of incarnation 2 after 3: %v", name, err)
 		}
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
-	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
 // drawing is a ledger whose steps of 2 groups may go through 6 each.
@@ -46,7 +46,7 @@ func TestAStepGoesPastGroupsOfEqualRewards(t *testing.T) {
 	s.publish(groupOf(3, 0, 0)...) // before its time
 	s.excluded(1)
 	s.samples(2 * size)
-	if w := s.waiting(1); w != "2 of 2 groups of step 1 (inference workers), 1 left out so far" {
+	if w := s.waiting(1); w != "2 of 2 groups of step 1 (inference workers), 1 excluded so far" {
 		t.Errorf("waits for %q", w)
 	}
 	s.publish(flat(2, 1)[:3]...)
@@ -209,12 +209,12 @@ func TestDrawsFollowFromPositions(t *testing.T) {
 				}
 				s.commit(b)
 			}
-			groups, err := s.client.ListGroups(t.Context(), &bufferv1.ListGroupsRequest{RunId: run, States: []bufferv1.GroupState{buffer.Excluded}})
+			groups, err := s.client.ListGroups(t.Context(), &bufferv1.ListGroupsRequest{RunId: run, States: []bufferv1.GroupState{ledger.Excluded}})
 			if err != nil || len(groups.GetGroups()) != int(next)-2*steps {
 				t.Fatalf("%v, %v", groups, err)
 			}
 			for _, g := range groups.GetGroups() {
-				if g.GetReason() != buffer.ReasonZeroAdvantage || g.GetStep() == 0 {
+				if g.GetReason() != ledger.ReasonZeroAdvantage || g.GetStep() == 0 {
 					t.Errorf("%v", g)
 				}
 			}

@@ -12,38 +12,39 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
-// exportPositions is how many positions one message of an export covers.
+// exportPositions is the number of positions that one message of an export covers.
 const exportPositions = 512
 
-// Payloads is where the samples of a run lie.
+// Payloads tells where the payloads of a run are.
 type Payloads struct {
 	Folder   string                                                // of segments
-	Blobs    Blobs                                                 // has the segments that the folder lacks; nil: the folder is all there is
+	Blobs    segment.Blobs                                         // has the segments that the folder lacks; nil: all are in the folder
 	Artifact func(ctx context.Context, ref string) ([]byte, error) // reads a payload of the storage service
 }
 
-// Export gives every row of a ledger as it stands at one moment, and what its payloads and segments really hold. Segments that the
-// folder lacks, or has damaged, are fetched into it where there are blobs; else it changes nothing. It needs no running service.
-// ErrNoLedger, and what send returns.
-func Export(ctx context.Context, store Store, run string, from Payloads, send func(*bufferv1.ExportLedgerResponse) error) error {
+// Export passes every row of a ledger at one moment to send, with what its payloads and segments contain. Segments that are missing in
+// the folder, or damaged, are downloaded into it if there are blobs; nothing else is changed. No service needs to run. It returns
+// ledger.ErrNoLedger and the errors of send.
+func Export(ctx context.Context, store ledger.Store, run string, from Payloads, send func(*bufferv1.ExportLedgerResponse) error) error {
 	e := &export{Payloads: from, store: store, run: run, send: send, files: segment.NewReader(from.Folder), dropped: map[uint32]bool{}}
-	return errors.Join(store.View(ctx, run, func(r Reader) error { return e.rows(ctx, r) }), e.files.Close())
+	return errors.Join(store.View(ctx, run, func(r ledger.Reader) error { return e.rows(ctx, r) }), e.files.Close())
 }
 
 type export struct {
 	Payloads
-	store   Store
+	store   ledger.Store
 	run     string
 	send    func(*bufferv1.ExportLedgerResponse) error
 	files   *segment.Reader
-	dropped map[uint32]bool // segments that a snapshot covers
+	dropped map[uint32]bool // trimmed segments
 	trimmed uint64          // steps covered by the snapshot that was taken while the export read
 }
 
-func (e *export) rows(ctx context.Context, r Reader) error {
+func (e *export) rows(ctx context.Context, r ledger.Reader) error {
 	first, err := e.head(ctx, r)
 	if err != nil {
 		return err
@@ -67,16 +68,16 @@ func (e *export) rows(ctx context.Context, r Reader) error {
 	if e.trimmed <= first.GetLedger().GetTrimmed() {
 		return nil
 	}
-	// Payloads went while they were read: the ledger once more, with the snapshot that covers them.
+	// Payloads were deleted during the export: send the ledger again, with the snapshot that covers them.
 	again := proto.CloneOf(first.GetLedger())
 	again.Trimmed = e.trimmed
 	return e.send(&bufferv1.ExportLedgerResponse{Ledger: again})
 }
 
 // head is the ledger, its segments, weights and steps.
-func (e *export) head(ctx context.Context, r Reader) (*bufferv1.ExportLedgerResponse, error) {
+func (e *export) head(ctx context.Context, r ledger.Reader) (*bufferv1.ExportLedgerResponse, error) {
 	l := r.Ledger()
-	state, err := tell(ctx, r)
+	state, err := ledger.StateMessage(ctx, r)
 	if err != nil {
 		return nil, err
 	}
@@ -92,7 +93,7 @@ func (e *export) head(ctx context.Context, r Reader) (*bufferv1.ExportLedgerResp
 	}
 	last, newest := l.Step, max(l.Step, l.WeightsVersion)
 	for _, s := range steps {
-		out.Steps = append(out.Steps, stepRecord(s))
+		out.Steps = append(out.Steps, s.Message())
 		last, newest = max(last, s.Step), max(newest, s.Step)
 	}
 	leased, err := r.Step(ctx, last+1)
@@ -100,7 +101,7 @@ func (e *export) head(ctx context.Context, r Reader) (*bufferv1.ExportLedgerResp
 		return nil, err
 	}
 	if leased != nil {
-		out.Steps = append(out.Steps, stepRecord(leased))
+		out.Steps = append(out.Steps, leased.Message())
 	}
 	if out.Weights, err = weightsRecords(ctx, r, l.Config.GetFirstStep(), newest+1); err != nil {
 		return nil, err
@@ -109,7 +110,7 @@ func (e *export) head(ctx context.Context, r Reader) (*bufferv1.ExportLedgerResp
 	return out, err
 }
 
-func weightsRecords(ctx context.Context, r Reader, from, to uint64) ([]*bufferv1.WeightsRecord, error) {
+func weightsRecords(ctx context.Context, r ledger.Reader, from, to uint64) ([]*bufferv1.WeightsRecord, error) {
 	var versions []uint64
 	for v := from; v <= to; v++ {
 		versions = append(versions, v)
@@ -127,7 +128,7 @@ func weightsRecords(ctx context.Context, r Reader, from, to uint64) ([]*bufferv1
 	return out, nil
 }
 
-func (e *export) segments(ctx context.Context, r Reader) ([]*bufferv1.SegmentRecord, error) {
+func (e *export) segments(ctx context.Context, r ledger.Reader) ([]*bufferv1.SegmentRecord, error) {
 	known, err := r.Segments(ctx)
 	if err != nil {
 		return nil, err
@@ -152,15 +153,15 @@ func (e *export) segments(ctx context.Context, r Reader) ([]*bufferv1.SegmentRec
 	return out, nil
 }
 
-// scan reads a segment's file, from the blobs where the local one, a cache then, is missing or damaged.
-func (e *export) scan(ctx context.Context, g Segment) (segment.Report, error) {
+// scan verifies a segment file. If it is a cache, and missing or damaged, the blob is downloaded.
+func (e *export) scan(ctx context.Context, g ledger.Segment) (segment.Report, error) {
 	report, err := segment.Scan(e.Folder, g.Number, g.Bytes)
 	if err != nil || e.Blobs == nil || g.Trimmed || !report.Missing && report.Flaw == "" {
 		return report, err
 	}
-	err = vault{blobs: e.Blobs, run: e.run, dir: e.Folder}.fetch(ctx, g.Number)
+	err = segment.NewBucket(e.Blobs, e.run, e.Folder).Download(ctx, g.Number)
 	if errors.Is(err, blob.ErrNotFound) {
-		return report, nil // the report says what is wrong
+		return report, nil // the report describes the problem
 	}
 	if errors.Is(err, blob.ErrCorrupt) {
 		report.Flaw = err.Error()
@@ -172,9 +173,9 @@ func (e *export) scan(ctx context.Context, g Segment) (segment.Report, error) {
 	return segment.Scan(e.Folder, g.Number, g.Bytes)
 }
 
-// gone reports whether a segment was dropped while the export read the ledger as it was before.
+// gone reports whether a segment was trimmed after the snapshot that the export reads.
 func (e *export) gone(ctx context.Context, number uint32) (trimmed bool) {
-	_ = e.store.View(ctx, e.run, func(r Reader) error {
+	_ = e.store.View(ctx, e.run, func(r ledger.Reader) error {
 		segments, err := r.Segments(ctx)
 		for _, g := range segments {
 			trimmed = trimmed || g.Number == number && g.Trimmed
@@ -187,13 +188,14 @@ func (e *export) gone(ctx context.Context, number uint32) (trimmed bool) {
 	return trimmed
 }
 
-// span is the range of positions that may have rows: a window beyond the last known group too, for samples whose group is lost.
-func (e *export) span(ctx context.Context, r Reader, steps []*bufferv1.StepRecord) (from, to uint64, err error) {
+// span is the range of positions that may have rows. It includes a window after the last known group, for samples whose group row is
+// missing.
+func (e *export) span(ctx context.Context, r ledger.Reader, steps []*bufferv1.StepRecord) (from, to uint64, err error) {
 	c := r.Ledger().Config
 	from = c.GetFirstPosition()
 	to = from
 	for next := from; ; {
-		groups, err := r.ListGroups(ctx, GroupQuery{From: next, Limit: listDefault})
+		groups, err := r.ListGroups(ctx, ledger.GroupQuery{From: next, Limit: listDefault})
 		if err != nil {
 			return 0, 0, err
 		}
@@ -211,14 +213,14 @@ func (e *export) span(ctx context.Context, r Reader, steps []*bufferv1.StepRecor
 	return from, to + window*(uint64(c.GetMaxStaleness())+1), nil
 }
 
-func (e *export) page(ctx context.Context, r Reader, from, to uint64) (*bufferv1.ExportLedgerResponse, error) {
+func (e *export) page(ctx context.Context, r ledger.Reader, from, to uint64) (*bufferv1.ExportLedgerResponse, error) {
 	l, out := r.Ledger(), &bufferv1.ExportLedgerResponse{}
-	groups, err := r.ListGroups(ctx, GroupQuery{From: from, To: to})
+	groups, err := r.ListGroups(ctx, ledger.GroupQuery{From: from, To: to})
 	if err != nil {
 		return nil, err
 	}
 	for _, g := range groups {
-		out.Groups = append(out.Groups, l.record(g))
+		out.Groups = append(out.Groups, l.GroupMessage(g))
 	}
 	positions := make([]uint64, 0, to-from)
 	for p := from; p < to; p++ {
@@ -234,10 +236,10 @@ func (e *export) page(ctx context.Context, r Reader, from, to uint64) (*bufferv1
 	return out, nil
 }
 
-// sample is a row with what its payload says.
-func (e *export) sample(ctx context.Context, l *Ledger, a *Sample) *bufferv1.SampleRecord {
+// sample is a row with the contents of its payload.
+func (e *export) sample(ctx context.Context, l *ledger.Ledger, a *ledger.Sample) *bufferv1.SampleRecord {
 	out := &bufferv1.SampleRecord{
-		Ref: ref(l, a), Segment: a.Segment, MinVersion: a.MinVersion, ReceiptVersion: a.ReceiptVersion, ReceiptDigest: a.ReceiptDigest,
+		Ref: l.SampleMessage(a), Segment: a.Segment, MinVersion: a.MinVersion, ReceiptVersion: a.ReceiptVersion, ReceiptDigest: a.ReceiptDigest,
 	}
 	payload, err := e.payload(ctx, a)
 	switch {
@@ -250,7 +252,7 @@ func (e *export) sample(ctx context.Context, l *Ledger, a *Sample) *bufferv1.Sam
 	}
 	t := &trajectoryv1.Trajectory{}
 	if err := proto.Unmarshal(payload, t); err != nil {
-		out.Flaw = fmt.Sprintf("it is no trajectory: %v", err)
+		out.Flaw = fmt.Sprintf("it is not a trajectory: %v", err)
 		return out
 	}
 	out.Key, out.Spans = t.GetKey(), t.GetVersionSpans()
@@ -260,13 +262,13 @@ func (e *export) sample(ctx context.Context, l *Ledger, a *Sample) *bufferv1.Sam
 	return out
 }
 
-func (e *export) payload(ctx context.Context, a *Sample) ([]byte, error) {
+func (e *export) payload(ctx context.Context, a *ledger.Sample) ([]byte, error) {
 	if a.Segment > 0 {
 		return e.files.Read(segment.Place{Segment: a.Segment, Offset: a.Offset, Length: a.Length}, a.CRC)
 	}
 	payload, err := e.Artifact(ctx, a.Ref)
 	if err == nil && segment.CRC(payload) != a.CRC {
-		err = errors.New("the artifact has another checksum")
+		err = errors.New("the artifact has a wrong checksum")
 	}
 	return payload, err
 }

@@ -2,33 +2,27 @@ package buffer
 
 import (
 	"context"
-	"fmt"
-	"os"
 
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// Accept ingests trajectories of an open ledger without a stream; an error means that they come again.
-func (s *Server) Accept(ctx context.Context, run string, envelopes []*trajectoryv1.TrajectoryEnvelope) (Tally, error) {
-	s.service.mu.Lock()
-	f := s.service.feeds[run]
-	s.service.mu.Unlock()
-	if f == nil {
-		return Tally{}, fmt.Errorf("no feed of %s", run)
+// Accept ingests trajectories of an open ledger without a stream. After an error they are delivered again.
+func (s *Server) Accept(ctx context.Context, run string, envelopes []*trajectoryv1.TrajectoryEnvelope) (ledger.Tally, error) {
+	r, err := s.runs.get(run)
+	if err != nil {
+		return ledger.Tally{}, err
 	}
-	l := newLoad()
-	f.weigh(l, envelopes)
-	if err := f.ingest(ctx, l); err != nil {
-		return Tally{}, err
+	ingester, err := r.ingest(ctx)
+	if err != nil {
+		return ledger.Tally{}, err
 	}
-	return l.tallies[0], nil
+	tallies, err := ingester.Put(ctx, []*trajectoryv1.TrajectoryBatch{{Trajectories: envelopes}})
+	if err != nil {
+		return ledger.Tally{}, err
+	}
+	return tallies[0], nil
 }
 
-// SyncBy makes segments durable by sync, from the next start of an ingest on.
-func (s *Server) SyncBy(sync func(*os.File) error) { s.service.sync = sync }
-
-// ResumeIngest does what Run does first.
-func (s *Server) ResumeIngest(run string) error { return s.service.ingest(run) }
-
-// Stop does what Run does last.
-func (s *Server) Stop() { s.service.stop() }
+// Stop does what Run does at its end.
+func (s *Server) Stop() { s.runs.stop() }

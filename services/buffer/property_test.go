@@ -15,6 +15,7 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
@@ -79,11 +80,11 @@ type world struct {
 
 // faulty lets transactions fail before, within or after their commit.
 type faulty struct {
-	buffer.Store
+	ledger.Store
 	w *world
 }
 
-func (f faulty) Update(ctx context.Context, run string, fn func(buffer.Tx) error) error {
+func (f faulty) Update(ctx context.Context, run string, fn func(ledger.Tx) error) error {
 	if f.w.fault == nil {
 		return f.Store.Update(ctx, run, fn)
 	}
@@ -91,7 +92,7 @@ func (f faulty) Update(ctx context.Context, run string, fn func(buffer.Tx) error
 	f.w.fault = nil
 	switch err := fault(); {
 	case errors.Is(err, context.Canceled): // within
-		return f.Store.Update(ctx, run, func(tx buffer.Tx) error { return errors.Join(fn(tx), errInjected) })
+		return f.Store.Update(ctx, run, func(tx ledger.Tx) error { return errors.Join(fn(tx), errInjected) })
 	default: // after: it is durable, and nobody knows
 		return errors.Join(f.Store.Update(ctx, run, fn), errInjected)
 	}
@@ -218,7 +219,7 @@ func (w *world) redispatch() {
 	if len(w.wire) > 0 {
 		return // it is not silent yet
 	}
-	open, err := w.server.ListGroups(w.Context(), &bufferv1.ListGroupsRequest{RunId: run, States: []bufferv1.GroupState{buffer.Open}})
+	open, err := w.server.ListGroups(w.Context(), &bufferv1.ListGroupsRequest{RunId: run, States: []bufferv1.GroupState{ledger.Open}})
 	if err != nil {
 		w.Fatal(err)
 	}
@@ -237,7 +238,7 @@ func (w *world) redispatch() {
 
 // decide issues dissolved groups again or gives them up.
 func (w *world) decide() {
-	r, err := w.server.ListGroups(w.Context(), &bufferv1.ListGroupsRequest{RunId: run, States: []bufferv1.GroupState{buffer.Dissolved}})
+	r, err := w.server.ListGroups(w.Context(), &bufferv1.ListGroupsRequest{RunId: run, States: []bufferv1.GroupState{ledger.Dissolved}})
 	if err != nil {
 		w.Fatal(err)
 	}
@@ -334,8 +335,8 @@ func (w *world) audit() {
 		w.Fatalf("%d groups: %v", len(groups.GetGroups()), err)
 	}
 	for p, g := range groups.GetGroups() {
-		excluded := g.GetState() == buffer.Excluded && consumed[uint64(p)] == 0 && g.GetReason() != ""
-		if once := g.GetState() == buffer.Consumed && consumed[uint64(p)] == g.GetStep(); !once && !excluded {
+		excluded := g.GetState() == ledger.Excluded && consumed[uint64(p)] == 0 && g.GetReason() != ""
+		if once := g.GetState() == ledger.Consumed && consumed[uint64(p)] == g.GetStep(); !once && !excluded {
 			w.Errorf("position %d: %v, in step %d", p, g, consumed[uint64(p)])
 		}
 	}
@@ -370,7 +371,7 @@ func (w *world) read(ref *bufferv1.SampleRef) ([]byte, error) {
 func TestReasonsAreStable(t *testing.T) {
 	t.Parallel()
 	for err, want := range map[error]string{
-		buffer.ErrNoLedger: "LEDGER_NOT_FOUND", buffer.ErrDigest: "WEIGHTS_DIGEST_CONFLICT", buffer.ErrStep: "STEP_CONFLICT",
+		ledger.ErrNoLedger: "LEDGER_NOT_FOUND", ledger.ErrDigest: "WEIGHTS_DIGEST_CONFLICT", ledger.ErrStep: "STEP_CONFLICT",
 		buffer.ErrLost: "PAYLOAD_LOST", buffer.ErrTrimmed: "PAYLOADS_TRIMMED",
 	} {
 		if got := rpcerr.Reason(err); got != want {

@@ -18,6 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
@@ -139,7 +140,7 @@ func TestTwoBuffers(t *testing.T) {
 			}
 			p.until("the twins", func(l *bufferv1.LedgerState) bool { return l.GetDuplicates() == step*2*size })
 			p.usurp()
-			err := old.Update(t.Context(), run, func(tx buffer.Tx) error { tx.Ledger().Step = 99; return nil })
+			err := old.Update(t.Context(), run, func(tx ledger.Tx) error { tx.Ledger().Step = 99; return nil })
 			if !errors.Is(err, lease.ErrFenced) {
 				t.Errorf("a write of the old term: %v", err)
 			}

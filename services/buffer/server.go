@@ -8,35 +8,47 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// listDefault is how many groups ListGroups returns where no limit is given.
+// listDefault is the number of groups that ListGroups returns if no limit is given.
 const listDefault = 10_000
 
-// Server is the gRPC edge. The rules of the contract were checked before a call arrives here (libs/rpc).
+// Server serves the contract. Validation rules of the contract are checked before a call arrives here (libs/rpc).
 type Server struct {
 	bufferv1.UnimplementedBufferServiceServer
-	service *Service
+	cfg      Config
+	store    ledger.Store
+	runs     *runs
+	leases   *leases
+	payloads *payloads
 }
 
-// New makes the service. The caller keeps the Store and closes it after Run.
+// New makes the service. The caller owns the Store and closes it after Run.
 func New(cfg Config, deps Deps) (*Server, error) {
-	service, err := newService(cfg, deps)
-	if err != nil {
+	if err := cfg.complete(&deps); err != nil {
 		return nil, err
 	}
-	return &Server{service: service}, nil
+	runs := newRuns(cfg, deps)
+	return &Server{
+		cfg: cfg, store: deps.Store, runs: runs, leases: &leases{cfg: cfg, life: runs.life},
+		payloads: &payloads{cfg: cfg, store: deps.Store, blobs: deps.Blobs, artifacts: deps.Artifacts},
+	}, nil
 }
 
 // Register implements the target.
 func (s *Server) Register(r grpc.ServiceRegistrar) { bufferv1.RegisterBufferServiceServer(r, s) }
 
-// Run resumes the ingest of open ledgers and stops all ingest when ctx ends.
-func (s *Server) Run(ctx context.Context) error { return s.service.run(ctx) }
+// Run resumes the ingest of open ledgers, and stops all ingest when ctx ends.
+func (s *Server) Run(ctx context.Context) error { return s.runs.serve(ctx) }
 
 // OpenLedger implements the contract.
 func (s *Server) OpenLedger(ctx context.Context, req *bufferv1.OpenLedgerRequest) (*bufferv1.OpenLedgerResponse, error) {
-	state, err := s.service.open(ctx, req.GetRunId(), req.GetConfig(), req.GetIncarnation())
+	r, err := s.runs.get(req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	state, err := r.create(ctx, req.GetConfig(), req.GetIncarnation())
 	if err != nil {
 		return nil, err
 	}
@@ -45,46 +57,73 @@ func (s *Server) OpenLedger(ctx context.Context, req *bufferv1.OpenLedgerRequest
 
 // CloseLedger implements the contract.
 func (s *Server) CloseLedger(ctx context.Context, req *bufferv1.CloseLedgerRequest) (*bufferv1.CloseLedgerResponse, error) {
-	return &bufferv1.CloseLedgerResponse{}, s.service.close(ctx, req.GetRunId(), req.GetIncarnation())
+	r, err := s.runs.get(req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	return &bufferv1.CloseLedgerResponse{}, r.close(ctx, req.GetIncarnation())
 }
 
 // RecordWeights implements the contract.
 func (s *Server) RecordWeights(ctx context.Context, req *bufferv1.RecordWeightsRequest) (*bufferv1.RecordWeightsResponse, error) {
-	var refused []Refusal
-	err := s.service.update(ctx, req.GetRunId(), func(tx Tx) (err error) {
-		refused, err = record(ctx, tx, req.GetVersion(), req.GetDigest())
+	r, err := s.runs.get(req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	var refused []ledger.Refusal
+	err = r.Update(ctx, func(tx ledger.Tx) (err error) {
+		refused, err = ledger.RecordWeights(ctx, tx, req.GetVersion(), req.GetDigest())
 		return err
 	})
 	if err != nil {
 		return nil, err
 	}
 	crashpoint.Here("buffer/recorded") // the digest is recorded, the controller does not know
-	s.service.report(req.GetRunId(), refused)
+	r.reporter.Refused(refused)
 	return &bufferv1.RecordWeightsResponse{}, nil
 }
 
 // PutTrajectories implements the contract.
 func (s *Server) PutTrajectories(ctx context.Context, req *bufferv1.PutTrajectoriesRequest) (*bufferv1.PutTrajectoriesResponse, error) {
-	tallies, err := s.service.put(ctx, req)
+	r, err := s.runs.get(req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
-	return putResults(tallies), nil
+	ingester, err := r.ingest(ctx)
+	if err != nil {
+		return nil, err
+	}
+	tallies, err := ingester.Put(ctx, req.GetPuts())
+	if err != nil {
+		return nil, err
+	}
+	out := &bufferv1.PutTrajectoriesResponse{Results: make([]*bufferv1.PutResult, len(tallies))}
+	for i, t := range tallies {
+		out.Results[i] = &bufferv1.PutResult{Accepted: uint32(t.Accepted), Duplicates: uint32(t.Duplicates), Failed: uint32(t.Failed)}
+		for _, refusal := range t.Refused {
+			out.Results[i].Refused = append(out.Results[i].Refused, &bufferv1.PutRefusal{Trajectory: uint32(refusal.Number), Reason: refusal.Reason})
+		}
+	}
+	return out, nil
 }
 
 // GetMissing implements the contract.
 func (s *Server) GetMissing(ctx context.Context, req *bufferv1.GetMissingRequest) (*bufferv1.GetMissingResponse, error) {
 	out := &bufferv1.GetMissingResponse{}
-	return out, s.view(ctx, req.GetRunId(), func(r Reader) (err error) {
-		out.Groups, err = missing(ctx, r, req.GetGroups())
+	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) (err error) {
+		out.Groups, err = ledger.Missing(ctx, r, req.GetGroups())
 		return err
 	})
 }
 
 // LeaseBatch implements the contract.
 func (s *Server) LeaseBatch(ctx context.Context, req *bufferv1.LeaseBatchRequest) (*bufferv1.LeaseBatchResponse, error) {
+	r, err := s.runs.get(req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
 	wait := time.Duration(req.GetWaitSeconds() * float64(time.Second))
-	batch, waiting, err := s.service.lease(ctx, req.GetRunId(), req.GetStep(), wait)
+	batch, waiting, err := s.leases.lease(ctx, r, req.GetStep(), wait)
 	if err != nil {
 		return nil, err
 	}
@@ -96,13 +135,17 @@ func (s *Server) LeaseBatch(ctx context.Context, req *bufferv1.LeaseBatchRequest
 
 // CommitStep implements the contract.
 func (s *Server) CommitStep(ctx context.Context, req *bufferv1.CommitStepRequest) (*bufferv1.CommitStepResponse, error) {
-	var step *Step
-	var refused []Refusal
-	trim := s.service.trimmer(req.GetRunId())
-	err := s.service.update(ctx, req.GetRunId(), func(tx Tx) (err error) {
-		step, refused, err = commit(ctx, tx, req.GetStep(), req.GetBatchId(), req.GetWeightsDigest())
+	r, err := s.runs.get(req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	var step *ledger.Step
+	var refused []ledger.Refusal
+	var trimmed ledger.Trimmed
+	err = r.Update(ctx, func(tx ledger.Tx) (err error) {
+		step, refused, err = ledger.Commit(ctx, tx, req.GetStep(), req.GetBatchId(), req.GetWeightsDigest())
 		if err == nil && req.GetTrim() {
-			err = trim.record(ctx, tx, req.GetStep())
+			trimmed, err = ledger.Trim(ctx, tx, req.GetStep())
 		}
 		return err
 	})
@@ -110,27 +153,25 @@ func (s *Server) CommitStep(ctx context.Context, req *bufferv1.CommitStepRequest
 		return nil, err
 	}
 	crashpoint.Here("buffer/committed") // the step exists, the controller does not know
-	s.service.report(req.GetRunId(), refused)
-	if req.GetTrim() {
-		if _, err := trim.remove(ctx); err != nil {
-			return nil, err
-		}
+	r.reporter.Refused(refused)
+	if _, err := s.payloads.delete(ctx, r.id, trimmed); err != nil {
+		return nil, err
 	}
-	return &bufferv1.CommitStepResponse{Step: stepRecord(step)}, nil
+	return &bufferv1.CommitStepResponse{Step: step.Message()}, nil
 }
 
 // GetBatch implements the contract.
 func (s *Server) GetBatch(ctx context.Context, req *bufferv1.GetBatchRequest) (*bufferv1.GetBatchResponse, error) {
 	out := &bufferv1.GetBatchResponse{}
-	return out, s.view(ctx, req.GetRunId(), func(r Reader) error {
+	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) error {
 		step, err := r.Step(ctx, req.GetStep())
 		if err != nil {
 			return err
 		}
 		if step == nil {
-			return ErrNoBatch
+			return ledger.ErrNoBatch
 		}
-		out.Batch, err = s.service.batch(ctx, r, step)
+		out.Batch, err = s.leases.batch(ctx, r, step)
 		return err
 	})
 }
@@ -138,10 +179,10 @@ func (s *Server) GetBatch(ctx context.Context, req *bufferv1.GetBatchRequest) (*
 // ListSteps implements the contract.
 func (s *Server) ListSteps(ctx context.Context, req *bufferv1.ListStepsRequest) (*bufferv1.ListStepsResponse, error) {
 	out := &bufferv1.ListStepsResponse{}
-	return out, s.view(ctx, req.GetRunId(), func(r Reader) error {
+	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) error {
 		steps, err := r.Steps(ctx, req.GetFromStep())
 		for _, step := range steps {
-			out.Steps = append(out.Steps, stepRecord(step))
+			out.Steps = append(out.Steps, step.Message())
 		}
 		return err
 	})
@@ -150,14 +191,14 @@ func (s *Server) ListSteps(ctx context.Context, req *bufferv1.ListStepsRequest) 
 // ListGroups implements the contract.
 func (s *Server) ListGroups(ctx context.Context, req *bufferv1.ListGroupsRequest) (*bufferv1.ListGroupsResponse, error) {
 	out := &bufferv1.ListGroupsResponse{}
-	q := GroupQuery{From: req.GetFromPosition(), States: req.GetStates(), Limit: int(req.GetLimit())}
+	q := ledger.GroupQuery{From: req.GetFromPosition(), States: req.GetStates(), Limit: int(req.GetLimit())}
 	if q.Limit == 0 {
 		q.Limit = listDefault
 	}
-	return out, s.view(ctx, req.GetRunId(), func(r Reader) error {
+	return out, s.store.View(ctx, req.GetRunId(), func(r ledger.Reader) error {
 		groups, err := r.ListGroups(ctx, q)
 		for _, g := range groups {
-			out.Groups = append(out.Groups, r.Ledger().record(g))
+			out.Groups = append(out.Groups, r.Ledger().GroupMessage(g))
 		}
 		return err
 	})
@@ -165,11 +206,8 @@ func (s *Server) ListGroups(ctx context.Context, req *bufferv1.ListGroupsRequest
 
 // ExcludeGroups implements the contract.
 func (s *Server) ExcludeGroups(ctx context.Context, req *bufferv1.ExcludeGroupsRequest) (*bufferv1.ExcludeGroupsResponse, error) {
-	err := s.service.update(ctx, req.GetRunId(), func(tx Tx) error {
-		if err := tx.Ledger().admit(req.GetIncarnation()); err != nil {
-			return err
-		}
-		return exclude(ctx, tx, req.GetGroups(), req.GetReason())
+	err := s.decide(ctx, req.GetRunId(), req.GetIncarnation(), func(tx ledger.Tx) error {
+		return ledger.Exclude(ctx, tx, req.GetGroups(), req.GetReason())
 	})
 	crashpoint.Here("buffer/excluded") // groups are excluded, the scheduler does not know
 	return &bufferv1.ExcludeGroupsResponse{}, err
@@ -177,19 +215,30 @@ func (s *Server) ExcludeGroups(ctx context.Context, req *bufferv1.ExcludeGroupsR
 
 // ReissueGroups implements the contract.
 func (s *Server) ReissueGroups(ctx context.Context, req *bufferv1.ReissueGroupsRequest) (*bufferv1.ReissueGroupsResponse, error) {
-	err := s.service.update(ctx, req.GetRunId(), func(tx Tx) error {
-		if err := tx.Ledger().admit(req.GetIncarnation()); err != nil {
-			return err
-		}
-		return reissue(ctx, tx, req.GetGroups())
+	err := s.decide(ctx, req.GetRunId(), req.GetIncarnation(), func(tx ledger.Tx) error {
+		return ledger.Reissue(ctx, tx, req.GetGroups())
 	})
 	crashpoint.Here("buffer/reissued") // attempts are open, the scheduler does not know
 	return &bufferv1.ReissueGroupsResponse{}, err
 }
 
+// decide runs fn for a caller that acts for an incarnation of the run.
+func (s *Server) decide(ctx context.Context, run string, incarnation uint32, fn func(ledger.Tx) error) error {
+	r, err := s.runs.get(run)
+	if err != nil {
+		return err
+	}
+	return r.Update(ctx, func(tx ledger.Tx) error {
+		if err := tx.Ledger().CheckIncarnation(incarnation); err != nil {
+			return err
+		}
+		return fn(tx)
+	})
+}
+
 // ReadPayloads implements the contract.
 func (s *Server) ReadPayloads(req *bufferv1.ReadPayloadsRequest, stream grpc.ServerStreamingServer[bufferv1.ReadPayloadsResponse]) error {
-	return s.service.payloads(stream.Context(), req.GetRunId(), req.GetStep(), func(chunk [][]byte) error {
+	return s.payloads.read(stream.Context(), req.GetRunId(), req.GetStep(), func(chunk [][]byte) error {
 		return stream.Send(&bufferv1.ReadPayloadsResponse{Payloads: chunk})
 	})
 }
@@ -197,8 +246,12 @@ func (s *Server) ReadPayloads(req *bufferv1.ReadPayloadsRequest, stream grpc.Ser
 // WatchLedger implements the contract.
 func (s *Server) WatchLedger(req *bufferv1.WatchLedgerRequest, stream grpc.ServerStreamingServer[bufferv1.WatchLedgerResponse]) error {
 	ctx := stream.Context()
+	r, err := s.runs.get(req.GetRunId())
+	if err != nil {
+		return err
+	}
 	for {
-		state, changed, err := s.service.state(ctx, req.GetRunId())
+		state, changed, err := r.current(ctx)
 		if err != nil {
 			return err
 		}
@@ -215,28 +268,27 @@ func (s *Server) WatchLedger(req *bufferv1.WatchLedgerRequest, stream grpc.Serve
 
 // ExportLedger implements the contract.
 func (s *Server) ExportLedger(req *bufferv1.ExportLedgerRequest, stream grpc.ServerStreamingServer[bufferv1.ExportLedgerResponse]) error {
-	run := req.GetRunId()
-	from := Payloads{Folder: s.service.folder(run), Blobs: s.service.deps.Blobs, Artifact: s.service.fetch}
-	return Export(stream.Context(), s.service.deps.Store, run, from, stream.Send)
+	from := Payloads{Folder: s.cfg.folder(req.GetRunId()), Blobs: s.payloads.blobs, Artifact: s.payloads.artifact}
+	return Export(stream.Context(), s.store, req.GetRunId(), from, stream.Send)
 }
 
 // TrimPayloads implements the contract.
 func (s *Server) TrimPayloads(ctx context.Context, req *bufferv1.TrimPayloadsRequest) (*bufferv1.TrimPayloadsResponse, error) {
-	freed, err := s.service.trim(ctx, req.GetRunId(), req.GetThroughStep())
+	r, err := s.runs.get(req.GetRunId())
+	if err != nil {
+		return nil, err
+	}
+	var trimmed ledger.Trimmed
+	err = r.Update(ctx, func(tx ledger.Tx) (err error) {
+		trimmed, err = ledger.Trim(ctx, tx, req.GetThroughStep())
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	freed, err := s.payloads.delete(ctx, r.id, trimmed)
 	if err != nil {
 		return nil, err
 	}
 	return &bufferv1.TrimPayloadsResponse{Bytes: freed}, nil
-}
-
-// view runs fn on one consistent state.
-func (s *Server) view(ctx context.Context, run string, fn func(Reader) error) error {
-	return s.service.deps.Store.View(ctx, run, fn)
-}
-
-func stepRecord(s *Step) *bufferv1.StepRecord {
-	return &bufferv1.StepRecord{
-		Step: s.Step, BatchId: s.Batch, WeightsDigest: s.WeightsDigest, Groups: s.Groups, Samples: s.Samples, Chain: s.Chain,
-		Excluded: s.Excluded, ZeroAdvantage: s.Zero, EndPosition: s.End,
-	}
 }

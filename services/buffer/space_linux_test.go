@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
-	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ingest"
 )
 
 // onSmallDisk is a buffer whose segments lie on a file system of 4 MiB.
@@ -52,7 +52,7 @@ func (s *bench) fill(leave uint64) (ballast string) {
 	return ballast
 }
 
-func stalled(l *bufferv1.LedgerState) bool { return l.GetStalledReason() == buffer.ReasonDiskFull }
+func stalled(l *bufferv1.LedgerState) bool { return l.GetStalledReason() == ingest.ReasonDiskFull }
 
 // consumedWhole fails unless both groups are there once.
 func (s *bench) consumedWhole() {

@@ -66,7 +66,7 @@ func (m *drawModel) turn() string {
 	return ""
 }
 
-// lease takes a step as the buffer does: see services/buffer/draw.go.
+// lease takes a step as the buffer does: see services/buffer/ledger/dynamic.go.
 func (m *drawModel) lease() string {
 	if m.ledger.GetStep() == m.w.Steps {
 		return ""

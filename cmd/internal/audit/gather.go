@@ -19,6 +19,7 @@ import (
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 	"github.com/rollout-rl/rollout/services/snapshot"
@@ -62,7 +63,7 @@ func Ask(ctx context.Context, c *client.Client, name string, files bool) (*Evide
 	}
 	for {
 		rows, err := stream.Recv()
-		if errors.Is(err, io.EOF) || rpcerr.Reason(err) == buffer.ErrNoLedger.Reason() {
+		if errors.Is(err, io.EOF) || rpcerr.Reason(err) == ledger.ErrNoLedger.Reason() {
 			break
 		}
 		if err != nil {
@@ -110,7 +111,7 @@ func Read(ctx context.Context, place Place, name string, files bool) (_ *Evidenc
 	}); err != nil {
 		return nil, err
 	}
-	if err := e.readLedger(ctx, place, run); err != nil && !errors.Is(err, buffer.ErrNoLedger) {
+	if err := e.readLedger(ctx, place, run); err != nil && !errors.Is(err, ledger.ErrNoLedger) {
 		return nil, err
 	}
 	after, err := runs.Cursor(ctx, run)

@@ -17,7 +17,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
-	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
@@ -136,7 +136,7 @@ func (f *Folder) asLeft(ctx context.Context, run *runv1.Run) error {
 	if f.ledgers == nil {
 		return nil
 	}
-	err := f.ledgers.View(ctx, run.GetRunId(), func(r buffer.Reader) error {
+	err := f.ledgers.View(ctx, run.GetRunId(), func(r ledger.Reader) error {
 		step := r.Ledger().Step
 		if step <= run.GetStep() {
 			return nil
@@ -149,7 +149,7 @@ func (f *Folder) asLeft(ctx context.Context, run *runv1.Run) error {
 		}
 		return err
 	})
-	if errors.Is(err, buffer.ErrNoLedger) {
+	if errors.Is(err, ledger.ErrNoLedger) {
 		return nil
 	}
 	return err

@@ -6,7 +6,7 @@ import (
 	"syscall"
 )
 
-// datasync makes the bytes of a file durable, and of its metadata what is needed to read them.
+// datasync makes the contents of a file durable, with the metadata that is needed to read them.
 func datasync(f *os.File) error {
 	raw, err := f.SyscallConn()
 	if err != nil {

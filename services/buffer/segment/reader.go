@@ -7,10 +7,10 @@ import (
 	"os"
 )
 
-// ErrDamaged says that a file does not hold the payload that was written there.
+// ErrDamaged means that a file does not contain the payload that was written there.
 var ErrDamaged = errors.New("the segment is damaged")
 
-// Reader reads payloads of one run and keeps its files open. One goroutine at a time.
+// Reader reads payloads of one run and keeps its files open. Not safe for concurrent use.
 type Reader struct {
 	dir   string
 	files map[uint32]*os.File
@@ -19,14 +19,14 @@ type Reader struct {
 // NewReader reads the files in dir.
 func NewReader(dir string) *Reader { return &Reader{dir: dir, files: map[uint32]*os.File{}} }
 
-// Read returns a payload, checked against its record and crc. ErrDamaged.
+// Read returns a payload after verifying its length and checksum. ErrDamaged.
 func (r *Reader) Read(p Place, crc uint32) ([]byte, error) {
 	f, err := r.open(p.Segment)
 	if err != nil {
 		return nil, err
 	}
 	if p.Offset < uint64(len(magic)+HeaderBytes) {
-		return nil, damaged(p, "no record begins there")
+		return nil, damaged(p, "no record begins here")
 	}
 	record := make([]byte, HeaderBytes+p.Length)
 	if _, err := f.ReadAt(record, int64(p.Offset-HeaderBytes)); err != nil {
@@ -35,17 +35,17 @@ func (r *Reader) Read(p Place, crc uint32) ([]byte, error) {
 	payload := record[HeaderBytes:]
 	switch {
 	case uint64(binary.LittleEndian.Uint32(record)) != p.Length:
-		return nil, damaged(p, "another length")
+		return nil, damaged(p, "the length differs")
 	case binary.LittleEndian.Uint32(record[4:]) != crc, CRC(payload) != crc:
-		return nil, damaged(p, "another checksum")
+		return nil, damaged(p, "the checksum differs")
 	}
 	return payload, nil
 }
 
-// Forget closes a file, which has been replaced.
+// Forget closes a file that was replaced.
 func (r *Reader) Forget(number uint32) {
 	if f := r.files[number]; f != nil {
-		_ = f.Close() // it was read alone
+		_ = f.Close() // it was only read
 		delete(r.files, number)
 	}
 }

@@ -9,16 +9,16 @@ import (
 	"os"
 )
 
-// Report is what Scan found of a file.
+// Report is what Scan found in a file.
 type Report struct {
 	Missing bool   // there is no file
-	Bytes   uint64 // that it has
-	Flaw    string // the first thing that is wrong; "" where every record is whole
-	Offset  uint64 // of that
+	Bytes   uint64 // size of the file
+	Flaw    string // the first problem; "": every record is intact
+	Offset  uint64 // of the problem
 }
 
-// Scan reads the records of a segment up to what is durable of it, and checks each. Bytes beyond are a torn tail and no flaw.
-// The error is that of a file which can't be read at all.
+// Scan reads and verifies the records within the durable bytes of a segment. Bytes after those are not
+// a flaw. It returns an error if the file cannot be read.
 func Scan(dir string, number uint32, durable uint64) (Report, error) {
 	f, err := os.Open(Path(dir, number))
 	if errors.Is(err, os.ErrNotExist) {
@@ -34,15 +34,15 @@ func Scan(dir string, number uint32, durable uint64) (Report, error) {
 	}
 	r := Report{Bytes: uint64(info.Size())}
 	if r.Bytes < durable {
-		r.Flaw, r.Offset = fmt.Sprintf("it ends %d bytes short of what was durable", durable-r.Bytes), r.Bytes
+		r.Flaw, r.Offset = fmt.Sprintf("it lacks %d bytes that were durable", durable-r.Bytes), r.Bytes
 	}
 	if flaw, at := walk(bufio.NewReaderSize(f, 1<<20), min(durable, r.Bytes)); flaw != "" {
-		r.Flaw, r.Offset = flaw, at // it comes before the end
+		r.Flaw, r.Offset = flaw, at // it comes before the end of the file
 	}
 	return r, nil
 }
 
-// walk checks magic and records in the first end bytes; the flaw is "" where they are whole.
+// walk verifies the magic and the records in the first end bytes. flaw is "" if they are intact.
 func walk(in io.Reader, end uint64) (flaw string, at uint64) {
 	header := make([]byte, HeaderBytes)
 	if end < uint64(len(magic)) {
@@ -71,7 +71,7 @@ func walk(in io.Reader, end uint64) (flaw string, at uint64) {
 			return err.Error(), at
 		}
 		if CRC(payload) != binary.LittleEndian.Uint32(header[4:]) {
-			return "a record has another checksum", at
+			return "a record has a wrong checksum", at
 		}
 		at += HeaderBytes + length
 	}

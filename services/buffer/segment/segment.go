@@ -1,8 +1,8 @@
-// Package segment keeps payloads in append-only files.
+// Package segment stores payloads in append-only files, and copies of them in a blob store.
 //
-// A file is the magic "RSEG0001", then records "u32 length | u32 crc32c | payload", little-endian. Files of a run are numbered
-// from 1. What is durable is for the
-// ledger to say: bytes beyond that are the tail that a crash tore.
+// A file is the magic "RSEG0001", then records "u32 length | u32 crc32c | payload", little-endian.
+// The files of a run are numbered from 1. The ledger records how many bytes of each are durable; what
+// follows them was left by a crash and does not count.
 package segment
 
 import (
@@ -27,47 +27,47 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // CRC is the CRC-32C of a payload.
 func CRC(payload []byte) uint32 { return crc32.Checksum(payload, castagnoli) }
 
-// Path is the file of a segment.
+// Path is the path of a segment file.
 func Path(dir string, number uint32) string {
 	return filepath.Join(dir, fmt.Sprintf("%06d.seg", number))
 }
 
-// Place is where a payload is.
+// Place is the location of a payload.
 type Place struct {
 	Segment uint32
 	Offset  uint64 // of the payload's first byte
 	Length  uint64 // of the payload
 }
 
-// Tail is the end of what was written to, or is durable of, a file.
+// Tail is the end of what was written to a file, or of what is durable in it.
 type Tail struct {
-	Segment uint32 // 0: there is none yet
-	Bytes   uint64 // size of that file
+	Segment uint32 // 0: no file yet
+	Bytes   uint64
 }
 
-// Config is how the files of a run are written.
+// Config tells how the files of a run are written.
 type Config struct {
-	Dir       string // made where it is missing
-	RollBytes uint64 // a file this long is followed by the next
-	// Volatile leaves it to the kernel when to write: what was written survives the death of every process, not a power cut.
+	Dir       string // created if it is missing
+	RollBytes uint64 // a file of this size is followed by the next one
+	// Volatile skips syncs: what was written survives the death of every process, but not a power cut.
 	Volatile bool
-	// Datasync makes the bytes of a file durable; nil: the system's own way.
+	// Datasync makes the contents of a file durable; nil: fdatasync.
 	Datasync func(*os.File) error
 }
 
-// Repair says what Open found beyond, or short of, what is durable.
+// Repair tells how the files that Open found differ from what is durable.
 type Repair struct {
-	Cut   uint64 // bytes in files that no ledger row names; they are removed
-	Short []Tail // files that lack bytes which the ledger counts on; Bytes is how many
+	Cut   uint64 // bytes of files that no ledger row names; they were deleted
+	Short []Tail // files that lack durable bytes; Bytes is how many
 }
 
-// Open readies the files of a run for writing; known are those that the ledger counts on, by number. None of them is ever written to
-// again: a process that led before may still have it open. So a torn tail stays where it is, beyond
-// what the ledger says is durable, and files that the ledger does not name go.
+// Open prepares the files of a run for writing. known are the files that the ledger counts on, by
+// number. They are not written to again, because a process that led before may still have them open:
+// bytes beyond what is durable stay there. Files that the ledger does not name are deleted.
 //
-// newest is the highest number that was ever given.
+// newest is the highest number that was ever used.
 func Open(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
-	w, repair, err := ready(cfg, known, newest)
+	w, repair, err := prepare(cfg, known, newest)
 	if err != nil {
 		return nil, repair, err
 	}
@@ -87,12 +87,12 @@ func Open(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
 	return w, repair, nil
 }
 
-// OpenCache readies a folder that is a cache: files may be missing.
+// OpenCache prepares a folder that is a cache: files may be missing.
 func OpenCache(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
-	return ready(cfg, known, newest)
+	return prepare(cfg, known, newest)
 }
 
-func ready(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
+func prepare(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
 	if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
 		return nil, Repair{}, fmt.Errorf("open segments: %w", err)
 	}
@@ -107,7 +107,7 @@ func ready(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
 	return &Writer{Config: cfg, last: max(newest, swept)}, repair, err
 }
 
-// sweep removes files that were begun and that no ledger row names; last is the highest number among them.
+// sweep deletes files that no ledger row names; last is the highest number among them.
 func sweep(dir string, named map[uint32]bool) (r Repair, last uint32, err error) {
 	numbers, err := present(dir)
 	if err != nil {
@@ -127,7 +127,7 @@ func sweep(dir string, named map[uint32]bool) (r Repair, last uint32, err error)
 	return r, last, nil
 }
 
-// Remove deletes a segment and says how many bytes that freed; one that is gone is no error.
+// Remove deletes a segment file and returns the number of bytes that were freed, 0 if there is none.
 func Remove(dir string, number uint32) (uint64, error) {
 	path := Path(dir, number)
 	info, err := os.Stat(path)
@@ -143,7 +143,7 @@ func Remove(dir string, number uint32) (uint64, error) {
 	return uint64(info.Size()), nil
 }
 
-// present lists the numbers of the files in a folder, ascending; of a folder that is not there none.
+// present lists the numbers of the files in a folder in ascending order; none if the folder is missing.
 func present(dir string) (numbers []uint32, err error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -158,7 +158,7 @@ func present(dir string) (numbers []uint32, err error) {
 	return numbers, nil
 }
 
-// numberOf is the number of the segment in a file of that name.
+// numberOf is the number of the segment in a file with a name.
 func numberOf(name string) (uint32, bool) {
 	digits, ok := strings.CutSuffix(filepath.Base(name), ".seg")
 	n, err := strconv.ParseUint(digits, 10, 32)

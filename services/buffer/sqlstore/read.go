@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
 // list runs a query and scans each row with next.
@@ -37,38 +37,38 @@ func set(numbers []uint64) string {
 	return string(b)
 }
 
-func (r *reader) groups(ctx context.Context, where string, args ...any) ([]*buffer.Group, error) {
+func (r *reader) groups(ctx context.Context, where string, args ...any) ([]*ledger.Group, error) {
 	return r.groupsFrom(ctx, "prompt_group", where, args...)
 }
 
-func (r *reader) groupsFrom(ctx context.Context, table, where string, args ...any) ([]*buffer.Group, error) {
+func (r *reader) groupsFrom(ctx context.Context, table, where string, args ...any) ([]*ledger.Group, error) {
 	return r.queryGroups(ctx, `SELECT `+groupColumns+` FROM `+table+` WHERE ledger = $1 AND `+where, args...)
 }
 
-func (r *reader) queryGroups(ctx context.Context, query string, args ...any) (out []*buffer.Group, err error) {
+func (r *reader) queryGroups(ctx context.Context, query string, args ...any) (out []*ledger.Group, err error) {
 	err = r.list(ctx, "groups", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
-		g := &buffer.Group{}
+		g := &ledger.Group{}
 		out = append(out, g)
 		return scan(&g.Position, &g.Attempt, &g.State, &g.Reason, &g.Step, &g.Samples, &g.Pending, &g.Failures, &g.MinVersion, &g.Arrival, &g.TokenRewards)
 	})
 	return out, err
 }
 
-// Groups implements buffer.Reader.
-func (r *reader) Groups(ctx context.Context, positions []uint64) (map[uint64]*buffer.Group, error) {
+// Groups implements ledger.Reader.
+func (r *reader) Groups(ctx context.Context, positions []uint64) (map[uint64]*ledger.Group, error) {
 	found, err := r.queryGroups(ctx, r.sql.groups, set(positions))
 	if err != nil {
 		return nil, err
 	}
-	out := make(map[uint64]*buffer.Group, len(found))
+	out := make(map[uint64]*ledger.Group, len(found))
 	for _, g := range found {
 		out[g.Position] = g
 	}
 	return out, nil
 }
 
-// ListGroups implements buffer.Reader.
-func (r *reader) ListGroups(ctx context.Context, q buffer.GroupQuery) ([]*buffer.Group, error) {
+// ListGroups implements ledger.Reader.
+func (r *reader) ListGroups(ctx context.Context, q ledger.GroupQuery) ([]*ledger.Group, error) {
 	table, where, args := "prompt_group", `position >= $2`, []any{q.From}
 	value := func(v any) string {
 		args = append(args, v)
@@ -81,7 +81,7 @@ func (r *reader) ListGroups(ctx context.Context, q buffer.GroupQuery) ([]*buffer
 	case 0:
 	case 1: // a literal, so that the partial index of live states may serve
 		where += fmt.Sprintf(` AND state = %d`, q.States[0])
-		if s := q.States[0]; s != buffer.Consumed && s != buffer.Excluded {
+		if s := q.States[0]; s != ledger.Consumed && s != ledger.Excluded {
 			table, where = r.sql.live, where+` AND state IN (1, 2, 3, 6)`
 		}
 	default:
@@ -98,15 +98,15 @@ func (r *reader) ListGroups(ctx context.Context, q buffer.GroupQuery) ([]*buffer
 	return r.groupsFrom(ctx, table, where, args...)
 }
 
-// Arrived implements buffer.Reader.
-func (r *reader) Arrived(ctx context.Context, limit int) ([]*buffer.Group, error) {
+// Arrived implements ledger.Reader.
+func (r *reader) Arrived(ctx context.Context, limit int) ([]*ledger.Group, error) {
 	return r.groups(ctx, `arrival > 0 AND step = 0 ORDER BY arrival LIMIT $2`, limit)
 }
 
 // samples reads rows of sample, joined to their groups.
-func (r *reader) samples(ctx context.Context, query string, args ...any) (out []buffer.Sample, err error) {
+func (r *reader) samples(ctx context.Context, query string, args ...any) (out []ledger.Sample, err error) {
 	err = r.list(ctx, "samples", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
-		var s buffer.Sample
+		var s ledger.Sample
 		var digest sql.NullString
 		err := scan(&s.Position, &s.Sample, &s.Part, &s.Attempt, &s.Segment, &s.Offset, &s.Length, &s.CRC, &s.Ref, &s.Reward,
 			&s.Outcome, &s.MinVersion, &s.ReceiptVersion, &digest)
@@ -117,32 +117,32 @@ func (r *reader) samples(ctx context.Context, query string, args ...any) (out []
 	return out, err
 }
 
-// Samples implements buffer.Reader.
-func (r *reader) Samples(ctx context.Context, positions []uint64) ([]buffer.Sample, error) {
+// Samples implements ledger.Reader.
+func (r *reader) Samples(ctx context.Context, positions []uint64) ([]ledger.Sample, error) {
 	if len(positions) == 0 {
 		return nil, nil
 	}
 	return r.samples(ctx, r.sql.samples, set(positions))
 }
 
-// BatchSamples implements buffer.Reader.
-func (r *reader) BatchSamples(ctx context.Context, step uint64) ([]buffer.Sample, error) {
+// BatchSamples implements ledger.Reader.
+func (r *reader) BatchSamples(ctx context.Context, step uint64) ([]ledger.Sample, error) {
 	return r.samples(ctx, r.sql.batch, step)
 }
 
-// Pending implements buffer.Reader.
-func (r *reader) Pending(ctx context.Context, version uint64) ([]buffer.Sample, error) {
+// Pending implements ledger.Reader.
+func (r *reader) Pending(ctx context.Context, version uint64) ([]ledger.Sample, error) {
 	return r.samples(ctx, r.sql.pending, version)
 }
 
-func scanStep(scan func(...any) error) (*buffer.Step, error) {
-	s := &buffer.Step{}
+func scanStep(scan func(...any) error) (*ledger.Step, error) {
+	s := &ledger.Step{}
 	return s, scan(&s.Step, &s.Batch, &s.Groups, &s.Samples, &s.Excluded, &s.WeightsDigest, &s.Chain, &s.Zero, &s.ZeroReward, &s.End)
 }
 
-// Step implements buffer.Reader.
-func (r *reader) Step(ctx context.Context, step uint64) (*buffer.Step, error) {
-	var found *buffer.Step
+// Step implements ledger.Reader.
+func (r *reader) Step(ctx context.Context, step uint64) (*ledger.Step, error) {
+	var found *ledger.Step
 	err := r.list(ctx, "step", r.sql.step, []any{r.id, step}, func(scan func(...any) error) (err error) {
 		found, err = scanStep(scan)
 		return err
@@ -150,8 +150,8 @@ func (r *reader) Step(ctx context.Context, step uint64) (*buffer.Step, error) {
 	return found, err
 }
 
-// Steps implements buffer.Reader.
-func (r *reader) Steps(ctx context.Context, from uint64) (out []*buffer.Step, err error) {
+// Steps implements ledger.Reader.
+func (r *reader) Steps(ctx context.Context, from uint64) (out []*ledger.Step, err error) {
 	query := `SELECT ` + stepColumns + ` FROM step WHERE ledger = $1 AND step >= $2 AND weights_digest <> '' ORDER BY step`
 	err = r.list(ctx, "steps", query, []any{r.id, from}, func(scan func(...any) error) error {
 		s, err := scanStep(scan)
@@ -161,7 +161,7 @@ func (r *reader) Steps(ctx context.Context, from uint64) (out []*buffer.Step, er
 	return out, err
 }
 
-// Weights implements buffer.Reader.
+// Weights implements ledger.Reader.
 func (r *reader) Weights(ctx context.Context, versions []uint64) (map[uint64]string, error) {
 	out := make(map[uint64]string, len(versions))
 	err := r.list(ctx, "weights", r.sql.weights, []any{r.id, set(versions)}, func(scan func(...any) error) error {
@@ -174,11 +174,11 @@ func (r *reader) Weights(ctx context.Context, versions []uint64) (map[uint64]str
 	return out, err
 }
 
-// Segments implements buffer.Reader.
-func (r *reader) Segments(ctx context.Context) (out []buffer.Segment, err error) {
+// Segments implements ledger.Reader.
+func (r *reader) Segments(ctx context.Context) (out []ledger.Segment, err error) {
 	query := `SELECT number, bytes, trimmed FROM segment WHERE ledger = $1 ORDER BY number`
 	err = r.list(ctx, "segments", query, []any{r.id}, func(scan func(...any) error) error {
-		var s buffer.Segment
+		var s ledger.Segment
 		err := scan(&s.Number, &s.Bytes, &s.Trimmed)
 		out = append(out, s)
 		return err
@@ -186,7 +186,7 @@ func (r *reader) Segments(ctx context.Context) (out []buffer.Segment, err error)
 	return out, err
 }
 
-// Uncovered implements buffer.Reader.
+// Uncovered implements ledger.Reader.
 func (r *reader) Uncovered(ctx context.Context, through uint64) (map[uint32]bool, error) {
 	out := map[uint32]bool{}
 	query := `SELECT DISTINCT s.segment FROM (

@@ -15,10 +15,10 @@ import (
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
-	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// Store is a buffer.Store. In SQLite the transactions of all runs take turns, in PostgreSQL those of one run.
+// Store is a ledger.Store. In SQLite the transactions of all runs take turns, in PostgreSQL those of one run.
 type Store struct {
 	db      *sqldb.DB
 	sql     *statements
@@ -56,7 +56,7 @@ func (s *Store) Fenced(fence sqldb.Fence) *Store {
 	return &fenced
 }
 
-// Create implements buffer.Store.
+// Create implements ledger.Store.
 func (s *Store) Create(ctx context.Context, run string, config *bufferv1.LedgerConfig) error {
 	raw, err := id.CanonicalJSON(config)
 	if err != nil {
@@ -70,7 +70,7 @@ func (s *Store) Create(ctx context.Context, run string, config *bufferv1.LedgerC
 	return nil
 }
 
-// Runs implements buffer.Store.
+// Runs implements ledger.Store.
 func (s *Store) Runs(ctx context.Context) ([]string, error) {
 	var runs []string
 	err := s.db.Each(ctx, `SELECT run FROM ledger WHERE NOT closed ORDER BY id`, nil, func(scan sqldb.Scan) error {
@@ -85,8 +85,8 @@ func (s *Store) Runs(ctx context.Context) ([]string, error) {
 	return runs, nil
 }
 
-// View implements buffer.Store.
-func (s *Store) View(ctx context.Context, run string, fn func(buffer.Reader) error) error {
+// View implements ledger.Store.
+func (s *Store) View(ctx context.Context, run string, fn func(ledger.Reader) error) error {
 	return s.db.View(ctx, func(tx *sql.Tx) error {
 		r, err := s.begin(ctx, tx, false, run)
 		if err != nil {
@@ -96,13 +96,13 @@ func (s *Store) View(ctx context.Context, run string, fn func(buffer.Reader) err
 	})
 }
 
-// Update implements buffer.Store.
-func (s *Store) Update(ctx context.Context, run string, fn func(buffer.Tx) error) error {
+// Update implements ledger.Store.
+func (s *Store) Update(ctx context.Context, run string, fn func(ledger.Tx) error) error {
 	return s.db.Tx(ctx, s.change(ctx, run, fn))
 }
 
 // change is a transaction that runs fn and saves the ledger.
-func (s *Store) change(ctx context.Context, run string, fn func(buffer.Tx) error) func(*sql.Tx) error {
+func (s *Store) change(ctx context.Context, run string, fn func(ledger.Tx) error) func(*sql.Tx) error {
 	return func(tx *sql.Tx) error {
 		r, err := s.begin(ctx, tx, true, run)
 		if err != nil {
@@ -116,18 +116,18 @@ func (s *Store) change(ctx context.Context, run string, fn func(buffer.Tx) error
 	}
 }
 
-// reader implements buffer.Reader within a transaction.
+// reader implements ledger.Reader within a transaction.
 type reader struct {
 	tx     *sql.Tx
 	sql    *statements
 	writes bool
 	id     int64
-	ledger *buffer.Ledger
+	ledger *ledger.Ledger
 }
 
 // begin reads the ledger, and locks it where the transaction writes.
 func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) (*reader, error) {
-	l := &buffer.Ledger{Run: run}
+	l := &ledger.Ledger{Run: run}
 	r := &reader{tx: tx, sql: s.sql, writes: writes, ledger: l}
 	var raw []byte
 	g := &l.Groups
@@ -140,14 +140,14 @@ func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) 
 		found = true
 		return scan(
 			&r.id, &raw, &l.Closed, &l.Revision, &l.Step, &l.Chain, &l.Arrivals, &l.Trimmed, &l.WeightsVersion, &l.WeightsDigest,
-			&g[buffer.Open], &g[buffer.Ready], &g[buffer.Leased], &g[buffer.Consumed], &g[buffer.Excluded], &g[buffer.Dissolved],
+			&g[ledger.Open], &g[ledger.Ready], &g[ledger.Leased], &g[ledger.Consumed], &g[ledger.Excluded], &g[ledger.Dissolved],
 			&l.Samples, &l.Duplicates, &l.Refused, &l.InfraFailed, &l.Incarnation, &l.Skipped)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read ledger of %s: %w", run, err)
 	}
 	if !found {
-		return nil, buffer.ErrNoLedger.With("run", run)
+		return nil, ledger.ErrNoLedger.With("run", run)
 	}
 	l.Config, err = s.config(run, raw)
 	return r, err
@@ -171,7 +171,7 @@ func (r *reader) save(ctx context.Context) error {
 	g := &l.Groups
 	_, err := r.exec(ctx, r.sql.save,
 		l.Closed, l.Revision, l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest,
-		g[buffer.Open], g[buffer.Ready], g[buffer.Leased], g[buffer.Consumed], g[buffer.Excluded], g[buffer.Dissolved],
+		g[ledger.Open], g[ledger.Ready], g[ledger.Leased], g[ledger.Consumed], g[ledger.Excluded], g[ledger.Dissolved],
 		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Incarnation, l.Skipped, r.id)
 	if err != nil {
 		return fmt.Errorf("save ledger of %s: %w", l.Run, err)
@@ -179,5 +179,5 @@ func (r *reader) save(ctx context.Context) error {
 	return nil
 }
 
-// Ledger implements buffer.Reader. Its Config is shared and must not be changed.
-func (r *reader) Ledger() *buffer.Ledger { return r.ledger }
+// Ledger implements ledger.Reader. Its Config is shared and must not be changed.
+func (r *reader) Ledger() *ledger.Ledger { return r.ledger }

@@ -6,7 +6,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
-	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	"github.com/rollout-rl/rollout/services/buffer/storetest"
 )
@@ -16,7 +16,7 @@ func TestSuite(t *testing.T) {
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
 		var mu sync.Mutex
 		places := map[string]sqldb.Place{}
-		storetest.Run(t, func(t *testing.T, folder string) buffer.Store {
+		storetest.Run(t, func(t *testing.T, folder string) ledger.Store {
 			mu.Lock()
 			defer mu.Unlock()
 			if places[folder] == nil {

@@ -6,22 +6,22 @@ import (
 	"fmt"
 
 	"github.com/rollout-rl/rollout/libs/sqldb"
-	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// writer implements buffer.Tx.
+// writer implements ledger.Tx.
 type writer struct{ *reader }
 
-// PutGroups implements buffer.Tx.
-func (w *writer) PutGroups(ctx context.Context, groups []*buffer.Group) error {
+// PutGroups implements ledger.Tx.
+func (w *writer) PutGroups(ctx context.Context, groups []*ledger.Group) error {
 	return w.rows(ctx, "write groups", w.sql.putGroups, len(groups), func(i int) []any {
 		g := groups[i]
 		return []any{g.Position, g.Attempt, int32(g.State), sqldb.Text(g.Reason), g.Step, g.Samples, g.Pending, g.Failures, g.MinVersion, g.Arrival, g.TokenRewards}
 	})
 }
 
-// AddSamples implements buffer.Tx.
-func (w *writer) AddSamples(ctx context.Context, samples []buffer.Sample) error {
+// AddSamples implements ledger.Tx.
+func (w *writer) AddSamples(ctx context.Context, samples []ledger.Sample) error {
 	return w.rows(ctx, "write samples", w.sql.addSamples, len(samples), func(i int) []any {
 		s := &samples[i]
 		digest := sql.NullString{String: sqldb.Text(s.ReceiptDigest), Valid: s.ReceiptDigest != ""}
@@ -54,20 +54,20 @@ func (w *writer) exec(ctx context.Context, what, statement string, args ...any) 
 	return res.RowsAffected()
 }
 
-// DropSamples implements buffer.Tx.
+// DropSamples implements ledger.Tx.
 func (w *writer) DropSamples(ctx context.Context, position uint64) error {
 	_, err := w.exec(ctx, "drop samples", `DELETE FROM sample WHERE ledger = $1 AND position = $2`, position)
 	return err
 }
 
-// Verify implements buffer.Tx.
+// Verify implements ledger.Tx.
 func (w *writer) Verify(ctx context.Context, version uint64) error {
 	_, err := w.exec(ctx, "verify samples", w.sql.verify, version)
 	return err
 }
 
-// PutStep implements buffer.Tx.
-func (w *writer) PutStep(ctx context.Context, s *buffer.Step) error {
+// PutStep implements ledger.Tx.
+func (w *writer) PutStep(ctx context.Context, s *ledger.Step) error {
 	_, err := w.exec(ctx, "write step", `INSERT INTO step (ledger, `+stepColumns+`) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)
 		ON CONFLICT (ledger, step) DO UPDATE SET batch = excluded.batch, group_count = excluded.group_count, sample_count = excluded.sample_count,
 			excluded_count = excluded.excluded_count, weights_digest = excluded.weights_digest, chain = excluded.chain,
@@ -76,20 +76,20 @@ func (w *writer) PutStep(ctx context.Context, s *buffer.Step) error {
 	return err
 }
 
-// TakeGroups implements buffer.Tx.
-func (w *writer) TakeGroups(ctx context.Context, step uint64, from, to buffer.State) (uint64, error) {
+// TakeGroups implements ledger.Tx.
+func (w *writer) TakeGroups(ctx context.Context, step uint64, from, to ledger.State) (uint64, error) {
 	n, err := w.exec(ctx, "take groups", w.sql.take, step, int32(from), int32(to))
 	return uint64(n), err
 }
 
-// PutWeights implements buffer.Tx.
+// PutWeights implements ledger.Tx.
 func (w *writer) PutWeights(ctx context.Context, version uint64, digest string) error {
 	_, err := w.exec(ctx, "record weights", `INSERT INTO weights (ledger, version, digest) VALUES ($1, $2, $3)`, version, digest)
 	return err
 }
 
-// PutSegment implements buffer.Tx.
-func (w *writer) PutSegment(ctx context.Context, s buffer.Segment) error {
+// PutSegment implements ledger.Tx.
+func (w *writer) PutSegment(ctx context.Context, s ledger.Segment) error {
 	_, err := w.exec(ctx, "write segment", w.sql.putSegment, s.Number, s.Bytes, s.Trimmed)
 	return err
 }

@@ -1,4 +1,4 @@
-// Package storetest is the suite that every buffer.Store passes.
+// Package storetest is the suite that every ledger.Store passes.
 package storetest
 
 import (
@@ -12,7 +12,7 @@ import (
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
-	"github.com/rollout-rl/rollout/services/buffer"
+	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
 const run = "run-01jz0000000000000000000000"
@@ -23,7 +23,7 @@ func config() *bufferv1.LedgerConfig {
 
 // Run checks the stores that open makes: each call of open with a new folder gives an empty one, with a folder from before the same
 // one again. The suite closes nothing; open registers clean-up.
-func Run(t *testing.T, open func(t *testing.T, folder string) buffer.Store) {
+func Run(t *testing.T, open func(t *testing.T, folder string) ledger.Store) {
 	for name, test := range map[string]func(*testing.T, *bundle){
 		"Create":                createTwice,
 		"UnknownRun":            unknownRun,
@@ -54,8 +54,8 @@ func Run(t *testing.T, open func(t *testing.T, folder string) buffer.Store) {
 type bundle struct {
 	*testing.T
 	folder string
-	open   func(*testing.T, string) buffer.Store
-	store  buffer.Store
+	open   func(*testing.T, string) ledger.Store
+	store  ledger.Store
 }
 
 func (b *bundle) create(run string) {
@@ -65,23 +65,23 @@ func (b *bundle) create(run string) {
 	}
 }
 
-func (b *bundle) update(fn func(tx buffer.Tx) error) {
+func (b *bundle) update(fn func(tx ledger.Tx) error) {
 	b.Helper()
 	if err := b.store.Update(b.Context(), run, fn); err != nil {
 		b.Fatal(err)
 	}
 }
 
-func (b *bundle) view(fn func(r buffer.Reader) error) {
+func (b *bundle) view(fn func(r ledger.Reader) error) {
 	b.Helper()
 	if err := b.store.View(b.Context(), run, fn); err != nil {
 		b.Fatal(err)
 	}
 }
 
-func (b *bundle) ledger() (l buffer.Ledger) {
+func (b *bundle) ledger() (l ledger.Ledger) {
 	b.Helper()
-	b.view(func(r buffer.Reader) error { l = *r.Ledger(); return nil })
+	b.view(func(r ledger.Reader) error { l = *r.Ledger(); return nil })
 	return l
 }
 
@@ -99,12 +99,12 @@ func createTwice(t *testing.T, b *bundle) {
 		t.Fatal(err)
 	}
 	l := b.ledger()
-	equal(t, "ledger", l, buffer.Ledger{Run: run, Config: config(), Step: 4})
+	equal(t, "ledger", l, ledger.Ledger{Run: run, Config: config(), Step: 4})
 	runs, err := b.store.Runs(t.Context())
 	if err != nil || !slices.Equal(runs, []string{run}) {
 		t.Errorf("%v %v", runs, err)
 	}
-	b.update(func(tx buffer.Tx) error { tx.Ledger().Closed, tx.Ledger().Incarnation = true, 3; return nil })
+	b.update(func(tx ledger.Tx) error { tx.Ledger().Closed, tx.Ledger().Incarnation = true, 3; return nil })
 	if l = b.ledger(); !l.Closed || l.Incarnation != 3 {
 		t.Errorf("ledger %+v", l)
 	}
@@ -114,24 +114,24 @@ func createTwice(t *testing.T, b *bundle) {
 }
 
 func unknownRun(t *testing.T, b *bundle) {
-	if err := b.store.View(t.Context(), "run-x", func(buffer.Reader) error { return nil }); !errors.Is(err, buffer.ErrNoLedger) {
+	if err := b.store.View(t.Context(), "run-x", func(ledger.Reader) error { return nil }); !errors.Is(err, ledger.ErrNoLedger) {
 		t.Errorf("view: %v", err)
 	}
-	if err := b.store.Update(t.Context(), "run-x", func(buffer.Tx) error { return nil }); !errors.Is(err, buffer.ErrNoLedger) {
+	if err := b.store.Update(t.Context(), "run-x", func(ledger.Tx) error { return nil }); !errors.Is(err, ledger.ErrNoLedger) {
 		t.Errorf("update: %v", err)
 	}
 }
 
 func allOrNothing(t *testing.T, b *bundle) {
 	boom := errors.New("boom")
-	err := b.store.Update(t.Context(), run, func(tx buffer.Tx) error {
+	err := b.store.Update(t.Context(), run, func(tx ledger.Tx) error {
 		tx.Ledger().Samples = 7
-		return errors.Join(tx.PutGroups(t.Context(), []*buffer.Group{{Position: 1, State: buffer.Open}}), tx.PutWeights(t.Context(), 1, "d"), boom)
+		return errors.Join(tx.PutGroups(t.Context(), []*ledger.Group{{Position: 1, State: ledger.Open}}), tx.PutWeights(t.Context(), 1, "d"), boom)
 	})
 	if !errors.Is(err, boom) {
 		t.Fatalf("got %v", err)
 	}
-	b.view(func(r buffer.Reader) error {
+	b.view(func(r ledger.Reader) error {
 		g, err := r.Groups(t.Context(), []uint64{1})
 		w, err2 := r.Weights(t.Context(), []uint64{1})
 		if len(g)+len(w) > 0 || r.Ledger().Samples > 0 || r.Ledger().Revision > 0 {
@@ -145,7 +145,7 @@ func takeTurns(t *testing.T, b *bundle) {
 	var wg sync.WaitGroup
 	for range 20 {
 		wg.Go(func() {
-			err := b.store.Update(t.Context(), run, func(tx buffer.Tx) error { tx.Ledger().Samples++; return nil })
+			err := b.store.Update(t.Context(), run, func(tx ledger.Tx) error { tx.Ledger().Samples++; return nil })
 			if err != nil {
 				t.Error(err)
 			}
@@ -158,9 +158,9 @@ func takeTurns(t *testing.T, b *bundle) {
 }
 
 func oneMoment(t *testing.T, b *bundle) {
-	b.view(func(r buffer.Reader) error {
-		b.update(func(tx buffer.Tx) error {
-			return tx.PutGroups(t.Context(), []*buffer.Group{{Position: 1, State: buffer.Open}})
+	b.view(func(r ledger.Reader) error {
+		b.update(func(tx ledger.Tx) error {
+			return tx.PutGroups(t.Context(), []*ledger.Group{{Position: 1, State: ledger.Open}})
 		})
 		g, err := r.Groups(t.Context(), []uint64{1})
 		if len(g) > 0 || r.Ledger().Revision != 0 {
@@ -172,88 +172,88 @@ func oneMoment(t *testing.T, b *bundle) {
 
 // texts come from producers, and none may spoil the transaction of all others.
 func texts(t *testing.T, b *bundle) {
-	b.update(func(tx buffer.Tx) error {
-		return errors.Join(tx.PutGroups(t.Context(), []*buffer.Group{{Position: 3, State: buffer.Dissolved, Reason: "A\x00B"}}),
-			tx.AddSamples(t.Context(), []buffer.Sample{{Position: 3, Ref: "x\x00", ReceiptDigest: "\x00"}}))
+	b.update(func(tx ledger.Tx) error {
+		return errors.Join(tx.PutGroups(t.Context(), []*ledger.Group{{Position: 3, State: ledger.Dissolved, Reason: "A\x00B"}}),
+			tx.AddSamples(t.Context(), []ledger.Sample{{Position: 3, Ref: "x\x00", ReceiptDigest: "\x00"}}))
 	})
-	b.view(func(r buffer.Reader) error {
+	b.view(func(r ledger.Reader) error {
 		got, err := r.Groups(t.Context(), []uint64{3})
-		equal(t, "groups", got, map[uint64]*buffer.Group{3: {Position: 3, State: buffer.Dissolved, Reason: "A\uFFFDB"}})
+		equal(t, "groups", got, map[uint64]*ledger.Group{3: {Position: 3, State: ledger.Dissolved, Reason: "A\uFFFDB"}})
 		return err
 	})
 }
 
 func groups(t *testing.T, b *bundle) {
-	first := &buffer.Group{Position: 3, Attempt: 2, State: buffer.Dissolved, Reason: "STALE", Failures: 1}
-	second := &buffer.Group{Position: 1, State: buffer.Ready, Samples: 2, Pending: 1, MinVersion: 5, Arrival: 2, TokenRewards: true}
-	third := &buffer.Group{Position: 9, State: buffer.Excluded, Reason: "x", Arrival: 1}
-	taken := &buffer.Group{Position: 2, State: buffer.Leased, Step: 5, Arrival: 3}
-	b.update(func(tx buffer.Tx) error {
-		return tx.PutGroups(t.Context(), []*buffer.Group{first, second, third, taken, {Position: 4, State: buffer.Open}})
+	first := &ledger.Group{Position: 3, Attempt: 2, State: ledger.Dissolved, Reason: "STALE", Failures: 1}
+	second := &ledger.Group{Position: 1, State: ledger.Ready, Samples: 2, Pending: 1, MinVersion: 5, Arrival: 2, TokenRewards: true}
+	third := &ledger.Group{Position: 9, State: ledger.Excluded, Reason: "x", Arrival: 1}
+	taken := &ledger.Group{Position: 2, State: ledger.Leased, Step: 5, Arrival: 3}
+	b.update(func(tx ledger.Tx) error {
+		return tx.PutGroups(t.Context(), []*ledger.Group{first, second, third, taken, {Position: 4, State: ledger.Open}})
 	})
-	b.update(func(tx buffer.Tx) error {
-		return tx.PutGroups(t.Context(), []*buffer.Group{{Position: 4, State: buffer.Open, Samples: 1}})
+	b.update(func(tx ledger.Tx) error {
+		return tx.PutGroups(t.Context(), []*ledger.Group{{Position: 4, State: ledger.Open, Samples: 1}})
 	})
-	open := &buffer.Group{Position: 4, State: buffer.Open, Samples: 1}
-	b.view(func(r buffer.Reader) error {
+	open := &ledger.Group{Position: 4, State: ledger.Open, Samples: 1}
+	b.view(func(r ledger.Reader) error {
 		byPosition, err := r.Groups(t.Context(), []uint64{1, 3, 77})
-		equal(t, "groups", byPosition, map[uint64]*buffer.Group{1: second, 3: first})
+		equal(t, "groups", byPosition, map[uint64]*ledger.Group{1: second, 3: first})
 		var errs []error
 		for _, c := range []struct {
-			q    buffer.GroupQuery
-			want []*buffer.Group
+			q    ledger.GroupQuery
+			want []*ledger.Group
 		}{
-			{buffer.GroupQuery{}, []*buffer.Group{second, taken, first, open, third}},
-			{buffer.GroupQuery{From: 2, To: 4}, []*buffer.Group{taken, first}},
-			{buffer.GroupQuery{Limit: 2}, []*buffer.Group{second, taken}},
-			{buffer.GroupQuery{States: []buffer.State{buffer.Dissolved}}, []*buffer.Group{first}},
-			{buffer.GroupQuery{States: []buffer.State{buffer.Open, buffer.Excluded}, From: 4}, []*buffer.Group{open, third}},
+			{ledger.GroupQuery{}, []*ledger.Group{second, taken, first, open, third}},
+			{ledger.GroupQuery{From: 2, To: 4}, []*ledger.Group{taken, first}},
+			{ledger.GroupQuery{Limit: 2}, []*ledger.Group{second, taken}},
+			{ledger.GroupQuery{States: []ledger.State{ledger.Dissolved}}, []*ledger.Group{first}},
+			{ledger.GroupQuery{States: []ledger.State{ledger.Open, ledger.Excluded}, From: 4}, []*ledger.Group{open, third}},
 		} {
 			got, err := r.ListGroups(t.Context(), c.q)
 			equal(t, "list", got, c.want)
 			errs = append(errs, err)
 		}
 		arrived, err2 := r.Arrived(t.Context(), 10)
-		equal(t, "arrived", arrived, []*buffer.Group{third, second})
+		equal(t, "arrived", arrived, []*ledger.Group{third, second})
 		one, err3 := r.Arrived(t.Context(), 1)
-		equal(t, "first arrived", one, []*buffer.Group{third})
+		equal(t, "first arrived", one, []*ledger.Group{third})
 		return errors.Join(append(errs, err, err2, err3)...)
 	})
 }
 
-func sample(position uint64, n, part uint32) buffer.Sample {
-	return buffer.Sample{Position: position, Sample: n, Part: part, Attempt: 1, Segment: 1, Offset: 1 << 40, Length: 10, CRC: 0xffffffff,
+func sample(position uint64, n, part uint32) ledger.Sample {
+	return ledger.Sample{Position: position, Sample: n, Part: part, Attempt: 1, Segment: 1, Offset: 1 << 40, Length: 10, CRC: 0xffffffff,
 		Reward: 0.1, Outcome: trajectoryv1.Outcome_OUTCOME_TRUNCATED, MinVersion: 3, ReceiptVersion: 4}
 }
 
 func samples(t *testing.T, b *bundle) {
 	byRef := sample(7, 0, 0)
 	byRef.Segment, byRef.Ref = 0, "blake3-x"
-	b.update(func(tx buffer.Tx) error {
+	b.update(func(tx ledger.Tx) error {
 		return errors.Join(
-			tx.AddSamples(t.Context(), []buffer.Sample{sample(7, 1, 1), sample(8, 0, 0), sample(7, 1, 0), byRef, sample(9, 0, 0)}),
-			tx.PutGroups(t.Context(), []*buffer.Group{
-				{Position: 9, State: buffer.Excluded, Step: 5}, // its samples are kept and in no batch
-				{Position: 8, State: buffer.Leased, Step: 5}, {Position: 7, State: buffer.Leased, Step: 5},
+			tx.AddSamples(t.Context(), []ledger.Sample{sample(7, 1, 1), sample(8, 0, 0), sample(7, 1, 0), byRef, sample(9, 0, 0)}),
+			tx.PutGroups(t.Context(), []*ledger.Group{
+				{Position: 9, State: ledger.Excluded, Step: 5}, // its samples are kept and in no batch
+				{Position: 8, State: ledger.Leased, Step: 5}, {Position: 7, State: ledger.Leased, Step: 5},
 			}))
 	})
-	b.view(func(r buffer.Reader) error {
+	b.view(func(r ledger.Reader) error {
 		got, err := r.Samples(t.Context(), []uint64{7})
-		equal(t, "samples", got, []buffer.Sample{byRef, sample(7, 1, 0), sample(7, 1, 1)})
+		equal(t, "samples", got, []ledger.Sample{byRef, sample(7, 1, 0), sample(7, 1, 1)})
 		batch, err2 := r.BatchSamples(t.Context(), 5)
-		equal(t, "batch", batch, []buffer.Sample{byRef, sample(7, 1, 0), sample(7, 1, 1), sample(8, 0, 0)})
+		equal(t, "batch", batch, []ledger.Sample{byRef, sample(7, 1, 0), sample(7, 1, 1), sample(8, 0, 0)})
 		none, err3 := r.BatchSamples(t.Context(), 0)
 		equal(t, "no batch", len(none), 0)
 		return errors.Join(err, err2, err3)
 	})
-	b.update(func(tx buffer.Tx) error { return tx.DropSamples(t.Context(), 7) })
-	b.view(func(r buffer.Reader) error {
+	b.update(func(tx ledger.Tx) error { return tx.DropSamples(t.Context(), 7) })
+	b.view(func(r ledger.Reader) error {
 		got, err := r.Samples(t.Context(), []uint64{7, 8})
-		equal(t, "left", got, []buffer.Sample{sample(8, 0, 0)})
+		equal(t, "left", got, []ledger.Sample{sample(8, 0, 0)})
 		return err
 	})
-	err := b.store.Update(t.Context(), run, func(tx buffer.Tx) error {
-		return tx.AddSamples(t.Context(), []buffer.Sample{sample(8, 0, 0)})
+	err := b.store.Update(t.Context(), run, func(tx ledger.Tx) error {
+		return tx.AddSamples(t.Context(), []ledger.Sample{sample(8, 0, 0)})
 	})
 	if err == nil {
 		t.Error("a key was taken twice")
@@ -263,70 +263,70 @@ func samples(t *testing.T, b *bundle) {
 func pending(t *testing.T, b *bundle) {
 	waits, other := sample(1, 0, 0), sample(2, 0, 0)
 	waits.ReceiptDigest, other.ReceiptDigest, other.ReceiptVersion = "d", "d", 9
-	b.update(func(tx buffer.Tx) error {
-		return tx.AddSamples(t.Context(), []buffer.Sample{waits, other, sample(3, 0, 0)})
+	b.update(func(tx ledger.Tx) error {
+		return tx.AddSamples(t.Context(), []ledger.Sample{waits, other, sample(3, 0, 0)})
 	})
-	want := []buffer.Sample{waits}
+	want := []ledger.Sample{waits}
 	for range 2 {
-		b.update(func(tx buffer.Tx) error {
+		b.update(func(tx ledger.Tx) error {
 			got, err := tx.Pending(t.Context(), 4)
 			equal(t, "pending", got, want)
 			return errors.Join(err, tx.Verify(t.Context(), 4))
 		})
 		want = nil
 	}
-	b.view(func(r buffer.Reader) error {
+	b.view(func(r ledger.Reader) error {
 		got, err := r.Pending(t.Context(), 9)
-		equal(t, "of another version", got, []buffer.Sample{other})
+		equal(t, "of another version", got, []ledger.Sample{other})
 		return err
 	})
 }
 
 func steps(t *testing.T, b *bundle) {
-	leased := &buffer.Step{Step: 6, Batch: "b6", Groups: 2, Samples: 4, Excluded: 1, Zero: 1, ZeroReward: 0.25, End: 9}
-	done := &buffer.Step{Step: 5, Batch: "b5", Groups: 1, WeightsDigest: "w", Chain: "c", Zero: 2, ZeroReward: -1, End: 6}
-	b.update(func(tx buffer.Tx) error {
-		return errors.Join(tx.PutStep(t.Context(), &buffer.Step{Step: 5, Batch: "b5"}), tx.PutStep(t.Context(), leased), tx.PutStep(t.Context(), done))
+	leased := &ledger.Step{Step: 6, Batch: "b6", Groups: 2, Samples: 4, Excluded: 1, Zero: 1, ZeroReward: 0.25, End: 9}
+	done := &ledger.Step{Step: 5, Batch: "b5", Groups: 1, WeightsDigest: "w", Chain: "c", Zero: 2, ZeroReward: -1, End: 6}
+	b.update(func(tx ledger.Tx) error {
+		return errors.Join(tx.PutStep(t.Context(), &ledger.Step{Step: 5, Batch: "b5"}), tx.PutStep(t.Context(), leased), tx.PutStep(t.Context(), done))
 	})
-	b.view(func(r buffer.Reader) error {
+	b.view(func(r ledger.Reader) error {
 		five, err := r.Step(t.Context(), 5)
 		six, err2 := r.Step(t.Context(), 6)
 		seven, err3 := r.Step(t.Context(), 7)
 		committed, err4 := r.Steps(t.Context(), 0)
 		later, err5 := r.Steps(t.Context(), 6)
-		equal(t, "steps", []any{five, six, seven, committed, len(later)}, []any{done, leased, (*buffer.Step)(nil), []*buffer.Step{done}, 0})
+		equal(t, "steps", []any{five, six, seven, committed, len(later)}, []any{done, leased, (*ledger.Step)(nil), []*ledger.Step{done}, 0})
 		return errors.Join(err, err2, err3, err4, err5)
 	})
 }
 
 func takeGroups(t *testing.T, b *bundle) {
-	b.update(func(tx buffer.Tx) error {
-		return tx.PutGroups(t.Context(), []*buffer.Group{
-			{Position: 1, State: buffer.Leased, Step: 5}, {Position: 2, State: buffer.Leased, Step: 5},
-			{Position: 3, State: buffer.Excluded, Step: 5}, {Position: 4, State: buffer.Leased, Step: 6},
+	b.update(func(tx ledger.Tx) error {
+		return tx.PutGroups(t.Context(), []*ledger.Group{
+			{Position: 1, State: ledger.Leased, Step: 5}, {Position: 2, State: ledger.Leased, Step: 5},
+			{Position: 3, State: ledger.Excluded, Step: 5}, {Position: 4, State: ledger.Leased, Step: 6},
 		})
 	})
-	b.update(func(tx buffer.Tx) error {
-		n, err := tx.TakeGroups(t.Context(), 5, buffer.Leased, buffer.Consumed)
+	b.update(func(tx ledger.Tx) error {
+		n, err := tx.TakeGroups(t.Context(), 5, ledger.Leased, ledger.Consumed)
 		equal(t, "taken", n, uint64(2))
 		return err
 	})
-	b.view(func(r buffer.Reader) error {
-		got, err := r.ListGroups(t.Context(), buffer.GroupQuery{})
-		var states []buffer.State
+	b.view(func(r ledger.Reader) error {
+		got, err := r.ListGroups(t.Context(), ledger.GroupQuery{})
+		var states []ledger.State
 		for _, g := range got {
 			states = append(states, g.State)
 		}
-		equal(t, "states", states, []buffer.State{buffer.Consumed, buffer.Consumed, buffer.Excluded, buffer.Leased})
+		equal(t, "states", states, []ledger.State{ledger.Consumed, ledger.Consumed, ledger.Excluded, ledger.Leased})
 		return err
 	})
 }
 
 func weights(t *testing.T, b *bundle) {
-	b.update(func(tx buffer.Tx) error {
+	b.update(func(tx ledger.Tx) error {
 		return errors.Join(tx.PutWeights(t.Context(), 0, "a"), tx.PutWeights(t.Context(), 1, "b"))
 	})
-	b.view(func(r buffer.Reader) error {
+	b.view(func(r ledger.Reader) error {
 		got, err := r.Weights(t.Context(), []uint64{0, 1, 2})
 		equal(t, "weights", got, map[uint64]string{0: "a", 1: "b"})
 		none, err2 := r.Weights(t.Context(), nil)
@@ -336,24 +336,24 @@ func weights(t *testing.T, b *bundle) {
 }
 
 func uncovered(t *testing.T, b *bundle) {
-	at := func(position uint64, number uint32) buffer.Sample {
+	at := func(position uint64, number uint32) ledger.Sample {
 		s := sample(position, 0, 0)
 		s.Segment = number
 		return s
 	}
-	b.update(func(tx buffer.Tx) error {
+	b.update(func(tx ledger.Tx) error {
 		return errors.Join(
-			tx.PutGroups(t.Context(), []*buffer.Group{
-				{Position: 1, State: buffer.Consumed, Step: 5}, {Position: 2, State: buffer.Consumed, Step: 6},
-				{Position: 3, State: buffer.Open}, {Position: 4, State: buffer.Ready}, {Position: 5, State: buffer.Leased, Step: 7},
+			tx.PutGroups(t.Context(), []*ledger.Group{
+				{Position: 1, State: ledger.Consumed, Step: 5}, {Position: 2, State: ledger.Consumed, Step: 6},
+				{Position: 3, State: ledger.Open}, {Position: 4, State: ledger.Ready}, {Position: 5, State: ledger.Leased, Step: 7},
 			}),
-			tx.AddSamples(t.Context(), []buffer.Sample{at(1, 1), at(2, 2), at(3, 3), at(4, 4), at(5, 5)}),
-			tx.PutSegment(t.Context(), buffer.Segment{Number: 2, Bytes: 20}), tx.PutSegment(t.Context(), buffer.Segment{Number: 1, Bytes: 9}),
-			tx.PutSegment(t.Context(), buffer.Segment{Number: 1, Bytes: 10, Trimmed: true}))
+			tx.AddSamples(t.Context(), []ledger.Sample{at(1, 1), at(2, 2), at(3, 3), at(4, 4), at(5, 5)}),
+			tx.PutSegment(t.Context(), ledger.Segment{Number: 2, Bytes: 20}), tx.PutSegment(t.Context(), ledger.Segment{Number: 1, Bytes: 9}),
+			tx.PutSegment(t.Context(), ledger.Segment{Number: 1, Bytes: 10, Trimmed: true}))
 	})
-	b.view(func(r buffer.Reader) error {
+	b.view(func(r ledger.Reader) error {
 		segments, err := r.Segments(t.Context())
-		equal(t, "segments", segments, []buffer.Segment{{Number: 1, Bytes: 10, Trimmed: true}, {Number: 2, Bytes: 20}})
+		equal(t, "segments", segments, []ledger.Segment{{Number: 1, Bytes: 10, Trimmed: true}, {Number: 2, Bytes: 20}})
 		after5, err2 := r.Uncovered(t.Context(), 5)
 		equal(t, "after step 5", after5, map[uint32]bool{2: true, 3: true, 4: true, 5: true})
 		after6, err3 := r.Uncovered(t.Context(), 6)
@@ -366,8 +366,8 @@ func apart(t *testing.T, b *bundle) {
 	const other = "run-01jz0000000000000000000001"
 	b.create(other)
 	fill(t, b)
-	err := b.store.View(t.Context(), other, func(r buffer.Reader) error {
-		g, err := r.ListGroups(t.Context(), buffer.GroupQuery{})
+	err := b.store.View(t.Context(), other, func(r ledger.Reader) error {
+		g, err := r.ListGroups(t.Context(), ledger.GroupQuery{})
 		s, err2 := r.BatchSamples(t.Context(), 5)
 		w, err3 := r.Weights(t.Context(), []uint64{1})
 		seg, err4 := r.Segments(t.Context())
@@ -385,16 +385,16 @@ func apart(t *testing.T, b *bundle) {
 
 func fill(t *testing.T, b *bundle) {
 	t.Helper()
-	b.update(func(tx buffer.Tx) error {
+	b.update(func(tx ledger.Tx) error {
 		l := tx.Ledger()
 		l.Step, l.Chain, l.Arrivals, l.Trimmed, l.WeightsVersion, l.WeightsDigest = 5, "c", 6, 7, 8, "w"
 		l.Groups = [7]uint64{0, 1, 2, 3, 4, 5, 6}
 		l.Samples, l.Duplicates, l.Refused, l.InfraFailed, l.Skipped = 9, 10, 11, 12, 13
 		return errors.Join(
-			tx.PutGroups(t.Context(), []*buffer.Group{{Position: 1, State: buffer.Consumed, Step: 5}}),
-			tx.AddSamples(t.Context(), []buffer.Sample{sample(1, 0, 0)}),
-			tx.PutStep(t.Context(), &buffer.Step{Step: 5, WeightsDigest: "w"}), tx.PutWeights(t.Context(), 1, "w"),
-			tx.PutSegment(t.Context(), buffer.Segment{Number: 1}))
+			tx.PutGroups(t.Context(), []*ledger.Group{{Position: 1, State: ledger.Consumed, Step: 5}}),
+			tx.AddSamples(t.Context(), []ledger.Sample{sample(1, 0, 0)}),
+			tx.PutStep(t.Context(), &ledger.Step{Step: 5, WeightsDigest: "w"}), tx.PutWeights(t.Context(), 1, "w"),
+			tx.PutSegment(t.Context(), ledger.Segment{Number: 1}))
 	})
 }
 
@@ -403,12 +403,12 @@ func reopen(t *testing.T, b *bundle) {
 	before := b.ledger()
 	b.store = b.open(t, b.folder)
 	equal(t, "ledger", b.ledger(), before)
-	if before.InfraFailed != 12 || before.Skipped != 13 || before.Groups[buffer.Dissolved] != 6 || before.WeightsDigest != "w" || before.Trimmed != 7 {
+	if before.InfraFailed != 12 || before.Skipped != 13 || before.Groups[ledger.Dissolved] != 6 || before.WeightsDigest != "w" || before.Trimmed != 7 {
 		t.Errorf("not all was kept: %+v", before)
 	}
-	b.view(func(r buffer.Reader) error {
+	b.view(func(r ledger.Reader) error {
 		s, err := r.BatchSamples(t.Context(), 5)
-		equal(t, "samples", s, []buffer.Sample{sample(1, 0, 0)})
+		equal(t, "samples", s, []ledger.Sample{sample(1, 0, 0)})
 		return err
 	})
 }

@@ -1,4 +1,4 @@
-package buffer
+package ledger
 
 import (
 	"context"
@@ -8,8 +8,9 @@ import (
 	"github.com/rollout-rl/rollout/libs/id"
 )
 
-// commit consumes the leased batch of a step. ErrLease, ErrStep, ErrDigest.
-func commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Step, []Refusal, error) {
+// Commit records that the leased batch of a step is consumed and which weights the step made. It also returns the samples that the
+// digest of those weights refutes. A repeated call changes nothing. ErrLease, ErrStep, ErrDigest.
+func Commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Step, []Refusal, error) {
 	l := tx.Ledger()
 	s, err := tx.Step(ctx, step)
 	switch {
@@ -30,17 +31,17 @@ func commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Ste
 	}
 	l.Groups[Leased] -= n
 	l.Groups[Consumed] += n
-	s.WeightsDigest, s.Chain = digest, link(l.Chain, step, batch, digest)
+	s.WeightsDigest, s.Chain = digest, chainDigest(l.Chain, step, batch, digest)
 	l.Step, l.Chain = step, s.Chain
 	if err := tx.PutStep(ctx, s); err != nil {
 		return nil, nil, err
 	}
-	refused, err := record(ctx, tx, step, digest)
+	refused, err := RecordWeights(ctx, tx, step, digest)
 	return s, refused, err
 }
 
-// link is blake3 over "rollout.chain.v1", the previous link, the step as 8 bytes little-endian, batch and weights digest.
-func link(previous string, step uint64, batch, digest string) string {
+// chainDigest is blake3 over "rollout.chain.v1", the previous digest, the step as 8 bytes little-endian, batch and weights digest.
+func chainDigest(previous string, step uint64, batch, digest string) string {
 	h := id.NewHasher()
 	_, _ = h.Write([]byte("rollout.chain.v1" + previous))
 	_, _ = h.Write(binary.LittleEndian.AppendUint64(nil, step))
@@ -48,16 +49,17 @@ func link(previous string, step uint64, batch, digest string) string {
 	return h.ID()
 }
 
-// record notes the digest of a version and settles the samples that waited for it. ErrDigest.
-func record(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusal, error) {
+// RecordWeights records the digest of a version and verifies the samples that waited for it. It returns those that do not match.
+// ErrDigest.
+func RecordWeights(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusal, error) {
 	l := tx.Ledger()
 	known, err := tx.Weights(ctx, []uint64{version})
 	if err != nil {
 		return nil, err
 	}
-	if was, ok := known[version]; ok {
-		if was != digest {
-			return nil, ErrDigest.With("version", fmt.Sprint(version)).With("recorded_digest", was)
+	if recorded, ok := known[version]; ok {
+		if recorded != digest {
+			return nil, ErrDigest.With("version", fmt.Sprint(version)).With("recorded_digest", recorded)
 		}
 		return nil, nil
 	}
@@ -67,11 +69,11 @@ func record(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusa
 	if l.WeightsDigest == "" || version >= l.WeightsVersion {
 		l.WeightsVersion, l.WeightsDigest = version, digest
 	}
-	return settle(ctx, tx, version, digest)
+	return verify(ctx, tx, version, digest)
 }
 
-// settle checks the samples that came before their version's digest: groups of a wrong receipt are dissolved.
-func settle(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusal, error) {
+// verify checks the samples that arrived before the digest of their version. Groups with a wrong receipt are dissolved.
+func verify(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusal, error) {
 	l := tx.Ledger()
 	waiting, err := tx.Pending(ctx, version)
 	if err != nil || len(waiting) == 0 {
@@ -80,11 +82,11 @@ func settle(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusa
 	rows := l.Config.GetRows()
 	var refused []Refusal
 	var positions []uint64
-	wrong, settled := map[uint64]bool{}, map[uint64]uint32{}
+	wrong, verified := map[uint64]bool{}, map[uint64]uint32{}
 	for i := range waiting {
 		s := &waiting[i]
 		positions = append(positions, s.Position)
-		settled[s.Position]++
+		verified[s.Position]++
 		if s.ReceiptDigest != digest {
 			wrong[s.Position] = true
 			l.Refused++
@@ -96,7 +98,7 @@ func settle(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusa
 		return nil, err
 	}
 	positions = unique(positions)
-	groups, err := tx.Groups(ctx, distinct(append([]uint64(nil), positions...)))
+	groups, err := tx.Groups(ctx, distinctCopy(positions))
 	if err != nil {
 		return nil, err
 	}
@@ -118,7 +120,7 @@ func settle(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusa
 			}
 			continue
 		}
-		g.Pending -= settled[p]
+		g.Pending -= verified[p]
 		if err := l.complete(g, spreads[p]); err != nil {
 			return nil, err
 		}

@@ -1,4 +1,4 @@
-package buffer
+package ledger
 
 import (
 	"context"
@@ -6,74 +6,75 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
-// Store keeps ledgers. Adapters are folders beside this file and pass the suite in storetest. Safe for concurrent use.
+// Store stores ledgers. Adapters are in folders next to this package and pass the suite in storetest. Safe for concurrent use.
 type Store interface {
-	// Create makes the ledger of a run; where there is one it does nothing. Durable when it returns.
+	// Create creates the ledger of a run, or does nothing if there is one. Durable when it returns.
 	Create(ctx context.Context, run string, config *bufferv1.LedgerConfig) error
 	// Runs lists the runs whose ledger is not closed.
 	Runs(ctx context.Context) ([]string, error)
-	// View runs fn on one consistent state. ErrNoLedger. It never waits for a writer.
+	// View runs fn on a consistent snapshot. It never waits for a writer. ErrNoLedger.
 	View(ctx context.Context, run string, fn func(Reader) error) error
-	// Update runs fn in a transaction of its own; transactions of one ledger happen one after the other. When it returns nil the
-	// changes and the Ledger (which fn may change in place) are durable, with Revision one higher. An error of fn undoes all and
-	// comes back as it is. ErrNoLedger.
+	// Update runs fn in a transaction; the transactions of one ledger are serialized. fn may change the Ledger in place. When
+	// Update returns nil, all changes are durable and Revision is one higher. If fn returns an error, nothing is changed and the
+	// error is returned as it is. fn may be called more than once. ErrNoLedger.
 	Update(ctx context.Context, run string, fn func(Tx) error) error
 }
 
-// Reader reads one ledger at one moment. It is valid during the call that it was given to.
+// Reader reads one ledger at one moment. It is valid during the call that it was passed to.
 type Reader interface {
 	// Ledger is the ledger itself.
 	Ledger() *Ledger
-	// Groups returns those of the positions that were heard of.
+	// Groups returns the groups at the positions; positions without a row are left out.
 	Groups(ctx context.Context, positions []uint64) (map[uint64]*Group, error)
 	// ListGroups returns groups by position.
 	ListGroups(ctx context.Context, q GroupQuery) ([]*Group, error)
 	// Arrived returns completed and excluded groups that no step has taken, in the order of arrival.
 	Arrived(ctx context.Context, limit int) ([]*Group, error)
-	// Samples returns the samples of the positions by position, sample and part.
+	// Samples returns the samples of the positions by position, sample, and part.
 	Samples(ctx context.Context, positions []uint64) ([]Sample, error)
-	// BatchSamples returns the samples that a step has leased or consumed, without those of excluded groups, by position, sample and part.
+	// BatchSamples returns the samples of a leased or committed step, without those of excluded groups, by position, sample,
+	// and part.
 	BatchSamples(ctx context.Context, step uint64) ([]Sample, error)
-	// Pending returns the samples that wait for a version's digest.
+	// Pending returns the samples that wait for the digest of a version.
 	Pending(ctx context.Context, version uint64) ([]Sample, error)
-	// Step returns a leased or committed step; nil where there is none.
+	// Step returns a leased or committed step, or nil.
 	Step(ctx context.Context, step uint64) (*Step, error)
-	// Steps returns committed steps from one on, in order.
+	// Steps returns the committed steps from a step on, in order.
 	Steps(ctx context.Context, from uint64) ([]*Step, error)
 	// Weights returns the recorded digests of the versions; unknown ones are left out.
 	Weights(ctx context.Context, versions []uint64) (map[uint64]string, error)
 	// Segments returns the segments by number.
 	Segments(ctx context.Context) ([]Segment, error)
-	// Uncovered returns the numbers of the segments that hold a sample which no step through the given one has consumed.
+	// Uncovered returns the numbers of the segments with a sample that no step up to the given one has consumed.
 	Uncovered(ctx context.Context, through uint64) (map[uint32]bool, error)
 }
 
-// Tx is a Reader that writes. It sees its own writes.
+// Tx is a Reader that also writes. It sees its own writes.
 type Tx interface {
 	Reader
 	// PutGroups inserts or replaces groups.
 	PutGroups(ctx context.Context, groups []*Group) error
-	// AddSamples inserts samples; none of their keys is taken.
+	// AddSamples inserts samples, none of which exists.
 	AddSamples(ctx context.Context, samples []Sample) error
-	// DropSamples removes all samples of a group.
+	// DropSamples deletes all samples of a group.
 	DropSamples(ctx context.Context, position uint64) error
-	// Verify takes the digests off the samples that wait for a version.
+	// Verify clears the receipt digests of the samples that wait for a version.
 	Verify(ctx context.Context, version uint64) error
 	// PutStep inserts or replaces a step.
 	PutStep(ctx context.Context, step *Step) error
-	// TakeGroups moves every group of the step's batch from one state to another and says how many they were. The caller keeps
-	// the Ledger's counts.
+	// TakeGroups moves every group of a step's batch from one state to another and returns their number. The caller updates the
+	// counts of the Ledger.
 	TakeGroups(ctx context.Context, step uint64, from, to State) (uint64, error)
-	// PutWeights records a version's digest; the version is not recorded yet.
+	// PutWeights records the digest of a version that is not recorded yet.
 	PutWeights(ctx context.Context, version uint64, digest string) error
 	// PutSegment inserts or replaces a segment.
 	PutSegment(ctx context.Context, segment Segment) error
 }
 
-// GroupQuery narrows groups.
+// GroupQuery selects groups.
 type GroupQuery struct {
 	From   uint64  // first position
-	To     uint64  // one past the last position; 0: no end
-	States []State // only these; none: all
-	Limit  int     // most groups; 0: all
+	To     uint64  // position after the last one; 0: no end
+	States []State // only groups in these states; empty: all
+	Limit  int     // largest number of groups; 0: all
 }

@@ -1,4 +1,4 @@
-package buffer
+package ingest
 
 import (
 	"context"
@@ -10,12 +10,12 @@ import (
 
 // Runs that always have work get the same bytes, whatever their batches are: at no time is one ahead of another by more than a batch
 // of each.
-func TestGateIsFairByBytes(t *testing.T) {
+func TestTheQueueIsFairByBytes(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(20) {
 		dice := rand.New(rand.NewPCG(seed, 3))
-		g := newGate(1)
-		leave, err := g.enter(t.Context(), "first", 1)
+		g := NewFairQueue(1)
+		leave, err := g.Enter(t.Context(), "first", 1)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -53,18 +53,18 @@ func TestGateIsFairByBytes(t *testing.T) {
 	}
 }
 
-// A run that was idle has saved nothing up, and one that was there long does not wait for it to catch up.
-func TestGateForgivesIdleness(t *testing.T) {
+// A run that was idle has no credit, and a run that was busy does not wait for it to catch up.
+func TestAnIdleRunSavesUpNoCredit(t *testing.T) {
 	t.Parallel()
-	g := newGate(1)
+	g := NewFairQueue(1)
 	for range 1000 {
-		leave, err := g.enter(t.Context(), "old", 1000)
+		leave, err := g.Enter(t.Context(), "old", 1000)
 		if err != nil {
 			t.Fatal(err)
 		}
 		leave()
 	}
-	leave, err := g.enter(t.Context(), "old", 1000)
+	leave, err := g.Enter(t.Context(), "old", 1000)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -78,25 +78,25 @@ func TestGateForgivesIdleness(t *testing.T) {
 	<-young.open
 }
 
-func TestGateLosesNoPass(t *testing.T) {
+func TestTheQueueLosesNoSlot(t *testing.T) {
 	t.Parallel()
-	g := newGate(1)
-	leave, err := g.enter(t.Context(), "a", 1)
+	g := NewFairQueue(1)
+	leave, err := g.Enter(t.Context(), "a", 1)
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := g.enter(ctx, "b", 1); !errors.Is(err, context.Canceled) {
+	if _, err := g.Enter(ctx, "b", 1); !errors.Is(err, context.Canceled) {
 		t.Fatalf("%v", err)
 	}
 	leave()
-	leave, err = g.enter(t.Context(), "c", 1)
+	leave, err = g.Enter(t.Context(), "c", 1)
 	if err != nil {
 		t.Fatal(err)
 	}
 	leave()
-	if g.forget("a"); g.free != 1 || len(g.waiting) != 0 || len(g.ends) != 2 {
-		t.Errorf("%d passes, %d waiting, %d remembered", g.free, len(g.waiting), len(g.ends))
+	if g.Forget("a"); g.free != 1 || len(g.waiting) != 0 || len(g.ends) != 2 {
+		t.Errorf("%d slots, %d waiting, %d runs", g.free, len(g.waiting), len(g.ends))
 	}
 }

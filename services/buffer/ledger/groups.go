@@ -1,4 +1,4 @@
-package buffer
+package ledger
 
 import (
 	"context"
@@ -7,18 +7,18 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
-// missing returns the samples of each group that have not arrived.
-func missing(ctx context.Context, r Reader, keys []*bufferv1.GroupKey) ([]*bufferv1.MissingSamples, error) {
+// Missing returns the samples of each group that have not arrived.
+func Missing(ctx context.Context, r Reader, keys []*bufferv1.GroupKey) ([]*bufferv1.MissingSamples, error) {
 	l := r.Ledger()
 	positions, err := l.positions(keys)
 	if err != nil {
 		return nil, err
 	}
-	groups, err := r.Groups(ctx, distinct(append([]uint64(nil), positions...)))
+	groups, err := r.Groups(ctx, distinctCopy(positions))
 	if err != nil {
 		return nil, err
 	}
-	samples, err := r.Samples(ctx, distinct(append([]uint64(nil), positions...)))
+	samples, err := r.Samples(ctx, distinctCopy(positions))
 	if err != nil {
 		return nil, err
 	}
@@ -52,14 +52,14 @@ func missing(ctx context.Context, r Reader, keys []*bufferv1.GroupKey) ([]*buffe
 	return out, nil
 }
 
-// exclude leaves groups out for a reason; all of them or none. ErrGroupState, ErrAttempt, ErrRange.
-func exclude(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey, reason string) error {
-	return each(ctx, tx, keys, func(g *Group, key *bufferv1.GroupKey) error {
+// Exclude excludes groups for a reason, all of them or none. ErrGroupState, ErrAttempt, ErrRange.
+func Exclude(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey, reason string) error {
+	return changeGroups(ctx, tx, keys, func(g *Group, key *bufferv1.GroupKey) error {
 		switch {
 		case g.State == Excluded:
 			return nil
 		case key.GetAttempt() < g.Attempt:
-			return tx.Ledger().late(g, key)
+			return tx.Ledger().outdated(g, key)
 		}
 		if err := tx.DropSamples(ctx, g.Position); err != nil {
 			return err
@@ -69,14 +69,14 @@ func exclude(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey, reason strin
 	})
 }
 
-// reissue opens the next attempt of groups; all of them or none. ErrGroupState, ErrRange.
-func reissue(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey) error {
-	return each(ctx, tx, keys, func(g *Group, key *bufferv1.GroupKey) error {
+// Reissue opens the next attempt of groups, all of them or none. ErrGroupState, ErrAttempt, ErrRange.
+func Reissue(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey) error {
+	return changeGroups(ctx, tx, keys, func(g *Group, key *bufferv1.GroupKey) error {
 		if g.State != 0 && g.State != Dissolved && key.GetAttempt() <= g.Attempt {
-			return nil // done before
+			return nil // a repeated call
 		}
 		if g.State == Dissolved && key.GetAttempt() <= g.Attempt {
-			return tx.Ledger().late(g, key)
+			return tx.Ledger().outdated(g, key)
 		}
 		if err := tx.DropSamples(ctx, g.Position); err != nil {
 			return err
@@ -86,19 +86,19 @@ func reissue(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey) error {
 	})
 }
 
-// late says that a decision was taken about an attempt that is over.
-func (l *Ledger) late(g *Group, key *bufferv1.GroupKey) error {
+// outdated is the error of a decision about an attempt that is over.
+func (l *Ledger) outdated(g *Group, key *bufferv1.GroupKey) error {
 	return fmt.Errorf("attempt %d of the group at position %d: %w", key.GetAttempt(), g.Position,
 		ErrAttempt.With("position", fmt.Sprint(g.Position)).With("attempt", fmt.Sprint(g.Attempt)))
 }
 
-// each changes groups, those that were not heard of included.
-func each(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey, change func(*Group, *bufferv1.GroupKey) error) error {
+// changeGroups changes the groups of some keys, also groups without a row.
+func changeGroups(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey, change func(*Group, *bufferv1.GroupKey) error) error {
 	positions, err := tx.Ledger().positions(keys)
 	if err != nil {
 		return err
 	}
-	groups, err := tx.Groups(ctx, distinct(append([]uint64(nil), positions...)))
+	groups, err := tx.Groups(ctx, distinctCopy(positions))
 	if err != nil {
 		return err
 	}

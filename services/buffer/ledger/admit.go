@@ -1,13 +1,15 @@
-package buffer
+package ledger
 
 import (
+	"cmp"
 	"context"
+	"fmt"
 	"slices"
 
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
-// Reasons of refusals and dissolutions that the ledger itself gives.
+// Reasons of refusals and dissolutions that the ledger gives.
 const (
 	ReasonBadKey          = "BAD_KEY"
 	ReasonGroupSize       = "GROUP_SIZE_MISMATCH"
@@ -19,64 +21,97 @@ const (
 	ReasonZeroAdvantage   = "ZERO_ADVANTAGE" // all rewards of the group are equal
 )
 
-// admission decides about arrivals within one transaction.
+// Arrival is one trajectory that was received, with the place of its payload.
+type Arrival struct {
+	Header  *trajectoryv1.TrajectoryHeader
+	Segment uint32 // 0: the payload is in the storage service, or was not stored
+	Offset  uint64
+	Length  uint64
+	Ref     string // content id in the storage service
+	CRC     uint32
+	Flaw    string // why the payload cannot be stored, such as PAYLOAD_CORRUPT; "": it can
+}
+
+// Trained reports whether samples of an outcome are trained on; the payloads of others are not stored.
+func Trained(o trajectoryv1.Outcome) bool {
+	return o == trajectoryv1.Outcome_OUTCOME_COMPLETED || o == trajectoryv1.Outcome_OUTCOME_TRUNCATED
+}
+
+// Tally counts what became of the arrivals of one put. Arrivals that are in no number belonged to a group that was dissolved.
+type Tally struct {
+	Accepted   int
+	Duplicates int
+	Failed     int
+	Refused    []Refusal
+	Dissolved  int
+}
+
+// Refusal is a trajectory that must not be trained on, although its sample is missing.
+type Refusal struct {
+	Reason  string
+	Number  int // in the put, from 0
+	Epoch   uint32
+	Index   uint64
+	Attempt uint32
+	Sample  uint32
+	Worker  string
+}
+
+func (r Refusal) String() string {
+	return fmt.Sprintf("%s: sample %d of group %d/%d, attempt %d, by %s", r.Reason, r.Sample, r.Epoch, r.Index, r.Attempt,
+		cmp.Or(r.Worker, "an unnamed worker"))
+}
+
+// Admit accepts, drops, or refuses the arrivals of some puts in order, and returns a tally for each put. All parts of a sample must be
+// in one put.
+func Admit(ctx context.Context, tx Tx, puts [][]Arrival) ([]Tally, error) {
+	a := &admission{
+		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, spreads: map[uint64]spread{}, stored: map[uint64]bool{},
+		fresh: map[uint64][]Sample{}, failed: map[uint64]bool{},
+	}
+	if err := a.load(ctx, puts); err != nil {
+		return nil, err
+	}
+	tallies := make([]Tally, len(puts))
+	for n, put := range puts {
+		a.tally = &tallies[n]
+		for i := range put {
+			if err := a.decide(ctx, i, &put[i]); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return tallies, a.store(ctx)
+}
+
+// admission is the state of one call of Admit.
 type admission struct {
 	tx      Tx
 	ledger  *Ledger
 	groups  map[uint64]*Group
 	have    map[uint64]map[uint32][]uint32 // position -> sample -> parts
-	spreads map[uint64]spread              // of the rewards there, by position
-	stored  map[uint64]bool                // positions that have rows from before
+	spreads map[uint64]spread              // of the rewards, by position
+	stored  map[uint64]bool                // positions with rows from earlier transactions
 	weights map[uint64]string
-	fresh   map[uint64][]Sample // accepted now, by position
+	fresh   map[uint64][]Sample // accepted by this call, by position
 	failed  map[uint64]bool     // positions that this call dissolved: all their failures are counted
-	touched []uint64            // positions in the order they changed
-	place   int                 // in the put
-	tally   Tally               // of the put
-}
-
-// admit accepts, drops or refuses the arrivals of some loads in order, and fills in their tallies. Parts of a sample arrive together,
-// in one put. It returns all refusals.
-func admit(ctx context.Context, tx Tx, loads []*load) (refused []Refusal, err error) {
-	a := &admission{
-		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, spreads: map[uint64]spread{}, stored: map[uint64]bool{},
-		fresh: map[uint64][]Sample{}, failed: map[uint64]bool{},
-	}
-	if err := a.load(ctx, loads); err != nil {
-		return nil, err
-	}
-	for _, l := range loads {
-		a.ledger.Refused += uint64(l.malformed)
-		l.tallies = make([]Tally, len(l.puts))
-		for n, put := range l.puts {
-			a.tally = Tally{}
-			for i := range put {
-				a.place = i
-				if err := a.decide(ctx, &put[i]); err != nil {
-					return nil, err
-				}
-			}
-			l.tallies[n] = a.tally
-			refused = append(refused, a.tally.Refused...)
-		}
-	}
-	return refused, a.store(ctx)
+	changed []uint64            // positions in the order in which they changed
+	tally   *Tally              // of the current put
 }
 
 // load reads what the decisions need, in three queries.
-func (a *admission) load(ctx context.Context, loads []*load) (err error) {
+func (a *admission) load(ctx context.Context, puts [][]Arrival) (err error) {
 	var positions, open, versions []uint64
-	for _, l := range loads {
-		l.find(func(arrival *Arrival) bool {
-			key := arrival.Header.GetKey()
+	for _, put := range puts {
+		for i := range put {
+			key := put[i].Header.GetKey()
 			if p, err := a.ledger.position(key.GetEpoch(), key.GetIndex()); err == nil {
 				positions = append(positions, p)
 			}
-			if r := arrival.Header.GetReceipt(); r != nil {
+			if r := put[i].Header.GetReceipt(); r != nil {
 				versions = append(versions, r.GetVersion())
 			}
-			return false
-		})
+		}
 	}
 	if a.groups, err = a.tx.Groups(ctx, distinct(positions)); err != nil {
 		return err
@@ -91,7 +126,7 @@ func (a *admission) load(ctx context.Context, loads []*load) (err error) {
 		return err
 	}
 	for i := range samples {
-		a.note(&samples[i])
+		a.count(&samples[i])
 		a.stored[samples[i].Position] = true
 	}
 	if len(versions) > 0 {
@@ -100,7 +135,8 @@ func (a *admission) load(ctx context.Context, loads []*load) (err error) {
 	return err
 }
 
-func (a *admission) note(s *Sample) {
+// count adds a sample of a group to what the decisions are based on.
+func (a *admission) count(s *Sample) {
 	if a.have[s.Position] == nil {
 		a.have[s.Position] = map[uint32][]uint32{}
 	}
@@ -108,14 +144,14 @@ func (a *admission) note(s *Sample) {
 	a.spreads[s.Position] = a.spreads[s.Position].with(s.Reward)
 }
 
-// decide takes one arrival.
-func (a *admission) decide(ctx context.Context, arrival *Arrival) error {
+// decide accepts, drops, or refuses one arrival.
+func (a *admission) decide(ctx context.Context, number int, arrival *Arrival) error {
 	h := arrival.Header
 	key := h.GetKey()
 	p, err := a.ledger.position(key.GetEpoch(), key.GetIndex())
 	switch {
 	case key.GetRunId() != a.ledger.Run, key.GetIndex() >= a.ledger.Config.GetRows(), key.GetSample() >= a.ledger.Config.GetGroupSize():
-		a.refuse(ReasonBadKey, h)
+		a.refuse(ReasonBadKey, number, h)
 		return nil
 	case err != nil: // consumed before the snapshot that the run was restored from
 		a.drop()
@@ -146,19 +182,19 @@ func (a *admission) decide(ctx context.Context, arrival *Arrival) error {
 		a.ledger.InfraFailed++
 		a.tally.Failed++
 		a.failed[p] = true
-		return a.dissolve(ctx, g, or(h.GetReason(), "INFRA_FAILED"))
+		return a.dissolve(ctx, g, cmp.Or(h.GetReason(), "INFRA_FAILED"))
 	case trajectoryv1.Outcome_OUTCOME_ABORTED:
-		return a.dissolve(ctx, g, or(h.GetReason(), "ABORTED"))
+		return a.dissolve(ctx, g, cmp.Or(h.GetReason(), "ABORTED"))
 	}
 	if flaw := a.flaw(arrival); flaw != "" {
-		a.refuse(flaw, h)
+		a.refuse(flaw, number, h)
 		return a.dissolve(ctx, g, flaw)
 	}
 	a.accept(g, arrival)
 	return nil
 }
 
-// flaw says why a wanted trajectory must not be trained on.
+// flaw is the reason why a missing sample must not be trained on, or "".
 func (a *admission) flaw(arrival *Arrival) string {
 	h := arrival.Header
 	switch {
@@ -183,7 +219,7 @@ func (a *admission) accept(g *Group, arrival *Arrival) {
 	h := arrival.Header
 	s := Sample{
 		Position: g.Position, Sample: h.GetKey().GetSample(), Part: h.GetKey().GetPart(), Attempt: g.Attempt,
-		Segment: arrival.Place.Segment, Offset: arrival.Place.Offset, Length: arrival.Place.Length, CRC: arrival.CRC, Ref: arrival.Ref,
+		Segment: arrival.Segment, Offset: arrival.Offset, Length: arrival.Length, CRC: arrival.CRC, Ref: arrival.Ref,
 		Reward: h.GetReward(), Outcome: h.GetOutcome(), MinVersion: h.GetMinVersion(),
 	}
 	if a.ledger.Config.GetReceipts() {
@@ -200,9 +236,9 @@ func (a *admission) accept(g *Group, arrival *Arrival) {
 		g.Samples++
 	}
 	g.TokenRewards = g.TokenRewards || h.GetTokenRewards()
-	a.note(&s)
+	a.count(&s)
 	a.fresh[g.Position] = append(a.fresh[g.Position], s)
-	a.touched = append(a.touched, g.Position)
+	a.changed = append(a.changed, g.Position)
 	a.ledger.Samples++
 	a.tally.Accepted++
 }
@@ -212,10 +248,10 @@ func (a *admission) drop() {
 	a.tally.Duplicates++
 }
 
-func (a *admission) refuse(reason string, h *trajectoryv1.TrajectoryHeader) {
+func (a *admission) refuse(reason string, number int, h *trajectoryv1.TrajectoryHeader) {
 	a.ledger.Refused++
 	k := h.GetKey()
-	a.tally.Refused = append(a.tally.Refused, Refusal{Reason: reason, Place: a.place, Epoch: k.GetEpoch(), Index: k.GetIndex(), Attempt: k.GetAttempt(),
+	a.tally.Refused = append(a.tally.Refused, Refusal{Reason: reason, Number: number, Epoch: k.GetEpoch(), Index: k.GetIndex(), Attempt: k.GetAttempt(),
 		Sample: k.GetSample(), Worker: h.GetWorkerId()})
 }
 
@@ -223,7 +259,7 @@ func (a *admission) refuse(reason string, h *trajectoryv1.TrajectoryHeader) {
 func (a *admission) store(ctx context.Context) error {
 	var groups []*Group
 	var samples []Sample
-	for _, p := range unique(a.touched) {
+	for _, p := range unique(a.changed) {
 		g := a.groups[p]
 		if err := a.ledger.complete(g, a.spreads[p]); err != nil {
 			return err
@@ -237,36 +273,48 @@ func (a *admission) store(ctx context.Context) error {
 	return a.tx.AddSamples(ctx, samples)
 }
 
-// complete makes an open group ready once all of its samples are there and agree with the record, or leaves it out where a step
-// could learn nothing of rewards like these.
+// complete moves an open group to READY once all of its samples are there and verified, or excludes it if dynamic sampling is on and
+// its rewards are all equal.
 func (l *Ledger) complete(g *Group, rewards spread) error {
 	if g.State != Open || g.Pending > 0 || g.Samples < l.Config.GetGroupSize() {
 		return nil
 	}
-	if l.draws() && rewards.equal() && !g.TokenRewards {
+	if l.dynamic() && rewards.equal() && !g.TokenRewards {
 		return l.move(g, Excluded, ReasonZeroAdvantage)
 	}
 	return l.move(g, Ready, "")
 }
 
-func distinct(numbers []uint64) []uint64 {
-	slices.Sort(numbers)
-	return slices.Compact(numbers)
-}
-
-// unique keeps the first of each number.
-func unique(numbers []uint64) []uint64 {
-	seen := make(map[uint64]bool, len(numbers))
-	return slices.DeleteFunc(numbers, func(n uint64) bool {
-		was := seen[n]
-		seen[n] = true
-		return was
-	})
-}
-
-func or(a, b string) string {
-	if a != "" {
-		return a
+// begin opens a new attempt.
+func (a *admission) begin(ctx context.Context, g *Group, attempt uint32) error {
+	if err := a.forget(ctx, g); err != nil {
+		return err
 	}
-	return b
+	g.Attempt = attempt
+	a.changed = append(a.changed, g.Position)
+	return a.ledger.move(g, Open, "")
+}
+
+// dissolve ends the attempt of a group without a result.
+func (a *admission) dissolve(ctx context.Context, g *Group, reason string) error {
+	if err := a.forget(ctx, g); err != nil {
+		return err
+	}
+	g.Failures++
+	a.tally.Dissolved++
+	a.changed = append(a.changed, g.Position)
+	return a.ledger.move(g, Dissolved, reason)
+}
+
+// forget drops the samples of the current attempt.
+func (a *admission) forget(ctx context.Context, g *Group) error {
+	stored := a.stored[g.Position]
+	delete(a.stored, g.Position)
+	delete(a.have, g.Position)
+	delete(a.spreads, g.Position)
+	delete(a.fresh, g.Position)
+	if !stored {
+		return nil
+	}
+	return a.tx.DropSamples(ctx, g.Position)
 }
