@@ -17,7 +17,7 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-const chunk = 1 << 20
+const chunkBytes = 1 << 20
 
 // PutArtifact implements the contract.
 func (s *Server) PutArtifact(stream grpc.ClientStreamingServer[storagev1.PutArtifactRequest, storagev1.PutArtifactResponse]) error {
@@ -54,7 +54,7 @@ func (s *Server) GetArtifact(req *storagev1.GetArtifactRequest, stream grpc.Serv
 		return typed(err, req.GetContentId())
 	}
 	defer func() { _ = r.Close() }()
-	buffer := make([]byte, chunk)
+	buffer := make([]byte, chunkBytes)
 	for {
 		n, err := io.ReadFull(r, buffer)
 		if n > 0 {
@@ -71,7 +71,7 @@ func (s *Server) GetArtifact(req *storagev1.GetArtifactRequest, stream grpc.Serv
 	}
 }
 
-// open reads a content: verified from its beginning, or a part of it.
+// open opens an artifact. From its beginning the bytes are verified while they are read.
 func (s *Server) open(ctx context.Context, req *storagev1.GetArtifactRequest) (io.ReadCloser, error) {
 	if req.GetOffset() == 0 {
 		return s.deps.Artifacts.Open(ctx, req.GetContentId())
@@ -101,7 +101,7 @@ func (s *Server) ImportArtifacts(ctx context.Context, req *storagev1.ImportArtif
 	return resp, nil
 }
 
-// ExportArtifacts implements the contract. A file that has the content already is left as it is.
+// ExportArtifacts implements the contract.
 func (s *Server) ExportArtifacts(ctx context.Context, req *storagev1.ExportArtifactsRequest) (*storagev1.ExportArtifactsResponse, error) {
 	for _, f := range req.GetFiles() {
 		if !filepath.IsAbs(f.GetPath()) {
@@ -114,7 +114,7 @@ func (s *Server) ExportArtifacts(ctx context.Context, req *storagev1.ExportArtif
 	return &storagev1.ExportArtifactsResponse{}, nil
 }
 
-// export writes a content under a temporary name and renames it when it was verified.
+// export writes an artifact to a temporary file and renames the file once it is verified.
 func (s *Server) export(ctx context.Context, content, path string) error {
 	r, err := s.deps.Artifacts.Open(ctx, content)
 	if err != nil {
@@ -129,7 +129,7 @@ func (s *Server) export(ctx context.Context, content, path string) error {
 		return err
 	}
 	defer func() { _ = os.Remove(staged.Name()) }()
-	out := bufio.NewWriterSize(staged, chunk)
+	out := bufio.NewWriterSize(staged, chunkBytes)
 	_, err = io.Copy(out, r)
 	if err := errors.Join(err, out.Flush(), staged.Chmod(0o644), staged.Close()); err != nil {
 		return err
@@ -160,7 +160,7 @@ func (s *Server) DeleteArtifacts(ctx context.Context, req *storagev1.DeleteArtif
 	return &storagev1.DeleteArtifactsResponse{}, nil
 }
 
-// typed turns the errors of the blob port into this service's.
+// typed converts the errors of the blob port.
 func typed(err error, content string) error {
 	switch {
 	case errors.Is(err, blob.ErrNotFound):

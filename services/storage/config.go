@@ -10,9 +10,9 @@ import (
 	"github.com/rollout-rl/rollout/libs/bus"
 )
 
-// Config sets the service.
+// Config configures the service.
 type Config struct {
-	// Fetch is how many messages of the stream are stored in one transaction at most. 0: 256.
+	// Fetch is the largest number of messages that are stored in one transaction. 0: 256.
 	Fetch int
 	// Page is how many events a tail reads at a time. 0: 500.
 	Page int
@@ -27,24 +27,24 @@ func (c *Config) defaults() {
 	}
 }
 
-// Stream is what the service needs of the bus.
+// Stream is the part of the bus that the service uses.
 type Stream interface {
 	EnsureEvents(ctx context.Context) error
 	Events(ctx context.Context) (*bus.Consumer, error)
 }
 
-// Deps are the service's surroundings.
+// Deps are the dependencies of the service.
 type Deps struct {
 	Store     Store
 	Artifacts *blob.CAS
-	Stream    Stream       // nil: events come by AppendEvents alone
+	Stream    Stream       // nil: events only arrive by AppendEvents
 	Log       *slog.Logger // nil discards
 	Now       func() time.Time
 }
 
 func (d *Deps) check() error {
 	if d.Store == nil || d.Artifacts == nil {
-		return errors.New("storage: event store and artifacts are needed")
+		return errors.New("storage: missing dependency: event store or artifacts")
 	}
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)

@@ -9,13 +9,13 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// news wakes those who follow the log.
-type news struct {
+// notifier wakes the goroutines that wait for new events.
+type notifier struct {
 	mu      sync.Mutex
 	changed chan struct{}
 }
 
-func (n *news) wait() <-chan struct{} {
+func (n *notifier) wait() <-chan struct{} {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.changed == nil {
@@ -24,7 +24,7 @@ func (n *news) wait() <-chan struct{} {
 	return n.changed
 }
 
-func (n *news) tell() {
+func (n *notifier) notify() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.changed != nil {
@@ -37,19 +37,19 @@ func (n *news) tell() {
 func (s *Server) append(ctx context.Context, events []*Event) error {
 	added, err := s.deps.Store.Append(ctx, events)
 	if added > 0 {
-		s.news.tell()
+		s.added.notify()
 	}
 	return err
 }
 
-// ingest stores what arrives on the stream until ctx ends. A message is acked after its events are stored.
+// ingest stores the events of the stream until ctx ends. A message is acked after its events are stored.
 func (s *Server) ingest(ctx context.Context) {
 	for pause := 100 * time.Millisecond; ctx.Err() == nil; pause = min(2*pause, 5*time.Second) {
 		err := s.consume(ctx, func() { pause = 100 * time.Millisecond })
 		if ctx.Err() != nil {
 			return
 		}
-		s.deps.Log.WarnContext(ctx, "events are not stored at the moment, trying again", "error", err, "after", pause)
+		s.deps.Log.WarnContext(ctx, "storing events failed and is repeated", "error", err, "after", pause)
 		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
@@ -72,31 +72,31 @@ func (s *Server) consume(ctx context.Context, progress func()) error {
 		if err != nil {
 			return err
 		}
-		if err := s.take(ctx, messages); err != nil {
+		if err := s.store(ctx, messages); err != nil {
 			return err
 		}
 		progress()
 	}
 }
 
-func (s *Server) take(ctx context.Context, messages []*bus.Delivery) error {
+func (s *Server) store(ctx context.Context, messages []*bus.Delivery) error {
 	var events []*Event
-	good := messages[:0]
+	valid := messages[:0]
 	for _, m := range messages {
 		batch := &eventv1.EventBatch{}
 		if err := m.Decode(batch); err != nil {
-			s.deps.Log.WarnContext(ctx, "a message that holds no events was dropped", "subject", m.Subject(), "error", err)
-			_ = m.Term("no EventBatch")
+			s.deps.Log.WarnContext(ctx, "a message is not an EventBatch and was dropped", "subject", m.Subject(), "error", err)
+			_ = m.Term("not an EventBatch")
 			continue
 		}
 		events = append(events, batch.GetEvents()...)
-		good = append(good, m)
+		valid = append(valid, m)
 	}
 	if err := s.append(ctx, events); err != nil {
-		return err // not acked: they come again
+		return err // not acked: the messages are redelivered
 	}
-	for _, m := range good {
-		_ = m.Ack() // where it is lost the events come again and are known
+	for _, m := range valid {
+		_ = m.Ack() // if the ack is lost, the redelivered events are skipped
 	}
 	return nil
 }

@@ -8,13 +8,13 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// Server is the gRPC edge of both of the target's services.
+// Server is the gRPC edge of the artifact service and the event service.
 type Server struct {
 	storagev1.UnimplementedArtifactServiceServer
 	storagev1.UnimplementedEventServiceServer
-	cfg  Config
-	deps Deps
-	news news
+	cfg   Config
+	deps  Deps
+	added notifier
 }
 
 // New makes the service. It starts nothing.
@@ -62,11 +62,11 @@ func (s *Server) ListEvents(ctx context.Context, req *storagev1.ListEventsReques
 	return &storagev1.ListEventsResponse{Events: events}, nil
 }
 
-// TailEvents implements the contract. Whoever reads slowly gets everything, later.
+// TailEvents implements the contract. It reads from the store, so a slow client misses nothing.
 func (s *Server) TailEvents(req *storagev1.TailEventsRequest, stream grpc.ServerStreamingServer[storagev1.TailEventsResponse]) error {
 	filter := FilterOf(req.GetFilter())
 	for {
-		more := s.news.wait()
+		more := s.added.wait()
 		events, err := s.deps.Store.List(stream.Context(), filter, s.cfg.Page, false)
 		if err != nil {
 			return err
@@ -95,7 +95,7 @@ func (s *Server) QueryMetrics(ctx context.Context, req *storagev1.QueryMetricsRe
 	return &storagev1.QueryMetricsResponse{Series: series}, nil
 }
 
-// FilterOf reads a filter of the contract; nil takes all.
+// FilterOf converts a filter of the contract. nil selects all.
 func FilterOf(f *storagev1.EventFilter) Filter {
 	out := Filter{Run: f.GetRunId(), Services: f.GetServices(), MinLevel: f.GetMinLevel(), Kinds: f.GetKinds(), After: f.GetAfterSequence()}
 	if f.GetSince() != nil {

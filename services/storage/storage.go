@@ -1,8 +1,8 @@
-// Package storage keeps what a run leaves behind: artifacts under the digest of their content, events, and the metrics that
-// events carry.
+// Package storage stores artifacts by the digest of their content, events, and the metrics of events.
 //
-// Events arrive on the EVENTS stream or by AppendEvents; an event id is stored once, so that either may repeat itself.
-// The numbers of `step.committed` and `eval.finished` become series by step: of a step recorded twice the newest counts.
+// Events arrive on the EVENTS stream or by AppendEvents. Each event id is stored once, so both may
+// repeat an event. The metrics of `step.committed` and `eval.finished` become series by step. If a step
+// is recorded twice, the newest value counts.
 package storage
 
 import (
@@ -18,20 +18,20 @@ import (
 
 // Errors of the service, compared with errors.Is.
 var (
-	ErrNotFound = rpcerr.New(codes.NotFound, "ARTIFACT_NOT_FOUND", "no artifact of this content id")
-	ErrCorrupt  = rpcerr.New(codes.DataLoss, "ARTIFACT_CORRUPT", "the artifact's bytes do not have its content id")
-	ErrMismatch = rpcerr.New(codes.FailedPrecondition, "ARTIFACT_MISMATCH", "the file is not the content that was announced")
-	ErrNoFile   = rpcerr.New(codes.NotFound, "FILE_NOT_FOUND", "no such file on the storage's host")
-	ErrPath     = rpcerr.New(codes.InvalidArgument, "BAD_PATH", "a path on the storage's host must be absolute")
+	ErrNotFound = rpcerr.New(codes.NotFound, "ARTIFACT_NOT_FOUND", "there is no artifact with this content id")
+	ErrCorrupt  = rpcerr.New(codes.DataLoss, "ARTIFACT_CORRUPT", "the bytes of the artifact do not match its content id")
+	ErrMismatch = rpcerr.New(codes.FailedPrecondition, "ARTIFACT_MISMATCH", "the content of the file does not match the given content id")
+	ErrNoFile   = rpcerr.New(codes.NotFound, "FILE_NOT_FOUND", "the file does not exist on the host of the storage service")
+	ErrPath     = rpcerr.New(codes.InvalidArgument, "BAD_PATH", "a path on the host of the storage service must be absolute")
 )
 
 // Event is one record.
 type Event = eventv1.Event
 
-// Filter narrows events; its zero value takes all.
+// Filter selects events. Its zero value selects all.
 type Filter struct {
 	Run      string
-	Services []string // a service's name takes its numbered workers too: `inference-worker` takes `inference-worker/inference-0`
+	Services []string // `inference-worker` also selects its workers, such as `inference-worker/inference-0`
 	MinLevel eventv1.Level
 	Since    time.Time
 	Kinds    []string
@@ -40,14 +40,14 @@ type Filter struct {
 
 // Store keeps events and metrics.
 type Store interface {
-	// Append stores events in order and gives each its sequence; those whose id is known are left out. It returns how many
-	// were new. When it returns they survive the death of the process.
+	// Append stores events in order and gives each a sequence number. It skips events whose id is
+	// already stored, and returns how many were new. They survive a crash of the process when it returns.
 	Append(ctx context.Context, events []*Event) (int, error)
-	// List returns at most limit events by sequence: the first, or with newest the last ones.
+	// List returns at most limit events by sequence: the first, or with newest the last.
 	List(ctx context.Context, f Filter, limit int, newest bool) ([]*Event, error)
-	// Series returns the metrics of a run from a step on, by name; no names means all.
+	// Series returns the metrics of a run from a step on, by name. Without names it returns all.
 	Series(ctx context.Context, run string, names []string, from uint64) ([]*storagev1.Series, error)
 }
 
-// Measured reports whether an event's metrics are numbers of its step.
+// Measured reports whether the metrics of an event kind belong to its step.
 func Measured(kind string) bool { return kind == "step.committed" || kind == "eval.finished" }

@@ -36,7 +36,7 @@ type setup struct {
 	blobs     string
 }
 
-// serve runs the service on an embedded NATS server, and clients of it.
+// serve runs the service on an embedded NATS server, and returns clients.
 func serve(t *testing.T) setup {
 	t.Helper()
 	dir := t.TempDir()
@@ -91,7 +91,7 @@ func event(n string) *eventv1.Event {
 	return &eventv1.Event{EventId: n, RunId: "run-a", Time: timestamppb.New(time.Unix(1, 0)), Service: "buffer", Kind: "log", Message: n}
 }
 
-func TestTailGetsStoredEventsAndThenThoseOfTheStream(t *testing.T) {
+func TestTailSendsStoredEventsThenNewOnes(t *testing.T) {
 	t.Parallel()
 	s := serve(t)
 	if _, err := s.events.AppendEvents(t.Context(), &storagev1.AppendEventsRequest{Events: []*eventv1.Event{event("1"), event("2"), event("3")}}); err != nil {
@@ -120,7 +120,7 @@ func TestTailGetsStoredEventsAndThenThoseOfTheStream(t *testing.T) {
 	if err := s.bus.EnsureEvents(ctx); err != nil {
 		t.Fatal(err)
 	}
-	for _, n := range []string{"3", "4", "5"} { // 3 comes twice and is known
+	for _, n := range []string{"3", "4", "5"} { // 3 is sent a second time and skipped
 		if err := s.bus.PublishProto(ctx, bus.EventSubject("run-a"), &eventv1.EventBatch{Events: []*eventv1.Event{event(n)}}); err != nil {
 			t.Fatal(err)
 		}
@@ -131,7 +131,7 @@ func TestTailGetsStoredEventsAndThenThoseOfTheStream(t *testing.T) {
 	}
 }
 
-func TestArtifactTravels(t *testing.T) {
+func TestArtifactsAreStoredReadAndDeleted(t *testing.T) {
 	t.Parallel()
 	s := serve(t)
 	data := bytes.Repeat([]byte("0123456789"), 250_000)
@@ -151,7 +151,7 @@ func TestArtifactTravels(t *testing.T) {
 	if got, err := read(t, s, stored.GetContentId()); err != nil || !bytes.Equal(got, data) {
 		t.Fatalf("read %d bytes, %v", len(got), err)
 	}
-	for _, offset := range []int{1, len(data) - 1, len(data)} { // a transfer that broke off goes on
+	for _, offset := range []int{1, len(data) - 1, len(data)} { // an interrupted transfer resumes
 		if got, err := readFrom(t, s, stored.GetContentId(), uint64(offset)); err != nil || !bytes.Equal(got, data[offset:]) {
 			t.Fatalf("read %d bytes from %d, %v", len(got), offset, err)
 		}

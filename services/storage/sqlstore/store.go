@@ -8,20 +8,23 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"time"
 
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	schema "github.com/rollout-rl/rollout/database/storage"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 	"github.com/rollout-rl/rollout/services/storage"
 )
 
 // Store implements storage.Store.
 type Store struct{ db *sqldb.DB }
 
-// Open opens or makes the service's database and brings its schema up to date.
+// Open opens the database of the service, creates it if needed, and migrates its schema.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
-	// Events tell of what the ledgers hold; the last ones before a power cut may be lost.
+	// The ledgers are authoritative, so the last events before a power cut may be lost.
 	db, err := sqldb.Ready(ctx, place, "storage", sqldb.Normal, schema.Migrations)
 	if err != nil {
 		return nil, err
@@ -38,7 +41,7 @@ func (s *Store) Append(ctx context.Context, events []*storage.Event) (added int,
 		return 0, nil
 	}
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
-		if err := s.db.LockTable(ctx, tx, "event"); err != nil { // who follows by sequence must not miss an event that is committed later
+		if err := s.db.LockTable(ctx, tx, "event"); err != nil { // a tail must not miss an event with a lower sequence that is committed later
 			return err
 		}
 		insert, err := tx.PrepareContext(ctx, `INSERT INTO event (event_id, run_id, time_us, service, level, kind, event)
@@ -77,6 +80,7 @@ func (s *Store) Append(ctx context.Context, events []*storage.Event) (added int,
 	return added, nil
 }
 
+// measure stores the metrics of an event.
 func measure(ctx context.Context, tx *sql.Tx, e *storage.Event) error {
 	if !storage.Measured(e.GetKind()) {
 		return nil
@@ -126,7 +130,7 @@ func (s *Store) List(ctx context.Context, f storage.Filter, limit int, newest bo
 	return events, nil
 }
 
-// conditions is a WHERE and its arguments.
+// conditions returns the WHERE clause of a filter and its arguments.
 func (s *Store) conditions(f storage.Filter) (string, []any) {
 	var parts []string
 	var args []any
@@ -156,12 +160,44 @@ func (s *Store) conditions(f storage.Filter) (string, []any) {
 	return strings.Join(parts, " AND "), args
 }
 
+// each joins the placeholders of a list.
 func each(list []string, value func(any) string) string {
 	out := make([]string, len(list))
 	for i, v := range list {
 		out[i] = value(v)
 	}
 	return strings.Join(out, ", ")
+}
+
+// Series implements storage.Store.
+func (s *Store) Series(ctx context.Context, run string, names []string, from uint64) ([]*storagev1.Series, error) {
+	args := []any{run, int64(from)}
+	query := `SELECT name, step, value, time_us FROM metric WHERE run_id = $1 AND step >= $2`
+	if len(names) > 0 {
+		query += " AND name IN (" + each(names, func(v any) string { args = append(args, v); return fmt.Sprintf("$%d", len(args)) }) + ")"
+	}
+	var all []*storagev1.Series
+	err := s.db.Each(ctx, query+` ORDER BY name, step`, args, func(scan sqldb.Scan) error {
+		var name string
+		var step, us int64
+		var value sql.NullFloat64
+		if err := scan(&name, &step, &value, &us); err != nil {
+			return err
+		}
+		if !value.Valid {
+			value.Float64 = math.NaN()
+		}
+		if len(all) == 0 || all[len(all)-1].GetName() != name {
+			all = append(all, &storagev1.Series{Name: name})
+		}
+		last := all[len(all)-1]
+		last.Points = append(last.Points, &storagev1.Point{Step: uint64(step), Value: value.Float64, Time: timestamppb.New(time.UnixMicro(us).UTC())})
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("query metrics of %s: %w", run, err)
+	}
+	return all, nil
 }
 
 var _ storage.Store = (*Store)(nil)

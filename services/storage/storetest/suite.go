@@ -27,7 +27,7 @@ func event(n int, change func(*storage.Event)) *storage.Event {
 	return e
 }
 
-// Run runs the suite; open gives an empty store.
+// Run runs the suite. open returns an empty store.
 func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 	fill := func(t *testing.T, events ...*storage.Event) storage.Store {
 		t.Helper()
@@ -67,7 +67,7 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 		}
 		want(t, store, storage.Filter{After: listed[2].GetSequence()}, 10, false, "4", "5", "6")
 	})
-	t.Run("a name with a NUL keeps no other event away", func(t *testing.T) {
+	t.Run("a name with a NUL does not stop other events", func(t *testing.T) {
 		store := fill(t, event(1, func(e *storage.Event) {
 			e.Step, e.Kind, e.Service, e.Metrics = 1, "step.committed", "a\x00b", map[string]float64{"reward/\x00": 3}
 		}), event(2, nil))
@@ -77,7 +77,7 @@ func Run(t *testing.T, open func(t *testing.T) storage.Store) {
 			t.Fatalf("got %v, %v", all, err)
 		}
 	})
-	t.Run("of a step recorded twice the newest counts", func(t *testing.T) {
+	t.Run("the newest value of a repeated step counts", func(t *testing.T) {
 		step := func(n int, step uint64, kind string, metrics map[string]float64) *storage.Event {
 			return event(n, func(e *storage.Event) { e.Step, e.Kind, e.Metrics = step, kind, metrics })
 		}
