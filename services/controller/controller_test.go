@@ -20,7 +20,7 @@ import (
 
 const steps = 4
 
-// wait returns the progress at the first moment that is true, or fails the test.
+// wait waits until the progress satisfies is, or fails the test.
 func wait(t *testing.T, s *Server, what string, is func(p *learnerv1.Progress) bool) *learnerv1.Progress {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
@@ -62,19 +62,19 @@ func correct(t *testing.T, w *world) {
 	}
 	for i, s := range w.steps {
 		if s.GetStep() != uint64(i)+1 || s.GetWeightsDigest() != digestAt(s.GetStep()) {
-			t.Fatalf("step %d holds %s", s.GetStep(), s.GetWeightsDigest())
+			t.Fatalf("step %d has digest %s", s.GetStep(), s.GetWeightsDigest())
 		}
 	}
 	w.inference.mu.Lock()
 	defer w.inference.mu.Unlock()
 	if got := w.inference.receipt.GetDigest(); got != digestAt(steps) && !w.fresh {
-		t.Fatalf("the inference worker holds %s in the end", got)
+		t.Fatalf("the inference worker has %s loaded at the end", got)
 	}
 	if n := len(w.completed); n == 0 || w.completed[n-1].GetState() != runv1.RunState_RUN_STATE_SUCCEEDED {
-		t.Fatalf("the scheduler was told %v", w.completed)
+		t.Fatalf("reported to the scheduler: %v", w.completed)
 	}
 	if len(w.late) > 0 {
-		t.Fatalf("the scheduler was told of the end before these were on the bus: %v", w.late)
+		t.Fatalf("the end was reported to the scheduler before these events were on the bus: %v", w.late)
 	}
 	if n := len(w.snapshots); n == 0 || w.snapshots[n-1].GetStep() != steps || w.snapshots[n-1].GetCursor().GetPosition() != 2*steps {
 		t.Fatalf("newest snapshot %v", w.snapshots)
@@ -106,32 +106,32 @@ func TestUndisturbed(t *testing.T) {
 	}
 }
 
-// TestFaultAtEveryCall walks every call that an undisturbed run makes to the outside: the call fails, before or after it
-// took effect, and with it the learner, the inference worker, both and the memory that held the weights, both where the learner's
-// folder can't be opened by the other, the controller, or nothing else.
+// TestFaultAtEveryCall fails each call that an undisturbed run makes, before or after it takes effect. Together with the call
+// fails: nothing, the learner, the inference worker, both together with the folders of the weights, both where workers can't open
+// the learner's folder, or the controller.
 func TestFaultAtEveryCall(t *testing.T) {
 	t.Parallel()
-	calm := newWorld(t)
-	s, stop := begin(t, calm)
+	undisturbed := newWorld(t)
+	s, stop := begin(t, undisturbed)
 	finish(t, s)
 	stop()
-	calls := calm.calls
+	calls := undisturbed.calls
 	t.Logf("an undisturbed run of %d steps makes %d calls", steps, calls)
-	for _, victim := range []string{"nobody", "learner", "inference", "workers", "workers elsewhere", "controller"} {
+	for _, victim := range []string{"nothing", "learner", "inference", "workers", "workers on other hosts", "controller"} {
 		for _, after := range []bool{false, true} {
 			t.Run(victim, func(t *testing.T) {
 				t.Parallel()
 				for call := 1; call <= calls; call++ {
-					walk(t, victim, call, after)
+					failAt(t, victim, call, after)
 				}
 			})
 		}
 	}
 }
 
-func walk(t *testing.T, victim string, call int, after bool) {
+func failAt(t *testing.T, victim string, call int, after bool) {
 	w := newWorld(t)
-	w.fault, w.after, w.apart = call, after, victim == "workers elsewhere"
+	w.fault, w.after, w.apart = call, after, victim == "workers on other hosts"
 	died := make(chan struct{})
 	w.onFault = func() {
 		switch victim {
@@ -147,7 +147,7 @@ func walk(t *testing.T, victim string, call int, after bool) {
 			w.learner.forget()
 			w.startInference()
 			w.startLearner()
-		case "workers elsewhere":
+		case "workers on other hosts":
 			w.kill(w.learner.address)
 			w.kill(w.inference.address)
 			w.startInference()
@@ -171,8 +171,9 @@ func walk(t *testing.T, victim string, call int, after bool) {
 	}
 	defer stop()
 	finish(t, s)
-	w.mu.Lock()                                                                                                               // a worker that was started again may only be loading now
-	w.fresh = (victim == "inference" || strings.HasPrefix(victim, "workers")) && !slices.Contains(w.trace[call:], "Evaluate") // its successor came too late for the last delivery
+	w.mu.Lock()
+	// A worker that restarts after the last delivery may still be loading.
+	w.fresh = (victim == "inference" || strings.HasPrefix(victim, "workers")) && !slices.Contains(w.trace[call:], "Evaluate")
 	w.mu.Unlock()
 	correct(t, w)
 	if t.Failed() {
@@ -182,12 +183,12 @@ func walk(t *testing.T, victim string, call int, after bool) {
 
 func TestReplayThatDivergesFailsTheRun(t *testing.T) {
 	t.Parallel()
-	calm := newWorld(t)
-	s, stop := begin(t, calm)
+	undisturbed := newWorld(t)
+	s, stop := begin(t, undisturbed)
 	finish(t, s)
 	stop()
 	w := newWorld(t)
-	w.fault = nth(calm.trace, "Train", 4) // step 3 is after the newest snapshot, so it is made again
+	w.fault = nth(undisturbed.trace, "Train", 4) // step 3 is after the newest snapshot, so it is made again
 	w.onFault = func() {
 		w.kill(w.learner.address)
 		w.startLearner()
@@ -199,20 +200,20 @@ func TestReplayThatDivergesFailsTheRun(t *testing.T) {
 	d, _ := s.find(t.Context(), run)
 	<-d.done
 	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
-		t.Fatalf("ended as %s, the scheduler was told %v", p.GetPhase(), w.completed)
+		t.Fatalf("ended as %s, reported to the scheduler: %v", p.GetPhase(), w.completed)
 	}
 }
 
-// Weights that were not made again to the same bits, of which only workers that are no more had the first: that run has an end too.
-func TestDivergedWeightsThatNobodyHasEndTheRun(t *testing.T) {
+// A run fails if retraining gives different weights and no process has the first ones.
+func TestDivergedWeightsWithoutASourceFailTheRun(t *testing.T) {
 	t.Parallel()
-	calm := newWorld(t)
-	s, stop := begin(t, calm)
+	undisturbed := newWorld(t)
+	s, stop := begin(t, undisturbed)
 	finish(t, s)
 	stop()
 	w := newWorld(t)
 	w.apart = true
-	w.fault = nth(calm.trace, "Train", 4) + 1 // one more call: the first version is asked for twice, as its folder can't be opened
+	w.fault = nth(undisturbed.trace, "Train", 4) + 1 // one more call: the first version is loaded in two attempts, because its folder can't be opened
 	w.onFault = func() {
 		w.kill(w.learner.address)
 		w.kill(w.inference.address)
@@ -232,7 +233,7 @@ func TestDivergedWeightsThatNobodyHasEndTheRun(t *testing.T) {
 	d, _ := s.find(t.Context(), run)
 	<-d.done
 	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
-		t.Fatalf("ended as %s, the scheduler was told %v", p.GetPhase(), w.completed)
+		t.Fatalf("ended as %s, reported to the scheduler: %v", p.GetPhase(), w.completed)
 	}
 }
 
@@ -255,16 +256,16 @@ func registered(t *testing.T, s *Server, address string) {
 	}
 }
 
-// The last worker that held such weights dies later, while the drive waits for what it samples.
-func TestDivergedWeightsWhoseLastHolderDiesEndTheRun(t *testing.T) {
+// The last worker with the first weights dies later, while the drive waits for its samples.
+func TestDivergedWeightsFailTheRunWhenTheirLastWorkerDies(t *testing.T) {
 	t.Parallel()
-	calm := newWorld(t)
-	s, stop := begin(t, calm)
+	undisturbed := newWorld(t)
+	s, stop := begin(t, undisturbed)
 	finish(t, s)
 	stop()
 	w := newWorld(t)
 	w.apart = true
-	w.fault = nth(calm.trace, "Train", 4) + 1 // one more call: the first version is asked for twice, as its folder can't be opened
+	w.fault = nth(undisturbed.trace, "Train", 4) + 1 // one more call: the first version is loaded in two attempts, because its folder can't be opened
 	w.onFault = func() {
 		w.kill(w.learner.address)
 		w.startLearner()
@@ -287,11 +288,11 @@ func TestDivergedWeightsWhoseLastHolderDiesEndTheRun(t *testing.T) {
 	d, _ := s.find(t.Context(), run)
 	<-d.done
 	if p.GetPhase() != failed || len(w.completed) != 1 || w.completed[0].GetReason() != ReasonDiverged {
-		t.Fatalf("ended as %s, the scheduler was told %v", p.GetPhase(), w.completed)
+		t.Fatalf("ended as %s, reported to the scheduler: %v", p.GetPhase(), w.completed)
 	}
 }
 
-// nth is the number of the n-th call of a name.
+// nth returns the number of the n-th call with a name.
 func nth(trace []string, name string, n int) int {
 	for i, call := range trace {
 		if call == name {
@@ -318,7 +319,7 @@ func TestStopWithDrainTakesASnapshot(t *testing.T) {
 	}
 	newest := w.snapshots[len(w.snapshots)-1]
 	if int(newest.GetStep()) != len(w.steps) || len(w.completed) != 0 {
-		t.Fatalf("stopped after step %d with a snapshot of step %d, the scheduler was told %v", len(w.steps), newest.GetStep(), w.completed)
+		t.Fatalf("stopped after step %d with a snapshot of step %d, reported to the scheduler: %v", len(w.steps), newest.GetStep(), w.completed)
 	}
 }
 
@@ -329,7 +330,7 @@ func TestOlderIncarnationIsRefused(t *testing.T) {
 	s, stop := w.start()
 	defer stop()
 	if _, err := s.StartRun(t.Context(), request(t, steps)); err == nil {
-		t.Fatal("incarnation 1 was taken after 5")
+		t.Fatal("incarnation 1 was started after 5")
 	}
 	req := request(t, 100_000)
 	req.Incarnation = 6
@@ -337,7 +338,7 @@ func TestOlderIncarnationIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := s.StopRun(t.Context(), &learnerv1.StopRunRequest{RunId: run, Incarnation: 5}); !errors.Is(err, ErrStale) {
-		t.Errorf("stopped in the name of incarnation 5, while 6 is driven: %v", err)
+		t.Errorf("incarnation 5 stopped incarnation 6: %v", err)
 	}
 	if resp, err := s.GetProgress(t.Context(), &learnerv1.GetProgressRequest{RunId: run}); err != nil || ended(resp.GetProgress().GetPhase()) {
 		t.Errorf("after that: %v %v", resp, err)
@@ -347,13 +348,13 @@ func TestOlderIncarnationIsRefused(t *testing.T) {
 	}
 }
 
-func TestWorkerThatHoldsSomethingElseIsFenced(t *testing.T) {
+func TestWorkerWithOtherWeightsIsFenced(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.inference.corrupt = true
 	s, stop := begin(t, w)
 	defer stop()
-	p := wait(t, s, "wait for a worker that can be trusted", func(p *learnerv1.Progress) bool { return p.GetPhase() == evaluating })
+	p := wait(t, s, "wait for a worker with verified weights", func(p *learnerv1.Progress) bool { return p.GetPhase() == evaluating })
 	if p.GetStep() != 0 {
 		t.Fatalf("evaluated at step %d", p.GetStep())
 	}
@@ -361,7 +362,7 @@ func TestWorkerThatHoldsSomethingElseIsFenced(t *testing.T) {
 	w.startInference()
 	finish(t, s)
 	if !slices.ContainsFunc(w.kinds(), func(kind string) bool { return kind == "worker.fenced" }) {
-		t.Fatal("no event says that the worker was fenced")
+		t.Fatal("no worker.fenced event")
 	}
 }
 
@@ -374,7 +375,7 @@ func (w *world) kinds() (kinds []string) {
 	return kinds
 }
 
-func TestFailuresOfInfrastructureAreNoReward(t *testing.T) {
+func TestInfrastructureFailuresHaveNoReward(t *testing.T) {
 	t.Parallel()
 	failed := trajectoryv1.Outcome_OUTCOME_INFRA_FAILED
 	got := score([]*inferencev1.EvalSample{{Reward: 1, Metrics: map[string]float64{"accuracy": 1}}, {Reward: 0.5}, {Outcome: failed}})
@@ -384,7 +385,7 @@ func TestFailuresOfInfrastructureAreNoReward(t *testing.T) {
 	}
 }
 
-func TestEvaluationTellsWhatWasNotScored(t *testing.T) {
+func TestEvaluationReportsUnscoredSamples(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	r := &reporter{bus: w, now: time.Now, samples: 16}

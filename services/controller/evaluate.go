@@ -45,8 +45,8 @@ func (e *evaluator) loss(ctx context.Context, step uint64) error {
 }
 
 // completions has a worker complete the held-out prompts with the newest weights. If the worker
-// fails, another one is asked. If each has failed, or there is none, evaluate waits and starts over:
-// a run does not skip evaluations.
+// fails, another one is asked. If all have failed, or no worker has the weights, it waits and starts
+// over: a run does not skip evaluations.
 func (e *evaluator) completions(ctx context.Context, step uint64) error {
 	tried := map[*inferenceWorker]bool{}
 	for {

@@ -89,8 +89,8 @@ func (r *reporter) step(batch *bufferv1.Batch, result *learnerv1.TrainResult, ti
 	}
 }
 
-// completions emits the recorded completions of a step. Call it before step, so that whoever receives
-// the step's event has them.
+// completions emits the recorded completions of a step. Call it before step, so that a receiver
+// of the event of the step has them.
 func (r *reporter) completions(result *learnerv1.TrainResult) {
 	if len(result.GetCompletions()) == 0 {
 		return

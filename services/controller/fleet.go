@@ -183,7 +183,7 @@ func (f *fleet) fence(w *inferenceWorker, err error) {
 	f.fenced(w.name, err)
 }
 
-// setLearner sets the learner that offers weights; nil: there is none.
+// setLearner sets the learner that offers weights; nil: no learner.
 func (f *fleet) setLearner(l *learner) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -265,7 +265,7 @@ func (f *fleet) checkSource(m *weightsv1.WeightsManifest) error {
 	return nil
 }
 
-// pick returns a worker that has m loaded and is not in tried, nil if there is none; and a channel
+// pick returns a worker that has m loaded and is not in tried, or else nil; and a channel
 // that is closed at the next change.
 func (f *fleet) pick(m *weightsv1.WeightsManifest, tried map[*inferenceWorker]bool) (*inferenceWorker, <-chan struct{}) {
 	f.mu.Lock()

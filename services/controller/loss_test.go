@@ -9,8 +9,8 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// taught drives a run on preferences whose held-out pairs nobody answers, to its end.
-func taught(t *testing.T, w *world) {
+// finishOnPreferences drives a run on preferences to its end. Its evaluations are losses of held-out pairs.
+func finishOnPreferences(t *testing.T, w *world) {
 	t.Helper()
 	s, stop := w.start()
 	defer stop()
@@ -26,33 +26,33 @@ func taught(t *testing.T, w *world) {
 func TestTheLearnerComputesTheLossOfHeldOutRows(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	taught(t, w)
-	var told []*eventv1.Event
+	finishOnPreferences(t, w)
+	var evaluations []*eventv1.Event
 	for _, e := range w.events {
 		if e.GetKind() == "eval.finished" {
-			told = append(told, e)
+			evaluations = append(evaluations, e)
 		}
 	}
-	if len(told) != 3 || told[0].GetStep() != 0 || told[1].GetStep() != 2 || told[2].GetStep() != steps {
-		t.Fatalf("evaluations %v", told)
+	if len(evaluations) != 3 || evaluations[0].GetStep() != 0 || evaluations[1].GetStep() != 2 || evaluations[2].GetStep() != steps {
+		t.Fatalf("got %v", evaluations)
 	}
-	metrics := told[1].GetMetrics()
+	metrics := evaluations[1].GetMetrics()
 	if metrics["eval/loss"] != 0.5 || metrics["eval/rewards/accuracy"] != 0.75 || metrics["eval/samples"] != 8 || metrics["eval/failed"] != 2 {
 		t.Errorf("metrics %v", metrics)
 	}
-	if want := "evaluation at step 2: loss 0.5 over 6 held-out rows; 2 could not be used and are not counted"; told[1].GetMessage() != want {
-		t.Errorf("got %q, want %q", told[1].GetMessage(), want)
+	if want := "evaluation at step 2: loss 0.5 over 6 held-out rows; 2 could not be used and are not counted"; evaluations[1].GetMessage() != want {
+		t.Errorf("got %q, want %q", evaluations[1].GetMessage(), want)
 	}
 	if slices.Contains(w.trace, "Evaluate") {
-		t.Error("a worker was asked for answers")
+		t.Error("a worker was asked for completions")
 	}
 }
 
-func TestALearnerThatIsLostInAnEvaluationDoesItAgain(t *testing.T) {
+func TestAnEvaluationIsRepeatedAfterALostLearner(t *testing.T) {
 	t.Parallel()
-	calm := newWorld(t)
-	taught(t, calm)
-	for call, name := range calm.trace {
+	undisturbed := newWorld(t)
+	finishOnPreferences(t, undisturbed)
+	for call, name := range undisturbed.trace {
 		if name != "EvaluateLoss" {
 			continue
 		}
@@ -62,9 +62,9 @@ func TestALearnerThatIsLostInAnEvaluationDoesItAgain(t *testing.T) {
 			w.kill(w.learner.address)
 			w.startLearner()
 		}
-		taught(t, w)
+		finishOnPreferences(t, w)
 		if got := strings.Count(strings.Join(w.trace, " "), "EvaluateLoss"); got != 4 {
-			t.Errorf("call %d failed: %d evaluations were begun, want 4", call+1, got)
+			t.Errorf("call %d failed: %d evaluations were started, want 4", call+1, got)
 		}
 	}
 }

@@ -10,7 +10,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// A refused gradient pauses the run and stops the drive: this incarnation tries the step no second time, whoever asks for it.
+// A refused gradient pauses the run and stops the drive. This incarnation never tries the step again.
 func TestARefusedGradientPausesTheRun(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -28,12 +28,12 @@ func TestARefusedGradientPausesTheRun(t *testing.T) {
 	}
 	halted("at first")
 	if len(w.completed) != 1 {
-		t.Fatalf("the scheduler was told %v", w.completed)
+		t.Fatalf("reported to the scheduler: %v", w.completed)
 	}
-	told := w.completed[0]
-	if told.GetState() != runv1.RunState_RUN_STATE_PAUSED || told.GetReason() != refusal.Exploding || told.GetIncarnation() != 1 ||
-		!strings.Contains(told.GetMessage(), "kept in step.npz") {
-		t.Errorf("the scheduler was told %v", told)
+	report := w.completed[0]
+	if report.GetState() != runv1.RunState_RUN_STATE_PAUSED || report.GetReason() != refusal.Exploding || report.GetIncarnation() != 1 ||
+		!strings.Contains(report.GetMessage(), "kept in step.npz") {
+		t.Errorf("reported to the scheduler: %v", report)
 	}
 	tries := func() (n int) {
 		for _, call := range w.trace {

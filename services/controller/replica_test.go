@@ -10,7 +10,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// fencedStore is the store of a term that is over when lost is set.
+// fencedStore is the store of a leader that loses its lease when lost is set.
 type fencedStore struct {
 	Store
 	lost atomic.Bool
@@ -23,8 +23,8 @@ func (s *fencedStore) Save(ctx context.Context, d *Drive) error {
 	return s.Store.Save(ctx, d)
 }
 
-// Two controllers have one run: the first loses its lease at some call and does not know. It tells nobody that the run has failed,
-// and leaves the learner alone; the second makes every step.
+// Two controllers drive one run: the first loses its lease at some call without noticing. It must not report that the run failed,
+// and must not call the learner; the second makes every step.
 func TestTwoControllers(t *testing.T) {
 	t.Parallel()
 	undisturbed := newWorld(t)
@@ -55,24 +55,24 @@ func TestTwoControllers(t *testing.T) {
 		select {
 		case <-lost:
 		case <-time.After(2 * time.Minute):
-			t.Fatalf("call %d never came", at)
+			t.Fatalf("call %d was not made", at)
 		}
 		old.mu.Lock()
 		d := old.drives[run]
 		old.mu.Unlock()
 		<-d.done
 		if n := len(w.completed); n > 0 {
-			t.Errorf("at call %d the old one reported %v", at, w.completed)
+			t.Errorf("call %d: the old controller reported %v", at, w.completed)
 		}
 		s, stop := w.start()
-		if _, err := s.StartRun(t.Context(), d.spec); err != nil { // the scheduler says it again
+		if _, err := s.StartRun(t.Context(), d.spec); err != nil { // the scheduler repeats its request
 			t.Fatal(err)
 		}
 		finish(t, s)
 		correct(t, w)
 		for _, c := range w.completed {
 			if c.GetState() != runv1.RunState_RUN_STATE_SUCCEEDED {
-				t.Errorf("at call %d somebody reported %v", at, c)
+				t.Errorf("call %d: a controller reported %v", at, c)
 			}
 		}
 		stop()

@@ -39,7 +39,7 @@ func (w *world) LeaseBatch(ctx context.Context, in *bufferv1.LeaseBatchRequest, 
 	w.mu.Unlock()
 	if starved != nil {
 		starved()
-		sleep(ctx, time.Millisecond) // as the buffer, which holds the request for a while
+		sleep(ctx, time.Millisecond) // like the buffer, which delays its answer
 		return &bufferv1.LeaseBatchResponse{WaitingFor: "samples"}, nil
 	}
 	w.mu.Lock()
@@ -107,7 +107,7 @@ func (w *world) CreateSnapshot(_ context.Context, in *snapshotv1.CreateSnapshotR
 }
 
 func (w *world) GetSnapshot(context.Context, *snapshotv1.GetSnapshotRequest, ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error) {
-	return nil, status.Error(codes.Unimplemented, "not asked for")
+	return nil, status.Error(codes.Unimplemented, "not used")
 }
 
 func (w *world) ListSnapshots(context.Context, *snapshotv1.ListSnapshotsRequest, ...grpc.CallOption) (*snapshotv1.ListSnapshotsResponse, error) {

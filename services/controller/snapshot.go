@@ -117,7 +117,7 @@ func (s *snapshotter) load(ctx context.Context) (*learnerv1.InitializeResponse, 
 }
 
 // materialize writes the newest training state of the run, or else the one that the run starts from,
-// into a folder, and returns its step. The folder is empty if there is no training state.
+// into a folder, and returns its step. The folder is "" without a training state.
 func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string, err error) {
 	listed, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.ListSnapshotsResponse, error) {
 		return s.service.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{

@@ -78,7 +78,7 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 		// Workers load during the commit, so that sampling continues. The ledger accepts what they
 		// sample with these weights once the commit has recorded them.
 		s.delivery.announce(weights)
-		crashpoint.Here("controller/aimed") // workers may sample with the new weights, the step is not committed
+		crashpoint.Here("controller/announced") // workers may sample with the new weights, the step is not committed
 	}
 	s.progress.enter(committing, "buffer")
 	if err := s.ledger.commit(ctx, batch, result.GetWeightsDigest()); err != nil {
@@ -131,8 +131,8 @@ func (s *stepper) lease(ctx context.Context, step uint64) (*bufferv1.Batch, erro
 	}
 }
 
-// train has the learner make a step. Meanwhile it asks the workers how many calls of the reward they
-// repeated while they sampled the batch, and adds the count to metrics.
+// train has the learner make a step. At the same time it asks the workers how many calls of the reward
+// they repeated while they sampled the batch, and adds the count to metrics.
 func (s *stepper) train(ctx context.Context, batch *bufferv1.Batch, metrics map[string]float64) (*learnerv1.TrainResult, error) {
 	repeated := make(chan uint64, 1)
 	rewarded := s.cfg.GetReward() != nil

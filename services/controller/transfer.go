@@ -34,7 +34,7 @@ func newTransfer(s settings) transfer {
 	return transfer{runID: s.runID, stream: w.GetWay() == "stream", store: w.GetWay() == "store", patch: w.GetPatch() != "off"}
 }
 
-// offers returns the offers for a worker; none means the folder. l is nil while there is no learner;
+// offers returns the offers for a worker; none means the folder. l is nil without a learner;
 // peers are the addresses of workers that have want loaded. Only the worker's own goroutine calls it.
 func (t transfer) offers(ctx context.Context, l *learner, w *inferenceWorker, want *weightsv1.WeightsManifest, peers []string) ([]*weightsv1.WeightsOffer, error) {
 	if !w.path.network && !t.stream && !t.store {

@@ -55,7 +55,7 @@ func (l *fakeLearner) Train(in *learnerv1.TrainRequest, stream grpc.ServerStream
 		return fault
 	}
 	if in.GetStep() != l.step {
-		return status.Errorf(codes.FailedPrecondition, "step %d asked for at %d", in.GetStep(), l.step)
+		return status.Errorf(codes.FailedPrecondition, "step %d requested at %d", in.GetStep(), l.step)
 	}
 	result := &learnerv1.TrainResult{Step: l.step, WeightsDigest: l.digest, Metrics: map[string]float64{"loss": 1},
 		Completions: []*learnerv1.Completion{{Index: 4, Prompt: "1+1=", Completion: "2", Reward: 1, Advantage: proto.Float64(0.5)}}}
@@ -72,7 +72,7 @@ func (l *fakeLearner) manifest() *weightsv1.WeightsManifest {
 	return &weightsv1.WeightsManifest{RunId: run, Version: l.step, Digest: l.digest, Directory: folder}
 }
 
-// forget removes the folders of all that was published, as when a host loses its memory.
+// forget removes the folders of all published weights, as when a host loses its memory.
 func (l *fakeLearner) forget() {
 	l.published.Range(func(_, folder any) bool { return os.RemoveAll(folder.(string)) == nil })
 }
@@ -82,9 +82,9 @@ func (l *fakeLearner) PublishWeights(context.Context, *learnerv1.PublishWeightsR
 	return &learnerv1.PublishWeightsResponse{Weights: l.manifest()}, err
 }
 
-// OfferWeights offers a patch to who holds the step before this one, else the whole; of what it published itself.
+// OfferWeights offers a patch upon the previous step, or else the whole weights, of what this learner published.
 func (l *fakeLearner) OfferWeights(_ context.Context, in *learnerv1.OfferWeightsRequest) (*learnerv1.OfferWeightsResponse, error) {
-	if _, held := l.published.Load(in.GetDigest()); !held {
+	if _, found := l.published.Load(in.GetDigest()); !found {
 		return nil, rpcerr.New(codes.NotFound, "WEIGHTS_NOT_HELD", "not published here")
 	}
 	offer := &weightsv1.WeightsOffer{Version: l.step, Digest: in.GetDigest(), Form: weightsv1.WeightsForm_WEIGHTS_FORM_WHOLE, Bytes: 100}
@@ -100,31 +100,31 @@ func (l *fakeLearner) OfferWeights(_ context.Context, in *learnerv1.OfferWeights
 func (l *fakeLearner) SaveState(_ context.Context, in *learnerv1.SaveStateRequest) (*learnerv1.SaveStateResponse, error) {
 	_, err := l.world.at("SaveState")
 	if in.GetStep() != l.step || !filepath.IsAbs(in.GetDirectory()) {
-		return nil, status.Errorf(codes.FailedPrecondition, "state of step %d asked for at %d", in.GetStep(), l.step)
+		return nil, status.Errorf(codes.FailedPrecondition, "state of step %d requested at %d", in.GetStep(), l.step)
 	}
 	return &learnerv1.SaveStateResponse{WeightsDigest: l.digest}, err
 }
 
-// EvaluateLoss answers for the step that the learner stands at.
+// EvaluateLoss evaluates the current step of the learner.
 func (l *fakeLearner) EvaluateLoss(_ context.Context, in *learnerv1.EvaluateLossRequest) (*learnerv1.EvaluateLossResponse, error) {
 	_, err := l.world.at("EvaluateLoss")
 	if in.GetStep() != l.step {
-		return nil, status.Errorf(codes.FailedPrecondition, "step %d asked for at %d", in.GetStep(), l.step)
+		return nil, status.Errorf(codes.FailedPrecondition, "step %d requested at %d", in.GetStep(), l.step)
 	}
 	return &learnerv1.EvaluateLossResponse{Metrics: map[string]float64{"loss": 0.5, "rewards/accuracy": 0.75}, Rows: 8, Refused: 2}, err
 }
 
-// fakeInference is an inference worker that holds what it is told to.
+// fakeInference is an inference worker that loads what it is given.
 type fakeInference struct {
 	inferencev1.UnimplementedInferenceWorkerServiceServer
 	world   *world
 	address string
-	corrupt bool // holds something else than it was sent
+	corrupt bool // loads other weights than it is given
 	refuses func(in *inferencev1.LoadWeightsRequest) error
 
 	mu      sync.Mutex
 	receipt *weightsv1.WeightsReceipt
-	offered []string // how each version came: "folder", or the forms and sources that were offered
+	offered []string // how each version was transferred: "folder", or the forms and sources of the offers
 }
 
 func (i *fakeInference) LoadWeights(_ context.Context, in *inferencev1.LoadWeightsRequest) (*inferencev1.LoadWeightsResponse, error) {
@@ -132,14 +132,14 @@ func (i *fakeInference) LoadWeights(_ context.Context, in *inferencev1.LoadWeigh
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if len(in.GetOffers()) == 0 && (i.world.apart || missing(in.GetWeights())) {
-		return nil, notHeld(reasonUnreadable)
+		return nil, refusalOf(reasonUnreadable)
 	}
 	if i.refuses != nil {
 		if err := i.refuses(in); err != nil {
 			return nil, err
 		}
 	}
-	i.offered = append(i.offered, described(in.GetOffers()))
+	i.offered = append(i.offered, describe(in.GetOffers()))
 	if effect {
 		i.receipt = &weightsv1.WeightsReceipt{Version: in.GetWeights().GetVersion(), Digest: in.GetWeights().GetDigest()}
 		if i.corrupt {
@@ -156,7 +156,7 @@ func (i *fakeInference) Evaluate(in *inferencev1.EvaluateRequest, stream grpc.Se
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if i.receipt.GetVersion() != in.GetVersion() {
-		return status.Errorf(codes.FailedPrecondition, "version %d asked for at %d", in.GetVersion(), i.receipt.GetVersion())
+		return status.Errorf(codes.FailedPrecondition, "version %d requested at %d", in.GetVersion(), i.receipt.GetVersion())
 	}
 	return stream.Send(&inferencev1.EvaluateResponse{Samples: []*inferencev1.EvalSample{{Prompt: "1+1=", Completion: "2", Reward: 1}}})
 }

@@ -30,8 +30,8 @@ import (
 
 const run = "run-test"
 
-// world is everything around the controller, durable over its restarts: ledger, snapshots, store, and two workers over
-// real gRPC. A fault fires once, at the n-th call of the world.
+// world is everything around the controller, and survives its restarts: ledger, snapshots, store, and two workers over
+// real gRPC. A fault happens once, at the n-th call.
 type world struct {
 	t  *testing.T
 	mu sync.Mutex
@@ -42,18 +42,18 @@ type world struct {
 	stored    *Drive
 	completed []*runv1.CompleteRunRequest
 	events    []*eventv1.Event
-	flushed   int              // how many of the events are on the bus
-	late      []*eventv1.Event // those that were not when the scheduler was told of an end
+	flushed   int              // number of events on the bus
+	late      []*eventv1.Event // events that were not on the bus when an end was reported to the scheduler
 
 	calls   int
 	fault   int          // number of the call that fails; 0: none
-	onFault func()       // what fails with it
+	onFault func()       // what else fails
 	after   bool         // whether the call takes effect first
 	trace   []string     // names of the calls, in order
 	watches []*subscribe // of the registry
-	starved func()       // called by each lease; where it is set, none gets a batch
+	starved func()       // if set, called by each lease instead of returning a batch
 	apart   bool         // no inference worker can open the folder of a learner
-	fresh   bool         // the inference worker started when nothing was delivered any more
+	fresh   bool         // the inference worker started after the last delivery
 
 	learner   *fakeLearner
 	inference *fakeInference
@@ -80,7 +80,7 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// at counts a call and lets the fault fire. It returns the error the caller gets and whether the call takes effect.
+// at counts a call and triggers the fault. It returns whether the call takes effect, and its error.
 func (w *world) at(name string) (effect bool, err error) {
 	w.mu.Lock()
 	w.calls++
@@ -96,7 +96,7 @@ func (w *world) at(name string) (effect bool, err error) {
 
 func digestOf(parts ...any) string { return id.Content(fmt.Append(nil, parts...)) }
 
-// digestAt is what a deterministic learner holds after a step.
+// digestAt is the digest of a deterministic learner after a step.
 func digestAt(step uint64) string {
 	d := digestOf("initial")
 	for s := uint64(1); s <= step; s++ {
@@ -167,7 +167,7 @@ func (w *world) startInference() {
 	w.announce()
 }
 
-// kill has a worker answer nothing any more. Its server stops in the background: kill may be called from one of its handlers.
+// kill makes a worker fail every call. Its server stops in the background, because a handler of the worker may call kill.
 func (w *world) kill(address string) {
 	w.mu.Lock()
 	stop := w.stops[address]

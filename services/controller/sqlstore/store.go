@@ -20,9 +20,10 @@ import (
 // Store implements controller.Store.
 type Store struct{ db *sqldb.DB }
 
-// Open opens or makes the service's database and brings its schema up to date.
+// Open opens the database of the service, creates it if needed, and migrates its schema.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
-	// A drive is a hint for the next process; the ledger is what counts. So a commit need not survive a power cut.
+	// A drive is a hint for the next process and the ledger is authoritative, so a commit need not
+	// survive a power cut.
 	db, err := sqldb.Ready(ctx, place, "learner-controller", sqldb.Normal, schema.Migrations)
 	if err != nil {
 		return nil, err
@@ -33,10 +34,10 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
 
-// Lease is the row by which one of several replicas leads.
+// Lease returns the lease row that decides which replica leads.
 func (s *Store) Lease() *lease.Table { return lease.NewTable(s.db, "learner-controller") }
 
-// Fenced is the same store, whose writes the fence must let pass.
+// Fenced returns the same store with writes that fail once the fence is lost.
 func (s *Store) Fenced(fence sqldb.Fence) *Store {
 	fenced := *s
 	fenced.db = s.db.Fenced(fence)

@@ -12,7 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/services/controller"
 )
 
-// Run runs the suite; open gives an empty store, and the same store again after a close where reopen is called.
+// Run runs the suite. open returns an empty store, and reopen, which closes the store and opens it again.
 func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen func() controller.Store)) {
 	drive := func(run string, incarnation uint32) *controller.Drive {
 		return &controller.Drive{
@@ -48,7 +48,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		}
 		equal(t, got, second)
 	})
-	t.Run("an older incarnation changes nothing", func(t *testing.T) {
+	t.Run("an older incarnation is refused", func(t *testing.T) {
 		store, _ := open(t)
 		newer := drive("run-a", 3)
 		if err := store.Save(t.Context(), newer); err != nil {
@@ -57,7 +57,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		late := drive("run-a", 2)
 		late.Active, late.Phase = false, learnerv1.Phase_PHASE_STOPPED
 		if err := store.Save(t.Context(), late); !errors.Is(err, controller.ErrStale) {
-			t.Errorf("an older incarnation is saved: %v", err)
+			t.Errorf("an older incarnation was saved: %v", err)
 		}
 		got, err := store.Get(t.Context(), "run-a")
 		if err != nil {
@@ -65,7 +65,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		}
 		equal(t, got, newer)
 	})
-	t.Run("active drives alone are listed, by run", func(t *testing.T) {
+	t.Run("only active drives are listed, by run", func(t *testing.T) {
 		store, _ := open(t)
 		ended := drive("run-b", 1)
 		ended.Active, ended.Phase = false, learnerv1.Phase_PHASE_FINISHED

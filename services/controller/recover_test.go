@@ -18,20 +18,21 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-type told []*eventv1.Event
+// warnings collects the warnings among the emitted events.
+type warnings []*eventv1.Event
 
-func (t *told) Emit(e *eventv1.Event) {
+func (w *warnings) Emit(e *eventv1.Event) {
 	if e.GetLevel() == eventv1.Level_LEVEL_WARN {
-		*t = append(*t, e)
+		*w = append(*w, e)
 	}
 }
 
-func (t *told) Flush(context.Context) error { return nil }
+func (w *warnings) Flush(context.Context) error { return nil }
 
-// Steps in a row from which nothing is learned are told of once, then at ten times as many; a step with a gradient ends the row.
-func TestStepsWithoutAGradientAreToldOf(t *testing.T) {
+// Consecutive steps without a gradient give a warning at 3 and at 30 steps. A step with a gradient resets the count.
+func TestStepsWithoutAGradientGiveWarnings(t *testing.T) {
 	t.Parallel()
-	var events told
+	var events warnings
 	r := &reporter{settings: settings{runID: run}, bus: &events, now: time.Now}
 	step := uint64(0)
 	make := func(n int, share float64) {
@@ -44,25 +45,25 @@ func TestStepsWithoutAGradientAreToldOf(t *testing.T) {
 	make(1, 0.97)
 	make(2, 1)
 	if len(events) != 0 {
-		t.Fatalf("told too early: %v", events)
+		t.Fatalf("warned too early: %v", events)
 	}
 	make(1, 1)
 	if len(events) != 1 || events[0].GetLevel() != eventv1.Level_LEVEL_WARN || events[0].GetStep() != 6 ||
 		!strings.Contains(events[0].GetMessage(), "the last 3 steps had no gradient") || !strings.Contains(events[0].GetMessage(), "all of them were 0") ||
 		!strings.Contains(events[0].GetMessage(), "partial credit") {
-		t.Fatalf("told %v", events)
+		t.Fatalf("warnings %v", events)
 	}
 	make(26, 1)
 	if len(events) != 1 {
-		t.Fatalf("told again and again: %d times", len(events))
+		t.Fatalf("%d warnings", len(events))
 	}
 	make(1, 1)
 	if len(events) != 2 || !strings.Contains(events[1].GetMessage(), "the last 30 steps") {
-		t.Fatalf("told %v", events)
+		t.Fatalf("warnings %v", events)
 	}
-	r.step(&bufferv1.Batch{Step: step}, &learnerv1.TrainResult{Metrics: map[string]float64{"loss": 1}}, nil) // supervised: there are no groups
+	r.step(&bufferv1.Batch{Step: step}, &learnerv1.TrainResult{Metrics: map[string]float64{"loss": 1}}, nil) // supervised: without groups
 	if r.flat.steps != 0 || len(events) != 2 {
-		t.Error("a loss is a reward")
+		t.Error("steps without groups were counted")
 	}
 }
 
@@ -75,7 +76,7 @@ func (c *counting) GetInferenceStatus(context.Context, *inferencev1.GetInference
 	return &inferencev1.GetInferenceStatusResponse{RewardRetries: c.retries}, nil
 }
 
-// Repeated calls of the reward are counted once, over all workers; a worker that was started again counts from 0.
+// Each repeated call of the reward is counted once, over all workers. A restarted worker counts from 0.
 func TestRewardRetriesAreCountedOnce(t *testing.T) {
 	t.Parallel()
 	one, two := &counting{retries: 2}, &counting{}
@@ -86,12 +87,12 @@ func TestRewardRetriesAreCountedOnce(t *testing.T) {
 			one.retries, two.retries = 5, 1
 		}
 		if got := f.rewardRetries(t.Context()); got != want {
-			t.Errorf("the %d. time %d were repeated, want %d", i+1, got, want)
+			t.Errorf("query %d: %d repeated calls, want %d", i, got, want)
 		}
 	}
 	f.workers["one"] = &inferenceWorker{client: &counting{retries: 1}} // a new process
 	if got := f.rewardRetries(t.Context()); got != 1 {
-		t.Errorf("of the new process %d were repeated", got)
+		t.Errorf("%d repeated calls of the new process, want 1", got)
 	}
 }
 
@@ -106,8 +107,7 @@ func (p *publishing) PublishWeights(context.Context, *learnerv1.PublishWeightsRe
 	return &learnerv1.PublishWeightsResponse{Weights: p.weights}, nil
 }
 
-// Where training again gave other weights, the ones that were delivered first go on serving; without them the run says so at once
-// and waits for nothing.
+// If retraining gave different weights, the ones that were delivered first are delivered again. Without them the run fails at once.
 func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()
@@ -126,14 +126,14 @@ func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
 		t.Fatal(err)
 	}
 	if w := r.delivery.fleet.want; w.GetVersion() != 30 || w.GetDigest() != last.GetWeightsDigest() || w.GetDirectory() != first || l.asked != 0 {
-		t.Fatalf("the workers are to load %v; %d publications", w, l.asked)
+		t.Fatalf("the workers should load %v; %d publications", w, l.asked)
 	}
 }
 
 // recovered is the recovery of a run without workers whose newest weights are given.
 func recovered(l *publishing, folder string, newest *weightsv1.WeightsManifest) *recovery {
 	set := settings{runID: run, incarnation: 1, directory: folder}
-	events := &reporter{settings: set, bus: &told{}, now: time.Now}
+	events := &reporter{settings: set, bus: &warnings{}, now: time.Now}
 	progress := newProgress(events, &learnerv1.Progress{})
 	return &recovery{
 		settings: set, learner: &learner{client: l, worker: "learner-0"},
@@ -143,7 +143,7 @@ func recovered(l *publishing, folder string, newest *weightsv1.WeightsManifest) 
 	}
 }
 
-// A step without a gradient leaves the digest as it was. After a kill between its commit and its delivery, the run continues with
+// A step without a gradient does not change the digest. After a kill between its commit and its delivery, the run continues with
 // the version of the step, which the next prompts require, and not with the version of the step before.
 func TestRecoveryDeliversTheVersionNotTheDigest(t *testing.T) {
 	t.Parallel()
@@ -151,15 +151,15 @@ func TestRecoveryDeliversTheVersionNotTheDigest(t *testing.T) {
 	l := &publishing{weights: &weightsv1.WeightsManifest{Version: 30, Digest: digest, Directory: folder}}
 	r := recovered(l, folder, &weightsv1.WeightsManifest{Version: 29, Digest: digest, Directory: folder})
 	last := &bufferv1.StepRecord{Step: 30, WeightsDigest: digest}
-	for range 2 { // the second time they were published already, perhaps by another learner
+	for range 2 { // the second time they are published already, perhaps by another learner
 		if err := r.redeliver(t.Context(), last, digest); err != nil {
 			t.Fatal(err)
 		}
 		if r.delivery.newest.GetVersion() != 30 || r.delivery.fleet.want.GetVersion() != 30 {
-			t.Fatalf("the run continues with version %d, and its workers are to load %d", r.delivery.newest.GetVersion(), r.delivery.fleet.want.GetVersion())
+			t.Fatalf("the run continues with version %d, and its workers should load %d", r.delivery.newest.GetVersion(), r.delivery.fleet.want.GetVersion())
 		}
 	}
 	if l.asked != 2 {
-		t.Errorf("they were published %d times", l.asked)
+		t.Errorf("the weights were published %d times, want 2", l.asked)
 	}
 }
