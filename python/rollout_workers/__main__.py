@@ -25,6 +25,7 @@ import logging
 import sys
 
 from rollout.run.v1.run_pb2 import WorkerSpec
+from rollout_workers.kinds import COMMANDS, WORKERS, DetachedKind, Link, LinkedKind, Process
 from rollout_workers.worker.events import EventHandler, Events
 from rollout_workers.worker.lifecycle import (
     EXIT_CRASH,
@@ -33,10 +34,9 @@ from rollout_workers.worker.lifecycle import (
     Lifecycle,
     leave_now,
     prepare_process,
-    watch_stdin,
 )
 from rollout_workers.worker.pulse import Pulse
-from rollout_workers.worker.spec import SPEC_VARIABLE, Identity, SpecError, identity, load_spec
+from rollout_workers.worker.spec import Identity, SpecError, identity, load_spec
 from rollout_workers.worker.telemetry import configure, flush
 
 log = logging.getLogger("rollout_workers")
@@ -46,9 +46,9 @@ EXIT_NO_INPUT = 66
 
 
 def main() -> None:
-    """Run a worker until it is told to leave."""
+    """Run one worker until it exits, or one command."""
     parser = argparse.ArgumentParser(prog="rollout-worker", description=__doc__)
-    parser.add_argument("kind", choices=("inference", "learner", "reward", "sinks", "replay", "export", "infer"))
+    parser.add_argument("kind", choices=(*WORKERS, *COMMANDS))
     parser.add_argument("--spec", help="the worker's spec (default: $ROLLOUT_WORKER_SPEC)")
     arguments = parser.parse_args()
     prepare_process()
@@ -56,21 +56,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of what it could do faster, which nobody uses here
-    if arguments.kind == "replay":
-        from rollout_workers.learner.replay import replay
-
-        sys.exit(replay(arguments.spec or os.environ.get(SPEC_VARIABLE, "")))
-    if arguments.kind == "export":
-        from rollout_workers.trackers.worker import export
-
-        sys.exit(export(arguments.spec))
-    if arguments.kind == "infer":
-        from rollout_workers.offline.process import infer
-
-        watch_stdin()
-        leave_now(infer(arguments.spec or ""))
+    if command := COMMANDS.get(arguments.kind):
+        command(arguments.spec or "")
     try:
-        spec = load_spec(arguments.spec)
+        spec = load_spec(arguments.spec, kinds=WORKERS)
     except SpecError as error:
         print(f"rollout-worker: {error}", file=sys.stderr)
         sys.exit(EXIT_NO_INPUT)
@@ -79,23 +68,21 @@ def main() -> None:
         sys.exit(EXIT_USAGE)
     if spec.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
-    if spec.kind == "learner" and os.environ.get("RANK", "0") != "0":  # torchrun started several
-        from rollout_workers.learner.ranks import follow_leader, place
-
-        leave_now(follow_leader(place(spec.plan.config)))
+    kind = WORKERS[spec.kind]
+    if isinstance(kind, LinkedKind) and kind.follow and os.environ.get("RANK", "0") != "0":  # torchrun started several ranks
+        leave_now(kind.follow(spec))
     who = identity(spec)
     configure(spec.otlp_endpoint, who)
-    asyncio.run(_run(spec, who))
+    asyncio.run(_run(kind, spec, who))
 
 
-async def _run(spec: WorkerSpec, who: Identity) -> None:
-    """Does not return: threads that load a model or compute need no farewell."""
+async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity) -> None:
+    """Exits the process without waiting for threads that load a model or compute."""
     lifecycle = Lifecycle(patience=LEAVE_SECONDS)
     lifecycle.watch()
-    if spec.kind == "sinks":
-        from rollout_workers.trackers.worker import run_sinks_worker
-
-        await run_sinks_worker(spec, who, lifecycle)
+    process = Process(spec, who, lifecycle)
+    if isinstance(kind, DetachedKind):
+        await kind.run(process)
         leave_now(lifecycle.exit_code)
     pulse = Pulse(spec.nats_url, spec.nats_token, name=who.registration, access=spec.nats, leaving=lambda: lifecycle.leaving)
     pulse.start()
@@ -103,21 +90,7 @@ async def _run(spec: WorkerSpec, who: Identity) -> None:
     events.start()
     logging.getLogger().addHandler(EventHandler(events))
     try:
-        if spec.kind == "inference":
-            from rollout_workers.inference.worker import run_inference_worker
-
-            await run_inference_worker(spec, who, lifecycle, pulse, events)
-        elif spec.kind == "reward":
-            from rollout_workers.scoring.worker import run_reward_worker
-
-            await run_reward_worker(spec, who, lifecycle)
-        else:
-            from rollout_workers.learner.ranks import Team
-
-            team = Team(spec.plan.config, lifecycle.lost)
-            from rollout_workers.learner.worker import run_learner_worker
-
-            await run_learner_worker(spec, who, lifecycle, pulse, events, team)
+        await kind.run(process, Link(pulse, events))
     except Exception as error:
         if getattr(error, "permanent", False):
             log.error("the %s can't begin: %s", who.service, error)

@@ -10,7 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
-	"github.com/rollout-rl/rollout/proto/gen/names"
+	"github.com/rollout-rl/rollout/libs/worker"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -70,10 +70,10 @@ func (d *drive) run(life context.Context) {
 	var wg sync.WaitGroup
 	defer func() { unwatch(); wg.Wait() }()
 	launched := launchedRegistry{d.deps.Registry, d.deps.Scheduler, d.spec.GetRunId(), d.spec.GetIncarnation(), d.cfg.Retry}
-	workers := launched.Watch(watch, names.WorkerService("inference"))
+	workers := launched.Watch(watch, worker.Inference.Service())
 	wg.Go(func() { d.fleet.serve(watch, workers) })
 
-	err := d.drive(work, &learners{settings: d.settings, updates: launched.Watch(watch, names.WorkerService("learner"))})
+	err := d.drive(work, &learners{settings: d.settings, updates: launched.Watch(watch, worker.Learner.Service())})
 	if life.Err() != nil {
 		d.record.save(context.WithoutCancel(life), true)
 		return

@@ -11,7 +11,7 @@ import (
 
 	"google.golang.org/grpc"
 
-	"github.com/rollout-rl/rollout/proto/gen/names"
+	workers "github.com/rollout-rl/rollout/libs/worker"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	"github.com/rollout-rl/rollout/services/gateway/openai"
 )
@@ -74,7 +74,7 @@ func (s *Server) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	follow, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	instances := s.svc.Registry.Watch(follow, names.WorkerService("inference"))
+	instances := s.svc.Registry.Watch(follow, workers.Inference.Service())
 	wg.Go(func() { s.svc.dir.serve(follow, instances) })
 	wg.Go(func() { s.svc.forget(ctx) })
 	defer cancel()

@@ -14,7 +14,6 @@ import (
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/refusal"
-	"github.com/rollout-rl/rollout/libs/reward"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
@@ -175,11 +174,7 @@ func (c *conductor) conduct(ctx context.Context) error {
 			}
 		})
 	}
-	kinds := []string{"inference", "learner"}
-	if len(reward.Models(run.GetPlan().GetConfig())) > 0 {
-		kinds = append(kinds, "reward")
-	}
-	for _, kind := range kinds {
+	for _, kind := range supervised(run) {
 		start(func(ctx context.Context) error { return c.watchRegistry(ctx, kind) })
 	}
 	for _, sup := range c.supervisors(run) {

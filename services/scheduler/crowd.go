@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
@@ -84,7 +85,7 @@ func (c *crowd) absent() *absence {
 		if w.healthy() {
 			continue
 		}
-		c.told.learner = c.told.learner || w.kind == "learner"
+		c.told.learner = c.told.learner || w.kind == worker.Learner.Name
 		what := cause{"worker", "WORKER_LOADING", "to load the model (worker process)"}
 		if w.served {
 			what = cause{"worker", "WORKER_UNREGISTERED", "to come back or end: it left the registry (worker process)"}

@@ -8,13 +8,13 @@ import (
 	"strings"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/worker"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
 const (
-	sinksKind = "sinks"
 	// sinkStarts is how often the process that feeds the sinks is started for a run: one that crashes by itself does so again.
 	sinkStarts = 3
 	// sinkPause is between two starts.
@@ -86,7 +86,7 @@ func (c *conductor) launchSinks() (launch.Process, error) {
 	if err := os.MkdirAll(filepath.Join(c.record().GetDirectory(), "workers"), 0o700); err != nil {
 		return nil, err
 	}
-	command, err := c.command(sinksKind+"-0", sinksKind)
+	command, err := c.command(worker.Trackers.Name+"-0", worker.Trackers)
 	if err != nil {
 		return nil, err
 	}

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/refusal"
+	"github.com/rollout-rl/rollout/libs/worker"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -80,7 +81,7 @@ func (v *view) workerList() []*runv1.Worker {
 			WorkerId: id, Kind: w.kind, Address: w.address, Healthy: w.healthy(), ProcessId: w.process, Pid: uint32(w.pid), Restarts: uint32(w.restarts),
 			Activity: w.activity(),
 		}
-		if w.kind == "learner" {
+		if w.kind == worker.Learner.Name {
 			m.WeightsVersion = v.progress.GetStep()
 		}
 		if st := w.status; st != nil && w.healthy() {

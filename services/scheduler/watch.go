@@ -9,6 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/refusal"
+	"github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -183,7 +184,7 @@ func (c *conductor) poll(ctx context.Context) {
 	c.lines.keep(workers)
 	var wg sync.WaitGroup
 	for id, w := range workers {
-		if w.kind != "inference" || !w.healthy() {
+		if w.kind != worker.Inference.Name || !w.healthy() {
 			continue
 		}
 		wg.Go(func() {

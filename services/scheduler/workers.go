@@ -15,16 +15,11 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/rollout-rl/rollout/libs/atomicfile"
-	"github.com/rollout-rl/rollout/libs/reward"
 	"github.com/rollout-rl/rollout/libs/worker"
-	"github.com/rollout-rl/rollout/proto/gen/names"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
-
-// drainGrace is what an inference worker gets to leave: people's requests in hand may take 10 s of it, groups 2 s.
-const drainGrace = 12 * time.Second
 
 // supervisors makes one supervisor a worker of the run: the inference workers of the plan, one learner, and one worker for each
 // reward model.
@@ -36,13 +31,11 @@ func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
 		limits.StartTimeout = time.Duration(plan.GetWorkerStartSeconds() * float64(time.Second))
 	}
 	var out []*launch.Supervisor
-	add := func(kind string, number int) {
+	add := func(kind worker.Kind, number int) {
 		limits := limits
-		if kind == "inference" {
-			limits.StopGrace = cmp.Or(limits.StopGrace, drainGrace)
-		}
-		id := kind + "-" + strconv.Itoa(number)
-		c.update(func(v *view) { v.crowd.put(id, workerView{kind: kind}) })
+		limits.StopGrace = cmp.Or(limits.StopGrace, kind.StopGrace)
+		id := kind.Name + "-" + strconv.Itoa(number)
+		c.update(func(v *view) { v.crowd.put(id, workerView{kind: kind.Name}) })
 		out = append(out, &launch.Supervisor{
 			Worker: id, Launcher: c.svc.Launcher, Limits: limits, Observer: c,
 			Prepare: func(context.Context) (launch.Command, error) { return c.command(id, kind) },
@@ -54,18 +47,23 @@ func (c *conductor) supervisors(run *Run) []*launch.Supervisor {
 			},
 		})
 	}
-	add("learner", 0)
-	for n := range max(1, int(run.GetPlan().GetConfig().GetEngine().GetWorkers())) {
-		add("inference", n)
-	}
-	for n := range reward.Models(run.GetPlan().GetConfig()) {
-		add("reward", n)
+	for _, kind := range supervised(run) {
+		for n := range kind.Count(run.GetPlan().GetConfig()) {
+			add(kind, n)
+		}
 	}
 	return out
 }
 
+// supervised are the kinds of which the run has workers.
+func supervised(run *Run) []worker.Kind {
+	return slices.DeleteFunc(slices.Clone(worker.Kinds), func(k worker.Kind) bool {
+		return k.Count == nil || k.Count(run.GetPlan().GetConfig()) == 0
+	})
+}
+
 // command writes the worker's spec and gives the command that starts it.
-func (c *conductor) command(id, kind string) (launch.Command, error) {
+func (c *conductor) command(id string, kind worker.Kind) (launch.Command, error) {
 	run, w := c.record(), c.svc.cfg.Worker
 	spec := c.spec(run, id, kind)
 	spec.Nonce = worker.NewNonce()
@@ -84,51 +82,28 @@ func (c *conductor) command(id, kind string) (launch.Command, error) {
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
 	}
 	env := append(slices.Clone(w.Env), "ROLLOUT_WORKER_SPEC="+base+".json", "OMP_NUM_THREADS="+strconv.Itoa(int(spec.GetThreads())))
-	if kind != sinksKind {
+	if !kind.Detached {
 		env = append(env, w.BusEnv...)
 	}
 	env = append(env, waiting(run, c.svc.conducted() == 1)...)
-	return launch.Command{Args: append(slices.Clone(w.Command), kind), Env: env, Log: base + ".log"}, nil
+	return launch.Command{Args: append(slices.Clone(w.Command), kind.Name), Env: env, Log: base + ".log"}, nil
 }
 
-func (c *conductor) spec(run *Run, id, kind string) *runv1.WorkerSpec {
+func (c *conductor) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerSpec {
 	w := c.svc.cfg.Worker
 	spec := &runv1.WorkerSpec{
-		WorkerId: id, Kind: kind, RunId: run.GetRunId(), Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), RunDirectory: run.GetDirectory(),
+		WorkerId: id, Kind: kind.Name, RunId: run.GetRunId(), Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), RunDirectory: run.GetDirectory(),
 		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken, Token: w.Token,
 		ConsulCaFile: w.Consul.CA, ConsulCertFile: w.Consul.Cert, ConsulKeyFile: w.Consul.Key, Tls: w.TLS,
-		Incarnation: run.GetIncarnation(), Threads: threads(run, kind, w.Cores), OtlpEndpoint: w.OTLPEndpoint,
+		Incarnation: run.GetIncarnation(), Threads: kind.CPUThreads(run.GetPlan().GetConfig(), w.Cores), OtlpEndpoint: w.OTLPEndpoint,
 	}
-	if kind == sinksKind { // it has no link to NATS
+	if kind.Detached {
 		spec.NatsToken, spec.Nats = "", nil
 	}
-	if kind == "inference" {
+	if kind.LoadsWeights {
 		spec.InitialWeights, spec.InitialVersion = c.newestWeights(run)
 	}
 	return spec
-}
-
-// threads shares the cores: in sync mode engine and learner alternate and each may use all, in async mode each gets half.
-// Inference workers share their part, and so do the ranks of a learner.
-func threads(run *Run, kind string, cores int) uint32 {
-	if kind == sinksKind {
-		return 1
-	}
-	config := run.GetPlan().GetConfig()
-	wanted, sharers := config.GetTrain().GetThreads(), max(1, int(config.GetTrain().GetRanks()))
-	switch kind {
-	case "inference":
-		wanted, sharers = config.GetEngine().GetThreads(), max(1, int(config.GetEngine().GetWorkers()))
-	case "reward": // a completion is scored while others are sampled
-		wanted, sharers = 0, max(1, int(config.GetEngine().GetWorkers()))
-	}
-	if wanted > 0 {
-		return wanted
-	}
-	if config.GetMode() == "async" {
-		cores /= 2
-	}
-	return uint32(max(1, cores/sharers))
 }
 
 // waiting is how a worker's OpenMP threads wait for their next loop. Where engine and learner work at the same time they must
@@ -178,9 +153,9 @@ func (c *conductor) verifyWorkers(registrations []*runv1.WorkerRegistration) []b
 }
 
 // watchRegistry takes the registered workers of a kind into the view.
-func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
+func (c *conductor) watchRegistry(ctx context.Context, kind worker.Kind) error {
 	incarnation := fmt.Sprint(c.record().GetIncarnation())
-	for list := range c.svc.Registry.Watch(ctx, names.WorkerService(kind)) {
+	for list := range c.svc.Registry.Watch(ctx, kind.Service()) {
 		c.update(func(v *view) {
 			here := map[string]worker.Registration{}
 			for _, in := range list {
@@ -189,7 +164,7 @@ func (c *conductor) watchRegistry(ctx context.Context, kind string) error {
 				}
 			}
 			for id, w := range v.crowd.workers {
-				if w.kind == kind {
+				if w.kind == kind.Name {
 					if w.address = ""; here[id].Valid(w.nonce) {
 						w.address = here[id].Address
 					}

@@ -29,6 +29,7 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/rollout-rl/rollout/libs/config"
+	workers "github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -131,7 +132,7 @@ func (f *fleet) work(ctx context.Context, pid, path string) error {
 		}
 	}
 	r := registration{spec: spec, pid: pid, address: f.address, log: f.log}
-	if spec.GetKind() == "learner" {
+	if spec.GetKind() == workers.Learner.Name {
 		r.keep(ctx)
 		return nil
 	}

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	workers "github.com/rollout-rl/rollout/libs/worker"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
@@ -38,7 +39,7 @@ func (r registration) keep(ctx context.Context) {
 	id := r.spec.GetRunId() + "/" + r.spec.GetWorkerId()
 	check := "service:" + id
 	body := map[string]any{
-		"ID": id, "Name": r.spec.GetKind() + "-worker", "Address": host, "Port": port,
+		"ID": id, "Name": names.WorkerService(r.spec.GetKind()), "Address": host, "Port": port,
 		"Meta": map[string]string{
 			workers.MetaRun: r.spec.GetRunId(), workers.MetaWorker: r.spec.GetWorkerId(), workers.MetaIncarnation: fmt.Sprint(r.spec.GetIncarnation()),
 			workers.MetaRank: "0", workers.MetaProof: workers.Proof(r.spec.GetNonce(), r.spec.GetWorkerId(), 0, r.address),

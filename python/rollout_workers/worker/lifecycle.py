@@ -16,7 +16,7 @@ import signal
 import stat
 import sys
 import threading
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _leave_late(seconds: float, code: int) -> None:
     leave_now(code)
 
 
-def leave_now(code: int) -> None:
+def leave_now(code: int) -> NoReturn:
     """End the process without clean-up; nothing of it needs any."""
     with contextlib.suppress(Exception):
         sys.stderr.flush()

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import os
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -40,7 +41,7 @@ class Identity:
 
     run: str
     worker: str
-    kind: str  # "inference", "learner" or "reward"
+    kind: str  # a key of rollout_workers.kinds.WORKERS
     incarnation: int
     process: str = field(default_factory=lambda: secrets.token_hex(8))
     rank: int = 0
@@ -88,10 +89,11 @@ class Identity:
         return names.run_event_subject(self.run)
 
 
-def load_spec(path: str | None = None) -> WorkerSpec:
+def load_spec(path: str | None = None, *, kinds: Collection[str] = ()) -> WorkerSpec:
     """Read the spec from ``path``, else from the file that ``ROLLOUT_WORKER_SPEC`` names; secrets stand where their references
-    were. The variables that held them leave the environment: whoever this process starts has no use for them. Raises
-    :class:`SpecError`."""
+    were. The variables that held them are removed from the environment, so that child processes do not inherit them.
+
+    kinds: the kinds that are accepted; empty accepts all. Raises :class:`SpecError`."""
     path = path or os.environ.get(SPEC_VARIABLE, "")
     if not path:
         raise SpecError(f"{SPEC_VARIABLE} is not set", fix="workers are started by the scheduler; see docs/wire.md")
@@ -104,8 +106,8 @@ def load_spec(path: str | None = None) -> WorkerSpec:
     for name in ("worker_id", "run_id", "nats_url", "consul_address"):
         if not getattr(spec, name):
             raise SpecError(f"{path} has no `{name}`")
-    if spec.kind not in ("inference", "learner", "reward", "sinks"):
-        raise SpecError(f"{path} has kind `{spec.kind}`", fix="it is `inference`, `learner`, `reward` or `sinks`")
+    if kinds and spec.kind not in kinds:
+        raise SpecError(f"{path} has kind `{spec.kind}`", fix=f"the kinds are {', '.join(kinds)}")
     try:
         _resolve_secrets(spec)
     except SecretError as error:

@@ -10,6 +10,7 @@ import pytest
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_testing.run import write_spec
+from rollout_workers.kinds import WORKERS
 from rollout_workers.worker.spec import SpecError, identity, is_deterministic, load_spec, resolve
 
 
@@ -80,7 +81,7 @@ def test_a_bad_file_says_what_is_wrong(tmp_path: Path, text: str, what: str) -> 
     path = tmp_path / "spec.json"
     path.write_text(text)
     with pytest.raises(SpecError, match=what):
-        load_spec(str(path))
+        load_spec(str(path), kinds=WORKERS)
 
 
 def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

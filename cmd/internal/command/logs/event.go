@@ -1,6 +1,9 @@
 package logs
 
-import "github.com/rollout-rl/rollout/cmd/internal/client"
+import (
+	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/libs/worker"
+)
 
 // eventKinds are the kinds of events that the services and workers give; a test holds the list against their sources.
 var eventKinds = []string{
@@ -14,5 +17,5 @@ func eventServices() []string {
 	for _, target := range client.Targets {
 		names = append(names, target.Name)
 	}
-	return append(names, "rolloutd", "inference-worker", "learner-worker", "sinks-worker")
+	return append(names, "rolloutd", worker.Inference.Service(), worker.Learner.Service(), worker.Trackers.Service())
 }

@@ -828,7 +828,7 @@ type WorkerSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `<kind>-<number>`, unique in the run.
 	WorkerId string `protobuf:"bytes,1,opt,name=worker_id,json=workerId,proto3" json:"worker_id,omitempty"`
-	// `inference`, `learner`, `reward` or `sinks`.
+	// Kind of the worker, as in `rollout-worker KIND`: `inference`, `learner`, `reward`, or `sinks`.
 	Kind string `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
 	// Run that it works for.
 	RunId string `protobuf:"bytes,3,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
@@ -2388,11 +2388,11 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"waitingFor\x12.\n" +
 	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
 	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\x12+\n" +
-	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xbb\x06\n" +
+	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\x9a\x06\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
-	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12<\n" +
-	"\x04kind\x18\x02 \x01(\tB(\xbaH%r#R\tinferenceR\alearnerR\x06rewardR\x05sinksR\x04kind\x12\x1e\n" +
+	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12\x1b\n" +
+	"\x04kind\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04kind\x12\x1e\n" +
 	"\x06run_id\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x121\n" +
 	"\x04plan\x18\x04 \x01(\v2\x15.rollout.plan.v1.PlanB\x06\xbaH\x03\xc8\x01\x01R\x04plan\x12\x19\n" +
 	"\bbase_dir\x18\x05 \x01(\tR\abaseDir\x12#\n" +
