@@ -1,6 +1,7 @@
 package planner
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"strings"
@@ -9,151 +10,132 @@ import (
 	"google.golang.org/grpc/codes"
 
 	planformat "github.com/rollout-rl/rollout/libs/plan"
-	"github.com/rollout-rl/rollout/libs/reward"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/config"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/lock"
 	"github.com/rollout-rl/rollout/services/planner/probe"
-	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
 // ErrInputUnreadable says that a file vanished or failed while it was read.
 var ErrInputUnreadable = rpcerr.New(codes.FailedPrecondition, "INPUT_UNREADABLE", "an input can't be read")
 
-// draft is a plan in the making.
-type draft struct {
-	*config.Reading
-	server  *Server
-	baseDir string
-	inputs  []*planv1.Input
+// checks are the checks of one draft. Each reports to the draft.
+type checks struct {
+	*draft
+	prober   *probe.Prober
+	data     *dataCheck
+	model    *modelCheck
+	prompts  *promptCheck
+	rewards  *rewardCheck
+	teacher  *teacherCheck
+	trackers *trackerCheck
+	packages *packageCheck
+}
 
-	warnings problem.List // what may be meant
-
-	train, eval *input.Dataset // nil where something is wrong with them
-	first       *input.Dataset // the rows that the reward scores, for its dry call, whatever is wrong with some of them
-	model       *input.Model
-
-	policy, teacher []*planv1.Input // files of the model that is trained, and of the one that teaches it
+func (s *Server) checks(reading *config.Reading, baseDir string) *checks {
+	d := &draft{Reading: reading, baseDir: baseDir}
+	data, model := &dataCheck{draft: d}, &modelCheck{draft: d}
+	return &checks{
+		draft: d, prober: s.prober, data: data, model: model,
+		prompts:  &promptCheck{draft: d, data: data, model: model},
+		rewards:  &rewardCheck{draft: d, data: data, model: model},
+		teacher:  &teacherCheck{draft: d, data: data, model: model},
+		trackers: &trackerCheck{draft: d, python: s.prober.Python},
+		packages: &packageCheck{draft: d, python: s.prober.Python},
+	}
 }
 
 func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*planv1.CreatePlanResponse, error) {
-	d := &draft{Reading: s.reader.Read(source), server: s, baseDir: source.GetBaseDir()}
-	plan, data, err := d.plan(ctx)
+	c := s.checks(s.reader.Read(source), source.GetBaseDir())
+	plan, data, err := c.plan(ctx)
 	if err != nil || plan == nil {
-		return &planv1.CreatePlanResponse{Problems: d.Sorted()}, err
+		return &planv1.CreatePlanResponse{Problems: c.Sorted()}, err
 	}
-	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: d.warnings.Sorted()}, nil
+	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: c.warnings.Sorted()}, nil
 }
 
-// renew plans a configuration again that was planned before. Its text is not at hand, so its problems have no place.
+// renew plans the configuration of an old plan again. Without its text the problems have no place.
 func (s *Server) renew(ctx context.Context, old *planv1.Plan, baseDir string) (*planv1.RenewPlanResponse, error) {
-	d := &draft{Reading: s.reader.Again(old.GetConfig()), server: s, baseDir: baseDir}
-	plan, data, err := d.plan(ctx)
+	c := s.checks(s.reader.Again(old.GetConfig()), baseDir)
+	plan, data, err := c.plan(ctx)
 	if err != nil || plan == nil {
-		return &planv1.RenewPlanResponse{Problems: d.Sorted()}, err
+		return &planv1.RenewPlanResponse{Problems: c.Sorted()}, err
 	}
 	return &planv1.RenewPlanResponse{Plan: plan, Lock: data}, nil
 }
 
-// plan checks everything and pins it. The plan is nil where there are problems.
-func (d *draft) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
-	if err := d.read(); err != nil {
+// plan checks everything and pins the inputs. The plan is nil if there are problems.
+func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
+	if err := c.read(); err != nil {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
-	packages, err := d.probe(ctx)
-	if err != nil || !d.Problems.Empty() {
+	versions, err := c.probe(ctx)
+	if err != nil || !c.Problems.Empty() {
 		return nil, nil, err
 	}
-	if err := input.Digest(ctx, d.baseDir, d.inputs); err != nil {
+	if err := input.Digest(ctx, c.baseDir, c.inputs); err != nil {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
-	d.teachesItself()
-	slices.SortFunc(d.inputs, func(a, b *planv1.Input) int {
-		if a.GetRole() != b.GetRole() {
-			return int(a.GetRole()) - int(b.GetRole())
-		}
-		return strings.Compare(a.GetPath(), b.GetPath())
+	c.teacher.teachesItself()
+	slices.SortFunc(c.inputs, func(a, b *planv1.Input) int {
+		return cmp.Or(cmp.Compare(a.GetRole(), b.GetRole()), strings.Compare(a.GetPath(), b.GetPath()))
 	})
-	plan := &planv1.Plan{Format: planformat.Format, Config: d.Config, Inputs: d.inputs, Packages: packages}
+	plan := &planv1.Plan{Format: planformat.Format, Config: c.Config, Inputs: c.inputs, Packages: versions}
 	data, err := lock.Write(plan)
 	return plan, data, err
 }
 
-// read reads every file that the configuration names, as far as it could be read itself.
-func (d *draft) read() error {
-	cfg := d.Config
-	var err error
-	if d.train, err = d.dataset("data.train", cfg.GetData().GetTrain(), planv1.InputRole_INPUT_ROLE_TRAIN_DATA); err != nil {
+// read reads every file that the configuration names.
+func (c *checks) read() error {
+	if err := c.data.read(); err != nil {
 		return err
 	}
-	if d.eval, err = d.dataset("data.eval", cfg.GetData().GetEval(), planv1.InputRole_INPUT_ROLE_EVAL_DATA); err != nil {
-		return err
-	}
-	d.heldOut()
-	d.readModel(cfg.GetModel().GetPath())
-	d.readTeacher(cfg.GetAlgorithm().GetDistillation().GetTeacher())
-	d.readRewards()
-	d.readSinks()
+	c.model.read()
+	c.teacher.read()
+	c.rewards.read()
+	c.trackers.read()
 	return nil
 }
 
-// probe makes the dry calls, all at a time, and returns the versions of packages.
-func (d *draft) probe(ctx context.Context) (map[string]string, error) {
-	var packages map[string]string
-	var about *probe.Answer
-	var aboutErr error
-	caller := ctx
-	group, ctx := errgroup.WithContext(caller)
-	group.Go(func() error {
-		about, aboutErr = d.server.prober.Ask(ctx, probe.Request{
-			Packages: append(d.sinkPackages(), d.wanted()...), Tokenizer: d.tokenizerRequest(),
-			WandbKey: d.Config.GetSinks().GetWandb().GetMode() == "online",
-		})
-		return nil
-	})
-	calls := d.dryCalls()
-	for _, call := range calls {
+// probe makes the dry calls concurrently and returns the versions of the packages.
+func (c *checks) probe(ctx context.Context) (map[string]string, error) {
+	var environment, teacher *probe.Answer
+	var environmentErr, teacherErr error
+	group, groupCtx := errgroup.WithContext(ctx)
+	ask := func(request probe.Request, answer **probe.Answer, err *error) {
 		group.Go(func() error {
-			call.answer, call.err = d.server.prober.Ask(ctx, probe.Request{Reward: call.request})
+			*answer, *err = c.prober.Ask(groupCtx, request)
 			return nil
 		})
 	}
-	var taught *probe.Answer
-	var taughtErr error
-	if request := d.teacherRequest(); request != nil {
-		group.Go(func() error {
-			taught, taughtErr = d.server.prober.Ask(ctx, probe.Request{Teacher: request})
-			return nil
-		})
+	ask(probe.Request{
+		Packages: append(c.trackers.packages(), c.packages.wanted()...), Tokenizer: c.prompts.request(),
+		WandbKey: c.Config.GetSinks().GetWandb().GetMode() == "online",
+	}, &environment, &environmentErr)
+	calls := c.rewards.calls()
+	for _, call := range calls {
+		ask(probe.Request{Reward: call.request}, &call.answer, &call.err)
+	}
+	if request := c.teacher.request(); request != nil {
+		ask(probe.Request{Teacher: request}, &teacher, &teacherErr)
 	}
 	_ = group.Wait()
-	if err := caller.Err(); err != nil {
+	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	if aboutErr != nil {
-		d.Problems.Add(probeProblem(aboutErr))
+	var versions map[string]string
+	if environmentErr != nil {
+		c.Problems.Add(probeProblem(environmentErr))
 	} else {
-		packages = d.packages(about)
-		d.sinkAnswer(about)
-		d.tokenizerAnswer(about)
+		versions = c.packages.versions(environment)
+		c.trackers.answer(environment)
+		c.prompts.answer(environment)
 	}
 	for _, call := range calls {
-		d.heard(call, aboutErr == nil)
+		c.rewards.answer(call, environmentErr == nil)
 	}
-	d.teacherAnswer(taught, taughtErr)
-	return packages, nil
-}
-
-// wanted are the packages that decide what the run computes.
-func (d *draft) wanted() []string {
-	names := slices.Clone(probe.Packages)
-	if slices.ContainsFunc(reward.Parts(d.Config), func(part reward.Part) bool { return part.Expression != "" }) {
-		names = append(names, "cel-python")
-	}
-	if d.Config.GetTrain().GetOptimizer() == "adamw_8bit" {
-		names = append(names, "bitsandbytes")
-	}
-	return names
+	c.teacher.answer(teacher, teacherErr)
+	return versions, nil
 }

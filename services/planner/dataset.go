@@ -10,8 +10,29 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// dataset reads one file of rows; nil where it is not named, not there or not whole.
-func (d *draft) dataset(field, path string, role planv1.InputRole) (*input.Dataset, error) {
+// dataCheck reads the datasets.
+type dataCheck struct {
+	*draft
+
+	train, eval *input.Dataset // nil without a usable dataset
+	first       *input.Dataset // the rows that the reward scores in its dry call, even if other rows have problems
+}
+
+func (d *dataCheck) read() error {
+	data := d.Config.GetData()
+	var err error
+	if d.train, err = d.dataset("data.train", data.GetTrain(), planv1.InputRole_INPUT_ROLE_TRAIN_DATA); err != nil {
+		return err
+	}
+	if d.eval, err = d.dataset("data.eval", data.GetEval(), planv1.InputRole_INPUT_ROLE_EVAL_DATA); err != nil {
+		return err
+	}
+	d.heldOut()
+	return nil
+}
+
+// dataset reads one file of rows; nil if it is not named, does not exist, or has problems.
+func (d *dataCheck) dataset(field, path string, role planv1.InputRole) (*input.Dataset, error) {
 	if path == "" || !d.exists(field, path, false) {
 		return nil, nil
 	}
@@ -24,7 +45,7 @@ func (d *draft) dataset(field, path string, role planv1.InputRole) (*input.Datas
 		data.AnswerField, data.Preference = d.answer(), d.preference()
 	}
 	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.Config) && !d.taught(role)
-	if err := data.Read(input.Resolve(d.baseDir, path), &d.Problems); err != nil {
+	if err := data.Read(d.resolve(path), &d.Problems); err != nil {
 		return nil, err
 	}
 	if role == d.scored() {
@@ -41,7 +62,7 @@ func (d *draft) dataset(field, path string, role planv1.InputRole) (*input.Datas
 }
 
 // heldOut warns of held-out rows that are the ones trained on.
-func (d *draft) heldOut() {
+func (d *dataCheck) heldOut() {
 	if d.train == nil || d.eval == nil || d.train.Digest != d.eval.Digest {
 		return
 	}
@@ -52,7 +73,7 @@ func (d *draft) heldOut() {
 }
 
 // labels warns of labelled completions that are all of one kind: KTO then knows what to write more of, or less, and not instead of what.
-func (d *draft) labels(data *input.Dataset) {
+func (d *dataCheck) labels(data *input.Dataset) {
 	if data.Preference.Label == "" || data.Desirable > 0 && data.Desirable < data.Rows {
 		return
 	}
@@ -68,7 +89,7 @@ func (d *draft) labels(data *input.Dataset) {
 }
 
 // scored says which rows the reward sees: those that are sampled for, which where rows are trained on are the held-out ones.
-func (d *draft) scored() planv1.InputRole {
+func (d *dataCheck) scored() planv1.InputRole {
 	if algorithm.FromData(d.Config) && d.Config.GetData().GetEval() != "" {
 		return planv1.InputRole_INPUT_ROLE_EVAL_DATA
 	}
@@ -76,12 +97,12 @@ func (d *draft) scored() planv1.InputRole {
 }
 
 // taught reports whether rows must hold what is trained on: the training rows, and held-out ones that nobody answers.
-func (d *draft) taught(role planv1.InputRole) bool {
+func (d *dataCheck) taught(role planv1.InputRole) bool {
 	return role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA || algorithm.TeachesHeldOut(d.Config)
 }
 
 // answer is the field that the algorithm trains on; "" where there is none.
-func (d *draft) answer() string {
+func (d *dataCheck) answer() string {
 	if d.Config.GetAlgorithm().GetSft() != nil {
 		return d.Config.GetData().GetAnswerField()
 	}
@@ -89,7 +110,7 @@ func (d *draft) answer() string {
 }
 
 // preference is what the algorithm needs of rows beside their prompts.
-func (d *draft) preference() input.Preference {
+func (d *dataCheck) preference() input.Preference {
 	data, p := d.Config.GetData(), input.Preference{Algorithm: algorithm.Name(d.Config)}
 	if algorithm.Pairs(d.Config) {
 		p.Chosen, p.Rejected = data.GetChosenField(), data.GetRejectedField()
@@ -103,4 +124,26 @@ func (d *draft) preference() input.Preference {
 		p.Others, p.OthersFix = [2]string{data.GetChosenField(), data.GetRejectedField()}, "write `paired = true` in [algorithm.kto]"
 	}
 	return p
+}
+
+// all are the usable datasets.
+func (d *dataCheck) all() []*input.Dataset {
+	var out []*input.Dataset
+	for _, data := range []*input.Dataset{d.train, d.eval} {
+		if data != nil {
+			out = append(out, data)
+		}
+	}
+	return out
+}
+
+// scoredData are the datasets whose rows a reward sees.
+func (d *dataCheck) scoredData() []*input.Dataset {
+	var out []*input.Dataset
+	for _, data := range d.all() {
+		if data != d.train || !algorithm.FromData(d.Config) {
+			out = append(out, data)
+		}
+	}
+	return out
 }

@@ -264,9 +264,9 @@ func TestPackageOfTheOptimizer(t *testing.T) {
 		answer.Packages[name] = &version
 	}
 	missing := func(optimizer string) int {
-		d := &draft{server: s, Reading: s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), Set: []string{`train.optimizer="` + optimizer + `"`}})}
+		d := s.checks(s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), Set: []string{`train.optimizer="` + optimizer + `"`}}), "")
 		before := d.Problems.Len()
-		d.packages(answer)
+		d.packages.versions(answer)
 		return d.Problems.Len() - before
 	}
 	if missing("adamw") != 0 || missing("adamw_8bit") != 1 {
@@ -285,9 +285,9 @@ func TestPackagesThatTheWorkersNeed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := &draft{server: s, Reading: s.reader.Read(&planv1.ConfigSource{})}
+	d := s.checks(s.reader.Read(&planv1.ConfigSource{}), "")
 	before := d.Problems.Len()
-	if got := d.packages(answer); got["python"] == "" || got["torch"] == "" {
+	if got := d.packages.versions(answer); got["python"] == "" || got["torch"] == "" {
 		t.Errorf("versions %v", got)
 	}
 	if d.Problems.Len() == before {

@@ -26,8 +26,15 @@ type dryCall struct {
 	err     error
 }
 
-// readRewards checks that the files of rewards are there, and reads their models.
-func (d *draft) readRewards() {
+// rewardCheck calls the rewards of the configuration once.
+type rewardCheck struct {
+	*draft
+	data  *dataCheck
+	model *modelCheck
+}
+
+// read checks that the files of rewards are there, and reads their models.
+func (d *rewardCheck) read() {
 	for _, part := range reward.Parts(d.Config) {
 		if part.Model != nil {
 			d.readScoringModel(part)
@@ -40,28 +47,27 @@ func (d *draft) readRewards() {
 }
 
 // readScoringModel reads the folder of a reward model, whose tokens must be those of the model that is trained.
-func (d *draft) readScoringModel(part reward.Part) {
+func (d *rewardCheck) readScoringModel(part reward.Part) {
 	field, path := part.Field+".model.path", part.Model.GetPath()
 	if path == "" || !d.Readable(field) || !d.exists(field, path, true) {
 		return
 	}
 	before := d.Problems.Len()
-	folder := input.Resolve(d.baseDir, path)
+	folder := d.resolve(path)
 	scorer := input.ReadModel(folder, path, field, &d.Problems)
 	const fix = "name the weights of a run with [algorithm.reward_model], or a sequence classifier with one label"
 	switch {
 	case d.Problems.Len() > before:
 		return
 	case scorer.Architecture != "" && !scorer.Scores():
-		d.Problems.At(d.Place(field), problem.BadModel, field, fmt.Sprintf("%s is no reward model: it holds a %s", path, scorer.Architecture), fix)
+		d.report(field, problem.BadModel, fmt.Sprintf("%s is no reward model: it holds a %s", path, scorer.Architecture), fix)
 	case len(scorer.Tensors) > 0 && !slices.Contains(scorer.Tensors, "score.weight"):
-		d.Problems.At(d.Place(field), problem.BadModel, field, path+" is no reward model: it has no tensor `score.weight`, the head that scores", fix)
-	case d.model != nil && d.model.OtherTokens(scorer) != "":
-		d.Problems.At(d.Place(field), problem.BadModel, field, "the reward model has another vocabulary: "+d.model.OtherTokens(scorer),
+		d.report(field, problem.BadModel, path+" is no reward model: it has no tensor `score.weight`, the head that scores", fix)
+	case d.model.model != nil && d.model.model.OtherTokens(scorer) != "":
+		d.report(field, problem.BadModel, "the reward model has another vocabulary: "+d.model.model.OtherTokens(scorer),
 			"take one that was trained from a model with the same tokenizer")
 	case scorer.Context > 0 && int64(d.Config.GetEngine().GetMaxModelLen()) > scorer.Context:
-		d.Problems.At(d.Place(field), problem.OutOfRange, field,
-			fmt.Sprintf("of the reward model: %s, fewer than the %d of `engine.max_model_len`", scorer.Bound, d.Config.GetEngine().GetMaxModelLen()),
+		d.report(field, problem.OutOfRange, fmt.Sprintf("of the reward model: %s, fewer than the %d of `engine.max_model_len`", scorer.Bound, d.Config.GetEngine().GetMaxModelLen()),
 			fmt.Sprintf("write `max_model_len = %d` in [engine]", scorer.Context))
 	}
 	if d.Problems.Len() > before {
@@ -70,10 +76,10 @@ func (d *draft) readScoringModel(part reward.Part) {
 	d.pin(planv1.InputRole_INPUT_ROLE_REWARD, scorer, folder, path)
 }
 
-// dryCalls asks for one call of each reward on the first rows: one sample that answers as the row does, one that says nothing, as
+// calls asks for one call of each reward on the first rows: one sample that answers as the row does, one that says nothing, as
 // a policy may. Held-out rows that are evaluated may have other keys, so the first of them is scored too.
-func (d *draft) dryCalls() []*dryCall {
-	if d.first == nil || len(d.first.First) == 0 {
+func (d *rewardCheck) calls() []*dryCall {
+	if d.data.first == nil || len(d.data.first.First) == 0 {
 		return nil
 	}
 	var calls []*dryCall
@@ -86,54 +92,42 @@ func (d *draft) dryCalls() []*dryCall {
 		if part.Expression == "" {
 			field = part.Field + ".plugin"
 			file, _, _ := strings.Cut(part.Plugin, ".py:")
-			if info, err := os.Stat(input.Resolve(d.baseDir, file+".py")); part.Plugin == "" || err != nil || info.IsDir() {
+			if info, err := os.Stat(d.resolve(file + ".py")); part.Plugin == "" || err != nil || info.IsDir() {
 				continue // said already
 			}
 		} else {
-			for _, data := range d.scoredData() {
-				request.Files = append(request.Files, probe.Rows{Path: input.Resolve(d.baseDir, data.Path), Name: data.Path})
+			for _, data := range d.data.scoredData() {
+				request.Files = append(request.Files, probe.Rows{Path: d.resolve(data.Path), Name: data.Path})
 			}
 		}
-		for i, row := range d.first.First {
+		for i, row := range d.data.first.First {
 			sample := probe.Sample{Prompt: row.Prompt, Row: row.JSON}
 			if i == 0 {
-				sample.Completion = d.first.Reference(row)
+				sample.Completion = d.data.first.Reference(row)
 			}
 			request.Samples = append(request.Samples, sample)
 		}
-		if d.eval != nil && d.eval != d.first && len(d.eval.First) > 0 && d.Config.GetEval().GetEverySteps() > 0 {
-			row := d.eval.First[0]
-			request.HeldOut = []probe.Sample{{Prompt: row.Prompt, Completion: d.eval.Reference(row), Row: row.JSON}}
+		if d.data.eval != nil && d.data.eval != d.data.first && len(d.data.eval.First) > 0 && d.Config.GetEval().GetEverySteps() > 0 {
+			row := d.data.eval.First[0]
+			request.HeldOut = []probe.Sample{{Prompt: row.Prompt, Completion: d.data.eval.Reference(row), Row: row.JSON}}
 		}
-		if d.model != nil {
-			request.Model = input.Resolve(d.baseDir, d.Config.GetModel().GetPath())
+		if d.model.model != nil {
+			request.Model = d.resolve(d.Config.GetModel().GetPath())
 		}
 		calls = append(calls, &dryCall{part: part, field: field, request: request})
 	}
 	return calls
 }
 
-// scoredData are the datasets whose rows a reward sees.
-func (d *draft) scoredData() []*input.Dataset {
-	var out []*input.Dataset
-	for _, data := range d.datasets() {
-		if data != d.train || !algorithm.FromData(d.Config) {
-			out = append(out, data)
-		}
-	}
-	return out
-}
-
-// heard says what was wrong with a reward, and pins its files.
-func (d *draft) heard(call *dryCall, pythonWorks bool) {
+// answer reports what was wrong with a reward, or pins its files.
+func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 	var python *probe.Error
 	switch {
 	case errors.As(call.err, &python):
 		d.Problems.Add(d.pythonProblem(python, call.field))
 		return
 	case call.err != nil && pythonWorks: // then it was the reward that ended the process
-		d.Problems.At(d.Place(call.field), "REWARD_RAISED", call.field,
-			fmt.Sprintf("`%s` ended its whole process: %v", call.part.Plugin+call.part.Expression, call.err), "call it alone in Python to see why")
+		d.report(call.field, "REWARD_RAISED", fmt.Sprintf("`%s` ended its whole process: %v", call.part.Plugin+call.part.Expression, call.err), "call it alone in Python to see why")
 		return
 	case call.err != nil || call.answer.Reward == nil:
 		return // said already
@@ -147,8 +141,7 @@ func (d *draft) heard(call *dryCall, pythonWorks bool) {
 		return
 	}
 	if call.answer.Reward.Parts && !algorithm.Traits(d.Config).GetTokenRewards() {
-		d.Problems.At(d.Place(call.field), problem.Conflict, call.field,
-			fmt.Sprintf("`%s` rewards parts of a completion, and %s can't use that", call.part.Plugin, algorithm.Title(d.Config)),
+		d.report(call.field, problem.Conflict, fmt.Sprintf("`%s` rewards parts of a completion, and %s can't use that", call.part.Plugin, algorithm.Title(d.Config)),
 			"take [algorithm.ppo], [algorithm.reinforce_pp] or [algorithm.grpo], or return one number a sample")
 		return
 	}
@@ -160,7 +153,7 @@ func (d *draft) heard(call *dryCall, pythonWorks bool) {
 }
 
 // expressionProblem places an error at its column in the expression.
-func (d *draft) expressionProblem(e *probe.Error, field string) {
+func (d *rewardCheck) expressionProblem(e *probe.Error, field string) {
 	d.Problems.At(inText(d.Place(field), e.Line, e.Column), e.Reason, field, e.Message, e.Fix)
 }
 

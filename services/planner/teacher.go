@@ -11,40 +11,49 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// readTeacher reads the folder of a teacher's model, whose tokens must be those of the model that is trained.
-func (d *draft) readTeacher(path string) {
+// teacherCheck reads the teacher of a distillation, or calls its endpoint.
+type teacherCheck struct {
+	*draft
+	data  *dataCheck
+	model *modelCheck
+
+	files []*planv1.Input // of a teacher in a folder
+}
+
+// read reads the folder of a teacher's model, whose tokens must be those of the model that is trained.
+func (d *teacherCheck) read() {
 	const field = "algorithm.distillation.teacher"
+	path := d.Config.GetAlgorithm().GetDistillation().GetTeacher()
 	if path == "" || !d.exists(field, path, true) {
 		return
 	}
 	before := d.Problems.Len()
-	folder := input.Resolve(d.baseDir, path)
+	folder := d.resolve(path)
 	teacher := input.ReadModel(folder, path, field, &d.Problems)
 	if teacher.Scores() {
-		d.Problems.At(d.Place(field), problem.BadModel, field, fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, teacher.Architecture),
+		d.report(field, problem.BadModel, fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, teacher.Architecture),
 			"name a language model as the teacher; a reward model is for `[reward.model]`")
 		return
 	}
-	if d.model != nil && teacher.Embedded > 0 && d.model.Embedded > 0 && teacher.Embedded != d.model.Embedded {
-		d.Problems.At(d.Place(field), problem.BadModel, field,
-			fmt.Sprintf("the teacher has a vocabulary of %d tokens, the model one of %d", teacher.Embedded, d.model.Embedded),
+	if d.model.model != nil && teacher.Embedded > 0 && d.model.model.Embedded > 0 && teacher.Embedded != d.model.model.Embedded {
+		d.report(field, problem.BadModel, fmt.Sprintf("the teacher has a vocabulary of %d tokens, the model one of %d", teacher.Embedded, d.model.model.Embedded),
 			"take a teacher with the same tokenizer")
-	} else if d.model != nil {
-		if difference := d.model.OtherTokens(teacher); difference != "" {
-			d.Problems.At(d.Place(field), problem.BadModel, field, "the teacher has another vocabulary: "+difference,
+	} else if d.model.model != nil {
+		if difference := d.model.model.OtherTokens(teacher); difference != "" {
+			d.report(field, problem.BadModel, "the teacher has another vocabulary: "+difference,
 				"take a teacher with the same tokenizer")
 		}
 	}
 	if d.Problems.Len() > before {
 		return
 	}
-	d.teacher = d.pin(planv1.InputRole_INPUT_ROLE_MODEL, teacher, folder, path)
+	d.files = d.pin(planv1.InputRole_INPUT_ROLE_MODEL, teacher, folder, path)
 }
 
 // teachesItself warns of a teacher whose weights are the policy's own: the two agree on every token. Files must have their digests.
-func (d *draft) teachesItself() {
+func (d *teacherCheck) teachesItself() {
 	const field = "algorithm.distillation.teacher"
-	if taught := weights(d.policy); len(taught) == 0 || !slices.Equal(taught, weights(d.teacher)) {
+	if taught := weights(d.model.files); len(taught) == 0 || !slices.Equal(taught, weights(d.files)) {
 		return
 	}
 	d.warnings.At(d.Place(field), problem.BadModel, field,
@@ -65,22 +74,22 @@ func weights(files []*planv1.Input) []string {
 	return out
 }
 
-// teacherRequest asks a teacher's endpoint about the first prompt; nil where there is none, or model or data can't be used anyway.
-func (d *draft) teacherRequest() *probe.Teacher {
+// request asks a teacher's endpoint about the first prompt; nil where there is none, or model or data can't be used anyway.
+func (d *teacherCheck) request() *probe.Teacher {
 	endpoint := d.Config.GetAlgorithm().GetDistillation().GetEndpoint()
 	const table = "algorithm.distillation.endpoint"
-	if endpoint == nil || d.model == nil || d.train == nil || len(d.train.First) == 0 || !d.Readable(table) || !d.Problems.Empty() {
+	if endpoint == nil || d.model.model == nil || d.data.train == nil || len(d.data.train.First) == 0 || !d.Readable(table) || !d.Problems.Empty() {
 		return nil
 	}
 	return &probe.Teacher{
-		Model: input.Resolve(d.baseDir, d.Config.GetModel().GetPath()), BaseURL: endpoint.GetBaseUrl(), Name: endpoint.GetModel(),
+		Model: d.resolve(d.Config.GetModel().GetPath()), BaseURL: endpoint.GetBaseUrl(), Name: endpoint.GetModel(),
 		APIKey: endpoint.GetApiKey(), Protocol: endpoint.GetProtocol(), TimeoutSeconds: endpoint.GetTimeoutSeconds(),
-		Prompt: d.train.First[0].Prompt,
+		Prompt: d.data.train.First[0].Prompt,
 	}
 }
 
-// teacherAnswer says why a teacher's endpoint could not teach.
-func (d *draft) teacherAnswer(answer *probe.Answer, err error) {
+// answer says why a teacher's endpoint could not teach.
+func (d *teacherCheck) answer(answer *probe.Answer, err error) {
 	switch {
 	case err != nil:
 		d.Problems.Add(probeProblem(err))

@@ -10,8 +10,11 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
+// binder sets the fields of a configuration from a text and reports keys and types that do not fit.
+type binder struct{ *Reading }
+
 // bind sets the fields of m from a table; at is the table's dotted path, "" for the root.
-func (r *Reading) bind(table *document.Value, m protoreflect.Message, at string) {
+func (r *binder) bind(table *document.Value, m protoreflect.Message, at string) {
 	for _, e := range table.Entries {
 		field := keyOf(m.Descriptor(), e.Key)
 		if field == nil {
@@ -33,7 +36,7 @@ func (r *Reading) bind(table *document.Value, m protoreflect.Message, at string)
 	}
 }
 
-func (r *Reading) bindTable(e *document.Entry, field key, m protoreflect.Message, path string) {
+func (r *binder) bindTable(e *document.Entry, field key, m protoreflect.Message, path string) {
 	if e.Value.Kind != document.Table {
 		fix := fmt.Sprintf("write a table: [%s]", path)
 		if e.Value.Kind == document.String && !field.IsMap() && keyOf(field.Message(), e.Value.String) != nil {
@@ -50,7 +53,7 @@ func (r *Reading) bindTable(e *document.Entry, field key, m protoreflect.Message
 }
 
 // bindNamed sets tables by a name of the user's.
-func (r *Reading) bindNamed(table *document.Value, field key, named protoreflect.Map, path string) {
+func (r *binder) bindNamed(table *document.Value, field key, named protoreflect.Map, path string) {
 	for _, e := range table.Entries {
 		at := join(path, e.Key)
 		if e.Value.Kind != document.Table {
@@ -69,7 +72,7 @@ func fixNamed(field key, path, name string) string {
 	return fmt.Sprintf("write [%s.%s]", path, name)
 }
 
-func (r *Reading) bindScalar(e *document.Entry, field key, m protoreflect.Message, path string) {
+func (r *binder) bindScalar(e *document.Entry, field key, m protoreflect.Message, path string) {
 	if !field.IsList() {
 		if value, ok := r.scalar(e, e.Value, field, path); ok {
 			m.Set(field.FieldDescriptor, value)
@@ -92,7 +95,7 @@ func (r *Reading) bindScalar(e *document.Entry, field key, m protoreflect.Messag
 }
 
 // scalar reads one value as the type that the field has.
-func (r *Reading) scalar(e *document.Entry, v *document.Value, field key, path string) (protoreflect.Value, bool) {
+func (r *binder) scalar(e *document.Entry, v *document.Value, field key, path string) (protoreflect.Value, bool) {
 	none := protoreflect.Value{}
 	switch kind := field.Kind(); {
 	case kind == protoreflect.StringKind && v.Kind == document.String:
@@ -144,19 +147,19 @@ func fixType(e *document.Entry, v *document.Value, field key) string {
 	return fmt.Sprintf("write a number, such as `%s = %s`", e.Key, sample(field))
 }
 
-func (r *Reading) twoOfOne(e *document.Entry, path, other string) {
+func (r *binder) twoOfOne(e *document.Entry, path, other string) {
 	line, _ := r.root.Find(other).Value.Span.Position()
 	r.broken[path] = true
 	r.Problems.At(e.Value.Span, problem.Conflict, path,
 		fmt.Sprintf("a run has one algorithm: [%s] excludes [%s] on line %d", path, other, line), "remove one of the two tables")
 }
 
-func (r *Reading) wrongType(span document.Span, path, message, fix string) {
+func (r *binder) wrongType(span document.Span, path, message, fix string) {
 	r.broken[path] = true
 	r.Problems.At(span, problem.WrongType, path, message, fix)
 }
 
-func (r *Reading) outOfRange(span document.Span, path, message, fix string) {
+func (r *binder) outOfRange(span document.Span, path, message, fix string) {
 	r.broken[path] = true
 	r.Problems.At(span, problem.OutOfRange, path, message, fix)
 }

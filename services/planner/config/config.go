@@ -65,10 +65,11 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 		}
 		reading.Problems.At(fault.Span, reason, "", fault.Message, fault.Fix)
 	}
-	reading.bind(root, reading.Config.ProtoReflect(), "")
+	(&binder{reading}).bind(root, reading.Config.ProtoReflect(), "")
 	reading.defaults()
-	reading.rules(r.validator)
-	reading.idle()
+	check := &checker{reading}
+	check.rules(r.validator)
+	check.idle()
 	return reading
 }
 
@@ -81,7 +82,7 @@ func (r *Reader) Again(config *configv1.RunConfig) *Reading {
 		reading.Config = &configv1.RunConfig{}
 	}
 	reading.defaults()
-	reading.rules(r.validator)
+	(&checker{reading}).rules(r.validator)
 	return reading
 }
 

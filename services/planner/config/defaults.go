@@ -55,7 +55,7 @@ func optional(field protoreflect.FieldDescriptor) bool {
 func literal(field key, text string) protoreflect.Value {
 	root, faults := document.Parse(document.NewSource("default", []byte("x = "+text), 1))
 	if len(faults) == 0 {
-		r := &Reading{broken: map[string]bool{}}
+		r := &binder{&Reading{broken: map[string]bool{}}}
 		if v, ok := r.scalar(root.Entries[0], root.Entries[0].Value, field, field.TextName()); ok {
 			return v
 		}

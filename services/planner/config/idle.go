@@ -29,7 +29,7 @@ var idleKeys = []idleKey{
 }
 
 // idle tells of keys that the text sets and that nothing would read.
-func (r *Reading) idle() {
+func (r *checker) idle() {
 	name := algorithm.Name(r.Config)
 	if name == "" {
 		return
@@ -50,7 +50,7 @@ func (r *Reading) idle() {
 }
 
 // text is the value at a path, "" without such a key.
-func (r *Reading) text(path string) string {
+func (r *checker) text(path string) string {
 	value := protoreflect.ValueOfMessage(r.Config.ProtoReflect())
 	for name := range strings.SplitSeq(path, ".") {
 		field := keyOf(value.Message().Descriptor(), name)

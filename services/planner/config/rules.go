@@ -16,8 +16,11 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// rules holds the contract's rules against the configuration and maps each violation back to the text.
-func (r *Reading) rules(validator protovalidate.Validator) {
+// checker checks the rules of a configuration and reports each violation at its place in the text.
+type checker struct{ *Reading }
+
+// rules checks the rules of the contract.
+func (r *checker) rules(validator protovalidate.Validator) {
 	err := validator.Validate(r.Config)
 	var invalid *protovalidate.ValidationError
 	if err != nil && !errors.As(err, &invalid) {
@@ -44,7 +47,7 @@ func (r *Reading) rules(validator protovalidate.Validator) {
 
 func isCrossField(v *protovalidate.Violation) bool { return fixes[v.Proto.GetRuleId()] != "" }
 
-func (r *Reading) violation(v *protovalidate.Violation) {
+func (r *checker) violation(v *protovalidate.Violation) {
 	field, id := dotted(v), v.Proto.GetRuleId()
 	if v.Proto.GetForKey() {
 		r.badName(field, id)
@@ -79,7 +82,7 @@ func (r *Reading) violation(v *protovalidate.Violation) {
 }
 
 // badText explains a text that is none of those allowed, or has a wrong form.
-func (r *Reading) badText(place document.Span, field string, descriptor key, v *protovalidate.Violation) {
+func (r *checker) badText(place document.Span, field string, descriptor key, v *protovalidate.Violation) {
 	rules := rulesOf(descriptor)
 	got := v.FieldValue.String()
 	switch {
@@ -118,7 +121,7 @@ func dotted(v *protovalidate.Violation) string {
 }
 
 // badName explains the name of a table that can't be one.
-func (r *Reading) badName(field, rule string) {
+func (r *checker) badName(field, rule string) {
 	r.broken[field] = true
 	if rule == "string.not_in" {
 		r.Problems.At(r.Place(field), problem.BadValue, field,
@@ -130,7 +133,7 @@ func (r *Reading) badName(field, rule string) {
 }
 
 // missing explains an absent key or table, with lines that would fix it.
-func (r *Reading) missing(field string, descriptor *key) {
+func (r *checker) missing(field string, descriptor *key) {
 	if r.holes {
 		return // it may stand on a line that could not be read
 	}
@@ -171,7 +174,7 @@ func keysIn(expression string) []string {
 
 // crossField reports a broken rule between keys, at the first key that the text sets, in the order of the rule's message. at is the
 // table whose message has the rule, "" for the root. A rule that reads a key without a readable value is not reported.
-func (r *Reading) crossField(id, message, at string, keys []string) {
+func (r *checker) crossField(id, message, at string, keys []string) {
 	chosen := "algorithm." + algorithm.Name(r.Config)
 	for _, read := range keys {
 		path := join(at, tomlPath(strings.Replace(read, "algorithm.*", chosen, 1)))

@@ -88,7 +88,7 @@ var traitRules = []traitRule{
 }
 
 // traits checks the rules that depend on the algorithm.
-func (r *Reading) traits() {
+func (r *checker) traits() {
 	if algorithm.Name(r.Config) == "" {
 		return
 	}

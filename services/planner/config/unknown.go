@@ -50,7 +50,7 @@ var aliases = map[string]string{
 	"warmup":                "train.warmup_steps",
 }
 
-func (r *Reading) unknown(e *document.Entry, message protoreflect.MessageDescriptor, at string) {
+func (r *binder) unknown(e *document.Entry, message protoreflect.MessageDescriptor, at string) {
 	path := join(at, e.Key)
 	if e.Value.Kind == document.Table {
 		r.unknownTable(e, message, at)
@@ -66,7 +66,7 @@ func (r *Reading) unknown(e *document.Entry, message protoreflect.MessageDescrip
 	}
 }
 
-func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDescriptor, at string) {
+func (r *binder) unknownTable(e *document.Entry, message protoreflect.MessageDescriptor, at string) {
 	path := join(at, e.Key)
 	names := fieldNames(message, true)
 	what := fmt.Sprintf("unknown table [%s]", path)
@@ -96,7 +96,7 @@ func (r *Reading) unknownTable(e *document.Entry, message protoreflect.MessageDe
 }
 
 // algorithm is the table under [algorithm] that the text chose, "" where there is none.
-func (r *Reading) algorithm() string {
+func (r *binder) algorithm() string {
 	if e := r.root.Find("algorithm"); e != nil && e.Value.Kind == document.Table && len(e.Value.Entries) > 0 {
 		return e.Value.Entries[0].Key
 	}

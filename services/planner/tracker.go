@@ -5,28 +5,33 @@ import (
 	"os"
 
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
-	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/probe"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// sinkLibrary is what a sink needs of the workers' Python: one of these packages.
-type sinkLibrary struct {
+// trackerLibrary is what a sink needs of the workers' Python: one of these packages.
+type trackerLibrary struct {
 	table    string
 	wanted   func(*configv1.SinksConfig) bool
 	packages []string
 }
 
-var sinkLibraries = []sinkLibrary{
+var trackerLibraries = []trackerLibrary{
 	{"tensorboard", func(s *configv1.SinksConfig) bool { return s.GetTensorboard() != nil }, []string{"tensorboard"}},
 	{"wandb", func(s *configv1.SinksConfig) bool { return s.GetWandb() != nil }, []string{"wandb"}},
 	{"mlflow", func(s *configv1.SinksConfig) bool { return s.GetMlflow() != nil }, []string{"mlflow", "mlflow-skinny"}},
 }
 
-// sinkPackages are the packages to ask for. They decide nothing that the run computes, so the plan does not pin them.
-func (d *draft) sinkPackages() []string {
+// trackerCheck checks what the trackers in [sinks] need.
+type trackerCheck struct {
+	*draft
+	python string // interpreter of the workers
+}
+
+// packages are the packages to ask for. They decide nothing that the run computes, so the plan does not pin them.
+func (d *trackerCheck) packages() []string {
 	var names []string
-	for _, library := range sinkLibraries {
+	for _, library := range trackerLibraries {
 		if library.wanted(d.Config.GetSinks()) {
 			names = append(names, library.packages...)
 		}
@@ -34,9 +39,9 @@ func (d *draft) sinkPackages() []string {
 	return names
 }
 
-// sinkAnswer says which sinks could not work.
-func (d *draft) sinkAnswer(answer *probe.Answer) {
-	for _, library := range sinkLibraries {
+// answer says which sinks could not work.
+func (d *trackerCheck) answer(answer *probe.Answer) {
+	for _, library := range trackerLibraries {
 		if !library.wanted(d.Config.GetSinks()) {
 			continue
 		}
@@ -45,26 +50,25 @@ func (d *draft) sinkAnswer(answer *probe.Answer) {
 			found = found || answer.Packages[name] != nil
 		}
 		if field := "sinks." + library.table; !found {
-			d.Problems.At(d.Place(field), problem.PackageMissing, field,
-				fmt.Sprintf("`[%s]` needs the package %s, which the workers' Python has not", field, library.packages[0]),
-				fmt.Sprintf("install it: %s -m pip install 'rollout-rl[%s]', or remove the table", d.server.prober.Python, library.table))
+			d.report(field, problem.PackageMissing, fmt.Sprintf("`[%s]` needs the package %s, which the workers' Python has not", field, library.packages[0]),
+				fmt.Sprintf("install it: %s -m pip install 'rollout-rl[%s]', or remove the table", d.python, library.table))
 		}
 	}
 	const mode = "sinks.wandb.mode"
 	if d.Config.GetSinks().GetWandb().GetMode() == "online" && !answer.WandbKey {
-		d.Problems.At(d.Place(mode), problem.Conflict, mode, "`mode = \"online\"`, but there is no key of Weights & Biases where rolloutd runs",
+		d.report(mode, problem.Conflict, "`mode = \"online\"`, but there is no key of Weights & Biases where rolloutd runs",
 			"run `wandb login` there or start rolloutd with WANDB_API_KEY, or write `mode = \"offline\"`")
 	}
 }
 
-// readSinks holds the folders of sinks against what is there.
-func (d *draft) readSinks() {
+// read reports folders that are files.
+func (d *trackerCheck) read() {
 	sinks := d.Config.GetSinks()
 	for field, path := range map[string]string{
 		"sinks.tensorboard.directory": sinks.GetTensorboard().GetDirectory(), "sinks.wandb.directory": sinks.GetWandb().GetDirectory(),
 	} {
-		if info, err := os.Stat(input.Resolve(d.baseDir, path)); path != "" && err == nil && !info.IsDir() {
-			d.Problems.At(d.Place(field), problem.BadValue, field, path+" is a file, not a folder", "name a folder; it is made where it is not there")
+		if info, err := os.Stat(d.resolve(path)); path != "" && err == nil && !info.IsDir() {
+			d.report(field, problem.BadValue, path+" is a file, not a folder", "name a folder; it is made where it is not there")
 		}
 	}
 }

@@ -2,8 +2,6 @@ package planner
 
 import (
 	"fmt"
-	"os"
-	"path/filepath"
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
@@ -13,33 +11,30 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// tokenizerRequest asks for the length of every prompt; nil where model or data can't be used anyway.
-func (d *draft) tokenizerRequest() *probe.Tokenizer {
-	if d.model == nil || d.train == nil && d.eval == nil || d.Config.GetAlgorithm() == nil {
+// promptCheck compares the token count of every row with the context of the model.
+type promptCheck struct {
+	*draft
+	data  *dataCheck
+	model *modelCheck
+}
+
+// request asks for the length of every prompt; nil without a usable model or dataset.
+func (d *promptCheck) request() *probe.Tokenizer {
+	if d.model.model == nil || len(d.data.all()) == 0 || d.Config.GetAlgorithm() == nil {
 		return nil
 	}
 	cfg := d.Config
-	request := &probe.Tokenizer{Model: input.Resolve(d.baseDir, cfg.GetModel().GetPath()), ChatTemplate: cfg.GetModel().GetChatTemplate()}
-	for _, data := range d.datasets() {
+	request := &probe.Tokenizer{Model: d.resolve(cfg.GetModel().GetPath()), ChatTemplate: cfg.GetModel().GetChatTemplate()}
+	for _, data := range d.data.all() {
 		request.Files = append(request.Files, probe.File{
-			Path: input.Resolve(d.baseDir, data.Path), PromptField: data.PromptField, AnswerFields: data.Completions(),
-			Limit: d.tokenizerLimit(data),
+			Path: d.resolve(data.Path), PromptField: data.PromptField, AnswerFields: data.Completions(),
+			Limit: d.limit(data),
 		})
 	}
 	return request
 }
 
-func (d *draft) datasets() []*input.Dataset {
-	var out []*input.Dataset
-	for _, data := range []*input.Dataset{d.train, d.eval} {
-		if data != nil {
-			out = append(out, data)
-		}
-	}
-	return out
-}
-
-func (d *draft) tokenizerAnswer(answer *probe.Answer) {
+func (d *promptCheck) answer(answer *probe.Answer) {
 	if answer.Tokenizer == nil {
 		return
 	}
@@ -47,7 +42,7 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 		d.Problems.Add(d.pythonProblem(e, "model.path"))
 		return
 	}
-	for i, data := range d.datasets() {
+	for i, data := range d.data.all() {
 		lengths := answer.Tokenizer.Files[i]
 		if len(lengths.Examples) > 0 {
 			d.tooLong(data, lengths)
@@ -70,7 +65,7 @@ func (d *draft) tokenizerAnswer(answer *probe.Answer) {
 
 // strange warns of rows with characters that the vocabulary has not: the model sees one and the same token in their place, and where
 // it is trained on them it learns to write that token.
-func (d *draft) strange(data *input.Dataset, lengths probe.Lengths) {
+func (d *promptCheck) strange(data *input.Dataset, lengths probe.Lengths) {
 	first := lengths.Strange[0]
 	message, fix := "the tokenizer does not know %q: the model sees its token for unknown text there", "write the prompt in characters that its vocabulary has, or remove the row"
 	if first.Field != data.PromptField {
@@ -83,7 +78,7 @@ func (d *draft) strange(data *input.Dataset, lengths probe.Lengths) {
 	}
 	d.warnings.Add(&planv1.Problem{
 		Reason: problem.BadRow, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Message: message, Fix: fix,
-		Excerpt: input.Lines(input.Resolve(d.baseDir, data.Path), []uint64{first.Row + 1})[first.Row+1],
+		Excerpt: input.Lines(d.resolve(data.Path), []uint64{first.Row + 1})[first.Row+1],
 	})
 }
 
@@ -91,15 +86,15 @@ func (d *draft) strange(data *input.Dataset, lengths probe.Lengths) {
 const longShown = 5
 
 // tooLong is one problem for all rows of a file that leave no room, at the first of them.
-func (d *draft) tooLong(data *input.Dataset, lengths probe.Lengths) {
+func (d *promptCheck) tooLong(data *input.Dataset, lengths probe.Lengths) {
 	engine, sampling := d.Config.GetEngine(), d.Config.GetSampling()
 	one, many, room := "the prompt has %d tokens", "%d prompts are too long", fmt.Sprintf("%d of max_model_len less %d of max_tokens leave %d",
-		engine.GetMaxModelLen(), sampling.GetMaxTokens(), d.tokenizerLimit(data))
+		engine.GetMaxModelLen(), sampling.GetMaxTokens(), d.limit(data))
 	if len(data.Completions()) > 0 {
 		one, many = "prompt, answer and end have %d tokens", "%d rows (prompt, answer and end) are too long"
 	}
 	if !d.sampled(data) {
-		room = fmt.Sprintf("max_model_len leaves %d", d.tokenizerLimit(data))
+		room = fmt.Sprintf("max_model_len leaves %d", d.limit(data))
 	}
 	first := lengths.Examples[0]
 	message, fix := fmt.Sprintf(one+"; %s", first.Tokens, room), d.fixLength(data)
@@ -116,85 +111,34 @@ func (d *draft) tooLong(data *input.Dataset, lengths probe.Lengths) {
 	}
 	d.Problems.Add(&planv1.Problem{
 		Reason: problem.ContextTooLong, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Field: "engine.max_model_len",
-		Message: message, Fix: fix, Excerpt: input.Lines(input.Resolve(d.baseDir, data.Path), []uint64{first.Row + 1})[first.Row+1],
+		Message: message, Fix: fix, Excerpt: input.Lines(d.resolve(data.Path), []uint64{first.Row + 1})[first.Row+1],
 	})
 }
 
 // fixLength says what makes room: the model's positions can't be raised.
-func (d *draft) fixLength(data *input.Dataset) string {
+func (d *promptCheck) fixLength(data *input.Dataset) string {
 	fix := "shorten or remove the row"
 	if d.sampled(data) {
 		fix += ", lower `max_tokens` in [sampling]"
 	}
-	if d.model.Context == 0 || int64(d.Config.GetEngine().GetMaxModelLen()) < d.model.Context {
+	if d.model.model.Context == 0 || int64(d.Config.GetEngine().GetMaxModelLen()) < d.model.model.Context {
 		fix += ", raise `max_model_len` in [engine]"
 	}
-	if d.model.Context > 0 {
-		fix += " (" + d.model.Bound + ")"
+	if d.model.model.Context > 0 {
+		fix += " (" + d.model.model.Bound + ")"
 	}
 	return fix
 }
 
 // sampled reports whether completions of the rows' prompts must have room behind them.
-func (d *draft) sampled(data *input.Dataset) bool {
+func (d *promptCheck) sampled(data *input.Dataset) bool {
 	return len(data.Completions()) == 0 && algorithm.Samples(d.Config)
 }
 
-func (d *draft) tokenizerLimit(data *input.Dataset) int64 {
+func (d *promptCheck) limit(data *input.Dataset) int64 {
 	limit := int64(d.Config.GetEngine().GetMaxModelLen())
 	if d.sampled(data) {
 		limit -= int64(d.Config.GetSampling().GetMaxTokens())
 	}
 	return limit
-}
-
-// packages pins the versions that the workers would run with, and says which are missing.
-func (d *draft) packages(answer *probe.Answer) map[string]string {
-	versions := map[string]string{"python": answer.Python}
-	for _, name := range d.wanted() {
-		if version := answer.Packages[name]; version != nil {
-			versions[name] = *version
-			continue
-		}
-		if name == "rollout-rl" {
-			continue // run from a checkout
-		}
-		d.Problems.Add(&planv1.Problem{
-			Reason: problem.PackageMissing, Message: fmt.Sprintf("the workers' Python has no package %s", name),
-			Fix: fmt.Sprintf("install it: %s -m pip install %s", d.server.prober.Python, name),
-		})
-	}
-	return versions
-}
-
-// pythonProblem places an error of Python's at its line, or at the field that named the plugin.
-func (d *draft) pythonProblem(e *probe.Error, field string) *planv1.Problem {
-	p := &planv1.Problem{Reason: e.Reason, Field: field, Message: e.Message, Fix: e.Fix}
-	if e.File == "" || e.Line == 0 && e.File != "" && filepath.Ext(e.File) == ".py" {
-		var list problem.List
-		list.At(d.Place(field), e.Reason, field, e.Message, e.Fix)
-		return list.Sorted()[0]
-	}
-	p.File = input.Relative(d.baseDir, e.File, "")
-	p.Line, p.Column, p.Excerpt = e.Line, e.Column, problem.Excerpt(line(e.File, e.Line))
-	if text := strings.TrimSpace(e.Text); text != "" && strings.Contains(p.Excerpt, text) && e.Reason != "REWARD_IMPORT" {
-		p.Text = text
-	}
-	return p
-}
-
-func line(file string, number uint32) string {
-	data, err := os.ReadFile(file)
-	lines := strings.Split(string(data), "\n")
-	if err != nil || number == 0 || int(number) > len(lines) {
-		return ""
-	}
-	return strings.TrimRight(lines[number-1], "\r")
-}
-
-func probeProblem(err error) *planv1.Problem {
-	return &planv1.Problem{
-		Reason: problem.Probe, Message: "the Python probe ended early: " + err.Error(),
-		Fix: "check the Python environment of the workers: `python -m rollout.probe` must run in it",
-	}
 }

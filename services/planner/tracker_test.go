@@ -48,24 +48,24 @@ func TestSinksAreCheckedWithThePlan(t *testing.T) {
 	}
 }
 
-func draftOf(t *testing.T, s *Server, dir string, set ...string) *draft {
+func checksOf(t *testing.T, s *Server, dir string, set ...string) *checks {
 	t.Helper()
-	return &draft{Reading: s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), File: "run.toml", BaseDir: dir, Set: set}), server: s, baseDir: dir}
+	return s.checks(s.reader.Read(&planv1.ConfigSource{Toml: []byte(configText), File: "run.toml", BaseDir: dir, Set: set}), dir)
 }
 
 func TestAMissingLibraryOfASinkIsNamedWithItsExtra(t *testing.T) {
 	t.Parallel()
 	s := server(t)
 	dir := project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
-	d := draftOf(t, s, dir, "sinks.mlflow={}", "sinks.tensorboard={}")
+	d := checksOf(t, s, dir, "sinks.mlflow={}", "sinks.tensorboard={}")
 	there := "2.21.0"
-	d.sinkAnswer(&probe.Answer{Packages: map[string]*string{"tensorboard": &there}})
+	d.trackers.answer(&probe.Answer{Packages: map[string]*string{"tensorboard": &there}})
 	problems := d.Sorted()
 	if len(problems) != 1 || problems[0].GetReason() != "PACKAGE_MISSING" || !strings.Contains(problems[0].GetFix(), "rollout-rl[mlflow]") {
 		t.Errorf("%v", problems)
 	}
-	d = draftOf(t, s, dir, "sinks.mlflow={}")
-	d.sinkAnswer(&probe.Answer{Packages: map[string]*string{"mlflow-skinny": &there}})
+	d = checksOf(t, s, dir, "sinks.mlflow={}")
+	d.trackers.answer(&probe.Answer{Packages: map[string]*string{"mlflow-skinny": &there}})
 	if problems := d.Sorted(); len(problems) != 0 {
 		t.Errorf("%v", problems)
 	}

@@ -1,0 +1,119 @@
+package planner
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	"github.com/rollout-rl/rollout/libs/nearest"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	"github.com/rollout-rl/rollout/services/planner/config"
+	"github.com/rollout-rl/rollout/services/planner/input"
+	"github.com/rollout-rl/rollout/services/planner/probe"
+	"github.com/rollout-rl/rollout/services/planner/problem"
+)
+
+// draft is a plan before it is complete: the configuration, the problems found so far, and the files that the plan pins. Each check
+// has its own type, reads the configuration here, and reports here.
+type draft struct {
+	*config.Reading
+	baseDir  string
+	inputs   []*planv1.Input
+	warnings problem.List // do not prevent the plan
+}
+
+// report adds a problem at the place of a field.
+func (d *draft) report(field, reason, message, fix string) {
+	d.Problems.At(d.Place(field), reason, field, message, fix)
+}
+
+// resolve is the file that a path of the configuration names.
+func (d *draft) resolve(path string) string { return input.Resolve(d.baseDir, path) }
+
+// pin adds the files of a model to the inputs of the plan and returns them. They get their digests later.
+func (d *draft) pin(role planv1.InputRole, model *input.Model, folder, path string) []*planv1.Input {
+	var files []*planv1.Input
+	for _, name := range model.Files {
+		files = append(files, &planv1.Input{Role: role, Path: input.Relative(d.baseDir, filepath.Join(folder, name), path)})
+	}
+	d.inputs = append(d.inputs, files...)
+	return files
+}
+
+// hubName is how models are called on the Hugging Face Hub.
+var hubName = regexp.MustCompile(`^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$`)
+
+// download says how to get a model that is called by its name on the hub; "" for what is a path into a folder that is there.
+func (d *draft) download(path string) string {
+	owner, name, _ := strings.Cut(path, "/")
+	if _, err := os.Stat(input.Resolve(d.baseDir, owner)); err == nil || !hubName.MatchString(path) {
+		return ""
+	}
+	return fmt.Sprintf("models are not downloaded: name a folder. For a model of the Hugging Face Hub run `hf download %s --local-dir %s` (package huggingface_hub) and name %q",
+		path, filepath.Join(d.baseDir, name), name)
+}
+
+// exists reports whether a file or folder is there, and says at the field that names it where it is not.
+func (d *draft) exists(field, path string, folder bool) bool {
+	place := d.Place(field)
+	info, err := os.Stat(input.Resolve(d.baseDir, path))
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		fix := "correct the path; it starts at the folder of the configuration, " + d.baseDir
+		if similar := input.Similar(d.baseDir, path, nearest.To); similar != "" {
+			fix = fmt.Sprintf("did you mean %q?", similar)
+		}
+		what := "file"
+		if folder {
+			if download := d.download(path); download != "" {
+				fix = download
+			}
+			what = "folder"
+		}
+		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("there is no %s %s", what, path), fix)
+	case err != nil:
+		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("can't read %s: %v", path, errors.Unwrap(err)), "check its permissions")
+	case info.IsDir() && !folder:
+		d.Problems.At(place, problem.MissingFile, field, path+" is a folder, not a file", "name a file in it")
+	case !info.IsDir() && folder:
+		d.Problems.At(place, problem.MissingFile, field, path+" is a file, not a folder", "name the folder that holds config.json")
+	default:
+		return true
+	}
+	return false
+}
+
+// pythonProblem places an error of Python's at its line, or at the field that named the plugin.
+func (d *draft) pythonProblem(e *probe.Error, field string) *planv1.Problem {
+	p := &planv1.Problem{Reason: e.Reason, Field: field, Message: e.Message, Fix: e.Fix}
+	if e.File == "" || e.Line == 0 && e.File != "" && filepath.Ext(e.File) == ".py" {
+		var list problem.List
+		list.At(d.Place(field), e.Reason, field, e.Message, e.Fix)
+		return list.Sorted()[0]
+	}
+	p.File = input.Relative(d.baseDir, e.File, "")
+	p.Line, p.Column, p.Excerpt = e.Line, e.Column, problem.Excerpt(line(e.File, e.Line))
+	if text := strings.TrimSpace(e.Text); text != "" && strings.Contains(p.Excerpt, text) && e.Reason != "REWARD_IMPORT" {
+		p.Text = text
+	}
+	return p
+}
+
+func line(file string, number uint32) string {
+	data, err := os.ReadFile(file)
+	lines := strings.Split(string(data), "\n")
+	if err != nil || number == 0 || int(number) > len(lines) {
+		return ""
+	}
+	return strings.TrimRight(lines[number-1], "\r")
+}
+
+func probeProblem(err error) *planv1.Problem {
+	return &planv1.Problem{
+		Reason: problem.Probe, Message: "the Python probe ended early: " + err.Error(),
+		Fix: "check the Python environment of the workers: `python -m rollout.probe` must run in it",
+	}
+}
