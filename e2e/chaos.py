@@ -87,7 +87,10 @@ class Tally:
         if not f["sampled"]:  # with a real model, whose workers keep no journal of their own
             made = sampled = ""
         print(f"  {f['steps']} steps committed{made}, {f['trained']} samples trained{sampled}")
-        print(f"  {f['excluded']} groups excluded for a reason, {f['infra_failed']} samples failed, {f['twins_dropped']} twins")
+        print(
+            f"  {f['excluded']} groups excluded for a reason, {f['infra_failed']} samples failed, "
+            f"{f['duplicates_dropped']} duplicates"
+        )
         digests = "reached again by replay" if replayed else "equal to the undisturbed run's"
         print(f"  0 lost, 0 twice, 0 partial groups, every digest {digests}")
 
@@ -138,7 +141,7 @@ def check(running: Mesh, run: str, job: Job | ModelJob, reference: str) -> Count
         replayed = replay(running, run)
         assert replayed["same"] and replayed["steps"][-1]["step"] == asynchronous.steps, replayed
     figures = Counter(job.agree(running, run))
-    figures.update({name: report["counts"][name] for name in ("twins_dropped", "infra_failed")})
+    figures.update({name: report["counts"][name] for name in ("duplicates_dropped", "infra_failed")})
     return figures
 
 

@@ -201,8 +201,8 @@ func Ended(state runv1.RunState) bool {
 // Over reports whether a run does nothing more by itself: it has ended, or waits for somebody after a refused gradient.
 func Over(run *runv1.Run) bool { return Ended(run.GetState()) || refusal.Paused(run) }
 
-// AsLeft makes of a run that a dead process left active what it is: interrupted.
-func AsLeft(run *runv1.Run) {
+// MarkInterrupted sets the state of a run that a dead control plane left active to INTERRUPTED.
+func MarkInterrupted(run *runv1.Run) {
 	if !Over(run) {
 		run.State = runv1.RunState_RUN_STATE_INTERRUPTED
 		run.Message = "the control plane died; `rollout run --resume " + run.GetRunId() + "` goes on"

@@ -8,10 +8,10 @@ import (
 	"path/filepath"
 	"slices"
 
-	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/evidence"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
-	"github.com/rollout-rl/rollout/cmd/internal/replay"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/replay"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -132,7 +132,7 @@ func (f *Folder) asLeft(ctx context.Context, run *runv1.Run) error {
 	if live.Over(run) {
 		return nil
 	}
-	live.AsLeft(run)
+	live.MarkInterrupted(run)
 	if f.ledgers == nil {
 		return nil
 	}
@@ -198,7 +198,7 @@ func (f *Folder) NewestSnapshot(ctx context.Context, runID string) (*snapshotv1.
 
 // Materialize implements Reader.
 func (f *Folder) Materialize(ctx context.Context, s *snapshotv1.Snapshot, folder string) error {
-	artifacts, err := audit.Folder(f.state).CAS()
+	artifacts, err := evidence.Folder(f.state).Artifacts()
 	if err != nil {
 		return err
 	}

@@ -13,13 +13,14 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/rollout-rl/rollout/cmd/internal/audit"
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/evidence"
 	"github.com/rollout-rl/rollout/cmd/internal/live"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/audit"
 	"github.com/rollout-rl/rollout/libs/exit"
-	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/libs/replay"
 )
 
 // auditShown is how many breaks are printed for people.
@@ -46,9 +47,7 @@ bucket that a rolloutd.toml names are read, and no service is asked. ` + cli.Run
   rollout audit addition-grpo --config rolloutd.toml`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return Gather(env, cmd, args[0], configured, files,
-				func(e *audit.Evidence, _ audit.Place) error { return show(env, e) },
-				func(e *audit.Evidence, _ *client.Client) error { return show(env, e) })
+			return Gather(env, cmd, args[0], configured, files, func(e *audit.Evidence, _ replay.Files) error { return show(env, e) })
 		},
 	}
 	ConfigFlag(cmd, &configured)
@@ -74,40 +73,54 @@ func show(env *cli.Env, evidence *audit.Evidence) (err error) {
 	return err
 }
 
-// Gather asks the control plane that was named or that runs here, else reads the state folder; with configured it reads what that
-// rolloutd.toml names. With files the files of snapshots are read.
-func Gather(env *cli.Env, cmd *cobra.Command, run, configured string, files bool, read func(*audit.Evidence, audit.Place) error, asked func(*audit.Evidence, *client.Client) error) error {
-	from := func(ctx context.Context, place audit.Place, as func(*runv1.Run)) error {
-		e, err := audit.Read(ctx, place, run, files)
-		if err != nil {
-			return err
-		}
-		as(e.Run)
-		return read(e, place)
-	}
+// Gather calls use with the evidence of a run, and the files outside of segments. It asks the control
+// plane that is named or that runs here, else it reads the state folder. With configured it reads what
+// that rolloutd.toml names. readFiles makes it read the files of snapshots.
+func Gather(env *cli.Env, cmd *cobra.Command, run, configured string, readFiles bool, use func(*audit.Evidence, replay.Files) error) error {
 	if configured != "" {
-		ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
-		defer stop()
-		scratch, err := os.MkdirTemp("", "rollout-read-")
-		if err != nil {
-			return exit.New(exit.CannotMake, "", "make a scratch folder: %w", err)
-		}
-		defer func() { _ = os.RemoveAll(scratch) }()
-		place, err := audit.Configured(ctx, configured, scratch, env.Environ)
+		return gatherConfigured(env, cmd, run, configured, readFiles, use)
+	}
+	ask := func(ctx context.Context, c *client.Client) error {
+		services := audit.Services{Scheduler: c.Scheduler, Snapshots: c.Snapshot, Artifacts: c.Artifacts, Buffer: c.Buffer}
+		e, err := audit.Gather(ctx, services, run, readFiles)
 		if err != nil {
 			return err
 		}
-		return from(ctx, place, func(*runv1.Run) {}) // its services may run elsewhere
+		return use(e, replay.Services{Snapshots: c.Snapshot, Artifacts: c.Artifacts})
 	}
-	return env.Plane.AskOrRead(cmd,
-		func(ctx context.Context, c *client.Client) error {
-			e, err := audit.Ask(ctx, c, run, files)
-			if err != nil {
-				return err
-			}
-			return asked(e, c)
-		},
-		func(ctx context.Context, state string) error { return from(ctx, audit.Folder(state), live.AsLeft) })
+	return env.Plane.AskOrRead(cmd, ask, func(ctx context.Context, state string) error {
+		return gatherPlace(ctx, evidence.Folder(state), run, readFiles, func(e *audit.Evidence, files replay.Files) error {
+			live.MarkInterrupted(e.Run) // no control plane runs
+			return use(e, files)
+		})
+	})
+}
+
+func gatherConfigured(env *cli.Env, cmd *cobra.Command, run, file string, readFiles bool, use func(*audit.Evidence, replay.Files) error) error {
+	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	scratch, err := os.MkdirTemp("", "rollout-read-")
+	if err != nil {
+		return exit.New(exit.CannotMake, "", "make a scratch folder: %w", err)
+	}
+	defer func() { _ = os.RemoveAll(scratch) }()
+	place, err := evidence.Configured(ctx, file, scratch, env.Environ)
+	if err != nil {
+		return err
+	}
+	return gatherPlace(ctx, place, run, readFiles, use)
+}
+
+func gatherPlace(ctx context.Context, place evidence.Place, run string, readFiles bool, use func(*audit.Evidence, replay.Files) error) error {
+	e, err := evidence.Read(ctx, place, run, readFiles)
+	if err != nil {
+		return err
+	}
+	artifacts, err := place.Artifacts()
+	if err != nil {
+		return err
+	}
+	return use(e, replay.Artifacts{CAS: artifacts})
 }
 
 func reportText(s output.Style, r *audit.Report) string {
@@ -130,7 +143,7 @@ func reportText(s output.Style, r *audit.Report) string {
 	add("samples", "%s trained: %s verified (%s, %s with the digest of their weights), %s dropped because a snapshot covers them",
 		output.Count(r.Samples.Trained), output.Plural(r.Samples.Verified, "payload"), output.Plural(r.Samples.Tokens, "token"), output.Count(r.Samples.Receipts), output.Count(r.Samples.Covered))
 	add("dropped", "%s, %s refused, %s failed for infrastructure",
-		output.Plural(r.Counts["twins_dropped"], "twin"), output.Count(r.Counts["refused"]), output.Count(r.Counts["infra_failed"]))
+		output.Plural(r.Counts["duplicates_dropped"], "duplicate"), output.Count(r.Counts["refused"]), output.Count(r.Counts["infra_failed"]))
 	add("files", "%s whole (%s), %s covered by snapshots", output.Plural(r.Segments.Whole, "segment"), output.Bytes(r.Segments.Bytes), output.Count(r.Segments.Covered))
 	if r.Files.Whole > 0 {
 		add("state", "%s of snapshots whole (%s)", output.Plural(r.Files.Whole, "file"), output.Bytes(r.Files.Bytes))

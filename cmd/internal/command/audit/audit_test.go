@@ -5,8 +5,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/rollout-rl/rollout/cmd/internal/audit"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/audit"
 )
 
 func TestEpochsThatAreAlikeShareALine(t *testing.T) {

@@ -11,11 +11,11 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
-	"github.com/rollout-rl/rollout/cmd/internal/infer"
 	"github.com/rollout-rl/rollout/cmd/internal/problem"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/infer"
 	"github.com/rollout-rl/rollout/libs/reward"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
@@ -110,7 +110,7 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 		}
 	}
 	if flags.config.File != "" || job.Config == nil {
-		config, problems, err := infer.Read(source)
+		config, problems, err := readConfig(source)
 		if err != nil {
 			return err
 		}
@@ -142,7 +142,7 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 	if err != nil {
 		return err
 	}
-	job.Config, err = changes.Apply(job.Config)
+	job.Config, err = changes.apply(job.Config)
 	job.Threads = int(job.Config.GetEngine().GetThreads())
 	return err
 }
@@ -166,8 +166,8 @@ func (flags *inferFlags) dataset(job *infer.Job) (err error) {
 }
 
 // changes are the flags that were given. Without --samples a row has one completion, whatever the run's groups are.
-func (flags *inferFlags) changes() (infer.Changes, error) {
-	c := infer.Changes{
+func (flags *inferFlags) changes() (configChanges, error) {
+	c := configChanges{
 		Samples: &flags.samples, MaxTokens: given(flags, "max-tokens", &flags.maxTokens), TopK: given(flags, "top-k", &flags.topK),
 		Temperature: given(flags, "temperature", &flags.temperature), TopP: given(flags, "top-p", &flags.topP), MinP: given(flags, "min-p", &flags.minP),
 		Stop: flags.stop, Seed: given(flags, "seed", &flags.seed), PromptField: given(flags, "prompt-field", &flags.promptField),

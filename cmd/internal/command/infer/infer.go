@@ -7,17 +7,16 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"sync"
 	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
-	"github.com/rollout-rl/rollout/cmd/internal/infer"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/cmd/internal/tempdir"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/infer"
 )
 
 // Command returns `rollout infer`.
@@ -112,53 +111,18 @@ func execute(env *cli.Env, cmd *cobra.Command, flags *inferFlags) error {
 	return answer(ctx, env, job)
 }
 
-// answer runs the job and says what came of it.
+// answer runs the job and prints its result.
 func answer(ctx context.Context, env *cli.Env, job *infer.Job) error {
-	var mu sync.Mutex // the worker speaks on two channels
-	kept, drawn := 0, false
-	clear := func() {
-		if drawn {
-			fmt.Fprint(env.Stdout, "\r\x1b[K")
-			drawn = false
-		}
-	}
-	draw := func(line string) {
-		if env.Terminal && !env.JSON() {
-			clear()
-			fmt.Fprint(env.Stdout, line)
-			drawn = true
-		}
-	}
-	done, err := job.Run(ctx, func(e infer.Event) {
-		mu.Lock()
-		defer mu.Unlock()
-		switch e.Event {
-		case "loading":
-			draw(infer.Loading(e))
-		case "begin":
-			clear()
-			if kept = e.Kept; kept > 0 {
-				env.Note("going on after %s of %s rows", output.Count(e.Kept), output.Count(e.Rows))
-			}
-		case "progress":
-			draw(infer.Progress(e, kept))
-		default:
-			clear()
-		}
-	}, func(line string) {
-		mu.Lock()
-		defer mu.Unlock()
-		clear()
-		env.Note("%s", line)
-	})
-	clear()
+	p := &progress{env: env}
+	done, err := job.Run(ctx, infer.Observer{Event: p.event, Warning: p.warning})
+	p.clear()
 	if err != nil {
 		return err
 	}
 	if env.JSON() {
 		return output.Value(env.Stdout, map[string]any{
 			"output": done.Output, "rows": done.Rows, "samples": done.Samples, "tokens": done.Tokens, "statuses": done.Statuses,
-			"failures": done.Failures, "mean_score": done.MeanScore, "model_digest": done.ModelDigest, "kept_rows": kept,
+			"failures": done.Failures, "mean_score": done.MeanScore, "model_digest": done.ModelDigest, "kept_rows": p.kept,
 		})
 	}
 	var table output.Table
@@ -167,8 +131,8 @@ func answer(ctx context.Context, env *cli.Env, job *infer.Job) error {
 	if done.MeanScore != nil {
 		table.Row("mean score", output.Number(*done.MeanScore))
 	}
-	table.Row("samples", infer.Failures(done.Statuses))
-	if failed := infer.Failures(done.Failures); failed != "" {
+	table.Row("samples", countsText(done.Statuses))
+	if failed := countsText(done.Failures); failed != "" {
 		table.Row("failed", env.Style().Red(failed))
 	}
 	table.Row("model", done.ModelDigest)

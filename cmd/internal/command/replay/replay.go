@@ -12,12 +12,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/rollout-rl/rollout/cmd/internal/audit"
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
-	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
-	"github.com/rollout-rl/rollout/cmd/internal/replay"
+	"github.com/rollout-rl/rollout/libs/audit"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/replay"
 )
 
 // Command returns `rollout replay`.
@@ -45,19 +44,10 @@ segments on this host or in a bucket that a rolloutd.toml (--config) names, and 
 			job.Scratch = scratch
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 			defer stop()
-			return auditcommand.Gather(env, cmd, args[0], configured, false, // it verifies what it reads
-				func(e *audit.Evidence, place audit.Place) error {
-					artifacts, err := place.CAS()
-					if err != nil {
-						return err
-					}
-					job.Evidence, job.Files = e, replay.Artifacts{CAS: artifacts}
-					return execute(ctx, env, job)
-				},
-				func(e *audit.Evidence, c *client.Client) error {
-					job.Evidence, job.Files = e, replay.Services{Client: c}
-					return execute(ctx, env, job)
-				})
+			return auditcommand.Gather(env, cmd, args[0], configured, false, func(e *audit.Evidence, files replay.Files) error {
+				job.Evidence, job.Files = e, files // the worker verifies the files that it reads
+				return execute(ctx, env, job)
+			})
 		},
 	}
 	auditcommand.ConfigFlag(cmd, &configured)

@@ -12,8 +12,8 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/config"
 )
 
-// Changes are what a command line sets beside a configuration; nil leaves a value as it is.
-type Changes struct {
+// configChanges are the flags that change a configuration; nil leaves a value as it is.
+type configChanges struct {
 	Samples, MaxTokens, TopK    *uint32
 	Temperature, TopP, MinP     *float64
 	Stop                        []string
@@ -26,8 +26,8 @@ type Changes struct {
 // bare is a configuration that has what no batch uses and each configuration must have.
 const bare = "name = \"infer\"\nmodel.path = \"model\"\ndata.train = \"data\"\nalgorithm.sft = {}\ntrain.steps = 1\ntrain.groups_per_step = 1\n"
 
-// Read reads a configuration; nil for toml is one of defaults. All that is wrong is in the problems.
-func Read(source *planv1.ConfigSource) (*configv1.RunConfig, []*planv1.Problem, error) {
+// readConfig reads a configuration; nil for toml is one of defaults. All that is wrong is in the problems.
+func readConfig(source *planv1.ConfigSource) (*configv1.RunConfig, []*planv1.Problem, error) {
 	reader, err := config.NewReader()
 	if err != nil {
 		return nil, nil, err
@@ -39,8 +39,8 @@ func Read(source *planv1.ConfigSource) (*configv1.RunConfig, []*planv1.Problem, 
 	return reading.Config, reading.Sorted(), nil
 }
 
-// Apply sets what the command line sets, and checks it by the contract's rules.
-func (c Changes) Apply(given *configv1.RunConfig) (*configv1.RunConfig, error) {
+// apply sets what the command line sets, and checks it by the contract's rules.
+func (c configChanges) apply(given *configv1.RunConfig) (*configv1.RunConfig, error) {
 	out := proto.CloneOf(given)
 	if out.Sampling == nil {
 		out.Sampling = &configv1.SamplingConfig{}

@@ -1,4 +1,4 @@
-package audit_test
+package evidence_test
 
 import (
 	"os"
@@ -9,7 +9,8 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
-	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/evidence"
+	"github.com/rollout-rl/rollout/libs/audit"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/id"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
@@ -24,7 +25,7 @@ func blake(text string) string {
 
 func check(t *testing.T, folder string) *audit.Report {
 	t.Helper()
-	evidence, err := audit.Read(t.Context(), audit.Folder(folder), "audited", true)
+	evidence, err := evidence.Read(t.Context(), evidence.Folder(folder), "audited", true)
 	must(t, err)
 	return audit.Check(evidence)
 }
@@ -143,7 +144,7 @@ func TestCorruptionsAreNamed(t *testing.T) {
 // A prompt that two rows claim can't be written to either database; an export that holds it is refused all the same.
 func TestAPromptConsumedTwice(t *testing.T) {
 	t.Parallel()
-	evidence, err := audit.Read(t.Context(), audit.Folder(state(t)), run, true)
+	evidence, err := evidence.Read(t.Context(), evidence.Folder(state(t)), run, true)
 	must(t, err)
 	evidence.Groups = append(evidence.Groups, evidence.Groups[0])
 	r := audit.Check(evidence)
@@ -158,7 +159,7 @@ func TestAPromptConsumedTwice(t *testing.T) {
 // Of rows with a preferred and a rejected completion a group is a pair, whatever would be sampled of a prompt.
 func TestTheLedgerIsOfThePlan(t *testing.T) {
 	t.Parallel()
-	evidence, err := audit.Read(t.Context(), audit.Folder(state(t)), run, true)
+	evidence, err := evidence.Read(t.Context(), evidence.Folder(state(t)), run, true)
 	must(t, err)
 	config := evidence.Run.GetPlan().GetConfig()
 	config.Sampling.GroupSize = proto.Uint32(1)
@@ -185,7 +186,7 @@ func TestARunWithoutALedger(t *testing.T) {
 	if r := check(t, folder); len(r.Breaks) != 1 || r.Breaks[0].Kind != "LEDGER_MISSING" {
 		t.Errorf("%+v", r.Breaks)
 	}
-	evidence, err := audit.Read(t.Context(), audit.Folder(folder), run, true)
+	evidence, err := evidence.Read(t.Context(), evidence.Folder(folder), run, true)
 	must(t, err)
 	evidence.Run.Step = 0
 	if r := audit.Check(evidence); !r.Whole { // it has not begun
@@ -196,7 +197,7 @@ func TestARunWithoutALedger(t *testing.T) {
 func TestNothingToRead(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()
-	_, err := audit.Read(t.Context(), audit.Folder(folder), "audited", true)
+	_, err := evidence.Read(t.Context(), evidence.Folder(folder), "audited", true)
 	if e := exit.From(err); e.Code != exit.NoInput || e.Fix == "" {
 		t.Errorf("%v", err)
 	}

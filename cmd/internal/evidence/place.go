@@ -1,4 +1,4 @@
-package audit
+package evidence
 
 import (
 	"context"
@@ -14,23 +14,25 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer"
 )
 
-// Place is where a control plane keeps its runs.
+// Place is where a control plane stores its runs.
 type Place struct {
 	Databases sqldb.Place
-	Segments  string     // folder of a folder a run
-	Bucket    blob.Store // has the segments that the folder lacks; nil: the folder is all there is
-	Artifacts string     // folder, where there is no bucket
-	Spool     string     // folder for what is being read, where there is a bucket
+
+	bucket    blob.Store // nil: segments and artifacts are files
+	segments  string     // folder with a folder per run; a cache where there is a bucket
+	artifacts string     // folder, where there is no bucket
+	spool     string     // folder for artifacts that are being read from the bucket
 }
 
-// Folder is the place of a control plane without servers: its state folder.
+// Folder returns the place of a control plane without servers: its state folder.
 func Folder(state string) Place {
 	return Place{
-		Databases: sqldb.Archive(filepath.Join(state, "db")), Segments: filepath.Join(state, "segments"), Artifacts: filepath.Join(state, "artifacts"),
+		Databases: sqldb.Archive(filepath.Join(state, "db")), segments: filepath.Join(state, "segments"), artifacts: filepath.Join(state, "artifacts"),
 	}
 }
 
-// Configured is the place that a rolloutd.toml names. Segments of a bucket are read into scratch, an empty folder.
+// Configured returns the place that a rolloutd.toml names. Content of a bucket is cached in scratch,
+// an empty folder.
 func Configured(ctx context.Context, file, scratch string, environ []string) (Place, error) {
 	cfg, err := config.Load([]string{"--config", file}, environ, os.Stderr)
 	if err != nil {
@@ -43,14 +45,14 @@ func Configured(ctx context.Context, file, scratch string, environ []string) (Pl
 	if files, ok := place.Databases.(sqldb.Files); ok {
 		place.Databases = sqldb.Archive(files)
 	}
-	if place.Bucket, err = backend.Bucket(ctx, cfg.Blob, environ); err != nil || place.Bucket == nil {
+	if place.bucket, err = backend.Bucket(ctx, cfg.Blob, environ); err != nil || place.bucket == nil {
 		return place, err
 	}
-	place.Segments, place.Spool = filepath.Join(scratch, "segments"), filepath.Join(scratch, "spool")
-	return place, os.MkdirAll(place.Spool, 0o700)
+	place.segments, place.spool = filepath.Join(scratch, "segments"), filepath.Join(scratch, "spool")
+	return place, os.MkdirAll(place.spool, 0o700)
 }
 
-// check says what is missing of a state folder.
+// check returns an error where a state folder has no databases.
 func (p Place) check() error {
 	folder, ok := p.Databases.(sqldb.Archive)
 	if !ok {
@@ -65,12 +67,12 @@ func (p Place) check() error {
 	return nil
 }
 
-// CAS is the artifacts.
-func (p Place) CAS() (*blob.CAS, error) {
-	if p.Bucket != nil {
-		return blob.NewCAS(p.Bucket, p.Spool), nil
+// Artifacts returns the store of artifacts.
+func (p Place) Artifacts() (*blob.CAS, error) {
+	if p.bucket != nil {
+		return blob.NewCAS(p.bucket, p.spool), nil
 	}
-	local, err := files.Open(p.Artifacts)
+	local, err := files.Open(p.artifacts)
 	if err != nil {
 		return nil, err
 	}
@@ -78,15 +80,15 @@ func (p Place) CAS() (*blob.CAS, error) {
 }
 
 func (p Place) payloads(run string) buffer.Payloads {
-	from := buffer.Payloads{Folder: filepath.Join(p.Segments, run), Artifact: func(ctx context.Context, ref string) ([]byte, error) {
-		artifacts, err := p.CAS()
+	from := buffer.Payloads{Folder: filepath.Join(p.segments, run), Artifact: func(ctx context.Context, ref string) ([]byte, error) {
+		artifacts, err := p.Artifacts()
 		if err != nil {
 			return nil, err
 		}
 		return artifacts.Read(ctx, ref)
 	}}
-	if p.Bucket != nil {
-		from.Blobs = p.Bucket
+	if p.bucket != nil {
+		from.Blobs = p.bucket
 	}
 	return from
 }

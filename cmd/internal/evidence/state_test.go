@@ -1,4 +1,4 @@
-package audit_test
+package evidence_test
 
 import (
 	"context"
@@ -10,7 +10,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
-	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/cmd/internal/evidence"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/proto/gen/names"
@@ -161,7 +161,7 @@ func snapshots(ctx context.Context, folder string) error {
 		return err
 	}
 	defer store.Close()
-	cas, err := audit.Folder(folder).CAS()
+	cas, err := evidence.Folder(folder).Artifacts()
 	if err != nil {
 		return err
 	}

@@ -8,13 +8,12 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/rollout-rl/rollout/cmd/internal/client"
 	"github.com/rollout-rl/rollout/libs/blob"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// Artifacts reads the artifacts themselves, without a service.
+// Artifacts reads artifacts from their store.
 type Artifacts struct{ *blob.CAS }
 
 // Artifact implements Files.
@@ -29,18 +28,22 @@ func (f Artifacts) Artifact(ctx context.Context, content, path string) error {
 // Snapshot implements Files.
 func (f Artifacts) Snapshot(ctx context.Context, s *snapshotv1.Snapshot, folder string) error {
 	for _, file := range s.GetFiles() {
-		if !filepath.IsLocal(filepath.FromSlash(file.GetPath())) {
+		path := filepath.FromSlash(file.GetPath())
+		if !filepath.IsLocal(path) {
 			return fmt.Errorf("snapshot %s names a file outside of its folder: %s", s.GetSnapshotId(), file.GetPath())
 		}
-		if err := f.Artifact(ctx, file.GetDigest(), filepath.Join(folder, filepath.FromSlash(file.GetPath()))); err != nil {
+		if err := f.Artifact(ctx, file.GetDigest(), filepath.Join(folder, path)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// Services asks running services; they must write to this host's disk.
-type Services struct{ *client.Client }
+// Services reads from running services. The snapshot service must share a disk with this process.
+type Services struct {
+	Snapshots snapshotv1.SnapshotServiceClient
+	Artifacts storagev1.ArtifactServiceClient
+}
 
 // Artifact implements Files.
 func (s Services) Artifact(ctx context.Context, content, path string) error {
@@ -48,25 +51,25 @@ func (s Services) Artifact(ctx context.Context, content, path string) error {
 	if err != nil {
 		return err
 	}
-	pipe, into := io.Pipe()
+	out, in := io.Pipe()
 	go func() {
 		for {
 			part, err := stream.Recv()
 			if err != nil {
-				_ = into.CloseWithError(err) // io.EOF is the end
+				_ = in.CloseWithError(err) // io.EOF is the end
 				return
 			}
-			if _, err := into.Write(part.GetChunk()); err != nil {
+			if _, err := in.Write(part.GetChunk()); err != nil {
 				return
 			}
 		}
 	}()
-	return errors.Join(write(path, pipe), pipe.Close())
+	return errors.Join(write(path, out), out.Close())
 }
 
 // Snapshot implements Files.
 func (s Services) Snapshot(ctx context.Context, snap *snapshotv1.Snapshot, folder string) error {
-	_, err := s.Client.Snapshot.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Directory: folder})
+	_, err := s.Snapshots.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: snap.GetSnapshotId(), Directory: folder})
 	return err
 }
 

@@ -1,7 +1,8 @@
 // Package replay trains a run's recorded batches again and compares the weights of each step.
 //
-// It starts no service: a worker process (`rollout-worker replay`) gets a file that names model, batches and digests, and the files
-// that hold the payloads. It begins with the run's model, or with the oldest snapshot whose later steps all have their payloads.
+// It starts no service. A worker process (`rollout-worker replay`) reads a file that names the model, the
+// batches with the files of their payloads, and the recorded digests. It begins with the run's model,
+// or with the oldest snapshot after which all payloads still exist.
 package replay
 
 import (
@@ -19,13 +20,13 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 
-	"github.com/rollout-rl/rollout/cmd/internal/audit"
+	"github.com/rollout-rl/rollout/libs/audit"
 	"github.com/rollout-rl/rollout/libs/exit"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
-// Step is what came of one step.
+// Step compares the weights of one step.
 type Step struct {
 	Step     uint64 `json:"step"`
 	Recorded string `json:"recorded"`
@@ -33,10 +34,10 @@ type Step struct {
 	Samples  int    `json:"samples"`
 }
 
-// Same reports whether the weights are the recorded ones.
+// Same reports whether the replayed weights are the recorded ones.
 func (s Step) Same() bool { return s.Recorded == s.Replayed }
 
-// Files gives the things that lie outside of segments, written to where the worker can open them.
+// Files writes content that is not in segments to files that the worker can open.
 type Files interface {
 	// Artifact writes an artifact to a file.
 	Artifact(ctx context.Context, content, path string) error
@@ -44,19 +45,19 @@ type Files interface {
 	Snapshot(ctx context.Context, s *snapshotv1.Snapshot, folder string) error
 }
 
-// Job is a run to be replayed.
+// Job is a run to replay.
 type Job struct {
 	Evidence *audit.Evidence
 	Files    Files
 	Worker   []string // command that starts a worker; "replay" is appended
-	Threads  int      // of the learner; below 0: as its last worker had
+	Threads  int      // of the learner; below 0: as many as the run's last learner had
 	Scratch  string   // an empty folder
 	Log      io.Writer
 }
 
-// Run replays, telling of each step as it is made, the state that it begins with included. The error is typed; a step with other
-// weights is told of and is no error here.
-func (j *Job) Run(ctx context.Context, told func(Step)) error {
+// Run replays the run. It calls report with each step, and first with the state that it begins with. A
+// step with other weights ends the replay without an error. Errors have an exit code (exit.Error).
+func (j *Job) Run(ctx context.Context, report func(Step)) error {
 	spec, err := j.spec(ctx)
 	if err != nil {
 		return err
@@ -76,26 +77,26 @@ func (j *Job) Run(ctx context.Context, told func(Step)) error {
 	for lines.Scan() {
 		var step Step
 		if err := json.Unmarshal(lines.Bytes(), &step); err != nil {
-			continue // a library that prints
+			continue // output of a library
 		}
 		different = different || !step.Same()
-		told(step)
+		report(step)
 	}
 	err = cmd.Wait()
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
 	if err != nil && !different {
-		return exit.New(exit.Data, "its last lines say why", "the learner could not train the recorded batches again: %w", err)
+		return exit.New(exit.Data, "see its last log lines", "the learner could not train the recorded batches again: %w", err)
 	}
 	return nil
 }
 
-// spec writes what the worker is to do.
+// spec writes the file that the worker reads.
 func (j *Job) spec(ctx context.Context) (string, error) {
 	e := j.Evidence
 	if e.Ledger == nil || len(e.Steps) == 0 {
-		return "", exit.New(exit.Data, "", "run %s has made no step", e.Run.GetRunId())
+		return "", exit.New(exit.Data, "", "run %s has no committed step", e.Run.GetRunId())
 	}
 	base, from, err := j.start()
 	if err != nil {
@@ -108,7 +109,7 @@ func (j *Job) spec(ctx context.Context) (string, error) {
 	path := filepath.Join(j.Scratch, "spec.jsonl")
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o600)
 	if err != nil {
-		return "", fmt.Errorf("write what to replay: %w", err)
+		return "", fmt.Errorf("write the replay spec: %w", err)
 	}
 	w := json.NewEncoder(f)
 	errs := []error{w.Encode(head)}
@@ -125,14 +126,14 @@ func (j *Job) spec(ctx context.Context) (string, error) {
 	return path, errors.Join(errors.Join(errs...), f.Close())
 }
 
-// start chooses what to begin with: nil is the model.
+// start returns the snapshot to begin with and its step; nil: the model.
 func (j *Job) start() (*snapshotv1.Snapshot, uint64, error) {
 	e := j.Evidence
-	need := uint64(0) // the last step whose payloads are gone
+	need := uint64(0) // the last step whose payloads are deleted
 	steps := map[string]uint64{}
 	for _, g := range e.Groups {
 		if g.GetState() == bufferv1.GroupState_GROUP_STATE_EXCLUDED {
-			continue // no step reads what it had
+			continue // no step reads its payloads
 		}
 		steps[fmt.Sprintf("%d/%d", g.GetKey().GetEpoch(), g.GetKey().GetIndex())] = g.GetStep()
 	}
@@ -154,12 +155,12 @@ func (j *Job) start() (*snapshotv1.Snapshot, uint64, error) {
 	}
 	if best == nil {
 		return nil, 0, exit.New(exit.Data, "train the next run with `snapshot.keep_payloads = true`",
-			"the samples of steps through %d are gone and no snapshot of a step from there on is left", need)
+			"the samples of the steps up to %d are deleted, and no snapshot of a later step exists", need)
 	}
 	return best, best.GetStep(), nil
 }
 
-// head is the first line: what to load, and the digest that it must have.
+// head returns the first line of the spec: the state to load, and its digest.
 func (j *Job) head(ctx context.Context, base *snapshotv1.Snapshot, from uint64) (map[string]any, error) {
 	e := j.Evidence
 	plan, err := raw(e.Run.GetPlan())
@@ -188,22 +189,22 @@ func (j *Job) head(ctx context.Context, base *snapshotv1.Snapshot, from uint64) 
 	return map[string]any{"plan": plan, "base_dir": e.Run.GetBaseDir(), "threads": threads, "state_directory": state, "step": from, "digest": digest}, nil
 }
 
-// learnerThreads are those of the run's last learner: bits depend on them.
+// learnerThreads returns the threads of the run's last learner: results depend on them.
 func learnerThreads(directory string) (int, error) {
 	data, err := os.ReadFile(filepath.Join(directory, "workers", "learner-0.json"))
 	if err != nil {
-		return 0, exit.New(exit.NoInput, "say how many threads the learner had with --threads", "the run's folder does not say what its learner had: %w", err)
+		return 0, exit.New(exit.NoInput, "give the number of threads with --threads", "read the number of threads of the run's learner: %w", err)
 	}
 	var spec struct {
 		Threads int `json:"threads"`
 	}
 	if err := json.Unmarshal(data, &spec); err != nil {
-		return 0, exit.New(exit.Data, "say how many threads the learner had with --threads", "read the learner's spec: %w", err)
+		return 0, exit.New(exit.Data, "give the number of threads with --threads", "read the learner's spec: %w", err)
 	}
 	return spec.Threads, nil
 }
 
-// batch names the samples of a step and the files that they are in.
+// batch returns the samples of a step and the files that hold them.
 func (j *Job) batch(ctx context.Context, s *bufferv1.StepRecord) (json.RawMessage, error) {
 	e := j.Evidence
 	taken := map[uint64]bool{}
@@ -220,7 +221,7 @@ func (j *Job) batch(ctx context.Context, s *bufferv1.StepRecord) (json.RawMessag
 			continue
 		}
 		if sample.GetFlaw() != "" {
-			return nil, exit.New(exit.Data, "`rollout audit` names all that is damaged", "step %d: sample %d of group %d/%d: %s",
+			return nil, exit.New(exit.Data, "`rollout audit` lists all damage", "step %d: sample %d of group %d/%d: %s",
 				s.GetStep(), k.GetSample(), k.GetEpoch(), k.GetIndex(), sample.GetFlaw())
 		}
 		ref := proto.CloneOf(sample.GetRef())
@@ -240,7 +241,7 @@ func (j *Job) batch(ctx context.Context, s *bufferv1.StepRecord) (json.RawMessag
 		b.Samples = append(b.Samples, ref)
 	}
 	if uint32(len(b.GetSamples())) != s.GetSamples() {
-		return nil, exit.New(exit.Data, "`rollout audit` names what is missing", "step %d trained on %d samples, the ledger has %d", s.GetStep(), s.GetSamples(), len(b.GetSamples()))
+		return nil, exit.New(exit.Data, "`rollout audit` lists what is missing", "step %d trained on %d samples; the ledger has %d", s.GetStep(), s.GetSamples(), len(b.GetSamples()))
 	}
 	return raw(b)
 }
@@ -248,7 +249,7 @@ func (j *Job) batch(ctx context.Context, s *bufferv1.StepRecord) (json.RawMessag
 func raw(m proto.Message) (json.RawMessage, error) {
 	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(m)
 	if err != nil {
-		return nil, fmt.Errorf("write what to replay: %w", err)
+		return nil, fmt.Errorf("write the replay spec: %w", err)
 	}
 	return text, nil
 }

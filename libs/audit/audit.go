@@ -1,0 +1,127 @@
+// Package audit verifies a run from the rows of its ledger: each prompt of each epoch was consumed
+// once or excluded for a reason; steps, batches and weights form one chain; every trained token was
+// sampled by recorded weights; and payloads and snapshot files hold the bytes that were written.
+//
+// Check is a pure function of the rows (Evidence). Gather reads them from running services.
+//
+// Digests are computed from their specification in docs/wire.md, not with the code of the buffer, so
+// that a mistake there can't hide itself.
+package audit
+
+import (
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+)
+
+// Evidence holds all rows of a run.
+type Evidence struct {
+	Run       *runv1.Run
+	Ledger    *bufferv1.LedgerRecord // nil: there is none
+	Segments  []*bufferv1.SegmentRecord
+	Weights   []*bufferv1.WeightsRecord
+	Steps     []*bufferv1.StepRecord
+	Groups    []*bufferv1.GroupRecord
+	Samples   []*bufferv1.SampleRecord
+	Snapshots []*snapshotv1.Snapshot
+	Missing   []string // content ids of snapshot files that do not exist
+	Corrupt   []string // content ids of snapshot files with other content
+	Files     Files    // snapshot files that were read
+	// The position of the scheduler's cursor before and after the ledger was read: the cursor of an
+	// active run advances in between.
+	CursorBefore, CursorAfter uint64
+}
+
+// Report is the result of an audit.
+type Report struct {
+	RunID    string           `json:"run_id"`
+	Name     string           `json:"name"`
+	State    string           `json:"state"`
+	Whole    bool             `json:"whole"` // there are no breaks
+	Steps    uint64           `json:"steps"` // committed by this run
+	Chain    string           `json:"chain"`
+	Digest   string           `json:"weights_digest"`
+	Epochs   []Epoch          `json:"epochs"`
+	Excluded map[string]int   `json:"excluded"` // groups by reason
+	Samples  Samples          `json:"samples"`
+	Segments Segments         `json:"segments"`
+	Files    Files            `json:"snapshot_files"`
+	Counts   map[string]int64 `json:"counts"` // of the ledger: dropped duplicates, refused and failed samples
+	Breaks   []Break          `json:"breaks"`
+}
+
+// Epoch counts the prompts of one pass over the dataset.
+type Epoch struct {
+	Epoch     uint64 `json:"epoch"`
+	Consumed  uint64 `json:"consumed"`
+	Excluded  uint64 `json:"excluded"`
+	InFlight  uint64 `json:"in_flight"`   // issued, neither consumed nor excluded
+	NotIssued uint64 `json:"not_reached"` // not issued
+}
+
+// Samples counts trained samples.
+type Samples struct {
+	Trained  uint64 `json:"trained"`
+	Verified uint64 `json:"payloads_verified"` // read, and compared with ledger and weights
+	Covered  uint64 `json:"payloads_covered"`  // deleted, because a snapshot covers them
+	Tokens   uint64 `json:"tokens_verified"`   // trained tokens of verified payloads
+	Receipts uint64 `json:"receipts_verified"` // samples whose payload names the digest of its weights
+}
+
+// Files counts files of snapshots, each content once.
+type Files struct {
+	Whole uint64 `json:"whole"` // read, and equal to their digests
+	Bytes uint64 `json:"bytes"` // of those
+}
+
+// Segments counts payload files.
+type Segments struct {
+	Whole   uint64 `json:"whole"`
+	Covered uint64 `json:"covered"` // deleted, because a snapshot covers them
+	Bytes   uint64 `json:"bytes"`   // of whole ones
+}
+
+// Break is one inconsistency. Kind is for programs; fields that do not apply are omitted.
+type Break struct {
+	Kind    string  `json:"kind"`
+	Run     string  `json:"run"`
+	Step    uint64  `json:"step,omitempty"`
+	Group   string  `json:"group,omitempty"` // epoch/index
+	Attempt *uint32 `json:"attempt,omitempty"`
+	Sample  *uint32 `json:"sample,omitempty"`
+	Segment uint32  `json:"segment,omitempty"`
+	Offset  *uint64 `json:"offset,omitempty"`
+	Message string  `json:"message"`
+}
+
+// Check audits the rows.
+func Check(e *Evidence) *Report {
+	r := newRows(e)
+	f := newFindings(r)
+	if e.Ledger == nil {
+		checkWithoutLedger(r, f)
+	} else {
+		steps, groups, samples, snapshots := stepCheck{r, f}, groupCheck{r, f}, sampleCheck{r, f}, snapshotCheck{r, f}
+		steps.chain()
+		groups.prompts()
+		samples.records()
+		steps.windows()
+		steps.batches()
+		groups.counts()
+		groups.cursor()
+		groups.run()
+		snapshots.records()
+		snapshots.files()
+		samples.segments()
+	}
+	f.report.Whole = len(f.report.Breaks) == 0
+	return f.report
+}
+
+// checkWithoutLedger accepts a run without a ledger only if it never began.
+func checkWithoutLedger(r *rows, f *findings) {
+	began := r.Run.GetStep() > 0 && r.Run.GetFromSnapshot() == "" || r.Run.GetWeightsDigest() != ""
+	if began || r.succeeded() {
+		f.add(Break{Step: r.Run.GetStep()}, "LEDGER_MISSING", "the run made %d steps and has no ledger", r.Run.GetStep())
+	}
+}
