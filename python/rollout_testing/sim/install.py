@@ -100,12 +100,12 @@ def load(spec: WorkerSpec, *_: Any) -> Any:
 def _watching(load_spec: Callable[..., WorkerSpec]) -> Callable[..., WorkerSpec]:
     """The spec is the first that a process knows of its run: the journal and the crash points begin with it."""
 
-    def watched(path: str | None = None) -> WorkerSpec:
+    def watched(path: str | None = None, **given: Any) -> WorkerSpec:
         from rollout_testing.sim import crash
         from rollout_testing.sim.journal import Journal
         from rollout_testing.sim.trainer import SimTrainer
 
-        spec = load_spec(path)
+        spec = load_spec(path, **given)
         if spec.kind == "learner":
             SimTrainer.journal = Journal(spec.run_directory, spec.worker_id)
         crash.arm(spec)
