@@ -37,7 +37,7 @@ from record import recorded  # noqa: E402
 
 from rollout.weights.v1 import weights_pb2 as pb  # noqa: E402
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server  # noqa: E402
-from rollout_workers.engines.transformers.held import HeldWeights  # noqa: E402
+from rollout_workers.engines.transformers.current_weights import HeldWeights  # noqa: E402
 from rollout_workers.weights import named_weights, weights_digest, write_weights  # noqa: E402
 from rollout_workers.weights.store import stage_folder  # noqa: E402
 from rollout_workers.weights.tensor_file import write_tensors  # noqa: E402
@@ -271,7 +271,7 @@ class Worker:
 async def work(name: str, model: Path) -> None:
     """A worker's process: one order a line, until there are none."""
     torch.set_num_threads(1)
-    engine = HeldWeights(_module(model))
+    engine = CurrentWeights(_module(model))
     services = Services("", TOKEN)
     with tempfile.TemporaryDirectory() as folder:
         cache = WeightsCache(RUN, folder, name, Fetcher(RUN, services))

@@ -1,7 +1,7 @@
-"""Which device a worker beside the learner computes on.
+"""The GPUs of a worker.
 
-The ranks of a learner take the first GPUs that they see, one each (``learner/sharding.py``). ``CUDA_VISIBLE_DEVICES`` says which
-GPUs a process sees, and in what order; empty it and everything runs on the CPU.
+The ranks of a learner take the first GPUs that they see, one each (``trainer/sharding.py``). ``CUDA_VISIBLE_DEVICES`` selects and
+orders the GPUs that a process sees; if it is empty, everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -13,39 +13,43 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 log = logging.getLogger(__name__)
 
 
-def device_of(spec: WorkerSpec) -> str:
-    """``cuda:N``, see ``place_of``; ``cpu`` where there is no GPU."""
+def devices_of(spec: WorkerSpec) -> tuple[str, ...]:
+    """The worker's GPUs, ``cuda:N`` each, or ``("cpu",)`` on a host without GPUs."""
     import torch
 
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not there:
-        return "cpu"
-    place = place_of(spec, there)
-    log.info("computes on GPU %d of %d: %s", place, there, torch.cuda.get_device_name(place))
-    return f"cuda:{place}"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return ("cpu",)
+    gpus = gpus_of(spec, count)
+    log.info("computes on GPUs %s of %d: %s", gpus, count, ", ".join(torch.cuda.get_device_name(gpu) for gpu in gpus))
+    return tuple(f"cuda:{gpu}" for gpu in gpus)
 
 
-def place_of(spec: WorkerSpec, there: int) -> int:
-    """The number of a worker's GPU, of those that are there.
+def gpus_of(spec: WorkerSpec, count: int) -> tuple[int, ...]:
+    """The numbers of a worker's GPUs, of the ``count`` that it sees: those of the spec, or one that follows from its number.
 
-    Inference workers, and after them reward workers, take the GPUs that the learner's ranks leave, in turn; where these leave
-    none, all of them in turn, and share them with the ranks. Who works alone (``rollout infer batch``) takes the first.
+    Without ``spec.gpus``, inference workers and then reward workers take the GPUs that the learner's ranks leave, in turn. If the
+    ranks leave none, they share all of them. A process without a run (``rollout infer batch``) takes the first.
+    Raises ``ValueError`` if the spec names a GPU that the worker does not see.
     """
+    if missing := [gpu for gpu in spec.gpus if gpu >= count]:
+        raise ValueError(f"the spec assigns GPU {missing[0]}, and this process sees {count}: check CUDA_VISIBLE_DEVICES")
+    if spec.gpus:
+        return tuple(spec.gpus)
     if spec.kind not in ("inference", "reward"):
-        return 0
+        return (0,)
     config, number = spec.plan.config, int(spec.worker_id.rpartition("-")[2])
     if spec.kind == "reward":
         number += max(1, config.engine.workers)
     ranks = max(1, config.train.ranks)
-    left = there - ranks
-    return ranks + number % left if left > 0 else number % there
+    left = count - ranks
+    return (ranks + number % left if left > 0 else number % count,)
 
 
 def repeat_bits() -> None:
-    """Let kernels of GPUs give the same bits each time; one that has no such form warns. Those of the CPU do so as ``__main__``
-    sets them up."""
+    """Select deterministic GPU kernels; one without such a form warns. ``__main__`` does the same for CPUs."""
     import torch
 
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] # slow, for finding mistakes
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] # a slow debug aid

@@ -23,6 +23,10 @@ from rollout_workers.engines.base import (
     WeightsSource,
 )
 from rollout_workers.engines.errors import DuplicateRequest, EngineClosed, NothingStaged
+from rollout_workers.engines.registry import Capabilities
+
+CAPABILITIES = Capabilities(prompt_logprobs=True, greedy=False, deterministic=True)
+"""Temperature and filters are ignored, a sample is drawn at once, and one logprob per token is reported."""
 
 
 class SimEngine:
@@ -84,7 +88,7 @@ class SimEngine:
         finish = "aborted" if aborted else "stop" if ids[-1] == 0 else "length"
         text = decode(ids.tolist()) if request.stream or request.params.stop else None
         return SampleOutput(
-            request.request_id, sample, ids, logprobs, logprobs, (VersionSpan(self._version, 0, len(ids)),), finish, text=text
+            request.request_id, sample, ids, logprobs, None, (VersionSpan(self._version, 0, len(ids)),), finish, text=text
         )
 
     async def prompt_logprobs(self, prompt_ids: Ids) -> Logprobs:
@@ -95,7 +99,7 @@ class SimEngine:
         return found
 
     async def abort(self, request_ids: Sequence[str]) -> tuple[str, ...]:
-        found = tuple(name for name in request_ids if name in self._running)
+        found = tuple(dict.fromkeys(name for name in request_ids if name in self._running))
         self._running |= dict.fromkeys(found, True)
         return found
 

@@ -101,7 +101,7 @@ class SampleDelta:
     start: int
     token_ids: Ids
     logprobs: Logprobs
-    raw_logprobs: Logprobs
+    raw_logprobs: Logprobs | None
     text: str
     version: int
 
@@ -111,8 +111,9 @@ class SampleOutput:
     """One finished sample of T tokens.
 
     token_ids int32[T]: as sampled, with the end token if there was one.
-    logprobs f32[T]: under the distribution that was sampled from (after temperature and filters; 0 for greedy).
-    raw_logprobs f32[T]: log-softmax of the model's own logits.
+    logprobs f32[T]: one per token, of the distribution that ``Capabilities.logprobs_mode`` names: the one
+    that was sampled from (after temperature and filters; 0 for greedy), or the model's softmax.
+    raw_logprobs f32[T]: log-softmax of the model's logits; None if the engine reports one logprob per token.
     version_spans: cover [0, T) without gaps, in order. finish_reason: ``length`` is max_tokens or the context's end.
     error: set exactly when finish_reason is ``error``. text: None unless stop strings or streaming asked for it; without the
     stop string or end token. stop_string: the one that matched.
@@ -122,7 +123,7 @@ class SampleOutput:
     sample: int
     token_ids: Ids
     logprobs: Logprobs
-    raw_logprobs: Logprobs
+    raw_logprobs: Logprobs | None
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     error: EngineError | None = None

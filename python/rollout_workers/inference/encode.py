@@ -61,7 +61,7 @@ def _encode_episode(episode: Episode, head: _Head, holdings: Holdings) -> pb.Tra
         ids.append(part.token_ids.tobytes())
         if isinstance(part, SampleOutput):
             logprobs.append(part.logprobs.tobytes())
-            raw.append(part.raw_logprobs.tobytes())
+            raw.append(b"" if part.raw_logprobs is None else part.raw_logprobs.tobytes())
             mask.append((b"\1" if trained else b"\0") * size)
         else:
             logprobs.append(bytes(4 * size))
@@ -73,7 +73,7 @@ def _encode_episode(episode: Episode, head: _Head, holdings: Holdings) -> pb.Tra
     trajectory.key.sample = episode.sample
     trajectory.token_ids = b"".join(ids)
     trajectory.logprobs = b"".join(logprobs)
-    trajectory.raw_logprobs = b"".join(raw)
+    trajectory.raw_logprobs = b"".join(raw) if _all_raw(episode) else b""
     trajectory.loss_mask = b"".join(mask)
     del trajectory.version_spans[:]
     for span in spans:
@@ -106,6 +106,11 @@ def _encode_episode(episode: Episode, head: _Head, holdings: Holdings) -> pb.Tra
     header.completion_tokens = completion
     header.token_rewards = bool(trajectory.token_rewards)
     return envelope
+
+
+def _all_raw(episode: Episode) -> bool:
+    """Whether the engine reported raw logprobs."""
+    return all(not isinstance(part, SampleOutput) or part.raw_logprobs is not None for part in episode.parts)
 
 
 def encode_row(group: PromptGroup, made: Sequence[Example] | Example | Refusal, worker: str) -> list[pb.TrajectoryEnvelope]:

@@ -157,7 +157,7 @@ def _piece(delta: SampleDelta, prompt: int) -> pb.GenerateResponse:
         text=delta.text,
         token_ids=delta.token_ids.tolist(),
         logprobs=delta.logprobs.tolist(),
-        raw_logprobs=delta.raw_logprobs.tolist(),
+        raw_logprobs=() if delta.raw_logprobs is None else delta.raw_logprobs.tolist(),
         weights_version=delta.version,
     )
 
@@ -178,5 +178,5 @@ def _last(output: SampleOutput, prompt: int, ids: NDArray[np.int32], *, whole: b
         response.text = output.text or ""
         response.token_ids.extend(output.token_ids.tolist())
         response.logprobs.extend(output.logprobs.tolist())
-        response.raw_logprobs.extend(output.raw_logprobs.tolist())
+        response.raw_logprobs.extend(() if output.raw_logprobs is None else output.raw_logprobs.tolist())
     return response

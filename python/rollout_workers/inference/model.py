@@ -11,7 +11,8 @@ from typing import Any
 
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.data.prompts import Text
-from rollout_workers.devices import device_of, repeat_bits
+from rollout_workers.devices import devices_of, repeat_bits
+from rollout_workers.engines import registry
 from rollout_workers.engines.base import Engine
 from rollout_workers.weights.transfer.cache import ADAPTER_FILE
 from rollout_workers.worker.spec import is_deterministic, model_directory
@@ -29,12 +30,6 @@ class Model:
     """Makes whole weights of adapters, where the run trains some."""
 
 
-class UnknownEngine(ValueError):
-    """``engine.kind`` names an engine that this worker has not, such as one that a newer planner knows."""
-
-    reason = "UNKNOWN_ENGINE"
-
-
 def load(spec: WorkerSpec) -> Model:
     """Load engine and tokenizer. Blocks for as long as the model is large."""
     folder, version = spec.initial_weights or model_directory(spec), spec.initial_version
@@ -42,27 +37,23 @@ def load(spec: WorkerSpec) -> Model:
         folder, version = model_directory(spec), 0
     if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: it must be a model's folder")
-    import torch
-
-    from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
-
     config = spec.plan.config
-    if (kind := config.engine.kind or "transformers") != "transformers":
-        raise UnknownEngine(f'no engine {kind!r} is here: write `kind = "transformers"` in [engine], or renew the workers')
-    if is_deterministic(config):
+    deterministic = is_deterministic(config)
+    if deterministic:
         repeat_bits()
     began = time.monotonic()
-    engine = TransformersEngine.load(
-        folder,
-        EngineConfig(
+    engine = registry.load(
+        config.engine.kind,
+        registry.LoadRequest(
+            folder,
+            version,
+            config.model.dtype,
             slots=config.engine.slots,
             max_len=config.engine.max_model_len,
-            deterministic=is_deterministic(config),
-            threads=spec.threads or None,
-            device=device_of(spec),
+            deterministic=deterministic,
+            threads=spec.threads,
+            devices=devices_of(spec),
         ),
-        dtype=getattr(torch, config.model.dtype),
-        version=version,
     )
     text = Text.load(model_directory(spec))
     text.warm()
@@ -81,4 +72,4 @@ def _merging(spec: WorkerSpec) -> Callable[[Path], Mapping[str, Any]] | None:
 
     lora = config.lora
     settings = LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora)
-    return Merging(model_directory(spec), getattr(torch, config.model.dtype), settings, device_of(spec))
+    return Merging(model_directory(spec), getattr(torch, config.model.dtype), settings, devices_of(spec)[0])

@@ -10,7 +10,7 @@ from rollout.reward.v1 import reward_pb2
 from rollout.reward.v1.reward_pb2_grpc import add_RewardWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.data.prompts import Text
-from rollout_workers.devices import device_of
+from rollout_workers.devices import devices_of
 from rollout_workers.rewards.config import models_of
 from rollout_workers.scoring.model import RewardModel
 from rollout_workers.scoring.server import RewardServer
@@ -63,7 +63,7 @@ def load(spec: WorkerSpec) -> RewardModel:
         end=Text.load(model_directory(spec)).eos_id,
         tokens=model.tokens_per_batch or 16_384,
         alone=is_deterministic(spec.plan.config),
-        device=device_of(spec),
+        device=devices_of(spec)[0],
     )
     log.info("loaded %s in %.1f s", folder, time.monotonic() - began)
     return loaded

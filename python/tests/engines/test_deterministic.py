@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout_workers.engines.errors import ModelUnsupported
-from rollout_workers.engines.transformers.lean import LeanForward
+from rollout_workers.engines.transformers.llama import LlamaForward
 from rollout_workers.engines.transformers.slots import SlotTable
 
 from .tiny import outputs, request, running, same_bits
@@ -78,7 +78,7 @@ async def test_the_shapes_of_a_real_model_keep_their_bits_too() -> None:
 
 @pytest.mark.parametrize("broken", ["prefill", "decode"])
 async def test_an_engine_whose_rows_depend_on_each_other_does_not_start(broken: str, monkeypatch) -> None:
-    plain = getattr(LeanForward, broken)
+    plain = getattr(LlamaForward, broken)
 
     def leaking(self, ids, *rest):
         answer = plain(self, ids, *rest)
@@ -87,7 +87,7 @@ async def test_an_engine_whose_rows_depend_on_each_other_does_not_start(broken: 
         return answer
 
     monkeypatch.setattr("rollout_workers.engines.transformers.forward.disagreement", lambda *_: None)
-    monkeypatch.setattr(LeanForward, broken, leaking)
+    monkeypatch.setattr(LlamaForward, broken, leaking)
     with pytest.raises(ModelUnsupported, match=broken):
         async with running(deterministic=True):
             pass

@@ -26,7 +26,7 @@ from rollout_workers.engines.errors import (
 )
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.generic import GenericForward
-from rollout_workers.engines.transformers.lean import LeanForward
+from rollout_workers.engines.transformers.llama import LlamaForward
 
 from .tiny import END, outputs, plain_logits, plain_logprobs, request, running, same_bits, tiny_model
 
@@ -61,7 +61,7 @@ MODELS = {
 async def test_logprobs_are_those_of_a_plain_forward(name: str) -> None:
     torch.manual_seed(1)
     model = MODELS[name]().eval()
-    assert isinstance(choose_forward(model, 64), GenericForward if name == "gpt2" else LeanForward)
+    assert isinstance(choose_forward(model, 64), GenericForward if name == "gpt2" else LlamaForward)
     batch = [
         request(f"r{i}", length=1 + 5 * i, seeds=(i, 10 + i, 20 + i), temperature=0.8, max_tokens=3 + 4 * i) for i in range(6)
     ]

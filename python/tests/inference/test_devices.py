@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.run.v1.run_pb2 import WorkerSpec
-from rollout_workers.devices import device_of, place_of, repeat_bits
+from rollout_workers.devices import devices_of, gpus_of, repeat_bits
 
 
 def spec(worker_id: str, *, ranks: int = 0, workers: int = 0) -> WorkerSpec:
@@ -30,12 +30,18 @@ def spec(worker_id: str, *, ranks: int = 0, workers: int = 0) -> WorkerSpec:
     ],
 )
 def test_workers_take_what_the_learner_leaves(there: int, ranks: int, workers: int, inference: list[int], reward: int) -> None:
-    found = [place_of(spec(f"inference-{n}", ranks=ranks, workers=workers), there) for n in range(workers)]
-    assert (found, place_of(spec("reward-0", ranks=ranks, workers=workers), there)) == (inference, reward)
+    found = [gpus_of(spec(f"inference-{n}", ranks=ranks, workers=workers), there)[0] for n in range(workers)]
+    assert (found, gpus_of(spec("reward-0", ranks=ranks, workers=workers), there)) == (inference, (reward,))
 
 
 def test_who_works_alone_takes_the_first() -> None:
-    assert place_of(WorkerSpec(), 4) == 0
+    assert gpus_of(WorkerSpec(), 4) == (0,)
+
+
+def test_a_spec_assigns_gpus() -> None:
+    assert gpus_of(WorkerSpec(kind="inference", worker_id="inference-3", gpus=[2, 3]), 4) == (2, 3)
+    with pytest.raises(ValueError, match="assigns GPU 4, and this process sees 4"):
+        gpus_of(WorkerSpec(gpus=[0, 4]), 4)
 
 
 def test_the_engine_computes_where_it_was_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,7 +58,7 @@ def test_the_engine_computes_where_it_was_told(monkeypatch: pytest.MonkeyPatch, 
             raise StopIteration
 
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(transformers, "TransformersEngine", Engine)
+    monkeypatch.setattr(transformers.engine, "TransformersEngine", Engine)
     for there, wanted in ((0, "cpu"), (2, "cuda:1")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda there=there: there)
@@ -63,7 +69,7 @@ def test_the_engine_computes_where_it_was_told(monkeypatch: pytest.MonkeyPatch, 
         asked.plan.config.model.dtype = "float32"
         with pytest.raises(StopIteration):
             model.load(asked)
-        assert given.pop() == wanted == device_of(asked)
+        assert given.pop() == wanted == devices_of(asked)[0]
 
 
 def test_only_gpus_are_told_to_repeat_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:

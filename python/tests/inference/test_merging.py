@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout_testing.run import Example
-from rollout_workers.engines.transformers.held import HeldWeights
+from rollout_workers.engines.transformers.current_weights import CurrentWeights
 from rollout_workers.inference.merging import Merging
 from rollout_workers.learner.publication import Publication
 from rollout_workers.trainer import LoraConfig, Trainer, TrainerConfig
@@ -38,7 +38,7 @@ class Run:
         shared = SharedMemory("run-1", memory)
         self.publication = Publication("run-1", str(tmp_path / "run"), lasting=lambda step: step == 9, memory=shared)
         self.module = AutoModelForCausalLM.from_pretrained(example.model, dtype=config.dtype).requires_grad_(False)
-        self.engine = HeldWeights(self.module)
+        self.engine = CurrentWeights(self.module)
         self.merge = Merging(str(example.model), config.dtype, config.lora)
 
     def step(self) -> pb.WeightsManifest:

@@ -15,7 +15,8 @@ from rollout_testing.daemon import Daemon
 from rollout_testing.run import Example, RunStreams, by_key, config, prompt_group, spec, write_spec
 from rollout_testing.waiting import until
 from rollout_testing.worker import InProcess, Process, registered
-from rollout_workers.inference.model import UnknownEngine, load
+from rollout_workers.engines.registry import UnknownEngine
+from rollout_workers.inference.model import load
 from rollout_workers.worker.registration import Registration
 from rollout_workers.worker.spec import Identity
 
@@ -147,5 +148,5 @@ async def _pending(streams: RunStreams, items: int) -> bool:
 def test_an_engine_that_is_not_here_is_refused_by_name(example: Example) -> None:
     newer = config(example)
     newer.engine.kind = "another"
-    with pytest.raises(UnknownEngine, match="no engine 'another'"):
+    with pytest.raises(UnknownEngine, match="engine 'another' is unknown"):
         load(WorkerSpec(plan=Plan(config=newer), base_dir="/"))

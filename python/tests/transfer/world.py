@@ -17,7 +17,7 @@ from rollout.storage.v1 import storage_pb2
 from rollout.storage.v1.storage_pb2_grpc import ArtifactServiceServicer, add_ArtifactServiceServicer_to_server
 from rollout.weights.v1 import weights_pb2 as pb
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
-from rollout_workers.engines.transformers.held import HeldWeights
+from rollout_workers.engines.transformers.current_weights import CurrentWeights
 from rollout_workers.weights import named_weights, weights_digest, write_weights
 from rollout_workers.weights.transfer import service
 from rollout_workers.weights.transfer.artifacts import StoredWeights
@@ -128,7 +128,7 @@ class World:
         self.stored = StoredWeights(RUN, tmp_path / "stored", self.services)
         self.catalog = Catalog(self.stored, threads=1)
         self.module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_(False).to(torch.bfloat16)
-        self.engine = HeldWeights(self.module)
+        self.engine = CurrentWeights(self.module)
         self.folders: dict[str, Path] = {}
         memory = tmp_path / "memory"
         memory.mkdir()

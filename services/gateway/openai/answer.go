@@ -129,8 +129,12 @@ func (t *tally) take(req *gatewayv1.CompleteRequest, got *gatewayv1.CompleteResp
 		}
 	}
 	t.used.TotalTokens = t.used.PromptTokens + t.used.CompletionTokens
+	logprobs := raw.GetRawLogprobs()
+	if len(logprobs) == 0 { // the engine reports one logprob per token
+		logprobs = raw.GetLogprobs()
+	}
 	return index, piece{
-		text: raw.GetText(), logprobs: raw.GetRawLogprobs(), finish: raw.GetFinishReason(),
+		text: raw.GetText(), logprobs: logprobs, finish: raw.GetFinishReason(),
 		prompt: prompt{ids: raw.GetPromptTokenIds(), texts: raw.GetPromptTexts(), logprobs: raw.GetPromptLogprobs()},
 	}
 }

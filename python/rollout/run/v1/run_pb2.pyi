@@ -457,6 +457,7 @@ class WorkerSpec(_message.Message):
     CONSUL_KEY_FILE_FIELD_NUMBER: _builtins.int
     TLS_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, unique in the run."""
     kind: _builtins.str
@@ -509,6 +510,10 @@ class WorkerSpec(_message.Message):
     def tls(self) -> Global___WorkerTls:
         """Mutual TLS of the mesh; absent: plain text."""
 
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """GPUs that the worker may use, by the numbers that its process sees. Empty: the worker takes one, by its number."""
+
     def __init__(
         self,
         *,
@@ -534,10 +539,11 @@ class WorkerSpec(_message.Message):
         consul_key_file: _builtins.str = ...,
         tls: Global___WorkerTls | None = ...,
         nonce: _builtins.str = ...,
+        gpus: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["nats", b"nats", "plan", b"plan", "tls", b"tls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "gpus", b"gpus", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "plan", b"plan", "run_directory", b"run_directory", "run_id", b"run_id", "threads", b"threads", "tls", b"tls", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,8 +21,8 @@ from rollout_workers.engines.errors import EngineClosed, EngineError, EngineFail
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import choose_forward
 from rollout_workers.engines.transformers.kv import KvCache, Segment
-from rollout_workers.engines.transformers.order import is_scattered, loose_segments, moves, segments
 from rollout_workers.engines.transformers.prefill import by_bucket, by_size
+from rollout_workers.engines.transformers.row_order import is_scattered, loose_segments, moves, segments
 from rollout_workers.engines.transformers.sample import Group, Prefix, Sample, Sink, prompt_error
 from rollout_workers.engines.transformers.sampler import Controls, sample
 from rollout_workers.engines.transformers.score import Scoring

@@ -10,8 +10,8 @@ from rollout_workers.engines.errors import ModelUnsupported
 from rollout_workers.engines.transformers.config import EngineConfig
 from rollout_workers.engines.transformers.forward import Forward
 from rollout_workers.engines.transformers.kv import KvCache, Segment
-from rollout_workers.engines.transformers.order import segments
 from rollout_workers.engines.transformers.prefill import bucket_shape
+from rollout_workers.engines.transformers.row_order import segments
 
 
 def verify(forward: Forward, cache: KvCache, config: EngineConfig, vocabulary: int) -> None:

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rollout_workers.engines.base import EngineStats, GroupRequest, Ids, Logprobs, SampleDelta, SampleOutput, WeightsSource
 from rollout_workers.engines.errors import DuplicateRequest, EngineClosed, TokenizerMissing
+from rollout_workers.engines.registry import LoadRequest
 from rollout_workers.engines.transformers.config import EngineConfig
+from rollout_workers.engines.transformers.current_weights import CurrentWeights
 from rollout_workers.engines.transformers.decoder import Decoder
 from rollout_workers.engines.transformers.determinism import verify
-from rollout_workers.engines.transformers.held import HeldWeights
 from rollout_workers.engines.transformers.stream import Outbox, Stream
 from rollout_workers.engines.transformers.text import Tokenizer
 from rollout_workers.engines.transformers.thread import DecodingThread
@@ -41,7 +42,7 @@ class TransformersEngine:
         """
         device = torch.device(config.device) if config.device else next(module.parameters()).device
         nn.Module.to(module.eval(), device)
-        self._held = HeldWeights(module)
+        self._weights = CurrentWeights(module)
         self._tokenizer = tokenizer
         self._outbox = Outbox()
 
@@ -106,14 +107,14 @@ class TransformersEngine:
         await self._ask(lambda: self._move(self._decoder.onload))
 
     async def stage_weights(self, source: WeightsSource, expected: str | None = None) -> str:
-        return await asyncio.to_thread(self._held.stage, source, expected)
+        return await asyncio.to_thread(self._weights.stage, source, expected)
 
     async def swap_weights(self, version: int) -> None:
         await self._ask(lambda: self._swap(version))
 
     async def weights_digest(self) -> str:
         self._thread.check_open()
-        return (await asyncio.to_thread(self._held.digest)).root
+        return (await asyncio.to_thread(self._weights.digest)).root
 
     def stats(self) -> EngineStats:
         return self._decoder.stats()
@@ -148,13 +149,13 @@ class TransformersEngine:
 
     def _move(self, function: Callable[[], None]) -> None:
         """Move weights to another device, while nobody digests them."""
-        with self._held.still:
+        with self._weights.still:
             function()
 
     def _swap(self, version: int) -> None:
-        if version == self._decoder.version and not self._held.staged:
+        if version == self._decoder.version and not self._weights.staged:
             return
-        self._held.load()
+        self._weights.load()
         self._decoder.new_weights(version)
 
     def _check_text(self, batch: tuple[GroupRequest, ...]) -> None:
@@ -164,6 +165,18 @@ class TransformersEngine:
                     f"request {request.request_id} asks for text (stop strings or streaming); "
                     "build the engine with the model's tokenizer"
                 )
+
+
+def load(request: LoadRequest) -> TransformersEngine:
+    """The registry's loader. Raises ``ModelUnsupported``, ``WeightsIncomplete``."""
+    config = EngineConfig(
+        slots=request.slots,
+        max_len=request.max_len,
+        deterministic=request.deterministic,
+        threads=request.threads or None,
+        device=request.devices[0],
+    )
+    return TransformersEngine.load(request.folder, config, dtype=getattr(torch, request.dtype), version=request.version)
 
 
 def end_ids(module: PreTrainedModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:

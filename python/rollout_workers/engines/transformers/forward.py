@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout_workers.engines.errors import ModelUnsupported
+from rollout_workers.engines.transformers.attention import check_attention
 from rollout_workers.engines.transformers.generic import GenericForward
 from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment
-from rollout_workers.engines.transformers.lean import LeanForward
-from rollout_workers.engines.transformers.reach import check_reach
+from rollout_workers.engines.transformers.llama import LlamaForward
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +42,17 @@ class Forward(Protocol):
 
 
 def choose_forward(module: PreTrainedModel, max_len: int) -> Forward:
-    """The lean forward where it knows the architecture and agrees with the module, else the module's own.
+    """The Llama forward where it knows the architecture and agrees with the module, else the module's own.
 
     Raises ``ModelUnsupported`` where that does not agree with the module's plain forward either, or would not at ``max_len``.
     """
-    check_reach(module.config.get_text_config(), max_len)
-    reason = LeanForward.refusal(module, max_len)
+    check_attention(module.config.get_text_config(), max_len)
+    reason = LlamaForward.refusal(module, max_len)
     if reason is None:
-        lean = LeanForward(module, max_len)
-        error = disagreement(lean, module)
+        llama = LlamaForward(module, max_len)
+        error = disagreement(llama, module)
         if error is None:
-            return lean
+            return llama
         reason = f"its logits are off by {error:.2e}"
     log.info("decoding %s through its own forward: %s", type(module).__name__, reason)
     try:

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from rollout_workers.engines.errors import ModelUnsupported
+from rollout_workers.engines.transformers.attention import Windows
 from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, step_index
-from rollout_workers.engines.transformers.reach import Windows
 
 
 class GenericForward:

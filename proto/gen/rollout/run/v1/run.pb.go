@@ -870,7 +870,9 @@ type WorkerSpec struct {
 	Tls *WorkerTls `protobuf:"bytes,21,opt,name=tls,proto3" json:"tls,omitempty"`
 	// Secret of this launch. The worker's registration carries `hex(HMAC-SHA256(nonce, ...))` over worker, rank, and address
 	// (docs/wire.md), never the nonce; it is not logged.
-	Nonce         string `protobuf:"bytes,22,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	Nonce string `protobuf:"bytes,22,opt,name=nonce,proto3" json:"nonce,omitempty"`
+	// GPUs that the worker may use, by the numbers that its process sees. Empty: the worker takes one, by its number.
+	Gpus          []uint32 `protobuf:"varint,23,rep,packed,name=gpus,proto3" json:"gpus,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1057,6 +1059,13 @@ func (x *WorkerSpec) GetNonce() string {
 		return x.Nonce
 	}
 	return ""
+}
+
+func (x *WorkerSpec) GetGpus() []uint32 {
+	if x != nil {
+		return x.Gpus
+	}
+	return nil
 }
 
 // WorkerTls is PEM files. A worker serves and calls with them, and reads them again when they were renewed.
@@ -2388,7 +2397,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"waitingFor\x12.\n" +
 	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
 	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\x12+\n" +
-	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\x9a\x06\n" +
+	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xb8\x06\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
 	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12\x1b\n" +
@@ -2414,7 +2423,8 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\x10consul_cert_file\x18\x13 \x01(\tR\x0econsulCertFile\x12&\n" +
 	"\x0fconsul_key_file\x18\x14 \x01(\tR\rconsulKeyFile\x12+\n" +
 	"\x03tls\x18\x15 \x01(\v2\x19.rollout.run.v1.WorkerTlsR\x03tls\x12\x14\n" +
-	"\x05nonce\x18\x16 \x01(\tR\x05nonce\"w\n" +
+	"\x05nonce\x18\x16 \x01(\tR\x05nonce\x12\x1c\n" +
+	"\x04gpus\x18\x17 \x03(\rB\b\xbaH\x05\x92\x01\x02\x10@R\x04gpus\"w\n" +
 	"\tWorkerTls\x12 \n" +
 	"\aca_file\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06caFile\x12$\n" +
 	"\tcert_file\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bcertFile\x12\"\n" +

@@ -21,7 +21,7 @@ from rollout_workers.engines.transformers.kv import KvCache, KvShape, Segment, S
 _ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
-class LeanForward:
+class LlamaForward:
     """Implements ``Forward``, also over several segments. Build it after the module is on its device."""
 
     splits = True
@@ -31,7 +31,7 @@ class LeanForward:
         """Why this forward can't run the module, or None. What it can't see, ``choose_forward`` finds by comparing logits."""
         config = module.config
         if config.model_type not in _ARCHITECTURES:
-            return f"the lean forward does not know {config.model_type}"
+            return f"the Llama forward does not know {config.model_type}"
         if (getattr(config, "sliding_window", None) or max_len) < max_len:
             return "its attention looks back less than max_len"
         if any(type(m) is not nn.Linear for m in module.modules() if isinstance(m, nn.Linear)):
@@ -57,8 +57,8 @@ class LeanForward:
         self.cos = cos[0].detach().contiguous()
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).detach().contiguous()
 
-    def again(self) -> LeanForward:
-        return LeanForward(self.module, len(self.cos))
+    def again(self) -> LlamaForward:
+        return LlamaForward(self.module, len(self.cos))
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = ids.shape

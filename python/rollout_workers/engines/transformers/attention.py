@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from rollout_workers.engines.errors import ModelUnsupported
+from rollout_workers.engines.registry import ENGINES
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+FULL, SLIDING, CHUNKED = ENGINES["transformers"].capabilities.attention
 Masks = Tensor | dict[str, Tensor]
 
 
-def check_reach(config: Any, max_len: int) -> None:
+def check_attention(config: Any, max_len: int) -> None:
     """Raises ``ModelUnsupported`` where a sequence of ``max_len`` tokens can't be decoded as the model's plain forward would.
 
     A probe of a few tokens does not show it: what changes with length is read from the config of the text model.

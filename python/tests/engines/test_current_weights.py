@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_workers.engines.transformers import held
+from rollout_workers.engines.transformers import current_weights
 
 
 @pytest.mark.parametrize("alone", [1, 1 << 30], ids=["by torch", "by one thread"])
@@ -21,11 +21,11 @@ from rollout_workers.engines.transformers import held
     ids=["plain", "another dtype", "transposed", "every other row", "from a row on"],
 )
 def test_copies_are_equal(monkeypatch: pytest.MonkeyPatch, source: torch.Tensor, alone: int) -> None:
-    monkeypatch.setattr(held, "_ALONE_BYTES", alone)
+    monkeypatch.setattr(current_weights, "_ALONE_BYTES", alone)
     around = torch.zeros(302, 200)
-    held._copy(around[1:-1], source)
+    current_weights._copy(around[1:-1], source)
     assert torch.equal(around[1:-1], source.float())
     assert not around[0].any() and not around[-1].any()
     columns = torch.zeros(200, 300).T
-    held._copy(columns, source)
+    current_weights._copy(columns, source)
     assert torch.equal(columns, source.float())

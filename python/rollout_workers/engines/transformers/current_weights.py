@@ -20,7 +20,7 @@ from rollout_workers.weights.store import MANIFEST_FILE
 _ALONE_BYTES = 4 << 20  # of more, several threads copy faster than one
 
 
-class HeldWeights:
+class CurrentWeights:
     """``stage`` and ``digest`` may run in any thread, beside forward passes; ``load`` only between them."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from rollout_workers.engines.transformers.order import is_scattered, length_class, loose_segments, moves, segments
+from rollout_workers.engines.transformers.row_order import is_scattered, length_class, loose_segments, moves, segments
 
 
 def test_a_class_holds_the_position_that_is_written_and_depends_on_nothing_else() -> None:

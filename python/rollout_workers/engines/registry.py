@@ -1,0 +1,131 @@
+"""The engines: what each can do and how it is loaded. Importing this module imports neither torch nor an engine.
+
+    python -m rollout_workers.engines.registry      # the table as JSON: the planner checks a config against it
+
+To add an engine, write a package with ``load(request: LoadRequest) -> Engine``, add a row to ``ENGINES`` and its name to
+``EngineConfig.kind`` in ``run_config.proto``, and run ``rollout_testing.enginetest`` on it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal, cast
+
+from rollout_workers.engines.base import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do. The defaults are those of an engine that only samples.
+
+    attention: kinds of layers, as in ``layer_types`` of a model's config; empty: any.
+    long_rope: decodes past the length from which positions depend on the sequence's length (``longrope``, ``dynamic``).
+    beyond_chunk: decodes past ``attention_chunk_size``. local_attention: decodes past GPT-Neo's ``window_size``.
+    logprobs_mode: ``sampled``: of the distribution after temperature and filters; ``model``: of the unmodified softmax.
+    raw_logprobs: also reports the unmodified softmax (``SampleOutput.raw_logprobs``).
+    top_logprobs: most alternatives reported per token. prompt_logprobs: scores the tokens of a prompt.
+    constraints: of ``json_schema``, ``regex``, ``grammar``. images, adapters, priorities, sessions: of a request.
+    greedy: temperature 0 takes the most likely token. deterministic: can promise bits, whatever else runs.
+    swaps_in_flight: new weights apply to samples in flight, which then have several version spans.
+    devices: where it computes. most_gpus: GPUs of one engine.
+    """
+
+    attention: tuple[str, ...] = ()
+    long_rope: bool = False
+    beyond_chunk: bool = False
+    local_attention: bool = False
+    logprobs_mode: Literal["sampled", "model"] = "sampled"
+    raw_logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    constraints: tuple[str, ...] = ()
+    images: bool = False
+    adapters: bool = False
+    priorities: bool = False
+    sessions: bool = False
+    greedy: bool = True
+    deterministic: bool = False
+    swaps_in_flight: bool = False
+    devices: tuple[str, ...] = ("cpu",)
+    most_gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What an engine is loaded from.
+
+    folder: model in the Hugging Face layout, of weights ``version``. dtype: e.g. ``float32``. slots: samples decoded at once.
+    max_len: tokens of prompt and completion. threads: CPU threads, 0: the library's default. devices: ``cpu``, or the worker's
+    GPUs, ``cuda:N`` each; an engine that takes one GPU takes the first.
+    """
+
+    folder: str
+    version: int
+    dtype: str
+    slots: int
+    max_len: int
+    deterministic: bool = False
+    threads: int = 0
+    devices: tuple[str, ...] = ("cpu",)
+
+
+Loader = Callable[[LoadRequest], Engine]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One engine. loader: ``module:function``, imported when the engine is loaded; the function blocks."""
+
+    loader: str
+    capabilities: Capabilities
+
+
+ENGINES: dict[str, Entry] = {
+    "transformers": Entry(
+        "rollout_workers.engines.transformers.engine:load",
+        Capabilities(
+            attention=("full_attention", "sliding_attention", "chunked_attention"),
+            raw_logprobs=True,
+            prompt_logprobs=True,
+            deterministic=True,
+            swaps_in_flight=True,
+            devices=("cpu", "cuda"),
+            most_gpus=1,
+        ),
+    ),
+}
+DEFAULT = "transformers"
+
+
+class UnknownEngine(ValueError):
+    """``engine.kind`` names an engine that this worker does not have."""
+
+    reason = "UNKNOWN_ENGINE"
+
+
+def entry(kind: str) -> Entry:
+    """The engine of this name; empty: the default. Raises :class:`UnknownEngine`."""
+    found = ENGINES.get(kind or DEFAULT)
+    if found is None:
+        raise UnknownEngine(
+            f"engine {kind!r} is unknown: set `engine.kind` to one of {', '.join(ENGINES)}, or update the workers"
+        )
+    return found
+
+
+def load(kind: str, request: LoadRequest) -> Engine:
+    """Load an engine; blocks. Raises :class:`UnknownEngine`, and what its loader raises."""
+    module, _, function = entry(kind).loader.partition(":")
+    return cast(Loader, getattr(importlib.import_module(module), function))(request)
+
+
+def table() -> dict[str, dict[str, object]]:
+    """Capabilities by engine."""
+    return {name: asdict(found.capabilities) for name, found in ENGINES.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(table(), indent=2))
