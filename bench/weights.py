@@ -37,7 +37,7 @@ from record import recorded  # noqa: E402
 
 from rollout.weights.v1 import weights_pb2 as pb  # noqa: E402
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server  # noqa: E402
-from rollout_workers.engines.transformers.current_weights import HeldWeights  # noqa: E402
+from rollout_workers.engines.transformers.current_weights import CurrentWeights  # noqa: E402
 from rollout_workers.weights import named_weights, weights_digest, write_weights  # noqa: E402
 from rollout_workers.weights.store import stage_folder  # noqa: E402
 from rollout_workers.weights.tensor_file import write_tensors  # noqa: E402
