@@ -36,7 +36,7 @@ type checks struct {
 
 func (s *Server) checks(reading *config.Reading, baseDir string) *checks {
 	d := &draft{Reading: reading, baseDir: baseDir}
-	data, model := &dataCheck{draft: d}, &modelCheck{draft: d}
+	data, model := &dataCheck{draft: d}, &modelCheck{draft: d, engines: s.engines}
 	return &checks{
 		draft: d, prober: s.prober, data: data, model: model,
 		prompts:  &promptCheck{draft: d, data: data, model: model},

@@ -8,6 +8,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/engine"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/problem"
@@ -16,12 +17,15 @@ import (
 // modelCheck reads the folder of the trained model and compares the configuration with it.
 type modelCheck struct {
 	*draft
+	engines map[string]engine.Capabilities // by `engine.kind`
+
 	model *input.Model    // nil without a usable model
 	files []*planv1.Input // of the model
 }
 
 func (d *modelCheck) read() {
 	path := d.Config.GetModel().GetPath()
+	d.checkEngine()
 	if path == "" || !d.exists("model.path", path, true) {
 		return
 	}
@@ -36,13 +40,14 @@ func (d *modelCheck) read() {
 		d.report("model.path", problem.BadModel, fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, model.Architecture),
 			"name a language model; a reward model is for `[reward.model]`")
 	}
-	if model.Quantised != "" {
-		d.report("model.path", problem.BadModel, fmt.Sprintf("the weights of %s are quantised (%s): they can't be trained", path, model.Quantised),
+	if model.Quantized != "" {
+		d.report("model.path", problem.BadModel, fmt.Sprintf("the weights of %s are quantized (%s): they can't be trained", path, model.Quantized),
 			"take the weights that they were made from")
 	}
-	if model.Unsampled != "" {
-		d.report("model.path", problem.BadModel, fmt.Sprintf("workers can't decode %s: %s", path, model.Unsampled),
-			"take a decoder with plain or windowed attention")
+	kind := d.Config.GetEngine().GetKind()
+	if why := model.Undecodable(d.engine()); why != "" {
+		d.report("model.path", problem.BadModel, fmt.Sprintf("the engine `%s` can't decode %s: %s", kind, path, why),
+			"choose a model whose layers are "+strings.Join(d.engine().Attention, ", "))
 	}
 	d.fitContext(model)
 	d.fitTensors(model)
@@ -53,21 +58,44 @@ func (d *modelCheck) read() {
 	d.files = d.pin(planv1.InputRole_INPUT_ROLE_MODEL, model, folder, path)
 }
 
-// fitContext holds the longest sequence against what the model allows. The default is lowered to that; a number that the user
-// wrote is not.
+// engine is what the chosen engine can do.
+func (d *modelCheck) engine() engine.Capabilities { return d.engines[d.Config.GetEngine().GetKind()] }
+
+// checkEngine compares the configuration with what the engine can do.
+func (d *modelCheck) checkEngine() {
+	kind, can := d.Config.GetEngine().GetKind(), d.engine()
+	if d.Config.GetDeterministic() && !can.Deterministic {
+		if d.Wrote("deterministic") {
+			d.report("deterministic", problem.Conflict, fmt.Sprintf("`deterministic = true`, but the engine `%s` does not give the same bits each time", kind), "remove `deterministic`")
+		}
+		d.Config.Deterministic = proto.Bool(false)
+	}
+	for field, used := range map[string]bool{
+		"sampling.temperature": d.Config.GetSampling().GetTemperature() == 0 && algorithm.Samples(d.Config),
+		"eval.temperature":     d.Config.GetEval().GetTemperature() == 0 && d.Config.GetEval().GetEverySteps() > 0 && d.Config.GetReward() != nil,
+	} {
+		if used && !can.Greedy {
+			d.report(field, problem.Conflict, fmt.Sprintf("`%s` is 0, and the engine `%s` can't take the most likely token", field, kind), "write a number above 0")
+		}
+	}
+}
+
+// fitContext compares the longest sequence with what model and engine allow. A default is lowered to it; a number in the
+// configuration is reported.
 func (d *modelCheck) fitContext(model *input.Model) {
-	engine, positions := d.Config.GetEngine(), model.Context
+	engine := d.Config.GetEngine()
+	positions, why := model.Context(d.engine())
 	if positions == 0 || int64(engine.GetMaxModelLen()) <= positions {
 		return
 	}
 	if d.Wrote("engine.max_model_len") {
-		d.report("engine.max_model_len", problem.OutOfRange, fmt.Sprintf("`engine.max_model_len` is %d, but %s", engine.GetMaxModelLen(), model.Bound),
+		d.report("engine.max_model_len", problem.OutOfRange, fmt.Sprintf("`engine.max_model_len` is %d, but %s", engine.GetMaxModelLen(), why),
 			fmt.Sprintf("write `max_model_len = %d` or less", positions))
 		return
 	}
 	engine.MaxModelLen = proto.Uint32(uint32(positions))
 	if tokens := d.Config.GetSampling().GetMaxTokens(); int64(tokens) >= positions && algorithm.Samples(d.Config) {
-		d.report("sampling.max_tokens", problem.OutOfRange, fmt.Sprintf("`sampling.max_tokens` is %d, but %s, for prompt and completion together", tokens, model.Bound),
+		d.report("sampling.max_tokens", problem.OutOfRange, fmt.Sprintf("`sampling.max_tokens` is %d, but %s, for prompt and completion together", tokens, why),
 			fmt.Sprintf("write a number below %d", positions))
 	}
 }

@@ -9,8 +9,10 @@ package planner
 
 import (
 	"errors"
+	"fmt"
 	"path/filepath"
 
+	"github.com/rollout-rl/rollout/libs/engine"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/config"
 	"github.com/rollout-rl/rollout/services/planner/probe"
@@ -30,8 +32,9 @@ type Config struct {
 type Server struct {
 	planv1.UnimplementedPlannerServiceServer
 
-	reader *config.Reader
-	prober *probe.Prober
+	reader  *config.Reader
+	prober  *probe.Prober
+	engines map[string]engine.Capabilities
 }
 
 // New makes a planner. It fails where the contract's rules don't compile or the interpreter is not named.
@@ -43,6 +46,10 @@ func New(cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
+	engines, err := engine.All()
+	if err != nil {
+		return nil, fmt.Errorf("read the capabilities of the engines: %w", err)
+	}
 	python := cfg.Python
 	if filepath.Base(python) != python { // a path, not a name to be looked up
 		if python, err = filepath.Abs(python); err != nil {
@@ -50,7 +57,8 @@ func New(cfg Config) (*Server, error) {
 		}
 	}
 	return &Server{
-		reader: reader,
-		prober: &probe.Prober{Python: python, PythonPath: cfg.PythonPath, Env: cfg.Env},
+		reader:  reader,
+		engines: engines,
+		prober:  &probe.Prober{Python: python, PythonPath: cfg.PythonPath, Env: cfg.Env},
 	}, nil
 }

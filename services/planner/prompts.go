@@ -121,11 +121,12 @@ func (d *promptCheck) fixLength(data *input.Dataset) string {
 	if d.sampled(data) {
 		fix += ", lower `max_tokens` in [sampling]"
 	}
-	if d.model.model.Context == 0 || int64(d.Config.GetEngine().GetMaxModelLen()) < d.model.model.Context {
+	positions, why := d.model.model.Context(d.model.engine())
+	if positions == 0 || int64(d.Config.GetEngine().GetMaxModelLen()) < positions {
 		fix += ", raise `max_model_len` in [engine]"
 	}
-	if d.model.model.Context > 0 {
-		fix += " (" + d.model.model.Bound + ")"
+	if positions > 0 {
+		fix += " (" + why + ")"
 	}
 	return fix
 }

@@ -12,12 +12,12 @@ func TestModelsThatCantBeDecodedAreRefused(t *testing.T) {
 	t.Parallel()
 	const phi = `"model_type": "phi3", "max_position_embeddings": 131072, `
 	for config, want := range map[string]string{
-		`{"model_type": "bloom"}`:                                                                           "workers can't decode model: the distances of its tokens are biases",
+		`{"model_type": "bloom"}`:                                                                           "the engine `transformers` can't decode model: the distances of its tokens are biases",
 		`{"model_type": "falcon", "alibi": true}`:                                                           "the distances of its tokens are biases",
 		`{"model_type": "falcon", "alibi": false}`:                                                          "",
 		`{"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}`:                                 "it has layers of conv",
 		`{"model_type": "granite", "layer_types": ["attention"]}`:                                           "",
-		`{"quantization_config": {"quant_method": "mxfp4"}}`:                                                "the weights of model are quantised (mxfp4): they can't be trained",
+		`{"quantization_config": {"quant_method": "mxfp4"}}`:                                                "the weights of model are quantized (mxfp4): they can't be trained",
 		`{"quantization_config": null}`:                                                                     "",
 		`{"model_type": "mamba"}`:                                                                           "it has recurrent layers",
 		`{"model_type": "deepseek_v3"}`:                                                                     "it keeps latent vectors",

@@ -9,6 +9,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/engine"
 	"github.com/rollout-rl/rollout/libs/reward"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/document"
@@ -55,6 +56,7 @@ func (d *rewardCheck) readScoringModel(part reward.Part) {
 	before := d.Problems.Len()
 	folder := d.resolve(path)
 	scorer := input.ReadModel(folder, path, field, &d.Problems)
+	positions, why := scorer.Context(engine.Capabilities{}) // a scoring worker has none of them
 	const fix = "name the weights of a run with [algorithm.reward_model], or a sequence classifier with one label"
 	switch {
 	case d.Problems.Len() > before:
@@ -66,9 +68,9 @@ func (d *rewardCheck) readScoringModel(part reward.Part) {
 	case d.model.model != nil && d.model.model.OtherTokens(scorer) != "":
 		d.report(field, problem.BadModel, "the reward model has another vocabulary: "+d.model.model.OtherTokens(scorer),
 			"take one that was trained from a model with the same tokenizer")
-	case scorer.Context > 0 && int64(d.Config.GetEngine().GetMaxModelLen()) > scorer.Context:
-		d.report(field, problem.OutOfRange, fmt.Sprintf("of the reward model: %s, fewer than the %d of `engine.max_model_len`", scorer.Bound, d.Config.GetEngine().GetMaxModelLen()),
-			fmt.Sprintf("write `max_model_len = %d` in [engine]", scorer.Context))
+	case positions > 0 && int64(d.Config.GetEngine().GetMaxModelLen()) > positions:
+		d.report(field, problem.OutOfRange, fmt.Sprintf("of the reward model: %s, fewer than the %d of `engine.max_model_len`", why, d.Config.GetEngine().GetMaxModelLen()),
+			fmt.Sprintf("write `max_model_len = %d` in [engine]", positions))
 	}
 	if d.Problems.Len() > before {
 		return

@@ -21,10 +21,7 @@ import (
 // Model is what was found in a folder in the Hugging Face layout.
 type Model struct {
 	Files        []string // every file that loading it may read, by name, sorted
-	Context      int64    // longest sequence that it allows; 0 where it does not say
-	Bound        string   // what allows no longer one
-	Quantised    string   // how its weights are quantised; "" where they are not
-	Unsampled    string   // why workers can't sample from it; "" where they can
+	Quantized    string   // method by which its weights were quantized; "" if they were not
 	ChatTemplate bool     // whether its tokenizer has one
 	Tensors      []string // names of the tensors in its files
 	shapes       map[string][]int64
@@ -32,7 +29,9 @@ type Model struct {
 	Vocabulary   int64  // one past the last token that its tokenizer makes; 0 where it does not say
 	Architecture string // class that its config names first; "" where it names none
 
-	tokens map[int64]string // texts of its tokens by id
+	tokens    map[int64]string // texts of its tokens by id
+	attention []string         // kinds of its layers, as far as its config states them
+	limits    []limit          // of the length of a sequence
 }
 
 // Scores reports whether it is a reward model: it scores completions and writes none.

@@ -4,22 +4,40 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+
+	"github.com/rollout-rl/rollout/libs/engine"
 )
 
-// cacheless are models that workers can't sample from: engines decode step by step with a key and a value of one shape a token.
-var cacheless = map[string]string{
-	"bloom": "the distances of its tokens are biases of its attention", "rwkv": recurrent, "xlstm": recurrent,
+// Kinds of layers beyond those that configs name in `layer_types`.
+const (
+	alibi     = "alibi"
+	recurrent = "recurrent"
+	latent    = "latent"
+)
+
+// layersOf are the kinds of layers of model types whose config does not name them.
+var layersOf = map[string]string{
+	"bloom": alibi, "rwkv": recurrent, "xlstm": recurrent,
 	"mamba": recurrent, "mamba2": recurrent, "falcon_mamba": recurrent, "recurrent_gemma": recurrent, "jamba": recurrent,
 	"bamba": recurrent, "zamba": recurrent, "zamba2": recurrent, "falcon_h1": recurrent, "nemotron_h": recurrent,
 	"qwen3_next": recurrent, "deepseek_v2": latent, "deepseek_v3": latent,
 }
 
-const (
-	recurrent = "it has recurrent layers"
-	latent    = "it keeps latent vectors in place of keys and values"
-)
+// described says what a model with layers of a kind is like.
+var described = map[string]string{
+	alibi:     "the distances of its tokens are biases of its attention",
+	recurrent: "it has recurrent layers",
+	latent:    "it keeps latent vectors in place of keys and values",
+}
 
-// textConfig is what a model's config.json says of lengths. A part of another type than here counts as absent.
+// limit is a length beyond which an engine needs a capability; one without any holds for all.
+type limit struct {
+	tokens int64
+	why    string
+	lifted func(engine.Capabilities) bool
+}
+
+// textConfig is what the config.json of a model says about lengths. A part of an unexpected type counts as absent.
 type textConfig struct {
 	ModelType       string   `json:"model_type"`
 	LayerTypes      []string `json:"layer_types"`
@@ -32,24 +50,24 @@ type textConfig struct {
 	Parameters      rope     `json:"rope_parameters"`
 }
 
-// quantised names the method by which a model's weights were quantised; "" where they were not.
-func quantised(config map[string]json.RawMessage) string {
-	var found struct {
-		Method string `json:"quant_method"`
-	}
-	if json.Unmarshal(config["quantization_config"], &found) == nil && found.Method != "" {
-		return found.Method
-	}
-	return ""
-}
-
 type rope struct {
 	Type     string `json:"rope_type"`
 	Older    string `json:"type"`
 	Original int64  `json:"original_max_position_embeddings"`
 }
 
-// reach reads how long sequences may be, as engines do (reach.py of the workers): what a probe of a few tokens doesn't show.
+// quantized names the method by which the weights of a model were quantized; "" if they were not.
+func quantized(config map[string]json.RawMessage) string {
+	var found struct {
+		Method string `json:"quant_method"`
+	}
+	if json.Unmarshal(config["quantization_config"], &found) == nil {
+		return found.Method
+	}
+	return ""
+}
+
+// reach reads the kinds of layers and the limits of the length from the config of a model.
 func (m *Model) reach(config map[string]json.RawMessage) {
 	text := config
 	var part map[string]json.RawMessage
@@ -59,31 +77,60 @@ func (m *Model) reach(config map[string]json.RawMessage) {
 	whole, _ := json.Marshal(text)
 	var c textConfig
 	_ = json.Unmarshal(whole, &c)
-	m.bound(number(text, "max_position_embeddings", "n_positions"), "the model has %d positions")
+	m.limit(number(text, "max_position_embeddings", "n_positions"), "the model has %d positions", nil)
 	if slices.Contains([]string{c.Scaling.Type, c.Scaling.Older, c.Parameters.Type}, "longrope") {
 		for _, original := range []int64{c.Parameters.Original, c.Scaling.Original, c.Original} {
-			m.bound(original, "the model turns the positions of sequences beyond %d tokens by their length (longrope)")
+			m.limit(original, "the model turns the positions of sequences beyond %d tokens by their length (longrope)",
+				func(e engine.Capabilities) bool { return e.LongRope })
 		}
 	}
 	if c.ChunkSize > 0 && (len(c.LayerTypes) == 0 || slices.Contains(c.LayerTypes, "chunked_attention")) {
-		m.bound(c.ChunkSize, "the model attends within chunks of %d tokens, beyond which workers can't sample")
+		m.limit(c.ChunkSize, "the model attends within chunks of %d tokens, beyond which the engine can't sample",
+			func(e engine.Capabilities) bool { return e.BeyondChunk })
 	}
 	if slices.Contains(c.AttentionLayers, "local") {
-		m.bound(c.WindowSize, "the model has layers that look back %d tokens, beyond which workers can't sample")
+		m.limit(c.WindowSize, "the model has layers that look back %d tokens, beyond which the engine can't sample",
+			func(e engine.Capabilities) bool { return e.LocalAttention })
 	}
-	m.Quantised, m.Unsampled = quantised(config), cacheless[c.ModelType]
+	m.Quantized = quantized(config)
+	m.attention = slices.Clone(c.LayerTypes)
+	if kind := layersOf[c.ModelType]; kind != "" {
+		m.attention = append(m.attention, kind)
+	}
 	if c.ModelType == "falcon" && c.Alibi {
-		m.Unsampled = cacheless["bloom"]
-	}
-	for _, kind := range c.LayerTypes {
-		if !slices.Contains([]string{"full_attention", "attention", "sliding_attention", "chunked_attention"}, kind) {
-			m.Unsampled = "it has layers of " + kind
-		}
+		m.attention = append(m.attention, alibi)
 	}
 }
 
-func (m *Model) bound(tokens int64, why string) {
-	if tokens > 0 && (m.Context == 0 || tokens < m.Context) {
-		m.Context, m.Bound = tokens, fmt.Sprintf(why, tokens)
+func (m *Model) limit(tokens int64, why string, lifted func(engine.Capabilities) bool) {
+	if tokens > 0 {
+		m.limits = append(m.limits, limit{tokens, fmt.Sprintf(why, tokens), lifted})
 	}
+}
+
+// Context is the longest sequence that the model and an engine allow together, and the reason; 0 if nothing limits it.
+func (m *Model) Context(e engine.Capabilities) (tokens int64, why string) {
+	for _, l := range m.limits {
+		if (tokens == 0 || l.tokens < tokens) && (l.lifted == nil || !l.lifted(e)) {
+			tokens, why = l.tokens, l.why
+		}
+	}
+	return tokens, why
+}
+
+// Undecodable says why an engine cannot decode the model; "" if it can.
+func (m *Model) Undecodable(e engine.Capabilities) string {
+	for _, kind := range m.attention {
+		if kind == "attention" { // an older name
+			kind = "full_attention"
+		}
+		if e.Decodes(kind) {
+			continue
+		}
+		if text := described[kind]; text != "" {
+			return text
+		}
+		return "it has layers of " + kind
+	}
+	return ""
 }
