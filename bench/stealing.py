@@ -26,6 +26,7 @@ import numpy as np
 from nats.aio.client import Client
 from record import recorded
 
+from rollout.environment import Observation, Result, Task, Turn
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
 from rollout_testing.daemon import Daemon
@@ -33,7 +34,6 @@ from rollout_testing.run import RunStreams, prompt_group
 from rollout_testing.services import BufferDouble, Host, buffer_double
 from rollout_testing.sim.engine import SimText
 from rollout_workers.engines.base import Engine, EngineStats, GroupRequest, SampleOutput, SamplingParams, VersionSpan
-from rollout_workers.environments.environment import Observation, Result, Task, Turn
 from rollout_workers.environments.episode import EpisodeRunner
 from rollout_workers.inference.puller import Puller, capacity
 from rollout_workers.inference.receipt import Holdings

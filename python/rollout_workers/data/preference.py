@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from rollout.environment import Refusal
 from rollout_workers.data.prompts import Prompt, PromptInvalid, PromptReader, Text, parse_row
 from rollout_workers.data.supervised import Example, end_of, example_of, text_field
-from rollout_workers.environments.environment import Refusal
 
 
 class Pairs:

@@ -9,10 +9,10 @@ from rollout.algorithm import name_of, traits
 from rollout.config.v1 import options_pb2
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.dialogue import plain_row
+from rollout.environment import Refusal
 from rollout_workers.data.preference import Labelled, Pairs
 from rollout_workers.data.prompts import PromptInvalid, PromptReader, Text, parse_row
 from rollout_workers.data.supervised import Example, Supervised
-from rollout_workers.environments.environment import Refusal
 
 
 class Rows:

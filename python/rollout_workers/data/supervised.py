@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.environment import Refusal
 from rollout_workers.data.conversation import Messages, conversation_in, turns_of
 from rollout_workers.data.prompts import Ids, Prompt, PromptInvalid, PromptReader, Text, parse_row
-from rollout_workers.environments.environment import Refusal
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,9 +16,9 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from rollout.environment import Environment, Observation, Refusal, Result, Task, Turn, failed, reason_of
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, GroupRequest, SampleOutput, SamplingParams, VersionSpan
-from rollout_workers.environments.environment import Environment, Observation, Refusal, Result, Task, Turn, failed, reason_of
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rollout.environment import Observation, Refusal, Result, Task, Turn, failed
 from rollout_workers.data.prompts import PromptInvalid, PromptReader, Text
-from rollout_workers.environments.environment import Observation, Refusal, Result, Task, Turn, failed
 from rollout_workers.rewards.process_reward import spread
 from rollout_workers.rewards.rewards import RewardGroup, Scorable, Scorer
 

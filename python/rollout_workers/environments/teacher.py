@@ -14,9 +14,9 @@ import numpy as np
 
 from rollout.config.v1.algorithm_pb2 import TeacherEndpointConfig
 from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.environment import Environment, Observation, Refusal, Result, Task, Turn, failed
 from rollout.teacher import TeacherEndpoint, TeacherError
 from rollout_workers.data.prompts import Text
-from rollout_workers.environments.environment import Environment, Observation, Refusal, Result, Task, Turn, failed
 from rollout_workers.worker.secret import read_secret
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import crc32c
 import numpy as np
 
+from rollout.environment import Observation, Refusal
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.trajectory.v1 import trajectory_pb2 as pb
 from rollout_workers.data.supervised import Example
 from rollout_workers.engines.base import SampleOutput
-from rollout_workers.environments.environment import Observation, Refusal
 from rollout_workers.environments.episode import Episode, FinishedGroup
 from rollout_workers.inference.receipt import Holdings
 

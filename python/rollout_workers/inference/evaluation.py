@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from rollout.environment import Environment, Task
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.trajectory.v1 import trajectory_pb2
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, SamplingParams
-from rollout_workers.environments.environment import Environment, Task
 from rollout_workers.environments.episode import Episode, EpisodeRunner, sample_seed
 from rollout_workers.inference.receipt import Holdings
 from rollout_workers.worker.status import EdgeError

@@ -14,9 +14,9 @@ from opentelemetry.context import Context
 from rollout import names
 from rollout.buffer.v1.buffer_pb2 import GetMissingRequest, GroupKey
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
+from rollout.environment import Task
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
 from rollout_workers.data.rows import Rows
-from rollout_workers.environments.environment import Task
 from rollout_workers.environments.episode import EpisodeRunner, FinishedGroup
 from rollout_workers.inference.artifact import move_out
 from rollout_workers.inference.encode import encode_group, encode_row, in_messages, large

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from rollout.environment import Refusal
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.data.rows import Rows, rows_of
 from rollout_workers.data.supervised import Example
-from rollout_workers.environments.environment import Refusal
 from rollout_workers.trainer.types import TrainSample
 from rollout_workers.worker.spec import model_directory, resolve
 

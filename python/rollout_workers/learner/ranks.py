@@ -83,7 +83,7 @@ class Team:
         if here.size == 1:
             return Trainer(model_dir, settings)
         from rollout_workers.trainer.distributed.fsdp import Group
-        from rollout_workers.trainer.distributed.leader import LeadingTrainer
+        from rollout_workers.trainer.leader import LeadingTrainer
 
         group = Group(0, here.size, rendezvous=here.rendezvous, timeout_seconds=here.timeout_seconds)
         return LeadingTrainer(model_dir, settings, group, lost=self._lost)
@@ -126,7 +126,7 @@ def follow_leader(here: Place) -> int:
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step first, and needs this one for it
     watch_stdin()
     from rollout_workers.trainer.distributed.fsdp import Group
-    from rollout_workers.trainer.distributed.leader import follow
+    from rollout_workers.trainer.leader import follow
 
     try:
         follow(Group(here.rank, here.size, rendezvous=here.rendezvous, timeout_seconds=here.timeout_seconds))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout.environment import Task
 from rollout_workers.engines.base import SampleOutput
-from rollout_workers.environments.environment import Task
 from rollout_workers.environments.episode import Episode, EpisodeRunner, FinishedGroup, sample_seed
 from rollout_workers.offline.journal import Journal
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from rollout_workers.environments.environment import Result
+from rollout.environment import Result
 from rollout_workers.rewards.rewards import RewardGroup, Scorer
 
 

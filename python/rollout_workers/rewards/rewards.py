@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from rollout.environment import Result, failed, reason_of
 from rollout.plugin import RewardError, Score
-from rollout_workers.environments.environment import Result, failed, reason_of
 
 log = logging.getLogger(__name__)
 

@@ -19,25 +19,39 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rollout_workers.algorithms import Algorithm
+from rollout_workers.trainer.distributed.ranks import Ranks
 from rollout_workers.trainer.distributed.shards import assign, whole
 from rollout_workers.trainer.model.policy import Policy
+from rollout_workers.trainer.objective import Machine
 from rollout_workers.trainer.optim.optimizer import FlatAdamW
 from rollout_workers.trainer.types import StateUnreadable
 from rollout_workers.weights import named_weights, read_weights, weights_digest, write_weights
 from rollout_workers.weights.store import WeightsUnreadable
 
-if TYPE_CHECKING:
-    from rollout_workers.trainer.trainer import Trainer
-
 FORMAT = "rollout.train_state.v1"
 _AS_MODEL = "To begin with its weights alone, name what `rollout export weights` writes of it as `model.path`"
+
+
+class Stateful(Protocol):
+    """The parts of a trainer that a state is captured from and restored to."""
+
+    step: int
+    model_dir: Path
+    companions: Path
+    ranks: Ranks
+    algorithm: Algorithm
+    policy: Policy
+    machine: Machine
+    optimizer: FlatAdamW
+    critic_optimizer: FlatAdamW | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class State:
     numbers: Mapping[str, Any]
 
 
-def capture(trainer: Trainer) -> State:
+def capture(trainer: Stateful) -> State:
     """The state of ``trainer``: views of what is live where there is one rank."""
     adapter = trainer.policy.adapter
     tensors = trainer.optimizer.moments() | _scales(trainer, trainer.optimizer) | _torch_random_state()
@@ -116,7 +130,7 @@ def write_state(directory: Path, state: State) -> list[Path]:
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
-def _averages(trainer: Trainer) -> dict[str, Tensor]:
+def _averages(trainer: Stateful) -> dict[str, Tensor]:
     """The averages under the weights' names and in their types, with what is not trained as it is; none of adapters."""
     averages = trainer.optimizer.averages()
     if not averages or trainer.policy.adapter is not None:
@@ -132,7 +146,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def load_state(directory: Path, trainer: Trainer) -> None:
+def load_state(directory: Path, trainer: Stateful) -> None:
     """Set ``trainer`` to a saved state, of any number of ranks. Everything is read and checked before anything is changed; where
     one rank can't read it, all refuse."""
     read, told = None, ""
@@ -166,7 +180,7 @@ def load_state(directory: Path, trainer: Trainer) -> None:
 _Tensors = Mapping[str, Tensor]
 
 
-def _read(directory: Path, trainer: Trainer) -> tuple[dict[str, Any], _Tensors, _Tensors, _Tensors, _Tensors]:
+def _read(directory: Path, trainer: Stateful) -> tuple[dict[str, Any], _Tensors, _Tensors, _Tensors, _Tensors]:
     """What ``state.json`` says, the live tensors to be set, their new values, and the files of optimizer and critic. Raises
     ``StateUnreadable``."""
     try:
@@ -176,9 +190,7 @@ def _read(directory: Path, trainer: Trainer) -> tuple[dict[str, Any], _Tensors, 
         weights = read_weights(directory / "weights")
         saved = load_file(directory / "optimizer.safetensors")
         if trainer.machine.critic is not None and not (directory / "critic.safetensors").exists():
-            raise StateUnreadable(
-                f"{directory} is a state without a critic, which {trainer.config.algorithm} trains. {_AS_MODEL}"
-            )
+            raise StateUnreadable(f"{directory} is a state without a critic, which {trainer.algorithm.name} trains. {_AS_MODEL}")
         critic = load_file(directory / "critic.safetensors") if trainer.machine.critic is not None else {}
         adapters = load_file(directory / "adapter" / "adapter_model.safetensors") if state.get("adapter_digest") else {}
     except StateUnreadable:
@@ -221,7 +233,7 @@ def _of_another_base(model: Path, weights: _Tensors, adapters: _Tensors) -> str:
     return ""
 
 
-def _critic_tensors(trainer: Trainer) -> dict[str, Tensor]:
+def _critic_tensors(trainer: Stateful) -> dict[str, Tensor]:
     """The critic's live weights, and its moments where it has an optimizer of its own."""
     if trainer.machine.critic is None:
         return {}
@@ -231,7 +243,7 @@ def _critic_tensors(trainer: Trainer) -> dict[str, Tensor]:
     return tensors
 
 
-def _scales(trainer: Trainer, optimizer: FlatAdamW | None) -> dict[str, Tensor]:
+def _scales(trainer: Stateful, optimizer: FlatAdamW | None) -> dict[str, Tensor]:
     """The scales of moments in 8 bits of every rank: ``scales/<ranks>/<rank>/<kind>/<number>``. Every rank must ask."""
     if optimizer is None:
         return {}
@@ -242,7 +254,7 @@ def _scales(trainer: Trainer, optimizer: FlatAdamW | None) -> dict[str, Tensor]:
     return {f"scales/{trainer.ranks.size}/{rank}/{name}": t for rank, scales in found for name, t in scales.items()}
 
 
-def _own_scales(trainer: Trainer, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _own_scales(trainer: Stateful, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's of a state that as many ranks saved."""
     prefix = f"scales/{trainer.ranks.size}/{trainer.ranks.rank}/"
     return {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from rollout.environment import Refusal
 from rollout_testing.run import EXAMPLE
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.data.supervised import Example, Supervised
-from rollout_workers.environments.environment import Refusal
 
 SMOLLM2 = EXAMPLE.parent.parent / "models" / "SmolLM2-135M-Instruct"
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from rollout.environment import Refusal
 from rollout_workers.data.preference import Labelled, Pairs
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.data.supervised import Example
-from rollout_workers.environments.environment import Refusal
 
 
 def reader(text: Text) -> PromptReader:

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from rollout.environment import Refusal
 from rollout_workers.data.prompts import Prompt, PromptInvalid, PromptReader, Text
 from rollout_workers.data.supervised import Example, Supervised
-from rollout_workers.environments.environment import Refusal
 
 
 def reader(text: Text, *, chat: bool = False) -> PromptReader:

@@ -11,10 +11,10 @@ from google.protobuf import json_format
 
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.dialogue import plain_row
+from rollout.environment import Refusal
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.data.rows import rows_of
 from rollout_workers.data.supervised import Example
-from rollout_workers.environments.environment import Refusal
 
 GOLDEN = Path(__file__).parents[3] / "schemas" / "golden" / "dialogue_rows.json"
 VECTORS: list[dict[str, Any]] = json.loads(GOLDEN.read_text())

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from blake3 import blake3
 
+from rollout.environment import Observation, Refusal, Result, Task, Turn
 from rollout_testing.engine import ScriptedEngine
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import GroupRequest, SampleOutput, SamplingParams, VersionSpan
-from rollout_workers.environments.environment import Observation, Refusal, Result, Task, Turn
 from rollout_workers.environments.episode import Episode, EpisodeRunner, FinishedGroup, sample_seed, turn_seed
 
 PARAMS = SamplingParams(max_tokens=8)

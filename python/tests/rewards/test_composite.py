@@ -10,11 +10,11 @@ import pytest
 
 from rollout.algorithm import traits
 from rollout.config.v1.run_config_pb2 import RewardConfig
+from rollout.environment import Result, Task, Turn
 from rollout.plugin import RewardFailed, Score, Step
 from rollout_workers.algorithms import build_algorithm
 from rollout_workers.algorithms.registry import BUILDERS
 from rollout_workers.data.prompts import PromptReader, Text
-from rollout_workers.environments.environment import Result, Task, Turn
 from rollout_workers.environments.single_turn import SingleTurn
 from rollout_workers.rewards.composite import Composite, Part
 from rollout_workers.rewards.config import scorer_of

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from rollout.environment import Result
 from rollout.plugin import RewardImportError
 from rollout_testing.waiting import until
-from rollout_workers.environments.environment import Result
 from rollout_workers.rewards.pool import RewardPool
 from rollout_workers.rewards.rewards import RewardGroup, Rewards, Scorable
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rollout.buffer.v1.buffer_pb2 import Batch, SampleRef
+from rollout.environment import Task
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.trajectory.v1.trajectory_pb2 import Trajectory, TrajectoryEnvelope
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
@@ -22,7 +23,6 @@ from rollout_testing.run import Example, config
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.engines.base import SamplingParams
 from rollout_workers.engines.transformers import EngineConfig, TransformersEngine
-from rollout_workers.environments.environment import Task
 from rollout_workers.environments.episode import EpisodeRunner, sample_seed
 from rollout_workers.environments.single_turn import SingleTurn
 from rollout_workers.environments.teacher import taught

@@ -20,7 +20,7 @@ if TESTS not in sys.path:
     sys.path.append(TESTS)  # the processes find the tests' own modules by it
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["rollout_workers.trainer.distributed.leader", "trainer.addition"])
+_context.set_forkserver_preload(["rollout_workers.trainer.leader", "trainer.addition"])
 
 
 @dataclass(frozen=True)

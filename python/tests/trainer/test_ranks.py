@@ -27,8 +27,8 @@ from rollout_workers.trainer import (
     TrainSample,
 )
 from rollout_workers.trainer.distributed.fsdp import Group
-from rollout_workers.trainer.distributed.leader import LeadingTrainer, follow
 from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
+from rollout_workers.trainer.leader import LeadingTrainer, follow
 from rollout_workers.trainer.packing import pack
 from rollout_workers.trainer.state import write_state
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from rollout_workers.trainer.distributed.ranks import Ranks
 from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.types import TrainSample
-
-if TYPE_CHECKING:
-    from rollout_workers.trainer.objective.base import Machine
 
 _KEY_BYTES = 16
 _PAGES, _PAGE_BYTES = 64, 4096  # of each file, of which its name is made
@@ -49,6 +46,14 @@ class Reference:
             return self._policy.logprobs(batch, temperature=temperature).tokens
 
 
+class Forward(Protocol):
+    """Computes the sums of logprobs that are not cached yet."""
+
+    def totals(self, samples: Sequence[TrainSample], *, reference: bool = False) -> Tensor:
+        """float64 [S]: the sum of each sample's trained logprobs."""
+        ...
+
+
 class ReferenceCache:
     """Sums of the reference's logprobs of data, by content: data comes back each epoch, and the reference never changes.
 
@@ -61,7 +66,7 @@ class ReferenceCache:
     def __len__(self) -> int:
         return len(self._sums)
 
-    def totals(self, machine: Machine, samples: Sequence[TrainSample]) -> Tensor:
+    def totals(self, machine: Forward, samples: Sequence[TrainSample]) -> Tensor:
         """float64 [S]: the sum of each sample's trained logprobs under the reference; only new ones are computed."""
         keys = [_key(sample) for sample in samples]
         fresh = {key: sample for key, sample in zip(keys, samples, strict=True) if key not in self._sums}

@@ -72,7 +72,7 @@ class Result:
     """
 
     reward: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     outcome: Outcome = "completed"
     reason: str = ""
     token_rewards: tuple[float, ...] = ()
