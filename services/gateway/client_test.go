@@ -15,7 +15,7 @@ import (
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
-// TestTeacher points the client that [algorithm.distillation.endpoint] asks with at a gateway: one run can teach another.
+// TestTeacher uses the client of [algorithm.distillation.endpoint] with a gateway: one run can be the teacher of another.
 func TestTeacher(t *testing.T) {
 	t.Parallel()
 	ring, key := keyring(t, apikey.Submit)
@@ -34,7 +34,7 @@ func TestTeacher(t *testing.T) {
 	}
 }
 
-// TestOfficialClient runs OpenAI's Python client against a gateway. It comes with the development environment (make venv-dev).
+// TestOfficialClient runs OpenAI's Python client against a gateway. `make venv-dev` installs the client.
 func TestOfficialClient(t *testing.T) {
 	t.Parallel()
 	ring, key := keyring(t, apikey.Submit)
@@ -66,7 +66,7 @@ func TestOfficialClient(t *testing.T) {
 			"tokens": []any{"t1", "t2", "one", " two", " three"}, "token_logprobs": []any{nil, -0.5, -0.25, -0.25, -0.25},
 			"top_logprobs": []any{nil, nil, nil, nil, nil}, "text_offset": []any{0.0, 2.0, 4.0, 7.0, 11.0},
 		},
-		"beside": []any{all, []any{nil, map[string]any{"8": map[string]any{"logprob": -0.5, "decoded_token": "t8"}}}},
+		"prompt logprobs": []any{all, []any{nil, map[string]any{"8": map[string]any{"logprob": -0.5, "decoded_token": "t8"}}}},
 		"errors": map[string]any{
 			"unknown model":        "NotFoundError 404 model_not_found",
 			"bad role":             "BadRequestError 400 invalid_value",

@@ -14,19 +14,19 @@ import (
 	"github.com/rollout-rl/rollout/libs/discovery"
 )
 
-// Config sets the service.
+// Config configures the service.
 type Config struct {
-	// Address is where HTTP listens. "": 127.0.0.1:0.
+	// Address is the address of the HTTP listener. "": 127.0.0.1:0.
 	Address string
-	// TLS is what HTTP is served with; nil: plain text.
+	// TLS is the certificate of the HTTP listener; nil: plain text.
 	TLS *cert.Source
-	// Keys are asked for as bearer tokens. Nil: whoever reaches the address may call; meant for loopback.
+	// Keys are required as bearer tokens. Nil: no key is needed; meant for loopback.
 	Keys *apikey.Ring
 }
 
-// Registry tells which workers are there.
+// Registry lists the workers.
 type Registry interface {
-	// Watch sends the passing instances of a name at once and on every change, until ctx ends.
+	// Watch sends the passing instances of a name immediately and at each change, until ctx ends.
 	Watch(ctx context.Context, name string) <-chan []discovery.Instance
 }
 
@@ -36,7 +36,7 @@ type Conn interface {
 	io.Closer
 }
 
-// Deps are the service's surroundings.
+// Deps are the dependencies of the service.
 type Deps struct {
 	Store    Store
 	Registry Registry
@@ -48,7 +48,7 @@ type Deps struct {
 
 func (d *Deps) check() error {
 	if d.Store == nil || d.Registry == nil || d.Dial == nil {
-		return errors.New("gateway: store, registry and dialer of workers are needed")
+		return errors.New("gateway: missing dependency: store, registry, or dialer of workers")
 	}
 	if d.Log == nil {
 		d.Log = slog.New(slog.DiscardHandler)

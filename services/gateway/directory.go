@@ -14,7 +14,7 @@ import (
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
 
-// directory is the inference workers that are up, by run.
+// directory is the inference workers that are up.
 type directory struct {
 	dial func(address string) (Conn, error)
 	log  *slog.Logger
@@ -23,11 +23,15 @@ type directory struct {
 	mu      sync.Mutex
 	workers map[string]*worker // by address and process
 	closed  bool
-	hands   sync.WaitGroup // requests in hand; none is added once closed
+	flight  sync.WaitGroup // requests in flight; none is added once closed
 }
 
-// parting is how long the requests in hand of a worker that left the registry may take.
-const parting = 10 * time.Second
+func newDirectory(deps Deps) *directory {
+	return &directory{dial: deps.Dial, log: deps.Log, now: deps.Now, workers: map[string]*worker{}}
+}
+
+// drainTimeout is how long requests in flight may take after their worker left the registry.
+const drainTimeout = 10 * time.Second
 
 type worker struct {
 	run         string
@@ -36,10 +40,10 @@ type worker struct {
 	since       time.Time
 	cancel      context.CancelFunc // closes its connection
 
-	// Under the directory's lock.
-	model string // empty until the worker said it
-	load  int    // requests in hand
-	left  bool   // it is out of the registry, and finishes what is in hand
+	// The lock of the directory guards these.
+	model string // empty until the worker has reported it
+	load  int    // requests in flight
+	left  bool   // whether it is out of the registry and drains
 }
 
 // serve follows the registry until ctx ends.
@@ -59,7 +63,7 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 			}
 			conn, err := d.dial(in.Address)
 			if err != nil {
-				d.log.WarnContext(ctx, "an inference worker can't be dialled", "address", in.Address, "error", err)
+				d.log.WarnContext(ctx, "dialing an inference worker failed", "address", in.Address, "error", err)
 				continue
 			}
 			life, cancel := context.WithCancel(ctx)
@@ -71,7 +75,7 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 			d.workers[key] = w
 			wg.Go(func() {
 				defer func() { _ = conn.Close() }()
-				d.introduce(life, w)
+				d.fetchModel(life, w)
 				<-life.Done()
 			})
 		}
@@ -82,24 +86,24 @@ func (d *directory) serve(ctx context.Context, instances <-chan []discovery.Inst
 	}
 }
 
-// leave closes the connection of a worker that is out of the registry once nothing is in hand: one that drains still answers.
+// leave closes the connection of a worker that left the registry, after its requests in flight.
 func (w *worker) leave() {
 	w.left = true
 	if w.load == 0 {
 		w.cancel()
 		return
 	}
-	time.AfterFunc(parting, w.cancel)
+	time.AfterFunc(drainTimeout, w.cancel)
 }
 
-// close takes no more requests, and returns when those in hand have ended or ctx has.
+// close refuses new requests, and returns when those in flight or ctx have ended.
 func (d *directory) close(ctx context.Context) {
 	d.mu.Lock()
 	d.closed = true
 	d.mu.Unlock()
 	idle := make(chan struct{})
 	go func() {
-		d.hands.Wait()
+		d.flight.Wait()
 		close(idle)
 	}()
 	select {
@@ -108,8 +112,8 @@ func (d *directory) close(ctx context.Context) {
 	}
 }
 
-// introduce asks a new worker for the name of its policy, until it answers.
-func (d *directory) introduce(ctx context.Context, w *worker) {
+// fetchModel asks a new worker for the name of its policy until it answers.
+func (d *directory) fetchModel(ctx context.Context, w *worker) {
 	for ctx.Err() == nil {
 		status, err := w.status(ctx)
 		if err == nil {
@@ -127,7 +131,7 @@ func (d *directory) introduce(ctx context.Context, w *worker) {
 	}
 }
 
-// serving returns the workers of each run's newest incarnation, by run.
+// serving returns the workers of the newest incarnation of each run, by run. The caller has the lock.
 func (d *directory) serving() map[string][]*worker {
 	runs := map[string][]*worker{}
 	for _, w := range d.workers {
@@ -146,7 +150,8 @@ func (d *directory) serving() map[string][]*worker {
 	return runs
 }
 
-// resolve finds the run that a model's name means: a run id, or the name of the newest run so named. "" means the only one.
+// resolve finds the run of a model. The model is a run id, or a name, which selects the newest run with
+// that name; "" selects the only run.
 func (d *directory) resolve(model string) (run, name string, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -168,8 +173,9 @@ func (d *directory) resolve(model string) (run, name string, err error) {
 	return run, cmp.Or(model, name), nil
 }
 
-// take picks the worker of a run with the fewest requests in hand, other than those in tried. release gives it back.
-func (d *directory) take(run string, tried map[*worker]bool) (w *worker, release func()) {
+// acquire returns the worker of a run with the fewest requests in flight that is not in tried. The
+// caller calls release after its request.
+func (d *directory) acquire(run string, tried map[*worker]bool) (w *worker, release func()) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, candidate := range d.serving()[run] {
@@ -181,27 +187,29 @@ func (d *directory) take(run string, tried map[*worker]bool) (w *worker, release
 		return nil, nil
 	}
 	w.load++
-	d.hands.Add(1)
+	d.flight.Add(1)
 	return w, func() {
 		d.mu.Lock()
 		defer d.mu.Unlock()
-		defer d.hands.Done()
+		defer d.flight.Done()
 		if w.load--; w.load == 0 && w.left {
 			w.cancel()
 		}
 	}
 }
 
-// patience is how long a worker may take to say what it serves; a list of models does not wait for one that hangs.
-const patience = 2 * time.Second
+// statusTimeout is how long a worker may take to report its status, so that a hanging worker does not
+// block the list of models.
+const statusTimeout = 2 * time.Second
 
 func (w *worker) status(ctx context.Context) (*inferencev1.GetInferenceStatusResponse, error) {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	return w.client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
 }
 
-// models asks a worker of each run what it serves. The name goes to the newest run of it; older ones go by their id.
+// models asks one worker of each run for its status. The newest run with a name gets the name; older runs
+// are listed by their id.
 func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 	d.mu.Lock()
 	runs := d.serving()

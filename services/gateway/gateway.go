@@ -1,10 +1,11 @@
-// Package gateway serves the policies that are being trained: over gRPC, and over HTTP as OpenAI's API (package openai).
-// The service's target name is rollout-gateway.
+// Package gateway serves the policies that are being trained: over gRPC, and over HTTP with the API of
+// OpenAI (package openai). The target name of the service is rollout-gateway.
 //
-// A request goes to the inference worker of the run with the fewest requests in hand; before its first token a failing
-// worker is replaced by another, afterwards the failure is the caller's. Every completion belongs to a session, whose
-// ledger keeps the very token ids, logprobs and weights versions that were sampled; it is durable before the caller sees
-// the end. Text stays in Python: the worker renders chats, tokenises and detokenises.
+// A request goes to the inference worker of the run that has the fewest requests in flight. If the worker
+// fails before the first token, another one gets the request; later failures are returned to the caller.
+// Every completion belongs to a session. The ledger of the session has the token ids, logprobs, and
+// weights versions exactly as they were sampled, and is durable before the caller receives the end.
+// Text stays in Python: the worker renders chat templates, tokenizes, and detokenizes.
 package gateway
 
 import (
@@ -27,10 +28,10 @@ const (
 
 // Errors of the service, compared with errors.Is.
 var (
-	ErrUnknownModel = rpcerr.New(codes.NotFound, ReasonUnknownModel, "no policy of this name is served; list the models to see which are")
+	ErrUnknownModel = rpcerr.New(codes.NotFound, ReasonUnknownModel, "no policy has this name; list the models for the served ones")
 	ErrAmbiguous    = rpcerr.New(codes.InvalidArgument, ReasonAmbiguous, "several policies are served; name one")
-	ErrNoWorker     = rpcerr.New(codes.Unavailable, ReasonNoWorker, "no inference worker is up; one is there while a run trains").RetryAfter(time.Second)
-	ErrSession      = rpcerr.New(codes.NotFound, ReasonSession, "no session of this id")
+	ErrNoWorker     = rpcerr.New(codes.Unavailable, ReasonNoWorker, "no inference worker is up; workers are up while a run trains").RetryAfter(time.Second)
+	ErrSession      = rpcerr.New(codes.NotFound, ReasonSession, "no session has this id")
 )
 
 // Turn is one completion of a session.
@@ -38,10 +39,10 @@ type Turn = gatewayv1.SessionTurn
 
 // Store keeps the ledger of sessions.
 type Store interface {
-	// Append adds turns to a session, in order. When it returns they survive the death of the process.
+	// Append adds turns to a session, in order. They survive a crash of the process when it returns.
 	Append(ctx context.Context, session string, turns []*Turn) error
-	// Turns returns the turns of a session in order. ErrSession where there is none.
+	// Turns returns the turns of a session in order. ErrSession for an unknown session.
 	Turns(ctx context.Context, session string) ([]*Turn, error)
-	// Forget removes the sessions whose newest turn is older than before, whole, and returns how many.
-	Forget(ctx context.Context, before time.Time) (sessions int, err error)
+	// Expire deletes the sessions whose newest turn is older than before, and returns how many.
+	Expire(ctx context.Context, before time.Time) (sessions int, err error)
 }

@@ -22,7 +22,7 @@ import (
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "update the golden files")
 
 func do(t *testing.T, s *gateway.Server, method, path, body, key string) (*http.Response, string) {
 	t.Helper()
@@ -45,7 +45,7 @@ func do(t *testing.T, s *gateway.Server, method, path, body, key string) (*http.
 	return resp, string(raw)
 }
 
-// TestBadRequests compares each answer with testdata/bad_requests.golden.
+// TestBadRequests compares the responses with testdata/bad_requests.golden.
 func TestBadRequests(t *testing.T) {
 	t.Parallel()
 	chat, text := "/v1/chat/completions", "/v1/completions"
@@ -57,28 +57,28 @@ func TestBadRequests(t *testing.T) {
 		{"no messages", "POST", chat, `{"model":"tiny","messages":[]}`},
 		{"message without content", "POST", chat, `{"model":"tiny","messages":[{"role":"user"}]}`},
 		{"message of another type", "POST", chat, `{"model":"tiny","messages":[{"role":"user","content":7}]}`},
-		{"picture", "POST", chat, `{"model":"tiny","messages":[{"role":"user","content":[{"type":"image_url"}]}]}`},
+		{"image", "POST", chat, `{"model":"tiny","messages":[{"role":"user","content":[{"type":"image_url"}]}]}`},
 		{"negative temperature", "POST", chat, `{"model":"tiny","temperature":-1,` + hello + `}`},
 		{"temperature as text", "POST", chat, `{"model":"tiny","temperature":"hot",` + hello + `}`},
 		{"top_p of zero", "POST", chat, `{"model":"tiny","top_p":0,` + hello + `}`},
-		{"no completions", "POST", chat, `{"model":"tiny","n":0,` + hello + `}`},
+		{"zero completions", "POST", chat, `{"model":"tiny","n":0,` + hello + `}`},
 		{"too many completions", "POST", chat, `{"model":"tiny","n":1000,` + hello + `}`},
-		{"no tokens", "POST", chat, `{"model":"tiny","max_tokens":0,` + hello + `}`},
-		{"two limits", "POST", chat, `{"model":"tiny","max_tokens":1,"max_completion_tokens":2,` + hello + `}`},
+		{"zero tokens", "POST", chat, `{"model":"tiny","max_tokens":0,` + hello + `}`},
+		{"two token limits", "POST", chat, `{"model":"tiny","max_tokens":1,"max_completion_tokens":2,` + hello + `}`},
 		{"context overflow", "POST", chat, `{"model":"tiny","max_tokens":100,` + hello + `}`},
 		{"empty stop", "POST", chat, `{"model":"tiny","stop":["a",""],` + hello + `}`},
 		{"stop of another type", "POST", chat, `{"model":"tiny","stop":3,` + hello + `}`},
 		{"tools", "POST", chat, `{"model":"tiny","tools":[{"type":"function"}],` + hello + `}`},
 		{"penalty", "POST", chat, `{"model":"tiny","presence_penalty":1,` + hello + `}`},
-		{"vLLM's penalty", "POST", chat, `{"model":"tiny","repetition_penalty":1.1,` + hello + `}`},
-		{"vLLM's grammar", "POST", chat, `{"model":"tiny","guided_json":{"type":"object"},` + hello + `}`},
-		{"vLLM's end", "POST", text, `{"model":"tiny","prompt":"a","ignore_eos":true}`},
+		{"penalty of vLLM", "POST", chat, `{"model":"tiny","repetition_penalty":1.1,` + hello + `}`},
+		{"grammar of vLLM", "POST", chat, `{"model":"tiny","guided_json":{"type":"object"},` + hello + `}`},
+		{"ignored end token", "POST", text, `{"model":"tiny","prompt":"a","ignore_eos":true}`},
 		{"logit bias", "POST", chat, `{"model":"tiny","logit_bias":{"5":1},` + hello + `}`},
 		{"top logprobs", "POST", chat, `{"model":"tiny","logprobs":true,"top_logprobs":5,` + hello + `}`},
 		{"json mode", "POST", chat, `{"model":"tiny","response_format":{"type":"json_object"},` + hello + `}`},
 		{"stream options without a stream", "POST", chat, `{"model":"tiny","stream_options":{"include_usage":true},` + hello + `}`},
 		{"broken JSON", "POST", chat, "{\"model\":\"tiny\",\n  \"messages\":[}"},
-		{"a list", "POST", chat, `[1]`},
+		{"list instead of object", "POST", chat, `[1]`},
 		{"no body", "POST", chat, ``},
 		{"no prompt", "POST", text, `{"model":"tiny"}`},
 		{"prompt of another type", "POST", text, `{"model":"tiny","prompt":{"a":1}}`},
@@ -114,7 +114,7 @@ func TestBadRequests(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got.String() != string(want) {
-		t.Errorf("the answers differ from %s (run with -update and read the difference):\n%s", golden, got.String())
+		t.Errorf("the responses differ from %s (run with -update and check the difference):\n%s", golden, got.String())
 	}
 }
 
@@ -155,7 +155,7 @@ func TestPlainChat(t *testing.T) {
 	}
 	turns, err := store.Turns(t.Context(), resp.Header.Get("x-rollout-session"))
 	if err != nil || len(turns) != 2 || len(turns[0].GetTokenIds()) != 3 || len(turns[0].GetVersionSpans()) != 2 || len(turns[0].GetPromptTokenIds()) != 2 {
-		t.Fatalf("the ledger holds %v, %v", turns, err)
+		t.Fatalf("the ledger has %v, %v", turns, err)
 	}
 	sent := worker.last
 	if sent.GetParams().GetSeed() != 3 || sent.GetParams().GetStop()[0] != "x" || sent.GetPrompts()[0].GetChat().GetMessages()[0].GetRole() != "system" {
@@ -171,7 +171,7 @@ func TestStreamedCompletion(t *testing.T) {
 		t.Fatalf("content type %s", resp.Header.Get("Content-Type"))
 	}
 	if version, session := resp.Header.Get("x-rollout-weights-version"), resp.Header.Get("x-rollout-session"); version != "11" || session == "" {
-		t.Errorf("weights %q of session %q in the headers, want those of the first token", version, session)
+		t.Errorf("the headers have weights %q and session %q, want the weights of the first token", version, session)
 	}
 	events := strings.Split(strings.TrimSuffix(body, "\n\n"), "\n\n")
 	if !strings.Contains(events[0], `"system_fingerprint":"weights-v11"`) || !strings.Contains(events[5], `"system_fingerprint":"weights-v12"`) {
@@ -182,7 +182,7 @@ func TestStreamedCompletion(t *testing.T) {
 	}
 }
 
-func TestStreamedOffsetsGoOn(t *testing.T) {
+func TestStreamedOffsetsCountPerChoice(t *testing.T) {
 	t.Parallel()
 	s, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny"})
 	_, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":["a","b"],"stream":true,"logprobs":1}`, "")
@@ -191,16 +191,16 @@ func TestStreamedOffsetsGoOn(t *testing.T) {
 		got = append(got, found[1])
 	}
 	if want := []string{"0", "3", "7", "0", "3", "7"}; !slices.Equal(got, want) {
-		t.Errorf("offsets %s, want %s: in the text of each choice", got, want)
+		t.Errorf("offsets %s, want %s", got, want)
 	}
 }
 
-func TestVLLMsNeutralValuesAreTaken(t *testing.T) {
+func TestDefaultValuesOfVLLMFieldsAreAccepted(t *testing.T) {
 	t.Parallel()
 	worker := &fakeWorker{model: "tiny"}
 	s, _ := serve(t, gateway.Config{}, worker)
-	neutral := `"repetition_penalty":1.0,"length_penalty":1,"use_beam_search":false,"ignore_eos":false,"min_tokens":0,"stop_token_ids":[],"guided_json":null`
-	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a","top_k":-1,`+neutral+`}`, "")
+	defaults := `"repetition_penalty":1.0,"length_penalty":1,"use_beam_search":false,"ignore_eos":false,"min_tokens":0,"stop_token_ids":[],"guided_json":null`
+	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a","top_k":-1,`+defaults+`}`, "")
 	if resp.StatusCode != http.StatusOK || worker.last.GetParams().TopK == nil || worker.last.GetParams().GetTopK() != 0 {
 		t.Errorf("%s %s: sampled with %s", resp.Status, body, worker.last.GetParams())
 	}
@@ -216,14 +216,14 @@ func TestFailingWorkerIsReplacedBeforeTheFirstToken(t *testing.T) {
 	}
 }
 
-func TestWorkerThatLeavesIsReplacedOrAskedForLater(t *testing.T) {
+func TestWorkerThatExitsIsReplacedOrTheRequestIsRetryable(t *testing.T) {
 	t.Parallel()
 	body := `{"model":"tiny","prompt":"a"}`
-	alone, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", leaves: true})
+	alone, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", exits: true})
 	if resp, answer := do(t, alone, "POST", "/v1/completions", body, ""); resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") != "1" {
 		t.Errorf("%s, Retry-After %q: %s", resp.Status, resp.Header.Get("Retry-After"), answer)
 	}
-	two, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", leaves: true}, &fakeWorker{model: "tiny"})
+	two, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", exits: true}, &fakeWorker{model: "tiny"})
 	for range 4 {
 		if resp, answer := do(t, two, "POST", "/v1/completions", body, ""); resp.StatusCode != http.StatusOK {
 			t.Errorf("%s %s", resp.Status, answer)
@@ -231,7 +231,7 @@ func TestWorkerThatLeavesIsReplacedOrAskedForLater(t *testing.T) {
 	}
 }
 
-func TestFailureAfterTheFirstTokenIsTold(t *testing.T) {
+func TestFailureAfterTheFirstTokenIsReturned(t *testing.T) {
 	t.Parallel()
 	s, store := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", breaks: true})
 	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a"}`, "")
@@ -243,12 +243,12 @@ func TestFailureAfterTheFirstTokenIsTold(t *testing.T) {
 		t.Fatalf("events %s", body)
 	}
 	if len(store.sessions) != 0 {
-		t.Fatalf("half a completion was kept: %v", store.sessions)
+		t.Fatalf("an incomplete completion was stored: %v", store.sessions)
 	}
 }
 
-// A failure that the caller can do nothing about is told without its details; those are in the log.
-func TestUnforeseenFailureIsLogged(t *testing.T) {
+// The details of an internal error are only in the log.
+func TestInternalErrorIsLogged(t *testing.T) {
 	t.Parallel()
 	s, store := serve(t, gateway.Config{}, &fakeWorker{model: "tiny", bug: true})
 	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"x"}`, "")
@@ -280,7 +280,7 @@ func TestAPIKey(t *testing.T) {
 	}
 	resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a"}`, key)
 	if resp.StatusCode != http.StatusForbidden || !strings.Contains(body, `"code":"insufficient_permissions"`) || !strings.Contains(body, "--scope submit") {
-		t.Errorf("a key that only reads: %s %s", resp.Status, body)
+		t.Errorf("key with the scope read: %s %s", resp.Status, body)
 	}
 }
 
@@ -293,7 +293,7 @@ func TestLargeBody(t *testing.T) {
 	}
 }
 
-func TestWorkerSeesTheCallersTrace(t *testing.T) {
+func TestWorkerContinuesTheTraceOfTheCaller(t *testing.T) {
 	t.Parallel()
 	worker := &fakeWorker{model: "tiny"}
 	s, _ := serve(t, gateway.Config{}, worker)
@@ -313,11 +313,11 @@ func TestWorkerSeesTheCallersTrace(t *testing.T) {
 	}
 }
 
-func TestCallerThatLeavesAbortsTheRequest(t *testing.T) {
+func TestDisconnectedCallerAbortsTheRequest(t *testing.T) {
 	t.Parallel()
-	worker := &fakeWorker{model: "tiny", endless: true, left: make(chan struct{})}
+	worker := &fakeWorker{model: "tiny", endless: true, aborted: make(chan struct{})}
 	s, _ := serve(t, gateway.Config{}, worker)
-	ctx, leave := context.WithCancel(t.Context())
+	ctx, disconnect := context.WithCancel(t.Context())
 	req, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.URL()+"/v1/completions", strings.NewReader(`{"model":"tiny","prompt":"a","stream":true}`))
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
@@ -327,11 +327,11 @@ func TestCallerThatLeavesAbortsTheRequest(t *testing.T) {
 	if _, err := bufio.NewReader(resp.Body).ReadString('\n'); err != nil {
 		t.Fatal(err)
 	}
-	leave()
+	disconnect()
 	select {
-	case <-worker.left:
+	case <-worker.aborted:
 	case <-time.After(time.Minute):
-		t.Fatal("the worker goes on sampling")
+		t.Fatal("the worker continues sampling")
 	}
 }
 
@@ -343,7 +343,7 @@ func TestModelsOfTwoRuns(t *testing.T) {
 		t.Fatalf("got %v, %v", listed, err)
 	}
 	if proto.Equal(listed.GetModels()[0], listed.GetModels()[1]) {
-		t.Fatal("the same twice")
+		t.Fatal("both models are equal")
 	}
 	for name, want := range map[string]int{"a": 200, "run-b": 200, "c": 404} {
 		if resp, body := do(t, s, "POST", "/v1/completions", `{"model":"`+name+`","prompt":"x"}`, ""); resp.StatusCode != want {
@@ -352,10 +352,10 @@ func TestModelsOfTwoRuns(t *testing.T) {
 	}
 }
 
-func TestOldSessionsAreForgotten(t *testing.T) {
+func TestOldSessionsExpire(t *testing.T) {
 	t.Parallel()
 	_, store := serve(t, gateway.Config{})
-	if got, want := <-store.forgot, time.Unix(1_700_000_000, 0).AddDate(0, 0, -7); !got.Equal(want) {
-		t.Errorf("sessions before %v were forgotten, not before %v", got, want)
+	if got, want := <-store.expired, time.Unix(1_700_000_000, 0).AddDate(0, 0, -7); !got.Equal(want) {
+		t.Errorf("sessions before %v expire, want before %v", got, want)
 	}
 }

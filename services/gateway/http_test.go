@@ -35,7 +35,7 @@ func TestHeadIsGetWithoutTheBody(t *testing.T) {
 	}
 }
 
-func TestUsageIsNullBeforeTheLastChunkWhereItIsAskedFor(t *testing.T) {
+func TestRequestedUsageIsNullBeforeTheLastChunk(t *testing.T) {
 	t.Parallel()
 	s, _ := serve(t, gateway.Config{}, &fakeWorker{model: "tiny"})
 	_, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a","stream":true,"stream_options":{"include_usage":true}}`, "")
@@ -43,7 +43,7 @@ func TestUsageIsNullBeforeTheLastChunkWhereItIsAskedFor(t *testing.T) {
 		t.Errorf("events %s", body)
 	}
 	if _, body = do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a","stream":true}`, ""); strings.Contains(body, "usage") {
-		t.Errorf("nobody asked: %s", body)
+		t.Errorf("usage was not requested: %s", body)
 	}
 }
 
@@ -55,9 +55,9 @@ func TestIntegersMayHaveAZeroFraction(t *testing.T) {
 	if p := worker.last.GetParams(); resp.StatusCode != http.StatusOK || p.GetMaxTokens() != 2 || p.GetSeed() != 9007199254740993 || p.GetTopK() != 5 {
 		t.Errorf("%s %s: sampled with %s", resp.Status, body, p)
 	}
-	for sent, told := range map[string]string{"2.5": "number 2.5", `"2"`: "string", "[2]": "array", "true": "bool", "1e300": "number 1e300"} {
+	for sent, got := range map[string]string{"2.5": "number 2.5", `"2"`: "string", "[2]": "array", "true": "bool", "1e300": "number 1e300"} {
 		resp, body := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a","max_tokens":`+sent+`}`, "")
-		if want := "invalid type for `max_tokens`: expected an integer, got " + told; resp.StatusCode != http.StatusBadRequest || !strings.Contains(body, want) {
+		if want := "invalid type for `max_tokens`: expected an integer, got " + got; resp.StatusCode != http.StatusBadRequest || !strings.Contains(body, want) {
 			t.Errorf("%s: %s %s, want %s", sent, resp.Status, body, want)
 		}
 	}

@@ -17,7 +17,7 @@ import (
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
-// open begins a stream and reads its first line.
+// open starts a stream and reads its first line.
 func open(t *testing.T, s *gateway.Server) *bufio.Reader {
 	t.Helper()
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL()+"/v1/completions", strings.NewReader(`{"model":"tiny","prompt":"a","stream":true}`))
@@ -36,12 +36,12 @@ func open(t *testing.T, s *gateway.Server) *bufio.Reader {
 	return body
 }
 
-func TestWorkerThatLeavesTheRegistryFinishesWhatIsInHand(t *testing.T) {
+func TestWorkerThatLeavesTheRegistryFinishesItsRequests(t *testing.T) {
 	t.Parallel()
-	worker := &fakeWorker{model: "tiny", hold: make(chan struct{}), gone: make(chan struct{})}
+	worker := &fakeWorker{model: "tiny", resume: make(chan struct{}), deregistered: make(chan struct{})}
 	s, _ := serve(t, gateway.Config{}, worker)
 	body := open(t, s)
-	close(worker.gone)
+	close(worker.deregistered)
 	for deadline := time.Now().Add(time.Minute); ; {
 		listed, err := s.ListModels(t.Context(), &gatewayv1.ListModelsRequest{})
 		if err != nil || time.Now().After(deadline) {
@@ -52,16 +52,16 @@ func TestWorkerThatLeavesTheRegistryFinishesWhatIsInHand(t *testing.T) {
 		}
 	}
 	if resp, answer := do(t, s, "POST", "/v1/completions", `{"model":"tiny","prompt":"a"}`, ""); resp.StatusCode != http.StatusServiceUnavailable {
-		t.Errorf("a worker that leaves took a new request: %s %s", resp.Status, answer)
+		t.Errorf("a draining worker got a new request: %s %s", resp.Status, answer)
 	}
-	close(worker.hold)
+	close(worker.resume)
 	rest, err := io.ReadAll(body)
 	if err != nil || !strings.Contains(string(rest), " three") || !strings.HasSuffix(string(rest), "data: [DONE]\n\n") {
 		t.Errorf("the stream ends with %q, %v", rest, err)
 	}
 }
 
-// pieces is a caller of gRPC.
+// pieces is the stream of a gRPC caller.
 type pieces struct {
 	grpc.ServerStreamingServer[gatewayv1.CompleteResponse]
 	ctx   context.Context
@@ -78,10 +78,10 @@ func (p pieces) Send(*gatewayv1.CompleteResponse) error {
 	return nil
 }
 
-// The gateway ends before the server of gRPC calls does: those in hand are still answered, and new ones are not begun.
-func TestEndOfTheGatewayWaitsForCallsInHand(t *testing.T) {
+// The gateway ends before the gRPC server. It finishes calls in flight and refuses new ones.
+func TestTheGatewayFinishesCallsInFlight(t *testing.T) {
 	t.Parallel()
-	worker := &fakeWorker{model: "tiny", hold: make(chan struct{})}
+	worker := &fakeWorker{model: "tiny", resume: make(chan struct{})}
 	s, _, end := run(t, gateway.Config{}, worker)
 	answers := make(chan error, 1)
 	begun := make(chan struct{}, 1)
@@ -89,25 +89,25 @@ func TestEndOfTheGatewayWaitsForCallsInHand(t *testing.T) {
 	go func() { answers <- s.Complete(call, pieces{ctx: t.Context(), begun: begun}) }()
 	<-begun
 	ended := end()
-	nobody, leave := context.WithCancel(t.Context())
-	leave()
+	cancelled, cancel := context.WithCancel(t.Context())
+	cancel()
 	for deadline := time.Now().Add(time.Minute); ; {
-		err := s.Complete(call, pieces{ctx: nobody})
+		err := s.Complete(call, pieces{ctx: cancelled})
 		if errors.Is(err, gateway.ErrNoWorker) {
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("a gateway that ends took a call: %v", err)
+			t.Fatalf("the ending gateway accepted a call: %v", err)
 		}
 	}
 	select {
 	case err := <-ended:
-		t.Fatalf("it ended over a call in hand: %v", err)
+		t.Fatalf("the gateway ended during a call: %v", err)
 	case err := <-answers:
 		t.Fatalf("the call ended: %v", err)
 	default:
 	}
-	close(worker.hold)
+	close(worker.resume)
 	if err := <-answers; err != nil {
 		t.Error(err)
 	}

@@ -25,7 +25,7 @@ type Server struct {
 	secure   bool
 }
 
-// New makes the service and takes its HTTP address, so that URL is known; nothing is served before Run.
+// New makes the service and opens its HTTP listener, so that URL is known. It serves nothing before Run.
 func New(cfg Config, deps Deps) (*Server, error) {
 	if err := deps.check(); err != nil {
 		return nil, err
@@ -37,19 +37,19 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("gateway: %w", err)
 	}
-	svc := &service{Deps: deps, dir: &directory{dial: deps.Dial, log: deps.Log, now: deps.Now, workers: map[string]*worker{}}}
+	svc := &service{Deps: deps, workers: newDirectory(deps)}
 	handler := openai.Handler(openai.Options{Backend: svc, Keys: cfg.Keys, Log: deps.Log, Now: deps.Now})
 	s := &Server{
 		svc: svc, listener: listener, secure: cfg.TLS != nil,
 		http: &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute},
 	}
 	if s.secure {
-		s.http.TLSConfig = cfg.TLS.Public("h2", "http/1.1") // clients of OpenAI's API have a key and no certificate
+		s.http.TLSConfig = cfg.TLS.Public("h2", "http/1.1") // clients of the OpenAI API have a key and no client certificate
 	}
 	return s, nil
 }
 
-// URL is where HTTP is served, e.g. "http://127.0.0.1:8000".
+// URL is the URL of the HTTP listener, such as "http://127.0.0.1:8000".
 func (s *Server) URL() string {
 	if s.secure {
 		return "https://" + s.listener.Addr().String()
@@ -69,14 +69,15 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	gatewayv1.RegisterRolloutGatewayServiceServer(r, s)
 }
 
-// Run serves HTTP and follows the workers until ctx ends; requests in hand get ten seconds.
+// Run serves HTTP and follows the registry until ctx ends. Requests in flight then have ten seconds to
+// finish.
 func (s *Server) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	follow, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	instances := s.svc.Registry.Watch(follow, workers.Inference.Service())
-	wg.Go(func() { s.svc.dir.serve(follow, instances) })
-	wg.Go(func() { s.svc.forget(ctx) })
+	wg.Go(func() { s.svc.workers.serve(follow, instances) })
+	wg.Go(func() { s.svc.expire(ctx) })
 	defer cancel()
 	failed := make(chan error, 1)
 	wg.Go(func() { failed <- s.serveHTTP() })
@@ -90,7 +91,7 @@ func (s *Server) Run(ctx context.Context) error {
 	if err := s.http.Shutdown(grace); err != nil {
 		return errors.Join(err, s.http.Close())
 	}
-	s.svc.dir.close(grace) // those of gRPC
+	s.svc.workers.close(grace) // waits for gRPC requests
 	return nil
 }
 

@@ -19,18 +19,19 @@ import (
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
 
-// service is the use cases; both edges call it. Its methods may be called from many goroutines.
+// service is the use cases of both edges. Many goroutines may call its methods.
 type service struct {
 	Deps
-	dir *directory
+	workers *directory
 }
 
-// Models returns the policies that are served now, by name.
-func (s *service) Models(ctx context.Context) []*gatewayv1.Model { return s.dir.models(ctx) }
+// Models returns the served policies, ordered by name.
+func (s *service) Models(ctx context.Context) []*gatewayv1.Model { return s.workers.models(ctx) }
 
-// Complete hands each piece to send as it arrives. The session's ledger is written before the last piece of all is sent.
+// Complete calls send for each piece when it arrives. It stores the turns of the session before it sends
+// the last piece.
 func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) error {
-	run, name, err := s.dir.resolve(req.GetModel())
+	run, name, err := s.workers.resolve(req.GetModel())
 	if err != nil {
 		return err
 	}
@@ -39,36 +40,36 @@ func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, 
 		RequestId: "req-" + id.New(s.Now()), Prompts: req.GetPrompts(), Params: req.GetParams(), N: max(1, req.GetN()), Stream: req.GetStream(),
 		PromptLogprobs: req.GetPromptLogprobs(),
 	}
-	book := newBook(call, s.Now)
+	rec := newRecorder(call, s.Now)
 	tried := map[*worker]bool{}
 	failure := error(ErrNoWorker)
 	for {
-		w, release := s.dir.take(run, tried)
+		w, release := s.workers.acquire(run, tried)
 		if w == nil {
 			return failure
 		}
 		tried[w] = true
-		err := s.generate(ctx, w, call, book, func(piece *inferencev1.GenerateResponse) error {
-			if book.whole() && !book.kept {
-				book.kept = true
-				if err := s.Store.Append(ctx, session, book.turns()); err != nil {
-					return fmt.Errorf("keep the session: %w", err)
+		err := s.generate(ctx, w, call, rec, func(piece *inferencev1.GenerateResponse) error {
+			if rec.complete() && !rec.stored {
+				rec.stored = true
+				if err := s.Store.Append(ctx, session, rec.turns()); err != nil {
+					return fmt.Errorf("store the session: %w", err)
 				}
 			}
 			return send(&gatewayv1.CompleteResponse{SessionId: session, Piece: piece, Model: name, RunId: run})
 		})
 		release()
-		if err == nil || book.begun || ctx.Err() != nil || rpcerr.Code(err) != codes.Unavailable {
+		if err == nil || rec.begun || ctx.Err() != nil || rpcerr.Code(err) != codes.Unavailable {
 			return err
 		}
 		failure = err
 	}
 }
 
-// generate follows one worker's answer to its end.
-func (s *service) generate(ctx context.Context, w *worker, call *inferencev1.GenerateRequest, book *book, send func(*inferencev1.GenerateResponse) error) error {
+// generate sends the request to one worker and reads its response to the end.
+func (s *service) generate(ctx context.Context, w *worker, call *inferencev1.GenerateRequest, rec *recorder, send func(*inferencev1.GenerateResponse) error) error {
 	ctx, cancel := context.WithCancel(ctx)
-	defer cancel() // a caller that left aborts the request at the worker
+	defer cancel() // aborts the request at the worker if the caller is gone
 	stream, err := w.client.Generate(ctx, call)
 	if err != nil {
 		return err
@@ -76,18 +77,18 @@ func (s *service) generate(ctx context.Context, w *worker, call *inferencev1.Gen
 	for {
 		piece, err := stream.Recv()
 		if errors.Is(err, io.EOF) {
-			if !book.whole() {
-				return rpcerr.New(codes.Unavailable, ReasonNoWorker, "the worker stopped before the completion's end").RetryAfter(time.Second)
+			if !rec.complete() {
+				return rpcerr.New(codes.Unavailable, ReasonNoWorker, "the worker stopped before the end of the completion").RetryAfter(time.Second)
 			}
 			return nil
 		}
 		if err != nil {
-			if ctx.Err() == nil && status.Code(err) == codes.Canceled { // not by the caller: the connection was closed
-				err = rpcerr.New(codes.Unavailable, ReasonNoWorker, "the worker left before the completion's end").RetryAfter(time.Second)
+			if ctx.Err() == nil && status.Code(err) == codes.Canceled { // the connection was closed, not by the caller
+				err = rpcerr.New(codes.Unavailable, ReasonNoWorker, "the worker exited before the end of the completion").RetryAfter(time.Second)
 			}
 			return err
 		}
-		if err := book.add(piece); err != nil {
+		if err := rec.add(piece); err != nil {
 			return err
 		}
 		if err := send(piece); err != nil {
@@ -102,23 +103,23 @@ func (s *service) Session(ctx context.Context, session string) ([]*Turn, error) 
 }
 
 const (
-	sessionsKept = 7 * 24 * time.Hour // after its newest turn a session is forgotten; one that goes on keeps all of its turns
-	forgetEvery  = time.Hour
+	sessionTTL  = 7 * 24 * time.Hour // since the newest turn; an active session keeps all of its turns
+	expireEvery = time.Hour
 )
 
-// forget removes old sessions, now and from time to time, until ctx ends.
-func (s *service) forget(ctx context.Context) {
-	tick := time.NewTicker(forgetEvery)
+// expire deletes old sessions, now and periodically, until ctx ends.
+func (s *service) expire(ctx context.Context) {
+	tick := time.NewTicker(expireEvery)
 	defer tick.Stop()
 	for {
-		n, err := s.Store.Forget(ctx, s.Now().Add(-sessionsKept))
+		n, err := s.Store.Expire(ctx, s.Now().Add(-sessionTTL))
 		switch {
 		case ctx.Err() != nil:
 			return
 		case err != nil:
-			s.Log.Warn("old sessions were not forgotten, trying again later", "error", err)
+			s.Log.WarnContext(ctx, "deleting expired sessions failed and is repeated", "error", err)
 		case n > 0:
-			s.Log.Info("old sessions were forgotten", "sessions", n)
+			s.Log.InfoContext(ctx, "deleted expired sessions", "sessions", n)
 		}
 		select {
 		case <-tick.C:
@@ -128,45 +129,45 @@ func (s *service) forget(ctx context.Context) {
 	}
 }
 
-// book gathers the pieces of a request into turns.
-type book struct {
-	now   func() time.Time
-	begun bool
-	kept  bool // in the ledger
-	open  int  // completions that have not ended
-	list  [][]*Turn
+// recorder collects the pieces of a request into turns.
+type recorder struct {
+	now    func() time.Time
+	begun  bool
+	stored bool      // whether the turns are in the store
+	open   int       // completions that have not ended
+	list   [][]*Turn // by prompt and sample
 }
 
-func newBook(call *inferencev1.GenerateRequest, now func() time.Time) *book {
-	b := &book{now: now, open: len(call.GetPrompts()) * int(call.GetN())}
+func newRecorder(call *inferencev1.GenerateRequest, now func() time.Time) *recorder {
+	r := &recorder{now: now, open: len(call.GetPrompts()) * int(call.GetN())}
 	for p := range call.GetPrompts() {
 		row := make([]*Turn, call.GetN())
 		for n := range row {
 			row[n] = &Turn{RequestId: call.GetRequestId(), Prompt: uint32(p), Sample: uint32(n)}
 		}
-		b.list = append(b.list, row)
+		r.list = append(r.list, row)
 	}
-	return b
+	return r
 }
 
-func (b *book) add(piece *inferencev1.GenerateResponse) error {
-	b.begun = true
-	if int(piece.GetPrompt()) >= len(b.list) || int(piece.GetSample()) >= len(b.list[piece.GetPrompt()]) {
-		return rpcerr.New(codes.Internal, "BAD_PIECE", "the worker sent a piece of a completion that nobody asked for")
+func (r *recorder) add(piece *inferencev1.GenerateResponse) error {
+	r.begun = true
+	if int(piece.GetPrompt()) >= len(r.list) || int(piece.GetSample()) >= len(r.list[piece.GetPrompt()]) {
+		return rpcerr.New(codes.Internal, "BAD_PIECE", "the worker sent a piece of a completion that was not requested")
 	}
-	t := b.list[piece.GetPrompt()][piece.GetSample()]
+	t := r.list[piece.GetPrompt()][piece.GetSample()]
 	t.TokenIds = append(t.TokenIds, piece.GetTokenIds()...)
 	t.Logprobs = append(t.Logprobs, piece.GetLogprobs()...)
 	if piece.GetFinishReason() != "" && t.FinishReason == "" {
 		t.FinishReason, t.VersionSpans, t.PromptTokenIds = piece.GetFinishReason(), piece.GetVersionSpans(), piece.GetPromptTokenIds()
-		t.Time = timestamp(b.now())
-		b.open--
+		t.Time = timestamp(r.now())
+		r.open--
 	}
 	return nil
 }
 
-func (b *book) whole() bool { return b.open == 0 }
+func (r *recorder) complete() bool { return r.open == 0 }
 
-func (b *book) turns() []*Turn { return slices.Concat(b.list...) }
+func (r *recorder) turns() []*Turn { return slices.Concat(r.list...) }
 
 func timestamp(t time.Time) *timestamppb.Timestamp { return timestamppb.New(t.UTC()) }

@@ -31,21 +31,22 @@ import (
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
-// fakeWorker answers "one two three", a word a token, or as much of it as max_tokens takes, over real gRPC.
+// fakeWorker samples "one two three", one word per token and at most max_tokens, over real gRPC.
 type fakeWorker struct {
 	inferencev1.UnimplementedInferenceWorkerServiceServer
-	model   string
-	broken  bool          // fails before the first token
-	leaves  bool          // its connection is closed before the first token
-	bug     bool          // fails in a way that nobody has foreseen
-	breaks  bool          // fails after the first token
-	endless bool          // samples until the caller leaves
-	left    chan struct{} // closed when an endless request's caller left
-	hold    chan struct{} // not nil: after the first token it waits until this is closed
-	gone    chan struct{} // not nil: once this is closed the registry does not have it, though it answers
+	model        string
+	broken       bool          // fails before the first token
+	exits        bool          // closes its connection before the first token
+	bug          bool          // fails with an internal error
+	breaks       bool          // fails after the first token
+	endless      bool          // samples until the caller disconnects
+	aborted      chan struct{} // closed when the caller of an endless request has disconnected
+	resume       chan struct{} // if set, it waits after the first token until this is closed
+	deregistered chan struct{} // if set, the registry does not list it once this is closed
 
 	mu      sync.Mutex
 	last    *inferencev1.GenerateRequest
+	asked   bool // whether the gateway has asked for the status
 	traceID string
 }
 
@@ -56,6 +57,9 @@ func (f *fakeWorker) trace() string {
 }
 
 func (f *fakeWorker) GetInferenceStatus(context.Context, *inferencev1.GetInferenceStatusRequest) (*inferencev1.GetInferenceStatusResponse, error) {
+	f.mu.Lock()
+	f.asked = true
+	f.mu.Unlock()
 	return &inferencev1.GetInferenceStatusResponse{
 		Model: f.model, MaxModelLen: 64, Receipt: &weightsv1.WeightsReceipt{Version: 12, Digest: "blake3-aa"},
 	}, nil
@@ -69,7 +73,7 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	if f.broken {
 		return status.Error(codes.Unavailable, "the engine is gone")
 	}
-	if f.leaves {
+	if f.exits {
 		return status.Error(codes.Canceled, "grpc: the client connection is closing")
 	}
 	if f.bug {
@@ -110,12 +114,12 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 				}
 				if f.endless && i == 1 {
 					<-stream.Context().Done()
-					close(f.left)
+					close(f.aborted)
 					return stream.Context().Err()
 				}
-				if f.hold != nil && i == 1 {
+				if f.resume != nil && i == 1 {
 					select {
-					case <-f.hold:
+					case <-f.resume:
 					case <-stream.Context().Done():
 						return stream.Context().Err()
 					}
@@ -129,7 +133,7 @@ func (f *fakeWorker) Generate(req *inferencev1.GenerateRequest, stream grpc.Serv
 	return nil
 }
 
-// promptOf is the ids that were sent; of a text 1 and 2.
+// promptOf returns the token ids of a prompt; of a text 1 and 2.
 func promptOf(p *inferencev1.Prompt) []uint32 {
 	if ids := p.GetTokens().GetIds(); ids != nil {
 		return ids
@@ -137,7 +141,7 @@ func promptOf(p *inferencev1.Prompt) []uint32 {
 	return []uint32{1, 2}
 }
 
-// registry announces workers: the first of them until gone is closed, the others for ever.
+// registry lists workers; the first of them until gone is closed.
 type registry struct {
 	list []discovery.Instance
 	gone chan struct{}
@@ -162,16 +166,16 @@ func (r *registry) Watch(ctx context.Context, _ string) <-chan []discovery.Insta
 type ledger struct {
 	mu       sync.Mutex
 	sessions map[string][]*gateway.Turn
-	forgot   chan time.Time // sessions before this
+	expired  chan time.Time // receives the time of each Expire
 	log      lockedLog
 }
 
-func (l *ledger) Forget(_ context.Context, before time.Time) (int, error) {
-	l.forgot <- before
+func (l *ledger) Expire(_ context.Context, before time.Time) (int, error) {
+	l.expired <- before
 	return 0, nil
 }
 
-// lockedLog is what a gateway has logged.
+// lockedLog is the log of a gateway.
 type lockedLog struct {
 	mu   sync.Mutex
 	text strings.Builder
@@ -205,14 +209,14 @@ func (l *ledger) Turns(_ context.Context, session string) ([]*gateway.Turn, erro
 	return nil, gateway.ErrSession
 }
 
-// serve runs a gateway before workers; it returns when the gateway lists all their models.
+// serve runs a gateway for workers. It returns when the gateway lists all of their models.
 func serve(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (*gateway.Server, *ledger) {
 	t.Helper()
 	s, store, _ := run(t, cfg, workers...)
 	return s, store
 }
 
-// run is serve, with what ends the gateway and gives its last word.
+// run is serve with a function that ends the gateway and returns the channel of its error.
 func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.Server, store *ledger, end func() <-chan error) {
 	t.Helper()
 	reg := &registry{}
@@ -225,15 +229,15 @@ func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.S
 		inferencev1.RegisterInferenceWorkerServiceServer(server, w)
 		go func() { _ = server.Serve(listener) }()
 		t.Cleanup(server.Stop)
-		if w.gone != nil {
-			reg.gone = w.gone
+		if w.deregistered != nil {
+			reg.gone = w.deregistered
 		}
 		reg.list = append(reg.list, discovery.Instance{
 			Address: listener.Addr().String(),
 			Meta:    map[string]string{"run": "run-" + w.model, "incarnation": "1", "process": fmt.Sprint(i)},
 		})
 	}
-	store = &ledger{sessions: map[string][]*gateway.Turn{}, forgot: make(chan time.Time, 1)}
+	store = &ledger{sessions: map[string][]*gateway.Turn{}, expired: make(chan time.Time, 1)}
 	s, err := gateway.New(cfg, gateway.Deps{
 		Store: store, Registry: reg, Log: slog.New(slog.NewTextHandler(&store.log, nil)), Now: func() time.Time { return time.Unix(1_700_000_000, 0) },
 		Dial: func(address string) (gateway.Conn, error) {
@@ -267,7 +271,12 @@ func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.S
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(got.GetModels()) == len(models) {
+		unknown := slices.ContainsFunc(workers, func(w *fakeWorker) bool {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			return !w.asked
+		})
+		if !unknown && len(got.GetModels()) == len(models) {
 			return s, store, end
 		}
 		if time.Now().After(deadline) {
@@ -276,7 +285,7 @@ func run(t *testing.T, cfg gateway.Config, workers ...*fakeWorker) (s *gateway.S
 	}
 }
 
-// keyring is a key, and a ring that knows it.
+// keyring returns a key and a ring that accepts it.
 func keyring(t *testing.T, scope apikey.Scope) (ring *apikey.Ring, key string) {
 	t.Helper()
 	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "api-keys.json")}

@@ -34,7 +34,7 @@ const TrainState = snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE
 
 // Errors of this service.
 var (
-	ErrNotFound  = rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "there is no such snapshot").Fix("`rollout snapshot list` shows the existing ones")
+	ErrNotFound  = rpcerr.New(codes.NotFound, "SNAPSHOT_NOT_FOUND", "the snapshot was not found").Fix("`rollout snapshot list` shows the existing ones")
 	ErrAmbiguous = rpcerr.New(codes.FailedPrecondition, "SNAPSHOT_AMBIGUOUS", "several snapshots have this prefix").
 			Fix("give more of the id; `rollout snapshot list` shows the ids")
 	ErrInvalid     = rpcerr.New(codes.InvalidArgument, "SNAPSHOT_INVALID", "the manifest of the snapshot is invalid")

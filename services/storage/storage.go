@@ -18,7 +18,7 @@ import (
 
 // Errors of the service, compared with errors.Is.
 var (
-	ErrNotFound = rpcerr.New(codes.NotFound, "ARTIFACT_NOT_FOUND", "there is no artifact with this content id")
+	ErrNotFound = rpcerr.New(codes.NotFound, "ARTIFACT_NOT_FOUND", "no artifact has this content id")
 	ErrCorrupt  = rpcerr.New(codes.DataLoss, "ARTIFACT_CORRUPT", "the bytes of the artifact do not match its content id")
 	ErrMismatch = rpcerr.New(codes.FailedPrecondition, "ARTIFACT_MISMATCH", "the content of the file does not match the given content id")
 	ErrNoFile   = rpcerr.New(codes.NotFound, "FILE_NOT_FOUND", "the file does not exist on the host of the storage service")

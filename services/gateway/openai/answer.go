@@ -3,6 +3,7 @@ package openai
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"slices"
 	"strconv"
@@ -13,22 +14,22 @@ import (
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 )
 
-// form is how one of the two endpoints writes a choice.
-type form interface {
-	id() string                      // prefix of the answer's id
-	object(stream bool) string       // OpenAI's name for the answer
-	whole(c *completion) any         // a choice of a plain answer
-	open(index uint32) any           // what a stream begins a choice with; nil: nothing
-	piece(index uint32, p piece) any // a choice of a stream's chunk
+// format is how one of the two endpoints writes a choice.
+type format interface {
+	id() string                      // prefix of the response's id
+	object(stream bool) string       // OpenAI's name of the response
+	choice(c *completion) any        // a choice of a plain response
+	first(index uint32) any          // what a stream sends first for a choice; nil: nothing
+	chunk(index uint32, p piece) any // a choice of a stream's chunk
 }
 
-// piece is some tokens of one completion and their text. A text is held back until it is whole characters, so it
-// belongs to the last of the tokens; the others carry "".
+// piece is some tokens of one completion and their text. Text is sent in whole characters, so it belongs
+// to the last of the tokens; the others have "".
 type piece struct {
 	text     string
 	logprobs []float32
 	finish   string
-	prompt   prompt // of the last piece, where the request asks for it
+	prompt   prompt // set in the last piece, if the request needs it
 }
 
 func (p piece) token(i int) string {
@@ -38,7 +39,7 @@ func (p piece) token(i int) string {
 	return ""
 }
 
-// prompt is the tokens of a prompt: ids, texts, logprobs.
+// prompt is the tokens of a prompt.
 type prompt struct {
 	ids      []uint32
 	texts    []string
@@ -76,79 +77,75 @@ type envelope struct {
 	Usage             *usage `json:"usage,omitempty"`
 }
 
-// counted is a chunk of a stream that ends with the usage: OpenAI writes null until then.
-type counted struct {
+// chunkWithUsage is a chunk of a stream that ends with the usage: OpenAI writes null until then.
+type chunkWithUsage struct {
 	envelope
 	Usage *usage `json:"usage"`
 }
 
-// tally is what an answer has gathered so far.
-type tally struct {
+// response is the part of a response that has arrived.
+type response struct {
 	envelope
-	used     usage
-	prompts  map[uint32]bool // whose tokens were counted
-	version  uint64
-	session  string
-	complete map[uint32]*completion
+	used    usage
+	prompts map[uint32]bool // prompts whose tokens are counted
+	version uint64          // newest weights version so far
+	session string
 }
 
-func (h *handler) answer(w http.ResponseWriter, r *http.Request, req *gatewayv1.CompleteRequest, f form, s sampling, blame string) error {
+// answer completes a request. promptParam is the parameter that has the prompt.
+func (h *handler) answer(w http.ResponseWriter, r *http.Request, req *gatewayv1.CompleteRequest, f format, s sampling, promptParam string) error {
 	now := h.Now()
-	t := &tally{
+	resp := &response{
 		envelope: envelope{ID: f.id() + id.New(now), Object: f.object(s.Stream), Created: now.Unix(), Model: req.GetModel(), Choices: []any{}},
-		prompts:  map[uint32]bool{}, complete: map[uint32]*completion{},
+		prompts:  map[uint32]bool{},
 	}
-	// Tokens one by one let logprobs be told with the text that they belong to.
-	req.Stream = true
+	req.Stream = true // single tokens, so that each logprob has its text
 	var err error
 	if s.Stream {
-		err = h.stream(w, r, req, f, t, s.StreamOptions != nil && s.StreamOptions.IncludeUsage)
+		err = h.stream(w, r, req, f, resp, s.StreamOptions != nil && s.StreamOptions.IncludeUsage)
 	} else {
-		err = h.plain(w, r, req, f, t)
+		err = h.plain(w, r, req, f, resp)
 	}
 	if err != nil {
-		return errorOf(err, req.GetModel(), blame)
+		return errorOf(err, req.GetModel(), promptParam)
 	}
 	return nil
 }
 
-// take counts a piece and returns the number of its choice.
-func (t *tally) take(req *gatewayv1.CompleteRequest, got *gatewayv1.CompleteResponse) (uint32, piece) {
+// add counts a piece and returns the index of its choice.
+func (t *response) add(req *gatewayv1.CompleteRequest, got *gatewayv1.CompleteResponse) (uint32, piece) {
 	raw := got.GetPiece()
-	index := raw.GetPrompt()*req.GetN() + raw.GetSample()
 	t.session = got.GetSessionId()
 	t.used.CompletionTokens += len(raw.GetTokenIds())
 	if raw.WeightsVersion != nil || len(raw.GetVersionSpans()) > 0 {
-		t.version = version(raw, t.version)
+		t.version = newestVersion(raw, t.version)
 		t.SystemFingerprint = fmt.Sprintf("weights-v%d", t.version)
 	}
-	if raw.GetFinishReason() != "" {
-		if !t.prompts[raw.GetPrompt()] {
-			t.prompts[raw.GetPrompt()] = true
-			t.used.PromptTokens += int(raw.GetPromptTokens())
-		}
+	if raw.GetFinishReason() != "" && !t.prompts[raw.GetPrompt()] {
+		t.prompts[raw.GetPrompt()] = true
+		t.used.PromptTokens += int(raw.GetPromptTokens())
 	}
 	t.used.TotalTokens = t.used.PromptTokens + t.used.CompletionTokens
 	logprobs := raw.GetRawLogprobs()
 	if len(logprobs) == 0 { // the engine reports one logprob per token
 		logprobs = raw.GetLogprobs()
 	}
-	return index, piece{
+	return raw.GetPrompt()*req.GetN() + raw.GetSample(), piece{
 		text: raw.GetText(), logprobs: logprobs, finish: raw.GetFinishReason(),
 		prompt: prompt{ids: raw.GetPromptTokenIds(), texts: raw.GetPromptTexts(), logprobs: raw.GetPromptLogprobs()},
 	}
 }
 
-// name tells of session and weights. Of a stream, whose headers go first, it is the version that sampled the first token.
-func (t *tally) name(header http.Header) {
+// setHeader sets the session and the weights version. A stream calls it after its first token.
+func (t *response) setHeader(header http.Header) {
 	header.Set("x-rollout-session", t.session)
 	if t.SystemFingerprint != "" {
 		header.Set("x-rollout-weights-version", strconv.FormatUint(t.version, 10))
 	}
 }
 
-// version is the newest weights that sampled a part of the answer so far.
-func version(raw *inferencev1.GenerateResponse, newest uint64) uint64 {
+// newestVersion returns the newest of a version and those that sampled a piece.
+func newestVersion(raw *inferencev1.GenerateResponse, newest uint64) uint64 {
 	newest = max(newest, raw.GetWeightsVersion())
 	for _, span := range raw.GetVersionSpans() {
 		newest = max(newest, span.GetVersion())
@@ -156,13 +153,15 @@ func version(raw *inferencev1.GenerateResponse, newest uint64) uint64 {
 	return newest
 }
 
-func (h *handler) plain(w http.ResponseWriter, r *http.Request, req *gatewayv1.CompleteRequest, f form, t *tally) error {
+// plain writes one JSON object after the completions have ended.
+func (h *handler) plain(w http.ResponseWriter, r *http.Request, req *gatewayv1.CompleteRequest, f format, resp *response) error {
+	completions := map[uint32]*completion{}
 	err := h.Backend.Complete(r.Context(), req, func(got *gatewayv1.CompleteResponse) error {
-		index, p := t.take(req, got)
-		c := t.complete[index]
+		index, p := resp.add(req, got)
+		c := completions[index]
 		if c == nil {
 			c = &completion{index: index}
-			t.complete[index] = c
+			completions[index] = c
 		}
 		c.pieces = append(c.pieces, p)
 		if p.finish != "" {
@@ -173,78 +172,95 @@ func (h *handler) plain(w http.ResponseWriter, r *http.Request, req *gatewayv1.C
 	if err != nil {
 		return err
 	}
-	indices := []uint32{}
-	for index := range t.complete {
-		indices = append(indices, index)
+	for _, index := range slices.Sorted(maps.Keys(completions)) {
+		resp.Choices = append(resp.Choices, f.choice(completions[index]))
 	}
-	slices.Sort(indices)
-	for _, index := range indices {
-		t.Choices = append(t.Choices, f.whole(t.complete[index]))
-	}
-	t.Usage = &t.used
-	t.name(w.Header())
-	return writeJSON(w, http.StatusOK, t.envelope)
+	resp.Usage = &resp.used
+	resp.setHeader(w.Header())
+	return writeJSON(w, http.StatusOK, resp.envelope)
 }
 
-// stream writes server-sent events. An error before the first piece is an answer of its own; afterwards it is an event.
-func (h *handler) stream(w http.ResponseWriter, r *http.Request, req *gatewayv1.CompleteRequest, f form, t *tally, withUsage bool) error {
-	out := http.NewResponseController(w)
-	begun := false
+// stream writes server-sent events. An error before the first piece is returned; after it, the error is
+// an event.
+func (h *handler) stream(w http.ResponseWriter, r *http.Request, req *gatewayv1.CompleteRequest, f format, resp *response, withUsage bool) error {
+	events := &eventStream{w: w, out: http.NewResponseController(w), withUsage: withUsage}
 	opened := map[uint32]bool{}
-	event := func(body any) error {
-		raw, err := json.Marshal(body)
-		if err != nil {
-			return err
-		}
-		if _, err := fmt.Fprintf(w, "data: %s\n\n", raw); err != nil {
-			return err
-		}
-		return out.Flush()
-	}
-	chunk := func(choices ...any) error {
-		e := t.envelope
-		e.Choices = choices
-		if withUsage {
-			return event(counted{envelope: e})
-		}
-		return event(e)
-	}
 	err := h.Backend.Complete(r.Context(), req, func(got *gatewayv1.CompleteResponse) error {
-		index, p := t.take(req, got)
-		if !begun {
-			begun = true
-			w.Header().Set("Content-Type", "text/event-stream")
-			w.Header().Set("Cache-Control", "no-cache")
-			t.name(w.Header())
-			w.WriteHeader(http.StatusOK)
-		}
-		if first := f.open(index); first != nil && !opened[index] {
+		index, p := resp.add(req, got)
+		events.begin(resp)
+		if first := f.first(index); first != nil && !opened[index] {
 			opened[index] = true
-			if err := chunk(first); err != nil {
+			if err := events.chunk(resp.envelope, first); err != nil {
 				return err
 			}
 		}
 		if p.text == "" && p.finish == "" && len(p.logprobs) == 0 {
 			return nil
 		}
-		return chunk(f.piece(index, p))
+		return events.chunk(resp.envelope, f.chunk(index, p))
 	})
-	if !begun {
+	if !events.begun {
 		return err
 	}
 	if err != nil {
 		if r.Context().Err() == nil {
-			h.Log.WarnContext(r.Context(), "a gateway stream broke", "error", err)
-			_ = event(map[string]*apiError{"error": errorOf(err, req.GetModel(), "")})
+			h.Log.WarnContext(r.Context(), "a gateway stream failed", "error", err)
+			_ = events.send(map[string]*apiError{"error": errorOf(err, req.GetModel(), "")})
 		}
 		return nil
 	}
-	if withUsage {
-		last := t.envelope
-		last.Usage = &t.used
-		_ = event(last)
-	}
-	_, _ = fmt.Fprint(w, "data: [DONE]\n\n")
-	_ = out.Flush()
+	events.end(resp)
 	return nil
+}
+
+// eventStream writes the server-sent events of one response.
+type eventStream struct {
+	w         http.ResponseWriter
+	out       *http.ResponseController
+	withUsage bool // the last chunk has the usage
+	begun     bool
+}
+
+// begin writes the headers, once.
+func (s *eventStream) begin(resp *response) {
+	if s.begun {
+		return
+	}
+	s.begun = true
+	s.w.Header().Set("Content-Type", "text/event-stream")
+	s.w.Header().Set("Cache-Control", "no-cache")
+	resp.setHeader(s.w.Header())
+	s.w.WriteHeader(http.StatusOK)
+}
+
+// send writes one event.
+func (s *eventStream) send(body any) error {
+	raw, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	if _, err := fmt.Fprintf(s.w, "data: %s\n\n", raw); err != nil {
+		return err
+	}
+	return s.out.Flush()
+}
+
+// chunk writes an event with one choice.
+func (s *eventStream) chunk(e envelope, choice any) error {
+	e.Choices = []any{choice}
+	if s.withUsage {
+		return s.send(chunkWithUsage{envelope: e})
+	}
+	return s.send(e)
+}
+
+// end writes the usage and the event that ends the stream. The client may be gone.
+func (s *eventStream) end(resp *response) {
+	if s.withUsage {
+		last := resp.envelope
+		last.Usage = &resp.used
+		_ = s.send(last)
+	}
+	_, _ = fmt.Fprint(s.w, "data: [DONE]\n\n")
+	_ = s.out.Flush()
 }

@@ -12,9 +12,9 @@ import (
 type chatRequest struct {
 	sampling
 	Messages            []chatMessage   `json:"messages"`
-	MaxCompletionTokens *whole          `json:"max_completion_tokens"`
+	MaxCompletionTokens *integer        `json:"max_completion_tokens"`
 	Logprobs            bool            `json:"logprobs"`
-	TopLogprobs         *whole          `json:"top_logprobs"`
+	TopLogprobs         *integer        `json:"top_logprobs"`
 	Tools               []any           `json:"tools"`
 	Functions           []any           `json:"functions"`
 	ResponseFormat      *responseFormat `json:"response_format"`
@@ -43,28 +43,28 @@ func (h *handler) chat(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	req.Prompts = []*inferencev1.Prompt{{Kind: &inferencev1.Prompt_Chat{Chat: chat}}}
-	form := chatForm{logprobs: body.Logprobs}
-	return h.answer(w, r, req, form, body.sampling, "messages")
+	format := chatFormat{logprobs: body.Logprobs}
+	return h.answer(w, r, req, format, body.sampling, "messages")
 }
 
-// chat checks the fields of chats alone and returns the messages.
+// chat checks the fields that only chats have, and returns the messages.
 func (b *chatRequest) chat() (*inferencev1.Chat, error) {
 	switch {
 	case len(b.Messages) == 0:
-		return nil, &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: "messages", Code: "missing_required_parameter", Message: "`messages` must hold at least one message"}
+		return nil, &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: "messages", Code: "missing_required_parameter", Message: "`messages` must have at least one message"}
 	case len(b.Tools) > 0:
-		return nil, unsupported("tools", "this endpoint samples text")
+		return nil, unsupported("tools", "this endpoint only samples text")
 	case len(b.Functions) > 0:
-		return nil, unsupported("functions", "this endpoint samples text")
+		return nil, unsupported("functions", "this endpoint only samples text")
 	case b.TopLogprobs != nil && *b.TopLogprobs > 0:
-		return nil, unsupported("top_logprobs", "logprobs of the sampled tokens alone are kept; send `logprobs: true` without it")
+		return nil, unsupported("top_logprobs", "only the logprobs of sampled tokens are recorded; send `logprobs: true` without it")
 	case b.ResponseFormat != nil && b.ResponseFormat.Type != "" && b.ResponseFormat.Type != "text":
 		return nil, unsupported("response_format", "only `text` is sampled")
 	case b.MaxTokens != nil && b.MaxCompletionTokens != nil && *b.MaxTokens != *b.MaxCompletionTokens:
 		return nil, invalid("max_tokens", "`max_tokens` is %d and `max_completion_tokens` is %d; send one", *b.MaxTokens, *b.MaxCompletionTokens)
 	case b.MaxCompletionTokens != nil:
 		if *b.MaxCompletionTokens < 1 {
-			return nil, invalid("max_completion_tokens", "`max_completion_tokens` must be at least 1, it is %d", *b.MaxCompletionTokens)
+			return nil, invalid("max_completion_tokens", "`max_completion_tokens` must be at least 1, got %d", *b.MaxCompletionTokens)
 		}
 		b.MaxTokens = b.MaxCompletionTokens
 	}
@@ -77,7 +77,7 @@ func (b *chatRequest) chat() (*inferencev1.Chat, error) {
 		case "system", "user", "assistant", "tool":
 		default:
 			param := fmt.Sprintf("messages[%d].role", i)
-			return nil, invalid(param, "`%s` must be one of system, developer, user, assistant and tool, it is %q", param, m.Role)
+			return nil, invalid(param, "`%s` must be system, developer, user, assistant, or tool, got %q", param, m.Role)
 		}
 		text, err := m.text(i)
 		if err != nil {
@@ -88,7 +88,7 @@ func (b *chatRequest) chat() (*inferencev1.Chat, error) {
 	return chat, nil
 }
 
-// text reads a text, or a list of text parts. An assistant's message may have none.
+// text reads a string, or a list of text parts. The message of an assistant may be empty.
 func (m chatMessage) text(i int) (string, error) {
 	param := fmt.Sprintf("messages[%d].content", i)
 	if len(m.Content) == 0 || string(m.Content) == "null" {
@@ -106,24 +106,24 @@ func (m chatMessage) text(i int) (string, error) {
 		Text string `json:"text"`
 	}
 	if json.Unmarshal(m.Content, &parts) != nil {
-		return "", invalid(param, "`%s` must be a text or a list of text parts", param)
+		return "", invalid(param, "`%s` must be a string or a list of text parts", param)
 	}
 	var joined strings.Builder
 	for _, part := range parts {
 		if part.Type != "text" {
-			return "", unsupported(param, "parts of type \""+part.Type+"\" can't be read; send text")
+			return "", unsupported(param, "the part type \""+part.Type+"\" is not supported; send text")
 		}
 		joined.WriteString(part.Text)
 	}
 	return joined.String(), nil
 }
 
-// chatForm renders answers as chat completions.
-type chatForm struct{ logprobs bool }
+// chatFormat writes completions as chat completions.
+type chatFormat struct{ logprobs bool }
 
-func (chatForm) id() string { return "chatcmpl-" }
+func (chatFormat) id() string { return "chatcmpl-" }
 
-func (f chatForm) object(stream bool) string {
+func (f chatFormat) object(stream bool) string {
 	if stream {
 		return "chat.completion.chunk"
 	}
@@ -155,17 +155,17 @@ type chatLogprob struct {
 	TopLogprobs []any   `json:"top_logprobs"`
 }
 
-func (f chatForm) whole(c *completion) any {
+func (f chatFormat) choice(c *completion) any {
 	return chatChoice{
 		Index: c.index, Message: &chatText{Role: "assistant", Content: ptr(c.text())}, Logprobs: f.score(c.pieces), FinishReason: reason(c.finish),
 	}
 }
 
-func (f chatForm) open(index uint32) any {
+func (f chatFormat) first(index uint32) any {
 	return chatChoice{Index: index, Delta: &chatText{Role: "assistant", Content: ptr("")}}
 }
 
-func (f chatForm) piece(index uint32, p piece) any {
+func (f chatFormat) chunk(index uint32, p piece) any {
 	choice := chatChoice{Index: index, Delta: &chatText{}, FinishReason: reason(p.finish)}
 	if p.text != "" {
 		choice.Delta.Content = &p.text
@@ -176,7 +176,7 @@ func (f chatForm) piece(index uint32, p piece) any {
 	return choice
 }
 
-func (f chatForm) score(pieces []piece) *chatLogprobs {
+func (f chatFormat) score(pieces []piece) *chatLogprobs {
 	if !f.logprobs {
 		return nil
 	}

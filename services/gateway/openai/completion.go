@@ -16,10 +16,10 @@ type completionRequest struct {
 	Prompt   json.RawMessage `json:"prompt"`
 	Echo     bool            `json:"echo"`
 	Suffix   *string         `json:"suffix"`
-	BestOf   *whole          `json:"best_of"`
-	Logprobs *whole          `json:"logprobs"`
-	// vLLM's.
-	PromptLogprobs *whole `json:"prompt_logprobs"`
+	BestOf   *integer        `json:"best_of"`
+	Logprobs *integer        `json:"logprobs"`
+	// Of vLLM.
+	PromptLogprobs *integer `json:"prompt_logprobs"`
 }
 
 func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
@@ -29,19 +29,19 @@ func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
 	}
 	switch {
 	case body.Echo && body.Stream:
-		return unsupported("echo", "a stream does not tell its prompt; ask for a whole answer, or prepend the prompt yourself")
+		return unsupported("echo", "a stream does not include the prompt; omit `stream`, or prepend the prompt yourself")
 	case body.PromptLogprobs != nil && body.Stream:
-		return unsupported("prompt_logprobs", "a stream does not tell its prompt; ask for a whole answer")
+		return unsupported("prompt_logprobs", "a stream does not include the prompt; omit `stream`")
 	case body.PromptLogprobs != nil && *body.PromptLogprobs < 0:
-		return invalid("prompt_logprobs", "`prompt_logprobs` must be at least 0, it is %d", *body.PromptLogprobs)
+		return invalid("prompt_logprobs", "`prompt_logprobs` must be at least 0, got %d", *body.PromptLogprobs)
 	case body.Suffix != nil && *body.Suffix != "":
-		return unsupported("suffix", "completions go on from the prompt's end")
+		return unsupported("suffix", "a completion continues from the end of the prompt")
 	case body.BestOf != nil && (body.N == nil && *body.BestOf != 1 || body.N != nil && *body.BestOf != *body.N):
-		return unsupported("best_of", "ask for `n` completions and choose yourself")
+		return unsupported("best_of", "request `n` completions and choose one yourself")
 	case body.Logprobs != nil && *body.Logprobs < 0:
-		return invalid("logprobs", "`logprobs` must be at least 0, it is %d", *body.Logprobs)
+		return invalid("logprobs", "`logprobs` must be at least 0, got %d", *body.Logprobs)
 	case body.Logprobs != nil && *body.Logprobs > 1:
-		return unsupported("logprobs", "logprobs of the sampled tokens alone are kept; send `logprobs: 1`")
+		return unsupported("logprobs", "only the logprobs of sampled tokens are recorded; send `logprobs: 1`")
 	}
 	prompts, err := prompts(body.Prompt)
 	if err != nil {
@@ -52,15 +52,17 @@ func (h *handler) completions(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	req.Prompts = prompts
-	form := textForm{logprobs: body.Logprobs != nil, echo: body.Echo, prompts: body.PromptLogprobs != nil, n: req.GetN(), said: map[uint32]int{}}
-	for _, p := range prompts {
-		form.texts = append(form.texts, p.GetText())
+	format := textFormat{
+		logprobs: body.Logprobs != nil, echo: body.Echo, promptLogprobs: body.PromptLogprobs != nil, n: req.GetN(), offsets: map[uint32]int{},
 	}
-	req.PromptLogprobs = form.echo || form.prompts
-	return h.answer(w, r, req, form, body.sampling, "prompt")
+	for _, p := range prompts {
+		format.prompts = append(format.prompts, p.GetText())
+	}
+	req.PromptLogprobs = format.echo || format.promptLogprobs
+	return h.answer(w, r, req, format, body.sampling, "prompt")
 }
 
-// prompts reads a text, a list of texts, a list of token ids, or a list of such lists.
+// prompts reads a string, a list of strings, a list of token ids, or a list of lists of token ids.
 func prompts(raw json.RawMessage) ([]*inferencev1.Prompt, error) {
 	var text string
 	var texts []string
@@ -69,7 +71,7 @@ func prompts(raw json.RawMessage) ([]*inferencev1.Prompt, error) {
 	var out []*inferencev1.Prompt
 	switch {
 	case len(raw) == 0 || string(raw) == "null":
-		return nil, &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: "prompt", Code: "missing_required_parameter", Message: "you must provide a `prompt`"}
+		return nil, &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: "prompt", Code: "missing_required_parameter", Message: "`prompt` is missing"}
 	case json.Unmarshal(raw, &text) == nil:
 		texts = []string{text}
 	case json.Unmarshal(raw, &texts) == nil:
@@ -78,43 +80,43 @@ func prompts(raw json.RawMessage) ([]*inferencev1.Prompt, error) {
 	case json.Unmarshal(raw, &lists) == nil:
 		texts = nil
 	default:
-		return nil, invalid("prompt", "`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists")
+		return nil, invalid("prompt", "`prompt` must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
 	}
 	for _, t := range texts {
 		out = append(out, &inferencev1.Prompt{Kind: &inferencev1.Prompt_Text{Text: t}})
 	}
 	for _, ids := range lists {
 		if len(ids) == 0 {
-			return nil, invalid("prompt", "`prompt` holds an empty list of token ids")
+			return nil, invalid("prompt", "`prompt` must not have an empty list of token ids")
 		}
 		out = append(out, &inferencev1.Prompt{Kind: &inferencev1.Prompt_Tokens{Tokens: &inferencev1.TokenIds{Ids: ids}}})
 	}
 	if len(out) == 0 || len(out) > 256 {
-		return nil, invalid("prompt", "`prompt` holds %d prompts; between 1 and 256 are taken", len(out))
+		return nil, invalid("prompt", "`prompt` must have between 1 and 256 prompts, got %d", len(out))
 	}
 	return out, nil
 }
 
-// textForm renders answers as completions.
-type textForm struct {
-	logprobs bool
-	echo     bool           // the prompt stands before the completion
-	prompts  bool           // the prompt's logprobs stand beside it, as vLLM tells them
-	texts    []string       // prompts, where they were sent as texts
-	n        uint32         // completions a prompt
-	said     map[uint32]int // characters that a stream has told of each choice
+// textFormat writes completions as text completions.
+type textFormat struct {
+	logprobs       bool
+	echo           bool           // the text includes the prompt
+	promptLogprobs bool           // the choice includes the logprobs of the prompt, as in vLLM
+	prompts        []string       // "" for prompts that are token ids
+	n              uint32         // completions per prompt
+	offsets        map[uint32]int // characters of each choice that a stream has sent
 }
 
-func (textForm) id() string { return "cmpl-" }
+func (textFormat) id() string { return "cmpl-" }
 
-func (textForm) object(bool) string { return "text_completion" }
+func (textFormat) object(bool) string { return "text_completion" }
 
 type textChoice struct {
-	Index          uint32             `json:"index"`
-	Text           string             `json:"text"`
-	Logprobs       *textLogprobs      `json:"logprobs"`
-	FinishReason   *string            `json:"finish_reason"`
-	PromptLogprobs []map[string]known `json:"prompt_logprobs,omitempty"`
+	Index          uint32                     `json:"index"`
+	Text           string                     `json:"text"`
+	Logprobs       *textLogprobs              `json:"logprobs"`
+	FinishReason   *string                    `json:"finish_reason"`
+	PromptLogprobs []map[string]promptLogprob `json:"prompt_logprobs,omitempty"`
 }
 
 type textLogprobs struct {
@@ -125,24 +127,24 @@ type textLogprobs struct {
 	begin         int        // offset of the first token
 }
 
-// known is what vLLM tells of a token.
-type known struct {
+// promptLogprob describes a token of a prompt, as in vLLM.
+type promptLogprob struct {
 	Logprob float32 `json:"logprob"`
 	Text    string  `json:"decoded_token"`
 }
 
-func (f textForm) whole(c *completion) any {
+func (f textFormat) choice(c *completion) any {
 	choice := textChoice{Index: c.index, Text: c.text(), FinishReason: reason(c.finish)}
 	scored := noLogprobs()
 	if f.echo {
-		before := f.texts[c.index/f.n]
+		before := f.prompts[c.index/f.n]
 		if before == "" {
 			before = strings.Join(c.prompt.texts, "")
 		}
 		choice.Text = before + choice.Text
 		scored.prompt(c.prompt)
 	}
-	if f.prompts {
+	if f.promptLogprobs {
 		choice.PromptLogprobs = c.prompt.byID()
 	}
 	if f.logprobs {
@@ -152,25 +154,25 @@ func (f textForm) whole(c *completion) any {
 	return choice
 }
 
-func (textForm) open(uint32) any { return nil }
+func (textFormat) first(uint32) any { return nil }
 
-func (f textForm) piece(index uint32, p piece) any {
+func (f textFormat) chunk(index uint32, p piece) any {
 	choice := textChoice{Index: index, Text: p.text, FinishReason: reason(p.finish)}
 	if f.logprobs {
 		choice.Logprobs = noLogprobs()
-		choice.Logprobs.begin = f.said[index]
+		choice.Logprobs.begin = f.offsets[index]
 		choice.Logprobs.add([]piece{p})
-		f.said[index] += utf8.RuneCountInString(p.text)
+		f.offsets[index] += utf8.RuneCountInString(p.text)
 	}
 	return choice
 }
 
-// noLogprobs is empty lists, which OpenAI's clients want where there is nothing.
+// noLogprobs has empty lists instead of null, as OpenAI's clients expect.
 func noLogprobs() *textLogprobs {
 	return &textLogprobs{Tokens: []string{}, TokenLogprobs: []*float32{}, TopLogprobs: []any{}, TextOffset: []int{}}
 }
 
-// prompt puts the prompt's tokens there. The first follows nothing, and has no logprob.
+// prompt adds the tokens of a prompt. The first has no logprob.
 func (l *textLogprobs) prompt(p prompt) {
 	for i, text := range p.texts {
 		var logprob *float32
@@ -198,18 +200,18 @@ func (l *textLogprobs) token(text string, logprob *float32) {
 	l.TopLogprobs, l.TextOffset = append(l.TopLogprobs, nil), append(l.TextOffset, offset)
 }
 
-// byID is each token of the prompt by its id; null for the first.
-func (p prompt) byID() []map[string]known {
-	out := make([]map[string]known, len(p.texts))
+// byID returns each token of the prompt by its id; null for the first.
+func (p prompt) byID() []map[string]promptLogprob {
+	out := make([]map[string]promptLogprob, len(p.texts))
 	for i, text := range p.texts {
 		if i > 0 {
-			out[i] = map[string]known{strconv.FormatUint(uint64(p.ids[i]), 10): {finite(p.logprobs[i]), text}}
+			out[i] = map[string]promptLogprob{strconv.FormatUint(uint64(p.ids[i]), 10): {finite(p.logprobs[i]), text}}
 		}
 	}
 	return out
 }
 
-// reason is OpenAI's word for how a completion ended.
+// reason returns the finish reason of OpenAI.
 func reason(finish string) *string {
 	if finish == "" {
 		return nil
@@ -220,7 +222,7 @@ func reason(finish string) *string {
 	return &finish
 }
 
-// finite keeps JSON possible: OpenAI writes -9999 for what can't be sampled.
+// finite replaces values that JSON does not have. OpenAI writes -9999 for a token that can't be sampled.
 func finite(logprob float32) float32 {
 	if math.IsInf(float64(logprob), 0) || math.IsNaN(float64(logprob)) {
 		return -9999

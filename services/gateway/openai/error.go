@@ -13,13 +13,13 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// OpenAI's types of errors.
+// Error types of OpenAI.
 const (
 	typeInvalid = "invalid_request_error"
 	typeServer  = "server_error"
 )
 
-// apiError is an error in OpenAI's shape.
+// apiError is an error in the format of OpenAI.
 type apiError struct {
 	Status  int    `json:"-"`
 	Retry   int    `json:"-"` // seconds; 0: no Retry-After
@@ -27,14 +27,14 @@ type apiError struct {
 	Type    string `json:"type"`
 	Param   string `json:"param"`
 	Code    string `json:"code"`
-	cause   error  // for the log; nil where the message says all
+	cause   error  // for the log; nil if the message is complete
 }
 
 func (e *apiError) Error() string { return e.Message }
 
 func (e *apiError) Unwrap() error { return e.cause }
 
-// MarshalJSON writes absent param and code as null, as OpenAI does.
+// MarshalJSON writes an empty param or code as null, as OpenAI does.
 func (e *apiError) MarshalJSON() ([]byte, error) {
 	null := func(s string) *string {
 		if s == "" {
@@ -50,12 +50,12 @@ func (e *apiError) MarshalJSON() ([]byte, error) {
 	}{e.Message, e.Type, null(e.Param), null(e.Code)})
 }
 
-// invalid is a bad value of one parameter.
+// invalid is the error for an invalid value of a parameter.
 func invalid(param, format string, args ...any) error {
 	return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: param, Code: "invalid_value", Message: fmt.Sprintf(format, args...)}
 }
 
-// unsupported is a parameter that would change the answer and that nobody here can honour.
+// unsupported is the error for a parameter that would change the completion and is not supported.
 func unsupported(param, why string) error {
 	return &apiError{Status: http.StatusBadRequest, Type: typeInvalid, Param: param, Code: "unsupported_parameter", Message: "`" + param + "` is not supported: " + why}
 }
@@ -63,18 +63,18 @@ func unsupported(param, why string) error {
 func unknownModel(name string) *apiError {
 	return &apiError{
 		Status: http.StatusNotFound, Type: typeInvalid, Param: "model", Code: "model_not_found",
-		Message: fmt.Sprintf("the model %q does not exist; GET /v1/models lists those that are served now", name),
+		Message: fmt.Sprintf("the model %q does not exist; GET /v1/models lists the models", name),
 	}
 }
 
-// internal is a failure that the caller can do nothing about.
+// internal is the error for a failure that the caller can't fix.
 func internal(cause error) *apiError {
 	return &apiError{
-		Status: http.StatusInternalServerError, Type: typeServer, Code: "internal_error", Message: "the server failed; its log says more", cause: cause,
+		Status: http.StatusInternalServerError, Type: typeServer, Code: "internal_error", Message: "internal error; the log of the server has the details", cause: cause,
 	}
 }
 
-// errorOf puts any error into OpenAI's shape. model and prompt name the parameters to blame.
+// errorOf converts any error. model is the requested model, prompt the parameter that has the prompt.
 func errorOf(err error, model, prompt string) *apiError {
 	var known *apiError
 	if errors.As(err, &known) {
@@ -102,10 +102,10 @@ func errorOf(err error, model, prompt string) *apiError {
 	return internal(err)
 }
 
-// fail answers with an error. Nothing was written before.
+// fail responds with an error. Nothing was written before.
 func (h *handler) fail(w http.ResponseWriter, r *http.Request, err error) {
 	if r.Context().Err() != nil {
-		return // nobody reads it
+		return // the client is gone
 	}
 	e := errorOf(err, "", "")
 	if e.Status >= http.StatusInternalServerError {

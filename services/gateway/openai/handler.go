@@ -1,12 +1,15 @@
-// Package openai serves policies as OpenAI's HTTP API: /v1/models, /v1/chat/completions and /v1/completions, plain and
-// streaming, so that OpenAI's own clients work unmodified. /health asks for no key and says that the gateway serves, whether or not
-// a policy is there.
+// Package openai serves policies with the HTTP API of OpenAI: /v1/models, /v1/chat/completions, and
+// /v1/completions, plain and streaming, so that OpenAI's clients work unmodified. /health needs no key;
+// it reports that the gateway serves, even if it has no policy.
 //
-// Beyond OpenAI's fields a request may hold top_k, min_p and, for completions, vLLM's prompt_logprobs. What would change the answer
-// and is not supported (tools, penalties, vLLM's constraints, ...) is refused; other unknown fields are ignored, as OpenAI's clients expect. Answers carry the weights version in
-// system_fingerprint ("weights-v12") and in the header x-rollout-weights-version (of a stream: those of its first token; each
-// chunk's fingerprint names the newest so far), the session in x-rollout-session; a
-// request that sends x-rollout-session goes on with that session.
+// Beyond the fields of OpenAI, a request may have top_k, min_p, and, for completions, prompt_logprobs
+// as in vLLM. Fields that would change the completion and are not supported (tools, penalties,
+// constraints of vLLM) are refused. Other unknown fields are ignored, as OpenAI's clients expect.
+//
+// A response has the weights version in system_fingerprint ("weights-v12") and in the header
+// x-rollout-weights-version. The header of a stream has the version of the first token; the
+// fingerprint of each chunk has the newest version so far. The header x-rollout-session has the session.
+// A request with that header continues the session.
 package openai
 
 import (
@@ -27,14 +30,14 @@ const maxBody = 16 << 20
 type Backend interface {
 	// Models returns the policies that are served now.
 	Models(ctx context.Context) []*gatewayv1.Model
-	// Complete hands each piece to send as it arrives.
+	// Complete calls send for each piece when it arrives.
 	Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) error
 }
 
-// Options are the handler's surroundings.
+// Options are the dependencies of the handler.
 type Options struct {
 	Backend Backend
-	Keys    *apikey.Ring // nil: everybody may call
+	Keys    *apikey.Ring // nil: no key is needed
 	Log     *slog.Logger
 	Now     func() time.Time
 }
@@ -43,7 +46,7 @@ type handler struct {
 	Options
 }
 
-// Handler is the API.
+// Handler returns the API.
 func Handler(o Options) http.Handler {
 	h := &handler{Options: o}
 	mux := http.NewServeMux()
@@ -65,13 +68,13 @@ func Handler(o Options) http.Handler {
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		h.fail(w, r, &apiError{
 			Status: http.StatusNotFound, Type: typeInvalid, Code: "unknown_url",
-			Message: "unknown request URL: " + r.Method + " " + r.URL.Path + "; there are /v1/models, /v1/chat/completions, /v1/completions and /health",
+			Message: "unknown request URL: " + r.Method + " " + r.URL.Path + "; the URLs are /v1/models, /v1/chat/completions, /v1/completions, and /health",
 		})
 	})
 	return traced(mux)
 }
 
-// guard checks method and key, and turns an error into OpenAI's shape.
+// guard checks the method and the key, and responds with the error of serve.
 func (h *handler) guard(w http.ResponseWriter, r *http.Request, method string, serve func(http.ResponseWriter, *http.Request) error) {
 	if h.refused(w, r, method) {
 		return
@@ -87,7 +90,7 @@ func (h *handler) guard(w http.ResponseWriter, r *http.Request, method string, s
 	}
 }
 
-// refused answers a request of another method. HEAD goes where GET does; the server leaves the body out.
+// refused responds to a request with another method and reports whether it did. HEAD counts as GET.
 func (h *handler) refused(w http.ResponseWriter, r *http.Request, method string) bool {
 	if r.Method == method || r.Method == http.MethodHead && method == http.MethodGet {
 		return false
@@ -99,12 +102,12 @@ func (h *handler) refused(w http.ResponseWriter, r *http.Request, method string)
 	w.Header().Set("Allow", allowed)
 	h.fail(w, r, &apiError{
 		Status: http.StatusMethodNotAllowed, Type: typeInvalid, Code: "method_not_supported",
-		Message: "not allowed to " + r.Method + " on " + r.URL.Path + "; use " + method,
+		Message: "method " + r.Method + " is not allowed on " + r.URL.Path + "; use " + method,
 	})
 	return true
 }
 
-// admit checks the key: to look asks for the scope read, to sample for submit.
+// admit checks the key: GET needs the scope read, POST the scope submit.
 func (h *handler) admit(r *http.Request) error {
 	if h.Keys == nil {
 		return nil
@@ -127,8 +130,8 @@ func (h *handler) admit(r *http.Request) error {
 	if !key.Scope.Allows(needed) {
 		return &apiError{
 			Status: http.StatusForbidden, Type: typeInvalid, Code: "insufficient_permissions",
-			Message: "the API key " + key.Name + " has the scope " + string(key.Scope) + ", and this asks for " + string(needed) +
-				"; use a key of that scope (`rollout keys create NAME --scope " + string(needed) + "`)",
+			Message: "the API key " + key.Name + " has the scope " + string(key.Scope) + ", but this request needs " + string(needed) +
+				"; use a key with that scope (`rollout keys create NAME --scope " + string(needed) + "`)",
 		}
 	}
 	return nil

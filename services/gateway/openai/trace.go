@@ -12,24 +12,24 @@ import (
 
 const scope = "github.com/rollout-rl/rollout/services/gateway/openai"
 
-// traced gives each request a span that goes on with the caller's trace (W3C trace context), and whose own context reaches the
-// worker.
+// traced gives each request a span. It continues the trace of the caller (W3C trace context), and its
+// context reaches the worker.
 func traced(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		ctx := propagation.TraceContext{}.Extract(r.Context(), propagation.HeaderCarrier(r.Header))
 		ctx, span := otel.Tracer(scope).Start(ctx, r.Method+" "+r.URL.Path, trace.WithSpanKind(trace.SpanKindServer),
 			trace.WithAttributes(attribute.String("http.request.method", r.Method), attribute.String("url.path", r.URL.Path)))
 		defer span.End()
-		seen := &statusWriter{ResponseWriter: w, status: http.StatusOK}
-		next.ServeHTTP(seen, r.WithContext(ctx))
-		span.SetAttributes(attribute.Int("http.response.status_code", seen.status))
-		if seen.status >= http.StatusInternalServerError {
-			span.SetStatus(codes.Error, http.StatusText(seen.status))
+		recorder := &statusWriter{ResponseWriter: w, status: http.StatusOK}
+		next.ServeHTTP(recorder, r.WithContext(ctx))
+		span.SetAttributes(attribute.Int("http.response.status_code", recorder.status))
+		if recorder.status >= http.StatusInternalServerError {
+			span.SetStatus(codes.Error, http.StatusText(recorder.status))
 		}
 	})
 }
 
-// statusWriter remembers the status. Unwrap lets a http.ResponseController flush through it.
+// statusWriter records the status. Unwrap lets an http.ResponseController flush through it.
 type statusWriter struct {
 	http.ResponseWriter
 	status int

@@ -18,7 +18,7 @@ import (
 // Store implements gateway.Store.
 type Store struct{ db *sqldb.DB }
 
-// Open opens or makes the service's database and brings its schema up to date.
+// Open opens the database of the service, creates it if needed, and migrates its schema.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 	db, err := sqldb.Ready(ctx, place, "rollout-gateway", sqldb.Normal, schema.Migrations)
 	if err != nil {
@@ -71,65 +71,66 @@ func (s *Store) Turns(ctx context.Context, session string) ([]*gateway.Turn, err
 	return turns, nil
 }
 
-// forgetBatch is how many turns are looked at together: one may have tens of thousands of tokens.
-const forgetBatch = 64
+// expireBatch is how many turns are read at a time, because a turn may have tens of thousands of tokens.
+const expireBatch = 64
 
-// Forget implements gateway.Store. Turns are looked at in the order in which they were written, up to the first that is young.
-func (s *Store) Forget(ctx context.Context, before time.Time) (sessions int, err error) {
-	after, whole := int64(0), false
-	for !whole && err == nil {
-		looked := 0
+// Expire implements gateway.Store. It reads turns in the order in which they were written, up to the
+// first that is not old.
+func (s *Store) Expire(ctx context.Context, before time.Time) (sessions int, err error) {
+	after, done := int64(0), false
+	for !done && err == nil {
+		turns := 0
 		old := map[string]bool{}
-		err = s.db.Each(ctx, `SELECT number, session_id, turn FROM turn WHERE number > $1 ORDER BY number LIMIT $2`, []any{after, forgetBatch}, func(scan sqldb.Scan) error {
+		err = s.db.Each(ctx, `SELECT number, session_id, turn FROM turn WHERE number > $1 ORDER BY number LIMIT $2`, []any{after, expireBatch}, func(scan sqldb.Scan) error {
 			var number int64
 			var session string
 			var raw []byte
 			if err := scan(&number, &session, &raw); err != nil {
 				return err
 			}
-			looked++
-			young, err := since(raw, before)
-			if whole = whole || young; !whole {
+			turns++
+			recent, err := since(raw, before)
+			if done = done || recent; !done {
 				after, old[session] = number, true
 			}
 			return err
 		})
-		whole = whole || looked < forgetBatch
+		done = done || turns < expireBatch
 		for session := range old {
 			if err != nil {
 				break
 			}
-			var gone bool
-			if gone, err = s.forget(ctx, session, before); gone {
+			var deleted bool
+			if deleted, err = s.expire(ctx, session, before); deleted {
 				sessions++
 			}
 		}
 	}
 	if err != nil {
-		return sessions, fmt.Errorf("forget old sessions: %w", err)
+		return sessions, fmt.Errorf("delete expired sessions: %w", err)
 	}
 	return sessions, nil
 }
 
-// forget removes a session unless it has a young turn, or gets one meanwhile.
-func (s *Store) forget(ctx context.Context, session string, before time.Time) (gone bool, err error) {
+// expire deletes a session unless it has a recent turn, or gets one in the meantime.
+func (s *Store) expire(ctx context.Context, session string, before time.Time) (deleted bool, err error) {
 	var newest int64
 	var raw []byte
 	err = s.db.One(ctx, `SELECT number, turn FROM turn WHERE session_id = $1 ORDER BY number DESC LIMIT 1`, []any{session}, &newest, &raw)
-	if errors.Is(err, sql.ErrNoRows) { // another gateway was faster
+	if errors.Is(err, sql.ErrNoRows) { // another gateway has deleted it
 		return false, nil
 	}
 	if err != nil {
 		return false, err
 	}
-	if young, err := since(raw, before); young || err != nil {
+	if recent, err := since(raw, before); recent || err != nil {
 		return false, err
 	}
 	n, err := s.db.Exec(ctx, `DELETE FROM turn WHERE session_id = $1 AND NOT EXISTS (SELECT 1 FROM turn AS later WHERE later.session_id = $1 AND later.number > $2)`, session, newest)
 	return n > 0, err
 }
 
-// since reports whether a turn is not older than a time.
+// since reports whether a turn is at least as new as a time.
 func since(raw []byte, before time.Time) (bool, error) {
 	var t gateway.Turn
 	if err := proto.Unmarshal(raw, &t); err != nil {

@@ -13,14 +13,14 @@ import (
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
-// Run runs the suite; open gives an empty store.
+// Run runs the suite. open returns an empty store.
 func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
 	t.Run("unknown session", func(t *testing.T) {
 		if _, err := open(t).Turns(t.Context(), "sess-x"); !errors.Is(err, gateway.ErrSession) {
 			t.Fatalf("got %v", err)
 		}
 	})
-	t.Run("sessions are forgotten after their newest turn, whole", func(t *testing.T) {
+	t.Run("sessions expire after their newest turn", func(t *testing.T) {
 		store, now := open(t), time.Now()
 		turn := func(age time.Duration) []*gateway.Turn {
 			return []*gateway.Turn{{RequestId: "a", Time: timestamppb.New(now.Add(-age))}}
@@ -32,24 +32,24 @@ func Run(t *testing.T, open func(t *testing.T) gateway.Store) {
 				}
 			}
 		}
-		add("sess-used", 3*time.Hour)
+		add("sess-active", 3*time.Hour)
 		for i := range 100 {
 			add(fmt.Sprintf("sess-old-%d", i), 3*time.Hour, 2*time.Hour)
 		}
-		add("sess-used", 2*time.Hour, 0)
-		add("sess-young", time.Minute)
+		add("sess-active", 2*time.Hour, 0)
+		add("sess-recent", time.Minute)
 		for _, want := range []int{100, 0} {
-			if got, err := store.Forget(t.Context(), now.Add(-time.Hour)); err != nil || got != want {
-				t.Errorf("forgot %d sessions, %v; want %d", got, err, want)
+			if got, err := store.Expire(t.Context(), now.Add(-time.Hour)); err != nil || got != want {
+				t.Errorf("deleted %d sessions, %v; want %d", got, err, want)
 			}
 		}
-		for session, want := range map[string]int{"sess-used": 3, "sess-young": 1, "sess-old-0": 0, "sess-old-99": 0} {
+		for session, want := range map[string]int{"sess-active": 3, "sess-recent": 1, "sess-old-0": 0, "sess-old-99": 0} {
 			if got, err := store.Turns(t.Context(), session); len(got) != want || errors.Is(err, gateway.ErrSession) != (want == 0) {
 				t.Errorf("%s has %d turns, %v", session, len(got), err)
 			}
 		}
 	})
-	t.Run("turns come back as they were, in order, of their session alone", func(t *testing.T) {
+	t.Run("turns of a session are returned unchanged and in order", func(t *testing.T) {
 		store := open(t)
 		first := &gateway.Turn{RequestId: "a", PromptTokenIds: []uint32{1, 2}, TokenIds: []uint32{3}, Logprobs: []float32{-0.25}, FinishReason: "stop"}
 		second := &gateway.Turn{RequestId: "b", Sample: 1, TokenIds: []uint32{4}}

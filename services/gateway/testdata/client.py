@@ -1,4 +1,4 @@
-"""Use a gateway through OpenAI's own client, unmodified; arguments: base URL, API key. Prints one JSON object."""
+"""Use a gateway with OpenAI's client, unmodified. Arguments: base URL, API key. Prints a JSON object."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ def main() -> None:
     raw = client.chat.completions.with_raw_response.create(model="tiny", messages=hello)
     texts = client.completions.create(model="tiny", prompt=["a", "b"], logprobs=1)
     echoed = client.completions.create(model="tiny", prompt=["ab", "cd"], echo=True, logprobs=1, n=2)
-    beside = client.completions.create(model="tiny", prompt=[7, 8], extra_body={"prompt_logprobs": 1})
+    scored_prompt = client.completions.create(model="tiny", prompt=[7, 8], extra_body={"prompt_logprobs": 1})
     ids = client.completions.create(model="tiny", prompt=[5, 6, 7], stream=True)
     streamed = "".join(c.choices[0].text for c in ids if c.choices)
     errors = {}
@@ -54,7 +54,7 @@ def main() -> None:
                 "texts": [c.text for c in texts.choices],
                 "echoed": [c.text for c in echoed.choices],
                 "echoed logprobs": echoed.choices[2].logprobs.model_dump(),
-                "beside": [beside.choices[0].text, beside.choices[0].prompt_logprobs],
+                "prompt logprobs": [scored_prompt.choices[0].text, scored_prompt.choices[0].prompt_logprobs],
                 "streamed": streamed,
                 "errors": errors,
             }

@@ -103,7 +103,7 @@ func (s *Store) Pin(ctx context.Context, id string) error {
 		return fmt.Errorf("pin snapshot %s: %w", id, err)
 	}
 	if n == 0 {
-		return snapshot.ErrNotFound.With("snapshot", id).WithMessage("there is no snapshot %q", id)
+		return snapshot.ErrNotFound.With("snapshot", id).WithMessage("snapshot %q was not found", id)
 	}
 	return nil
 }
@@ -142,7 +142,7 @@ func (s *Store) Get(ctx context.Context, prefix string) (*snapshot.Snapshot, err
 	}
 	switch {
 	case len(found) == 0:
-		return nil, snapshot.ErrNotFound.With("snapshot", prefix).WithMessage("there is no snapshot %q", prefix)
+		return nil, snapshot.ErrNotFound.With("snapshot", prefix).WithMessage("snapshot %q was not found", prefix)
 	case len(found) > 1:
 		return nil, snapshot.ErrAmbiguous.With("snapshot", prefix).WithMessage("several snapshots begin with %q", prefix)
 	}
