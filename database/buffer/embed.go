@@ -1,9 +1,9 @@
-// Package buffer is the schema of the buffer service: one database for all runs.
+// Package buffer contains the database schema of the buffer service.
 package buffer
 
 import "embed"
 
-// Migrations holds the goose migrations, a folder a dialect.
+// Migrations are the goose migrations, one folder per dialect.
 //
 //go:embed sqlite/*.sql postgres/*.sql
 var Migrations embed.FS

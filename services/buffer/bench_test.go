@@ -14,7 +14,8 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
-// cpu is the processor time of this process: unlike wall time it does not depend on who else runs.
+// cpu is the processor time of this process. Unlike wall time it does not depend on other
+// processes.
 func cpu() time.Duration {
 	var u syscall.Rusage
 	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u)
@@ -26,7 +27,8 @@ const (
 	benchSize   = 8
 )
 
-// stepOf is the messages of a step: 32 groups of 8 samples, some 600 bytes a payload, a message a group.
+// stepOf is the messages of a step: 32 groups of 8 samples, about 600 bytes per payload, one
+// message per group.
 func stepOf(b *testing.B, c *bufferv1.LedgerConfig, step uint64) (out [][]*trajectoryv1.TrajectoryEnvelope) {
 	b.Helper()
 	for g := range uint64(benchGroups) {
@@ -48,7 +50,8 @@ func benchConfig() *bufferv1.LedgerConfig {
 		Rows: 10_000, Receipts: true}
 }
 
-// BenchmarkLedger is a step of 256 samples with its fsyncs and without a stream: one ingest, lease, commit.
+// BenchmarkLedger measures a step of 256 samples with its syncs and without a stream: one ingest,
+// lease, and commit.
 func BenchmarkLedger(b *testing.B) {
 	store, err := sqlstore.Open(b.Context(), sqldb.Files(b.TempDir()))
 	if err != nil {
@@ -103,8 +106,9 @@ func BenchmarkLedger(b *testing.B) {
 	}
 }
 
-// BenchmarkStep is a step as a run sees it: 32 messages of 8 samples through NATS and gRPC, from the first publish to the end of
-// the commit. In "spread" a message follows the last by 1 ms, as from a worker that finishes groups one by one.
+// BenchmarkStep measures a step of a run: 32 messages of 8 samples through NATS and gRPC, from the
+// first publish to the end of the commit. In "spread" the messages are 1 ms apart, as from a worker
+// that finishes groups one by one.
 func BenchmarkStep(b *testing.B) {
 	for name, gap := range map[string]time.Duration{"burst": 0, "spread": time.Millisecond} {
 		b.Run(name, func(b *testing.B) {

@@ -28,13 +28,13 @@ import (
 
 const (
 	run  = "run-01jz0000000000000000000000"
-	size = 4 // samples a group
+	size = 4 // samples per group
 )
 
-// digest of a version in these tests.
+// digest is the digest of a weights version in these tests.
 func digest(version uint64) string { return fmt.Sprintf("blake3-%064x", version+1) }
 
-// bench is a NATS server, a state folder, and a buffer over them that can be stopped and started again.
+// bench is a NATS server, a state folder, and a buffer that can be restarted.
 type bench struct {
 	testing.TB
 	folder string
@@ -42,7 +42,7 @@ type bench struct {
 	cfg    buffer.Config
 	deps   buffer.Deps
 	events *recorder
-	sync   func(*os.File) error // of segments; nil: the system's own way
+	sync   func(*os.File) error // of segments; nil: fdatasync
 	stop   func()
 	client bufferv1.BufferServiceClient
 }
@@ -58,7 +58,7 @@ func (r *recorder) Emit(e *eventv1.Event) {
 	r.events = append(r.events, e)
 }
 
-// reasons of the events so far, with their number.
+// reasons counts the events so far by reason.
 func (r *recorder) reasons() map[string]int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -164,7 +164,7 @@ func (s *bench) record(version uint64) {
 	}
 }
 
-// sampleOf is a good sample of weights version 0.
+// sampleOf is a valid sample of weights version 0.
 func sampleOf(position uint64, attempt, n uint32) *trajectoryv1.TrajectoryEnvelope {
 	key := &trajectoryv1.TrajectoryKey{RunId: run, Epoch: uint32(position / 5), Index: position % 5, Attempt: attempt, Sample: n}
 	return seal(&trajectoryv1.TrajectoryHeader{
@@ -193,7 +193,7 @@ func failed(e *trajectoryv1.TrajectoryEnvelope, outcome trajectoryv1.Outcome, re
 	return e
 }
 
-// groupOf is every sample of a group.
+// groupOf is all samples of a group.
 func groupOf(position uint64, attempt uint32, version uint64) (out []*trajectoryv1.TrajectoryEnvelope) {
 	for n := range uint32(size) {
 		out = append(out, ofVersion(sampleOf(position, attempt, n), version))
@@ -209,7 +209,7 @@ func (s *bench) publish(trajectories ...*trajectoryv1.TrajectoryEnvelope) {
 	}
 }
 
-// until watches the ledger until it is as wanted.
+// until watches the ledger until want returns true.
 func (s *bench) until(what string, want func(*bufferv1.LedgerState) bool) *bufferv1.LedgerState {
 	s.Helper()
 	ctx, cancel := context.WithTimeout(s.Context(), 2*time.Minute)
@@ -280,7 +280,7 @@ func keys(position uint64, attempt uint32) []*bufferv1.GroupKey {
 	return []*bufferv1.GroupKey{{Epoch: uint32(position / 5), Index: position % 5, Attempt: attempt}}
 }
 
-// payloads of a step through ReadPayloads.
+// payloads reads the payloads of a step with ReadPayloads.
 func (s *bench) payloads(step uint64) (out []*trajectoryv1.Trajectory, err error) {
 	stream, err := s.client.ReadPayloads(s.Context(), &bufferv1.ReadPayloadsRequest{RunId: run, Step: step})
 	if err != nil {
@@ -301,7 +301,7 @@ func (s *bench) payloads(step uint64) (out []*trajectoryv1.Trajectory, err error
 	}
 }
 
-// positions of a batch, group by group; samples must be in order within each.
+// positions lists the positions of a batch. The samples of each group must be in order.
 func positions(t testing.TB, b *bufferv1.Batch) (out []uint64) {
 	t.Helper()
 	last, lastSample := uint64(math.MaxUint64), uint32(0)

@@ -1,4 +1,5 @@
-// Package buffer is the service that owns the ledger of trajectories: what arrived, which step consumed it, and with which weights.
+// Package buffer is the service that owns the ledger of trajectories: what arrived, which step
+// consumed it, and with which weights.
 //
 //	buffer    the gRPC edge, the runs that are open, leases, and payloads
 //	ingest    takes trajectories from the run's stream and from puts, and makes them durable in groups
@@ -6,10 +7,11 @@
 //	segment   files of payloads, and copies of them in a bucket
 //	sqlstore  the ledger's rows in SQLite or PostgreSQL
 //
-// buffer imports all of them, ingest imports ledger and segment, and ledger and segment import none of them.
+// buffer imports all of them, ingest imports ledger and segment, and ledger and segment import none
+// of them.
 //
-// Each run has its own lock, its own goroutines, and its own failure: a run whose ledger cannot be opened is retried, and neither it nor
-// a run whose bucket is slow delays the others.
+// Each run has its own lock, its own goroutines, and its own failure: a run whose ledger cannot be
+// opened is retried, and neither it nor a run whose bucket is slow delays the others.
 package buffer
 
 import (
@@ -32,9 +34,11 @@ import (
 type Durability int
 
 const (
-	// Power: payloads and ledger rows survive a power cut. Each group commit costs a sync of the segment and one of the database.
+	// Power: payloads and ledger rows survive a power cut. Each group commit costs a sync of the
+	// segment and one of the database.
 	Power Durability = iota
-	// Process: they survive the death of every process, also by SIGKILL. A power cut or a kernel crash loses the last seconds.
+	// Process: they survive the death of every process, also by SIGKILL. A power cut or a kernel
+	// crash loses the last seconds.
 	Process
 )
 
@@ -61,7 +65,8 @@ type Deps struct {
 	Datasync  func(*os.File) error // makes a segment durable; nil: fdatasync
 }
 
-// Artifacts downloads payloads that were too large for a message; storagev1.ArtifactServiceClient is one.
+// Artifacts downloads payloads that were too large for a message; storagev1.ArtifactServiceClient
+// is one.
 type Artifacts interface {
 	GetArtifact(ctx context.Context, in *storagev1.GetArtifactRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[storagev1.GetArtifactResponse], error)
 }

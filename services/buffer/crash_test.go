@@ -36,10 +36,10 @@ func TestOpenLedgersIngestAgainAfterARestart(t *testing.T) {
 	s.publish(groupOf(0, 0, 0)...)
 	s.samples(size)
 	s.stop()
-	s.publish(groupOf(1, 0, 0)...) // while nobody is there
+	s.publish(groupOf(1, 0, 0)...) // while the buffer is stopped
 	tear(t, filepath.Join(s.cfg.Segments, run, "000001.seg"))
 	s.start()
-	b := s.lease(1) // nobody opened the ledger again
+	b := s.lease(1) // without another OpenLedger
 	if got, err := s.payloads(1); err != nil || len(got) != 2*size {
 		t.Fatalf("%d payloads: %v", len(got), err)
 	}
@@ -50,7 +50,7 @@ func TestOpenLedgersIngestAgainAfterARestart(t *testing.T) {
 	s.commit(b)
 }
 
-// tear leaves what a crash leaves in the middle of an append.
+// tear appends what a crash leaves in the middle of an append.
 func tear(t *testing.T, path string) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
@@ -96,7 +96,7 @@ func TestDamagedPayloadIsNamed(t *testing.T) {
 				return
 			}
 			s.restart()                                                 // the file is shorter than what was durable
-			s.publish(append(groupOf(2, 0, 0), groupOf(3, 0, 0)...)...) // and ingest goes on
+			s.publish(append(groupOf(2, 0, 0), groupOf(3, 0, 0)...)...) // and ingest continues
 			s.samples(4 * size)
 			if got := s.events.reasons(); got["PAYLOAD_LOST"] != 1 {
 				t.Errorf("events %v", got)
@@ -105,7 +105,7 @@ func TestDamagedPayloadIsNamed(t *testing.T) {
 	}
 }
 
-func TestMessageThatIsNoBatch(t *testing.T) {
+func TestMalformedMessagesAreRefused(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	s.open(ledgerConfig())
@@ -137,7 +137,8 @@ func TestClosedLedgerIngestsNothing(t *testing.T) {
 	s.samples(size)
 }
 
-// Who conducts an older incarnation of a run than the one that opened the ledger is refused, after a restart too.
+// Callers that act for an older incarnation than the one that opened the ledger are refused, also
+// after a restart.
 func TestOlderIncarnationIsRefused(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
@@ -192,8 +193,9 @@ func TestLedgerMayBeOpenedBeforeItsStream(t *testing.T) {
 	s.samples(size)
 }
 
-// Payloads that go while an export reads come with the snapshot that covers them: nobody takes them for lost.
-func TestExportBesideATrim(t *testing.T) {
+// Payloads that are trimmed during an export are reported with the snapshot that covers them, not
+// as lost.
+func TestExportDuringATrim(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	c := ledgerConfig()
@@ -220,7 +222,7 @@ func TestExportBesideATrim(t *testing.T) {
 				trimmed++
 			}
 			if sample.GetFlaw() != "" {
-				t.Errorf("a sample is taken for lost: %s", sample.GetFlaw())
+				t.Errorf("a sample is reported as lost: %s", sample.GetFlaw())
 			}
 		}
 		if len(covered) > 1 || len(rows.GetSamples()) > 0 {
@@ -233,11 +235,11 @@ func TestExportBesideATrim(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !slices.Equal(covered, []uint64{0, 4}) || trimmed == 0 {
-		t.Errorf("the export told of snapshots through %v, and of %d dropped payloads", covered, trimmed)
+		t.Errorf("the export reported snapshots up to %v and %d trimmed payloads", covered, trimmed)
 	}
 }
 
-// TestCommitTrims: a commit that says so drops what its step and those before had, and may be repeated.
+// A commit with trim deletes the payloads of its step and those before, and may be repeated.
 func TestCommitTrims(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
@@ -245,7 +247,7 @@ func TestCommitTrims(t *testing.T) {
 	c.MaxStaleness = 10
 	s.open(c)
 	s.record(0)
-	for step := range uint64(6) { // 8 KiB a segment, 4 KiB a step
+	for step := range uint64(6) { // 8 KiB per segment, 4 KiB per step
 		s.publish(append(groupOf(2*step, 0, 0), groupOf(2*step+1, 0, 0)...)...)
 		b := s.lease(step + 1)
 		commit := &bufferv1.CommitStepRequest{RunId: run, Step: step + 1, BatchId: b.GetBatchId(), WeightsDigest: digest(step + 1), Trim: step == 4}
@@ -271,7 +273,7 @@ func TestTrimDropsWhatASnapshotCovers(t *testing.T) {
 	c.MaxStaleness = 10
 	s.open(c)
 	s.record(0)
-	for step := range uint64(8) { // 8 KiB a segment, 4 KiB a step
+	for step := range uint64(8) { // 8 KiB per segment, 4 KiB per step
 		s.publish(append(groupOf(2*step, 0, 0), groupOf(2*step+1, 0, 0)...)...)
 		b := s.lease(step + 1)
 		if step < 7 {
@@ -297,7 +299,7 @@ func TestTrimDropsWhatASnapshotCovers(t *testing.T) {
 			t.Errorf("step %d: %d payloads, %v", step, len(got), err)
 		}
 	}
-	trim(100) // covers what was committed, not the leased step
+	trim(100) // covers committed steps, not the leased one
 	if got, err := s.payloads(8); err != nil || len(got) != 2*size {
 		t.Errorf("leased step: %d payloads, %v", len(got), err)
 	}
@@ -358,7 +360,7 @@ func TestPayloadByReference(t *testing.T) {
 	}
 }
 
-func TestLeaseWaitsAndWakes(t *testing.T) {
+func TestALeaseWaitsForTheLastSample(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	s.open(ledgerConfig())
@@ -369,7 +371,7 @@ func TestLeaseWaitsAndWakes(t *testing.T) {
 		t.Fatalf("%v %v", r, err)
 	}
 	leased := make(chan *bufferv1.Batch, 3)
-	for range cap(leased) { // all who wait get the same batch
+	for range cap(leased) { // all callers get the same batch
 		go func() {
 			r, _ := s.client.LeaseBatch(t.Context(), &bufferv1.LeaseBatchRequest{RunId: run, Step: 1, WaitSeconds: 20})
 			leased <- r.GetBatch()
@@ -384,7 +386,8 @@ func TestLeaseWaitsAndWakes(t *testing.T) {
 	}
 }
 
-// A reader that does not read must not hold up the ledger, and sees the newest state when it reads again.
+// A watcher that does not read must not block the ledger. It sees the newest state when it reads
+// again.
 func TestSlowWatcherSeesTheNewest(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
@@ -415,9 +418,9 @@ func TestSlowWatcherSeesTheNewest(t *testing.T) {
 	}
 }
 
-// Whatever byte of a segment is flipped, and wherever it is cut off: the export tells, names run, group, sample and offset of each payload
-// that is not what was written, and no such payload is handed to a learner.
-func TestEveryByteOfASegmentIsWatched(t *testing.T) {
+// If any byte of a segment is flipped, or the segment is cut off anywhere, the export reports it
+// with run, group, sample, and offset of each damaged payload, and no damaged payload is returned.
+func TestDamageOfAnyByteOfASegmentIsReported(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	s.open(ledgerConfig())
@@ -429,14 +432,11 @@ func TestEveryByteOfASegmentIsWatched(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	last := b.GetSamples()[len(b.GetSamples())-1]
-	payloads := int(last.GetOffset() + last.GetLength())
 	try := func(what string, at int, data []byte, cut bool) {
 		t.Helper()
 		if err := os.WriteFile(path, data, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		flawed := 0
 		export := s.export()
 		for _, sample := range export.GetSamples() {
 			ref := sample.GetRef()
@@ -445,21 +445,15 @@ func TestEveryByteOfASegmentIsWatched(t *testing.T) {
 			if bad != (sample.GetFlaw() != "") {
 				t.Fatalf("%s at byte %d: sample at %d to %d: flaw %q", what, at, first, end, sample.GetFlaw())
 			}
-			if bad {
-				flawed++
-			}
 		}
 		if export.GetSegments()[0].GetFlaw() == "" {
 			t.Fatalf("%s at byte %d was not found", what, at)
 		}
-		if flawed == 0 && at >= payloads { // the note, which is of use only where rows are gone
-			return
-		}
 		if got, err := s.payloads(1); rpcerr.Reason(err) != "PAYLOAD_LOST" {
-			t.Fatalf("%s at byte %d: %d payloads were given out: %v", what, at, len(got), err)
+			t.Fatalf("%s at byte %d: %d payloads were returned: %v", what, at, len(got), err)
 		}
 	}
-	for at := 0; at < len(whole); at += 1 + at/64 { // every byte of the first record, then fewer: the records are alike
+	for at := 0; at < len(whole); at += 1 + at/64 { // every byte of the first record, then fewer, because the records are alike
 		spoiled := append([]byte(nil), whole...)
 		spoiled[at] ^= 0x20
 		try("a flip", at, spoiled, false)
@@ -467,7 +461,7 @@ func TestEveryByteOfASegmentIsWatched(t *testing.T) {
 	}
 }
 
-// export is the whole ledger with what its files hold.
+// export is the whole ledger with the contents of its files.
 func (s *bench) export() *bufferv1.ExportLedgerResponse {
 	s.Helper()
 	stream, err := s.client.ExportLedger(s.Context(), &bufferv1.ExportLedgerRequest{RunId: run})

@@ -26,9 +26,10 @@ type Payloads struct {
 	Artifact func(ctx context.Context, ref string) ([]byte, error) // reads a payload of the storage service
 }
 
-// Export passes every row of a ledger at one moment to send, with what its payloads and segments contain. Segments that are missing in
-// the folder, or damaged, are downloaded into it if there are blobs; nothing else is changed. No service needs to run. It returns
-// ledger.ErrNoLedger and the errors of send.
+// Export passes every row of a ledger at one moment to send, with what its payloads and segments
+// contain. Segments that are missing in the folder, or damaged, are downloaded into it if there are
+// blobs; nothing else is changed. No service needs to run. It returns ledger.ErrNoLedger and the
+// errors of send.
 func Export(ctx context.Context, store ledger.Store, run string, from Payloads, send func(*bufferv1.ExportLedgerResponse) error) error {
 	e := &export{Payloads: from, store: store, run: run, send: send, files: segment.NewReader(from.Folder), dropped: map[uint32]bool{}}
 	return errors.Join(store.View(ctx, run, func(r ledger.Reader) error { return e.rows(ctx, r) }), e.files.Close())
@@ -68,7 +69,8 @@ func (e *export) rows(ctx context.Context, r ledger.Reader) error {
 	if e.trimmed <= first.GetLedger().GetTrimmed() {
 		return nil
 	}
-	// Payloads were deleted during the export: send the ledger again, with the snapshot that covers them.
+	// Payloads were deleted during the export: send the ledger again, with the snapshot that covers
+	// them.
 	again := proto.CloneOf(first.GetLedger())
 	again.Trimmed = e.trimmed
 	return e.send(&bufferv1.ExportLedgerResponse{Ledger: again})
@@ -188,8 +190,8 @@ func (e *export) gone(ctx context.Context, number uint32) (trimmed bool) {
 	return trimmed
 }
 
-// span is the range of positions that may have rows. It includes a window after the last known group, for samples whose group row is
-// missing.
+// span is the range of positions that may have rows. It includes a window after the last known
+// group, for samples whose group row is missing.
 func (e *export) span(ctx context.Context, r ledger.Reader, steps []*bufferv1.StepRecord) (from, to uint64, err error) {
 	c := r.Ledger().Config
 	from = c.GetFirstPosition()

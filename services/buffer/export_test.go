@@ -7,7 +7,8 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// Accept ingests trajectories of an open ledger without a stream. After an error they are delivered again.
+// Accept ingests trajectories of an open ledger without a stream. After an error they are delivered
+// again.
 func (s *Server) Accept(ctx context.Context, run string, envelopes []*trajectoryv1.TrajectoryEnvelope) (ledger.Tally, error) {
 	r, err := s.runs.get(run)
 	if err != nil {

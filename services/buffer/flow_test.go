@@ -19,7 +19,7 @@ import (
 
 var ioEOF = io.EOF
 
-func TestAStepFromStreamToCommit(t *testing.T) {
+func TestAStepFromTheStreamToTheCommit(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	s.open(ledgerConfig())
@@ -42,7 +42,7 @@ func TestAStepFromStreamToCommit(t *testing.T) {
 	if err != nil || len(got) != 2*size {
 		t.Fatalf("%d payloads: %v", len(got), err)
 	}
-	for i, ref := range b.GetSamples() { // over the stream and by the file
+	for i, ref := range b.GetSamples() { // through the stream and from the file
 		if !proto.Equal(got[i].GetKey(), ref.GetKey()) || ref.GetReward() != got[i].GetReward() {
 			t.Errorf("payload %d is of %v, want %v", i, got[i].GetKey(), ref.GetKey())
 		}
@@ -64,7 +64,7 @@ func TestAStepFromStreamToCommit(t *testing.T) {
 	}
 }
 
-func TestTwinsAndLatecomersAreDroppedAndCounted(t *testing.T) {
+func TestDuplicatesAndLateSamplesAreDroppedAndCounted(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	s.open(ledgerConfig())
@@ -111,7 +111,7 @@ func TestFailureDissolvesUntilReissueOrExclusion(t *testing.T) {
 		len(missing.GetGroups()[2].GetSamples()) != size {
 		t.Errorf("missing: %v %v", missing, err)
 	}
-	s.publish(groupOf(0, 0, 0)...) // of the attempt that is over
+	s.publish(groupOf(0, 0, 0)...) // of the previous attempt
 	s.publish(groupOf(0, 1, 0)...)
 	_, err = s.client.ExcludeGroups(t.Context(), &bufferv1.ExcludeGroupsRequest{RunId: run, Groups: keys(1, 0), Reason: "ATTEMPTS_EXHAUSTED"})
 	if err != nil {
@@ -136,7 +136,7 @@ func TestReceiptsAreChecked(t *testing.T) {
 	wrong, none, older, corrupt, alien, empty, shape := sampleOf(0, 0, 0), sampleOf(1, 0, 0), sampleOf(2, 0, 0), sampleOf(3, 0, 0), sampleOf(4, 0, 0), sampleOf(5, 0, 0), sampleOf(6, 0, 0)
 	wrong.Header.Receipt.Digest = digest(9)
 	none.Header.Receipt = nil
-	older.Header.MaxVersion = 1 // sampled by newer weights than the receipt is of
+	older.Header.MaxVersion = 1 // sampled with newer weights than the receipt names
 	corrupt.Payload[3] ^= 1
 	alien.Header.Key.Index = 99
 	empty.Payload = nil
@@ -244,7 +244,7 @@ func TestCompletionOrderTakesWhatCameFirst(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b = s.lease(2) // an excluded group counts, so that no step waits for groups that nobody issues
+	b = s.lease(2) // an excluded group counts, so no step waits for a group that is never issued
 	if got := positions(t, b); !reflect.DeepEqual(got, []uint64{1}) || b.GetExcluded() != 1 {
 		t.Errorf("step 2 took %v", got)
 	}
@@ -317,7 +317,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-func TestRestoredRunBeginsAtItsSnapshot(t *testing.T) {
+func TestARestoredRunBeginsAtItsSnapshot(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	c := ledgerConfig()

@@ -51,7 +51,8 @@ func (s *bench) putRun(ctx context.Context, id string) (uint32, error) {
 	return r.GetResults()[0].GetAccepted(), nil
 }
 
-// A run whose segments cannot be opened does not keep the others from being resumed. It is resumed when the cause is gone.
+// A run whose segments cannot be opened does not keep the others from being resumed. It is resumed
+// when the cause is gone.
 func TestARunThatCannotBeOpenedStopsNoOther(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
@@ -86,7 +87,8 @@ func TestARunThatCannotBeOpenedStopsNoOther(t *testing.T) {
 	}
 }
 
-// stuck is a blob store that does not answer for runs whose id begins with "slow", until it is released.
+// stuck is a blob store that does not answer for runs whose id begins with "slow", until it is
+// released.
 type stuck struct {
 	*files.Store
 	listing  bool // List does not answer either
@@ -153,11 +155,16 @@ func TestASlowBucketDelaysNoOtherRun(t *testing.T) {
 			answers <- answer{n, err}
 		}()
 	}
-	for range runs {
-		<-b.entered
-	}
 	ctx, cancel := context.WithTimeout(t.Context(), enough)
 	defer cancel()
+	for range runs {
+		select {
+		case <-b.entered:
+		case <-ctx.Done():
+			close(b.released)
+			t.Fatal("a run with a slow bucket waits for another")
+		}
+	}
 	if n, err := s.putRun(ctx, "fast"); n != size || err != nil {
 		t.Errorf("%d samples of the fast run were accepted: %v", n, err)
 	}
@@ -169,7 +176,8 @@ func TestASlowBucketDelaysNoOtherRun(t *testing.T) {
 	}
 }
 
-// A run whose bucket hangs while its ledger is opened delays no other run, and not the end of the service.
+// A run whose bucket hangs while its ledger is opened delays no other run, and not the end of the
+// service.
 func TestARunThatOpensSlowlyDelaysNoOtherRun(t *testing.T) {
 	t.Parallel()
 	s, b := onStuckBucket(t, true)

@@ -18,7 +18,8 @@ type leases struct {
 	life context.Context // ends when the service shuts down
 }
 
-// lease returns the batch of a step. If it is not ready within wait, it returns nil and what the step waits for.
+// lease returns the batch of a step. If it is not ready within wait, it returns nil and what the
+// step waits for.
 func (l *leases) lease(ctx context.Context, r *run, step uint64, wait time.Duration) (*bufferv1.Batch, string, error) {
 	timer := time.NewTimer(wait)
 	defer timer.Stop()

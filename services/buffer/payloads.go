@@ -32,7 +32,8 @@ func (p *payloads) bucket(run string) *segment.Bucket {
 	return segment.NewBucket(p.blobs, run, p.cfg.folder(run))
 }
 
-// read passes the payloads of a step's batch to send, in order and in chunks. ledger.ErrNoBatch, ErrTrimmed, ErrLost.
+// read passes the payloads of a step's batch to send, in order and in chunks. ledger.ErrNoBatch,
+// ErrTrimmed, ErrLost.
 func (p *payloads) read(ctx context.Context, run string, step uint64, send func([][]byte) error) (err error) {
 	var samples []ledger.Sample
 	var of ledger.Ledger
@@ -134,8 +135,8 @@ func (p *payloads) artifact(ctx context.Context, ref string) ([]byte, error) {
 	}
 }
 
-// delete deletes the files and blobs of trimmed segments, and returns the number of local bytes that were freed. A file that a crash
-// leaves is deleted when the ledger is opened.
+// delete deletes the files and blobs of trimmed segments, and returns the number of local bytes
+// that were freed. A file that a crash leaves is deleted when the ledger is opened.
 func (p *payloads) delete(ctx context.Context, run string, t ledger.Trimmed) (freed uint64, err error) {
 	if bucket := p.bucket(run); bucket != nil && len(t.Segments) > 0 {
 		keep := map[uint32]bool{}

@@ -18,7 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
-// heap is the bytes that are in use after a collection.
+// heap is the number of bytes in use after a garbage collection.
 func heap() uint64 {
 	var m runtime.MemStats
 	runtime.GC()
@@ -26,8 +26,9 @@ func heap() uint64 {
 	return m.HeapAlloc
 }
 
-// Groups that wait for a learner are rows and segments: ten thousand of them hold no more memory than the first thousand did.
-func TestTenThousandGroupsWait(t *testing.T) { // not parallel: it looks at the memory of the process
+// Groups that wait for a learner are in rows and segments: ten thousand of them use no more memory
+// than a thousand.
+func TestTenThousandGroupsWait(t *testing.T) { // not parallel: it measures the memory of the process
 	store, err := sqlstore.Open(t.Context(), sqldb.Files(t.TempDir()))
 	if err != nil {
 		t.Fatal(err)
@@ -68,7 +69,7 @@ func TestTenThousandGroupsWait(t *testing.T) { // not parallel: it looks at the 
 	}
 }
 
-// slow is a blob store whose first put takes until it is let through.
+// slow is a blob store whose first put waits until it is released.
 type slow struct {
 	*files.Store
 	once    sync.Once
@@ -84,7 +85,7 @@ func (s *slow) Put(ctx context.Context, key string, r io.Reader) (blob.Info, err
 	return s.Store.Put(ctx, key, r)
 }
 
-// A store that takes longer than the stream waits for acks is not sent everything again.
+// A blob store that is slower than the ack wait of the stream gets everything once.
 func TestSlowBucketGetsEverythingOnce(t *testing.T) {
 	t.Parallel()
 	s := setup(t)

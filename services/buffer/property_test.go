@@ -20,8 +20,8 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
-// TestEveryPositionIsConsumedOnce drives a ledger through random arrivals, twins, failures, wrong receipts, later attempts and
-// crashes between and within any two calls, and then counts.
+// TestEveryPositionIsConsumedOnce sends random arrivals, duplicates, failures, wrong receipts, and
+// later attempts to a ledger, crashes it between and within calls, and then counts.
 func TestEveryPositionIsConsumedOnce(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(6) {
@@ -37,7 +37,7 @@ func TestEveryPositionIsConsumedOnce(t *testing.T) {
 			for acts := 0; w.step < totalSteps; acts++ {
 				if acts > 5000 {
 					groups, _ := w.server.ListGroups(t.Context(), &bufferv1.ListGroupsRequest{RunId: run})
-					t.Fatalf("it does not end: %d of %d steps, %d messages, groups %v", w.step, totalSteps, len(w.wire), groups)
+					t.Fatalf("it does not finish: %d of %d steps, %d messages, groups %v", w.step, totalSteps, len(w.wire), groups)
 				}
 				w.act()
 			}
@@ -59,7 +59,7 @@ const (
 
 var errInjected = errors.New("injected")
 
-// world is a scheduler, workers, a stream and a learner in miniature.
+// world is a small model of a scheduler, workers, a stream, and a learner.
 type world struct {
 	*testing.T
 	rand    *rand.Rand
@@ -72,13 +72,13 @@ type world struct {
 	next    uint64                             // first position not issued
 	step    uint64                             // committed
 	known   bool                               // version 0 is recorded
-	batches map[uint64]*bufferv1.Batch         // as they were first leased
+	batches map[uint64]*bufferv1.Batch         // as first leased
 	fault   func() error                       // how the next transaction fails
 	crashes int
-	aged    int // steps by which samples were older than the newest, together
+	aged    int // sum over samples of the steps that they were behind
 }
 
-// faulty lets transactions fail before, within or after their commit.
+// faulty makes transactions fail before, within, or after their commit.
 type faulty struct {
 	ledger.Store
 	w *world
@@ -93,7 +93,7 @@ func (f faulty) Update(ctx context.Context, run string, fn func(ledger.Tx) error
 	switch err := fault(); {
 	case errors.Is(err, context.Canceled): // within
 		return f.Store.Update(ctx, run, func(tx ledger.Tx) error { return errors.Join(fn(tx), errInjected) })
-	default: // after: it is durable, and nobody knows
+	default: // after: it is durable, but the caller gets an error
 		return errors.Join(f.Store.Update(ctx, run, fn), errInjected)
 	}
 }
@@ -125,7 +125,7 @@ func (w *world) crash() {
 	w.start()
 }
 
-// check tolerates injected faults alone; after one the process is as good as dead.
+// check tolerates only injected faults, and crashes after one.
 func (w *world) check(err error) bool {
 	w.Helper()
 	if err == nil {
@@ -167,7 +167,7 @@ func (w *world) act() {
 	}
 }
 
-// issue hands out the next group within the staleness bound.
+// issue issues the next group within the staleness bound.
 func (w *world) issue() {
 	if w.next < totalGroups && w.next < (w.step+1+uint64(w.config.GetMaxStaleness()))*perStep {
 		w.sample(w.next, 0, []uint32{0, 1, 2, 3})
@@ -175,7 +175,7 @@ func (w *world) issue() {
 	}
 }
 
-// sample publishes samples of a group by the newest weights; some are flawed.
+// sample publishes samples of a group with the newest weights; some are damaged.
 func (w *world) sample(position uint64, attempt uint32, samples []uint32) {
 	w.sent[position] = attempt
 	version := w.step
@@ -184,7 +184,7 @@ func (w *world) sample(position uint64, attempt uint32, samples []uint32) {
 	}
 	for _, n := range samples {
 		e := ofVersion(sampleOf(position, attempt, n), version)
-		e.Header.Reward = w.rand.Float64() // tells twins apart
+		e.Header.Reward = w.rand.Float64() // distinguishes duplicates
 		e = seal(e.Header)
 		switch w.rand.IntN(40) {
 		case 0:
@@ -195,15 +195,16 @@ func (w *world) sample(position uint64, attempt uint32, samples []uint32) {
 			e.Payload[len(e.Payload)/2] ^= 4
 		}
 		w.wire = append(w.wire, e)
-		if w.rand.IntN(5) == 0 { // a twin by another worker
-			twin := ofVersion(sampleOf(position, attempt, n), w.step)
-			twin.Header.Reward = -1
-			w.wire = append(w.wire, seal(twin.Header))
+		if w.rand.IntN(5) == 0 { // a duplicate by another worker
+			duplicate := ofVersion(sampleOf(position, attempt, n), w.step)
+			duplicate.Header.Reward = -1
+			w.wire = append(w.wire, seal(duplicate.Header))
 		}
 	}
 }
 
-// deliver gives a random part of the stream to the ledger, in a random order; sometimes the ack is lost.
+// deliver passes a random part of the stream to the ledger in random order. Sometimes the ack is
+// lost.
 func (w *world) deliver() {
 	w.rand.Shuffle(len(w.wire), func(i, j int) { w.wire[i], w.wire[j] = w.wire[j], w.wire[i] })
 	n := w.rand.IntN(min(len(w.wire), 9) + 1)
@@ -213,11 +214,11 @@ func (w *world) deliver() {
 	}
 }
 
-// redispatch asks what issued groups miss and samples that again, as the worker does that gets a redelivered item. The ledger
-// knows better which attempt is open: a reissue whose answer was lost happened.
+// redispatch samples what is missing in issued groups, as a worker does with a redelivered item.
+// The ledger knows which attempt is open: a reissue whose answer was lost did happen.
 func (w *world) redispatch() {
 	if len(w.wire) > 0 {
-		return // it is not silent yet
+		return // messages are still on their way
 	}
 	open, err := w.server.ListGroups(w.Context(), &bufferv1.ListGroupsRequest{RunId: run, States: []bufferv1.GroupState{ledger.Open}})
 	if err != nil {
@@ -236,7 +237,7 @@ func (w *world) redispatch() {
 	}
 }
 
-// decide issues dissolved groups again or gives them up.
+// decide reissues or excludes dissolved groups.
 func (w *world) decide() {
 	r, err := w.server.ListGroups(w.Context(), &bufferv1.ListGroupsRequest{RunId: run, States: []bufferv1.GroupState{ledger.Dissolved}})
 	if err != nil {
@@ -259,7 +260,7 @@ func (w *world) decide() {
 	}
 }
 
-// train leases the next step and commits it; a step keeps its batch whatever happens in between.
+// train leases the next step and commits it. A step keeps its batch, whatever happens in between.
 func (w *world) train() {
 	step := w.step + 1
 	r, err := w.server.LeaseBatch(w.Context(), &bufferv1.LeaseBatchRequest{RunId: run, Step: step})
@@ -281,7 +282,7 @@ func (w *world) train() {
 	}
 }
 
-// fresh fails where a batch has a sample by weights that are older than the run allows.
+// fresh fails if a batch has a sample of weights that are older than the run allows.
 func (w *world) fresh(b *bufferv1.Batch) {
 	w.Helper()
 	for _, ref := range b.GetSamples() {
@@ -299,7 +300,7 @@ func (w *world) fresh(b *bufferv1.Batch) {
 	}
 }
 
-// audit counts what every position came to.
+// audit verifies what became of every position.
 func (w *world) audit() {
 	w.Helper()
 	consumed := map[uint64]uint64{}
@@ -341,11 +342,11 @@ func (w *world) audit() {
 		}
 	}
 	if w.crashes == 0 {
-		w.Error("nothing crashed: the test tests nothing")
+		w.Error("nothing crashed, so the test tested nothing")
 	}
 }
 
-// payload reads a sample where its ref says and compares it with what the ref says.
+// payload reads a sample at the place in its ref and compares the two.
 func (w *world) payload(ref *bufferv1.SampleRef) {
 	w.Helper()
 	raw, err := w.read(ref)

@@ -8,7 +8,7 @@ import (
 	trajectoryv1 "github.com/rollout-rl/rollout/proto/gen/rollout/trajectory/v1"
 )
 
-// put puts groups, each for itself, in one call.
+// put puts groups in one call, one put per group.
 func (s *bench) put(groups ...[]*trajectoryv1.TrajectoryEnvelope) ([]*bufferv1.PutResult, error) {
 	req := &bufferv1.PutTrajectoriesRequest{RunId: run}
 	for _, g := range groups {
@@ -35,7 +35,7 @@ func ready(t testing.TB) *bench {
 	return s
 }
 
-func TestAPutIsInTheLedgerWhenItReturns(t *testing.T) {
+func TestAPutIsDurableWhenItReturns(t *testing.T) {
 	t.Parallel()
 	s := ready(t)
 	results := s.mustPut(groupOf(0, 0, 0), groupOf(1, 0, 0)[:1])
@@ -54,7 +54,7 @@ func TestAPutIsInTheLedgerWhenItReturns(t *testing.T) {
 	s.commit(batch)
 }
 
-func TestPutsAreAnsweredOneByOne(t *testing.T) {
+func TestEachPutHasItsResult(t *testing.T) {
 	t.Parallel()
 	s := ready(t)
 	spoiled := groupOf(1, 0, 0)
@@ -82,7 +82,7 @@ func TestPutsWithABucket(t *testing.T) {
 	}
 }
 
-func TestPutsOfALedgerThatTakesNone(t *testing.T) {
+func TestPutsToAClosedLedgerAreRefused(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	if _, err := s.put(groupOf(0, 0, 0)); rpcerr.Reason(err) != "LEDGER_NOT_FOUND" {

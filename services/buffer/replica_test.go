@@ -22,7 +22,8 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
-// pair is two buffers of one database, one stream and one folder of segments, as two processes would host them.
+// pair is two buffers with one database, one stream, and one folder of segments, as in two
+// processes.
 type pair struct {
 	*bench
 	table   *lease.Table
@@ -103,7 +104,7 @@ func (p *pair) host(t *testing.T, place sqldb.Place, i int) {
 	})
 }
 
-// usurp takes the lease as from a process that stood still, for somebody who never renews it.
+// usurp takes the lease away from a paused process, for a holder that never renews it.
 func (p *pair) usurp() {
 	p.Helper()
 	for {
@@ -117,8 +118,9 @@ func (p *pair) usurp() {
 	}
 }
 
-// Of two buffers one ingests, leases and commits. When the lease changes hands the old one is refused at the store, the next goes on
-// where the ledger stands, whichever is asked, and nothing is lost or counted twice.
+// Of two buffers one ingests, leases, and commits. When the lease is taken over, the store refuses
+// the old one and the other continues from the ledger. Either may be called, and nothing is lost or
+// counted twice.
 func TestTwoBuffers(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
@@ -130,7 +132,7 @@ func TestTwoBuffers(t *testing.T) {
 		for step := uint64(1); step <= 3; step++ {
 			for position := (step - 1) * 2; position < step*2; position++ {
 				p.publish(groupOf(position, 0, step-1)...)
-				p.publish(groupOf(position, 0, step-1)...) // a twin
+				p.publish(groupOf(position, 0, step-1)...) // a duplicate
 			}
 			p.client = p.clients[step%2]
 			if b := p.lease(step); len(b.GetSamples()) != 2*size {
@@ -145,7 +147,7 @@ func TestTwoBuffers(t *testing.T) {
 				t.Errorf("a write of the old term: %v", err)
 			}
 			old = <-p.began
-			for _, client := range p.clients { // whichever is asked
+			for _, client := range p.clients { // either may be called
 				p.client = client
 				p.retried(func() error {
 					_, err := client.GetBatch(t.Context(), &bufferv1.GetBatchRequest{RunId: run, Step: step})
@@ -166,7 +168,7 @@ func TestTwoBuffers(t *testing.T) {
 	})
 }
 
-// retried repeats what is answered while nobody leads, until the test's time is up.
+// retried repeats calls that fail because no replica leads, until the test times out.
 func (p *pair) retried(call func() error) {
 	p.Helper()
 	for {
@@ -180,7 +182,7 @@ func (p *pair) retried(call func() error) {
 	}
 }
 
-// fromWire is the domain error that a status carries.
+// fromWire is the domain error in a status.
 func fromWire(err error) error {
 	if e, ok := rpcerr.From(err); ok {
 		return e

@@ -15,8 +15,8 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// run is the ledger of one run within this process: its transactions, its newest state, and its ingest. It implements ingest.Ledger.
-// Safe for concurrent use.
+// run is the ledger of one run within this process: its transactions, its newest state, and its
+// ingest. It implements ingest.Ledger. Safe for concurrent use.
 type run struct {
 	id       string
 	store    ledger.Store
@@ -75,7 +75,7 @@ func (r *run) current(ctx context.Context) (*bufferv1.LedgerState, <-chan struct
 	}
 	r.state.publish(revision, state)
 	newest, changed := r.state.newest()
-	if newest == nil { // invalidated meanwhile
+	if newest == nil { // it was invalidated again
 		newest = state
 	}
 	return newest, changed, nil
@@ -108,7 +108,8 @@ func (r *run) create(ctx context.Context, config *bufferv1.LedgerConfig, incarna
 	return state, err
 }
 
-// close closes the ledger and stops its ingest. When it returns nothing more is appended. ledger.ErrStale.
+// close closes the ledger and stops its ingest. When it returns nothing more is appended.
+// ledger.ErrStale.
 func (r *run) close(ctx context.Context, incarnation uint32) error {
 	err := r.Update(ctx, func(tx ledger.Tx) error {
 		if err := tx.Ledger().CheckIncarnation(incarnation); err != nil {
@@ -124,7 +125,8 @@ func (r *run) close(ctx context.Context, incarnation uint32) error {
 	return nil
 }
 
-// ingest is the ingester of the run, which is started if the ledger is open. ledger.ErrNoLedger, ledger.ErrClosed, ErrLeaving.
+// ingest is the ingester of the run, which is started if the ledger is open. ledger.ErrNoLedger,
+// ledger.ErrClosed, ErrLeaving.
 func (r *run) ingest(ctx context.Context) (*ingest.Ingester, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -19,16 +19,19 @@ import (
 )
 
 const (
-	// runIDLetters are the characters of a run id, which is part of a subject and the name of a folder.
+	// runIDLetters are the characters of a run id, which is part of a subject and the name of a
+	// folder.
 	runIDLetters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"
-	// parallelCommits is how many groups are committed at a time: while one waits for the disk another writes its rows.
+	// parallelCommits is how many groups are committed at a time: while one waits for the disk
+	// another writes its rows.
 	parallelCommits = 2
 
 	resumeFirst = 100 * time.Millisecond
 	resumeLast  = 10 * time.Second
 )
 
-// runs are the ledgers that this process has used. Its lock is never held during I/O. Safe for concurrent use.
+// runs are the ledgers that this process has used. Its lock is never held during I/O. Safe for
+// concurrent use.
 type runs struct {
 	cfg     Config
 	deps    Deps
@@ -104,7 +107,8 @@ func (rs *runs) serve(ctx context.Context) error {
 	return nil
 }
 
-// resume starts the ingest of a run, and retries until it succeeds, the ledger is closed, or ctx ends.
+// resume starts the ingest of a run, and retries until it succeeds, the ledger is closed, or ctx
+// ends.
 func (rs *runs) resume(ctx context.Context, r *run) {
 	delay := resumeFirst
 	for reported := false; ; reported = true {

@@ -14,7 +14,8 @@ import (
 // listDefault is the number of groups that ListGroups returns if no limit is given.
 const listDefault = 10_000
 
-// Server serves the contract. Validation rules of the contract are checked before a call arrives here (libs/rpc).
+// Server serves the contract. Validation rules of the contract are checked before a call arrives
+// here (libs/rpc).
 type Server struct {
 	bufferv1.UnimplementedBufferServiceServer
 	cfg      Config

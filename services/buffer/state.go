@@ -8,8 +8,9 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
-// liveState holds the newest state of a ledger and wakes those who wait for a change. Publishing never blocks; a slow watcher sees only
-// the newest state. It implements ingest.State. Safe for concurrent use.
+// liveState holds the newest state of a ledger and wakes callers that wait for a change. Publishing
+// never blocks; a slow watcher sees only the newest state. It implements ingest.State. Safe for
+// concurrent use.
 type liveState struct {
 	mu       sync.Mutex
 	revision uint64
@@ -25,7 +26,8 @@ const averaged = 256
 
 func newLiveState() *liveState { return &liveState{changed: make(chan struct{})} }
 
-// publish sets the state, unless a newer one was published: transactions end in order, their callers may not.
+// publish sets the state, unless a newer one was published: transactions end in order, their
+// callers may not.
 func (s *liveState) publish(revision uint64, state *bufferv1.LedgerState) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -4,11 +4,11 @@ CREATE TABLE ledger (
     run             TEXT COLLATE "C"    NOT NULL UNIQUE,
     config          BYTEA    NOT NULL,            -- rollout.buffer.v1.LedgerConfig, canonical JSON
     closed          BOOLEAN NOT NULL DEFAULT FALSE,
-    revision        BIGINT NOT NULL DEFAULT 0,  -- grows with every transaction
-    step            BIGINT NOT NULL DEFAULT 0,  -- last committed
-    chain           TEXT COLLATE "C"    NOT NULL DEFAULT '', -- link of the last committed step
-    arrivals        BIGINT NOT NULL DEFAULT 0,  -- groups that became complete or were excluded
-    trimmed         BIGINT  NOT NULL DEFAULT 0,  -- payloads of steps through this may be gone
+    revision        BIGINT NOT NULL DEFAULT 0,  -- incremented by every transaction
+    step            BIGINT NOT NULL DEFAULT 0,  -- last committed step
+    chain           TEXT COLLATE "C"    NOT NULL DEFAULT '', -- chain digest of that step
+    arrivals        BIGINT NOT NULL DEFAULT 0,  -- groups that were completed or excluded
+    trimmed         BIGINT  NOT NULL DEFAULT 0,  -- payloads of steps up to this one may be deleted
     weights_version BIGINT NOT NULL DEFAULT 0,
     weights_digest  TEXT COLLATE "C"    NOT NULL DEFAULT '',
     open            BIGINT NOT NULL DEFAULT 0,  -- groups by state
@@ -23,16 +23,16 @@ CREATE TABLE ledger (
     infra_failed    BIGINT NOT NULL DEFAULT 0
 );
 
--- One row a prompt group that was heard of, with its newest attempt.
+-- One row per known prompt group, with its newest attempt.
 CREATE TABLE prompt_group (
     ledger      BIGINT NOT NULL REFERENCES ledger (id),
     position    BIGINT NOT NULL,            -- epoch * rows + index
     attempt     BIGINT NOT NULL,
     state       BIGINT NOT NULL,            -- rollout.buffer.v1.GroupState
     reason      TEXT COLLATE "C"    NOT NULL DEFAULT '',
-    step        BIGINT NOT NULL DEFAULT 0,  -- that leased, consumed or skipped it
+    step        BIGINT NOT NULL DEFAULT 0,  -- step that leased, consumed, or passed it
     samples     BIGINT NOT NULL DEFAULT 0,
-    pending     BIGINT NOT NULL DEFAULT 0,  -- samples whose weights are not recorded yet
+    pending     BIGINT NOT NULL DEFAULT 0,  -- samples whose weights digest is not recorded yet
     failures    BIGINT NOT NULL DEFAULT 0,  -- attempts that failed
     min_version BIGINT NOT NULL DEFAULT 0,  -- oldest weights of its samples
     arrival     BIGINT NOT NULL DEFAULT 0,  -- order of completion
@@ -42,7 +42,7 @@ CREATE INDEX prompt_group_step ON prompt_group (ledger, step) WHERE step > 0;
 CREATE INDEX prompt_group_live ON prompt_group (ledger, state) WHERE state IN (1, 2, 3, 6);
 CREATE INDEX prompt_group_arrival ON prompt_group (ledger, arrival) WHERE arrival > 0 AND step = 0;
 
--- One row an accepted sample of a group's newest attempt.
+-- One row per accepted sample of a group's newest attempt.
 CREATE TABLE sample (
     ledger          BIGINT NOT NULL REFERENCES ledger (id),
     position        BIGINT NOT NULL,
@@ -58,12 +58,12 @@ CREATE TABLE sample (
     outcome         BIGINT NOT NULL,
     min_version     BIGINT NOT NULL,
     receipt_version BIGINT NOT NULL,
-    receipt_digest  TEXT COLLATE "C",              -- set while the version's digest is not recorded
+    receipt_digest  TEXT COLLATE "C",              -- set until the digest of the version is recorded
     PRIMARY KEY (ledger, position, sample, part)
 );
 CREATE INDEX sample_pending ON sample (ledger, receipt_version) WHERE receipt_digest IS NOT NULL;
 
--- One row a leased step; committed where weights_digest is set.
+-- One row per leased step; it is committed if weights_digest is set.
 CREATE TABLE step (
     ledger         BIGINT NOT NULL REFERENCES ledger (id),
     step           BIGINT NOT NULL,
@@ -86,7 +86,7 @@ CREATE TABLE weights (
 CREATE TABLE segment (
     ledger  BIGINT NOT NULL REFERENCES ledger (id),
     number  BIGINT NOT NULL,
-    bytes   BIGINT NOT NULL,            -- durable size; what the file holds beyond is a torn tail
+    bytes   BIGINT NOT NULL,            -- durable bytes; what follows them in the file does not count
     trimmed BOOLEAN NOT NULL DEFAULT FALSE,
     PRIMARY KEY (ledger, number)
 );

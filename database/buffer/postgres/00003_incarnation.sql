@@ -1,5 +1,5 @@
 -- +goose Up
--- The highest incarnation of the run that opened the ledger: who conducts an older one stood still, and is refused.
+-- The highest incarnation of the run that opened the ledger. Callers that act for an older one are refused.
 ALTER TABLE ledger ADD COLUMN incarnation BIGINT NOT NULL DEFAULT 0;
 
 -- +goose Down

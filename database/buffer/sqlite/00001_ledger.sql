@@ -4,11 +4,11 @@ CREATE TABLE ledger (
     run             TEXT    NOT NULL UNIQUE,
     config          BLOB    NOT NULL,            -- rollout.buffer.v1.LedgerConfig, canonical JSON
     closed          INTEGER NOT NULL DEFAULT 0,
-    revision        INTEGER NOT NULL DEFAULT 0,  -- grows with every transaction
-    step            INTEGER NOT NULL DEFAULT 0,  -- last committed
-    chain           TEXT    NOT NULL DEFAULT '', -- link of the last committed step
-    arrivals        INTEGER NOT NULL DEFAULT 0,  -- groups that became complete or were excluded
-    trimmed         INTEGER NOT NULL DEFAULT 0,  -- payloads of steps through this may be gone
+    revision        INTEGER NOT NULL DEFAULT 0,  -- incremented by every transaction
+    step            INTEGER NOT NULL DEFAULT 0,  -- last committed step
+    chain           TEXT    NOT NULL DEFAULT '', -- chain digest of that step
+    arrivals        INTEGER NOT NULL DEFAULT 0,  -- groups that were completed or excluded
+    trimmed         INTEGER NOT NULL DEFAULT 0,  -- payloads of steps up to this one may be deleted
     weights_version INTEGER NOT NULL DEFAULT 0,
     weights_digest  TEXT    NOT NULL DEFAULT '',
     open            INTEGER NOT NULL DEFAULT 0,  -- groups by state
@@ -23,16 +23,16 @@ CREATE TABLE ledger (
     infra_failed    INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
--- One row a prompt group that was heard of, with its newest attempt.
+-- One row per known prompt group, with its newest attempt.
 CREATE TABLE prompt_group (
     ledger      INTEGER NOT NULL REFERENCES ledger (id),
     position    INTEGER NOT NULL,            -- epoch * rows + index
     attempt     INTEGER NOT NULL,
     state       INTEGER NOT NULL,            -- rollout.buffer.v1.GroupState
     reason      TEXT    NOT NULL DEFAULT '',
-    step        INTEGER NOT NULL DEFAULT 0,  -- that leased, consumed or skipped it
+    step        INTEGER NOT NULL DEFAULT 0,  -- step that leased, consumed, or passed it
     samples     INTEGER NOT NULL DEFAULT 0,
-    pending     INTEGER NOT NULL DEFAULT 0,  -- samples whose weights are not recorded yet
+    pending     INTEGER NOT NULL DEFAULT 0,  -- samples whose weights digest is not recorded yet
     failures    INTEGER NOT NULL DEFAULT 0,  -- attempts that failed
     min_version INTEGER NOT NULL DEFAULT 0,  -- oldest weights of its samples
     arrival     INTEGER NOT NULL DEFAULT 0,  -- order of completion
@@ -42,7 +42,7 @@ CREATE INDEX prompt_group_step ON prompt_group (ledger, step) WHERE step > 0;
 CREATE INDEX prompt_group_live ON prompt_group (ledger, state) WHERE state IN (1, 2, 3, 6);
 CREATE INDEX prompt_group_arrival ON prompt_group (ledger, arrival) WHERE arrival > 0 AND step = 0;
 
--- One row an accepted sample of a group's newest attempt.
+-- One row per accepted sample of a group's newest attempt.
 CREATE TABLE sample (
     ledger          INTEGER NOT NULL REFERENCES ledger (id),
     position        INTEGER NOT NULL,
@@ -58,12 +58,12 @@ CREATE TABLE sample (
     outcome         INTEGER NOT NULL,
     min_version     INTEGER NOT NULL,
     receipt_version INTEGER NOT NULL,
-    receipt_digest  TEXT,              -- set while the version's digest is not recorded
+    receipt_digest  TEXT,              -- set until the digest of the version is recorded
     PRIMARY KEY (ledger, position, sample, part)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX sample_pending ON sample (ledger, receipt_version) WHERE receipt_digest IS NOT NULL;
 
--- One row a leased step; committed where weights_digest is set.
+-- One row per leased step; it is committed if weights_digest is set.
 CREATE TABLE step (
     ledger         INTEGER NOT NULL REFERENCES ledger (id),
     step           INTEGER NOT NULL,
@@ -86,7 +86,7 @@ CREATE TABLE weights (
 CREATE TABLE segment (
     ledger  INTEGER NOT NULL REFERENCES ledger (id),
     number  INTEGER NOT NULL,
-    bytes   INTEGER NOT NULL,            -- durable size; what the file holds beyond is a torn tail
+    bytes   INTEGER NOT NULL,            -- durable bytes; what follows them in the file does not count
     trimmed INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (ledger, number)
 ) STRICT, WITHOUT ROWID;

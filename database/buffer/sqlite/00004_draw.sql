@@ -1,9 +1,9 @@
 -- +goose Up
-ALTER TABLE ledger ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0; -- excluded groups that a step goes without
-ALTER TABLE prompt_group ADD COLUMN token_rewards INTEGER NOT NULL DEFAULT 0; -- samples of equal reward may differ
-ALTER TABLE step ADD COLUMN zero_count INTEGER NOT NULL DEFAULT 0; -- of the excluded ones, those of equal rewards
-ALTER TABLE step ADD COLUMN zero_reward REAL NOT NULL DEFAULT 0; -- their mean
-ALTER TABLE step ADD COLUMN end_position INTEGER NOT NULL DEFAULT 0; -- where the next step begins
+ALTER TABLE ledger ADD COLUMN skipped INTEGER NOT NULL DEFAULT 0; -- excluded groups that a step has passed
+ALTER TABLE prompt_group ADD COLUMN token_rewards INTEGER NOT NULL DEFAULT 0; -- samples with equal rewards may differ
+ALTER TABLE step ADD COLUMN zero_count INTEGER NOT NULL DEFAULT 0; -- excluded groups with equal rewards
+ALTER TABLE step ADD COLUMN zero_reward REAL NOT NULL DEFAULT 0; -- mean reward of those
+ALTER TABLE step ADD COLUMN end_position INTEGER NOT NULL DEFAULT 0; -- position at which the next step begins
 
 -- +goose Down
 ALTER TABLE step DROP COLUMN end_position;

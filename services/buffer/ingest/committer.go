@@ -9,7 +9,8 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
-// committer makes a group of requests durable: payloads first, then the rows that name them. Used by one goroutine.
+// committer makes a group of requests durable: payloads first, then the rows that name them. Used
+// by one goroutine.
 type committer struct {
 	run      string
 	ledger   Ledger
@@ -51,7 +52,8 @@ func (c *committer) commit(ctx context.Context, group []*request) error {
 	return errors.Join(err, wait())
 }
 
-// commitToBucket uploads the payloads before it waits for its turn and for the database, so that a slow bucket delays no other run.
+// commitToBucket uploads the payloads before it waits for its turn and for the database, so that a
+// slow bucket delays no other run.
 func (c *committer) commitToBucket(ctx context.Context, group []*request, bytes uint64) error {
 	tail, err := c.append(group)
 	if err != nil {
@@ -73,7 +75,8 @@ func (c *committer) commitToBucket(ctx context.Context, group []*request, bytes 
 	return c.record(ctx, group, tail, func() error { return nil })
 }
 
-// record writes the rows of a group. durable is called before the commit and returns when the payloads are durable.
+// record writes the rows of a group. durable is called before the commit and returns when the
+// payloads are durable.
 func (c *committer) record(ctx context.Context, group []*request, tail segment.Tail, durable func() error) error {
 	var puts [][]ledger.Arrival
 	malformed := 0
@@ -114,7 +117,7 @@ func (c *committer) record(ctx context.Context, group []*request, tail segment.T
 }
 
 // append writes the payloads of a group to the segment and sets their places. It returns the end of
-// the segment, which is the recorded one if there are no payloads.
+// the segment, which is the recorded one if nothing was appended.
 func (c *committer) append(group []*request) (segment.Tail, error) {
 	var records []segment.Record
 	var owners []*ledger.Arrival

@@ -11,7 +11,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// ReasonDiskFull means that nothing is ingested, because the disk of the segments has only its reserve left.
+// ReasonDiskFull means that nothing is ingested, because the disk of the segments has only its
+// reserve left.
 const ReasonDiskFull = "DISK_FULL"
 
 // Errors that callers branch on.

@@ -6,9 +6,10 @@ import (
 	"sync"
 )
 
-// FairQueue lets a few groups be committed at a time, and shares them fairly among runs by the bytes of their groups (start-time fair
-// queueing; Goyal, Vin and Cheng 1996): of runs that always have work, none gets ahead of another by more than one group of each,
-// however large the groups are. Safe for concurrent use.
+// FairQueue lets a few groups be committed at a time, and shares them fairly among runs by the
+// bytes of their groups (start-time fair queueing; Goyal, Vin and Cheng 1996): of runs that always
+// have work, none gets ahead of another by more than one group of each, however large the groups
+// are. Safe for concurrent use.
 type FairQueue struct {
 	mu      sync.Mutex
 	free    int               // groups that may start now
@@ -25,7 +26,8 @@ type entry struct {
 // NewFairQueue lets so many groups be committed at a time.
 func NewFairQueue(groups int) *FairQueue { return &FairQueue{free: groups, ends: map[string]uint64{}} }
 
-// Enter waits until a group of so many bytes may start. The caller calls leave at its end. A run has one group at a time.
+// Enter waits until a group of so many bytes may start. The caller calls leave at its end. A run
+// has one group at a time.
 func (q *FairQueue) Enter(ctx context.Context, run string, bytes uint64) (leave func(), err error) {
 	e := q.queue(run, bytes)
 	select {

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// Runs that always have work get the same bytes, whatever their batches are: at no time is one ahead of another by more than a batch
-// of each.
+// Runs that always have work get the same bytes, whatever their batches are: at no time is one
+// ahead of another by more than a batch of each.
 func TestTheQueueIsFairByBytes(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(20) {

@@ -1,8 +1,10 @@
-// Package ingest writes the trajectories of a run into its ledger, from the run's stream and from puts.
+// Package ingest writes the trajectories of a run into its ledger, from the run's stream and from
+// puts.
 //
-// Requests are committed in groups: the payloads of all waiting requests are appended to a segment, the segment is synced while the
-// statements of one transaction run, the transaction is committed, and then every request is answered. Requests that arrive
-// meanwhile wait for the next group, so the groups grow with the load and no timer is needed.
+// Requests are committed in groups: the payloads of all waiting requests are appended to a segment,
+// the segment is synced while the statements of one transaction run, the transaction is committed,
+// and then every request is answered. Requests that arrive during a commit wait for the next group,
+// so the groups grow with the load and no timer is needed.
 package ingest
 
 import (
@@ -69,7 +71,8 @@ type Ingester struct {
 	cause     error // why it ended; written before done is closed
 }
 
-// request is what is ingested, or fails, as a unit: the deliveries of one fetch, or the puts of one call.
+// request is what is ingested, or fails, as a unit: the deliveries of one fetch, or the puts of one
+// call.
 type request struct {
 	puts      [][]ledger.Arrival
 	payloads  [][][]byte     // of each arrival; nil: none to append
@@ -116,8 +119,8 @@ func (i *Ingester) Run(ctx context.Context) {
 	close(i.done)
 }
 
-// Put ingests some puts and returns a tally for each. They are durable when it returns. ErrDiskFull, ErrFailed, and the cause that
-// ended Run.
+// Put ingests some puts and returns a tally for each. They are durable when it returns.
+// ErrDiskFull, ErrFailed, and the cause that ended Run.
 func (i *Ingester) Put(ctx context.Context, puts []*trajectoryv1.TrajectoryBatch) ([]ledger.Tally, error) {
 	if why := i.space.check(ctx, false); why != "" {
 		return nil, diskFull(i.run, why)
@@ -189,7 +192,8 @@ func (i *Ingester) commitGroups(ctx context.Context) {
 
 func newRequest() *request { return &request{done: make(chan error, 1)} }
 
-// add verifies the payloads of a put. The caller does this, concurrently with the commit of other requests.
+// add verifies the payloads of a put. The caller does this, concurrently with the commit of other
+// requests.
 func (r *request) add(envelopes []*trajectoryv1.TrajectoryEnvelope) {
 	arrivals, payloads := make([]ledger.Arrival, len(envelopes)), make([][]byte, len(envelopes))
 	for i, e := range envelopes {

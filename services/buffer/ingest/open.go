@@ -9,7 +9,8 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
-// openSegments deletes files that the ledger does not count on and reports durable bytes that are missing.
+// openSegments deletes files that the ledger does not count on and reports durable bytes that are
+// missing.
 func openSegments(ctx context.Context, cfg Config, deps Deps) (*segment.Writer, error) {
 	var segments []ledger.Segment
 	err := deps.Ledger.View(ctx, func(r ledger.Reader) (err error) {

@@ -20,9 +20,9 @@ const (
 	fullShare   = 4
 )
 
-// Reserve keeps a part of the disk free. Ingest stops before a write fails, because streams and databases are usually on the same disk,
-// and NATS servers and learners do not recover from a full disk by themselves. The reserve lets work in progress finish. Safe for
-// concurrent use.
+// Reserve keeps a part of the disk free. Ingest stops before a write fails, because streams and
+// databases are usually on the same disk, and NATS servers and learners do not recover from a full
+// disk by themselves. The reserve lets work in progress finish. Safe for concurrent use.
 type Reserve struct {
 	dir   string
 	bytes uint64 // 0: a tenth of the disk, at most 1 GiB
@@ -34,7 +34,8 @@ type Reserve struct {
 // NewReserve keeps bytes free on the disk of dir; 0: a tenth of the disk, at most 1 GiB.
 func NewReserve(dir string, bytes uint64) *Reserve { return &Reserve{dir: dir, bytes: bytes} }
 
-// Missing describes what is missing on the disk, "" if nothing is. failed: a write has failed for lack of space.
+// Missing describes what is missing on the disk, "" if nothing is. failed: a write has failed for
+// lack of space.
 func (r *Reserve) Missing(failed bool) string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -65,7 +66,8 @@ func diskSpace(dir string) (free, size uint64, err error) {
 	return st.Bavail * uint64(st.Bsize), st.Blocks * uint64(st.Bsize), nil
 }
 
-// space stops the ingest of one run while the disk is full, and publishes why. Safe for concurrent use.
+// space stops the ingest of one run while the disk is full, and publishes why. Safe for concurrent
+// use.
 type space struct {
 	reserve  *Reserve
 	state    State
@@ -73,8 +75,8 @@ type space struct {
 	log      *slog.Logger
 }
 
-// wait returns when there is space. failed: the last write failed for lack of space; it is retried after a moment, whatever the free
-// space is.
+// wait returns when there is space. failed: the last write failed for lack of space; it is retried
+// after a moment, whatever the free space is.
 func (s *space) wait(ctx context.Context, failed bool) {
 	for s.check(ctx, failed) != "" && ctx.Err() == nil {
 		pause(ctx, checkEvery)

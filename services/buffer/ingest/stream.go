@@ -77,7 +77,8 @@ func (s *stream) consumeFrom(ctx context.Context, consumer *bus.Consumer) error 
 	return ctx.Err()
 }
 
-// take ingests some deliveries and settles each of them. After an error, which it has logged, they are delivered again.
+// take ingests some deliveries and settles each of them. After an error, which it has logged, they
+// are delivered again.
 func (s *stream) take(ctx context.Context, deliveries []*bus.Delivery) error {
 	defer keepPending(deliveries)()
 	var envelopes []*trajectoryv1.TrajectoryEnvelope
@@ -119,8 +120,8 @@ func (s *stream) take(ctx context.Context, deliveries []*bus.Delivery) error {
 	return nil
 }
 
-// keepPending sends progress for some deliveries until the returned function is called. Otherwise a blob store that is slower than
-// the ack wait would get all of them again and again.
+// keepPending sends progress for some deliveries until the returned function is called. Otherwise a
+// blob store that is slower than the ack wait would get all of them again and again.
 func keepPending(deliveries []*bus.Delivery) (stop func()) {
 	done := make(chan struct{})
 	var wait sync.WaitGroup

@@ -32,12 +32,14 @@ type Arrival struct {
 	Flaw    string // why the payload cannot be stored, such as PAYLOAD_CORRUPT; "": it can
 }
 
-// Trained reports whether samples of an outcome are trained on; the payloads of others are not stored.
+// Trained reports whether samples of an outcome are trained on; the payloads of others are not
+// stored.
 func Trained(o trajectoryv1.Outcome) bool {
 	return o == trajectoryv1.Outcome_OUTCOME_COMPLETED || o == trajectoryv1.Outcome_OUTCOME_TRUNCATED
 }
 
-// Tally counts what became of the arrivals of one put. Arrivals that are in no number belonged to a group that was dissolved.
+// Tally counts what became of the arrivals of one put. Arrivals that are in no number belonged to a
+// group that was dissolved.
 type Tally struct {
 	Accepted   int
 	Duplicates int
@@ -62,8 +64,8 @@ func (r Refusal) String() string {
 		cmp.Or(r.Worker, "an unnamed worker"))
 }
 
-// Admit accepts, drops, or refuses the arrivals of some puts in order, and returns a tally for each put. All parts of a sample must be
-// in one put.
+// Admit accepts, drops, or refuses the arrivals of some puts in order, and returns a tally for each
+// put. All parts of a sample must be in one put.
 func Admit(ctx context.Context, tx Tx, puts [][]Arrival) ([]Tally, error) {
 	a := &admission{
 		tx: tx, ledger: tx.Ledger(), have: map[uint64]map[uint32][]uint32{}, spreads: map[uint64]spread{}, stored: map[uint64]bool{},
@@ -273,8 +275,8 @@ func (a *admission) store(ctx context.Context) error {
 	return a.tx.AddSamples(ctx, samples)
 }
 
-// complete moves an open group to READY once all of its samples are there and verified, or excludes it if dynamic sampling is on and
-// its rewards are all equal.
+// complete moves an open group to READY once all of its samples are there and verified, or excludes
+// it if dynamic sampling is on and its rewards are all equal.
 func (l *Ledger) complete(g *Group, rewards spread) error {
 	if g.State != Open || g.Pending > 0 || g.Samples < l.Config.GetGroupSize() {
 		return nil

@@ -8,8 +8,9 @@ import (
 	"github.com/rollout-rl/rollout/libs/id"
 )
 
-// Commit records that the leased batch of a step is consumed and which weights the step made. It also returns the samples that the
-// digest of those weights refutes. A repeated call changes nothing. ErrLease, ErrStep, ErrDigest.
+// Commit records that the leased batch of a step is consumed and which weights the step made. It
+// also returns the samples that the digest of those weights refutes. A repeated call changes
+// nothing. ErrLease, ErrStep, ErrDigest.
 func Commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Step, []Refusal, error) {
 	l := tx.Ledger()
 	s, err := tx.Step(ctx, step)
@@ -40,7 +41,8 @@ func Commit(ctx context.Context, tx Tx, step uint64, batch, digest string) (*Ste
 	return s, refused, err
 }
 
-// chainDigest is blake3 over "rollout.chain.v1", the previous digest, the step as 8 bytes little-endian, batch and weights digest.
+// chainDigest is blake3 over "rollout.chain.v1", the previous digest, the step as 8 bytes
+// little-endian, batch and weights digest.
 func chainDigest(previous string, step uint64, batch, digest string) string {
 	h := id.NewHasher()
 	_, _ = h.Write([]byte("rollout.chain.v1" + previous))
@@ -49,8 +51,8 @@ func chainDigest(previous string, step uint64, batch, digest string) string {
 	return h.ID()
 }
 
-// RecordWeights records the digest of a version and verifies the samples that waited for it. It returns those that do not match.
-// ErrDigest.
+// RecordWeights records the digest of a version and verifies the samples that waited for it. It
+// returns those that do not match. ErrDigest.
 func RecordWeights(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusal, error) {
 	l := tx.Ledger()
 	known, err := tx.Weights(ctx, []uint64{version})
@@ -72,7 +74,8 @@ func RecordWeights(ctx context.Context, tx Tx, version uint64, digest string) ([
 	return verify(ctx, tx, version, digest)
 }
 
-// verify checks the samples that arrived before the digest of their version. Groups with a wrong receipt are dissolved.
+// verify checks the samples that arrived before the digest of their version. Groups with a wrong
+// receipt are dissolved.
 func verify(ctx context.Context, tx Tx, version uint64, digest string) ([]Refusal, error) {
 	l := tx.Ledger()
 	waiting, err := tx.Pending(ctx, version)

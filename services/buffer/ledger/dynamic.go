@@ -8,8 +8,9 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
-// Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a step trains on groups_per_step groups whose rewards differ. A complete
-// group whose rewards are all equal is excluded when it arrives, and the step continues with the next groups:
+// Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a step trains on groups_per_step groups
+// whose rewards differ. A complete group whose rewards are all equal is excluded when it arrives,
+// and the step continues with the next groups:
 //
 //	by position    the window of a step begins where the previous one ends, and contains groups_per_step groups that are not
 //	               excluded. Which groups those are follows from positions and rewards alone. The scheduler issues nothing beyond
@@ -17,7 +18,8 @@ import (
 //	by completion  the first groups_per_step groups that arrived and are not excluded. Later ones stay in the ledger for the next
 //	               step, so a resumed run finds them.
 //
-// A step that has gone through drawLimit groups draws no more: it takes the groups it has, or is refused (ErrExhausted).
+// A step that has gone through drawLimit groups draws no more: it takes the groups it has, or is
+// refused (ErrExhausted).
 
 // dynamic reports whether groups with equal rewards are excluded and replaced by others.
 func (l *Ledger) dynamic() bool { return l.Config.GetDrawBatches() > 0 }
@@ -27,7 +29,8 @@ func (l *Ledger) drawLimit() uint64 {
 	return uint64(l.Config.GetDrawBatches()) * uint64(l.Config.GetGroupsPerStep())
 }
 
-// next is where the step after the last leased one begins. Each position before it is in a step, or was passed by one.
+// next is where the step after the last leased one begins. Each position before it is in a step, or
+// was passed by one.
 func (l *Ledger) next() uint64 {
 	return l.Config.GetFirstPosition() + l.Groups[Consumed] + l.Groups[Leased] + l.Skipped
 }
@@ -96,7 +99,8 @@ func (d *selection) excludedSoFar(l *Ledger) string {
 	return fmt.Sprintf(", %d excluded so far", len(d.skip))
 }
 
-// zeroAdvantage counts the excluded groups whose rewards were all equal, and returns their mean reward.
+// zeroAdvantage counts the excluded groups whose rewards were all equal, and returns their mean
+// reward.
 func zeroAdvantage(ctx context.Context, r Reader, skip []*Group) (n uint32, mean float64, err error) {
 	var positions []uint64
 	for _, g := range skip {

@@ -69,7 +69,8 @@ func Exclude(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey, reason strin
 	})
 }
 
-// Reissue opens the next attempt of groups, all of them or none. ErrGroupState, ErrAttempt, ErrRange.
+// Reissue opens the next attempt of groups, all of them or none. ErrGroupState, ErrAttempt,
+// ErrRange.
 func Reissue(ctx context.Context, tx Tx, keys []*bufferv1.GroupKey) error {
 	return changeGroups(ctx, tx, keys, func(g *Group, key *bufferv1.GroupKey) error {
 		if g.State != 0 && g.State != Dissolved && key.GetAttempt() <= g.Attempt {

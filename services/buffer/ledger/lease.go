@@ -18,8 +18,8 @@ type Readiness struct {
 	Waiting string // otherwise: what the step waits for and which component provides it
 }
 
-// CheckReadiness looks at the groups of a step without changing anything: most calls find that something is missing, and need no
-// write transaction. ErrOrder, ErrExhausted.
+// CheckReadiness looks at the groups of a step without changing anything: most calls find that
+// something is missing, and need no write transaction. ErrOrder, ErrExhausted.
 func CheckReadiness(ctx context.Context, r Reader, step uint64) (Readiness, error) {
 	l := r.Ledger()
 	s, err := selectGroups(ctx, r, step)
@@ -48,8 +48,8 @@ type LeaseResult struct {
 	Waiting string // what a step without a batch waits for
 }
 
-// Lease takes the groups of a step. If some are stale it dissolves them instead, and the step has no batch yet. ErrOrder,
-// ErrExhausted.
+// Lease takes the groups of a step. If some are stale it dissolves them instead, and the step has
+// no batch yet. ErrOrder, ErrExhausted.
 func Lease(ctx context.Context, tx Tx, step uint64) (LeaseResult, error) {
 	l := tx.Ledger()
 	s, err := selectGroups(ctx, tx, step)
@@ -106,8 +106,8 @@ func Lease(ctx context.Context, tx Tx, step uint64) (LeaseResult, error) {
 	return LeaseResult{Step: leased, Samples: samples}, tx.PutStep(ctx, leased)
 }
 
-// MayLease reports whether a change of the ledger can give a step its batch, or make a group stale. A ledger changes with every
-// put, and CheckReadiness costs more than a small put.
+// MayLease reports whether a change of the ledger can give a step its batch, or make a group stale.
+// A ledger changes with every put, and CheckReadiness costs more than a small put.
 func MayLease(c *bufferv1.LedgerConfig, step uint64, last, now *bufferv1.LedgerState) bool {
 	switch {
 	case now.GetLeased() > 0, now.GetStep() >= step:
@@ -185,7 +185,8 @@ func (d *selection) full(l *Ledger) bool {
 	return len(d.take)+len(d.skip) == want
 }
 
-// stale reports whether the step would train on tokens of weights that are too old. Step s trains version s-1.
+// stale reports whether the step would train on tokens of weights that are too old. Step s trains
+// version s-1.
 func (l *Ledger) stale(g *Group, step uint64) bool {
 	return l.Config.GetReceipts() && g.MinVersion+uint64(l.Config.GetMaxStaleness()) < step-1
 }
@@ -221,7 +222,8 @@ func (d *selection) waiting(l *Ledger, step uint64) string {
 	return strings.Join(parts, "; ")
 }
 
-// describeExample names a dissolved group: an external producer puts it again with the next attempt.
+// describeExample names a dissolved group: an external producer puts it again with the next
+// attempt.
 func (d *selection) describeExample(l *Ledger) string {
 	if d.example == nil {
 		return ""
@@ -230,8 +232,8 @@ func (d *selection) describeExample(l *Ledger) string {
 	return fmt.Sprintf(", such as group %d/%d after attempt %d: %s", key.GetEpoch(), key.GetIndex(), key.GetAttempt(), cmp.Or(d.example.Reason, "dissolved"))
 }
 
-// batchID is blake3 over "rollout.batch.v1" and, for each sample in the order of the batch, its epoch, index, attempt, sample, part, and
-// CRC-32C as 8-byte little-endian integers.
+// batchID is blake3 over "rollout.batch.v1" and, for each sample in the order of the batch, its
+// epoch, index, attempt, sample, part, and CRC-32C as 8-byte little-endian integers.
 func batchID(l *Ledger, samples []Sample) string {
 	h := id.NewHasher()
 	_, _ = h.Write([]byte("rollout.batch.v1")) // a hasher never fails

@@ -1,7 +1,9 @@
-// Package ledger decides what becomes of trajectories: which samples are accepted, which groups a step takes, and when a step
-// is committed. It does no I/O; it reads and writes rows through Reader and Tx, which an adapter implements.
+// Package ledger decides what becomes of trajectories: which samples are accepted, which groups a
+// step takes, and when a step is committed. It does no I/O; it reads and writes rows through Reader
+// and Tx, which an adapter implements.
 //
-// A group is one position in the order of the dataset. Each arrow is one transaction. The ledger is never rolled back.
+// A group is one position in the order of the dataset. Each arrow is one transaction. The ledger is
+// never rolled back.
 //
 //	            first sample        last sample, digests known
 //	(unknown)    ---------> OPEN ---------------------> READY ---lease---> LEASED ---commit---> CONSUMED
@@ -14,10 +16,10 @@
 //	unknown, OPEN, READY, DISSOLVED ---exclude---> EXCLUDED
 //	                           OPEN ---last sample, all rewards equal---> EXCLUDED, with dynamic sampling (dynamic.go)
 //
-// A sample is stored once: the first accepted one of (run, epoch, index, attempt, sample, part) is kept. Duplicates, samples of
-// an older attempt, and samples of a group that is past READY are dropped and counted. If a sample's receipt names a version
-// whose digest is not recorded yet, the sample is stored, but its group becomes READY only after the digest was recorded and
-// matches.
+// A sample is stored once: the first accepted one of (run, epoch, index, attempt, sample, part) is
+// kept. Duplicates, samples of an older attempt, and samples of a group that is past READY are
+// dropped and counted. If a sample's receipt names a version whose digest is not recorded yet, the
+// sample is stored, but its group becomes READY only after the digest was recorded and matches.
 package ledger
 
 import (
@@ -125,8 +127,8 @@ type Segment struct {
 	Trimmed bool
 }
 
-// CheckIncarnation refuses callers that act for an older incarnation of the run than the one that opened the ledger. 0 is not
-// compared. ErrStale.
+// CheckIncarnation refuses callers that act for an older incarnation of the run than the one that
+// opened the ledger. 0 is not compared. ErrStale.
 func (l *Ledger) CheckIncarnation(incarnation uint32) error {
 	if incarnation == 0 || incarnation >= l.Incarnation {
 		return nil
@@ -147,7 +149,8 @@ func (l *Ledger) position(epoch uint32, index uint64) (uint64, error) {
 	return p, nil
 }
 
-// window is the range of positions of a step if leases go by position; with dynamic sampling, the longest possible range.
+// window is the range of positions of a step if leases go by position; with dynamic sampling, the
+// longest possible range.
 func (l *Ledger) window(step uint64) (from, to uint64) {
 	c := l.Config
 	if l.dynamic() {

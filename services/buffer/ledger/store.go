@@ -6,7 +6,8 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
-// Store stores ledgers. Adapters are in folders next to this package and pass the suite in storetest. Safe for concurrent use.
+// Store stores ledgers. Adapters are in folders next to this package and pass the suite in
+// storetest. Safe for concurrent use.
 type Store interface {
 	// Create creates the ledger of a run, or does nothing if there is one. Durable when it returns.
 	Create(ctx context.Context, run string, config *bufferv1.LedgerConfig) error
@@ -14,9 +15,10 @@ type Store interface {
 	Runs(ctx context.Context) ([]string, error)
 	// View runs fn on a consistent snapshot. It never waits for a writer. ErrNoLedger.
 	View(ctx context.Context, run string, fn func(Reader) error) error
-	// Update runs fn in a transaction; the transactions of one ledger are serialized. fn may change the Ledger in place. When
-	// Update returns nil, all changes are durable and Revision is one higher. If fn returns an error, nothing is changed and the
-	// error is returned as it is. fn may be called more than once. ErrNoLedger.
+	// Update runs fn in a transaction; the transactions of one ledger are serialized. fn may change
+	// the Ledger in place. When Update returns nil, all changes are durable and Revision is one
+	// higher. If fn returns an error, nothing is changed and the error is returned as it is. fn may
+	// be called more than once. ErrNoLedger.
 	Update(ctx context.Context, run string, fn func(Tx) error) error
 }
 
@@ -28,12 +30,13 @@ type Reader interface {
 	Groups(ctx context.Context, positions []uint64) (map[uint64]*Group, error)
 	// ListGroups returns groups by position.
 	ListGroups(ctx context.Context, q GroupQuery) ([]*Group, error)
-	// Arrived returns completed and excluded groups that no step has taken, in the order of arrival.
+	// Arrived returns completed and excluded groups that no step has taken, in the order of
+	// arrival.
 	Arrived(ctx context.Context, limit int) ([]*Group, error)
 	// Samples returns the samples of the positions by position, sample, and part.
 	Samples(ctx context.Context, positions []uint64) ([]Sample, error)
-	// BatchSamples returns the samples of a leased or committed step, without those of excluded groups, by position, sample,
-	// and part.
+	// BatchSamples returns the samples of a leased or committed step, without those of excluded
+	// groups, by position, sample, and part.
 	BatchSamples(ctx context.Context, step uint64) ([]Sample, error)
 	// Pending returns the samples that wait for the digest of a version.
 	Pending(ctx context.Context, version uint64) ([]Sample, error)
@@ -45,7 +48,8 @@ type Reader interface {
 	Weights(ctx context.Context, versions []uint64) (map[uint64]string, error)
 	// Segments returns the segments by number.
 	Segments(ctx context.Context) ([]Segment, error)
-	// Uncovered returns the numbers of the segments with a sample that no step up to the given one has consumed.
+	// Uncovered returns the numbers of the segments with a sample that no step up to the given one
+	// has consumed.
 	Uncovered(ctx context.Context, through uint64) (map[uint32]bool, error)
 }
 
@@ -62,8 +66,8 @@ type Tx interface {
 	Verify(ctx context.Context, version uint64) error
 	// PutStep inserts or replaces a step.
 	PutStep(ctx context.Context, step *Step) error
-	// TakeGroups moves every group of a step's batch from one state to another and returns their number. The caller updates the
-	// counts of the Ledger.
+	// TakeGroups moves every group of a step's batch from one state to another and returns their
+	// number. The caller updates the counts of the Ledger.
 	TakeGroups(ctx context.Context, step uint64, from, to State) (uint64, error)
 	// PutWeights records the digest of a version that is not recorded yet.
 	PutWeights(ctx context.Context, version uint64, digest string) error

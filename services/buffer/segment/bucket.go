@@ -19,16 +19,18 @@ type Blobs interface {
 	List(ctx context.Context, prefix string) iter.Seq2[blob.Info, error]
 }
 
-// Bucket stores the segments of one run in a blob store. Each ingest closes its file and uploads it before the ledger counts on it and
-// before anything is acked, so local files are a cache. Numbers are used once: a blob that the ledger does not know was left by a
-// buffer that died, or lost its lead, after the upload.
+// Bucket stores the segments of one run in a blob store. Each ingest closes its file and uploads it
+// before the ledger counts on it and before anything is acked, so local files are a cache. Numbers
+// are used once: a blob that the ledger does not know was left by a buffer that died, or lost its
+// lead, after the upload.
 type Bucket struct {
 	blobs Blobs
 	run   string
 	dir   string
 }
 
-// NewBucket stores segments of a run. dir is the folder of its local files. It returns nil if blobs is nil.
+// NewBucket stores segments of a run. dir is the folder of its local files. It returns nil if blobs
+// is nil.
 func NewBucket(blobs Blobs, run, dir string) *Bucket {
 	if blobs == nil {
 		return nil
@@ -75,7 +77,7 @@ func (b *Bucket) Download(ctx context.Context, number uint32) (err error) {
 	return os.Rename(f.Name(), Path(b.dir, number))
 }
 
-// Newest is the highest number that is used, 0 if there is none.
+// Newest is the highest number that is used, 0 if no number is.
 func (b *Bucket) Newest(ctx context.Context) (newest uint32, err error) {
 	for number, err := range b.numbers(ctx) {
 		if err != nil {
@@ -100,7 +102,8 @@ func (b *Bucket) numbers(ctx context.Context) iter.Seq2[uint32, error] {
 	}
 }
 
-// Delete deletes the blobs below a number, except those to keep: segments that were trimmed, and those that the ledger never knew.
+// Delete deletes the blobs below a number, except those to keep: segments that were trimmed, and
+// those that the ledger never knew.
 func (b *Bucket) Delete(ctx context.Context, below uint32, keep map[uint32]bool) error {
 	var numbers []uint32
 	for number, err := range b.numbers(ctx) {

@@ -11,14 +11,14 @@ import (
 
 // Report is what Scan found in a file.
 type Report struct {
-	Missing bool   // there is no file
+	Missing bool   // the file does not exist
 	Bytes   uint64 // size of the file
 	Flaw    string // the first problem; "": every record is intact
 	Offset  uint64 // of the problem
 }
 
-// Scan reads and verifies the records within the durable bytes of a segment. Bytes after those are not
-// a flaw. It returns an error if the file cannot be read.
+// Scan reads and verifies the records within the durable bytes of a segment. Bytes after those are
+// not a flaw. It returns an error if the file cannot be read.
 func Scan(dir string, number uint32, durable uint64) (Report, error) {
 	f, err := os.Open(Path(dir, number))
 	if errors.Is(err, os.ErrNotExist) {

@@ -8,7 +8,8 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 )
 
-// small writes a segment of two records and returns its folder, its bytes and where the payloads are.
+// small writes a segment of two records and returns its folder, its contents, and the places of the
+// payloads.
 func small(t *testing.T) (dir string, whole []byte, places []segment.Place) {
 	t.Helper()
 	dir = t.TempDir()
@@ -28,7 +29,7 @@ func put(t *testing.T, dir string, data []byte) {
 	}
 }
 
-// start is where a record begins.
+// start is the offset of a record.
 func start(p segment.Place) uint64 { return p.Offset - segment.HeaderBytes }
 
 func scan(t *testing.T, dir string, durable int) segment.Report {
@@ -40,8 +41,8 @@ func scan(t *testing.T, dir string, durable int) segment.Report {
 	return r
 }
 
-// Each bit of a segment, flipped, is found at the record that it is in; the record is not given out, the other one is.
-func TestEveryBitCounts(t *testing.T) {
+// A flipped bit anywhere is reported at its record. That record cannot be read, the other one can.
+func TestEveryFlippedBitIsFound(t *testing.T) {
 	t.Parallel()
 	dir, whole, places := small(t)
 	if r := scan(t, dir, len(whole)); r.Flaw != "" || r.Bytes != uint64(len(whole)) {
@@ -53,7 +54,7 @@ func TestEveryBitCounts(t *testing.T) {
 			spoiled[at] ^= 1 << bit
 			put(t, dir, spoiled)
 			r := scan(t, dir, len(whole))
-			hit := -1 // the magic, which all records stand behind
+			hit := -1 // the magic, on which all records depend
 			for n, p := range places {
 				if uint64(at) >= start(p) {
 					hit = n
@@ -76,8 +77,8 @@ func TestEveryBitCounts(t *testing.T) {
 	}
 }
 
-// A segment cut off at any byte is found, and no record that is cut is given out.
-func TestEveryLengthCounts(t *testing.T) {
+// A segment that is cut off anywhere is reported, and no incomplete record can be read.
+func TestEveryTruncationIsFound(t *testing.T) {
 	t.Parallel()
 	dir, whole, places := small(t)
 	for length := range whole {
@@ -94,8 +95,8 @@ func TestEveryLengthCounts(t *testing.T) {
 	}
 }
 
-// What lies beyond the durable end is the tail that a crash tore, and no flaw.
-func TestATornTailIsNoFlaw(t *testing.T) {
+// Bytes after the durable end were left by a crash and are not a flaw.
+func TestBytesAfterTheDurableEndAreNotAFlaw(t *testing.T) {
 	t.Parallel()
 	dir, whole, _ := small(t)
 	put(t, dir, append(whole, 0xff, 0xff, 0xff))

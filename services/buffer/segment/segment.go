@@ -1,8 +1,8 @@
 // Package segment stores payloads in append-only files, and copies of them in a blob store.
 //
 // A file is the magic "RSEG0001", then records "u32 length | u32 crc32c | payload", little-endian.
-// The files of a run are numbered from 1. The ledger records how many bytes of each are durable; what
-// follows them was left by a crash and does not count.
+// The files of a run are numbered from 1. The ledger records how many bytes of each are durable;
+// what follows them was left by a crash and does not count.
 package segment
 
 import (
@@ -49,7 +49,8 @@ type Tail struct {
 type Config struct {
 	Dir       string // created if it is missing
 	RollBytes uint64 // a file of this size is followed by the next one
-	// Volatile skips syncs: what was written survives the death of every process, but not a power cut.
+	// Volatile skips syncs: what was written survives the death of every process, but not a power
+	// cut.
 	Volatile bool
 	// Datasync makes the contents of a file durable; nil: fdatasync.
 	Datasync func(*os.File) error
@@ -62,8 +63,8 @@ type Repair struct {
 }
 
 // Open prepares the files of a run for writing. known are the files that the ledger counts on, by
-// number. They are not written to again, because a process that led before may still have them open:
-// bytes beyond what is durable stay there. Files that the ledger does not name are deleted.
+// number. They are not written to again, because a process that led before may still have them
+// open: bytes beyond what is durable stay there. Files that the ledger does not name are deleted.
 //
 // newest is the highest number that was ever used.
 func Open(cfg Config, known []Tail, newest uint32) (*Writer, Repair, error) {
@@ -127,7 +128,8 @@ func sweep(dir string, named map[uint32]bool) (r Repair, last uint32, err error)
 	return r, last, nil
 }
 
-// Remove deletes a segment file and returns the number of bytes that were freed, 0 if there is none.
+// Remove deletes a segment file and returns the number of bytes that were freed, 0 if there is
+// none.
 func Remove(dir string, number uint32) (uint64, error) {
 	path := Path(dir, number)
 	info, err := os.Stat(path)
@@ -143,7 +145,8 @@ func Remove(dir string, number uint32) (uint64, error) {
 	return uint64(info.Size()), nil
 }
 
-// present lists the numbers of the files in a folder in ascending order; none if the folder is missing.
+// present lists the numbers of the files in a folder in ascending order; none if the folder is
+// missing.
 func present(dir string) (numbers []uint32, err error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {

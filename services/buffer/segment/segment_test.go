@@ -65,7 +65,7 @@ func TestFormat(t *testing.T) {
 		t.Fatalf("tail of nothing: %+v", w.Tail())
 	}
 	places := write(t, w, "123456789", "")
-	want := []byte("RSEG0001\x09\x00\x00\x00\x83\x92\x06\xe3123456789\x00\x00\x00\x00\x00\x00\x00\x00") // e3069283: CRC-32C's check value
+	want := []byte("RSEG0001\x09\x00\x00\x00\x83\x92\x06\xe3123456789\x00\x00\x00\x00\x00\x00\x00\x00") // e3069283 is the check value of CRC-32C
 	got, err := os.ReadFile(segment.Path(dir, 1))
 	if err != nil || !bytes.Equal(got, want) {
 		t.Fatalf("%q %v", got, err)
@@ -97,7 +97,8 @@ func TestRollAndReopen(t *testing.T) {
 	}
 }
 
-// Whoever wrote last may have the file open still: what is beyond the durable end stays, and nobody writes there again.
+// The last writer may still have the file open: bytes after the durable end stay, and nothing is
+// written there again.
 func TestATornTailIsLeftAlone(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -196,7 +197,7 @@ func truncate(t *testing.T, path string, size int64) {
 	}
 }
 
-// A process that stands still and goes on never writes into the files of the one that took over.
+// A process that is paused and continues never writes to the files of the one that took over.
 func TestTwoWritersShareNoFile(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -221,7 +222,7 @@ func TestTwoWritersShareNoFile(t *testing.T) {
 	if err := old.Close(); err != nil {
 		t.Fatal(err)
 	}
-	write(old, "a file of its own")
+	write(old, "a separate file")
 	third := write(next, "third")
 	if second.Segment == first.Segment || third.Segment != second.Segment {
 		t.Fatalf("places %+v, %+v, %+v", first, second, third)

@@ -45,8 +45,8 @@ func (w *Writer) Append(records []Record) ([]Place, error) {
 	return places, nil
 }
 
-// Sync makes what was appended durable. After an error the kernel may have dropped any of it, so the
-// next append creates a new file.
+// Sync makes what was appended durable. After an error the kernel may have dropped any of it, so
+// the next append creates a new file.
 func (w *Writer) Sync() error {
 	if w.file == nil || w.Volatile {
 		return nil
@@ -70,7 +70,7 @@ func (w *Writer) Close() error {
 	return f.Close()
 }
 
-// roll creates a file if there is none or the current one is full.
+// roll creates a file unless the current one has room.
 func (w *Writer) roll() error {
 	if w.file != nil && w.end < w.RollBytes {
 		return nil

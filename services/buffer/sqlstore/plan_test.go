@@ -7,7 +7,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// A ledger grows with its run, so no statement of a step may read all of it: each is asked for its plan.
+// A ledger grows with its run, so no statement of a step may read all of it. The test checks the
+// plan of each.
 func TestNoStatementOfAStepScansTheLedger(t *testing.T) {
 	t.Parallel()
 	s, err := Open(t.Context(), sqldb.Files(t.TempDir()))

@@ -72,14 +72,14 @@ func (r *reader) ListGroups(ctx context.Context, q ledger.GroupQuery) ([]*ledger
 	table, where, args := "prompt_group", `position >= $2`, []any{q.From}
 	value := func(v any) string {
 		args = append(args, v)
-		return fmt.Sprintf("$%d", len(args)+1) // after the ledger
+		return fmt.Sprintf("$%d", len(args)+1) // $1 is the ledger
 	}
 	if q.To > 0 {
 		where += ` AND position < ` + value(q.To)
 	}
 	switch len(q.States) {
 	case 0:
-	case 1: // a literal, so that the partial index of live states may serve
+	case 1: // a literal, so that the partial index of live states can be used
 		where += fmt.Sprintf(` AND state = %d`, q.States[0])
 		if s := q.States[0]; s != ledger.Consumed && s != ledger.Excluded {
 			table, where = r.sql.live, where+` AND state IN (1, 2, 3, 6)`
@@ -103,7 +103,7 @@ func (r *reader) Arrived(ctx context.Context, limit int) ([]*ledger.Group, error
 	return r.groups(ctx, `arrival > 0 AND step = 0 ORDER BY arrival LIMIT $2`, limit)
 }
 
-// samples reads rows of sample, joined to their groups.
+// samples reads rows of sample, joined with their groups.
 func (r *reader) samples(ctx context.Context, query string, args ...any) (out []ledger.Sample, err error) {
 	err = r.list(ctx, "samples", query, append([]any{r.id}, args...), func(scan func(...any) error) error {
 		var s ledger.Sample

@@ -8,13 +8,13 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// statements are the texts of one dialect. Those of a step are prepared, where the driver does not do that by itself: of a
-// transaction of 8 samples parsing was a third.
+// statements are the SQL texts of one dialect. Those of a step are prepared if the driver does not
+// do it: parsing took a third of a transaction of 8 samples.
 type statements struct {
 	ledger, lock, groups, samples, batch, pending, step, weights string
 	save, verify, take, putSegment                               string
-	join                                                         string // in the order that it is written in
-	live                                                         string // prompt_group, read by the index of those that a step may still want
+	join                                                         string // keeps the order in which it is written
+	live                                                         string // prompt_group, read by the index of groups that a step may still take
 
 	putGroups, addSamples map[int]string // by the number of rows
 	prepared              map[string]*sqldb.Prepared
@@ -28,8 +28,8 @@ const (
 	sampleOrder = ` ORDER BY s.position, s.sample, s.part`
 )
 
-// newStatements writes the texts. The joins are written in the order they must run in, and SQLite is told its index: its planner
-// does not know that a step is small and a ledger large.
+// newStatements makes the texts. Joins are written in the order in which they must run, and SQLite
+// gets the index by name: its planner does not know that a step is small and a ledger large.
 func newStatements(db *sqldb.DB) *statements {
 	ledger := `SELECT id, config, closed, revision, step, chain, arrivals, trimmed, weights_version, weights_digest,
 		open, ready, leased, consumed, excluded, dissolved, samples, duplicates, refused, infra_failed, incarnation, skipped FROM ledger WHERE run = $1`
@@ -64,8 +64,8 @@ func newStatements(db *sqldb.DB) *statements {
 	return st
 }
 
-// prepare parses the statements of a step. They are parsed when the store opens, because inside a transaction the one writing
-// connection is taken. What is not here is parsed as it comes.
+// prepare parses the statements of a step when the store opens, because the single writing
+// connection is in use within a transaction. Other statements are parsed when they run.
 func (st *statements) prepare(ctx context.Context, db *sqldb.DB) error {
 	st.prepared = map[string]*sqldb.Prepared{}
 	texts := []string{st.lock, st.groups, st.samples, st.batch, st.pending, st.step, st.weights, st.save, st.putSegment}
@@ -95,14 +95,16 @@ func (r *reader) query(ctx context.Context, text string, args ...any) (*sql.Rows
 // exec is tx.ExecContext.
 func (r *reader) exec(ctx context.Context, text string, args ...any) (sql.Result, error) {
 	if p := r.sql.prepared[text]; p != nil {
-		// The transaction itself ends with ctx; SQLite's driver would start a goroutine a statement to watch it too.
+		// The transaction itself ends with ctx. If statements had it too, SQLite's driver would
+		// start a goroutine for each.
 		ctx = context.WithoutCancel(ctx)
 		return r.tx.StmtContext(ctx, p.In(r.writes)).ExecContext(ctx, args...) //nolint:sqlclosecheck // closed with the transaction
 	}
 	return r.tx.ExecContext(ctx, text, args...)
 }
 
-// chunks are how many rows one statement writes: few texts, so that each is prepared once, and few round trips.
+// chunks are the numbers of rows that one statement writes: few, so that each text is prepared
+// once, and large, so that there are few round trips.
 var chunks = []int{64, 32, 16, 8, 4, 2, 1}
 
 func putGroups(db *sqldb.DB, n int) string {

@@ -1,4 +1,4 @@
-// Package sqlstore keeps ledgers in a SQL database.
+// Package sqlstore stores ledgers in a SQL database.
 package sqlstore
 
 import (
@@ -18,19 +18,21 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// Store is a ledger.Store. In SQLite the transactions of all runs take turns, in PostgreSQL those of one run.
+// Store is a ledger.Store. SQLite serializes the transactions of all runs, PostgreSQL those of one
+// run.
 type Store struct {
 	db      *sqldb.DB
 	sql     *statements
-	configs *sync.Map // run -> *bufferv1.LedgerConfig, which never changes
+	configs *sync.Map // run -> *bufferv1.LedgerConfig, which is immutable
 }
 
-// Open opens or makes the service's database and brings its schema up to date. Commits survive a power cut.
+// Open opens or creates the service's database and migrates its schema. Commits survive a power
+// cut.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 	return OpenWith(ctx, place, sqldb.Full)
 }
 
-// OpenWith is Open, whose commits survive what d says.
+// OpenWith is Open with another durability of commits.
 func OpenWith(ctx context.Context, place sqldb.Place, d sqldb.Durability) (*Store, error) {
 	db, err := sqldb.Ready(ctx, place, "buffer", d, database.Migrations)
 	if err != nil {
@@ -46,10 +48,10 @@ func OpenWith(ctx context.Context, place sqldb.Place, d sqldb.Durability) (*Stor
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
 
-// Lease is the row by which one of several replicas leads.
+// Lease is the leader election of the replicas.
 func (s *Store) Lease() *lease.Table { return lease.NewTable(s.db, "buffer") }
 
-// Fenced is the same store, whose writes the fence must let pass.
+// Fenced is the same store with a fence that every write must pass.
 func (s *Store) Fenced(fence sqldb.Fence) *Store {
 	fenced := *s
 	fenced.db = s.db.Fenced(fence)
@@ -125,7 +127,7 @@ type reader struct {
 	ledger *ledger.Ledger
 }
 
-// begin reads the ledger, and locks it where the transaction writes.
+// begin reads the ledger, and locks it if the transaction writes.
 func (s *Store) begin(ctx context.Context, tx *sql.Tx, writes bool, run string) (*reader, error) {
 	l := &ledger.Ledger{Run: run}
 	r := &reader{tx: tx, sql: s.sql, writes: writes, ledger: l}
@@ -179,5 +181,5 @@ func (r *reader) save(ctx context.Context) error {
 	return nil
 }
 
-// Ledger implements ledger.Reader. Its Config is shared and must not be changed.
+// Ledger implements ledger.Reader. Its Config is shared and must not be modified.
 func (r *reader) Ledger() *ledger.Ledger { return r.ledger }

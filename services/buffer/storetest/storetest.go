@@ -1,4 +1,4 @@
-// Package storetest is the suite that every ledger.Store passes.
+// Package storetest is the conformance suite of ledger.Store.
 package storetest
 
 import (
@@ -21,8 +21,8 @@ func config() *bufferv1.LedgerConfig {
 	return &bufferv1.LedgerConfig{GroupsPerStep: 2, GroupSize: 2, Order: bufferv1.LeaseOrder_LEASE_ORDER_POSITION, Rows: 100, FirstStep: 4}
 }
 
-// Run checks the stores that open makes: each call of open with a new folder gives an empty one, with a folder from before the same
-// one again. The suite closes nothing; open registers clean-up.
+// Run tests the stores that open returns: an empty one for a new folder, the same one again for a
+// known folder. The suite closes nothing; open registers cleanup.
 func Run(t *testing.T, open func(t *testing.T, folder string) ledger.Store) {
 	for name, test := range map[string]func(*testing.T, *bundle){
 		"Create":                createTwice,
@@ -164,13 +164,13 @@ func oneMoment(t *testing.T, b *bundle) {
 		})
 		g, err := r.Groups(t.Context(), []uint64{1})
 		if len(g) > 0 || r.Ledger().Revision != 0 {
-			t.Errorf("the view moved on: %v", g)
+			t.Errorf("the view changed: %v", g)
 		}
 		return err
 	})
 }
 
-// texts come from producers, and none may spoil the transaction of all others.
+// texts come from producers, and none may make the transaction of the others fail.
 func texts(t *testing.T, b *bundle) {
 	b.update(func(tx ledger.Tx) error {
 		return errors.Join(tx.PutGroups(t.Context(), []*ledger.Group{{Position: 3, State: ledger.Dissolved, Reason: "A\x00B"}}),
@@ -233,7 +233,7 @@ func samples(t *testing.T, b *bundle) {
 		return errors.Join(
 			tx.AddSamples(t.Context(), []ledger.Sample{sample(7, 1, 1), sample(8, 0, 0), sample(7, 1, 0), byRef, sample(9, 0, 0)}),
 			tx.PutGroups(t.Context(), []*ledger.Group{
-				{Position: 9, State: ledger.Excluded, Step: 5}, // its samples are kept and in no batch
+				{Position: 9, State: ledger.Excluded, Step: 5}, // its samples are stored and in no batch
 				{Position: 8, State: ledger.Leased, Step: 5}, {Position: 7, State: ledger.Leased, Step: 5},
 			}))
 	})
@@ -256,7 +256,7 @@ func samples(t *testing.T, b *bundle) {
 		return tx.AddSamples(t.Context(), []ledger.Sample{sample(8, 0, 0)})
 	})
 	if err == nil {
-		t.Error("a key was taken twice")
+		t.Error("a key was inserted twice")
 	}
 }
 
@@ -404,7 +404,7 @@ func reopen(t *testing.T, b *bundle) {
 	b.store = b.open(t, b.folder)
 	equal(t, "ledger", b.ledger(), before)
 	if before.InfraFailed != 12 || before.Skipped != 13 || before.Groups[ledger.Dissolved] != 6 || before.WeightsDigest != "w" || before.Trimmed != 7 {
-		t.Errorf("not all was kept: %+v", before)
+		t.Errorf("not everything was stored: %+v", before)
 	}
 	b.view(func(r ledger.Reader) error {
 		s, err := r.BatchSamples(t.Context(), 5)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class BufferServiceStub:
-    """BufferService is the ledger's interface for scheduler, learner-controller, workers and auditors.
+    """BufferService is the ledger's interface for scheduler, learner-controller, workers, and auditors.
     """
 
     def __init__(self, channel):
@@ -118,11 +118,12 @@ class BufferServiceStub:
 
 
 class BufferServiceServicer:
-    """BufferService is the ledger's interface for scheduler, learner-controller, workers and auditors.
+    """BufferService is the ledger's interface for scheduler, learner-controller, workers, and auditors.
     """
 
     def OpenLedger(self, request, context):
-        """OpenLedger makes the ledger of a run and starts ingest. Idempotent; another config for the same run is refused.
+        """OpenLedger creates or reopens the ledger of a run and starts its ingest. Idempotent. Another
+        config for the same run is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,46 +137,50 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RecordWeights(self, request, context):
-        """RecordWeights records the digest of a version that no step made (the initial one). Idempotent; another digest for
-        a known version is refused with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
+        """RecordWeights records the digest of a version that no step made, such as the initial one.
+        Idempotent. Another digest for a known version is refused with FAILED_PRECONDITION, reason
+        WEIGHTS_DIGEST_CONFLICT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutTrajectories(self, request, context):
-        """PutTrajectories takes samples into the ledger without the run's stream, for programs that bring their own sampler. A request
-        holds several puts. When it returns, payloads and ledger rows are as durable as the buffer's `durability` setting promises. It
-        may be repeated: duplicates are dropped and counted.
+        """PutTrajectories adds samples to the ledger without the run's stream, for programs that bring
+        their own sampler. A request holds several puts. When it returns, payloads and ledger rows are
+        as durable as the buffer's `durability` setting promises. It may be repeated: duplicates are
+        dropped and counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMissing(self, request, context):
-        """GetMissing returns the samples of each group that have not arrived. Batched.
+        """GetMissing returns the samples of each group that have not arrived.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseBatch(self, request, context):
-        """LeaseBatch returns the batch of a step, or what it waits for after `wait_seconds`. Idempotent: the same step gives the same batch.
+        """LeaseBatch returns the batch of a step, or after `wait_seconds` what it waits for. Idempotent:
+        repeated calls return the same batch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitStep(self, request, context):
-        """CommitStep marks the groups of a leased batch consumed and records step and weights digest in one transaction.
-        Durable when it returns. Repeating a commit is fine; another digest or batch is refused, reason STEP_CONFLICT.
+        """CommitStep marks the groups of a leased batch as consumed and records the step and its weights
+        digest, in one transaction. Durable when it returns. Idempotent. Another digest or batch is
+        refused with reason STEP_CONFLICT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetBatch(self, request, context):
-        """GetBatch returns the batch of a committed or leased step again.
+        """GetBatch returns the batch of a committed or leased step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,7 +201,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExcludeGroups(self, request, context):
-        """ExcludeGroups leaves groups out for a typed reason. Idempotent.
+        """ExcludeGroups excludes groups for a typed reason. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -210,28 +215,31 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadPayloads(self, request, context):
-        """ReadPayloads streams serialized trajectories of a batch in the batch's order, for readers on other hosts.
+        """ReadPayloads streams the serialized trajectories of a batch in order, for readers on other
+        hosts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLedger(self, request, context):
-        """WatchLedger streams the state at once and on every change.
+        """WatchLedger streams the current state and then every change. A slow reader skips states.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportLedger(self, request, context):
-        """ExportLedger streams every row of a ledger as it stands at one moment, with what the payload files really hold, for auditors.
+        """ExportLedger streams every row of a ledger at one moment, with the contents of the payload
+        files, for auditors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TrimPayloads(self, request, context):
-        """TrimPayloads says that a snapshot covers the steps up to one; their payloads may go.
+        """TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
+        snapshot covers them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -329,7 +337,7 @@ def add_BufferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BufferService:
-    """BufferService is the ledger's interface for scheduler, learner-controller, workers and auditors.
+    """BufferService is the ledger's interface for scheduler, learner-controller, workers, and auditors.
     """
 
     @staticmethod

@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/buffer/v1/buffer.proto
 
-// Package rollout.buffer.v1 is the ledger of trajectories: what arrived, which step consumed it, and by which weights.
+// Package rollout.buffer.v1 is the ledger of trajectories: what arrived, which step consumed it,
+// and with which weights.
 
 package bufferv1
 
@@ -25,17 +26,17 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// LeaseOrder says which complete groups the next batch takes.
+// LeaseOrder selects the complete groups of the next batch.
 type LeaseOrder int32
 
 const (
 	// Not set.
 	LeaseOrder_LEASE_ORDER_UNSPECIFIED LeaseOrder = 0
-	// Step s takes exactly the positions of its window, [(s-1) * groups_per_step, s * groups_per_step); excluded ones are left out.
-	// With dynamic sampling a window begins where the one before it ends and is as long as it takes to hold groups_per_step groups
-	// that are not excluded.
+	// Step s takes exactly the positions of its window, [(s-1) * groups_per_step, s *
+	// groups_per_step), except excluded ones. With dynamic sampling a window begins where the
+	// previous one ends, and extends until it contains groups_per_step groups that are not excluded.
 	LeaseOrder_LEASE_ORDER_POSITION LeaseOrder = 1
-	// The groups that became complete first.
+	// The groups that were completed first.
 	LeaseOrder_LEASE_ORDER_COMPLETION LeaseOrder = 2
 )
 
@@ -80,23 +81,24 @@ func (LeaseOrder) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{0}
 }
 
-// GroupState is where a group stands in the ledger.
+// GroupState is the state of a group in the ledger.
 type GroupState int32
 
 const (
 	// Not set.
 	GroupState_GROUP_STATE_UNSPECIFIED GroupState = 0
-	// Some samples are missing.
+	// Some samples have not arrived.
 	GroupState_GROUP_STATE_OPEN GroupState = 1
-	// Every sample is there.
+	// Every sample has arrived.
 	GroupState_GROUP_STATE_READY GroupState = 2
-	// In the batch of a step that is not committed.
+	// In the batch of a step that is not committed yet.
 	GroupState_GROUP_STATE_LEASED GroupState = 3
 	// Consumed by a committed step. Final.
 	GroupState_GROUP_STATE_CONSUMED GroupState = 4
-	// Left out for a typed reason. Final.
+	// Excluded for a typed reason. Final.
 	GroupState_GROUP_STATE_EXCLUDED GroupState = 5
-	// The attempt failed or went stale; the scheduler must issue the next attempt or exclude the group.
+	// The attempt failed or went stale; the scheduler must issue the next attempt or exclude the
+	// group.
 	GroupState_GROUP_STATE_DISSOLVED GroupState = 6
 )
 
@@ -149,33 +151,36 @@ func (GroupState) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{1}
 }
 
-// LedgerConfig is what the buffer must know of a run.
+// LedgerConfig is what the buffer needs to know about a run.
 type LedgerConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Groups a step.
+	// Groups per step.
 	GroupsPerStep uint32 `protobuf:"varint,1,opt,name=groups_per_step,json=groupsPerStep,proto3" json:"groups_per_step,omitempty"`
-	// Samples a group.
+	// Samples per group.
 	GroupSize uint32 `protobuf:"varint,2,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
-	// Order of leases.
+	// Which groups a step takes.
 	Order LeaseOrder `protobuf:"varint,3,opt,name=order,proto3,enum=rollout.buffer.v1.LeaseOrder" json:"order,omitempty"`
-	// Most versions between a token's weights and the step's; older groups are dissolved and issued again. Not applied to data.
+	// Largest allowed difference between the weights version of a token and that of the step. Older
+	// groups are dissolved and issued again. Not applied to data.
 	MaxStaleness uint32 `protobuf:"varint,4,opt,name=max_staleness,json=maxStaleness,proto3" json:"max_staleness,omitempty"`
-	// Rows of the dataset, to turn epoch and index into a position.
+	// Rows of the dataset: position = epoch * rows + index.
 	Rows uint64 `protobuf:"varint,5,opt,name=rows,proto3" json:"rows,omitempty"`
-	// Whether trajectories carry receipts that must match the recorded weights (false where tokens come from data).
+	// Whether trajectories carry receipts that must match the recorded weights. False if the tokens
+	// come from data.
 	Receipts bool `protobuf:"varint,6,opt,name=receipts,proto3" json:"receipts,omitempty"`
-	// Failed attempts before the group must be excluded.
+	// Failed attempts after which the scheduler excludes a group.
 	GroupAttempts uint32 `protobuf:"varint,7,opt,name=group_attempts,json=groupAttempts,proto3" json:"group_attempts,omitempty"`
 	// Position of the first group: 0, or the position of the snapshot that the run was restored from.
 	FirstPosition uint64 `protobuf:"varint,8,opt,name=first_position,json=firstPosition,proto3" json:"first_position,omitempty"`
-	// Steps made before this run, where it was restored from a snapshot; its first step is this + 1.
+	// Last step before this run, if it was restored from a snapshot. Its first step is this + 1.
 	FirstStep uint64 `protobuf:"varint,9,opt,name=first_step,json=firstStep,proto3" json:"first_step,omitempty"`
-	// Dynamic sampling: groups of equal rewards become EXCLUDED, reason ZERO_ADVANTAGE, and a step goes on to further groups in
-	// place of every excluded one, through at most this many times groups_per_step. 0: such groups are leased as others are, and
-	// an excluded group counts for its step.
+	// Dynamic sampling: groups with equal rewards become EXCLUDED, reason ZERO_ADVANTAGE, and a step
+	// replaces every excluded group by a further one. It goes through at most this many times
+	// groups_per_step groups. 0: off; such groups are leased, and an excluded group counts for its
+	// step.
 	DrawBatches uint32 `protobuf:"varint,10,opt,name=draw_batches,json=drawBatches,proto3" json:"draw_batches,omitempty"`
-	// Whether a step that has gone through all of those is leased with the groups it has; else the lease is refused, reason
-	// DYNAMIC_SAMPLING_EXHAUSTED, as it is where there are none.
+	// Whether a step that has gone through all of them is leased with the groups it has. Otherwise,
+	// and if it has none, the lease is refused with reason DYNAMIC_SAMPLING_EXHAUSTED.
 	Partial       bool `protobuf:"varint,11,opt,name=partial,proto3" json:"partial,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -365,15 +370,15 @@ type GroupRecord struct {
 	Reason string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
 	// Step that leased or consumed it.
 	Step uint64 `protobuf:"varint,5,opt,name=step,proto3" json:"step,omitempty"`
-	// Samples there.
+	// Samples that have arrived.
 	Samples uint32 `protobuf:"varint,6,opt,name=samples,proto3" json:"samples,omitempty"`
-	// Attempts that failed; those that only went stale are not counted.
+	// Attempts that failed. Attempts that only became stale are not counted.
 	Failures uint32 `protobuf:"varint,7,opt,name=failures,proto3" json:"failures,omitempty"`
 	// Samples whose weights are not recorded yet.
 	Pending uint32 `protobuf:"varint,8,opt,name=pending,proto3" json:"pending,omitempty"`
 	// Oldest weights version of its samples.
 	MinVersion uint64 `protobuf:"varint,9,opt,name=min_version,json=minVersion,proto3" json:"min_version,omitempty"`
-	// Place in the order of completion and exclusion, from 1; 0 before.
+	// Number in the order of completion and exclusion, from 1; 0 before.
 	Arrival       uint64 `protobuf:"varint,10,opt,name=arrival,proto3" json:"arrival,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -479,14 +484,14 @@ func (x *GroupRecord) GetArrival() uint64 {
 	return 0
 }
 
-// SampleRef says where the payload of a sample is.
+// SampleRef is the location of the payload of a sample.
 type SampleRef struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Key.
 	Key *v1.TrajectoryKey `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
 	// Segment file on the buffer's host.
 	Segment string `protobuf:"bytes,2,opt,name=segment,proto3" json:"segment,omitempty"`
-	// First byte of the serialized Trajectory in it.
+	// Offset of the serialized Trajectory in the file, in bytes.
 	Offset uint64 `protobuf:"varint,3,opt,name=offset,proto3" json:"offset,omitempty"`
 	// Size of the serialized Trajectory in bytes.
 	Length uint64 `protobuf:"varint,4,opt,name=length,proto3" json:"length,omitempty"`
@@ -496,8 +501,8 @@ type SampleRef struct {
 	Reward float64 `protobuf:"fixed64,6,opt,name=reward,proto3" json:"reward,omitempty"`
 	// How it ended.
 	Outcome v1.Outcome `protobuf:"varint,7,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
-	// Content id of the serialized Trajectory in the storage service, where it is in no segment; segment, offset and length
-	// are not set then, and ReadPayloads fetches it as well.
+	// Content id of the serialized Trajectory in the storage service, if it is not in a segment. Then
+	// segment, offset, and length are not set. ReadPayloads reads it as well.
 	PayloadRef    string `protobuf:"bytes,8,opt,name=payload_ref,json=payloadRef,proto3" json:"payload_ref,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -589,24 +594,24 @@ func (x *SampleRef) GetPayloadRef() string {
 	return ""
 }
 
-// Batch is what one step trains on: whole groups, by position, each group's samples in order.
+// Batch is what one step trains on: complete groups by position, each with its samples in order.
 type Batch struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Step that it is leased for.
+	// Step that leased it.
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
-	// `blake3-<hex>` over keys and checksums, in order: the same batch has the same id.
+	// `blake3-<hex>` over keys and checksums, in order: equal batches have equal ids.
 	BatchId string `protobuf:"bytes,3,opt,name=batch_id,json=batchId,proto3" json:"batch_id,omitempty"`
 	// Samples, group by group.
 	Samples []*SampleRef `protobuf:"bytes,4,rep,name=samples,proto3" json:"samples,omitempty"`
 	// Groups in it.
 	Groups uint32 `protobuf:"varint,5,opt,name=groups,proto3" json:"groups,omitempty"`
-	// Groups that the step goes without because they were excluded.
+	// Excluded groups that count for the step.
 	Excluded uint32 `protobuf:"varint,6,opt,name=excluded,proto3" json:"excluded,omitempty"`
-	// Those of them whose rewards were all equal.
+	// Excluded groups whose rewards were all equal.
 	ZeroAdvantage uint32 `protobuf:"varint,7,opt,name=zero_advantage,json=zeroAdvantage,proto3" json:"zero_advantage,omitempty"`
-	// Mean reward of those.
+	// Mean reward of those groups.
 	ZeroAdvantageReward float64 `protobuf:"fixed64,8,opt,name=zero_advantage_reward,json=zeroAdvantageReward,proto3" json:"zero_advantage_reward,omitempty"`
 	unknownFields       protoimpl.UnknownFields
 	sizeCache           protoimpl.SizeCache
@@ -711,14 +716,14 @@ type StepRecord struct {
 	Groups uint32 `protobuf:"varint,4,opt,name=groups,proto3" json:"groups,omitempty"`
 	// Samples consumed.
 	Samples uint32 `protobuf:"varint,5,opt,name=samples,proto3" json:"samples,omitempty"`
-	// Digest of the chain up to here: blake3 over the previous link, step, batch and weights digest.
+	// Chain digest: blake3 over the previous chain digest, step, batch, and weights digest.
 	Chain string `protobuf:"bytes,6,opt,name=chain,proto3" json:"chain,omitempty"`
-	// Groups that were excluded and that the step went without.
+	// Excluded groups that count for the step.
 	Excluded uint32 `protobuf:"varint,7,opt,name=excluded,proto3" json:"excluded,omitempty"`
-	// Those of them whose rewards were all equal.
+	// Excluded groups whose rewards were all equal.
 	ZeroAdvantage uint32 `protobuf:"varint,8,opt,name=zero_advantage,json=zeroAdvantage,proto3" json:"zero_advantage,omitempty"`
-	// Position at which the next step begins (where leases go by completion: how many positions were used up). 0 in steps of
-	// before this field.
+	// Position at which the next step begins. If leases go by completion: the number of positions
+	// that were used. 0 in steps that were recorded before this field existed.
 	EndPosition   uint64 `protobuf:"varint,9,opt,name=end_position,json=endPosition,proto3" json:"end_position,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -832,27 +837,28 @@ type LedgerState struct {
 	Consumed uint64 `protobuf:"varint,5,opt,name=consumed,proto3" json:"consumed,omitempty"`
 	// Excluded groups.
 	Excluded uint64 `protobuf:"varint,6,opt,name=excluded,proto3" json:"excluded,omitempty"`
-	// Groups that wait for the scheduler's decision.
+	// Groups that wait for a decision of the scheduler.
 	Dissolved []*GroupRecord `protobuf:"bytes,7,rep,name=dissolved,proto3" json:"dissolved,omitempty"`
 	// Samples accepted.
 	Samples uint64 `protobuf:"varint,8,opt,name=samples,proto3" json:"samples,omitempty"`
-	// Late twins dropped.
+	// Duplicates that were dropped.
 	Duplicates uint64 `protobuf:"varint,9,opt,name=duplicates,proto3" json:"duplicates,omitempty"`
-	// Trajectories refused for a receipt that does not match.
+	// Trajectories that were refused, such as those with a receipt that does not match.
 	Refused uint64 `protobuf:"varint,10,opt,name=refused,proto3" json:"refused,omitempty"`
 	// Digest of the newest recorded weights.
 	WeightsDigest string `protobuf:"bytes,11,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	// Version of the newest recorded weights.
 	WeightsVersion uint64 `protobuf:"varint,12,opt,name=weights_version,json=weightsVersion,proto3" json:"weights_version,omitempty"`
-	// Samples that failed for infrastructure.
+	// Samples that failed because of infrastructure.
 	InfraFailed uint64 `protobuf:"varint,13,opt,name=infra_failed,json=infraFailed,proto3" json:"infra_failed,omitempty"`
-	// Why nothing is ingested, e.g. DISK_FULL; empty while it is. It ends by itself when the reason does.
+	// Why nothing is ingested, e.g. DISK_FULL; empty otherwise. Ingest continues by itself when the
+	// cause is gone.
 	StalledReason string `protobuf:"bytes,14,opt,name=stalled_reason,json=stalledReason,proto3" json:"stalled_reason,omitempty"`
-	// The same for people, with what to do.
+	// The same as a sentence, with the fix.
 	StalledMessage string `protobuf:"bytes,15,opt,name=stalled_message,json=stalledMessage,proto3" json:"stalled_message,omitempty"`
-	// About how large the payload of a sample is, in bytes, over the last ones; 0 where none came since the buffer started.
+	// Average payload size of the last samples in bytes; 0 if none arrived since the buffer started.
 	SampleBytes uint64 `protobuf:"varint,16,opt,name=sample_bytes,json=sampleBytes,proto3" json:"sample_bytes,omitempty"`
-	// Excluded groups that a leased or committed step goes without; the others are still before a step.
+	// Excluded groups that a leased or committed step has passed.
 	Skipped       uint64 `protobuf:"varint,17,opt,name=skipped,proto3" json:"skipped,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1014,8 +1020,8 @@ type OpenLedgerRequest struct {
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Config.
 	Config *LedgerConfig `protobuf:"bytes,2,opt,name=config,proto3" json:"config,omitempty"`
-	// Incarnation of the run that whoever asks conducts. Below the highest that opened the ledger: refused with FAILED_PRECONDITION,
-	// reason STALE_INCARNATION. 0: nobody conducts, and nothing is compared.
+	// Incarnation of the run that the caller acts for. If a higher one has opened the ledger, the
+	// call is refused with FAILED_PRECONDITION, reason STALE_INCARNATION. 0: not compared.
 	Incarnation   uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1072,10 +1078,10 @@ func (x *OpenLedgerRequest) GetIncarnation() uint32 {
 	return 0
 }
 
-// OpenLedgerResponse holds the state.
+// OpenLedgerResponse is the state.
 type OpenLedgerResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The ledger now.
+	// Current state of the ledger.
 	State         *LedgerState `protobuf:"bytes,1,opt,name=state,proto3" json:"state,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1316,7 +1322,8 @@ type PutTrajectoriesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run; its ledger is open.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// What to take, answered one by one. Checked by the ledger, as what comes by the stream.
+	// The puts, each answered separately. The ledger validates them, as it does messages of the
+	// stream.
 	Puts          []*v1.TrajectoryBatch `protobuf:"bytes,2,rep,name=puts,proto3" json:"puts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1366,7 +1373,7 @@ func (x *PutTrajectoriesRequest) GetPuts() []*v1.TrajectoryBatch {
 	return nil
 }
 
-// PutTrajectoriesResponse says what became of each put.
+// PutTrajectoriesResponse is the result of each put.
 type PutTrajectoriesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// In the order of the request.
@@ -1412,12 +1419,13 @@ func (x *PutTrajectoriesResponse) GetResults() []*PutResult {
 	return nil
 }
 
-// PutResult is what became of the trajectories of one put. What is in none of the numbers belonged to a group that was dissolved.
+// PutResult counts what became of the trajectories of one put. Trajectories that are in no number
+// belonged to a group that was dissolved.
 type PutResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Samples that the ledger holds now.
+	// Samples that were added to the ledger.
 	Accepted uint32 `protobuf:"varint,1,opt,name=accepted,proto3" json:"accepted,omitempty"`
-	// Samples that it had, or did not want any more.
+	// Samples that the ledger already had or no longer needs.
 	Duplicates uint32 `protobuf:"varint,2,opt,name=duplicates,proto3" json:"duplicates,omitempty"`
 	// Samples whose outcome is an infrastructure failure; their groups are dissolved.
 	Failed uint32 `protobuf:"varint,3,opt,name=failed,proto3" json:"failed,omitempty"`
@@ -1488,7 +1496,7 @@ func (x *PutResult) GetRefused() []*PutRefusal {
 // PutRefusal is a sample that was not accepted.
 type PutRefusal struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Place in the put, from 0.
+	// Index in the put, from 0.
 	Trajectory uint32 `protobuf:"varint,1,opt,name=trajectory,proto3" json:"trajectory,omitempty"`
 	// Machine-readable reason, e.g. PAYLOAD_CORRUPT.
 	Reason        string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
@@ -1595,10 +1603,10 @@ func (x *GetMissingRequest) GetGroups() []*GroupKey {
 	return nil
 }
 
-// GetMissingResponse answers group by group.
+// GetMissingResponse is one answer per group.
 type GetMissingResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One entry a requested group, in order.
+	// One entry per requested group, in order.
 	Groups        []*MissingSamples `protobuf:"bytes,1,rep,name=groups,proto3" json:"groups,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1644,7 +1652,7 @@ func (x *GetMissingResponse) GetGroups() []*MissingSamples {
 // MissingSamples are the samples of a group that have not arrived.
 type MissingSamples struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Samples still wanted; empty where the group is complete, consumed, excluded, or on a later attempt.
+	// Missing samples. Empty if the group is complete, consumed, excluded, or on a later attempt.
 	Samples       []uint32 `protobuf:"varint,1,rep,packed,name=samples,proto3" json:"samples,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1692,9 +1700,9 @@ type LeaseBatchRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Step, from 1: the last committed step + 1, or the step leased before.
+	// Step, from 1: the last committed step + 1, or a step that was leased before.
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
-	// Longest wait in seconds; 0 answers at once.
+	// Longest wait in seconds; 0: answer immediately.
 	WaitSeconds   float64 `protobuf:"fixed64,3,opt,name=wait_seconds,json=waitSeconds,proto3" json:"wait_seconds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1751,12 +1759,13 @@ func (x *LeaseBatchRequest) GetWaitSeconds() float64 {
 	return 0
 }
 
-// LeaseBatchResponse holds the batch, or what it waits for.
+// LeaseBatchResponse is the batch, or what it waits for.
 type LeaseBatchResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The batch; absent where it is not ready.
+	// The batch; absent if it is not ready.
 	Batch *Batch `protobuf:"bytes,1,opt,name=batch,proto3" json:"batch,omitempty"`
-	// What it waits for and who owns that, in words, e.g. "3 of 32 groups of step 7 (inference workers)".
+	// What it waits for and the component that provides it, for example "3 of 32 groups of step 7
+	// (inference workers)".
 	WaitingFor    string `protobuf:"bytes,2,opt,name=waiting_for,json=waitingFor,proto3" json:"waiting_for,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1813,11 +1822,12 @@ type CommitStepRequest struct {
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Step.
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
-	// Batch that was trained on.
+	// Id of the batch that was trained on.
 	BatchId string `protobuf:"bytes,3,opt,name=batch_id,json=batchId,proto3" json:"batch_id,omitempty"`
 	// Digest of the weights after the step; their version is the step.
 	WeightsDigest string `protobuf:"bytes,4,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
-	// Whether the payloads of the steps through this one are not needed again, as TrimPayloads has it: one wait in place of two.
+	// Whether to trim the payloads of the steps up to this one in the same transaction, as
+	// TrimPayloads does.
 	Trim          bool `protobuf:"varint,5,opt,name=trim,proto3" json:"trim,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1888,10 +1898,10 @@ func (x *CommitStepRequest) GetTrim() bool {
 	return false
 }
 
-// CommitStepResponse holds the record.
+// CommitStepResponse is the recorded step.
 type CommitStepResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The step as it is recorded.
+	// The step as recorded.
 	Step          *StepRecord `protobuf:"bytes,1,opt,name=step,proto3" json:"step,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1989,7 +1999,7 @@ func (x *GetBatchRequest) GetStep() uint64 {
 	return 0
 }
 
-// GetBatchResponse holds the batch.
+// GetBatchResponse is the batch.
 type GetBatchResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The batch.
@@ -2040,7 +2050,7 @@ type ListStepsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// First step wanted.
+	// First step to return.
 	FromStep      uint64 `protobuf:"varint,2,opt,name=from_step,json=fromStep,proto3" json:"from_step,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2090,7 +2100,7 @@ func (x *ListStepsRequest) GetFromStep() uint64 {
 	return 0
 }
 
-// ListStepsResponse holds steps.
+// ListStepsResponse is the steps.
 type ListStepsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Steps in order.
@@ -2141,9 +2151,9 @@ type ListGroupsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// First position wanted.
+	// First position to return.
 	FromPosition uint64 `protobuf:"varint,2,opt,name=from_position,json=fromPosition,proto3" json:"from_position,omitempty"`
-	// Most groups; 0: 10,000.
+	// Largest number of groups; 0: 10,000.
 	Limit uint32 `protobuf:"varint,3,opt,name=limit,proto3" json:"limit,omitempty"`
 	// Only groups in one of these states; empty: all.
 	States        []GroupState `protobuf:"varint,4,rep,packed,name=states,proto3,enum=rollout.buffer.v1.GroupState" json:"states,omitempty"`
@@ -2209,7 +2219,7 @@ func (x *ListGroupsRequest) GetStates() []GroupState {
 	return nil
 }
 
-// ListGroupsResponse holds groups.
+// ListGroupsResponse is the groups.
 type ListGroupsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Groups by position.
@@ -2255,7 +2265,7 @@ func (x *ListGroupsResponse) GetGroups() []*GroupRecord {
 	return nil
 }
 
-// ExcludeGroupsRequest leaves groups out.
+// ExcludeGroupsRequest names groups and a reason.
 type ExcludeGroupsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
@@ -2365,12 +2375,12 @@ func (*ExcludeGroupsResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_buffer_v1_buffer_proto_rawDescGZIP(), []int{31}
 }
 
-// ReissueGroupsRequest opens next attempts.
+// ReissueGroupsRequest names groups.
 type ReissueGroupsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Groups with the attempt that is opened.
+	// Groups with the attempt to open.
 	Groups []*GroupKey `protobuf:"bytes,2,rep,name=groups,proto3" json:"groups,omitempty"`
 	// As in OpenLedgerRequest.
 	Incarnation   uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
@@ -2524,7 +2534,7 @@ func (x *ReadPayloadsRequest) GetStep() uint64 {
 // ReadPayloadsResponse is a chunk of payloads.
 type ReadPayloadsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Serialized Trajectory messages, in the batch's order.
+	// Serialized Trajectory messages, in the order of the batch.
 	Payloads      [][]byte `protobuf:"bytes,1,rep,name=payloads,proto3" json:"payloads,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2616,7 +2626,7 @@ func (x *WatchLedgerRequest) GetRunId() string {
 // WatchLedgerResponse is one change.
 type WatchLedgerResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The ledger now.
+	// Current state of the ledger.
 	State         *LedgerState `protobuf:"bytes,1,opt,name=state,proto3" json:"state,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2659,7 +2669,7 @@ func (x *WatchLedgerResponse) GetState() *LedgerState {
 	return nil
 }
 
-// TrimPayloadsRequest names the last step covered by a snapshot.
+// TrimPayloadsRequest names the last step that a snapshot covers.
 type TrimPayloadsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
@@ -2714,10 +2724,10 @@ func (x *TrimPayloadsRequest) GetThroughStep() uint64 {
 	return 0
 }
 
-// TrimPayloadsResponse says what went.
+// TrimPayloadsResponse tells what was freed.
 type TrimPayloadsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Bytes freed.
+	// Bytes that were freed on the local disk.
 	Bytes         uint64 `protobuf:"varint,1,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2806,20 +2816,21 @@ func (x *ExportLedgerRequest) GetRunId() string {
 	return ""
 }
 
-// ExportLedgerResponse is some rows. The first message holds the ledger and its segments.
+// ExportLedgerResponse is a part of the rows. The first message has the ledger and its segments. If
+// payloads were trimmed during the export, the last message has the ledger again.
 type ExportLedgerResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The ledger; in the first message alone.
+	// The ledger.
 	Ledger *LedgerRecord `protobuf:"bytes,1,opt,name=ledger,proto3" json:"ledger,omitempty"`
 	// Segments by number.
 	Segments []*SegmentRecord `protobuf:"bytes,2,rep,name=segments,proto3" json:"segments,omitempty"`
 	// Weights by version.
 	Weights []*WeightsRecord `protobuf:"bytes,3,rep,name=weights,proto3" json:"weights,omitempty"`
-	// Steps in order; one that is leased and not committed has no digest.
+	// Steps in order. A step that is leased and not committed has no weights digest.
 	Steps []*StepRecord `protobuf:"bytes,4,rep,name=steps,proto3" json:"steps,omitempty"`
 	// Groups by position.
 	Groups []*GroupRecord `protobuf:"bytes,5,rep,name=groups,proto3" json:"groups,omitempty"`
-	// Samples by position, sample and part.
+	// Samples by position, sample, and part.
 	Samples       []*SampleRecord `protobuf:"bytes,6,rep,name=samples,proto3" json:"samples,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2902,15 +2913,15 @@ type LedgerRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Config.
 	Config *LedgerConfig `protobuf:"bytes,1,opt,name=config,proto3" json:"config,omitempty"`
-	// Its numbers.
+	// State.
 	State *LedgerState `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
-	// Link of the last committed step.
+	// Chain digest of the last committed step.
 	Chain string `protobuf:"bytes,3,opt,name=chain,proto3" json:"chain,omitempty"`
-	// Payloads of steps through this one may be gone.
+	// Payloads of steps up to this one may be deleted.
 	Trimmed uint64 `protobuf:"varint,4,opt,name=trimmed,proto3" json:"trimmed,omitempty"`
 	// Whether ingest is stopped.
 	Closed bool `protobuf:"varint,5,opt,name=closed,proto3" json:"closed,omitempty"`
-	// Folder of its segments on the buffer's host.
+	// Folder of the segments on the buffer's host.
 	Folder        string `protobuf:"bytes,6,opt,name=folder,proto3" json:"folder,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2988,22 +2999,22 @@ func (x *LedgerRecord) GetFolder() string {
 	return ""
 }
 
-// SegmentRecord is a segment file as the ledger knows it and as it is.
+// SegmentRecord is a segment as the ledger knows it, and its file as it is.
 type SegmentRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Number, from 1.
 	Number uint32 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"`
-	// Bytes that are durable by the ledger.
+	// Durable bytes according to the ledger.
 	Bytes uint64 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
-	// Whether it was dropped because a snapshot covers it.
+	// Whether it was deleted because a snapshot covers it.
 	Trimmed bool `protobuf:"varint,3,opt,name=trimmed,proto3" json:"trimmed,omitempty"`
-	// Bytes that the file has.
+	// Size of the file in bytes.
 	FileBytes uint64 `protobuf:"varint,4,opt,name=file_bytes,json=fileBytes,proto3" json:"file_bytes,omitempty"`
-	// Whether there is no such file.
+	// Whether the file is missing.
 	Missing bool `protobuf:"varint,5,opt,name=missing,proto3" json:"missing,omitempty"`
-	// What is wrong with the records in it; empty: all are whole.
+	// First problem with its records; empty: all are intact.
 	Flaw string `protobuf:"bytes,6,opt,name=flaw,proto3" json:"flaw,omitempty"`
-	// Byte at which that is.
+	// Byte offset of the problem.
 	FlawOffset    uint64 `protobuf:"varint,7,opt,name=flaw_offset,json=flawOffset,proto3" json:"flaw_offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3143,28 +3154,28 @@ func (x *WeightsRecord) GetDigest() string {
 	return ""
 }
 
-// SampleRecord is a sample and what its payload says of itself.
+// SampleRecord is a sample with the contents of its payload.
 type SampleRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where it is.
+	// Its location.
 	Ref *SampleRef `protobuf:"bytes,1,opt,name=ref,proto3" json:"ref,omitempty"`
 	// Number of the segment; 0: the payload is in the storage service.
 	Segment uint32 `protobuf:"varint,2,opt,name=segment,proto3" json:"segment,omitempty"`
-	// Oldest weights of its tokens, as the ledger has it.
+	// Oldest weights version of its tokens, from the ledger.
 	MinVersion uint64 `protobuf:"varint,3,opt,name=min_version,json=minVersion,proto3" json:"min_version,omitempty"`
-	// Weights of its receipt.
+	// Weights version of its receipt.
 	ReceiptVersion uint64 `protobuf:"varint,4,opt,name=receipt_version,json=receiptVersion,proto3" json:"receipt_version,omitempty"`
-	// Digest of its receipt, where that was not yet found to agree with the recorded one.
+	// Digest of its receipt, if it was not verified against the recorded one yet.
 	ReceiptDigest string `protobuf:"bytes,5,opt,name=receipt_digest,json=receiptDigest,proto3" json:"receipt_digest,omitempty"`
-	// Whether the payload is gone because a snapshot covers it.
+	// Whether the payload was deleted because a snapshot covers it.
 	Trimmed bool `protobuf:"varint,6,opt,name=trimmed,proto3" json:"trimmed,omitempty"`
-	// Why the payload can't be read, or is not what was recorded; empty: it is whole.
+	// Why the payload cannot be read, or how it differs from the record; empty: it is intact.
 	Flaw string `protobuf:"bytes,7,opt,name=flaw,proto3" json:"flaw,omitempty"`
-	// Key that stands in the payload. Absent where it was not read.
+	// Key from the payload. Absent if the payload was not read.
 	Key *v1.TrajectoryKey `protobuf:"bytes,8,opt,name=key,proto3" json:"key,omitempty"`
-	// Weights of its tokens, from the payload.
+	// Weights versions of its tokens, from the payload.
 	Spans []*v1.VersionSpan `protobuf:"bytes,9,rep,name=spans,proto3" json:"spans,omitempty"`
-	// Tokens that it trains, from the payload.
+	// Number of trained tokens, from the payload.
 	Trained       uint32 `protobuf:"varint,10,opt,name=trained,proto3" json:"trained,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

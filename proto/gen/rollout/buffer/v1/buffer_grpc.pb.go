@@ -4,7 +4,8 @@
 // - protoc             (unknown)
 // source: rollout/buffer/v1/buffer.proto
 
-// Package rollout.buffer.v1 is the ledger of trajectories: what arrived, which step consumed it, and by which weights.
+// Package rollout.buffer.v1 is the ledger of trajectories: what arrived, which step consumed it,
+// and with which weights.
 
 package bufferv1
 
@@ -43,43 +44,51 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// BufferService is the ledger's interface for scheduler, learner-controller, workers and auditors.
+// BufferService is the ledger's interface for scheduler, learner-controller, workers, and auditors.
 type BufferServiceClient interface {
-	// OpenLedger makes the ledger of a run and starts ingest. Idempotent; another config for the same run is refused.
+	// OpenLedger creates or reopens the ledger of a run and starts its ingest. Idempotent. Another
+	// config for the same run is refused.
 	OpenLedger(ctx context.Context, in *OpenLedgerRequest, opts ...grpc.CallOption) (*OpenLedgerResponse, error)
 	// CloseLedger stops ingest; the ledger stays. Idempotent.
 	CloseLedger(ctx context.Context, in *CloseLedgerRequest, opts ...grpc.CallOption) (*CloseLedgerResponse, error)
-	// RecordWeights records the digest of a version that no step made (the initial one). Idempotent; another digest for
-	// a known version is refused with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
+	// RecordWeights records the digest of a version that no step made, such as the initial one.
+	// Idempotent. Another digest for a known version is refused with FAILED_PRECONDITION, reason
+	// WEIGHTS_DIGEST_CONFLICT.
 	RecordWeights(ctx context.Context, in *RecordWeightsRequest, opts ...grpc.CallOption) (*RecordWeightsResponse, error)
-	// PutTrajectories takes samples into the ledger without the run's stream, for programs that bring their own sampler. A request
-	// holds several puts. When it returns, payloads and ledger rows are as durable as the buffer's `durability` setting promises. It
-	// may be repeated: duplicates are dropped and counted.
+	// PutTrajectories adds samples to the ledger without the run's stream, for programs that bring
+	// their own sampler. A request holds several puts. When it returns, payloads and ledger rows are
+	// as durable as the buffer's `durability` setting promises. It may be repeated: duplicates are
+	// dropped and counted.
 	PutTrajectories(ctx context.Context, in *PutTrajectoriesRequest, opts ...grpc.CallOption) (*PutTrajectoriesResponse, error)
-	// GetMissing returns the samples of each group that have not arrived. Batched.
+	// GetMissing returns the samples of each group that have not arrived.
 	GetMissing(ctx context.Context, in *GetMissingRequest, opts ...grpc.CallOption) (*GetMissingResponse, error)
-	// LeaseBatch returns the batch of a step, or what it waits for after `wait_seconds`. Idempotent: the same step gives the same batch.
+	// LeaseBatch returns the batch of a step, or after `wait_seconds` what it waits for. Idempotent:
+	// repeated calls return the same batch.
 	LeaseBatch(ctx context.Context, in *LeaseBatchRequest, opts ...grpc.CallOption) (*LeaseBatchResponse, error)
-	// CommitStep marks the groups of a leased batch consumed and records step and weights digest in one transaction.
-	// Durable when it returns. Repeating a commit is fine; another digest or batch is refused, reason STEP_CONFLICT.
+	// CommitStep marks the groups of a leased batch as consumed and records the step and its weights
+	// digest, in one transaction. Durable when it returns. Idempotent. Another digest or batch is
+	// refused with reason STEP_CONFLICT.
 	CommitStep(ctx context.Context, in *CommitStepRequest, opts ...grpc.CallOption) (*CommitStepResponse, error)
-	// GetBatch returns the batch of a committed or leased step again.
+	// GetBatch returns the batch of a committed or leased step.
 	GetBatch(ctx context.Context, in *GetBatchRequest, opts ...grpc.CallOption) (*GetBatchResponse, error)
 	// ListSteps returns committed steps in order.
 	ListSteps(ctx context.Context, in *ListStepsRequest, opts ...grpc.CallOption) (*ListStepsResponse, error)
 	// ListGroups returns groups by position.
 	ListGroups(ctx context.Context, in *ListGroupsRequest, opts ...grpc.CallOption) (*ListGroupsResponse, error)
-	// ExcludeGroups leaves groups out for a typed reason. Idempotent.
+	// ExcludeGroups excludes groups for a typed reason. Idempotent.
 	ExcludeGroups(ctx context.Context, in *ExcludeGroupsRequest, opts ...grpc.CallOption) (*ExcludeGroupsResponse, error)
 	// ReissueGroups opens the next attempt of dissolved groups. Idempotent by attempt.
 	ReissueGroups(ctx context.Context, in *ReissueGroupsRequest, opts ...grpc.CallOption) (*ReissueGroupsResponse, error)
-	// ReadPayloads streams serialized trajectories of a batch in the batch's order, for readers on other hosts.
+	// ReadPayloads streams the serialized trajectories of a batch in order, for readers on other
+	// hosts.
 	ReadPayloads(ctx context.Context, in *ReadPayloadsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ReadPayloadsResponse], error)
-	// WatchLedger streams the state at once and on every change.
+	// WatchLedger streams the current state and then every change. A slow reader skips states.
 	WatchLedger(ctx context.Context, in *WatchLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchLedgerResponse], error)
-	// ExportLedger streams every row of a ledger as it stands at one moment, with what the payload files really hold, for auditors.
+	// ExportLedger streams every row of a ledger at one moment, with the contents of the payload
+	// files, for auditors.
 	ExportLedger(ctx context.Context, in *ExportLedgerRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportLedgerResponse], error)
-	// TrimPayloads says that a snapshot covers the steps up to one; their payloads may go.
+	// TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
+	// snapshot covers them.
 	TrimPayloads(ctx context.Context, in *TrimPayloadsRequest, opts ...grpc.CallOption) (*TrimPayloadsResponse, error)
 }
 
@@ -282,43 +291,51 @@ func (c *bufferServiceClient) TrimPayloads(ctx context.Context, in *TrimPayloads
 // All implementations must embed UnimplementedBufferServiceServer
 // for forward compatibility.
 //
-// BufferService is the ledger's interface for scheduler, learner-controller, workers and auditors.
+// BufferService is the ledger's interface for scheduler, learner-controller, workers, and auditors.
 type BufferServiceServer interface {
-	// OpenLedger makes the ledger of a run and starts ingest. Idempotent; another config for the same run is refused.
+	// OpenLedger creates or reopens the ledger of a run and starts its ingest. Idempotent. Another
+	// config for the same run is refused.
 	OpenLedger(context.Context, *OpenLedgerRequest) (*OpenLedgerResponse, error)
 	// CloseLedger stops ingest; the ledger stays. Idempotent.
 	CloseLedger(context.Context, *CloseLedgerRequest) (*CloseLedgerResponse, error)
-	// RecordWeights records the digest of a version that no step made (the initial one). Idempotent; another digest for
-	// a known version is refused with FAILED_PRECONDITION, reason WEIGHTS_DIGEST_CONFLICT.
+	// RecordWeights records the digest of a version that no step made, such as the initial one.
+	// Idempotent. Another digest for a known version is refused with FAILED_PRECONDITION, reason
+	// WEIGHTS_DIGEST_CONFLICT.
 	RecordWeights(context.Context, *RecordWeightsRequest) (*RecordWeightsResponse, error)
-	// PutTrajectories takes samples into the ledger without the run's stream, for programs that bring their own sampler. A request
-	// holds several puts. When it returns, payloads and ledger rows are as durable as the buffer's `durability` setting promises. It
-	// may be repeated: duplicates are dropped and counted.
+	// PutTrajectories adds samples to the ledger without the run's stream, for programs that bring
+	// their own sampler. A request holds several puts. When it returns, payloads and ledger rows are
+	// as durable as the buffer's `durability` setting promises. It may be repeated: duplicates are
+	// dropped and counted.
 	PutTrajectories(context.Context, *PutTrajectoriesRequest) (*PutTrajectoriesResponse, error)
-	// GetMissing returns the samples of each group that have not arrived. Batched.
+	// GetMissing returns the samples of each group that have not arrived.
 	GetMissing(context.Context, *GetMissingRequest) (*GetMissingResponse, error)
-	// LeaseBatch returns the batch of a step, or what it waits for after `wait_seconds`. Idempotent: the same step gives the same batch.
+	// LeaseBatch returns the batch of a step, or after `wait_seconds` what it waits for. Idempotent:
+	// repeated calls return the same batch.
 	LeaseBatch(context.Context, *LeaseBatchRequest) (*LeaseBatchResponse, error)
-	// CommitStep marks the groups of a leased batch consumed and records step and weights digest in one transaction.
-	// Durable when it returns. Repeating a commit is fine; another digest or batch is refused, reason STEP_CONFLICT.
+	// CommitStep marks the groups of a leased batch as consumed and records the step and its weights
+	// digest, in one transaction. Durable when it returns. Idempotent. Another digest or batch is
+	// refused with reason STEP_CONFLICT.
 	CommitStep(context.Context, *CommitStepRequest) (*CommitStepResponse, error)
-	// GetBatch returns the batch of a committed or leased step again.
+	// GetBatch returns the batch of a committed or leased step.
 	GetBatch(context.Context, *GetBatchRequest) (*GetBatchResponse, error)
 	// ListSteps returns committed steps in order.
 	ListSteps(context.Context, *ListStepsRequest) (*ListStepsResponse, error)
 	// ListGroups returns groups by position.
 	ListGroups(context.Context, *ListGroupsRequest) (*ListGroupsResponse, error)
-	// ExcludeGroups leaves groups out for a typed reason. Idempotent.
+	// ExcludeGroups excludes groups for a typed reason. Idempotent.
 	ExcludeGroups(context.Context, *ExcludeGroupsRequest) (*ExcludeGroupsResponse, error)
 	// ReissueGroups opens the next attempt of dissolved groups. Idempotent by attempt.
 	ReissueGroups(context.Context, *ReissueGroupsRequest) (*ReissueGroupsResponse, error)
-	// ReadPayloads streams serialized trajectories of a batch in the batch's order, for readers on other hosts.
+	// ReadPayloads streams the serialized trajectories of a batch in order, for readers on other
+	// hosts.
 	ReadPayloads(*ReadPayloadsRequest, grpc.ServerStreamingServer[ReadPayloadsResponse]) error
-	// WatchLedger streams the state at once and on every change.
+	// WatchLedger streams the current state and then every change. A slow reader skips states.
 	WatchLedger(*WatchLedgerRequest, grpc.ServerStreamingServer[WatchLedgerResponse]) error
-	// ExportLedger streams every row of a ledger as it stands at one moment, with what the payload files really hold, for auditors.
+	// ExportLedger streams every row of a ledger at one moment, with the contents of the payload
+	// files, for auditors.
 	ExportLedger(*ExportLedgerRequest, grpc.ServerStreamingServer[ExportLedgerResponse]) error
-	// TrimPayloads says that a snapshot covers the steps up to one; their payloads may go.
+	// TrimPayloads allows the buffer to delete the payloads of the steps up to one, because a
+	// snapshot covers them.
 	TrimPayloads(context.Context, *TrimPayloadsRequest) (*TrimPayloadsResponse, error)
 	mustEmbedUnimplementedBufferServiceServer()
 }

@@ -15,14 +15,14 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/ledger"
 )
 
-// drawing is a ledger whose steps of 2 groups may go through 6 each.
+// drawing is the config of a ledger whose steps of 2 groups may go through 6 groups each.
 func drawing() *bufferv1.LedgerConfig {
 	c := ledgerConfig()
 	c.DrawBatches, c.Partial, c.MaxStaleness = 3, true, 9
 	return c
 }
 
-// flat is a group whose samples all have a reward.
+// flat is a group whose samples all have the same reward.
 func flat(position uint64, reward float64) []*trajectoryv1.TrajectoryEnvelope {
 	group := groupOf(position, 0, 0)
 	for i, e := range group {
@@ -37,20 +37,20 @@ func (s *bench) excluded(n uint64) {
 	s.until(fmt.Sprintf("%d excluded groups", n), func(l *bufferv1.LedgerState) bool { return l.GetExcluded() == n })
 }
 
-func TestAStepGoesPastGroupsOfEqualRewards(t *testing.T) {
+func TestAStepSkipsGroupsWithEqualRewards(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	s.open(drawing())
 	s.record(0)
 	s.publish(flat(1, 0)...)
-	s.publish(groupOf(3, 0, 0)...) // before its time
+	s.publish(groupOf(3, 0, 0)...) // before earlier positions
 	s.excluded(1)
 	s.samples(2 * size)
 	if w := s.waiting(1); w != "2 of 2 groups of step 1 (inference workers), 1 excluded so far" {
 		t.Errorf("waits for %q", w)
 	}
 	s.publish(flat(2, 1)[:3]...)
-	s.publish(flat(2, 1)[3:]...) // the last sample decides, in whatever message it comes
+	s.publish(flat(2, 1)[3:]...) // the last sample decides, whichever message it is in
 	s.publish(groupOf(0, 0, 0)...)
 	b := s.lease(1)
 	if got := positions(t, b); !reflect.DeepEqual(got, []uint64{0, 3}) || b.GetExcluded() != 2 || b.GetZeroAdvantage() != 2 || b.GetZeroAdvantageReward() != 0.5 {
@@ -74,7 +74,7 @@ func TestAStepGoesPastGroupsOfEqualRewards(t *testing.T) {
 	}
 }
 
-func TestByCompletionWhatIsOverStaysForTheNextStep(t *testing.T) {
+func TestByCompletionLeftoverGroupsStayForTheNextStep(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	c := drawing()
@@ -100,7 +100,7 @@ func TestByCompletionWhatIsOverStaysForTheNextStep(t *testing.T) {
 	}
 }
 
-func TestAStepThatHasDrawnAllTakesWhatThereIsOrIsRefused(t *testing.T) {
+func TestAnExhaustedStepTakesTheGroupsItHasOrIsRefused(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		partial bool
@@ -140,7 +140,7 @@ func TestAStepThatHasDrawnAllTakesWhatThereIsOrIsRefused(t *testing.T) {
 	}
 }
 
-func TestGroupsThatOnlyLookEqualAreTrainedOn(t *testing.T) {
+func TestGroupsWithTokenRewardsAreTrainedOn(t *testing.T) {
 	t.Parallel()
 	s := setup(t)
 	s.open(drawing())
@@ -161,8 +161,8 @@ func TestGroupsThatOnlyLookEqualAreTrainedOn(t *testing.T) {
 	}
 }
 
-// TestDrawsFollowFromPositions gives the same groups to ledgers in random orders, with crashes: their steps are the same.
-func TestDrawsFollowFromPositions(t *testing.T) {
+// Ledgers that get the same groups in random orders, with crashes, have the same steps.
+func TestDynamicSamplingDependsOnPositionsAlone(t *testing.T) {
 	t.Parallel()
 	const steps = 5
 	var want [steps][]uint64
@@ -195,7 +195,7 @@ func TestDrawsFollowFromPositions(t *testing.T) {
 			for len(all) > 0 {
 				n := rng.IntN(min(len(all), 9)) + 1
 				s.publish(all[:n]...)
-				if rng.IntN(6) > 0 { // else they come twice
+				if rng.IntN(6) > 0 { // otherwise they are delivered twice
 					all = all[n:]
 				}
 			}
@@ -222,7 +222,7 @@ func TestDrawsFollowFromPositions(t *testing.T) {
 	}
 }
 
-// scores says which positions have one reward throughout, and which.
+// scores tells which positions have equal rewards, and their reward.
 func scores(position uint64) (equal bool, reward float64) {
 	return position%3 == 1 || position%7 == 2, float64(position % 2)
 }

@@ -19,10 +19,10 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/sqlstore"
 )
 
-// bucket is a blob store whose puts may fail.
+// bucket is a blob store that can refuse puts.
 type bucket struct {
 	*files.Store
-	refuse atomic.Int64 // puts to be refused
+	refuse atomic.Int64 // number of puts to refuse
 }
 
 func (b *bucket) Put(ctx context.Context, key string, r io.Reader) (blob.Info, error) {
@@ -60,7 +60,7 @@ func withBucket(t *testing.T) (*bench, *bucket) {
 	return s, b
 }
 
-// moved stops the buffer and starts it with an empty disk.
+// moved restarts the buffer with an empty disk.
 func (s *bench) moved() {
 	s.Helper()
 	s.stop()
@@ -92,7 +92,7 @@ func TestNothingIsAckedThatIsNotInTheBucket(t *testing.T) {
 	s, b := withBucket(t)
 	b.refuse.Store(2)
 	s.publish(groupOf(0, 0, 0)...)
-	s.samples(size) // the stream delivers until the bucket takes it
+	s.samples(size) // the stream delivers again until the bucket accepts it
 	if n := b.refuse.Load(); n >= 0 {
 		t.Errorf("%d refusals are left", n)
 	}
@@ -132,7 +132,8 @@ func TestDamagedCacheIsFetchedAgain(t *testing.T) {
 	}
 }
 
-// What an export finds missing or damaged of a cache it reads from the bucket; what the bucket lacks too it names.
+// An export downloads segments that are missing or damaged in the cache, and reports those that the
+// bucket lacks too.
 func TestExportReadsTheBucket(t *testing.T) {
 	t.Parallel()
 	s, b := withBucket(t)
@@ -194,7 +195,8 @@ func flip(b []byte) []byte {
 	return b
 }
 
-// A number that a buffer took before it died, or lost its lead, is not used again; what it left goes with the next trim.
+// A number that another buffer used before it died, or lost its lead, is not used again, and its
+// blob is deleted by the next trim.
 func TestForeignSegmentsAreLeftAlone(t *testing.T) {
 	t.Parallel()
 	s, b := withBucket(t)
@@ -205,7 +207,7 @@ func TestForeignSegmentsAreLeftAlone(t *testing.T) {
 	}
 	s.start()
 	s.step(1, append(groupOf(0, 0, 0), groupOf(1, 0, 0)...))
-	late := strings.Replace(key, "1.seg", "3.seg", 1) // refused once, then another number
+	late := strings.Replace(key, "1.seg", "3.seg", 1) // refused once, then stored with another number
 	if _, err := b.Store.Put(t.Context(), late, strings.NewReader("of one that was late")); err != nil {
 		t.Fatal(err)
 	}
@@ -218,7 +220,7 @@ func TestForeignSegmentsAreLeftAlone(t *testing.T) {
 	}
 }
 
-// step publishes, leases, reads and commits.
+// step publishes, leases, reads, and commits.
 func (s *bench) step(step uint64, samples []*trajectoryv1.TrajectoryEnvelope) {
 	s.Helper()
 	s.publish(samples...)

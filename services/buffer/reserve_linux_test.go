@@ -11,7 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/ingest"
 )
 
-// onSmallDisk is a buffer whose segments lie on a file system of 4 MiB.
+// onSmallDisk is a buffer whose segments are on a file system of 4 MiB.
 func onSmallDisk(t *testing.T, reserve uint64) *bench {
 	t.Helper()
 	dir := t.TempDir()
@@ -32,7 +32,7 @@ func onSmallDisk(t *testing.T, reserve uint64) *bench {
 	return s
 }
 
-// fill leaves so many bytes free; nothing: until a write fails.
+// fill fills the disk up to a number of free bytes; 0: until a write fails.
 func (s *bench) fill(leave uint64) (ballast string) {
 	s.Helper()
 	var st syscall.Statfs_t
@@ -54,8 +54,8 @@ func (s *bench) fill(leave uint64) (ballast string) {
 
 func stalled(l *bufferv1.LedgerState) bool { return l.GetStalledReason() == ingest.ReasonDiskFull }
 
-// consumedWhole fails unless both groups are there once.
-func (s *bench) consumedWhole() {
+// consumedOnce fails unless both groups are consumed exactly once.
+func (s *bench) consumedOnce() {
 	s.Helper()
 	batch := s.lease(1)
 	if got, err := s.payloads(1); err != nil || len(got) != 2*size || len(positions(s, batch)) != 2 {
@@ -66,19 +66,21 @@ func (s *bench) consumedWhole() {
 	if state.GetDuplicates() != 0 || state.GetConsumed() != 2 || stalled(state) {
 		s.Errorf("state %v", state)
 	}
-	if told := s.events.reasons(); told["DISK_FULL"] != 1 || told["DISK_SPACE"] != 1 {
-		s.Errorf("told %v", told)
+	if events := s.events.reasons(); events["DISK_FULL"] != 1 || events["DISK_SPACE"] != 1 {
+		s.Errorf("events %v", events)
 	}
 }
 
-// Ingest stands still when the reserve is reached, before anything fails, and goes on when there is space again.
+// Ingest pauses when the reserve is reached, before a write fails, and continues when there is
+// space again.
 func TestReserveIsKept(t *testing.T) {
 	t.Parallel()
 	s := onSmallDisk(t, 0)
 	ballast := s.fill(200 << 10) // a tenth of 4 MiB is the reserve
 	s.publish(groupOf(0, 0, 0)...)
 	state := s.until("a full disk", stalled)
-	// A fetch that was open when the disk filled still takes the group; a feed that looked at the disk first leaves it on the stream.
+	// A fetch that was open when the disk filled still takes the group; a later one leaves it on
+	// the stream.
 	if n := state.GetSamples(); n != 0 && n != size || state.GetStalledMessage() == "" {
 		t.Errorf("state %v", state)
 	}
@@ -90,14 +92,14 @@ func TestReserveIsKept(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.samples(2 * size)
-	s.consumedWhole()
-	if told := s.events.reasons(); told["INGEST_FAILED"] != 0 {
-		t.Errorf("told %v", told)
+	s.consumedOnce()
+	if events := s.events.reasons(); events["INGEST_FAILED"] != 0 {
+		t.Errorf("events %v", events)
 	}
 }
 
-// A write that fails for want of space loses nothing either: the stream delivers again until it succeeds.
-func TestDiskThatIsFullToTheBrim(t *testing.T) {
+// A write that fails for lack of space loses nothing: the stream delivers again until it succeeds.
+func TestACompletelyFullDisk(t *testing.T) {
 	t.Parallel()
 	s := onSmallDisk(t, 1)
 	ballast := s.fill(0)
@@ -106,7 +108,7 @@ func TestDiskThatIsFullToTheBrim(t *testing.T) {
 	if state := s.until("a full disk", stalled); state.GetSamples() != 0 {
 		t.Errorf("state %v", state)
 	}
-	s.restart() // what is not ingested is nowhere but on the stream
+	s.restart() // samples that are not ingested are only on the stream
 	s.until("a full disk after a restart", stalled)
 	if err := os.Remove(ballast); err != nil {
 		t.Fatal(err)
