@@ -19,9 +19,9 @@ SCHEMA = ROOT / "schemas" / "run_config.schema.json"
 TARGET = ROOT / "docs" / "reference"
 CLI_HEADER = """# The command line
 
-<!-- Generated from bin/rollout by `make docs`. Change the commands in cmd/rollout. -->
+<!-- Generated from bin/rollout by `make docs`. Change the commands in cmd/internal/command. -->
 
-Every command takes the options of `rollout` itself, too.
+Every command also accepts the options of `rollout` itself.
 """
 CONFIG_HEADER = """# The run config
 

@@ -53,7 +53,7 @@ func TestCommands(t *testing.T) {
 		"chat":              {args: "chat", fake: &fake{models: served}, stdin: "hi\n\n/reset\nagain\n/quit\nnever\n", asked: "Complete addition-grpo session \"\"\nComplete addition-grpo session \"\""},
 		"chat-message":      {args: "chat 17+25= --raw --temperature 0 --max-tokens 5", fake: &fake{models: served}, asked: "Complete addition-grpo session \"\""},
 		"chat-unknown":      {args: "chat --model nobody hi", fake: &fake{models: served}},
-		"chat-nobody":       {args: "chat hi"},
+		"chat-no-policy":    {args: "chat hi"},
 		"chat-several":      {args: "chat hi", fake: &fake{models: append(served, &gatewayv1.Model{Name: "other"})}},
 		"unknown-command":   {args: "rums list"},
 		"unknown-flag":      {args: "validate --confg x"},
@@ -166,7 +166,7 @@ func TestLooksStartNoDaemon(t *testing.T) {
 	for _, args := range []string{"status", "runs list", "runs show x", "logs tail x", "snapshot list", "snapshot show snap-0", "chat hi"} {
 		state := filepath.Join(t.TempDir(), "state")
 		got := execute(t, nil, append(strings.Fields(args), "--state-dir", state)...)
-		if got.code != 69 || got.stdout != "" || !strings.Contains(got.stderr, "no daemon runs in "+state) || !strings.Contains(got.stderr, "`rollout daemon start`") {
+		if got.code != 69 || got.stdout != "" || !strings.Contains(got.stderr, "no daemon is running in "+state) || !strings.Contains(got.stderr, "`rollout daemon start`") {
 			t.Errorf("%s: %s", args, got.text())
 		}
 		if _, err := os.Stat(state); err == nil {

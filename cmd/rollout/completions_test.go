@@ -25,7 +25,7 @@ func TestCompletions(t *testing.T) {
 		golden(t, "testdata/command/"+name+".txt", got.text())
 	}
 	got := call{plane: newPlane(t, &fake{history: story(), state: runv1.RunState_RUN_STATE_SUCCEEDED})}.run(t, "completions", "addition-grpo", "--server", "here")
-	if got.code != 66 || !strings.Contains(got.stderr, "keeps no completions") {
+	if got.code != 66 || !strings.Contains(got.stderr, "has stored no completions") {
 		t.Error(got.text())
 	}
 }
@@ -53,7 +53,7 @@ func TestReportAndCompletionsReadAStateFolder(t *testing.T) {
 		t.Errorf("the page lacks completions:\n%s", page)
 	}
 	got = call{}.run(t, "completions", "addition-grpo", "--state-dir", state)
-	if got.code != 0 || !strings.Contains(got.stdout, "step 3") || !strings.Contains(got.stderr, "no control plane runs here") {
+	if got.code != 0 || !strings.Contains(got.stdout, "step 3") || !strings.Contains(got.stderr, "no control plane is running here") {
 		t.Error(got.text())
 	}
 	if got := (call{}).run(t, "report", "addition-grpo", "--state-dir", t.TempDir()); got.code != 66 {

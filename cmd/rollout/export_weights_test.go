@@ -71,10 +71,10 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 		t.Fatal(got.text())
 	}
 	for text, args := range map[string][]string{
-		"snapshot snap-newest holds no average": {"addition-grpo", "--to", filepath.Join(out, "none"), "--average"},
-		"exclude each other":                    {"addition-grpo", "--to", filepath.Join(out, "none"), "--average", "--adapter"},
-		"is there already":                      {"addition-grpo", "--to", filepath.Join(out, "adapter")},
-		"snapshot snap-newest holds no adapter": {"addition-grpo", "--to", filepath.Join(out, "none"), "--adapter"},
+		"snapshot snap-newest has no average": {"addition-grpo", "--to", filepath.Join(out, "none"), "--average"},
+		"mutually exclusive":                    {"addition-grpo", "--to", filepath.Join(out, "none"), "--average", "--adapter"},
+		"already exists":                      {"addition-grpo", "--to", filepath.Join(out, "adapter")},
+		"snapshot snap-newest has no adapter": {"addition-grpo", "--to", filepath.Join(out, "none"), "--adapter"},
 		"nobody":                                {"nobody", "--to", filepath.Join(out, "none")},
 		`required flag(s) "to" not set`:         {"addition-grpo"},
 	} {

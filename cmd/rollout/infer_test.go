@@ -99,7 +99,7 @@ func TestInferBatchRefusesAModelThatScores(t *testing.T) {
 	answering, kept := worker(t, batchEnd, "0")
 	got := call{}.run(t, "infer", "batch", "--worker", answering, "--output", filepath.Join(dir, "a.jsonl"), "--model", filepath.Join(dir, "scorer"),
 		"--data", filepath.Join(dir, "test.jsonl"))
-	if _, err := os.Stat(kept); err == nil || got.code != 65 || !strings.Contains(got.stderr, "is a reward model: it scores completions and answers no prompt") {
+	if _, err := os.Stat(kept); err == nil || got.code != 65 || !strings.Contains(got.stderr, "is a reward model: it scores completions and cannot generate them") {
 		t.Error(got.text())
 	}
 }

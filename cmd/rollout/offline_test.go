@@ -60,7 +60,7 @@ func TestStateFolderIsBrowsed(t *testing.T) {
 				t.Errorf("%s: %q is missing\n%s", c.args, want, got.text())
 			}
 		}
-		if !strings.Contains(c.args, "json") && !strings.Contains(got.stderr, "no control plane runs here") {
+		if !strings.Contains(c.args, "json") && !strings.Contains(got.stderr, "no control plane is running here") {
 			t.Errorf("%s does not say where it looked: %s", c.args, got.stderr)
 		}
 	}

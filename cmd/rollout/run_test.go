@@ -157,7 +157,7 @@ func TestThirdInterruptLeaves(t *testing.T) {
 		interrupts <- os.Interrupt
 	}
 	got := call{plane: newPlane(t, f), interrupts: interrupts}.run(t, "run", "--resume", runID)
-	if got.code != 130 || !strings.Contains(got.stderr, "the run goes on") {
+	if got.code != 130 || !strings.Contains(got.stderr, "the run continues") {
 		t.Error(got.text())
 	}
 }

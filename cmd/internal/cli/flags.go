@@ -15,8 +15,8 @@ import (
 
 // Sentences of help texts.
 const (
-	FolderHelp = "Where a control plane runs it is asked; else its state folder is read, and nothing is started."
-	RunHelp    = "RUN is a run's id, a unique prefix of it, or a name (then its newest run)."
+	FolderHelp = "If a control plane runs, the command asks it. If not, the command reads the state folder and starts nothing."
+	RunHelp    = "RUN is the id of a run, a unique prefix of the id, or a name, which stands for the newest run of that name."
 )
 
 // ConfigFlags are the flags of commands that read a run configuration.
@@ -28,7 +28,7 @@ type ConfigFlags struct {
 // AddTo adds the flags to cmd.
 func (f *ConfigFlags) AddTo(cmd *cobra.Command) {
 	cmd.Flags().StringVarP(&f.File, "config", "c", "", "configuration `file` (TOML)")
-	cmd.Flags().StringArrayVar(&f.Set, "set", nil, "override a field, `table.key=value`; may be given several times")
+	cmd.Flags().StringArrayVar(&f.Set, "set", nil, "override a field, `table.key=value`; can be repeated")
 	_ = cmd.MarkFlagFilename("config", "toml")
 }
 
@@ -49,7 +49,7 @@ func (f *ConfigFlags) Source() (*planv1.ConfigSource, error) {
 func ReadFile(name, what string) ([]byte, error) {
 	data, err := os.ReadFile(name)
 	if err != nil {
-		return nil, exit.New(exit.NoInput, "correct the path", "can't read the %s %s: %w", what, name, PathCause(err))
+		return nil, exit.New(exit.NoInput, "correct the path", "cannot read the %s %s: %w", what, name, PathCause(err))
 	}
 	return data, nil
 }
@@ -68,7 +68,7 @@ type WorkerFlag struct{ command string }
 
 // AddTo adds the flag to cmd.
 func (f *WorkerFlag) AddTo(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&f.command, "worker", "", "`command` that starts a worker (default: rollout-worker beside rollout, or on PATH)")
+	cmd.Flags().StringVar(&f.command, "worker", "", "`command` that starts a worker (default: rollout-worker in the folder of rollout, or on PATH)")
 }
 
 // Command returns the words of the command. Where rollout-worker is not found, starting it fails.

@@ -27,7 +27,7 @@ type Plane struct {
 	Server, Consul, TokenFile, APIKey string // flags of the root command
 	StateFlag                         string // --state-dir; StateDir applies the default
 	Certs                             cert.Files
-	Insecure                          bool // call Server in plain text, wherever it is
+	Insecure                          bool // connect to a remote server without TLS
 
 	// Dial replaces the connection in tests; nil: Connect dials.
 	Dial func(ctx context.Context) (*client.Client, error)
@@ -39,15 +39,15 @@ type Plane struct {
 // AddFlags adds the flags that name a control plane, with defaults from the environment.
 func (p *Plane) AddFlags(cmd *cobra.Command) {
 	flags := cmd.PersistentFlags()
-	flags.StringVar(&p.Server, "server", p.getenv("ROLLOUT_SERVER"), "`address` (host:port) of a running control plane; empty: a local one")
-	flags.StringVar(&p.Consul, "consul", p.getenv("ROLLOUT_CONSUL"), "`address` (host:port or URL) of a Consul agent that knows the services, where they run apart; its ACL token is $CONSUL_HTTP_TOKEN")
+	flags.StringVar(&p.Server, "server", p.getenv("ROLLOUT_SERVER"), "`address` (host:port) of a control plane (default: a local daemon)")
+	flags.StringVar(&p.Consul, "consul", p.getenv("ROLLOUT_CONSUL"), "`address` (host:port or URL) of a Consul agent in which the services are registered; the ACL token is read from $CONSUL_HTTP_TOKEN")
 	flags.StringVar(&p.StateFlag, "state-dir", "", "`folder` of the local control plane (default: $ROLLOUT_STATE_DIR, else ~/.local/state/rollout)")
-	flags.StringVar(&p.TokenFile, "token-file", "", "`file` that holds the token of --server (default: token in the state folder)")
-	flags.StringVar(&p.APIKey, "api-key", "", "`reference` to an API key, env:NAME or file:PATH (default: $ROLLOUT_API_KEY, else the token)")
-	flags.StringVar(&p.Certs.CA, "ca-file", p.getenv("ROLLOUT_CA_FILE"), "`file` (PEM) of the authority that the server's certificate is checked against")
-	flags.StringVar(&p.Certs.Cert, "cert-file", p.getenv("ROLLOUT_CERT_FILE"), "`file` (PEM) of the certificate to show to the server")
-	flags.StringVar(&p.Certs.Key, "key-file", p.getenv("ROLLOUT_KEY_FILE"), "`file` (PEM, mode 0600) of its key")
-	flags.BoolVar(&p.Insecure, "insecure", false, "call a server beyond this machine in plain text: only on a private network")
+	flags.StringVar(&p.TokenFile, "token-file", "", "`file` with the token for --server (default: the file token in the state folder)")
+	flags.StringVar(&p.APIKey, "api-key", "", "`reference` to an API key: env:NAME or file:PATH (default: $ROLLOUT_API_KEY, else the token)")
+	flags.StringVar(&p.Certs.CA, "ca-file", p.getenv("ROLLOUT_CA_FILE"), "`file` (PEM) of the certificate authority of the server")
+	flags.StringVar(&p.Certs.Cert, "cert-file", p.getenv("ROLLOUT_CERT_FILE"), "`file` (PEM) of the client certificate")
+	flags.StringVar(&p.Certs.Key, "key-file", p.getenv("ROLLOUT_KEY_FILE"), "`file` (PEM, mode 0600) of the key of the client certificate")
+	flags.BoolVar(&p.Insecure, "insecure", false, "connect to a remote server without TLS; use only on a private network")
 }
 
 func (p *Plane) getenv(name string) string { return getenv(p.environ, name) }
@@ -66,7 +66,7 @@ func (p *Plane) Connect(ctx context.Context, start bool) (*client.Client, error)
 	}
 	stateDir, err := p.StateDir()
 	if err != nil {
-		return nil, exit.New(exit.Usage, "name one with --state-dir", "%w", err)
+		return nil, exit.New(exit.Usage, "set the state folder with --state-dir", "%w", err)
 	}
 	key, err := p.key()
 	if err != nil {
@@ -113,7 +113,7 @@ func (p *Plane) key() (string, error) {
 	}
 	key, err := ref.Read("--api-key", p.environ)
 	if err != nil {
-		return "", exit.New(exit.NoInput, "name a file (chmod 600) or a variable that holds the key", "%w", err)
+		return "", exit.New(exit.NoInput, "set --api-key to env:NAME of a variable, or to file:PATH of a file with mode 0600", "%w", err)
 	}
 	return key, nil
 }
@@ -133,7 +133,7 @@ func (p *Plane) Daemon(ctx context.Context, stateDir string, start bool, args ..
 	began := time.Now()
 	info, started, err := daemon.Starter{StateDir: stateDir, Binary: binary, Args: args}.Ensure(ctx)
 	if started {
-		p.printer.Note("started rolloutd (pid %d) in %.1f s; log %s", info.PID, time.Since(began).Seconds(), daemon.LogFile(stateDir))
+		p.printer.Note("started rolloutd (pid %d) in %.1f s; its log is %s", info.PID, time.Since(began).Seconds(), daemon.LogFile(stateDir))
 	}
 	return info, err
 }
@@ -143,8 +143,8 @@ func noDaemon(ctx context.Context, stateDir string) (*daemon.Info, error) {
 	if info, err := daemon.Coming(ctx, stateDir); info != nil || err != nil {
 		return info, err
 	}
-	e := exit.New(exit.Unavailable, "`rollout daemon start` starts one, and so does `rollout run`; where it runs elsewhere, name it with --state-dir or --server",
-		"no daemon runs in %s, so there is nothing to look at", stateDir)
+	e := exit.New(exit.Unavailable, "start one with `rollout daemon start` or `rollout run`, or name a running one with --state-dir or --server",
+		"no daemon is running in %s", stateDir)
 	e.Reason = "NO_DAEMON"
 	return nil, e
 }
@@ -176,7 +176,7 @@ func (p *Plane) AskOrRead(cmd *cobra.Command, ask func(context.Context, *client.
 	if p.local() {
 		state, err := p.StateDir()
 		if err != nil {
-			return exit.New(exit.Usage, "name one with --state-dir", "%w", err)
+			return exit.New(exit.Usage, "set the state folder with --state-dir", "%w", err)
 		}
 		info, err := daemon.Find(state)
 		if err != nil {
@@ -185,7 +185,7 @@ func (p *Plane) AskOrRead(cmd *cobra.Command, ask func(context.Context, *client.
 		if info == nil {
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 			defer stop()
-			p.printer.Note("no control plane runs here; reading %s", state)
+			p.printer.Note("no control plane is running here; reading %s", state)
 			return read(ctx, state)
 		}
 	}

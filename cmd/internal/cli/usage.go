@@ -52,10 +52,10 @@ var (
 func reword(command *cobra.Command, err error) error {
 	text := err.Error()
 	if m := cobraExclusive.FindStringSubmatch(text); m != nil {
-		return errors.New(flagList(m[1], "and") + " exclude each other: give one of them")
+		return errors.New(flagList(m[1], "and") + " are mutually exclusive: use one of them")
 	}
 	if m := cobraOneOf.FindStringSubmatch(text); m != nil {
-		return errors.New("name what it is about with " + flagList(m[1], "or"))
+		return errors.New("one of " + flagList(m[1], "or") + " is required")
 	}
 	if m := cobraCount.FindStringSubmatch(text); m != nil {
 		given := map[string]string{"0": "no argument", "1": "1 argument"}[m[1]]
@@ -63,7 +63,7 @@ func reword(command *cobra.Command, err error) error {
 			given = m[1] + " arguments"
 		}
 		_, takes, _ := strings.Cut(command.Use, " ")
-		return fmt.Errorf("`%s %s` was given %s", command.CommandPath(), takes, given)
+		return fmt.Errorf("`%s %s` was called with %s", command.CommandPath(), takes, given)
 	}
 	return err
 }
@@ -88,9 +88,9 @@ func OneOf(flag string, names, allowed []string) error {
 		}
 		text := "invalid argument %q for --%s"
 		if near := nearest.To(name, allowed); near != "" {
-			return Usage(text+"; did you mean `%s`? There are %s", name, flag, near, strings.Join(allowed, ", "))
+			return Usage(text+"; did you mean `%s`? Must be one of %s", name, flag, near, strings.Join(allowed, ", "))
 		}
-		return Usage(text+": there are %s", name, flag, strings.Join(allowed, ", "))
+		return Usage(text+": must be one of %s", name, flag, strings.Join(allowed, ", "))
 	}
 	return nil
 }

@@ -30,18 +30,25 @@ import (
 
 const rootLong = `rollout trains language models with reinforcement learning, from a laptop to a cluster.
 
-Write a configuration (TOML), check it, pin it, run it:
+Write a configuration (TOML), validate it, pin it in a plan, and run the plan:
 
   rollout validate --config grpo.toml
   rollout plan --config grpo.toml
   rollout run --plan plan.lock
 
-Commands talk to a control plane. Where --server names none, a local daemon (rolloutd) is started and reused; commands that only
-look (status, runs list and show, logs, snapshot list and show) start none, and leave with 69 where none runs; report, completions, export, infer,
-audit and replay read the state folder then.
+Commands call a control plane. Without --server they use a local daemon (rolloutd), and start it if needed. Commands that only read
+start no daemon: they read the state folder of the last one, and exit with code 69 if there is none.
 
-Exit codes: 0 done, 64 the command line is wrong, 65 a configuration, dataset, reward, model or plan is wrong, 66 a file, run or
-snapshot is not there, 69 the server can't be reached, 70 the run failed, 73 a file can't be written, 130 interrupted.`
+Exit codes:
+
+  0    success
+  64   the command line is wrong
+  65   a configuration, dataset, reward, model or plan is invalid
+  66   a file, run or snapshot does not exist
+  69   the server cannot be reached
+  70   the run failed
+  73   a file cannot be written
+  130  interrupted`
 
 // Execute runs one command line and returns its exit code.
 func Execute(ctx context.Context, env *cli.Env, args []string) int {
@@ -72,7 +79,7 @@ func Root(env *cli.Env) *cobra.Command {
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			if format := env.Format; format != cli.FormatText && format != cli.FormatJSON {
 				env.Format = cli.FormatText
-				return cli.Usage("invalid argument %q for --format: it is text or json", format)
+				return cli.Usage("invalid argument %q for --format: must be text or json", format)
 			}
 			return nil
 		},
@@ -81,7 +88,7 @@ func Root(env *cli.Env) *cobra.Command {
 	root.SetOut(env.Stdout)
 	root.SetErr(env.Stderr)
 	root.SetFlagErrorFunc(cli.FlagError)
-	root.PersistentFlags().StringVar(&env.Format, "format", cli.FormatText, "how answers are written: `text` or json (one document, or a line each where they stream)")
+	root.PersistentFlags().StringVar(&env.Format, "format", cli.FormatText, "output format: `text` or json (one document; one line per record where output is streamed)")
 	_ = root.RegisterFlagCompletionFunc("format", cobra.FixedCompletions([]string{cli.FormatText, cli.FormatJSON}, cobra.ShellCompDirectiveNoFileComp))
 	env.Plane.AddFlags(root)
 
@@ -90,10 +97,10 @@ func Root(env *cli.Env) *cobra.Command {
 	addGroup(root, "watch", "Watch and use:",
 		runs.Command(env), logs.Command(env), status.Command(env), chat.Command(env), completions.Command(env), report.Command(env),
 		export.Command(env), infer.Command(env), audit.Command(env), replay.Command(env))
-	addGroup(root, "house", "Keep house:",
+	addGroup(root, "manage", "Manage:",
 		snapshot.Command(env), daemon.Command(env), doctor.Command(env), certs.Command(env), keys.Command(env), version.Command(env))
-	root.SetHelpCommandGroupID("house")
-	root.SetCompletionCommandGroupID("house")
+	root.SetHelpCommandGroupID("manage")
+	root.SetCompletionCommandGroupID("manage")
 	root.AddCommand(docs.Command(env))
 	return root
 }

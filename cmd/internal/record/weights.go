@@ -15,7 +15,7 @@ import (
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
-// SnapshotOf is the snapshot of an id, or the newest of a run.
+// SnapshotOf returns the snapshot of an id, or the newest one of a run.
 func SnapshotOf(ctx context.Context, r Reader, name string) (*snapshotv1.Snapshot, error) {
 	if strings.HasPrefix(name, "snap-") {
 		return r.Snapshot(ctx, name)
@@ -27,28 +27,28 @@ func SnapshotOf(ctx context.Context, r Reader, name string) (*snapshotv1.Snapsho
 	run := status.GetRun().GetRunId()
 	snapshot, err := r.NewestSnapshot(ctx, run)
 	if err == nil && snapshot == nil {
-		err = exit.New(exit.NoInput, "name another run: there is a snapshot after its last step, and every `snapshot.every_steps` before", "run %s has no snapshot", run)
+		err = exit.New(exit.NoInput, "choose another run: snapshots are taken after the last step, and every `snapshot.every_steps` steps", "run %s has no snapshot", run)
 	}
 	return snapshot, err
 }
 
-// WritePart writes one folder of a snapshot to a new place: whole, or not at all.
+// WritePart writes one folder of a snapshot to a new folder, atomically.
 func WritePart(ctx context.Context, r Reader, snapshot *snapshotv1.Snapshot, part, folder string) (err error) {
 	if _, err := os.Lstat(folder); !errors.Is(err, os.ErrNotExist) {
-		return exit.New(exit.CannotMake, "name one that is not there yet", "%s is there already", folder)
+		return exit.New(exit.CannotMake, "choose a folder that does not exist", "%s already exists", folder)
 	}
 	wanted := proto.CloneOf(snapshot)
 	wanted.Files = slices.DeleteFunc(wanted.Files, func(f *snapshotv1.SnapshotFile) bool { return !strings.HasPrefix(f.GetPath(), part+"/") })
 	if len(wanted.GetFiles()) == 0 {
 		fix := map[string]string{
-			"weights": "`rollout snapshot list` shows others",
-			"adapter": "export without --adapter: its weights are whole",
-			"average": "export without --average; one is kept where `ema_decay` in [train] is above 0",
+			"weights": "choose another snapshot of `rollout snapshot list`",
+			"adapter": "export without --adapter: the run trained all weights",
+			"average": "export without --average: a run keeps an average only if `train.ema_decay` is above 0",
 		}[part]
-		return exit.New(exit.Data, fix, "snapshot %s holds no %s", snapshot.GetSnapshotId(), part)
+		return exit.New(exit.Data, fix, "snapshot %s has no %s", snapshot.GetSnapshotId(), part)
 	}
 	cannot := func(err error) error {
-		return exit.New(exit.CannotMake, "name another folder with --to", "can't write the %s: %w", part, err)
+		return exit.New(exit.CannotMake, "choose another folder with --to", "cannot write the %s: %w", part, err)
 	}
 	if err := os.MkdirAll(filepath.Dir(folder), 0o755); err != nil {
 		return cannot(err)

@@ -23,7 +23,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/replay"
 )
 
-// auditShown is how many breaks are printed for people.
+// auditShown is the maximum number of breaks in text output.
 const auditShown = 50
 
 // Command returns `rollout audit`.
@@ -32,15 +32,15 @@ func Command(env *cli.Env) *cobra.Command {
 	var files bool
 	cmd := &cobra.Command{
 		Use:   "audit RUN",
-		Short: "Prove from the ledger that a run lost nothing and did nothing twice",
-		Long: `Prove from the ledger that each prompt of each epoch was consumed exactly once or excluded for a reason, that steps, batches
-and weights form one unbroken chain, that every trained token was sampled by the weights that are recorded, and that the payload
-files and those of the run's snapshots are whole. What breaks the proof is printed with run, group, step and offset, and the exit code is 65.
+		Short: "Verify that a run lost nothing and did nothing twice",
+		Long: `Verify from the ledger that each prompt of each epoch was consumed once or excluded for a reason, that steps, batches and weights
+form one chain, that every trained token was sampled by the recorded weights, and that payload and snapshot files are intact.
+Inconsistencies are printed with run, group, step and offset, and the exit code is 65.
 
-The files of snapshots are read to their end: where they are large or far away --files=false only looks whether they are there.
+Snapshot files are read completely; --files=false only checks that they exist.
 
-Where a control plane runs it is asked; else its state folder is read, and nothing is started. With --config the databases and the
-bucket that a rolloutd.toml names are read, and no service is asked. ` + cli.RunHelp,
+If a control plane runs, the command asks it. If not, it reads the state folder. With --config it reads the databases and the bucket
+of a rolloutd.toml, without calling services. ` + cli.RunHelp,
 		Example: `  rollout audit addition-grpo
   rollout audit addition-grpo --format json
   rollout audit addition-grpo --state-dir /copy/of/a/state/folder
@@ -51,15 +51,15 @@ bucket that a rolloutd.toml names are read, and no service is asked. ` + cli.Run
 		},
 	}
 	ConfigFlag(cmd, &configured)
-	cmd.Flags().BoolVar(&files, "files", true, "read the files of the run's snapshots, and hold them against their digests")
+	cmd.Flags().BoolVar(&files, "files", true, "verify the contents of snapshot files")
 	return cmd
 }
 
 func ConfigFlag(cmd *cobra.Command, file *string) {
-	cmd.Flags().StringVar(file, "config", "", "rolloutd.toml `file` whose databases and bucket are read, while services run or not")
+	cmd.Flags().StringVar(file, "config", "", "rolloutd.toml `file` whose databases and bucket are read directly")
 }
 
-// show prints what the rows prove.
+// show prints the report of an audit.
 func show(env *cli.Env, evidence *audit.Evidence) (err error) {
 	report := audit.Check(evidence)
 	if env.JSON() {
@@ -101,7 +101,7 @@ func gatherConfigured(env *cli.Env, cmd *cobra.Command, run, file string, readFi
 	defer stop()
 	scratch, err := os.MkdirTemp("", "rollout-read-")
 	if err != nil {
-		return exit.New(exit.CannotMake, "", "make a scratch folder: %w", err)
+		return exit.New(exit.CannotMake, "", "make a temporary folder: %w", err)
 	}
 	defer func() { _ = os.RemoveAll(scratch) }()
 	place, err := evidence.Configured(ctx, file, scratch, env.Environ)
@@ -140,7 +140,7 @@ func reportText(s output.Style, r *audit.Report) string {
 	for _, reason := range slices.Sorted(maps.Keys(r.Excluded)) {
 		add("excluded", "%s for %s", output.Count(r.Excluded[reason]), reason)
 	}
-	add("samples", "%s trained: %s verified (%s, %s with the digest of their weights), %s dropped because a snapshot covers them",
+	add("samples", "%s trained: %s verified (%s, %s with the digest of their weights), %s deleted because a snapshot covers them",
 		output.Count(r.Samples.Trained), output.Plural(r.Samples.Verified, "payload"), output.Plural(r.Samples.Tokens, "token"), output.Count(r.Samples.Receipts), output.Count(r.Samples.Covered))
 	add("dropped", "%s, %s refused, %s failed for infrastructure",
 		output.Plural(r.Counts["duplicates_dropped"], "duplicate"), output.Count(r.Counts["refused"]), output.Count(r.Counts["infra_failed"]))
@@ -152,19 +152,19 @@ func reportText(s output.Style, r *audit.Report) string {
 	add("weights", "%s", r.Digest)
 	text := table.String()
 	if r.Whole {
-		return text + s.Green("whole") + ": nothing was lost, nothing was done twice\n"
+		return text + s.Green("whole") + ": nothing was lost and nothing was done twice\n"
 	}
 	var b strings.Builder
 	for _, broken := range r.Breaks[:min(len(r.Breaks), auditShown)] {
 		fmt.Fprintf(&b, "%s %s: %s\n", s.Red("break"), breakText(broken), broken.Message)
 	}
 	if more := len(r.Breaks) - auditShown; more > 0 {
-		fmt.Fprintf(&b, "and %d more; --format json has all\n", more)
+		fmt.Fprintf(&b, "and %d more; list all with --format json\n", more)
 	}
 	return text + b.String()
 }
 
-// alike parts epochs into runs of those that follow each other and have the same counts.
+// alike groups consecutive epochs with equal counts.
 func alike(epochs []audit.Epoch) (out [][]audit.Epoch) {
 	for i, e := range epochs {
 		if i > 0 {
@@ -179,7 +179,7 @@ func alike(epochs []audit.Epoch) (out [][]audit.Epoch) {
 	return out
 }
 
-// breakText says what broke and where.
+// breakText returns the kind and the place of a break.
 func breakText(b audit.Break) string {
 	text := b.Kind + " run " + b.Run
 	for _, part := range []struct {

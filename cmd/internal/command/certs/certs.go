@@ -21,10 +21,11 @@ const (
 	issuedDays    = 30
 )
 
-const certsLong = `Make the certificates with which services, workers and people show each other who they are.
+const certsLong = `Manage the certificates with which services, workers and people authenticate each other.
 
-An authority issues them: made once by init, its key stays in one place, its certificate (ca.pem) goes to every host. What it issues
-lives for days, and is renewed in place; who uses the files takes the new ones without a restart. docs/security.md has the rest.`
+They are issued by a certificate authority. Create it once with init, keep its key in one place, and copy its certificate (ca.pem)
+to every host. Issued certificates are short-lived and are renewed in place; processes load renewed files without a restart. For
+details see docs/security.md.`
 
 const certsExample = `  rollout certs init
   rollout certs issue service control --host control.internal
@@ -35,12 +36,12 @@ const certsExample = `  rollout certs init
 
 // Command returns `rollout certs`.
 func Command(env *cli.Env) *cobra.Command {
-	cmd := cli.Group("certs", "Make, renew and show the certificates of a mesh", initCommand(env), issueCommand(env), renewCommand(env), showCommand(env))
+	cmd := cli.Group("certs", "Manage TLS certificates", initCommand(env), issueCommand(env), renewCommand(env), showCommand(env))
 	cmd.Long, cmd.Example = certsLong, certsExample
 	return cmd
 }
 
-// folderFlag adds the flag that all of them have.
+// folderFlag adds --dir and returns a function that opens the folder.
 func folderFlag(env *cli.Env, cmd *cobra.Command) func() (cert.Folder, error) {
 	dir := cmd.Flags().String("dir", "", "`folder` of the certificates (default: $XDG_CONFIG_HOME/rollout/certs, else ~/.config/rollout/certs)")
 	return func() (cert.Folder, error) {
@@ -51,7 +52,7 @@ func folderFlag(env *cli.Env, cmd *cobra.Command) func() (cert.Folder, error) {
 				home = filepath.Join(env.Getenv("HOME"), ".config")
 			}
 			if home == "" {
-				return cert.Folder{}, cli.Usage("no folder: name one with --dir, or set HOME")
+				return cert.Folder{}, cli.Usage("the folder of the certificates is not known: set --dir or HOME")
 			}
 			path = filepath.Join(home, "rollout", "certs")
 		}
@@ -60,13 +61,13 @@ func folderFlag(env *cli.Env, cmd *cobra.Command) func() (cert.Folder, error) {
 	}
 }
 
-// checkDays keeps within what a duration holds: more would make a certificate that ended long ago.
+// checkDays limits the validity to what a time.Duration can hold.
 func checkDays(days uint) error {
 	if days == 0 {
-		return cli.Usage("invalid argument 0 for --days: it lives for one day at least")
+		return cli.Usage("invalid argument 0 for --days: must be at least 1")
 	}
 	if days > mostDays {
-		return cli.Usage("invalid argument %d for --days: it lives for %d days at most", days, mostDays)
+		return cli.Usage("invalid argument %d for --days: must be at most %d", days, mostDays)
 	}
 	return nil
 }
@@ -75,14 +76,14 @@ func initCommand(env *cli.Env) *cobra.Command {
 	var name string
 	var days uint
 	cmd := &cobra.Command{
-		Use: "init", Short: "Make an authority", Args: cobra.NoArgs,
-		Long: `Make an authority: ca.pem, which every host needs, and ca-key.pem, which only issues certificates and belongs to nobody else.
-One that is there already is never overwritten.`,
+		Use: "init", Short: "Create a certificate authority", Args: cobra.NoArgs,
+		Long: `Create a certificate authority: ca.pem, which every host needs, and ca-key.pem, which issues certificates and must be kept private.
+An existing authority is not overwritten.`,
 		Example: "  rollout certs init\n  rollout certs init --dir /etc/rollout/certs --name \"training cluster\"",
 	}
 	folder := folderFlag(env, cmd)
-	cmd.Flags().StringVar(&name, "name", "rollout", "`name` of the authority, for people")
-	cmd.Flags().UintVar(&days, "days", authorityDays, "how many days it lives")
+	cmd.Flags().StringVar(&name, "name", "rollout", "`name` of the authority")
+	cmd.Flags().UintVar(&days, "days", authorityDays, "validity in days")
 	cmd.RunE = func(*cobra.Command, []string) error {
 		f, err := folder()
 		if err != nil {
@@ -94,7 +95,7 @@ One that is there already is never overwritten.`,
 		if _, err := f.Init(name, time.Duration(days)*day); err != nil {
 			return err
 		}
-		env.Note("made the authority %s; keep %s to yourself", f.CAFile(), f.CAKeyFile())
+		env.Note("created the authority %s; keep %s private", f.CAFile(), f.CAKeyFile())
 		return writeTable(env, f, []cert.Files{{Cert: f.CAFile(), Key: f.CAKeyFile(), CA: f.CAFile()}})
 	}
 	return cmd
@@ -105,16 +106,16 @@ func issueCommand(env *cli.Env) *cobra.Command {
 	var days uint
 	cmd := &cobra.Command{
 		Use: "issue service|worker|person NAME", Short: "Issue a certificate", Args: cobra.ExactArgs(2),
-		Long: `Issue a certificate and its key, KIND-NAME.pem and KIND-NAME-key.pem in the folder. Those of services and workers are for this
-machine (localhost, 127.0.0.1, ::1 and its name) and the hosts that --host names: what others call them by. A person's only calls.`,
+		Long: `Issue a certificate and its key, KIND-NAME.pem and KIND-NAME-key.pem. Certificates of services and workers are valid for this host
+(localhost, 127.0.0.1, ::1 and its name) and for the hosts of --host. The certificate of a person is only valid as a client.`,
 		Example: `  rollout certs issue service control --host control.internal --host 10.0.0.7
   rollout certs issue worker gpu --days 7
   rollout certs issue person ada`,
 		ValidArgs: []string{"service", "worker", "person"},
 	}
 	folder := folderFlag(env, cmd)
-	cmd.Flags().StringArrayVar(&hosts, "host", nil, "`host` name or address that it is for, besides this machine's; as often as needed")
-	cmd.Flags().UintVar(&days, "days", issuedDays, "how many days it lives")
+	cmd.Flags().StringArrayVar(&hosts, "host", nil, "`host` name or address that the certificate is also valid for; can be repeated")
+	cmd.Flags().UintVar(&days, "days", issuedDays, "validity in days")
 	cmd.RunE = func(_ *cobra.Command, args []string) error {
 		f, err := folder()
 		if err != nil {
@@ -139,17 +140,17 @@ func renewCommand(env *cli.Env) *cobra.Command {
 	var days, within uint
 	var all bool
 	cmd := &cobra.Command{
-		Use: "renew [KIND-NAME...]", Short: "Issue certificates anew, in place",
-		Long: `Issue certificates anew for the same hosts, with new keys, in place of the old ones. Without names those that end soon, so that it
-can run each day; processes that use the files take the new ones at their next connection.`,
+		Use: "renew [KIND-NAME...]", Short: "Renew certificates in place",
+		Long: `Renew certificates for the same hosts, with new keys, in the same files. Without names, renew those that expire soon; run this daily.
+Processes load the new files at their next connection.`,
 		Example: `  rollout certs renew
   rollout certs renew service-control
   rollout certs renew --all --days 7`,
 	}
 	folder := folderFlag(env, cmd)
-	cmd.Flags().UintVar(&days, "days", issuedDays, "how many days they live")
-	cmd.Flags().UintVar(&within, "within", 10, "without names: those that end within so many days")
-	cmd.Flags().BoolVar(&all, "all", false, "every certificate of the folder")
+	cmd.Flags().UintVar(&days, "days", issuedDays, "validity in days")
+	cmd.Flags().UintVar(&within, "within", 10, "without names: renew certificates that expire within this number of days")
+	cmd.Flags().BoolVar(&all, "all", false, "renew all certificates of the folder")
 	cmd.RunE = func(_ *cobra.Command, args []string) error {
 		f, err := folder()
 		if err != nil {
@@ -170,17 +171,17 @@ can run each day; processes that use the files take the new ones at their next c
 			renewed = append(renewed, files(f, id))
 		}
 		if len(renewed) == 0 {
-			env.Note("none of %s ends within %d days", f.Path, within)
+			env.Note("no certificate in %s expires within %d days", f.Path, within)
 		}
 		return writeTable(env, f, renewed)
 	}
 	return cmd
 }
 
-// due is the certificates that were named, or those to renew.
+// due returns the named certificates, or those to renew.
 func due(env *cli.Env, f cert.Folder, names []string, all bool, within time.Duration) (chosen []cert.Identity, err error) {
 	if all && len(names) > 0 {
-		return nil, cli.Usage("--all stands alone, here it stands with %s", strings.Join(names, " "))
+		return nil, cli.Usage("--all cannot be combined with names: %s", strings.Join(names, " "))
 	}
 	for _, n := range names {
 		kind, name, _ := strings.Cut(n, "-")
@@ -206,7 +207,7 @@ func files(f cert.Folder, id cert.Identity) cert.Files {
 	return cert.Files{Cert: f.CertFile(id), Key: f.KeyFile(id), CA: f.CAFile()}
 }
 
-// thisMachine is what processes of one host call each other by.
+// thisMachine returns the names and addresses of this host.
 func thisMachine() []string {
 	hosts := []string{"localhost", "127.0.0.1", "::1"}
 	if name, err := os.Hostname(); err == nil && name != "" && !slices.Contains(hosts, name) {

@@ -17,8 +17,8 @@ import (
 
 func showCommand(env *cli.Env) *cobra.Command {
 	cmd := &cobra.Command{
-		Use: "show", Short: "Show the certificates of the folder and what is wrong with them", Args: cobra.NoArgs,
-		Long:    "Show the certificates of the folder: whose they are, for which hosts and until when, and what is wrong with them. `rollout doctor` looks\nat those that rolloutd.toml names.",
+		Use: "show", Short: "Show the certificates of the folder", Args: cobra.NoArgs,
+		Long:    "Show the certificates of the folder: names, hosts, expiry and problems. To check the certificates in rolloutd.toml use rollout doctor.",
 		Example: "  rollout certs show\n  rollout certs show --dir /etc/rollout/certs --format json",
 	}
 	folder := folderFlag(env, cmd)
@@ -43,7 +43,7 @@ func showCommand(env *cli.Env) *cobra.Command {
 	return cmd
 }
 
-// certJSON is a certificate as programs read it.
+// certJSON is a certificate in JSON output.
 type certJSON struct {
 	Name  string    `json:"name"`
 	Cert  string    `json:"cert_file"`
@@ -72,7 +72,7 @@ func writeTable(env *cli.Env, f cert.Folder, list []cert.Files) error {
 	}
 	s := env.Style()
 	var table output.Table
-	table.Row(s.Bold("NAME"), s.Bold("ENDS"), s.Bold("LEFT"), s.Bold("HOSTS"), s.Bold("STATE"))
+	table.Row(s.Bold("NAME"), s.Bold("EXPIRES"), s.Bold("LEFT"), s.Bold("HOSTS"), s.Bold("STATE"))
 	for _, r := range rows {
 		state := s.Green("good")
 		if r.Wrong != "" {
@@ -87,7 +87,7 @@ func writeTable(env *cli.Env, f cert.Folder, list []cert.Files) error {
 	return err
 }
 
-// checkCert looks at an issued certificate; of the authority only at its time, as its key may be elsewhere.
+// checkCert checks a certificate. The key of the authority may be on another host.
 func checkCert(f cert.Folder, c cert.Files, now time.Time) (*x509.Certificate, error) {
 	if c.Cert != f.CAFile() {
 		return cert.Check(c, now)
@@ -100,7 +100,7 @@ func checkCert(f cert.Folder, c cert.Files, now time.Time) (*x509.Certificate, e
 		return list[0], cert.ErrExpired
 	}
 	if info, err := os.Stat(f.CAKeyFile()); err == nil && info.Mode().Perm()&0o077 != 0 {
-		return list[0], cert.ErrFile.WithMessage("others may read %s", f.CAKeyFile())
+		return list[0], cert.ErrFile.WithMessage("other users can read %s", f.CAKeyFile())
 	}
 	return list[0], nil
 }

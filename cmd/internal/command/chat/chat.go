@@ -35,10 +35,10 @@ func Command(env *cli.Env) *cobra.Command {
 	f := &flags{}
 	f.cmd = &cobra.Command{
 		Use:   "chat [MESSAGE]",
-		Short: "Talk to the policy that is being trained",
-		Long: `Talk to the policy that is being trained, through the gateway. With a MESSAGE the answer is printed and that is all; without one
-each line of the input is a message. /reset begins anew, /quit or Ctrl-D leaves. With --raw a line is a plain text that the policy
-goes on from, without chat template and history.`,
+		Short: "Chat with the policy of a run",
+		Long: `Chat with the policy of an active run. With MESSAGE the command prints the answer and exits. Without it, each line of standard input
+is a message; /reset starts a new conversation, /quit or Ctrl-D exits. With --raw each line is a plain text that the policy
+continues, without chat template and history.`,
 		Example: `  rollout chat --model addition-grpo
   rollout chat "What is 17+25?" --temperature 0
   rollout chat --raw "17+25="`,
@@ -46,12 +46,12 @@ goes on from, without chat template and history.`,
 		RunE: func(cmd *cobra.Command, args []string) error { return execute(env, f, args) },
 	}
 	set := f.cmd.Flags()
-	set.StringVarP(&f.model, "model", "m", "", "`policy`: a run's name or id (default: the only one that is served)")
+	set.StringVarP(&f.model, "model", "m", "", "`policy`: the name or id of a run (default: the only active one)")
 	set.StringVar(&f.system, "system", "", "system `message`")
 	set.Float64Var(&f.temperature, "temperature", 0, "softmax temperature (default: the run's)")
 	set.Float64Var(&f.topP, "top-p", 0, "nucleus probability (default: the run's)")
-	set.Uint32Var(&f.maxTokens, "max-tokens", 0, "most new tokens (default: the run's)")
-	set.BoolVar(&f.raw, "raw", false, "go on from plain text, without chat template and history")
+	set.Uint32Var(&f.maxTokens, "max-tokens", 0, "maximum number of new tokens (default: the run's)")
+	set.BoolVar(&f.raw, "raw", false, "continue plain text, without chat template and history")
 	return f.cmd
 }
 
@@ -112,11 +112,11 @@ func chooseModel(ctx context.Context, gateway gatewayv1.RolloutGatewayServiceCli
 	}
 	switch {
 	case len(models) == 0:
-		return nil, exit.New(exit.NoInput, "start a run: a policy is served while its inference workers are up", "no policy is served")
+		return nil, exit.New(exit.NoInput, "start a run: its policy is available while its inference workers run", "no run with a policy is active")
 	case name == "":
-		return nil, exit.New(exit.Usage, "choose one with --model", "several policies are served: %s", strings.Join(names, ", "))
+		return nil, exit.New(exit.Usage, "choose one with --model", "several policies are active: %s", strings.Join(names, ", "))
 	}
-	return nil, exit.New(exit.NoInput, "served are "+strings.Join(names, ", "), "there is no policy %q", name)
+	return nil, exit.New(exit.NoInput, "active policies are "+strings.Join(names, ", "), "there is no policy %q", name)
 }
 
 // conversation sends messages to one policy, with the history of those before.
@@ -151,7 +151,7 @@ func (c *conversation) readLines(ctx context.Context) error {
 		}
 	}
 	if prompts {
-		fmt.Fprintf(c.env.Stdout, "%s\n", s.Dim(fmt.Sprintf("%s, weights v%d; /reset begins anew, /quit leaves", c.model.GetName(), c.model.GetWeightsVersion())))
+		fmt.Fprintf(c.env.Stdout, "%s\n", s.Dim(fmt.Sprintf("%s, weights v%d; /reset starts a new conversation, /quit exits", c.model.GetName(), c.model.GetWeightsVersion())))
 	}
 	lines := bufio.NewScanner(c.env.Stdin)
 	lines.Buffer(nil, 1<<20)
@@ -190,7 +190,7 @@ func (c *conversation) send(ctx context.Context, text string) (interrupted bool,
 		}
 	}()
 	if !utf8.ValidString(text) {
-		return false, exit.New(exit.Data, "send it as UTF-8", "the message is not UTF-8")
+		return false, exit.New(exit.Data, "encode it as UTF-8", "the message is not UTF-8")
 	}
 	prompt := &inferencev1.Prompt{Kind: &inferencev1.Prompt_Text{Text: text}}
 	if !c.flags.raw {

@@ -24,9 +24,9 @@ func Command(env *cli.Env) *cobra.Command {
 	var all bool
 	cmd := &cobra.Command{
 		Use:   "completions RUN",
-		Short: "Show completions that were trained on, with their rewards and advantages",
-		Long: `Show completions that were trained on, with their rewards and advantages: those of the newest step that keeps some, of one step,
-or of all. [completions] of the configuration says how many a step are kept.
+		Short: "Show sampled completions with rewards and advantages",
+		Long: `Show completions that the run was trained on, with rewards and advantages: those of the newest step, of one step, or of all steps.
+[completions] in the configuration sets how many are stored.
 
 ` + cli.FolderHelp + " " + cli.RunHelp,
 		Example: `  rollout completions addition-grpo
@@ -61,13 +61,13 @@ or of all. [completions] of the configuration says how many a step are kept.
 			})
 		},
 	}
-	cmd.Flags().Uint64Var(&step, "step", 0, "`step` whose completions are shown (default: the newest that has some)")
-	cmd.Flags().BoolVar(&all, "all", false, "show those of every step")
+	cmd.Flags().Uint64Var(&step, "step", 0, "`step` whose completions are shown (default: the newest with completions)")
+	cmd.Flags().BoolVar(&all, "all", false, "show the completions of every step")
 	cmd.MarkFlagsMutuallyExclusive("step", "all")
 	return cmd
 }
 
-// show prints the completions of a step: a line of JSON each, or prompt by prompt.
+// show prints the completions of a step.
 func show(env *cli.Env, run *runv1.Run, k record.Kept) error {
 	if len(k.Completions) == 0 {
 		return noCompletions(run, k.Step)
@@ -87,7 +87,7 @@ func show(env *cli.Env, run *runv1.Run, k record.Kept) error {
 	return err
 }
 
-// noCompletions says why there are none, of a step or at all.
+// noCompletions returns an error that says why a step, or with step 0 the run, has no completions.
 func noCompletions(run *runv1.Run, step uint64) error {
 	id, config := run.GetRunId(), run.GetPlan().GetConfig()
 	what := "no completions"
@@ -96,22 +96,22 @@ func noCompletions(run *runv1.Run, step uint64) error {
 	}
 	switch {
 	case algorithm.FromData(config):
-		return exit.New(exit.NoInput, "`rollout report "+id+"` shows the held-out answers, where [eval] asks for some",
-			"run %s has %s: %s trains on rows and samples none", id, what, algorithm.Title(config))
+		return exit.New(exit.NoInput, "see the held-out answers with `rollout report "+id+"`, if [eval] is configured",
+			"run %s has %s: %s trains on data and does not sample", id, what, algorithm.Title(config))
 	case run.GetStep() < max(step, 1):
-		last := "it has made no step yet"
+		last := "it has not made a step yet"
 		if run.GetStep() > 0 {
 			last = "its last step is " + output.Count(run.GetStep())
 		}
-		fix := "wait for it: `rollout runs show " + id + "` tells how far the run is"
+		fix := "wait for the step; see the progress with `rollout runs show " + id + "`"
 		if run.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {
-			fix = "name one of its steps"
+			fix = "choose one of its steps"
 		} else if live.Over(run) {
-			fix = "`rollout run --resume " + id + "` goes on with it"
+			fix = "resume it with `rollout run --resume " + id + "`"
 		}
 		return exit.New(exit.NoInput, fix, "run %s has %s: %s", id, what, last)
 	}
-	return exit.New(exit.NoInput, "see `per_step` and `every_steps` of [completions] in its configuration", "run %s keeps %s", id, what)
+	return exit.New(exit.NoInput, "see `per_step` and `every_steps` of [completions] in its configuration", "run %s has stored %s", id, what)
 }
 
 func keptText(env *cli.Env, k record.Kept) string {

@@ -23,7 +23,7 @@ import (
 
 // Command returns `rollout daemon`.
 func Command(env *cli.Env) *cobra.Command {
-	return cli.Group("daemon", "Start, stop and look at the local control plane (rolloutd)",
+	return cli.Group("daemon", "Manage the local control plane (rolloutd)",
 		startCommand(env), stopCommand(env), statusCommand(env))
 }
 
@@ -31,10 +31,9 @@ func startCommand(env *cli.Env) *cobra.Command {
 	var file string
 	cmd := &cobra.Command{
 		Use:   "start",
-		Short: "Start the local daemon where none runs",
-		Long: `Start the local daemon where none runs. With --config it reads that rolloutd.toml; its state folder is that of --state-dir, or the
-default one, where the other commands look for it. It writes to logs/rolloutd.log there; beyond 16 MiB the log begins anew, and the
-three before it are kept as rolloutd.log.1 (the newest) to rolloutd.log.3.`,
+		Short: "Start the local daemon",
+		Long: `Start the local daemon if none is running. It logs to logs/rolloutd.log in the state folder; the log is rotated at 16 MiB, and three old
+ones are kept as rolloutd.log.1 (the newest) to rolloutd.log.3.`,
 		Example: "  rollout daemon start\n  rollout daemon start --state-dir /tmp/rollout --config rolloutd.toml",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -57,33 +56,34 @@ three before it are kept as rolloutd.log.1 (the newest) to rolloutd.log.3.`,
 			return showInfo(env, stateDir, info)
 		},
 	}
-	cmd.Flags().StringVar(&file, "config", "", "`file` of rolloutd's configuration (default: $XDG_CONFIG_HOME/rollout/rolloutd.toml)")
+	cmd.Flags().StringVar(&file, "config", "", "configuration `file` of rolloutd (default: $XDG_CONFIG_HOME/rollout/rolloutd.toml)")
 	_ = cmd.MarkFlagFilename("config", "toml")
 	return cmd
 }
 
-// configured is what tells rolloutd, which runs in its state folder, to read a file. One that it could not read is refused now.
+// configured returns the arguments that make rolloutd read a configuration file, which is checked first.
+// The path is absolute because rolloutd runs in its state folder.
 func configured(file, stateDir string, environ []string) ([]string, error) {
 	file, err := filepath.Abs(file)
 	if err != nil {
 		return nil, err
 	}
 	if _, err := os.Stat(file); err != nil {
-		return nil, exit.New(exit.NoInput, "name rolloutd's configuration with --config", "%w", err)
+		return nil, exit.New(exit.NoInput, "set the configuration file of rolloutd with --config", "%w", err)
 	}
 	args := []string{"--config", file}
 	if _, err := daemonconfig.Load(append(args, "--state-dir", stateDir), environ, io.Discard); err != nil {
-		return nil, exit.New(exit.Data, "deploy/rolloutd.toml lists every key", "%w", err)
+		return nil, exit.New(exit.Data, "see deploy/rolloutd.toml for all keys", "%w", err)
 	}
 	return args, nil
 }
 
 func stopCommand(env *cli.Env) *cobra.Command {
 	var now bool
-	var patience time.Duration
+	var timeout time.Duration
 	cmd := &cobra.Command{
 		Use:   "stop",
-		Short: "Stop the local daemon; runs that go on are interrupted and can be resumed",
+		Short: "Stop the local daemon; active runs are interrupted and can be resumed",
 		Example: `  rollout daemon stop
   rollout daemon stop --now`,
 		Args: cobra.NoArgs,
@@ -94,7 +94,7 @@ func stopCommand(env *cli.Env) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			info, err := daemon.Stop(ctx, stateDir, patience, now)
+			info, err := daemon.Stop(ctx, stateDir, timeout, now)
 			if err != nil {
 				return err
 			}
@@ -102,23 +102,23 @@ func stopCommand(env *cli.Env) *cobra.Command {
 				return output.Value(env.Stdout, map[string]any{"stopped": info != nil})
 			}
 			if info == nil {
-				fmt.Fprintln(env.Stdout, "no daemon runs")
+				fmt.Fprintln(env.Stdout, "no daemon is running")
 				return nil
 			}
 			fmt.Fprintf(env.Stdout, "stopped rolloutd (pid %d)\n", info.PID)
 			return nil
 		},
 	}
-	cmd.Flags().BoolVar(&now, "now", false, "do not wait for work in hand")
-	cmd.Flags().DurationVar(&patience, "timeout", time.Minute, "how long it may take")
+	cmd.Flags().BoolVar(&now, "now", false, "do not wait for active calls and steps")
+	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "maximum time to wait for the daemon to stop")
 	return cmd
 }
 
 func statusCommand(env *cli.Env) *cobra.Command {
 	return &cobra.Command{
 		Use:     "status",
-		Short:   "Say whether the local daemon runs, and where",
-		Long:    "Say whether the local daemon runs, and where. The exit code is 69 where none runs.",
+		Short:   "Show the local daemon",
+		Long:    "Show the process, addresses and folders of the local daemon. The exit code is 69 if none is running.",
 		Example: "  rollout daemon status",
 		Args:    cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
@@ -134,7 +134,7 @@ func statusCommand(env *cli.Env) *cobra.Command {
 				if env.JSON() {
 					return errors.Join(output.Value(env.Stdout, map[string]any{"state_dir": stateDir, "daemon": nil}), exit.Silent(exit.Unavailable))
 				}
-				fmt.Fprintf(env.Stdout, "no daemon runs in %s\n", stateDir)
+				fmt.Fprintf(env.Stdout, "no daemon is running in %s\n", stateDir)
 				return exit.Silent(exit.Unavailable)
 			}
 			return showInfo(env, stateDir, info)
@@ -143,19 +143,19 @@ func statusCommand(env *cli.Env) *cobra.Command {
 }
 
 func showInfo(env *cli.Env, stateDir string, info *daemon.Info) error {
-	told := *info
-	if told.Gateway != "" {
-		told.Gateway += "/v1" // what clients want as their base URL
+	shown := *info
+	if shown.Gateway != "" {
+		shown.Gateway += "/v1" // the base URL of OpenAI clients
 	}
 	if env.JSON() {
-		return output.Value(env.Stdout, map[string]any{"state_dir": stateDir, "daemon": told})
+		return output.Value(env.Stdout, map[string]any{"state_dir": stateDir, "daemon": shown})
 	}
 	var table output.Table
 	table.Row("rolloutd", fmt.Sprintf("pid %d, version %s", info.PID, info.Version))
 	table.Row("services", strings.Join(info.Targets, ", "))
 	table.Row("grpc", info.GRPC)
-	if told.Gateway != "" {
-		table.Row("gateway", told.Gateway)
+	if shown.Gateway != "" {
+		table.Row("gateway", shown.Gateway)
 	}
 	table.Row("state", stateDir)
 	table.Row("log", daemon.LogFile(stateDir))

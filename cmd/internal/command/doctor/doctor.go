@@ -22,12 +22,12 @@ func Command(env *cli.Env) *cobra.Command {
 	var file string
 	cmd := &cobra.Command{
 		Use:   "doctor",
-		Short: "Check the servers that rolloutd.toml names, and say how to fix what is wrong",
-		Long: `Look at each server that the configuration of rolloutd names, as rolloutd would use it: PostgreSQL, NATS, Consul, the bucket,
-certificates and the state folder of this host. Reach, version, permissions, clock, settings of streams and space are checked; a
-service is registered, a stream made and an object written for a moment.
+		Short: "Check the servers that rolloutd is configured to use",
+		Long: `Check the servers in the configuration of rolloutd: PostgreSQL, NATS, Consul, the bucket, certificates and the state folder. Each
+check shows how to fix what it found. Connectivity, versions, permissions, clocks, stream settings and free space are checked; for
+this a service is registered, a stream created and an object written, and removed again.
 
-Leaves with 0 where nothing failed (warnings included), with 69 where a check failed, with 65 where the configuration is wrong.`,
+The exit code is 0 if no check failed, 69 if a check failed, and 65 if the configuration is invalid.`,
 		Example: "  rollout doctor --config rolloutd.toml\n  rollout doctor --format json",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -40,12 +40,12 @@ Leaves with 0 where nothing failed (warnings included), with 69 where a check fa
 			}
 			c, err := daemonconfig.Load(args, env.Environ, io.Discard)
 			if err != nil {
-				return exit.New(exit.Data, "deploy/rolloutd.toml lists every key", "%w", err)
+				return exit.New(exit.Data, "see deploy/rolloutd.toml for all keys", "%w", err)
 			}
 			return show(cmd.Context(), env, doctor.Patient{Config: c, Environ: env.Environ, Now: time.Now})
 		},
 	}
-	cmd.Flags().StringVar(&file, "config", "", "`file` of rolloutd's configuration (default: $XDG_CONFIG_HOME/rollout/rolloutd.toml)")
+	cmd.Flags().StringVar(&file, "config", "", "configuration `file` of rolloutd (default: $XDG_CONFIG_HOME/rollout/rolloutd.toml)")
 	return cmd
 }
 

@@ -29,10 +29,10 @@ import (
 
 // Command returns `rollout export`.
 func Command(env *cli.Env) *cobra.Command {
-	return cli.Group("export", "Write what is stored of a run elsewhere: metrics, weights", metricsCommand(env), weightsCommand(env))
+	return cli.Group("export", "Export the metrics or weights of a run", metricsCommand(env), weightsCommand(env))
 }
 
-// metricsFlags are those of `rollout export metrics`.
+// metricsFlags are the flags of `rollout export metrics`.
 type metricsFlags struct {
 	to                 []string
 	directory, project string
@@ -46,10 +46,10 @@ func metricsCommand(env *cli.Env) *cobra.Command {
 	var flags metricsFlags
 	cmd := &cobra.Command{
 		Use:   "metrics RUN",
-		Short: "Write a run's metrics, evaluations and completions to TensorBoard, Weights & Biases or MLflow",
-		Long: `Write a run's metrics, evaluations and kept completions to trackers: those of --to, else those that [sinks] of its configuration
-names, with the settings there. What a tracker has already is left alone, so it may be done again at any time, for runs that go on
-too. The trackers' libraries are the extras tensorboard, wandb and mlflow of the Python package.
+		Short: "Export metrics to TensorBoard, Weights & Biases or MLflow",
+		Long: `Export the metrics, evaluations and stored completions of a run to trackers: those of --to, else those of [sinks] in its
+configuration. Records that a tracker already has are skipped, so the command can be repeated, also while the run is active. Install
+the trackers' libraries with the extras tensorboard, wandb and mlflow of the Python package.
 
 ` + cli.FolderHelp + " " + cli.RunHelp,
 		Example: `  rollout export metrics addition-grpo
@@ -72,17 +72,17 @@ too. The trackers' libraries are the extras tensorboard, wandb and mlflow of the
 		},
 	}
 	f := cmd.Flags()
-	f.StringSliceVar(&flags.to, "to", nil, "`trackers`: tensorboard, wandb, mlflow (default: those of [sinks])")
-	f.StringVar(&flags.directory, "directory", "", "`folder` for tensorboard and wandb (default: that of [sinks], else in the run's folder)")
-	f.StringVar(&flags.project, "project", "", "`project` of wandb, experiment of mlflow (default: that of [sinks], else rollout)")
-	f.StringVar(&flags.trackingURI, "tracking-uri", "", "`server` or store of mlflow (default: that of [sinks], else a file in the run's folder)")
+	f.StringSliceVar(&flags.to, "to", nil, "`trackers`: tensorboard, wandb, mlflow (default: from [sinks])")
+	f.StringVar(&flags.directory, "directory", "", "`folder` for tensorboard and wandb (default: from [sinks], else in the folder of the run)")
+	f.StringVar(&flags.project, "project", "", "`project` of wandb and experiment of mlflow (default: from [sinks], else rollout)")
+	f.StringVar(&flags.trackingURI, "tracking-uri", "", "`server` or store of mlflow (default: from [sinks], else a file in the folder of the run)")
 	flags.worker.AddTo(cmd)
 	_ = cmd.RegisterFlagCompletionFunc("to", cobra.FixedCompletions(sinkNames, cobra.ShellCompDirectiveNoFileComp))
 	_ = cmd.MarkFlagDirname("directory")
 	return cmd
 }
 
-// sinks is the configuration of the trackers that are written to.
+// sinks returns the configuration of the trackers to write to.
 func (flags *metricsFlags) sinks(configured *configv1.SinksConfig) (*configv1.SinksConfig, error) {
 	directory := flags.directory
 	if directory != "" {
@@ -119,7 +119,7 @@ func (flags *metricsFlags) sinks(configured *configv1.SinksConfig) (*configv1.Si
 		}
 	}
 	if len(names) == 0 {
-		return nil, exit.New(exit.Usage, "name one: `--to tensorboard`", "the run's configuration has no [sinks]")
+		return nil, exit.New(exit.Usage, "name a tracker, for example with `--to tensorboard`", "the configuration of the run has no [sinks]")
 	}
 	for _, name := range names {
 		switch name {
@@ -134,7 +134,7 @@ func (flags *metricsFlags) sinks(configured *configv1.SinksConfig) (*configv1.Si
 	return out, nil
 }
 
-// exported is what became of one tracker, as the worker says it.
+// exported is the result for one tracker, as the worker reports it.
 type exported struct {
 	Sink    string `json:"sink"`
 	Where   string `json:"where"`
@@ -144,7 +144,7 @@ type exported struct {
 	Done    bool   `json:"done"`
 }
 
-// writeMetrics has a worker write what is stored.
+// writeMetrics runs a worker that writes to the trackers.
 func writeMetrics(ctx context.Context, env *cli.Env, r record.Reader, run *runv1.Run, flags *metricsFlags) error {
 	sinks, err := flags.sinks(run.GetPlan().GetConfig().GetSinks())
 	if err != nil {
@@ -152,7 +152,7 @@ func writeMetrics(ctx context.Context, env *cli.Env, r record.Reader, run *runv1
 	}
 	scratch, err := os.MkdirTemp("", "rollout-export-")
 	if err != nil {
-		return exit.New(exit.CannotMake, "", "make a scratch folder: %w", err)
+		return exit.New(exit.CannotMake, "", "make a temporary folder: %w", err)
 	}
 	defer func() { _ = os.RemoveAll(scratch) }()
 	spec := filepath.Join(scratch, "spec.jsonl")
@@ -161,21 +161,21 @@ func writeMetrics(ctx context.Context, env *cli.Env, r record.Reader, run *runv1
 	}
 	command := flags.worker.Command()
 	cmd := exec.CommandContext(ctx, command[0], append(command[1:], "export", "--spec", spec)...)
-	var told, log bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &told, &log
+	var out, log bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &log
 	failed := cmd.Run()
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
 	results := []exported{}
-	for lines := bufio.NewScanner(&told); lines.Scan(); {
+	for lines := bufio.NewScanner(&out); lines.Scan(); {
 		var one exported
-		if json.Unmarshal(lines.Bytes(), &one) == nil && one.Sink != "" { // a library that prints
+		if json.Unmarshal(lines.Bytes(), &one) == nil && one.Sink != "" { // else output of a library
 			results = append(results, one)
 		}
 	}
 	if len(results) == 0 {
-		return exit.New(exit.Software, "`--worker` names another command", "the worker that writes metrics failed: %w\n%s", failed, tailOf(log.String()))
+		return exit.New(exit.Software, "check the log above, or name another command with --worker", "the worker that exports metrics failed: %w\n%s", failed, tailOf(log.String()))
 	}
 	if err := exportedText(env, run, results); err != nil {
 		return err
@@ -194,7 +194,7 @@ func exportedText(env *cli.Env, run *runv1.Run, results []exported) error {
 	}
 	var table output.Table
 	for _, one := range results {
-		text := fmt.Sprintf("%s records written, %s were there already", output.Count(one.Written), output.Count(one.Known))
+		text := fmt.Sprintf("%s records written, %s already present", output.Count(one.Written), output.Count(one.Known))
 		if !one.Done {
 			text = env.Style().Red("failed: ") + one.Error
 		}
@@ -204,18 +204,18 @@ func exportedText(env *cli.Env, run *runv1.Run, results []exported) error {
 	return err
 }
 
-// writeExport writes what the worker reads: what the run is, then its events, a line each.
+// writeExport writes the file that the worker reads: a line about the run, then a line per event.
 func writeExport(ctx context.Context, path string, r record.Reader, run *runv1.Run, sinks *configv1.SinksConfig) (err error) {
 	config := proto.CloneOf(run.GetPlan().GetConfig())
 	config.Sinks = sinks
 	marshal := protojson.MarshalOptions{UseProtoNames: true}
 	text, err := marshal.Marshal(config)
 	if err != nil {
-		return fmt.Errorf("write what to export: %w", err)
+		return fmt.Errorf("write the export spec: %w", err)
 	}
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o600)
 	if err != nil {
-		return fmt.Errorf("write what to export: %w", err)
+		return fmt.Errorf("write the export spec: %w", err)
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	w := bufio.NewWriter(f)
@@ -231,7 +231,7 @@ func writeExport(ctx context.Context, path string, r record.Reader, run *runv1.R
 	return w.Flush()
 }
 
-// tailOf is the end of a log.
+// tailOf returns the end of a log.
 func tailOf(log string) string {
 	const most = 2000
 	return strings.TrimSpace(log[max(0, len(log)-most):])

@@ -17,12 +17,12 @@ func weightsCommand(env *cli.Env) *cobra.Command {
 	var adapter, average bool
 	cmd := &cobra.Command{
 		Use:   "weights (RUN | SNAPSHOT)",
-		Short: "Write the weights of a snapshot as a folder that transformers loads",
-		Long: `Write the weights of a snapshot, or of a run's newest one, as a folder in the Hugging Face layout: from_pretrained and vLLM load it as
-it is. Where the run trained adapters ([lora]) they are merged in; --adapter writes the adapter alone, as PEFT loads it. --average writes
-the moving average of the weights, where the run keeps one (train.ema_decay). Every file is held against its digest.
+		Short: "Export the weights of a snapshot in the Hugging Face layout",
+		Long: `Export the weights of a snapshot, or of the newest snapshot of a run, to a folder in the Hugging Face layout, which transformers and
+vLLM load. Adapters ([lora]) are merged into the weights; --adapter exports only the adapter, in the PEFT layout. --average exports the
+moving average of the weights, if the run keeps one (train.ema_decay). Every file is verified against its digest.
 
-Where a control plane runs it is asked, and writes to its own host; else its state folder is read, and nothing is started. ` + cli.RunHelp,
+If a control plane runs, it writes the folder on its own host. If not, the command reads the state folder and starts nothing. ` + cli.RunHelp,
 		Example: `  rollout export weights addition-grpo --to models/addition-grpo
   rollout export weights snap-01kapq5q5m --to adapter --adapter`,
 		Args: cobra.ExactArgs(1),
@@ -57,9 +57,9 @@ Where a control plane runs it is asked, and writes to its own host; else its sta
 			})
 		},
 	}
-	cmd.Flags().StringVar(&to, "to", "", "new `folder` to write")
-	cmd.Flags().BoolVar(&adapter, "adapter", false, "write the adapter alone")
-	cmd.Flags().BoolVar(&average, "average", false, "write the moving average of the weights")
+	cmd.Flags().StringVar(&to, "to", "", "new `folder` to write to")
+	cmd.Flags().BoolVar(&adapter, "adapter", false, "export only the adapter")
+	cmd.Flags().BoolVar(&average, "average", false, "export the moving average of the weights")
 	cmd.MarkFlagsMutuallyExclusive("adapter", "average")
 	_ = cmd.MarkFlagRequired("to")
 	_ = cmd.MarkFlagDirname("to")

@@ -23,10 +23,10 @@ type configChanges struct {
 	Slots, MaxModelLen, Threads *uint32
 }
 
-// bare is a configuration that has what no batch uses and each configuration must have.
+// bare has the required fields that inference does not use.
 const bare = "name = \"infer\"\nmodel.path = \"model\"\ndata.train = \"data\"\nalgorithm.sft = {}\ntrain.steps = 1\ntrain.groups_per_step = 1\n"
 
-// readConfig reads a configuration; nil for toml is one of defaults. All that is wrong is in the problems.
+// readConfig reads a configuration; without a file it returns the defaults.
 func readConfig(source *planv1.ConfigSource) (*configv1.RunConfig, []*planv1.Problem, error) {
 	reader, err := config.NewReader()
 	if err != nil {
@@ -39,7 +39,7 @@ func readConfig(source *planv1.ConfigSource) (*configv1.RunConfig, []*planv1.Pro
 	return reading.Config, reading.Sorted(), nil
 }
 
-// apply sets what the command line sets, and checks it by the contract's rules.
+// apply applies the changes to a configuration and validates it.
 func (c configChanges) apply(given *configv1.RunConfig) (*configv1.RunConfig, error) {
 	out := proto.CloneOf(given)
 	if out.Sampling == nil {
@@ -75,7 +75,7 @@ func (c configChanges) apply(given *configv1.RunConfig) (*configv1.RunConfig, er
 		return nil, err
 	}
 	reading := reader.Again(out)
-	for _, p := range reading.Sorted() { // rules of training are not a batch's
+	for _, p := range reading.Sorted() { // other rules are for training only
 		if field, message := p.GetField(), p.GetMessage(); concerns(field) {
 			return nil, exit.New(exit.Usage, p.GetFix(), "%s", strings.TrimSuffix(message, ", got "))
 		}
@@ -94,10 +94,10 @@ func set[T any](field **T, value *T) {
 	}
 }
 
-// concerns reports whether a batch uses a field.
+// concerns reports whether inference uses a field.
 func concerns(field string) bool {
 	switch field {
-	case "", "sampling.group_size": // group_size: the rules of algorithms
+	case "", "sampling.group_size": // the rules for group_size depend on the algorithm
 		return false
 	}
 	table, _, _ := strings.Cut(field, ".")

@@ -20,7 +20,7 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
-// inferFlags are those of `rollout infer batch`.
+// inferFlags are the flags of `rollout infer batch`.
 type inferFlags struct {
 	cmd                                *cobra.Command
 	config                             cli.ConfigFlags
@@ -37,27 +37,27 @@ type inferFlags struct {
 	restart, allowFailures, overwrites bool
 }
 
-// destination checks the names, and the output, before anything is done.
+// destination checks the output before any work is done.
 func (flags *inferFlags) destination(job *infer.Job) (err error) {
 	if flags.snapshot != "" && !strings.HasPrefix(flags.snapshot, "snap-") {
-		return cli.Usage("invalid argument %q for --snapshot: an id begins with snap-", flags.snapshot)
+		return cli.Usage("invalid argument %q for --snapshot: must begin with snap-", flags.snapshot)
 	}
 	if ending := filepath.Ext(flags.output); ending != ".parquet" && ending != ".jsonl" {
-		return cli.Usage("invalid argument %q for --output: it ends in .parquet or .jsonl", flags.output)
+		return cli.Usage("invalid argument %q for --output: must end in .parquet or .jsonl", flags.output)
 	}
 	if job.Output, err = filepath.Abs(flags.output); err != nil {
 		return err
 	}
 	if _, err := os.Lstat(job.Output); err == nil && !flags.overwrites {
-		return exit.New(exit.CannotMake, "name another file, or replace it with --overwrite", "%s is there already", flags.output)
+		return exit.New(exit.CannotMake, "choose another file, or replace it with --overwrite", "%s already exists", flags.output)
 	}
 	if info, err := os.Stat(filepath.Dir(job.Output)); err != nil || !info.IsDir() {
-		return exit.New(exit.CannotMake, "make it, or name another output", "there is no folder %s", filepath.Dir(job.Output))
+		return exit.New(exit.CannotMake, "create it, or choose another output", "the folder %s does not exist", filepath.Dir(job.Output))
 	}
 	return nil
 }
 
-// recorded takes the weights of a snapshot, and the configuration of its run.
+// recorded uses the weights of a snapshot, and the configuration of its run.
 func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *infer.Job) error {
 	snapshot, err := record.SnapshotOf(ctx, r, flags.run+flags.snapshot) // one of them
 	if err != nil {
@@ -69,19 +69,19 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 	}
 	job.Config, job.BaseDir = status.GetRun().GetPlan().GetConfig(), status.GetRun().GetBaseDir()
 	if !algorithm.Generates(job.Config) {
-		return scores("what run " + snapshot.GetRunId() + " trains")
+		return scores("the model of run " + snapshot.GetRunId())
 	}
 	job.WeightsDigest, job.Model = snapshot.GetWeightsDigest(), filepath.Join(job.Scratch, "weights")
 	return record.WritePart(ctx, r, snapshot, "weights", job.Model)
 }
 
-// scores says that a model is one that scores.
+// scores returns the error for a reward model.
 func scores(what string) error {
-	return exit.New(exit.Data, "name a model that writes; a reward model scores what another writes, as `[reward.model]` of a configuration",
-		"%s is a reward model: it scores completions and answers no prompt", what)
+	return exit.New(exit.Data, "choose a model that generates text; use a reward model as `[reward.model]` of a configuration",
+		"%s is a reward model: it scores completions and cannot generate them", what)
 }
 
-// writes refuses the folder of a model that has no head for tokens. What else is wrong with it the worker says.
+// writes returns an error for the folder of a reward model. The worker checks everything else.
 func writes(folder string) error {
 	var config struct{ Architectures []string }
 	text, err := os.ReadFile(filepath.Join(folder, "config.json"))
@@ -92,7 +92,7 @@ func writes(folder string) error {
 	return nil
 }
 
-// configure settles what is asked of the model: of a run, of a file or of defaults, with what the flags change.
+// configure sets the configuration of the job: of a run, of a file, or defaults, changed by flags.
 func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 	source := &planv1.ConfigSource{Set: flags.config.Set}
 	switch {
@@ -101,9 +101,9 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 			return err
 		}
 	case job.Config != nil && len(source.GetSet()) > 0:
-		return cli.Usage("--set changes a --config; a run's configuration is changed by the other flags")
+		return cli.Usage("--set requires --config; change the configuration of a run with the other flags")
 	case job.Config == nil && flags.model == "":
-		return cli.Usage("name what answers with --model, --run, --snapshot or --config")
+		return cli.Usage("one of --model, --run, --snapshot or --config is required")
 	default:
 		if source.BaseDir, err = os.Getwd(); err != nil {
 			return err
@@ -118,7 +118,7 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 			fmt.Fprint(env.Stderr, problem.Render(problems, env.ErrStyle()))
 			return problem.Exit(problems)
 		}
-		job.WeightsDigest = "" // of the precision that the run had
+		job.WeightsDigest = "" // the digest is for the precision of the run
 		job.Config, job.BaseDir = config, source.GetBaseDir()
 	}
 	if job.Model == "" {
@@ -147,12 +147,12 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 	return err
 }
 
-// dataset settles what is answered.
+// dataset sets the dataset of the job.
 func (flags *inferFlags) dataset(job *infer.Job) (err error) {
 	if flags.data != "" {
 		job.Data, err = filepath.Abs(flags.data)
 	} else if job.Data = job.Config.GetData().GetEval(); job.Data == "" {
-		return cli.Usage("name the dataset with --data: the configuration has no data.eval")
+		return cli.Usage("--data is required: the configuration has no data.eval")
 	} else if !filepath.IsAbs(job.Data) {
 		job.Data = filepath.Join(job.BaseDir, job.Data)
 	}
@@ -160,12 +160,13 @@ func (flags *inferFlags) dataset(job *infer.Job) (err error) {
 		return err
 	}
 	if _, err := os.Stat(job.Data); err != nil {
-		return exit.New(exit.NoInput, "correct the path", "can't read the dataset %s: %w", job.Data, cli.PathCause(err))
+		return exit.New(exit.NoInput, "correct the path", "cannot read the dataset %s: %w", job.Data, cli.PathCause(err))
 	}
 	return nil
 }
 
-// changes are the flags that were given. Without --samples a row has one completion, whatever the run's groups are.
+// changes returns the flags that were set. The group size of a run is not used: the default of
+// --samples is 1.
 func (flags *inferFlags) changes() (configChanges, error) {
 	c := configChanges{
 		Samples: &flags.samples, MaxTokens: given(flags, "max-tokens", &flags.maxTokens), TopK: given(flags, "top-k", &flags.topK),
@@ -175,7 +176,7 @@ func (flags *inferFlags) changes() (configChanges, error) {
 		MaxModelLen: given(flags, "max-model-len", &flags.maxModelLen), Threads: given(flags, "threads", &flags.threads),
 	}
 	if flags.samples < 1 || flags.samples > 1024 {
-		return c, cli.Usage("invalid argument %d for --samples: it is from 1 to 1,024", flags.samples)
+		return c, cli.Usage("invalid argument %d for --samples: must be from 1 to 1,024", flags.samples)
 	}
 	if flags.noReward {
 		c.Reward = new(string)

@@ -21,24 +21,25 @@ import (
 
 // Command returns `rollout infer`.
 func Command(env *cli.Env) *cobra.Command {
-	return cli.Group("infer", "Answer a dataset with a model", batchCommand(env))
+	return cli.Group("infer", "Run batch inference", batchCommand(env))
 }
 
 func batchCommand(env *cli.Env) *cobra.Command {
 	flags := &inferFlags{}
 	cmd := &cobra.Command{
 		Use:   "batch --output FILE (--model FOLDER | --run RUN | --snapshot ID | --config FILE)",
-		Short: "Write completions and scores for a dataset to Parquet or JSON Lines; resumable",
-		Long: `Answer each row of a dataset with a model and write completions and scores to FILE (.parquet or .jsonl).
+		Short: "Generate completions and scores for a dataset",
+		Long: `Generate completions for each row of a dataset, score them, and write them to FILE (.parquet or .jsonl).
 
-The model is a folder (--model), the newest snapshot of a run (--run) or a snapshot (--snapshot). Prompt field, chat template, sampling
-and reward are those of --config, else of the run; flags override them. The dataset is --data, else data.eval of the configuration.
+The model is a folder (--model), the newest snapshot of a run (--run) or a snapshot (--snapshot). Prompt field, chat template,
+sampling and reward come from --config, else from the run; flags override them. The dataset is --data, else data.eval of the
+configuration.
 
-What is done stands in FILE.journal: the same command goes on from there after Ctrl-C, a crash or a kill. Changed inputs are refused
-and named. The same command gives the same bytes, interrupted or not. A sample whose reward fails is INFRA_FAILED and has no score; FILE
-is written only when there is none of them, unless --allow-failures. docs/inference.md has the columns.
+Finished rows are kept in FILE.journal: after an interruption the same command continues from there, if its inputs have not changed.
+The same command gives the same bytes, interrupted or not. A sample whose reward fails is INFRA_FAILED and has no score; FILE is not
+written while there are such samples, unless --allow-failures is set. For the columns of FILE see docs/inference.md.
 
-With --run and --snapshot a control plane that runs is asked, else its state folder is read. Nothing is started but the worker.`,
+With --run and --snapshot the command asks a running control plane, else it reads the state folder. It starts only a worker.`,
 		Example: `  rollout infer batch --run addition-grpo --output answers.parquet
   rollout infer batch --model models/tiny --data test.jsonl --output answers.jsonl --samples 4 --temperature 0.7 --seed 1
   rollout infer batch --config grpo.toml --model models/tiny --output answers.parquet --limit 1000 --format json`,
@@ -49,31 +50,31 @@ With --run and --snapshot a control plane that runs is asked, else its state fol
 		},
 	}
 	f := cmd.Flags()
-	f.StringVarP(&flags.output, "output", "o", "", "new `file` to write, .parquet or .jsonl")
+	f.StringVarP(&flags.output, "output", "o", "", "`file` to write, .parquet or .jsonl")
 	f.StringVarP(&flags.model, "model", "m", "", "`folder` of a model in the Hugging Face layout")
-	f.StringVar(&flags.run, "run", "", "`run` whose newest snapshot answers: its name, id or a prefix of it")
-	f.StringVar(&flags.snapshot, "snapshot", "", "`id` of the snapshot that answers, or a unique prefix of it")
+	f.StringVar(&flags.run, "run", "", "`run` whose newest snapshot is used: its name, id, or a unique prefix of the id")
+	f.StringVar(&flags.snapshot, "snapshot", "", "`id` of the snapshot to use, or a unique prefix of it")
 	flags.config.AddTo(cmd)
 	f.StringVar(&flags.data, "data", "", "dataset `file`, .jsonl or .parquet (default: data.eval of the configuration)")
-	f.Uint64Var(&flags.limit, "limit", 0, "only the first `rows` of the dataset (default: all)")
-	f.Uint32VarP(&flags.samples, "samples", "n", 1, "completions a row")
-	f.Uint32Var(&flags.maxTokens, "max-tokens", 0, "most new tokens a completion (default: the configuration's)")
-	f.Float64Var(&flags.temperature, "temperature", 0, "softmax temperature, 0 takes the most likely token (default: the configuration's)")
+	f.Uint64Var(&flags.limit, "limit", 0, "`number` of rows, from the start of the dataset (default: all)")
+	f.Uint32VarP(&flags.samples, "samples", "n", 1, "completions per row")
+	f.Uint32Var(&flags.maxTokens, "max-tokens", 0, "maximum number of new tokens per completion (default: the configuration's)")
+	f.Float64Var(&flags.temperature, "temperature", 0, "softmax temperature; 0 is greedy (default: the configuration's)")
 	f.Float64Var(&flags.topP, "top-p", 0, "nucleus probability (default: the configuration's)")
-	f.Uint32Var(&flags.topK, "top-k", 0, "only the k most likely tokens, 0 is off (default: the configuration's)")
-	f.Float64Var(&flags.minP, "min-p", 0, "least share of the most likely token's probability, 0 is off (default: the configuration's)")
-	f.StringArrayVar(&flags.stop, "stop", nil, "`text` that ends a completion; may be given several times (default: the configuration's)")
-	f.Uint64Var(&flags.seed, "seed", 0, "seed of the sampling (default: the configuration's)")
-	f.StringVar(&flags.promptField, "prompt-field", "", "`field` of a row that holds the prompt (default: the configuration's)")
+	f.Uint32Var(&flags.topK, "top-k", 0, "sample from the k most likely tokens; 0: off (default: the configuration's)")
+	f.Float64Var(&flags.minP, "min-p", 0, "minimum probability relative to the most likely token; 0: off (default: the configuration's)")
+	f.StringArrayVar(&flags.stop, "stop", nil, "`text` that ends a completion; can be repeated (default: the configuration's)")
+	f.Uint64Var(&flags.seed, "seed", 0, "sampling seed (default: the configuration's)")
+	f.StringVar(&flags.promptField, "prompt-field", "", "`field` of a row with the prompt (default: the configuration's)")
 	f.BoolVar(&flags.chatTemplate, "chat-template", false, "render prompts through the chat template (default: the configuration's)")
-	f.StringVar(&flags.reward, "reward", "", "`file.py:function` that scores (default: the reward of the configuration)")
-	f.BoolVar(&flags.noReward, "no-reward", false, "score nothing")
-	f.Uint32Var(&flags.slots, "slots", 0, "sequences decoded at a time (default: the configuration's)")
-	f.Uint32Var(&flags.maxModelLen, "max-model-len", 0, "longest sequence, prompt and completion together (default: the configuration's)")
-	f.Uint32Var(&flags.threads, "threads", 0, "CPU threads, which bits depend on; 0: all cores (default: the configuration's)")
-	f.BoolVar(&flags.restart, "restart", false, "forget what an interrupted command has done")
-	f.BoolVar(&flags.overwrites, "overwrite", false, "replace an output that is there")
-	f.BoolVar(&flags.allowFailures, "allow-failures", false, "write the output with samples that are INFRA_FAILED, without a score")
+	f.StringVar(&flags.reward, "reward", "", "`file.py:function` of the reward (default: the reward of the configuration)")
+	f.BoolVar(&flags.noReward, "no-reward", false, "do not score completions")
+	f.Uint32Var(&flags.slots, "slots", 0, "sequences decoded concurrently (default: the configuration's)")
+	f.Uint32Var(&flags.maxModelLen, "max-model-len", 0, "maximum length of prompt and completion together (default: the configuration's)")
+	f.Uint32Var(&flags.threads, "threads", 0, "CPU threads; 0: all cores; results depend on it (default: the configuration's)")
+	f.BoolVar(&flags.restart, "restart", false, "discard the journal of an interrupted command")
+	f.BoolVar(&flags.overwrites, "overwrite", false, "replace an existing output")
+	f.BoolVar(&flags.allowFailures, "allow-failures", false, "write the output even if samples are INFRA_FAILED")
 	flags.worker.AddTo(cmd)
 	_ = cmd.MarkFlagRequired("output")
 	_ = cmd.MarkFlagDirname("model")
@@ -93,7 +94,7 @@ func execute(env *cli.Env, cmd *cobra.Command, flags *inferFlags) error {
 	}
 	folder, err := tempdir.Make(filepath.Dir(job.Output), ".infer-")
 	if err != nil {
-		return exit.New(exit.CannotMake, "name another output with --output", "make a scratch folder: %w", err)
+		return exit.New(exit.CannotMake, "choose another folder with --output", "make a temporary folder: %w", err)
 	}
 	defer func() { _ = folder.Remove() }()
 	job.Scratch, job.Lock = folder.Path, folder.Lock()

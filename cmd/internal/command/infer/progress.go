@@ -29,7 +29,7 @@ func (p *progress) event(e infer.Event) {
 	case "begin":
 		p.clear()
 		if p.kept = e.Kept; p.kept > 0 {
-			p.env.Note("going on after %s of %s rows", output.Count(e.Kept), output.Count(e.Rows))
+			p.env.Note("continuing after %s of %s rows", output.Count(e.Kept), output.Count(e.Rows))
 		}
 	case "progress":
 		p.draw(progressText(e, p.kept))
@@ -87,7 +87,7 @@ func progressText(e infer.Event, kept int) string {
 		parts = append(parts, "mean score "+output.Number(*e.MeanScore))
 	}
 	if e.Retries > 0 {
-		parts = append(parts, fmt.Sprintf("reward tried again: %s", output.Count(e.Retries)))
+		parts = append(parts, fmt.Sprintf("reward retries: %s", output.Count(e.Retries)))
 	}
 	if failed := countsText(e.Failures); failed != "" {
 		parts = append(parts, "failed: "+failed)

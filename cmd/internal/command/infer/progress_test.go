@@ -29,10 +29,10 @@ func TestProgressText(t *testing.T) {
 		want  string
 	}{
 		{infer.Event{Of: 8}, 0, "░░░░░░░░░░░░░░░░░░░░░░░░   0%  0 of 8 rows"},
-		{infer.Event{Of: 8, Retries: 2}, 0, "░░░░░░░░░░░░░░░░░░░░░░░░   0%  0 of 8 rows  reward tried again: 2"},
+		{infer.Event{Of: 8, Retries: 2}, 0, "░░░░░░░░░░░░░░░░░░░░░░░░   0%  0 of 8 rows  reward retries: 2"},
 		{
 			infer.Event{Rows: 6, Of: 8, Tokens: 30, Seconds: 2, MeanScore: &mean, Retries: 1, Failures: map[string]uint64{"REWARD_TIMEOUT": 3}}, 2,
-			"██████████████████░░░░░░  75%  6 of 8 rows  2 rows/s  15 tokens/s  1.0 s left  mean score 0.500  reward tried again: 1  failed: REWARD_TIMEOUT 3",
+			"██████████████████░░░░░░  75%  6 of 8 rows  2 rows/s  15 tokens/s  1.0 s left  mean score 0.500  reward retries: 1  failed: REWARD_TIMEOUT 3",
 		},
 	} {
 		if got := progressText(c.event, c.kept); got != c.want {

@@ -14,15 +14,15 @@ import (
 	"github.com/rollout-rl/rollout/libs/apikey"
 )
 
-const keysLong = `Make, list and revoke API keys: with them people and their programs call a control plane, in place of its own token.
+const keysLong = `Manage API keys, with which people and programs call a control plane instead of with its token.
 
-A key has a scope: read looks at everything; submit also plans, starts and steers runs, and samples their policies; admin also deletes.
-It is shown once, and only its hash is kept, in a file that every process of the mesh reads again when it changes. Who uses one puts it
-into ROLLOUT_API_KEY, or sends it to the OpenAI-compatible endpoint as a bearer token.`
+A key has a scope: read can read everything; submit can also plan, start and control runs, and sample from policies; admin can also
+delete. A key is shown once; only its hash is stored, in a file that services reload when it changes. To use a key, set
+ROLLOUT_API_KEY, or send it to the OpenAI-compatible endpoint as a bearer token.`
 
 // Command returns `rollout keys`.
 func Command(env *cli.Env) *cobra.Command {
-	cmd := cli.Group("keys", "Make, list and revoke API keys", createCommand(env), listCommand(env), revokeCommand(env))
+	cmd := cli.Group("keys", "Manage API keys", createCommand(env), listCommand(env), revokeCommand(env))
 	cmd.Long = keysLong
 	cmd.Example = `  rollout keys create ada --scope submit
   rollout keys list
@@ -30,9 +30,9 @@ func Command(env *cli.Env) *cobra.Command {
 	return cmd
 }
 
-// fileFlag adds the flag that all of them have.
+// fileFlag adds --file and returns a function that opens the file.
 func fileFlag(env *cli.Env, cmd *cobra.Command) func() (apikey.Keep, error) {
-	file := cmd.Flags().String("file", "", "`file` of the keys (default: that of the local daemon, else api-keys.json in the state folder)")
+	file := cmd.Flags().String("file", "", "`file` of the keys (default: the file of the local daemon, else api-keys.json in the state folder)")
 	return func() (apikey.Keep, error) {
 		if *file != "" {
 			path, err := filepath.Abs(*file)
@@ -52,12 +52,12 @@ func fileFlag(env *cli.Env, cmd *cobra.Command) func() (apikey.Keep, error) {
 func createCommand(env *cli.Env) *cobra.Command {
 	var scope string
 	cmd := &cobra.Command{
-		Use: "create NAME", Short: "Make a key; it is shown once", Args: cobra.ExactArgs(1),
-		Long:    "Make a key for NAME, and print it. It is not to be had again: keep it where secrets are kept.",
+		Use: "create NAME", Short: "Create a key", Args: cobra.ExactArgs(1),
+		Long:    "Create a key for NAME and print it. It is shown only once: store it as a secret.",
 		Example: "  rollout keys create ada --scope submit\n  export ROLLOUT_API_KEY=$(rollout keys create ci --scope read)",
 	}
 	keep := fileFlag(env, cmd)
-	cmd.Flags().StringVar(&scope, "scope", string(apikey.Read), "what it may do: `read`, submit or admin")
+	cmd.Flags().StringVar(&scope, "scope", string(apikey.Read), "`scope` of the key: read, submit or admin")
 	cmd.RunE = func(_ *cobra.Command, args []string) error {
 		k, err := keep()
 		if err != nil {
@@ -70,7 +70,7 @@ func createCommand(env *cli.Env) *cobra.Command {
 		if env.JSON() {
 			return output.Value(env.Stdout, map[string]string{"name": args[0], "scope": scope, "key": key})
 		}
-		env.Note("made the key %s with the scope %s, in %s; this is the only time that it is shown", args[0], scope, k.Path)
+		env.Note("created the key %s with the scope %s in %s; it is shown only once", args[0], scope, k.Path)
 		_, err = fmt.Fprintln(env.Stdout, key)
 		return err
 	}
@@ -78,7 +78,7 @@ func createCommand(env *cli.Env) *cobra.Command {
 }
 
 func listCommand(env *cli.Env) *cobra.Command {
-	cmd := &cobra.Command{Use: "list", Short: "List keys: names, scopes and ages", Example: "  rollout keys list\n  rollout keys list --format json", Args: cobra.NoArgs}
+	cmd := &cobra.Command{Use: "list", Short: "List keys", Example: "  rollout keys list\n  rollout keys list --format json", Args: cobra.NoArgs}
 	keep := fileFlag(env, cmd)
 	cmd.RunE = func(*cobra.Command, []string) error {
 		k, err := keep()
@@ -114,7 +114,7 @@ func listCommand(env *cli.Env) *cobra.Command {
 
 func revokeCommand(env *cli.Env) *cobra.Command {
 	cmd := &cobra.Command{
-		Use: "revoke NAME", Short: "Take a key out of force, from the next call on", Example: "  rollout keys revoke ada", Args: cobra.ExactArgs(1),
+		Use: "revoke NAME", Short: "Revoke a key", Example: "  rollout keys revoke ada", Args: cobra.ExactArgs(1),
 	}
 	keep := fileFlag(env, cmd)
 	cmd.RunE = func(_ *cobra.Command, args []string) error {

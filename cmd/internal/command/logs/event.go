@@ -5,13 +5,14 @@ import (
 	"github.com/rollout-rl/rollout/libs/worker"
 )
 
-// eventKinds are the kinds of events that the services and workers give; a test holds the list against their sources.
+// eventKinds are the kinds of events that services and workers emit. A test compares the list with
+// their sources.
 var eventKinds = []string{
 	"run.state", "phase", "step.committed", "step.flat", "step.short", "completions", "eval.finished", "weights.delivered", "snapshot.created",
 	"worker.started", "worker.exited", "worker.fenced", "group.excluded", "step.refused", "sink.failed", "sink.finished", "sampling", "log",
 }
 
-// eventServices are those who give events: the services, the process that hosts them, and the workers.
+// eventServices returns the sources of events: services, rolloutd, and workers.
 func eventServices() []string {
 	var names []string
 	for _, target := range client.Targets {

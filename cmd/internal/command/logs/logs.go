@@ -34,20 +34,20 @@ type logFlags struct {
 
 // Command returns `rollout logs`.
 func Command(env *cli.Env) *cobra.Command {
-	return cli.Group("logs", "Read what happened", tailCommand(env))
+	return cli.Group("logs", "Show events", tailCommand(env))
 }
 
 func tailCommand(env *cli.Env) *cobra.Command {
 	var flags logFlags
 	cmd := &cobra.Command{
 		Use:   "tail RUN",
-		Short: "Show the events of a run; --follow goes on with new ones",
-		Long: `Show the events of a run. With --follow new ones are shown as they come, until the run ends. ` + cli.RunHelp + `
+		Short: "Show the events of a run",
+		Long: `Show the events of a run. With --follow, wait for new events until the run ends. ` + cli.RunHelp + `
 
 ` + cli.FolderHelp + `
 
-Warnings that say the same, numbers and quoted texts aside, are joined: each is shown at most every ten seconds, with how often it
-came. With --details, --kind or --format json every event is shown.`,
+Warnings that differ only in numbers and quoted text are joined: each is shown at most every ten seconds, with a count. With
+--details, --kind or --format json every event is shown.`,
 		Example: `  rollout logs tail addition-grpo
   rollout logs tail addition-grpo --follow --service inference-worker --level warn
   rollout logs tail addition-grpo --since 10m
@@ -64,15 +64,15 @@ came. With --details, --kind or --format json every event is shown.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringSliceVar(&flags.services, "service", nil, "only these `services`; inference-worker matches each worker of that kind")
-	f.StringSliceVar(&flags.kinds, "kind", nil, "only these `kinds`, such as step.committed")
-	f.StringVar(&flags.level, "level", "info", "only this `level` and graver: debug, info, warn, error")
-	f.StringVar(&flags.since, "since", "", "only from this `time` on: a duration ago (10m) or a time (2006-01-02T15:04:05Z)")
-	f.Uint32VarP(&flags.lines, "lines", "n", 0, "only the newest `events` of those that are there; 0: all")
-	f.BoolVarP(&flags.follow, "follow", "f", false, "go on with new events until the run ends")
-	f.BoolVar(&flags.noFollow, "no-follow", false, "show what is there and leave")
+	f.StringSliceVar(&flags.services, "service", nil, "only events of these `services`; inference-worker matches all workers of that kind")
+	f.StringSliceVar(&flags.kinds, "kind", nil, "only events of these `kinds`, for example step.committed")
+	f.StringVar(&flags.level, "level", "info", "minimum `level`: debug, info, warn or error")
+	f.StringVar(&flags.since, "since", "", "only events since this `time`: a duration ago (10m) or a time (2006-01-02T15:04:05Z)")
+	f.Uint32VarP(&flags.lines, "lines", "n", 0, "`number` of stored events, the newest; 0: all")
+	f.BoolVarP(&flags.follow, "follow", "f", false, "wait for new events until the run ends")
+	f.BoolVar(&flags.noFollow, "no-follow", false, "show stored events and exit")
 	_ = f.MarkDeprecated("no-follow", "it is the default")
-	f.BoolVar(&flags.details, "details", false, "show every attribute and metric, not the message alone")
+	f.BoolVar(&flags.details, "details", false, "show all attributes and metrics, not only the message")
 	_ = cmd.RegisterFlagCompletionFunc("service", cobra.FixedCompletions(eventServices(), cobra.ShellCompDirectiveNoFileComp))
 	_ = cmd.RegisterFlagCompletionFunc("kind", cobra.FixedCompletions(eventKinds, cobra.ShellCompDirectiveNoFileComp))
 	_ = cmd.RegisterFlagCompletionFunc("level", cobra.FixedCompletions([]string{"debug", "info", "warn", "error"}, cobra.ShellCompDirectiveNoFileComp))
@@ -82,7 +82,7 @@ came. With --details, --kind or --format json every event is shown.`,
 func (f *logFlags) filter(now time.Time) (*storagev1.EventFilter, error) {
 	level, ok := eventv1.Level_value["LEVEL_"+strings.ToUpper(f.level)]
 	if !ok || level == 0 {
-		return nil, cli.Usage("invalid argument %q for --level: it is debug, info, warn or error", f.level)
+		return nil, cli.Usage("invalid argument %q for --level: must be debug, info, warn or error", f.level)
 	}
 	if err := cli.OneOf("service", f.services, eventServices()); err != nil {
 		return nil, err
@@ -104,7 +104,7 @@ func (f *logFlags) filter(now time.Time) (*storagev1.EventFilter, error) {
 			return filter, nil
 		}
 	}
-	return nil, cli.Usage("invalid argument %q for --since: it is a duration such as 10m or a time such as 2006-01-02T15:04:05Z", f.since)
+	return nil, cli.Usage("invalid argument %q for --since: must be a duration such as 10m or a time such as 2006-01-02T15:04:05Z", f.since)
 }
 
 // tail prints the events of one run.
@@ -151,7 +151,7 @@ func (t *tail) stored(ctx context.Context, r record.Reader, run *runv1.Run, foll
 		if t.filter.GetSince() != nil {
 			since = " since " + t.env.Time(t.filter.GetSince().AsTime())
 		}
-		t.env.Note("run %s has no such events%s", run.GetName(), since)
+		t.env.Note("run %s has no matching events%s", run.GetName(), since)
 	}
 	if n := len(events); n > 0 {
 		t.filter.AfterSequence = events[n-1].GetSequence()
@@ -269,7 +269,8 @@ func (t *tail) warnings(list []*live.Warning, counts []uint64) (lines []logLine)
 	return lines
 }
 
-// eventText is an event in a line: its message, or everything that it says where it has none or details are wanted.
+// eventText formats an event as a line: its message, and with details, or without a message, all
+// attributes and metrics.
 func eventText(env *cli.Env, e *eventv1.Event, details bool) string {
 	s := env.Style()
 	level := map[eventv1.Level]string{
@@ -292,7 +293,7 @@ func eventText(env *cli.Env, e *eventv1.Event, details bool) string {
 		return strings.Join(parts, " ")
 	}
 	for _, key := range slices.Sorted(maps.Keys(e.GetAttributes())) {
-		if key != "samples" && key != "completions" { // they fill pages: `rollout report` and `rollout completions` show them
+		if key != "samples" && key != "completions" { // too long; `rollout report` and `rollout completions` show them
 			parts = append(parts, s.Dim(key+"="+quoteIfNeeded(e.GetAttributes()[key])))
 		}
 	}

@@ -25,9 +25,9 @@ func ValidateCommand(env *cli.Env) *cobra.Command {
 	var flags cli.ConfigFlags
 	cmd := &cobra.Command{
 		Use:   "validate --config FILE",
-		Short: "Check a configuration's syntax, keys, types and rules",
-		Long: `Check a configuration's syntax, keys, types and rules. All problems are shown at once, each with its place and how to fix it.
-No dataset is read and no plugin is loaded: rollout plan does that.`,
+		Short: "Validate a run configuration",
+		Long: `Validate the syntax, keys, types and rules of a run configuration. All problems are listed, each with its line and a fix.
+Datasets and plugins are not loaded; use rollout plan for that.`,
 		Example: `  rollout validate --config grpo.toml
   rollout validate --config grpo.toml --set train.steps=100 --set mode=async
   rollout validate --config grpo.toml --format json`,
@@ -61,14 +61,14 @@ func validText(file string, config *configv1.RunConfig) string {
 	return fmt.Sprintf("%s is valid: %s\n", file, gist(config))
 }
 
-// gist is a configuration in one line.
+// gist describes a configuration in one line.
 func gist(config *configv1.RunConfig) string {
 	work := algorithm.Title(config)
 	if config.GetAlgorithm().GetSft() != nil {
 		work += " on reference answers"
 	}
 	if !algorithm.FromData(config) {
-		work += " with " + output.Plural(config.GetSampling().GetGroupSize(), "sample") + " a prompt"
+		work += " with " + output.Plural(config.GetSampling().GetGroupSize(), "sample") + " per prompt"
 	}
 	unit := " prompts"
 	if algorithm.Pairs(config) {
@@ -78,7 +78,7 @@ func gist(config *configv1.RunConfig) string {
 	}
 	prompts := output.Count(config.GetTrain().GetGroupsPerStep()) + unit
 	if draws := algorithm.DrawBatches(config); draws > 1 {
-		prompts += fmt.Sprintf(" whose rewards differ (of at most %s drawn)", output.Count(config.GetTrain().GetGroupsPerStep()*draws))
+		prompts += fmt.Sprintf(" with differing rewards (at most %s sampled)", output.Count(config.GetTrain().GetGroupsPerStep()*draws))
 	}
 	return fmt.Sprintf("%s, %s steps of %s, %s", work, output.Count(config.GetTrain().GetSteps()), prompts, config.GetMode())
 }
@@ -89,10 +89,10 @@ func Command(env *cli.Env) *cobra.Command {
 	var out string
 	cmd := &cobra.Command{
 		Use:   "plan --config FILE",
-		Short: "Check everything that a run needs and pin it in plan.lock",
-		Long: `Check everything that can be known before a run, and pin it: the configuration with every default, the digest of each dataset,
-model file and source of the reward, the versions of the packages. Every row is parsed and measured with the tokenizer, and the
-reward is called once. The same inputs give the same bytes.`,
+		Short: "Check the inputs of a run and pin them in plan.lock",
+		Long: `Check the inputs of a run, and write a plan that pins them: the configuration with all defaults, the digests of datasets, model
+files and reward code, and package versions. Every row is parsed and tokenized, and the reward is called once. The same inputs
+give the same plan, byte for byte.`,
 		Example: `  rollout plan --config grpo.toml
   rollout plan --config grpo.toml -o plans/first.lock
   rollout run --plan plan.lock`,
@@ -119,7 +119,7 @@ reward is called once. The same inputs give the same bytes.`,
 		},
 	}
 	flags.AddTo(cmd)
-	cmd.Flags().StringVarP(&out, "output", "o", "", "`file` to write (default: plan.lock beside the configuration)")
+	cmd.Flags().StringVarP(&out, "output", "o", "", "`file` to write (default: plan.lock in the folder of the configuration)")
 	_ = cmd.MarkFlagRequired("config")
 	return cmd
 }
@@ -153,9 +153,9 @@ func planText(env *cli.Env, path string, source *planv1.ConfigSource, plan *plan
 		total += in.GetBytes()
 	}
 	text := fmt.Sprintf("%s %s\n%s\n%s", s.Bold(path), s.Dim(plan.GetPlanId()), gist(plan.GetConfig()), table.String())
-	checked := "every row and the model's folder were checked"
+	checked := "every row and the model folder were checked"
 	if plan.GetConfig().GetReward() != nil {
-		checked = "every row, the model's folder and the reward were checked"
+		checked = "every row, the model folder and the reward were checked"
 	}
 	text += fmt.Sprintf("%d files, %s; %s\n", len(plan.GetInputs()), output.Bytes(total), checked)
 	run := "rollout run --plan " + path
@@ -179,11 +179,11 @@ func roleName(role planv1.InputRole) string {
 	return "?"
 }
 
-// writeFile replaces a file whole or not at all.
+// writeFile replaces a file atomically.
 func writeFile(path string, data []byte) error {
 	err := atomicfile.Write(path, data, 0o644)
 	if err != nil {
-		return exit.New(exit.CannotMake, "name another file with -o", "can't write %s: %w", path, cli.PathCause(err))
+		return exit.New(exit.CannotMake, "name another file with -o", "cannot write %s: %w", path, cli.PathCause(err))
 	}
 	return nil
 }

@@ -26,11 +26,13 @@ func Command(env *cli.Env) *cobra.Command {
 	threads := -1
 	cmd := &cobra.Command{
 		Use:   "replay RUN",
-		Short: "Train a run's recorded batches again and compare the weights of every step",
-		Long: `Train the batches that the ledger recorded again, in order, and compare the weights of every step with the recorded ones. That is how
-an asynchronous run is repeated: what was sampled, and in which order it was consumed, stands in the ledger. It needs the
-segments on this host or in a bucket that a rolloutd.toml (--config) names, and begins with the run's model, or with the oldest snapshot whose later samples are still there
-(` + "`snapshot.keep_payloads = true`" + ` keeps them all). A step with other weights ends it, and the exit code is 65. ` + cli.RunHelp,
+		Short: "Train the recorded batches of a run again and compare weights",
+		Long: `Train the recorded batches of a run again, in order, and compare the weights of every step with the recorded ones. This reproduces an
+asynchronous run: the ledger records the samples and the order in which they were consumed.
+
+The command reads segments on this host, or in the bucket of a rolloutd.toml (--config). It begins with the run's model, or with the
+oldest snapshot after which all samples still exist; ` + "`snapshot.keep_payloads = true`" + ` keeps all samples of a run. It stops at the first step
+with other weights, with exit code 65. ` + cli.RunHelp,
 		Example: `  rollout replay addition-grpo
   rollout replay addition-grpo --format json`,
 		Args: cobra.ExactArgs(1),
@@ -38,7 +40,7 @@ segments on this host or in a bucket that a rolloutd.toml (--config) names, and 
 			job := &replay.Job{Threads: threads, Worker: worker.Command(), Log: env.Stderr}
 			scratch, err := os.MkdirTemp("", "rollout-replay-")
 			if err != nil {
-				return exit.New(exit.CannotMake, "", "make a scratch folder: %w", err)
+				return exit.New(exit.CannotMake, "", "make a temporary folder: %w", err)
 			}
 			defer func() { _ = os.RemoveAll(scratch) }()
 			job.Scratch = scratch
@@ -52,7 +54,7 @@ segments on this host or in a bucket that a rolloutd.toml (--config) names, and 
 	}
 	auditcommand.ConfigFlag(cmd, &configured)
 	worker.AddTo(cmd)
-	cmd.Flags().IntVar(&threads, "threads", -1, "threads of the learner, which bits depend on; 0: all cores (default: as the run's learner had)")
+	cmd.Flags().IntVar(&threads, "threads", -1, "threads of the learner; 0: all cores; results depend on it (default: the threads of the run's learner)")
 	return cmd
 }
 
@@ -67,7 +69,7 @@ func execute(ctx context.Context, env *cli.Env, job *replay.Job) error {
 			fmt.Fprintf(env.Stdout, "step %-6d %s\n", s.Step, s.Replayed)
 			return
 		}
-		fmt.Fprintf(env.Stdout, "step %-6d %s, recorded is %s\n", s.Step, env.Style().Red(s.Replayed), s.Recorded)
+		fmt.Fprintf(env.Stdout, "step %-6d %s differs from the recorded %s\n", s.Step, env.Style().Red(s.Replayed), s.Recorded)
 	})
 	if err != nil {
 		return err
@@ -79,7 +81,7 @@ func execute(ctx context.Context, env *cli.Env, job *replay.Job) error {
 	if env.JSON() {
 		err = output.Value(env.Stdout, map[string]any{"run_id": job.Evidence.Run.GetRunId(), "same": same, "steps": steps})
 	} else if same {
-		_, err = fmt.Fprintf(env.Stdout, "%s: %d steps gave the recorded weights\n", env.Style().Green("the same"), len(steps)-1)
+		_, err = fmt.Fprintf(env.Stdout, "%s: %d steps reproduced the recorded weights\n", env.Style().Green("equal"), len(steps)-1)
 	}
 	if err == nil && !same {
 		err = exit.Silent(exit.Data)

@@ -18,9 +18,9 @@ func Command(env *cli.Env) *cobra.Command {
 	var out string
 	cmd := &cobra.Command{
 		Use:   "report RUN",
-		Short: "Write a run's reward curve (PNG) and a page with all its charts (HTML)",
-		Long: `Write a run's reward curve (reward.png) and a page with charts of all main metrics, evaluations, sample answers and completions
-(index.html), which needs no network.
+		Short: "Write a report of a run: reward curve (PNG) and charts (HTML)",
+		Long: `Write a report of a run: the reward curve (reward.png), and a page with charts of the main metrics, evaluations, sample answers and
+completions (index.html). The page needs no network.
 
 ` + cli.FolderHelp + " " + cli.RunHelp,
 		Example: `  rollout report addition-grpo
@@ -48,7 +48,7 @@ func Command(env *cli.Env) *cobra.Command {
 			})
 		},
 	}
-	cmd.Flags().StringVarP(&out, "out", "o", "", "`folder` to write to (default: report in the run's folder)")
+	cmd.Flags().StringVarP(&out, "out", "o", "", "`folder` to write to (default: report in the folder of the run)")
 	_ = cmd.MarkFlagDirname("out")
 	return cmd
 }

@@ -19,11 +19,11 @@ import (
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
-// InputsChanged reports whether the control plane refuses a plan because its inputs are others now.
+// InputsChanged reports whether the control plane refused a plan because its inputs have changed.
 func InputsChanged(err error) bool { return rpcerr.Reason(err) == "PLAN_INPUTS_CHANGED" }
 
-// Fork makes a run of the same configuration over the inputs as they are now. It starts from the snapshot, or from the
-// beginning where that is nil. The old run stays what it was: its ledger says what it consumed, under the plan that it had.
+// Fork starts a new run with the configuration of an old one and the current inputs, from a snapshot or,
+// if that is nil, from the beginning. The old run is not changed: its ledger belongs to its plan.
 func Fork(ctx context.Context, env *cli.Env, c *client.Client, old *runv1.Run, from *snapshotv1.Snapshot) (*runv1.Run, error) {
 	renewed, err := c.Planner.RenewPlan(ctx, &planv1.RenewPlanRequest{Plan: old.GetPlan(), BaseDir: old.GetBaseDir()})
 	if err != nil {
@@ -37,19 +37,19 @@ func Fork(ctx context.Context, env *cli.Env, c *client.Client, old *runv1.Run, f
 	if err != nil {
 		return nil, err
 	}
-	start := "starts from the beginning, for it took no snapshot"
+	start := "starts from the beginning, because there is no snapshot"
 	if from != nil {
-		start = fmt.Sprintf("goes on from its snapshot %s of step %s", from.GetSnapshotId(), output.Count(from.GetStep()))
+		start = fmt.Sprintf("starts from its snapshot %s of step %s", from.GetSnapshotId(), output.Count(from.GetStep()))
 		if old.GetStep() > from.GetStep() {
-			start += fmt.Sprintf(" (it had made %s)", output.Count(old.GetStep()))
+			start += fmt.Sprintf(" (the old run made %s steps)", output.Count(old.GetStep()))
 		}
 	}
-	env.Note("%s stays as it is; the new run %s %s, with what changed: %s",
+	env.Note("%s is not changed; the new run %s %s. Changed inputs: %s",
 		old.GetRunId(), run.GetRunId(), start, strings.Join(differences(old.GetPlan(), renewed.GetPlan()), ", "))
 	return run, nil
 }
 
-// differences names the inputs and packages in which two plans differ.
+// differences lists the inputs and packages in which two plans differ.
 func differences(before, after *planv1.Plan) []string {
 	digests := func(plan *planv1.Plan) map[string]string {
 		out := map[string]string{}
@@ -71,7 +71,7 @@ func differences(before, after *planv1.Plan) []string {
 		case was[name] == "":
 			out = append(out, name+" (new)")
 		case is[name] == "":
-			out = append(out, name+" (gone)")
+			out = append(out, name+" (removed)")
 		default:
 			out = append(out, name)
 		}
@@ -82,8 +82,8 @@ func differences(before, after *planv1.Plan) []string {
 	return out
 }
 
-// newest is the newest snapshot that a run can be restored from, or the one that the run itself began from; nil where there is
-// none.
+// newest returns the newest snapshot that a run can be restored from, else the one that the run started
+// from; nil if there is neither.
 func newest(ctx context.Context, c *client.Client, run *runv1.Run) (*snapshotv1.Snapshot, error) {
 	response, err := c.Snapshot.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{
 		RunId: run.GetRunId(), Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, PageSize: 1,
@@ -101,7 +101,7 @@ func newest(ctx context.Context, c *client.Client, run *runv1.Run) (*snapshotv1.
 	return got.GetSnapshot(), err
 }
 
-// startingPoint is the snapshot that --from names: by its own id, or by a run, whose newest it is. Without a name there is none.
+// startingPoint returns the id of the snapshot that --from names, by its id or by its run; "" without a name.
 func startingPoint(ctx context.Context, c *client.Client, name string) (string, error) {
 	if name == "" {
 		return "", nil
@@ -117,7 +117,7 @@ func startingPoint(ctx context.Context, c *client.Client, name string) (string, 
 	run := got.GetStatus().GetRun()
 	from, err := newest(ctx, c, run)
 	if err == nil && from == nil {
-		err = exit.New(exit.NoInput, "start without --from, or choose another: `rollout snapshot list`", "run %s has no snapshot", run.GetRunId())
+		err = exit.New(exit.NoInput, "start without --from, or choose a snapshot of `rollout snapshot list`", "run %s has no snapshot", run.GetRunId())
 	}
 	return from.GetSnapshotId(), err
 }

@@ -27,13 +27,13 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// runFlags are those of `rollout run`.
+// runFlags are the flags of `rollout run`.
 type runFlags struct {
 	cli.ConfigFlags
 	plan, baseDir, resume, from string
 	acceptChanges               bool
 	detach, noReport            bool
-	dataOnly                    bool // refuse what samples
+	dataOnly                    bool // refuse algorithms that sample
 }
 
 // Command returns `rollout run`.
@@ -41,17 +41,17 @@ func Command(env *cli.Env) *cobra.Command {
 	var flags runFlags
 	cmd := &cobra.Command{
 		Use:   "run (--config FILE | --plan FILE | --resume RUN)",
-		Short: "Train: start a run, or go on with one, and watch it",
-		Long: `Start a run of a configuration or of a plan, or go on with a run that was interrupted, and watch it until it ends or a
-refused gradient pauses it. A plan is verified first: inputs that changed since it was made are refused, each by name.
+		Short: "Start or resume a run and watch it",
+		Long: `Start a run from a configuration or a plan, or resume a run, and watch it until it ends or is paused by a rejected gradient.
+A plan is verified first: if an input has changed since it was made, the run is not started and the changed inputs are listed.
 
---resume goes on with a run that was interrupted, was stopped or has failed; of one that is finished it shows what came of it.
-A run's inputs are fixed. Where some changed (a fixed reward, say), --resume names them and refuses; with --accept-changes a
-new run goes on from the newest snapshot of the old one, with the inputs as they are now. --from does the same for another
-configuration or plan: more steps, another learning rate.
+--resume continues a run that was interrupted, cancelled or has failed. For a finished run it shows the result. The inputs of a
+run are fixed: if one has changed (the reward was fixed, for example), --resume lists the changes and exits. With
+--accept-changes it starts a new run from the newest snapshot of the old one, with the current inputs. --from starts a new run
+from a snapshot with another configuration or plan, such as more steps or another learning rate.
 
-The first Ctrl-C finishes the step in hand and stops the run, the second stops it at once. With --detach the run goes on alone;
-rollout logs tail, rollout runs show and rollout status look at it.`,
+The first Ctrl-C stops the run after the current step, the second stops it immediately. With --detach the command exits and the
+run continues; watch it with rollout logs tail, rollout runs show or rollout status.`,
 		Example: `  rollout run --config grpo.toml
   rollout run --config grpo.toml --set train.steps=100
   rollout run --plan plan.lock
@@ -62,13 +62,13 @@ rollout logs tail, rollout runs show and rollout status look at it.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if len(flags.Set) > 0 && flags.File == "" {
-				return cli.Usage("--set goes with --config: a plan and a run are fixed")
+				return cli.Usage("--set requires --config: a plan and a run cannot be changed")
 			}
 			if flags.acceptChanges && flags.resume == "" {
-				return cli.Usage("--accept-changes goes with --resume: a new run takes its inputs as they are")
+				return cli.Usage("--accept-changes requires --resume: a new run uses the current inputs")
 			}
 			if flags.from != "" && flags.resume != "" {
-				return cli.Usage("--from goes with --config or --plan: --resume goes on where its run stands")
+				return cli.Usage("--from requires --config or --plan: --resume continues from the run's own state")
 			}
 			return execute(env, cmd, &flags)
 		},
@@ -80,13 +80,13 @@ rollout logs tail, rollout runs show and rollout status look at it.`,
 // addRunFlags gives a command that starts runs its flags.
 func (flags *runFlags) addRunFlags(cmd *cobra.Command) {
 	flags.AddTo(cmd)
-	cmd.Flags().StringVarP(&flags.plan, "plan", "p", "", "plan `file` that rollout plan wrote")
-	cmd.Flags().StringVar(&flags.baseDir, "base-dir", "", "`folder` that the plan's paths start at (default: the plan's own)")
-	cmd.Flags().StringVarP(&flags.resume, "resume", "r", "", "`run` to go on with: its id, a unique prefix of it, or a name")
-	cmd.Flags().BoolVar(&flags.acceptChanges, "accept-changes", false, "with --resume: where inputs changed, go on in a new run that takes them as they are")
-	cmd.Flags().StringVar(&flags.from, "from", "", "`snapshot` to start from, or a run, whose newest it is")
-	cmd.Flags().BoolVarP(&flags.detach, "detach", "d", false, "print the run's id and leave")
-	cmd.Flags().BoolVar(&flags.noReport, "no-report", false, "write no report at the end")
+	cmd.Flags().StringVarP(&flags.plan, "plan", "p", "", "plan `file` written by rollout plan")
+	cmd.Flags().StringVar(&flags.baseDir, "base-dir", "", "`folder` to which the paths of the plan are relative (default: the folder of the plan)")
+	cmd.Flags().StringVarP(&flags.resume, "resume", "r", "", "`run` to resume: its id, a unique prefix of the id, or a name")
+	cmd.Flags().BoolVar(&flags.acceptChanges, "accept-changes", false, "with --resume: if inputs have changed, continue in a new run with the current inputs")
+	cmd.Flags().StringVar(&flags.from, "from", "", "`snapshot` to start from, or a run, which stands for its newest snapshot")
+	cmd.Flags().BoolVarP(&flags.detach, "detach", "d", false, "print the id of the run and exit")
+	cmd.Flags().BoolVar(&flags.noReport, "no-report", false, "do not write a report at the end")
 	cmd.MarkFlagsMutuallyExclusive("config", "plan", "resume")
 	cmd.MarkFlagsOneRequired("config", "plan", "resume")
 	_ = cmd.MarkFlagFilename("plan", "lock")
@@ -95,7 +95,7 @@ func (flags *runFlags) addRunFlags(cmd *cobra.Command) {
 
 func execute(env *cli.Env, cmd *cobra.Command, flags *runFlags) error {
 	if len(flags.Set) > 0 && flags.File == "" {
-		return cli.Usage("--set goes with --config: a plan and a run are fixed")
+		return cli.Usage("--set requires --config: a plan and a run cannot be changed")
 	}
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	c, err := env.Plane.Connect(ctx, true)
@@ -105,7 +105,7 @@ func execute(env *cli.Env, cmd *cobra.Command, flags *runFlags) error {
 	}
 	defer c.Close()
 	run, err := start(ctx, env, c, flags)
-	stop() // from here on an interrupt speaks to the run
+	stop() // Watch handles interrupts
 	if err != nil {
 		return err
 	}
@@ -115,7 +115,7 @@ func execute(env *cli.Env, cmd *cobra.Command, flags *runFlags) error {
 	return Watch(cmd.Context(), env, c, run.GetRunId(), !flags.noReport)
 }
 
-// start makes the run, or takes it up again.
+// start creates or resumes the run.
 func start(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags) (*runv1.Run, error) {
 	switch {
 	case flags.resume != "":
@@ -141,7 +141,7 @@ func start(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags)
 	return create(ctx, c, planned.GetLock(), source.GetBaseDir(), from)
 }
 
-// resume goes on with a run. One that is finished is returned as it is: to watch it shows what came of it.
+// resume resumes a run. A finished run is returned unchanged: watching it shows its result.
 func resume(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags) (*runv1.Run, error) {
 	got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: flags.resume})
 	if err != nil {
@@ -163,13 +163,13 @@ func resume(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags
 	return Fork(ctx, env, c, run, from)
 }
 
-// Finished says of a run that has made its steps what is there to be had, and how to train on.
+// Finished returns a message about a finished run: where its weights are, and how to train further.
 func Finished(run *runv1.Run) string {
-	text := fmt.Sprintf("%s %s is finished: all its %s steps were made", run.GetName(), run.GetRunId(), output.Count(run.GetTotalSteps()))
+	text := fmt.Sprintf("%s %s is finished: it has made all %s steps", run.GetName(), run.GetRunId(), output.Count(run.GetTotalSteps()))
 	if run.GetWeightsDirectory() != "" {
 		text += "; its weights are in " + run.GetWeightsDirectory()
 	}
-	return text + "\nto train on, raise `train.steps`: rollout run --config FILE --from " + run.GetRunId()
+	return text + "\nto train further, raise `train.steps` and run: rollout run --config FILE --from " + run.GetRunId()
 }
 
 func startPlan(ctx context.Context, env *cli.Env, c *client.Client, flags *runFlags) (*runv1.Run, error) {
@@ -199,7 +199,7 @@ func startPlan(ctx context.Context, env *cli.Env, c *client.Client, flags *runFl
 	return create(ctx, c, lock, folder, from)
 }
 
-// create makes a run; from is the snapshot that it starts from, "" the beginning.
+// create creates a run; from is the snapshot to start from, or "".
 func create(ctx context.Context, c *client.Client, lock []byte, folder, from string) (*runv1.Run, error) {
 	response, err := c.Scheduler.CreateRun(ctx, &runv1.CreateRunRequest{
 		Lock: lock, BaseDir: folder, IdempotencyKey: ulid.Make().String(), FromSnapshot: from,
@@ -207,7 +207,7 @@ func create(ctx context.Context, c *client.Client, lock []byte, folder, from str
 	return response.GetRun(), err
 }
 
-// Watch shows a run until it is over, then what came of it.
+// Watch shows a run until it is over, then its summary.
 func Watch(ctx context.Context, env *cli.Env, c *client.Client, runID string, withReport bool) error {
 	interrupts, release := env.Signals()
 	defer release()
@@ -221,14 +221,14 @@ func Watch(ctx context.Context, env *cli.Env, c *client.Client, runID string, wi
 	}
 	run := outcome.Run.Status.GetRun()
 	if outcome.Detached {
-		env.Note("the run goes on; watch it with `rollout logs tail %s`, stop it with `rollout runs cancel %s`", runID, runID)
+		env.Note("the run continues; watch it with `rollout logs tail %s`, stop it with `rollout runs cancel %s`", runID, runID)
 		if outcome.Stopped {
 			return exit.Silent(exit.Interrupted)
 		}
 		return nil
 	}
 	var paths live.Paths
-	if withReport && run.GetState() != runv1.RunState_RUN_STATE_INTERRUPTED { // then its server is about to go
+	if withReport && run.GetState() != runv1.RunState_RUN_STATE_INTERRUPTED { // its server is shutting down
 		paths = writeReport(ctx, env, c, run)
 	}
 	if err := summary(env, outcome.Run, paths); err != nil {
@@ -237,11 +237,11 @@ func Watch(ctx context.Context, env *cli.Env, c *client.Client, runID string, wi
 	return stateExit(run.GetState(), outcome.Stopped)
 }
 
-// writeReport writes the report beside the run, however it ended; a failure to write it is a note.
+// writeReport writes a report into the run's folder. A failure is printed as a note.
 func writeReport(ctx context.Context, env *cli.Env, c *client.Client, run *runv1.Run) live.Paths {
 	folder := filepath.Join(run.GetDirectory(), "report")
 	if info, err := os.Stat(run.GetDirectory()); run.GetDirectory() == "" || err != nil || !info.IsDir() {
-		env.Note("the run's folder is on another machine; `rollout report %s --out FOLDER` writes the report here", run.GetRunId())
+		env.Note("the folder of the run is on another machine; write a report here with `rollout report %s --out FOLDER`", run.GetRunId())
 		return live.Paths{}
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
@@ -253,7 +253,7 @@ func writeReport(ctx context.Context, env *cli.Env, c *client.Client, run *runv1
 			return paths
 		}
 	}
-	env.Note("no report: %v", exit.From(err))
+	env.Note("no report was written: %v", exit.From(err))
 	return live.Paths{}
 }
 
@@ -272,7 +272,7 @@ func summary(env *cli.Env, r *live.Run, paths live.Paths) error {
 	return err
 }
 
-// stateExit is the exit code of a run that is over.
+// stateExit returns the exit code for the final state of a run.
 func stateExit(state runv1.RunState, stopped bool) error {
 	switch {
 	case state == runv1.RunState_RUN_STATE_SUCCEEDED:

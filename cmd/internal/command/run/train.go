@@ -14,14 +14,14 @@ func TrainCommand(env *cli.Env) *cobra.Command {
 	flags := runFlags{dataOnly: true}
 	cmd := &cobra.Command{
 		Use:   "train (--config FILE | --plan FILE | --resume RUN)",
-		Short: "Train on data, without sampling: SFT, reward model, DPO, IPO, KTO",
-		Long: `Train on the rows of a dataset as they are: supervised fine-tuning, reward models, DPO, IPO, KTO. It is rollout run for an algorithm
-that needs no sampling, with the same plan, snapshots, logs and live view, and refuses another.
+		Short: "Train on a dataset without sampling: SFT, reward model, DPO, IPO, KTO",
+		Long: `Train on the rows of a dataset: supervised fine-tuning, reward models, DPO, IPO, KTO. This is rollout run, restricted to algorithms
+that do not sample from the policy.
 
-What a row of data.train (JSON Lines) holds beside "prompt", each field named by a key of [data]:
+A row of data.train (JSON Lines) has a "prompt" and these fields, whose names are set in [data]:
 
   [algorithm.sft]                          "answer"
-  [algorithm.dpo], ipo, reward_model       "chosen" and "rejected"; for a reward model data.margin_field may name a number
+  [algorithm.dpo], ipo, reward_model       "chosen" and "rejected"; for a reward model, data.margin_field can name a number
   [algorithm.kto]                          "completion" and "label", true or false`,
 		Example: `  rollout train --config dpo.toml
   rollout train --config reward_model.toml --set train.steps=100`,
@@ -32,10 +32,10 @@ What a row of data.train (JSON Lines) holds beside "prompt", each field named by
 	return cmd
 }
 
-// fits refuses a plan that the command is not for.
+// fits returns an error if the plan's algorithm samples and the command is `rollout train`.
 func (flags *runFlags) fits(plan *planv1.Plan) error {
 	if !flags.dataOnly || plan == nil || algorithm.FromData(plan.GetConfig()) {
 		return nil
 	}
-	return exit.New(exit.Usage, "use `rollout run`", "%s samples from the policy; rollout train is for data", algorithm.Title(plan.GetConfig()))
+	return exit.New(exit.Usage, "use `rollout run`", "%s samples from the policy; rollout train only trains on data", algorithm.Title(plan.GetConfig()))
 }

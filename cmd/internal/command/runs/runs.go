@@ -41,7 +41,7 @@ func listCommand(env *cli.Env) *cobra.Command {
 			for _, name := range states {
 				state, ok := runv1.RunState_value["RUN_STATE_"+strings.ToUpper(name)]
 				if !ok || state == 0 {
-					return cli.Usage("invalid argument %q for --state: it is one of %s", name, strings.Join(stateNames(), ", "))
+					return cli.Usage("invalid argument %q for --state: must be one of %s", name, strings.Join(stateNames(), ", "))
 				}
 				request.States = append(request.States, runv1.RunState(state))
 			}
@@ -54,8 +54,8 @@ func listCommand(env *cli.Env) *cobra.Command {
 			})
 		},
 	}
-	cmd.Flags().StringSliceVar(&states, "state", nil, "only runs in these `states`, such as running,paused")
-	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "most runs shown")
+	cmd.Flags().StringSliceVar(&states, "state", nil, "only runs in these `states`, for example running,paused")
+	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "maximum number of runs")
 	_ = cmd.RegisterFlagCompletionFunc("state", cobra.FixedCompletions(stateNames(), cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
@@ -70,7 +70,7 @@ func stateNames() []string {
 
 func runsText(env *cli.Env, response *runv1.ListRunsResponse, states []string) string {
 	if len(response.GetRuns()) == 0 && len(states) > 0 {
-		return "no run is " + strings.Join(states, " or ") + "; `rollout runs list` shows all\n"
+		return "no run is " + strings.Join(states, " or ") + "; list all with `rollout runs list`\n"
 	}
 	if len(response.GetRuns()) == 0 {
 		return "no runs; start one with `rollout run --config FILE`\n"
@@ -84,7 +84,7 @@ func runsText(env *cli.Env, response *runv1.ListRunsResponse, states []string) s
 	}
 	text := table.String()
 	if response.GetNextPageToken() != "" {
-		text += "there are more; raise --limit\n"
+		text += "there are more runs; raise --limit\n"
 	}
 	return text
 }
@@ -92,8 +92,8 @@ func runsText(env *cli.Env, response *runv1.ListRunsResponse, states []string) s
 func showCommand(env *cli.Env) *cobra.Command {
 	return &cobra.Command{
 		Use:     "show RUN",
-		Short:   "Show one run: state, progress, rewards, queues, workers",
-		Long:    "Show one run: state, progress, rewards, queues, workers. " + cli.RunHelp + "\n\n" + cli.FolderHelp,
+		Short:   "Show the state, progress, rewards, queues and workers of a run",
+		Long:    "Show the state, progress, rewards, queues and workers of a run. " + cli.RunHelp + "\n\n" + cli.FolderHelp,
 		Example: "  rollout runs show addition-grpo",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -112,15 +112,15 @@ func showCommand(env *cli.Env) *cobra.Command {
 	}
 }
 
-// lookBack is how many of its newest steps a run is shown with, and how many evaluations.
-const lookBack = 200
+// maxShown is the number of steps, and of evaluations, that are shown.
+const maxShown = 200
 
-// gather is a run with what its newest events tell of it.
+// gather returns a run with its newest steps and evaluations.
 func gather(ctx context.Context, r record.Reader, status *runv1.RunStatus) (*live.Run, error) {
 	shown := &live.Run{}
 	shown.Update(status)
 	for _, kind := range []string{"step.committed", "eval.finished"} {
-		events, err := r.Events(ctx, &storagev1.EventFilter{RunId: status.GetRun().GetRunId(), Kinds: []string{kind}}, lookBack, true)
+		events, err := r.Events(ctx, &storagev1.EventFilter{RunId: status.GetRun().GetRunId(), Kinds: []string{kind}}, maxShown, true)
 		if err != nil {
 			return nil, err
 		}
@@ -156,8 +156,8 @@ func runText(env *cli.Env, r *live.Run) string {
 	return text + table.String()
 }
 
-// change makes a command that changes the state of one run.
-func change(env *cli.Env, cmd *cobra.Command, said string, call func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error)) *cobra.Command {
+// change returns a command that changes the state of a run; done names the change in its output.
+func change(env *cli.Env, cmd *cobra.Command, done string, call func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error)) *cobra.Command {
 	cmd.Args = cobra.ExactArgs(1)
 	cmd.Long = strings.Join(slices.DeleteFunc([]string{cmd.Short + ".", cmd.Long, cli.RunHelp}, func(s string) bool { return s == "" }), " ")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -171,43 +171,43 @@ func change(env *cli.Env, cmd *cobra.Command, said string, call func(ctx context
 			if err != nil {
 				return err
 			}
-			return env.Message(run, func() string { return changed(said, before.GetState(), run) })
+			return env.Message(run, func() string { return changed(done, before.GetState(), run) })
 		})
 	}
 	return cmd
 }
 
-// changed says what came of a change; of one that changed nothing, why.
-func changed(said string, before runv1.RunState, run *runv1.Run) string {
+// changed describes a change, or why there was nothing to change.
+func changed(done string, before runv1.RunState, run *runv1.Run) string {
 	name, state := run.GetName()+" "+run.GetRunId(), live.State(run.GetState())
 	switch {
-	case said == "resumed" && before == runv1.RunState_RUN_STATE_SUCCEEDED:
+	case done == "resumed" && before == runv1.RunState_RUN_STATE_SUCCEEDED:
 		return runcommand.Finished(run) + "\n"
-	case said == "resumed" && !live.Ended(before) && before != runv1.RunState_RUN_STATE_PAUSED:
-		return fmt.Sprintf("%s goes on already; it is %s\n", name, state)
-	case said == "cancelled" && live.Ended(before) && before != runv1.RunState_RUN_STATE_INTERRUPTED:
-		return fmt.Sprintf("%s had ended before and is %s; there was nothing to cancel\n", name, state)
+	case done == "resumed" && !live.Ended(before) && before != runv1.RunState_RUN_STATE_PAUSED:
+		return fmt.Sprintf("%s is already running; it is %s\n", name, state)
+	case done == "cancelled" && live.Ended(before) && before != runv1.RunState_RUN_STATE_INTERRUPTED:
+		return fmt.Sprintf("%s has already ended and is %s; there was nothing to cancel\n", name, state)
 	}
-	return fmt.Sprintf("%s %s; it is %s\n", said, name, state)
+	return fmt.Sprintf("%s %s; it is %s\n", done, name, state)
 }
 
 func cancelCommand(env *cli.Env) *cobra.Command {
 	var now bool
 	cmd := change(env, &cobra.Command{
-		Use: "cancel RUN", Short: "Stop a run after the step in hand, with a snapshot", Aliases: []string{"stop"},
+		Use: "cancel RUN", Short: "Stop a run after the current step and take a snapshot", Aliases: []string{"stop"},
 		Example: "  rollout runs cancel addition-grpo\n  rollout runs cancel addition-grpo --now",
 	}, "cancelled", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
 		response, err := c.CancelRun(ctx, &runv1.CancelRunRequest{RunId: before.GetRunId(), Drain: !now})
 		return response.GetRun(), err
 	})
-	cmd.Flags().BoolVar(&now, "now", false, "stop at once: the step in hand is lost")
+	cmd.Flags().BoolVar(&now, "now", false, "stop immediately; the current step is lost")
 	return cmd
 }
 
 func pauseCommand(env *cli.Env) *cobra.Command {
 	return change(env, &cobra.Command{
-		Use: "pause RUN", Short: "Hand out no more work; the workers stay",
-		Long:    "Steps whose work is handed out already are finished. `rollout runs resume RUN` goes on.",
+		Use: "pause RUN", Short: "Stop issuing work; the workers keep running",
+		Long:    "Steps whose work is already issued are finished. Continue with `rollout runs resume RUN`.",
 		Example: "  rollout runs pause addition-grpo",
 	},
 		"paused", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
@@ -218,7 +218,7 @@ func pauseCommand(env *cli.Env) *cobra.Command {
 
 func resumeCommand(env *cli.Env) *cobra.Command {
 	return change(env, &cobra.Command{
-		Use: "resume RUN", Short: "Go on with a paused, interrupted, failed or cancelled run, without watching it",
+		Use: "resume RUN", Short: "Resume a paused, interrupted, failed or cancelled run without watching it",
 		Example: "  rollout runs resume addition-grpo",
 	}, "resumed", func(ctx context.Context, c runv1.SchedulerServiceClient, before *runv1.Run) (*runv1.Run, error) {
 		if before.GetState() == runv1.RunState_RUN_STATE_SUCCEEDED {

@@ -50,7 +50,7 @@ func listCommand(env *cli.Env) *cobra.Command {
 			})
 		},
 	}
-	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "most snapshots shown")
+	cmd.Flags().Uint32VarP(&limit, "limit", "n", 20, "maximum number of snapshots")
 	return cmd
 }
 
@@ -75,8 +75,8 @@ func kindName(kind snapshotv1.SnapshotKind) string {
 func showCommand(env *cli.Env) *cobra.Command {
 	return &cobra.Command{
 		Use:     "show SNAPSHOT",
-		Short:   "Show a snapshot's manifest",
-		Long:    "Show a snapshot's manifest. SNAPSHOT is its id, or a unique prefix of it.\n\n" + cli.FolderHelp,
+		Short:   "Show the manifest of a snapshot",
+		Long:    "Show the manifest of a snapshot. SNAPSHOT is its id, or a unique prefix of the id.\n\n" + cli.FolderHelp,
 		Example: "  rollout snapshot show snap-01kapq5q5m",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -113,9 +113,9 @@ func restoreCommand(env *cli.Env) *cobra.Command {
 	var detach, acceptChanges bool
 	cmd := &cobra.Command{
 		Use:   "restore SNAPSHOT",
-		Short: "Make a new run that goes on from a snapshot, and watch it",
-		Long: "Make a new run that goes on from a snapshot, and watch it. The run that the snapshot was taken of stays as it is.\n\n" +
-			"The new run has the plan of the old one. Where inputs changed since, they are named and refused; with --accept-changes the plan is made anew over the inputs as they are.",
+		Short: "Start a new run from a snapshot and watch it",
+		Long: "Start a new run from a snapshot and watch it. The run of the snapshot is not changed.\n\n" +
+			"The new run has the plan of the old one. If its inputs have changed, the changes are listed and no run is started; with --accept-changes\nthe new run gets a new plan with the current inputs.",
 		Example: `  rollout snapshot restore snap-01kapq5q5m
   rollout snapshot restore snap-01kapq5q5m --detach
   rollout snapshot restore snap-01kapq5q5m --accept-changes`,
@@ -152,7 +152,7 @@ func restoreCommand(env *cli.Env) *cobra.Command {
 			return run.Watch(cmd.Context(), env, c, restored.GetRunId(), true)
 		},
 	}
-	cmd.Flags().BoolVar(&acceptChanges, "accept-changes", false, "where inputs changed, take them as they are")
-	cmd.Flags().BoolVarP(&detach, "detach", "d", false, "print the new run's id and leave")
+	cmd.Flags().BoolVar(&acceptChanges, "accept-changes", false, "if inputs have changed, use the current ones")
+	cmd.Flags().BoolVarP(&detach, "detach", "d", false, "print the id of the new run and exit")
 	return cmd
 }

@@ -29,7 +29,7 @@ type serviceHealth struct {
 func Command(env *cli.Env) *cobra.Command {
 	return &cobra.Command{
 		Use:     "status",
-		Short:   "Show the services, and the queues and workers of the runs that go on",
+		Short:   "Show the health of services, and active runs",
 		Example: "  rollout status\n  rollout status --server 127.0.0.1:7600 --format json",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -67,7 +67,7 @@ func show(ctx context.Context, env *cli.Env, c *client.Client) error {
 	}
 	fmt.Fprint(env.Stdout, table.String())
 	if len(runs) == 0 {
-		fmt.Fprintln(env.Stdout, "no run goes on")
+		fmt.Fprintln(env.Stdout, "no active runs")
 	}
 	for _, run := range runs {
 		r := &live.Run{}
@@ -77,7 +77,7 @@ func show(ctx context.Context, env *cli.Env, c *client.Client) error {
 	return nil
 }
 
-// statusJSON writes one document; the runs are the contract's own JSON.
+// writeJSON writes one document; runs are in ProtoJSON.
 func writeJSON(env *cli.Env, c *client.Client, services []serviceHealth, runs []*runv1.RunStatus) error {
 	document := map[string]any{"control_plane": c.Name, "services": services}
 	list := []any{}
@@ -107,7 +107,7 @@ func healthOf(ctx context.Context, c *client.Client, target, service string) str
 	return "not serving"
 }
 
-// activeRuns are the runs that have not ended, with queues and workers.
+// activeRuns returns the runs that have not ended, with queues and workers.
 func activeRuns(ctx context.Context, c *client.Client) ([]*runv1.RunStatus, error) {
 	response, err := c.Scheduler.ListRuns(ctx, &runv1.ListRunsRequest{States: []runv1.RunState{
 		runv1.RunState_RUN_STATE_PENDING, runv1.RunState_RUN_STATE_STARTING, runv1.RunState_RUN_STATE_RUNNING,
