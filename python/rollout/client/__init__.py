@@ -1,4 +1,5 @@
-"""A small client of the control plane: plan a configuration, submit it, follow the run, read its events and metrics.
+"""A small client of the control plane: plan a configuration, submit it, follow the run, read its
+events and metrics.
 
     from rollout.client import connect
 
@@ -7,8 +8,9 @@
         for status in client.follow(run.run_id):
             print(status.phase, status.run.step)
 
-``connect_async`` gives the same with ``await`` and ``async for``. Messages are the generated ones (``rollout.run.v1`` and its
-sisters). Errors of the control plane are :class:`RemoteError`; what is wrong with a configuration is :class:`PlanRefused`.
+``connect_async`` is the same for asyncio. Messages are the generated ones, such as
+``rollout.run.v1``. Errors of the control plane are :class:`RemoteError`; a config that cannot be
+planned raises :class:`PlanRefused` with all of its problems.
 """
 
 from rollout.client.aio import AsyncClient, connect_async

@@ -1,4 +1,4 @@
-"""The client for asyncio."""
+"""The asyncio client."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from rollout.storage.v1.storage_pb2_grpc import EventServiceStub
 def connect_async(
     server: str | None = None, *, token: str | None = None, state: str | os.PathLike[str] | None = None
 ) -> AsyncClient:
-    """A client of ``server`` (host:port), or of the local ``rolloutd`` of the state folder. Use it in ``async with``.
+    """Connect to ``server`` (host:port), or to the local ``rolloutd`` of a state folder. Use it in
+    ``async with``.
 
-    Nothing is sent before the first call. Raises ``NoDaemon`` where no server is named and none runs here.
+    Nothing is sent before the first call. Raises ``NoDaemon`` if no server is named and no local
+    ``rolloutd`` runs.
     """
     return AsyncClient(locate(server, token, state))
 
 
 class AsyncClient:
-    """The calls that scripts need. Every one raises ``RemoteError``."""
+    """The calls that scripts need. Calls raise ``RemoteError``."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -47,54 +49,57 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; streams that run end."""
+        """Close the connection. Open streams end."""
         await self._channel.close()
 
     async def plan(self, config: str | os.PathLike[str], *, set: Sequence[str] = ()) -> Planned:
-        """Plan a TOML file. set: overrides, ``dotted.path=TOML value``. Raises ``PlanRefused`` with every problem."""
+        """Plan a TOML file. set: overrides, ``dotted.path=TOML value``. Raises ``PlanRefused`` with
+        all problems."""
         request = plan_request(config, set)
         with remote_errors():
             return planned(request, await self._planner.CreatePlan(request, metadata=self.server.metadata))
 
     async def submit(self, plan: Planned, *, idempotency_key: str = "", from_snapshot: str = "") -> run_pb2.Run:
-        """Start a run of the plan. A second call with the same key returns the first run."""
+        """Start a run of the plan. A repeated call with the same key returns the same run."""
         request = create_request(plan, idempotency_key, from_snapshot)
         with remote_errors():
             answer = await self._scheduler.CreateRun(request, metadata=self.server.metadata)
         return answer.run
 
     async def run(self, run_id: str) -> run_pb2.RunStatus:
-        """A run by id, unique prefix of it, or name."""
+        """A run by id, unique prefix of an id, or name."""
         with remote_errors():
             request = run_pb2.GetRunRequest(run_id=run_id)
             return (await self._scheduler.GetRun(request, metadata=self.server.metadata)).status
 
     async def runs(self, *, limit: int = 100) -> list[run_pb2.Run]:
-        """The newest runs, newest first; at most 1,000."""
+        """The last runs, newest first. limit: at most 1,000."""
         with remote_errors():
             request = run_pb2.ListRunsRequest(page_size=limit)
             return list((await self._scheduler.ListRuns(request, metadata=self.server.metadata)).runs)
 
     async def cancel(self, run_id: str, *, drain: bool = True) -> run_pb2.Run:
-        """Stop a run; with ``drain`` the step in hand is finished and a snapshot taken."""
+        """Stop a run. drain: finish the current step and take a snapshot first."""
         with remote_errors():
             request = run_pb2.CancelRunRequest(run_id=run_id, drain=drain)
             return (await self._scheduler.CancelRun(request, metadata=self.server.metadata)).run
 
     async def pause(self, run_id: str) -> run_pb2.Run:
-        """Stop handing out work: steps whose work is out already are finished, and the workers stay. ``resume`` goes on."""
+        """Issue no more work. Steps whose work was issued are finished, and the workers stay.
+        ``resume`` continues."""
         with remote_errors():
             request = run_pb2.PauseRunRequest(run_id=run_id)
             return (await self._scheduler.PauseRun(request, metadata=self.server.metadata)).run
 
     async def resume(self, run_id: str) -> run_pb2.Run:
-        """Go on with a paused, interrupted, failed or cancelled run."""
+        """Continue a paused, interrupted, failed, or cancelled run."""
         with remote_errors():
             request = run_pb2.ResumeRunRequest(run_id=run_id)
             return (await self._scheduler.ResumeRun(request, metadata=self.server.metadata)).run
 
     async def follow(self, run_id: str) -> AsyncGenerator[run_pb2.RunStatus, None]:
-        """The status at once and on every change, until the run has ended or a refused gradient has paused it."""
+        """Yield the status now and on every change, until the run has ended or was paused because
+        of a refused gradient."""
         stream = self._scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run_id), metadata=self.server.metadata)
         try:
             with remote_errors():
@@ -115,7 +120,8 @@ class AsyncClient:
         since: datetime.datetime | None = None,
         after_sequence: int = 0,
     ) -> AsyncGenerator[Event, None]:
-        """Stored events in order, then new ones, until the caller leaves. run_id: as in ``run``; "": of all runs."""
+        """Yield stored events in order, then new ones, until the caller stops. run_id: as in
+        ``run``; "": events of all runs."""
         wanted = event_filter(await self._id(run_id), kinds, services, min_level, since, after_sequence)
         stream = self._events.TailEvents(storage_pb2.TailEventsRequest(filter=wanted), metadata=self.server.metadata)
         try:
@@ -127,11 +133,12 @@ class AsyncClient:
             stream.cancel()
 
     async def metrics(self, run_id: str, names: Sequence[str] = (), *, from_step: int = 0) -> dict[str, list[tuple[int, float]]]:
-        """(step, value) of each metric, by name; without names all of them. run_id: as in ``run``."""
+        """(step, value) pairs of each metric, by name. names: which metrics; empty: all. run_id: as
+        in ``run``."""
         request = storage_pb2.QueryMetricsRequest(run_id=await self._id(run_id), names=list(names), from_step=from_step)
         with remote_errors():
             return points(await self._events.QueryMetrics(request, metadata=self.server.metadata))
 
     async def _id(self, run_id: str) -> str:
-        """The whole id of what ``run`` takes: events know no names."""
+        """The complete id of a run: events have no run names."""
         return (await self.run(run_id)).run.run_id if run_id else ""

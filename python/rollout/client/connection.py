@@ -1,4 +1,4 @@
-"""Where the control plane is, and the token that it asks for."""
+"""Address and token of the control plane."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _FILE_VARIABLES = ("ROLLOUT_CA_FILE", "ROLLOUT_CERT_FILE", "ROLLOUT_KEY_FILE")
 
 
 class NoDaemon(RolloutError):
-    """No local ``rolloutd`` has said where it serves."""
+    """No local ``rolloutd`` runs."""
 
     reason: ClassVar[str] = "NO_DAEMON"
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A gRPC address (``host:port``), its bearer token, which ``repr`` leaves out, and the PEM files of TLS; none: plain text."""
+    """A gRPC address (``host:port``), its bearer token, which ``repr`` omits, and the PEM files of
+    TLS; without files: plain text."""
 
     address: str
     token: str = field(default="", repr=False)
@@ -34,8 +35,8 @@ class Server:
     key_file: str = ""
 
     def channel(self, transport: Any = grpc) -> Any:
-        """A channel to it, with TLS where files are named. transport: ``grpc``, or ``grpc.aio`` for asyncio. Raises OSError
-        where a file can't be read."""
+        """A channel to the server, with TLS if files are named. transport: ``grpc`` or
+        ``grpc.aio``. Raises ``OSError`` if a file cannot be read."""
         if not (self.ca_file or self.cert_file):
             return transport.insecure_channel(self.address, options=OPTIONS)
         ca, cert, key = (Path(file).read_bytes() if file else None for file in (self.ca_file, self.cert_file, self.key_file))
@@ -43,7 +44,7 @@ class Server:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every call."""
+        """The metadata of every call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
@@ -57,13 +58,13 @@ def state_directory(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def local_server(state: str | os.PathLike[str] | None = None) -> Server:
-    """The ``rolloutd`` of a state folder (absent: the usual one). Raises :class:`NoDaemon`."""
+    """The ``rolloutd`` of a state folder; default: the usual one. Raises :class:`NoDaemon`."""
     folder = Path(state) if state is not None else state_directory()
     path = folder / "rolloutd.json"
     try:
-        told = cast(dict[str, Any], json.loads(path.read_text()))
-        files = (str(told.get(name, "")) for name in ("ca_file", "cert_file", "key_file"))
-        return Server(str(told["grpc"]), Path(str(told["token_file"])).read_text().strip(), *files)
+        announced = cast(dict[str, Any], json.loads(path.read_text()))
+        files = (str(announced.get(name, "")) for name in ("ca_file", "cert_file", "key_file"))
+        return Server(str(announced["grpc"]), Path(str(announced["token_file"])).read_text().strip(), *files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoDaemon(
             f"{path} names no running rolloutd ({type(error).__name__}: {error})",
@@ -72,8 +73,9 @@ def local_server(state: str | os.PathLike[str] | None = None) -> Server:
 
 
 def locate(server: str | None, token: str | None, state: str | os.PathLike[str] | None) -> Server:
-    """The named server, else the local one. A named server is called with ``$ROLLOUT_CA_FILE``, ``$ROLLOUT_CERT_FILE`` and
-    ``$ROLLOUT_KEY_FILE``, and without a token with ``$ROLLOUT_API_KEY``, else the local token, where there is one."""
+    """The named server, or the local one. A named server is called with the certificates of
+    ``$ROLLOUT_CA_FILE``, ``$ROLLOUT_CERT_FILE``, and ``$ROLLOUT_KEY_FILE``. The default token is
+    ``$ROLLOUT_API_KEY``, or else the token of the local ``rolloutd``."""
     if server is None:
         return local_server(state)
     token = token or os.environ.get("ROLLOUT_API_KEY") or None

@@ -1,4 +1,4 @@
-"""What the control plane answers when it can't do what was asked."""
+"""Errors of the control plane."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _DOMAIN = "rollout"
 
 
 class RemoteError(RolloutError):
-    """An error that came over gRPC.
+    """An error that a gRPC call returned.
 
-    code: the gRPC code. reason: machine-readable, ``""`` where the server gave none. metadata: facts beside it. violations:
-    (field, what is wrong with it). retry_seconds: when the same call may succeed, None where that is not known.
+    code: the gRPC code. reason: machine-readable, ``""`` if the server sent none. metadata: further
+    facts. violations: pairs of a field and its problem. retry_seconds: when the same call may
+    succeed; None: unknown.
     """
 
     def __init__(
@@ -36,14 +37,14 @@ class RemoteError(RolloutError):
     ) -> None:
         super().__init__(message)
         self.code = code
-        self.reason = reason  # type: ignore[misc] (of the instance: the server names it)
+        self.reason = reason  # type: ignore[misc] (set per instance, from the server)
         self.metadata = dict(metadata or {})
         self.violations = tuple(violations)
         self.retry_seconds = retry_seconds
 
 
 class PlanRefused(RolloutError):
-    """A configuration that can't become a plan; ``problems`` holds everything that is wrong with it."""
+    """A config that cannot be planned. problems: all of its problems."""
 
     reason: ClassVar[str] = "PLAN_REFUSED"
 
@@ -59,7 +60,7 @@ def _line(problem: Problem) -> str:
 
 @contextmanager
 def remote_errors() -> Generator[None, None, None]:
-    """Turn gRPC errors into :class:`RemoteError`."""
+    """Raise gRPC errors as :class:`RemoteError`."""
     try:
         yield
     except grpc.RpcError as error:
@@ -67,7 +68,7 @@ def remote_errors() -> Generator[None, None, None]:
 
 
 def remote_error(error: Any) -> RemoteError:
-    """Read the details of a gRPC error, of the synchronous or the asynchronous API."""
+    """The RemoteError of a gRPC error of the blocking or the asyncio API."""
     code: grpc.StatusCode = error.code()
     message = str(error.details() or code.name)
     packed = next((value for key, value in error.trailing_metadata() or () if key == _DETAILS), None)

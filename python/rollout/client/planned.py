@@ -1,4 +1,4 @@
-"""A plan in hand, and the requests that both clients make."""
+"""Plans, and the requests that both clients make."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ ENDED = frozenset(
         run_pb2.RUN_STATE_INTERRUPTED,
     }
 )
-"""States in which a run does nothing more by itself."""
+"""States in which a run makes no progress by itself."""
 
 REFUSED = frozenset({"NON_FINITE_GRADIENT", "EXPLODING_GRADIENT"})
-"""Reasons for which a run is paused until somebody resumes or cancels it."""
+"""Reasons of a pause that lasts until a user resumes or cancels the run."""
 
 
 def over(run: run_pb2.Run) -> bool:
-    """Whether a run does nothing more by itself: it has ended, or a refused gradient has paused it."""
+    """Whether a run makes no more progress by itself: it has ended, or a refused gradient paused
+    it."""
     return run.state in ENDED or (run.state == run_pb2.RUN_STATE_PAUSED and run.reason in REFUSED)
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """lock: the bytes of ``plan.lock``. base_dir: absolute folder against which its paths are resolved."""
+    """A plan. lock: contents of ``plan.lock``. base_dir: absolute folder to which its paths are
+    relative."""
 
     plan: plan_pb2.Plan
     lock: bytes
@@ -43,14 +45,14 @@ class Planned:
 
 
 def plan_request(config: str | os.PathLike[str], overrides: Sequence[str]) -> plan_pb2.CreatePlanRequest:
-    """Of a TOML file. Raises ``OSError``."""
+    """The request for the plan of a TOML file. Raises ``OSError``."""
     path = Path(config).resolve()
     source = plan_pb2.ConfigSource(toml=path.read_bytes(), file=str(config), base_dir=str(path.parent), set=list(overrides))
     return plan_pb2.CreatePlanRequest(source=source)
 
 
 def planned(request: plan_pb2.CreatePlanRequest, answer: plan_pb2.CreatePlanResponse) -> Planned:
-    """Raises :class:`PlanRefused`."""
+    """The plan in an answer. Raises :class:`PlanRefused`."""
     if answer.problems:
         raise PlanRefused(answer.problems)
     return Planned(answer.plan, answer.lock, request.source.base_dir)
@@ -79,5 +81,5 @@ def event_filter(
 
 
 def points(answer: storage_pb2.QueryMetricsResponse) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) of each metric, by name."""
+    """(step, value) pairs of each metric, by name."""
     return {series.name: [(point.step, point.value) for point in series.points] for series in answer.series}

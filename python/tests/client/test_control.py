@@ -1,4 +1,4 @@
-"""Pausing, resuming and cancelling, over a real gRPC server that notes what it was asked."""
+"""Pausing, resuming, and cancelling, against a gRPC server that records its calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rollout.run.v1.run_pb2_grpc import SchedulerServiceServicer, add_SchedulerS
 
 class Scheduler(SchedulerServiceServicer):
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
-    def _run(self, asked: str, state: str) -> Run:
-        self.asked.append(asked)
+    def _run(self, call: str, state: str) -> Run:
+        self.calls.append(call)
         return Run(run_id="run-1", state=RunState.Value(f"RUN_STATE_{state}"))
 
     def PauseRun(self, request, context):
@@ -32,13 +32,13 @@ class Scheduler(SchedulerServiceServicer):
         return run_pb2.CancelRunResponse(run=self._run(f"cancel {request.run_id} drain={request.drain}", "CANCELLED"))
 
 
-ASKED = ["pause sums", "resume sums", "cancel sums drain=True", "cancel sums drain=False"]
+CALLS = ["pause sums", "resume sums", "cancel sums drain=True", "cancel sums drain=False"]
 STATES = ["PAUSED", "STARTING", "CANCELLED", "CANCELLED"]
 
 
 @pytest.fixture
 def scheduler() -> Iterator[tuple[Scheduler, str]]:
-    servicer = Scheduler()  # pyright: ignore[reportAbstractUsage]  # the other calls are not made
+    servicer = Scheduler()  # pyright: ignore[reportAbstractUsage]  # the other methods are not called
     server = grpc.server(ThreadPoolExecutor(1))
     add_SchedulerServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -55,7 +55,7 @@ def test_a_run_is_paused_resumed_and_cancelled(scheduler: tuple[Scheduler, str])
     servicer, address = scheduler
     with connect(address) as client:
         runs = [client.pause("sums"), client.resume("sums"), client.cancel("sums"), client.cancel("sums", drain=False)]
-    assert servicer.asked == ASKED
+    assert servicer.calls == CALLS
     assert states(runs) == STATES
 
 
@@ -64,5 +64,5 @@ async def test_the_same_with_asyncio(scheduler: tuple[Scheduler, str]) -> None:
     async with connect_async(address) as client:
         runs = [await client.pause("sums"), await client.resume("sums"), await client.cancel("sums")]
         runs.append(await client.cancel("sums", drain=False))
-    assert servicer.asked == ASKED
+    assert servicer.calls == CALLS
     assert states(runs) == STATES

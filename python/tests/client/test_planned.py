@@ -1,4 +1,4 @@
-"""When a run does nothing more by itself."""
+"""When a run makes no more progress by itself."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ from rollout.run.v1.run_pb2 import Run, RunState
         ("PAUSED", "NON_FINITE_GRADIENT", True),
     ],
 )
-def test_who_follows_a_run_waits_for_what_goes_on_by_itself(state: str, reason: str, is_over: bool) -> None:
+def test_a_run_is_over_if_it_makes_no_more_progress_by_itself(state: str, reason: str, is_over: bool) -> None:
     assert over(Run(state=RunState.Value(f"RUN_STATE_{state}"), reason=reason)) is is_over

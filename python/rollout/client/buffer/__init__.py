@@ -1,4 +1,5 @@
-"""Producers and consumers of the trajectory buffer, for programs that bring their own sampler or learner. Imports no torch.
+"""Producers and consumers of the trajectory buffer, for programs that bring their own sampler or
+learner. Imports no torch.
 
     from rollout.client.buffer import Ledger, Sample, connect
 
@@ -13,8 +14,9 @@
             train([sample for group in batch.groups for sample in group])
             batch.commit(trim=True)  # without trim if the samples may be needed again
 
-A group is leased as a whole, once all of its samples have arrived. The buffer drops and counts samples that it already has, so a
-put can be repeated. Needs the extra ``buffer``: ``pip install rollout-rl[buffer]``.
+A group is leased as a whole, once all of its samples have arrived. The buffer drops and counts
+samples that it already has, so a put can be repeated. Needs the extra ``buffer``: ``pip install
+rollout-rl[buffer]``.
 """
 
 from rollout.client.buffer.buffer import Buffer, connect

@@ -15,15 +15,18 @@ from rollout.client.errors import remote_errors
 
 
 def connect(server: str | None = None, *, token: str | None = None, state: str | os.PathLike[str] | None = None) -> Buffer:
-    """Connect to the buffer of ``server`` (host:port), or of the local ``rolloutd`` of a state folder. Use it in ``with``.
+    """Connect to the buffer of ``server`` (host:port), or of the local ``rolloutd`` of a state
+    folder. Use it in ``with``.
 
-    Nothing is sent before the first call. Raises ``NoDaemon`` if no server is named and no local ``rolloutd`` runs.
+    Nothing is sent before the first call. Raises ``NoDaemon`` if no server is named and no local
+    ``rolloutd`` runs.
     """
     return Buffer(locate(server, token, state))
 
 
 class Buffer:
-    """A connection that producers and consumers share. Calls raise ``RemoteError``, and ``ValueError`` after ``close``."""
+    """A connection that producers and consumers share. Calls raise ``RemoteError``, and
+    ``ValueError`` after ``close``."""
 
     def __init__(self, server: Server) -> None:
         self._metadata = server.metadata
@@ -41,7 +44,8 @@ class Buffer:
         self._channel.close()
 
     def open(self, run: str, ledger: Ledger) -> pb.LedgerState:
-        """Create or reopen the ledger of a run. Other settings than before are refused, reason LEDGER_CONFIG_CONFLICT."""
+        """Create or reopen the ledger of a run. Other settings than before are refused, reason
+        LEDGER_CONFIG_CONFLICT."""
         with remote_errors():
             request = pb.OpenLedgerRequest(run_id=run, config=ledger.message())
             return self._stub.OpenLedger(request, metadata=self._metadata).state
@@ -52,7 +56,8 @@ class Buffer:
             self._stub.CloseLedger(pb.CloseLedgerRequest(run_id=run), metadata=self._metadata)
 
     def trim(self, run: str, step: int) -> int:
-        """Allow the buffer to delete the payloads of the steps up to ``step``. Returns the number of bytes that were freed."""
+        """Allow the buffer to delete the payloads of the steps up to ``step``. Returns the number
+        of bytes that were freed."""
         with remote_errors():
             request = pb.TrimPayloadsRequest(run_id=run, through_step=step)
             return self._stub.TrimPayloads(request, metadata=self._metadata).bytes

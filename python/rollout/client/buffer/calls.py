@@ -13,7 +13,8 @@ _BACKOFF_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def call(method: Any, request: Any, metadata: tuple[tuple[str, str], ...], *, retry_seconds: float = 60.0) -> Any:
-    """Make a unary call, and retry it for ``retry_seconds`` while the service is unavailable. Raises ``RemoteError``."""
+    """Make a unary call, and retry it for ``retry_seconds`` while the service is unavailable.
+    Raises ``RemoteError``."""
     end = time.monotonic() + retry_seconds
     attempt = 0
     while True:

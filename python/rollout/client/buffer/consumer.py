@@ -17,13 +17,15 @@ _WAIT_SECONDS = 20.0
 
 
 class NotReady(RolloutError):
-    """The batch was not complete in time. The message names what it waits for and which component provides it."""
+    """The batch was not complete in time. The message names what it waits for and which component
+    provides it."""
 
     reason: ClassVar[str] = "BATCH_NOT_READY"
 
 
 class Leased:
-    """The batch of one step. groups: the samples of each group, in order. batch: keys and rewards from the buffer."""
+    """The batch of one step. groups: the samples of each group, in order. batch: keys and rewards
+    from the buffer."""
 
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...], batch: pb.Batch, groups: list[list[Sample]]) -> None:
         self._stub, self._metadata = stub, metadata
@@ -36,8 +38,9 @@ class Leased:
     def commit(self, weights_digest: str = "", *, trim: bool = False) -> pb.StepRecord:
         """Record the groups as consumed. Durable when it returns. May be repeated.
 
-        weights_digest: of the weights after the step, ``blake3-<hex>``; default: the batch id, for programs that train nothing.
-        trim: also allow the buffer to delete the payloads of the steps up to this one, as ``Buffer.trim`` does.
+        weights_digest: of the weights after the step, ``blake3-<hex>``; default: the batch id, for
+        programs that train nothing. trim: also allow the buffer to delete the payloads of the steps
+        up to this one, as ``Buffer.trim`` does.
         """
         request = pb.CommitStepRequest(
             run_id=self.batch.run_id,
@@ -67,8 +70,8 @@ class Consumer:
             step += 1
 
     def lease(self, step: int, *, wait_seconds: float = _WAIT_SECONDS) -> Leased:
-        """The batch of a step; repeated calls return the same batch. Raises :class:`NotReady`, :class:`PayloadCorrupt`,
-        ``RemoteError``."""
+        """The batch of a step; repeated calls return the same batch. Raises :class:`NotReady`,
+        :class:`PayloadCorrupt`, ``RemoteError``."""
         request = pb.LeaseBatchRequest(run_id=self._run, step=step, wait_seconds=wait_seconds)
         answer = call(self._stub.LeaseBatch, request, self._metadata)
         if not answer.HasField("batch"):

@@ -21,8 +21,9 @@ _REQUEST_BYTES = 32 << 20  # payload bytes at which no further put joins a reque
 
 
 class Put(Future[pb.PutResult]):
-    """``result()`` returns when the samples are durable, and tells how many were accepted, duplicates, or refused and why. A put
-    cannot be cancelled, because it may already have been sent."""
+    """``result()`` returns when the samples are durable, and tells how many were accepted,
+    duplicates, or refused and why. A put cannot be cancelled, because it may already have been
+    sent."""
 
     def cancel(self) -> bool:
         return False
@@ -44,8 +45,8 @@ class Producer:
     """
 
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...], run: str, *, in_flight: int) -> None:
-        """in_flight: puts that may be sent and unanswered; the same number may be queued in addition. Raises ``ValueError`` if it
-        is below 1."""
+        """in_flight: puts that may be sent and unanswered; the same number may be queued in
+        addition. Raises ``ValueError`` if it is below 1."""
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}, expected at least 1")
         self._stub, self._metadata, self._run, self._in_flight = stub, metadata, run, in_flight
@@ -74,13 +75,15 @@ class Producer:
         group_size: int = 0,
         receipt: WeightsReceipt | None = None,
     ) -> Put:
-        """Put the samples of group ``index`` of an epoch. The arrays may be changed when this returns.
+        """Put the samples of group ``index`` of an epoch. The arrays may be changed when this
+        returns.
 
-        first: number of the first sample within the group. group_size: samples in the complete group; default: those given.
-        receipt: the weights that the engine used. attempt: a sample that is refused or that failed dissolves its group; put the
-        group's samples again with a higher attempt. Samples of a lower attempt count as duplicates.
-        Blocks while ``2 * in_flight`` puts are unanswered. Raises ``ValueError`` for arrays that do not fit each other and after
-        ``close``. Other errors are raised by ``result()``.
+        first: number of the first sample within the group. group_size: samples in the complete
+        group; default: those given. receipt: the weights that the engine used. attempt: a sample
+        that is refused or that failed dissolves its group; put the group's samples again with a
+        higher attempt. Samples of a lower attempt count as duplicates. Blocks while ``2 *
+        in_flight`` puts are unanswered. Raises ``ValueError`` for arrays that do not fit each other
+        and after ``close``. Other errors are raised by ``result()``.
         """
         key = TrajectoryKey(run_id=self._run, epoch=epoch, index=index, attempt=attempt)
         size = group_size or len(samples)
@@ -98,7 +101,8 @@ class Producer:
         self._drain()
 
     def close(self) -> None:
-        """Wait for every put, and refuse new ones. Failed puts raise in ``result()``. May be called more than once."""
+        """Wait for every put, and refuse new ones. Failed puts raise in ``result()``. May be called
+        more than once."""
         if self._drain(close=True):
             self._queue.put(None)
             self._thread.join()
@@ -131,7 +135,8 @@ class Producer:
             self._free.release(len(puts))
 
     def _gather(self, first: _Pending) -> list[_Pending]:
-        """The puts of the next request: what is queued, up to ``in_flight`` puts and ``_REQUEST_BYTES``."""
+        """The puts of the next request: what is queued, up to ``in_flight`` puts and
+        ``_REQUEST_BYTES``."""
         puts, size = [first], first.size
         while len(puts) < self._in_flight and size < _REQUEST_BYTES:
             try:

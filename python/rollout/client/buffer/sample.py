@@ -24,7 +24,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class PayloadCorrupt(RolloutError):
-    """A payload that differs from what the buffer accepted: another checksum, or arrays that do not fit each other."""
+    """A payload that differs from what the buffer accepted: another checksum, or arrays that do not
+    fit each other."""
 
     reason: ClassVar[str] = "PAYLOAD_CORRUPT"
 
@@ -37,10 +38,11 @@ def _completed() -> Trajectory:
 class Sample:
     """One sample of T tokens, prompt first.
 
-    token_ids: int32[T]. logprobs: float32[T] under the distribution that was sampled from, or empty. loss_mask: uint8[T], 1 for
-    tokens that are trained on. raw_logprobs: float32[T] under the unmodified softmax, or empty. about: the other fields (reward,
-    prompt_tokens, outcome, version_spans, texts) as a ``Trajectory``; its arrays are ignored, and of its key only ``part`` is
-    used.
+    token_ids: int32[T]. logprobs: float32[T] under the distribution that was sampled from, or
+    empty. loss_mask: uint8[T], 1 for tokens that are trained on. raw_logprobs: float32[T] under the
+    unmodified softmax, or empty. about: the other fields (reward, prompt_tokens, outcome,
+    version_spans, texts) as a ``Trajectory``; its arrays are ignored, and of its key only ``part``
+    is used.
 
     Arrays that a consumer returns are read-only.
     """
@@ -53,7 +55,8 @@ class Sample:
 
 
 def encode(sample: Sample, key: TrajectoryKey) -> bytes:
-    """The serialized Trajectory of a sample. Raises ``ValueError`` for arrays that do not fit each other."""
+    """The serialized Trajectory of a sample. Raises ``ValueError`` for arrays that do not fit each
+    other."""
     message = Trajectory()
     message.CopyFrom(sample.about)
     message.key.CopyFrom(key)

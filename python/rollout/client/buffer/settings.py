@@ -11,11 +11,12 @@ from rollout.buffer.v1 import buffer_pb2 as pb
 class Ledger:
     """The shape of a run's ledger. It cannot be changed after the ledger was opened.
 
-    group_size: samples per group. groups_per_step: groups per batch. rows: groups per epoch; group g of epoch e has position
-    ``e * rows + g``. in_order: step s takes exactly the positions from ``(s - 1) * groups_per_step`` on; otherwise it takes the
-    groups that were completed first. receipts: samples name the weights that sampled them, and the buffer refuses samples whose
-    weights digest differs from the recorded one. max_staleness: with receipts, the largest allowed difference between the
-    version of a sample's weights and that of the step.
+    group_size: samples per group. groups_per_step: groups per batch. rows: groups per epoch; group
+    g of epoch e has position ``e * rows + g``. in_order: step s takes exactly the positions from
+    ``(s - 1) * groups_per_step`` on; otherwise it takes the groups that were completed first.
+    receipts: samples name the weights that sampled them, and the buffer refuses samples whose
+    weights digest differs from the recorded one. max_staleness: with receipts, the largest allowed
+    difference between the version of a sample's weights and that of the step.
     """
 
     group_size: int
