@@ -1,13 +1,15 @@
 """The buffer against TransferQueue, Ray objects, msgpack lists over ZeroMQ and the bare disk.
 
-python bench/buffer.py [--shapes big,small] [--systems fsync,process,transferqueue,ray,zeromq] [--share 1.0] [--rounds 1]
+python bench/buffer.py [--shapes big,small] [--systems fsync,process,transferqueue,ray,zeromq]
+[--share 1.0] [--rounds 1]
 
-Every system moves the same groups from one producing process to one consuming process, which checks each byte. Four puts of one
-group each are in flight, sent and not answered (our client encodes the next four meanwhile; the peers' have no such step, they
-encode as they send); gets take a batch. Seconds are from the first put to the last byte checked; CPU seconds are those of all
-processes of a system, its servers included, between the two. Peers run first, so that the memory which they touched is not new to
-ours; the bare disk runs beside each fsync round. Prints one line a system, then each bar with what was seen, and ends with 1
-where one is missed.
+Every system moves the same groups from one producing process to one consuming process, which checks
+each byte. Four puts of one group each are in flight, sent and not answered (our client encodes the
+next four meanwhile; the peers' have no such step, they encode as they send); gets take a batch.
+Seconds are from the first put to the last byte checked; CPU seconds are those of all processes of a
+system, its servers included, between the two. Peers run first, so that the memory which they
+touched is not new to ours; the bare disk runs beside each fsync round. Prints one line a system,
+then each bar with what was seen, and ends with 1 where one is missed.
 """
 
 from __future__ import annotations
@@ -178,7 +180,8 @@ def one(system: str, name: str, share: float, shape: Shape, folder: str) -> Seen
 
 
 def bare_disk(shape: Shape, folder: str) -> float:
-    """MB/s of the same bytes, a group a write: the faster of a sync a group and one for the puts in flight."""
+    """MB/s of the same bytes, a group a write: the faster of a sync a group and one for the puts in
+    flight."""
     data = np.random.default_rng(1).bytes(shape.group_bytes)
     path = Path(folder, f"bench-buffer-disk-{os.getpid()}")
     best = 0.0
@@ -243,7 +246,8 @@ def tree_cpu() -> float:
 
 
 def watch_memory(peak: list[int], stop: threading.Event) -> None:
-    """Anonymous and shared memory of all descendants, several times a second; pages of files are the kernel's to drop."""
+    """Anonymous and shared memory of all descendants, several times a second; pages of files are
+    the kernel's to drop."""
     while not stop.is_set():
         total = 0
         for pid in descendants():

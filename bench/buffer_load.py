@@ -1,4 +1,5 @@
-"""The work that every system of bench/buffer.py is given: groups of samples, and the check of what comes out. numpy alone."""
+"""The work that every system of bench/buffer.py is given: groups of samples, and the check of what
+comes out. numpy alone."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def finish(verified: int) -> None:
 
 
 class Load:
-    """The samples of a group: the first token of each names the group, everything else is the same in all groups."""
+    """The samples of a group: the first token of each names the group, everything else is the same
+    in all groups."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape

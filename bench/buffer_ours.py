@@ -1,10 +1,11 @@
-"""One run of the path that rollout's workers use, for bench/buffer.py: a producer and a consumer, one process each.
+"""One run of the path that rollout's workers use, for bench/buffer.py: a producer and a consumer,
+one process each.
 
 python bench/buffer_ours.py SHAPE SHARE DURABILITY FOLDER
 
-The producer encodes groups as an inference worker does and publishes them with the worker's Publisher to JetStream. The buffer of
-a rolloutd ingests them. The consumer leases batches, reads them with the learner's reader, checks every byte, and commits and
-trims each step.
+The producer encodes groups as an inference worker does and publishes them with the worker's
+Publisher to JetStream. The buffer of a rolloutd ingests them. The consumer leases batches, reads
+them with the learner's reader, checks every byte, and commits and trims each step.
 """
 
 from __future__ import annotations

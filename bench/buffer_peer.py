@@ -1,8 +1,10 @@
-"""One run of a peer for bench/buffer.py, in the environment of scripts/venv_buffer: producer and consumer, one process each.
+"""One run of a peer for bench/buffer.py, in the environment of scripts/venv_buffer: producer and
+consumer, one process each.
 
 python bench/buffer_peer.py SHAPE SHARE transferqueue|ray|zeromq
 
-The driver of the peer (its servers started) is the producer; it prints "begin" and "end" around what is measured.
+The driver of the peer (its servers started) is the producer; it prints "begin" and "end" around
+what is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def start_ray(shape: Shape) -> None:
 
 
 def transfer_queue(shape: Shape) -> None:
-    """Its controller, two SimpleStorage units (its default) and the consumer are actors. A put is one group."""
+    """Its controller, two SimpleStorage units (its default) and the consumer are actors. A put is
+    one group."""
     import ray
     import torch
     import transfer_queue as tq
@@ -147,7 +150,8 @@ def ray_objects(shape: Shape) -> None:
 
 
 def zeromq(shape: Shape) -> None:
-    """A group is one message of msgpack lists; the consumer answers each, and nothing is kept anywhere."""
+    """A group is one message of msgpack lists; the consumer answers each, and nothing is kept
+    anywhere."""
     import msgpack
     import zmq
 
