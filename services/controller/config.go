@@ -21,8 +21,8 @@ type Config struct {
 	// LeaseWait is how long the buffer may wait for missing groups before it reports what it waits
 	// for. 0: 2 s.
 	LeaseWait time.Duration
-	// Retry is the pause before the first repetition of a call that got no answer. It doubles up to 20
-	// times this. 0: 100 ms.
+	// Retry is the pause before the first repetition of a call that got no answer. It doubles up to
+	// 20 times this. 0: 100 ms.
 	Retry time.Duration
 	// Samples is how many samples of an evaluation go into its event. 0: 16.
 	Samples int

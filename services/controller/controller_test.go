@@ -106,9 +106,10 @@ func TestUndisturbed(t *testing.T) {
 	}
 }
 
-// TestFaultAtEveryCall fails each call that an undisturbed run makes, before or after it takes effect. Together with the call
-// fails: nothing, the learner, the inference worker, both together with the folders of the weights, both where workers can't open
-// the learner's folder, or the controller.
+// TestFaultAtEveryCall fails each call that an undisturbed run makes, before or after it takes
+// effect. Together with the call fails: nothing, the learner, the inference worker, both together
+// with the folders of the weights, both where workers can't open the learner's folder, or the
+// controller.
 func TestFaultAtEveryCall(t *testing.T) {
 	t.Parallel()
 	undisturbed := newWorld(t)

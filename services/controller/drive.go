@@ -160,7 +160,8 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 	d.record.save(ctx, false)
 }
 
-// outcome returns the final phase of a drive and the report for the scheduler; nil for a requested stop.
+// outcome returns the final phase of a drive and the report for the scheduler; nil for a requested
+// stop.
 func (d *drive) outcome(err error, cancelled bool) (learnerv1.Phase, *runv1.CompleteRunRequest) {
 	report := &runv1.CompleteRunRequest{RunId: d.runID, Incarnation: d.incarnation, State: runv1.RunState_RUN_STATE_SUCCEEDED}
 	switch {

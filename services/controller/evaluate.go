@@ -45,8 +45,8 @@ func (e *evaluator) loss(ctx context.Context, step uint64) error {
 }
 
 // completions has a worker complete the held-out prompts with the newest weights. If the worker
-// fails, another one is asked. If all have failed, or no worker has the weights, it waits and starts
-// over: a run does not skip evaluations.
+// fails, another one is asked. If all have failed, or no worker has the weights, it waits and
+// starts over: a run does not skip evaluations.
 func (e *evaluator) completions(ctx context.Context, step uint64) error {
 	tried := map[*inferenceWorker]bool{}
 	for {
@@ -119,8 +119,8 @@ func (e *evaluator) sample(ctx context.Context, w *inferenceWorker) ([]*inferenc
 	}
 }
 
-// score averages rewards and metrics over the samples that have a reward. Infrastructure failures are
-// counted separately, never as a reward of 0.
+// score averages rewards and metrics over the samples that have a reward. Infrastructure failures
+// are counted separately, never as a reward of 0.
 func score(samples []*inferencev1.EvalSample) map[string]float64 {
 	sums, counts := map[string]float64{}, map[string]float64{}
 	failures := 0.0

@@ -44,8 +44,8 @@ func (r *reporter) emit(e *eventv1.Event) {
 	r.bus.Emit(e)
 }
 
-// flush waits until the events are on the bus, so that the scheduler finds them there when the end of
-// the run is reported. It gives up after a while: a run can end without the bus.
+// flush waits until the events are on the bus, so that the scheduler finds them there when the end
+// of the run is reported. It gives up after a while: a run can end without the bus.
 func (r *reporter) flush(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
@@ -130,8 +130,8 @@ func (r *reporter) fenced(worker string, err error) {
 	r.log.Error("a worker could not verify its weights", "worker", worker, "error", err)
 }
 
-// evalSample is one held-out sample in the event of an evaluation. A sample that was not scored has a
-// reason and no reward.
+// evalSample is one held-out sample in the event of an evaluation. A sample that was not scored has
+// a reason and no reward.
 type evalSample struct {
 	Row        uint64   `json:"row"`
 	Prompt     string   `json:"prompt"`
@@ -175,7 +175,8 @@ func (r *reporter) loss(step uint64, got *learnerv1.EvaluateLossResponse) {
 	r.evaluation(step, means, message, "could not be used", nil)
 }
 
-// evaluation emits the result of an evaluation; failed is what happened to the rows that do not count.
+// evaluation emits the result of an evaluation; failed is what happened to the rows that do not
+// count.
 func (r *reporter) evaluation(step uint64, means map[string]float64, message, failed string, attributes map[string]string) {
 	level := eventv1.Level_LEVEL_INFO
 	if failures := means["eval/failed"]; failures > 0 {
@@ -185,8 +186,8 @@ func (r *reporter) evaluation(step uint64, means map[string]float64, message, fa
 	r.emit(&eventv1.Event{Kind: "eval.finished", Step: step, Level: level, Metrics: means, Message: message, Attributes: attributes})
 }
 
-// flatSteps counts consecutive steps in which the rewards of every group were equal, so that there is
-// no gradient.
+// flatSteps counts consecutive steps in which the rewards of every group were equal, so that there
+// is no gradient.
 type flatSteps struct {
 	steps  int
 	warnAt int // number of steps of the next warning
@@ -237,9 +238,9 @@ func (r *reporter) warnShort(batch *bufferv1.Batch) {
 	})
 }
 
-// addDynamicSampling adds what dynamic sampling did to the metrics of a step: the share of groups that
-// were excluded for equal rewards, how many batches' worth of groups were sampled, and the mean reward
-// of everything sampled, which differs from that of the batch.
+// addDynamicSampling adds what dynamic sampling did to the metrics of a step: the share of groups
+// that were excluded for equal rewards, how many batches' worth of groups were sampled, and the
+// mean reward of everything sampled, which differs from that of the batch.
 func (r *reporter) addDynamicSampling(batch *bufferv1.Batch, all map[string]float64) {
 	if r.maxBatches == 0 {
 		return

@@ -15,8 +15,9 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 )
 
-// fleet is the inference workers of a run. One goroutine per worker brings it to the wanted weights,
-// so that a worker that joins late catches up by itself, and a slow worker does not delay the others.
+// fleet is the inference workers of a run. One goroutine per worker brings it to the wanted
+// weights, so that a worker that joins late catches up by itself, and a slow worker does not delay
+// the others.
 type fleet struct {
 	settings
 	transfer transfer
@@ -206,9 +207,9 @@ func (f *fleet) setWanted(m *weightsv1.WeightsManifest) {
 	f.broadcast()
 }
 
-// deliver sets the wanted weights, waits until every registered worker that is not fenced has loaded
-// them, and returns how many have. Without workers it returns at once: later workers load the weights
-// before they get work. errNoSource if a worker finds no process that has the weights.
+// deliver sets the wanted weights, waits until every registered worker that is not fenced has
+// loaded them, and returns how many have. Without workers it returns at once: later workers load
+// the weights before they get work. errNoSource if a worker finds no process that has the weights.
 func (f *fleet) deliver(ctx context.Context, m *weightsv1.WeightsManifest, waiting func(workers, reason string)) (int, error) {
 	f.setWanted(m)
 	for {
@@ -281,8 +282,8 @@ func (f *fleet) pick(m *weightsv1.WeightsManifest, tried map[*inferenceWorker]bo
 // statusTimeout is how long a worker may take to report its status.
 const statusTimeout = 500 * time.Millisecond
 
-// rewardRetries returns how many calls of the reward the workers repeated since it was called last. A
-// worker that does not answer in time is counted next time.
+// rewardRetries returns how many calls of the reward the workers repeated since it was called last.
+// A worker that does not answer in time is counted next time.
 func (f *fleet) rewardRetries(ctx context.Context) (repeated uint64) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()

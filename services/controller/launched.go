@@ -11,8 +11,9 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// launchedRegistry is a Registry of the worker processes that the scheduler launched for one incarnation of a run. Other
-// registrations are left out, also those that claim to be workers of the run.
+// launchedRegistry is a Registry of the worker processes that the scheduler launched for one
+// incarnation of a run. Other registrations are left out, also those that claim to be workers of
+// the run.
 type launchedRegistry struct {
 	Registry
 	scheduler   Scheduler

@@ -172,9 +172,9 @@ func (l *learners) connect(ctx context.Context, dial func(address string) (Conn,
 }
 
 // guard returns a context that ends, with errLost as its cause, when another process is registered
-// in the place of current. A drive mostly waits for processes other than the learner, and would wait
-// forever if they need weights that only the lost learner had. guard uses the list until end is
-// called.
+// in the place of current. A drive mostly waits for processes other than the learner, and would
+// wait forever if they need weights that only the lost learner had. guard uses the list until end
+// is called.
 func (l *learners) guard(ctx context.Context, current *learner) (guarded context.Context, end func()) {
 	guarded, cancel := context.WithCancelCause(ctx)
 	var wg sync.WaitGroup

@@ -9,7 +9,8 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// finishOnPreferences drives a run on preferences to its end. Its evaluations are losses of held-out pairs.
+// finishOnPreferences drives a run on preferences to its end. Its evaluations are losses of
+// held-out pairs.
 func finishOnPreferences(t *testing.T, w *world) {
 	t.Helper()
 	s, stop := w.start()

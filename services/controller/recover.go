@@ -130,9 +130,9 @@ func (r *recovery) verify(ctx context.Context, s *bufferv1.StepRecord, digest st
 
 // redeliver delivers the weights of the last committed step. The learner publishes them again if it
 // has exactly these weights, even if their folder exists: another learner may have written it, and
-// this one could not offer them to workers that can't open the folder. Otherwise the folder that was
-// delivered first is used. Without that folder the run can't continue, because the ledger refuses
-// samples of other weights.
+// this one could not offer them to workers that can't open the folder. Otherwise the folder that
+// was delivered first is used. Without that folder the run can't continue, because the ledger
+// refuses samples of other weights.
 func (r *recovery) redeliver(ctx context.Context, last *bufferv1.StepRecord, digest string) error {
 	if digest != last.GetWeightsDigest() {
 		return r.redeliverFirst(ctx, last)

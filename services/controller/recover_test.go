@@ -29,7 +29,8 @@ func (w *warnings) Emit(e *eventv1.Event) {
 
 func (w *warnings) Flush(context.Context) error { return nil }
 
-// Consecutive steps without a gradient give a warning at 3 and at 30 steps. A step with a gradient resets the count.
+// Consecutive steps without a gradient give a warning at 3 and at 30 steps. A step with a gradient
+// resets the count.
 func TestStepsWithoutAGradientGiveWarnings(t *testing.T) {
 	t.Parallel()
 	var events warnings
@@ -76,7 +77,8 @@ func (c *counting) GetInferenceStatus(context.Context, *inferencev1.GetInference
 	return &inferencev1.GetInferenceStatusResponse{RewardRetries: c.retries}, nil
 }
 
-// Each repeated call of the reward is counted once, over all workers. A restarted worker counts from 0.
+// Each repeated call of the reward is counted once, over all workers. A restarted worker counts
+// from 0.
 func TestRewardRetriesAreCountedOnce(t *testing.T) {
 	t.Parallel()
 	one, two := &counting{retries: 2}, &counting{}
@@ -107,7 +109,8 @@ func (p *publishing) PublishWeights(context.Context, *learnerv1.PublishWeightsRe
 	return &learnerv1.PublishWeightsResponse{Weights: p.weights}, nil
 }
 
-// If retraining gave different weights, the ones that were delivered first are delivered again. Without them the run fails at once.
+// If retraining gave different weights, the ones that were delivered first are delivered again.
+// Without them the run fails at once.
 func TestRecoveryWithOtherWeightsServesTheFirstOrEnds(t *testing.T) {
 	t.Parallel()
 	folder := t.TempDir()
@@ -143,8 +146,9 @@ func recovered(l *publishing, folder string, newest *weightsv1.WeightsManifest) 
 	}
 }
 
-// A step without a gradient does not change the digest. After a kill between its commit and its delivery, the run continues with
-// the version of the step, which the next prompts require, and not with the version of the step before.
+// A step without a gradient does not change the digest. After a kill between its commit and its
+// delivery, the run continues with the version of the step, which the next prompts require, and not
+// with the version of the step before.
 func TestRecoveryDeliversTheVersionNotTheDigest(t *testing.T) {
 	t.Parallel()
 	folder, digest := t.TempDir(), digestOf("same")

@@ -10,7 +10,8 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// A refused gradient pauses the run and stops the drive. This incarnation never tries the step again.
+// A refused gradient pauses the run and stops the drive. This incarnation never tries the step
+// again.
 func TestARefusedGradientPausesTheRun(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

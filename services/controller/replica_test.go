@@ -23,8 +23,8 @@ func (s *fencedStore) Save(ctx context.Context, d *Drive) error {
 	return s.Store.Save(ctx, d)
 }
 
-// Two controllers drive one run: the first loses its lease at some call without noticing. It must not report that the run failed,
-// and must not call the learner; the second makes every step.
+// Two controllers drive one run: the first loses its lease at some call without noticing. It must
+// not report that the run failed, and must not call the learner; the second makes every step.
 func TestTwoControllers(t *testing.T) {
 	t.Parallel()
 	undisturbed := newWorld(t)

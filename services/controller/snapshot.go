@@ -28,8 +28,8 @@ type snapshotter struct {
 // reasonConflict is the reason for refusing a snapshot whose key exists with other content.
 const reasonConflict = "SNAPSHOT_CONFLICT"
 
-// take saves the training state of a committed step, then lets the buffer delete the payloads that a
-// recovery does not need any more.
+// take saves the training state of a committed step, then lets the buffer delete the payloads that
+// a recovery does not need any more.
 func (s *snapshotter) take(ctx context.Context, step uint64) error {
 	s.progress.enter(snapshotting, s.learner.worker+" to write its state")
 	dir := filepath.Join(s.directory, "state", fmt.Sprintf("step-%06d", step))
@@ -116,8 +116,8 @@ func (s *snapshotter) load(ctx context.Context) (*learnerv1.InitializeResponse, 
 	return state, nil
 }
 
-// materialize writes the newest training state of the run, or else the one that the run starts from,
-// into a folder, and returns its step. The folder is "" without a training state.
+// materialize writes the newest training state of the run, or else the one that the run starts
+// from, into a folder, and returns its step. The folder is "" without a training state.
 func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string, err error) {
 	listed, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.ListSnapshotsResponse, error) {
 		return s.service.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{

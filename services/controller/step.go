@@ -131,8 +131,8 @@ func (s *stepper) lease(ctx context.Context, step uint64) (*bufferv1.Batch, erro
 	}
 }
 
-// train has the learner make a step. At the same time it asks the workers how many calls of the reward
-// they repeated while they sampled the batch, and adds the count to metrics.
+// train has the learner make a step. At the same time it asks the workers how many calls of the
+// reward they repeated while they sampled the batch, and adds the count to metrics.
 func (s *stepper) train(ctx context.Context, batch *bufferv1.Batch, metrics map[string]float64) (*learnerv1.TrainResult, error) {
 	repeated := make(chan uint64, 1)
 	rewarded := s.cfg.GetReward() != nil
@@ -146,7 +146,8 @@ func (s *stepper) train(ctx context.Context, batch *bufferv1.Batch, metrics map[
 	return result, err
 }
 
-// published returns the weights that the learner published with a result; nil if no delivery is due.
+// published returns the weights that the learner published with a result; nil if no delivery is
+// due.
 func (s *stepper) published(ctx context.Context, result *learnerv1.TrainResult) (*weightsv1.WeightsManifest, error) {
 	if !s.delivers(result.GetStep()) {
 		return nil, nil
@@ -188,7 +189,8 @@ type dueWork struct {
 	snapshotter *snapshotter
 }
 
-// after does the work that is due after a step, and reports whether there was any. It is idempotent.
+// after does the work that is due after a step, and reports whether there was any. It is
+// idempotent.
 func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error) {
 	if d.evaluates(step) {
 		if err := d.evaluator.evaluate(ctx, step); err != nil {

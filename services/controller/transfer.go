@@ -34,8 +34,8 @@ func newTransfer(s settings) transfer {
 	return transfer{runID: s.runID, stream: w.GetWay() == "stream", store: w.GetWay() == "store", patch: w.GetPatch() != "off"}
 }
 
-// offers returns the offers for a worker; none means the folder. l is nil without a learner;
-// peers are the addresses of workers that have want loaded. Only the worker's own goroutine calls it.
+// offers returns the offers for a worker; none means the folder. l is nil without a learner; peers
+// are the addresses of workers that have want loaded. Only the worker's own goroutine calls it.
 func (t transfer) offers(ctx context.Context, l *learner, w *inferenceWorker, want *weightsv1.WeightsManifest, peers []string) ([]*weightsv1.WeightsOffer, error) {
 	if !w.path.network && !t.stream && !t.store {
 		return nil, nil
@@ -114,7 +114,8 @@ func (p *path) succeeded() {
 }
 
 // withoutContents returns w without its tensors and files. A worker gets them together with the
-// weights and verifies them by the digest; sending them to each worker would cost time in every step.
+// weights and verifies them by the digest; sending them to each worker would cost time in every
+// step.
 func withoutContents(w *weightsv1.WeightsManifest) *weightsv1.WeightsManifest {
 	return &weightsv1.WeightsManifest{
 		RunId: w.GetRunId(), Version: w.GetVersion(), Digest: w.GetDigest(), Directory: w.GetDirectory(), Dtype: w.GetDtype(),

@@ -82,7 +82,8 @@ func (l *fakeLearner) PublishWeights(context.Context, *learnerv1.PublishWeightsR
 	return &learnerv1.PublishWeightsResponse{Weights: l.manifest()}, err
 }
 
-// OfferWeights offers a patch upon the previous step, or else the whole weights, of what this learner published.
+// OfferWeights offers a patch upon the previous step, or else the whole weights, of what this
+// learner published.
 func (l *fakeLearner) OfferWeights(_ context.Context, in *learnerv1.OfferWeightsRequest) (*learnerv1.OfferWeightsResponse, error) {
 	if _, found := l.published.Load(in.GetDigest()); !found {
 		return nil, rpcerr.New(codes.NotFound, "WEIGHTS_NOT_HELD", "not published here")

@@ -30,8 +30,8 @@ import (
 
 const run = "run-test"
 
-// world is everything around the controller, and survives its restarts: ledger, snapshots, store, and two workers over
-// real gRPC. A fault happens once, at the n-th call.
+// world is everything around the controller, and survives its restarts: ledger, snapshots, store,
+// and two workers over real gRPC. A fault happens once, at the n-th call.
 type world struct {
 	t  *testing.T
 	mu sync.Mutex
@@ -167,7 +167,8 @@ func (w *world) startInference() {
 	w.announce()
 }
 
-// kill makes a worker fail every call. Its server stops in the background, because a handler of the worker may call kill.
+// kill makes a worker fail every call. Its server stops in the background, because a handler of the
+// worker may call kill.
 func (w *world) kill(address string) {
 	w.mu.Lock()
 	stop := w.stops[address]

@@ -15,7 +15,8 @@ import (
 	"github.com/rollout-rl/rollout/services/gateway"
 )
 
-// TestTeacher uses the client of [algorithm.distillation.endpoint] with a gateway: one run can be the teacher of another.
+// TestTeacher uses the client of [algorithm.distillation.endpoint] with a gateway: one run can be
+// the teacher of another.
 func TestTeacher(t *testing.T) {
 	t.Parallel()
 	ring, key := keyring(t, apikey.Submit)
@@ -34,7 +35,8 @@ func TestTeacher(t *testing.T) {
 	}
 }
 
-// TestOfficialClient runs OpenAI's Python client against a gateway. `make venv-dev` installs the client.
+// TestOfficialClient runs OpenAI's Python client against a gateway. `make venv-dev` installs the
+// client.
 func TestOfficialClient(t *testing.T) {
 	t.Parallel()
 	ring, key := keyring(t, apikey.Submit)

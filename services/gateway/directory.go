@@ -131,7 +131,8 @@ func (d *directory) fetchModel(ctx context.Context, w *worker) {
 	}
 }
 
-// serving returns the workers of the newest incarnation of each run, by run. The caller has the lock.
+// serving returns the workers of the newest incarnation of each run, by run. The caller has the
+// lock.
 func (d *directory) serving() map[string][]*worker {
 	runs := map[string][]*worker{}
 	for _, w := range d.workers {
@@ -150,8 +151,8 @@ func (d *directory) serving() map[string][]*worker {
 	return runs
 }
 
-// resolve finds the run of a model. The model is a run id, or a name, which selects the newest run with
-// that name; "" selects the only run.
+// resolve finds the run of a model. The model is a run id, or a name, which selects the newest run
+// with that name; "" selects the only run.
 func (d *directory) resolve(model string) (run, name string, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -198,8 +199,8 @@ func (d *directory) acquire(run string, tried map[*worker]bool) (w *worker, rele
 	}
 }
 
-// statusTimeout is how long a worker may take to report its status, so that a hanging worker does not
-// block the list of models.
+// statusTimeout is how long a worker may take to report its status, so that a hanging worker does
+// not block the list of models.
 const statusTimeout = 2 * time.Second
 
 func (w *worker) status(ctx context.Context) (*inferencev1.GetInferenceStatusResponse, error) {
@@ -208,8 +209,8 @@ func (w *worker) status(ctx context.Context) (*inferencev1.GetInferenceStatusRes
 	return w.client.GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
 }
 
-// models asks one worker of each run for its status. The newest run with a name gets the name; older runs
-// are listed by their id.
+// models asks one worker of each run for its status. The newest run with a name gets the name;
+// older runs are listed by their id.
 func (d *directory) models(ctx context.Context) []*gatewayv1.Model {
 	d.mu.Lock()
 	runs := d.serving()

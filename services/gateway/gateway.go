@@ -1,11 +1,12 @@
-// Package gateway serves the policies that are being trained: over gRPC, and over HTTP with the API of
-// OpenAI (package openai). The target name of the service is rollout-gateway.
+// Package gateway serves the policies that are being trained: over gRPC, and over HTTP with the API
+// of OpenAI (package openai). The target name of the service is rollout-gateway.
 //
-// A request goes to the inference worker of the run that has the fewest requests in flight. If the worker
-// fails before the first token, another one gets the request; later failures are returned to the caller.
-// Every completion belongs to a session. The ledger of the session has the token ids, logprobs, and
-// weights versions exactly as they were sampled, and is durable before the caller receives the end.
-// Text stays in Python: the worker renders chat templates, tokenizes, and detokenizes.
+// A request goes to the inference worker of the run that has the fewest requests in flight. If the
+// worker fails before the first token, another one gets the request; later failures are returned to
+// the caller. Every completion belongs to a session. The ledger of the session has the token ids,
+// logprobs, and weights versions exactly as they were sampled, and is durable before the caller
+// receives the end. Text stays in Python: the worker renders chat templates, tokenizes, and
+// detokenizes.
 package gateway
 
 import (
@@ -39,7 +40,8 @@ type Turn = gatewayv1.SessionTurn
 
 // Store keeps the ledger of sessions.
 type Store interface {
-	// Append adds turns to a session, in order. They survive a crash of the process when it returns.
+	// Append adds turns to a session, in order. They survive a crash of the process when it
+	// returns.
 	Append(ctx context.Context, session string, turns []*Turn) error
 	// Turns returns the turns of a session in order. ErrSession for an unknown session.
 	Turns(ctx context.Context, session string) ([]*Turn, error)

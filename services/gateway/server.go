@@ -25,7 +25,8 @@ type Server struct {
 	secure   bool
 }
 
-// New makes the service and opens its HTTP listener, so that URL is known. It serves nothing before Run.
+// New makes the service and opens its HTTP listener, so that URL is known. It serves nothing before
+// Run.
 func New(cfg Config, deps Deps) (*Server, error) {
 	if err := deps.check(); err != nil {
 		return nil, err
@@ -69,8 +70,8 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	gatewayv1.RegisterRolloutGatewayServiceServer(r, s)
 }
 
-// Run serves HTTP and follows the registry until ctx ends. Requests in flight then have ten seconds to
-// finish.
+// Run serves HTTP and follows the registry until ctx ends. Requests in flight then have ten seconds
+// to finish.
 func (s *Server) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()

@@ -28,8 +28,8 @@ type service struct {
 // Models returns the served policies, ordered by name.
 func (s *service) Models(ctx context.Context) []*gatewayv1.Model { return s.workers.models(ctx) }
 
-// Complete calls send for each piece when it arrives. It stores the turns of the session before it sends
-// the last piece.
+// Complete calls send for each piece when it arrives. It stores the turns of the session before it
+// sends the last piece.
 func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) error {
 	run, name, err := s.workers.resolve(req.GetModel())
 	if err != nil {

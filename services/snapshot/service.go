@@ -28,8 +28,8 @@ type service struct {
 	files sync.RWMutex
 }
 
-// create imports the files of a folder, records the manifest, and applies retention. A repeated call
-// returns the first snapshot. ErrConflict if that one has other content.
+// create imports the files of a folder, records the manifest, and applies retention. A repeated
+// call returns the first snapshot. ErrConflict if that one has other content.
 func (s *service) create(ctx context.Context, want *Snapshot, dir string, keep int) (*Snapshot, error) {
 	if err := s.check(want, dir); err != nil {
 		return nil, err
@@ -65,8 +65,8 @@ func repeated(first, want *Snapshot) (*Snapshot, error) {
 		Fix("give the new snapshot another name, or delete " + first.GetSnapshotId())
 }
 
-// record imports the files and records the manifest. recorded is false if the key existed already; the
-// snapshot is then the existing one.
+// record imports the files and records the manifest. recorded is false if the key existed already;
+// the snapshot is then the existing one.
 func (s *service) record(ctx context.Context, want *Snapshot, dir string) (snap *Snapshot, recorded bool, err error) {
 	s.files.RLock()
 	defer s.files.RUnlock()
@@ -106,8 +106,8 @@ func localFiles(s *Snapshot, dir string) (files []*storagev1.LocalFile) {
 	return files
 }
 
-// retain deletes the snapshots of the same run, kind, and name beyond the newest keep, by step. Pinned
-// snapshots stay.
+// retain deletes the snapshots of the same run, kind, and name beyond the newest keep, by step.
+// Pinned snapshots stay.
 func (s *service) retain(ctx context.Context, newest *Snapshot, keep int) error {
 	if keep == 0 {
 		return nil
@@ -171,8 +171,8 @@ func (s *service) materialize(ctx context.Context, idOrPrefix, dir string) (*Sna
 	return snap, nil
 }
 
-// pin exempts a snapshot from retention: the run that starts from it may need it again until it has a
-// snapshot itself.
+// pin exempts a snapshot from retention: the run that starts from it may need it again until it has
+// a snapshot itself.
 func (s *service) pin(ctx context.Context, idOrPrefix string) (*Snapshot, error) {
 	snap, err := s.Store.Get(ctx, idOrPrefix)
 	if err != nil {

@@ -1,7 +1,7 @@
 // Package snapshot owns snapshot manifests. A manifest describes what is needed to continue a run.
 //
-// The files are artifacts of the storage service. A manifest names them by digest, so snapshots share
-// the files that did not change.
+// The files are artifacts of the storage service. A manifest names them by digest, so snapshots
+// share the files that did not change.
 //
 //	(absent) --CreateSnapshot--> recorded --DeleteSnapshot, or retention--> deleted
 //

@@ -296,7 +296,8 @@ func TestDeleteIsIdempotent(t *testing.T) {
 	}
 }
 
-// What an import left behind whose manifest never came is deleted at the next start, however often storage refuses first.
+// What an import left behind whose manifest never came is deleted at the next start, however often
+// storage refuses first.
 func TestStartSweepsWhatACrashLeft(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

@@ -5,10 +5,11 @@ import "context"
 // Store keeps manifests. Writes are durable when a method returns. Implementations pass storetest.
 type Store interface {
 	Reader
-	// Record stores a manifest and returns it. If there is one with the same key, that one stays and is
-	// returned instead.
+	// Record stores a manifest and returns it. If there is one with the same key, that one stays
+	// and is returned instead.
 	Record(ctx context.Context, s *Snapshot) (*Snapshot, error)
-	// Delete deletes manifests. The digests that they name become candidates. It ignores unknown ids.
+	// Delete deletes manifests. The digests that they name become candidates. It ignores unknown
+	// ids.
 	Delete(ctx context.Context, ids ...string) error
 	// Pin exempts a manifest from retention, because a run started from it. ErrNotFound.
 	Pin(ctx context.Context, id string) error

@@ -42,7 +42,8 @@ func (s *Server) append(ctx context.Context, events []*Event) error {
 	return err
 }
 
-// ingest stores the events of the stream until ctx ends. A message is acked after its events are stored.
+// ingest stores the events of the stream until ctx ends. A message is acked after its events are
+// stored.
 func (s *Server) ingest(ctx context.Context) {
 	for pause := 100 * time.Millisecond; ctx.Err() == nil; pause = min(2*pause, 5*time.Second) {
 		err := s.consume(ctx, func() { pause = 100 * time.Millisecond })

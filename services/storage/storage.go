@@ -1,8 +1,9 @@
-// Package storage stores artifacts by the digest of their content, events, and the metrics of events.
+// Package storage stores artifacts by the digest of their content, events, and the metrics of
+// events.
 //
 // Events arrive on the EVENTS stream or by AppendEvents. Each event id is stored once, so both may
-// repeat an event. The metrics of `step.committed` and `eval.finished` become series by step. If a step
-// is recorded twice, the newest value counts.
+// repeat an event. The metrics of `step.committed` and `eval.finished` become series by step. If a
+// step is recorded twice, the newest value counts.
 package storage
 
 import (
@@ -41,7 +42,8 @@ type Filter struct {
 // Store keeps events and metrics.
 type Store interface {
 	// Append stores events in order and gives each a sequence number. It skips events whose id is
-	// already stored, and returns how many were new. They survive a crash of the process when it returns.
+	// already stored, and returns how many were new. They survive a crash of the process when it
+	// returns.
 	Append(ctx context.Context, events []*Event) (int, error)
 	// List returns at most limit events by sequence: the first, or with newest the last.
 	List(ctx context.Context, f Filter, limit int, newest bool) ([]*Event, error)

@@ -12,7 +12,8 @@ import (
 	"github.com/rollout-rl/rollout/services/controller"
 )
 
-// Run runs the suite. open returns an empty store, and reopen, which closes the store and opens it again.
+// Run runs the suite. open returns an empty store, and reopen, which closes the store and opens it
+// again.
 func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen func() controller.Store)) {
 	drive := func(run string, incarnation uint32) *controller.Drive {
 		return &controller.Drive{

@@ -23,8 +23,8 @@ type format interface {
 	chunk(index uint32, p piece) any // a choice of a stream's chunk
 }
 
-// piece is some tokens of one completion and their text. Text is sent in whole characters, so it belongs
-// to the last of the tokens; the others have "".
+// piece is some tokens of one completion and their text. Text is sent in whole characters, so it
+// belongs to the last of the tokens; the others have "".
 type piece struct {
 	text     string
 	logprobs []float32
@@ -180,8 +180,8 @@ func (h *handler) plain(w http.ResponseWriter, r *http.Request, req *gatewayv1.C
 	return writeJSON(w, http.StatusOK, resp.envelope)
 }
 
-// stream writes server-sent events. An error before the first piece is returned; after it, the error is
-// an event.
+// stream writes server-sent events. An error before the first piece is returned; after it, the
+// error is an event.
 func (h *handler) stream(w http.ResponseWriter, r *http.Request, req *gatewayv1.CompleteRequest, f format, resp *response, withUsage bool) error {
 	events := &eventStream{w: w, out: http.NewResponseController(w), withUsage: withUsage}
 	opened := map[uint32]bool{}

@@ -222,7 +222,8 @@ func reason(finish string) *string {
 	return &finish
 }
 
-// finite replaces values that JSON does not have. OpenAI writes -9999 for a token that can't be sampled.
+// finite replaces values that JSON does not have. OpenAI writes -9999 for a token that can't be
+// sampled.
 func finite(logprob float32) float32 {
 	if math.IsInf(float64(logprob), 0) || math.IsNaN(float64(logprob)) {
 		return -9999

@@ -74,7 +74,8 @@ func internal(cause error) *apiError {
 	}
 }
 
-// errorOf converts any error. model is the requested model, prompt the parameter that has the prompt.
+// errorOf converts any error. model is the requested model, prompt the parameter that has the
+// prompt.
 func errorOf(err error, model, prompt string) *apiError {
 	var known *apiError
 	if errors.As(err, &known) {

@@ -1,15 +1,16 @@
 // Package openai serves policies with the HTTP API of OpenAI: /v1/models, /v1/chat/completions, and
-// /v1/completions, plain and streaming, so that OpenAI's clients work unmodified. /health needs no key;
-// it reports that the gateway serves, even if it has no policy.
+// /v1/completions, plain and streaming, so that OpenAI's clients work unmodified. /health needs no
+// key; it reports that the gateway serves, even if it has no policy.
 //
-// Beyond the fields of OpenAI, a request may have top_k, min_p, and, for completions, prompt_logprobs
-// as in vLLM. Fields that would change the completion and are not supported (tools, penalties,
-// constraints of vLLM) are refused. Other unknown fields are ignored, as OpenAI's clients expect.
+// Beyond the fields of OpenAI, a request may have top_k, min_p, and, for completions,
+// prompt_logprobs as in vLLM. Fields that would change the completion and are not supported (tools,
+// penalties, constraints of vLLM) are refused. Other unknown fields are ignored, as OpenAI's
+// clients expect.
 //
 // A response has the weights version in system_fingerprint ("weights-v12") and in the header
 // x-rollout-weights-version. The header of a stream has the version of the first token; the
-// fingerprint of each chunk has the newest version so far. The header x-rollout-session has the session.
-// A request with that header continues the session.
+// fingerprint of each chunk has the newest version so far. The header x-rollout-session has the
+// session. A request with that header continues the session.
 package openai
 
 import (

@@ -127,8 +127,8 @@ func (s *sampling) request(r *http.Request) (*gatewayv1.CompleteRequest, error) 
 	return req, nil
 }
 
-// vllm is the fields of vLLM beyond OpenAI's that change what is sampled. None is supported, and none
-// is ignored, because the completion would differ from the one that was requested.
+// vllm is the fields of vLLM beyond OpenAI's that change what is sampled. None is supported, and
+// none is ignored, because the completion would differ from the one that was requested.
 type vllm struct {
 	RepetitionPenalty    *float64        `json:"repetition_penalty"`
 	LengthPenalty        *float64        `json:"length_penalty"`

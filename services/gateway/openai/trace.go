@@ -12,8 +12,8 @@ import (
 
 const scope = "github.com/rollout-rl/rollout/services/gateway/openai"
 
-// traced gives each request a span. It continues the trace of the caller (W3C trace context), and its
-// context reaches the worker.
+// traced gives each request a span. It continues the trace of the caller (W3C trace context), and
+// its context reaches the worker.
 func traced(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		ctx := propagation.TraceContext{}.Extract(r.Context(), propagation.HeaderCarrier(r.Header))

@@ -71,11 +71,12 @@ func (s *Store) Turns(ctx context.Context, session string) ([]*gateway.Turn, err
 	return turns, nil
 }
 
-// expireBatch is how many turns are read at a time, because a turn may have tens of thousands of tokens.
+// expireBatch is how many turns are read at a time, because a turn may have tens of thousands of
+// tokens.
 const expireBatch = 64
 
-// Expire implements gateway.Store. It reads turns in the order in which they were written, up to the
-// first that is not old.
+// Expire implements gateway.Store. It reads turns in the order in which they were written, up to
+// the first that is not old.
 func (s *Store) Expire(ctx context.Context, before time.Time) (sessions int, err error) {
 	after, done := int64(0), false
 	for !done && err == nil {

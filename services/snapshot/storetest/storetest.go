@@ -135,7 +135,8 @@ func list(t *testing.T, s snapshot.Store) {
 	}
 }
 
-// A file becomes garbage when the last manifest that names it is deleted, or when it was noted and no manifest followed.
+// A file becomes garbage when the last manifest that names it is deleted, or when it was noted and
+// no manifest followed.
 func candidates(t *testing.T, s snapshot.Store) {
 	record(t, s, Snap("snap-1", "run-a", 1, "a", "b"))
 	record(t, s, Snap("snap-2", "run-a", 2, "b", "c"))

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutGatewayServiceStub:
-    """RolloutGatewayService serves completions and keeps their tokens in a ledger.
+    """RolloutGatewayService serves completions and stores their tokens in a ledger.
     """
 
     def __init__(self, channel):
@@ -53,25 +53,25 @@ class RolloutGatewayServiceStub:
 
 
 class RolloutGatewayServiceServicer:
-    """RolloutGatewayService serves completions and keeps their tokens in a ledger.
+    """RolloutGatewayService serves completions and stores their tokens in a ledger.
     """
 
     def ListModels(self, request, context):
-        """ListModels returns the policies that a worker serves now.
+        """ListModels returns the policies that workers serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """Complete goes on from a prompt; pieces arrive as they are sampled where `stream` is set.
+        """Complete completes prompts. With `stream` it returns pieces while they are sampled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """GetSession returns the ledger of one session: exactly the tokens that were sampled.
+        """GetSession returns the ledger of a session, with exactly the tokens that were sampled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_RolloutGatewayServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutGatewayService:
-    """RolloutGatewayService serves completions and keeps their tokens in a ledger.
+    """RolloutGatewayService serves completions and stores their tokens in a ledger.
     """
 
     @staticmethod

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """SamplingParams is how a completion is sampled; absent fields take the run's values."""
+    """SamplingParams is how a completion is sampled. Absent fields have the values of the run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -34,20 +34,20 @@ class SamplingParams(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Softmax temperature; 0 takes the most likely token."""
+    """Softmax temperature; 0 selects the most likely token."""
     top_p: _builtins.float
     """Nucleus probability."""
     top_k: _builtins.int
-    """Most likely tokens kept; 0 keeps all."""
+    """How many of the most likely tokens to sample from; 0: all."""
     min_p: _builtins.float
-    """Least share of the most likely token's probability; 0 keeps all."""
+    """Minimum probability relative to the most likely token; 0: none."""
     max_tokens: _builtins.int
-    """Most new tokens."""
+    """Maximum number of new tokens."""
     seed: _builtins.int
-    """Seed; absent: drawn by the worker."""
+    """Seed; absent: chosen by the worker."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end the completion."""
+        """Strings that end the completion."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """`system`, `user`, `assistant` or `tool`."""
+    """`system`, `user`, `assistant`, or `tool`."""
     content: _builtins.str
     """Text."""
     def __init__(
@@ -119,7 +119,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
-    """Chat is a list of messages, rendered by the tokenizer's chat template."""
+    """Chat is a list of messages. The chat template of the tokenizer renders it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -167,7 +167,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
-    """Prompt is what a completion goes on from."""
+    """Prompt is the beginning of a completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -211,12 +211,12 @@ class LoadWeightsRequest(_message.Message):
     OFFERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def weights(self) -> _weights_pb2.WeightsManifest:
-        """Manifest; its tensors and files may be left out."""
+        """Manifest. Its tensors and files may be omitted."""
 
     @_builtins.property
     def offers(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.WeightsOffer]:
-        """How they are to be had without the manifest's folder, one after the other: patches upon the version that the worker holds, or
-        the whole. Empty: the folder is read.
+        """How to get the weights without the folder of the manifest. The offers are applied in order:
+        patches upon the version that the worker has, or the whole weights. Empty: read the folder.
         """
 
     def __init__(
@@ -235,7 +235,7 @@ Global___LoadWeightsRequest: _TypeAlias = LoadWeightsRequest  # noqa: Y015
 
 @_typing.final
 class LoadWeightsResponse(_message.Message):
-    """LoadWeightsResponse says what the engine holds now."""
+    """LoadWeightsResponse describes the loaded weights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -247,7 +247,7 @@ class LoadWeightsResponse(_message.Message):
 
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.EngineReceipt]:
-        """The same of each engine of the worker."""
+        """Version and digest of each engine of the worker."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ Global___LoadWeightsResponse: _TypeAlias = LoadWeightsResponse  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """GenerateRequest asks for `n` completions of each prompt."""
+    """GenerateRequest requests `n` completions of each prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -278,18 +278,18 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Unique id, for aborts and the ledger."""
     n: _builtins.int
-    """Completions a prompt."""
+    """Completions per prompt."""
     stream: _builtins.bool
-    """Whether pieces are sent as they are sampled; else one message a completion."""
+    """Whether to send pieces while they are sampled; else one message per completion."""
     prompt_logprobs: _builtins.bool
-    """Whether the logprobs of the prompts' own tokens are told, too."""
+    """Whether to return the logprobs of the prompt tokens."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """Prompts."""
 
     @_builtins.property
     def params(self) -> Global___SamplingParams:
-        """How they are sampled."""
+        """How to sample."""
 
     def __init__(
         self,
@@ -335,11 +335,11 @@ class GenerateResponse(_message.Message):
     text: _builtins.str
     """Text since the last piece."""
     finish_reason: _builtins.str
-    """`stop`, `length` or `abort` with the last piece; else empty."""
+    """`stop`, `length`, or `abort` with the last piece; else empty."""
     prompt_tokens: _builtins.int
-    """Tokens of the prompt, with the last piece."""
+    """Number of prompt tokens, with the last piece."""
     weights_version: _builtins.int
-    """Weights version that sampled the newest token of this piece; absent where it has none."""
+    """Weights version that sampled the last token of this piece; absent if it has no tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids since the last piece."""
@@ -354,7 +354,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]:
-        """Weights versions of the whole completion, with the last piece."""
+        """Weights versions of the completion, with the last piece."""
 
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -362,13 +362,16 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Where the request asks for them, with the last piece: logprob of each token of the prompt given those before it, under the
-        unmodified softmax of the weights that served when the request began. That of the first is 0: nothing is before it.
+        """If requested, with the last piece: logprob of each prompt token given the tokens before it,
+        under the unmodified softmax of the weights that served when the request started. The first is
+        0.
         """
 
     @_builtins.property
     def prompt_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """With them: text of each token of the prompt by itself, special tokens too; where a character has several, each has a part."""
+        """With prompt_logprobs: text of each prompt token, including special tokens. Tokens that share a
+        character have parts of it.
+        """
 
     def __init__(
         self,
@@ -399,7 +402,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class EvaluateRequest(_message.Message):
-    """EvaluateRequest asks for an evaluation."""
+    """EvaluateRequest requests an evaluation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -411,11 +414,11 @@ class EvaluateRequest(_message.Message):
     run_id: _builtins.str
     """Run."""
     version: _builtins.int
-    """Version that must answer."""
+    """Weights version to evaluate."""
     max_prompts: _builtins.int
-    """Most rows; 0: all."""
+    """Maximum number of rows; 0: all."""
     temperature: _builtins.float
-    """Temperature; 0 takes the most likely token."""
+    """Temperature; 0 selects the most likely token."""
     seed: _builtins.int
     """Seed."""
     def __init__(
@@ -461,7 +464,7 @@ Global___EvaluateResponse: _TypeAlias = EvaluateResponse  # noqa: Y015
 
 @_typing.final
 class EvalSample(_message.Message):
-    """EvalSample is one scored answer."""
+    """EvalSample is one scored completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -506,7 +509,7 @@ class EvalSample(_message.Message):
     """Reason of an infrastructure failure."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Further numbers of the reward."""
+        """Metrics of the reward."""
 
     def __init__(
         self,
@@ -529,7 +532,7 @@ Global___EvalSample: _TypeAlias = EvalSample  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):
-    """TokenizeRequest asks for token ids."""
+    """TokenizeRequest requests token ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -553,17 +556,17 @@ Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
 
 @_typing.final
 class TokenizeResponse(_message.Message):
-    """TokenizeResponse holds token ids."""
+    """TokenizeResponse is the token ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPTS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
-    """Longest sequence the engine takes."""
+    """Maximum length of a sequence in tokens."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
-        """One a prompt."""
+        """One per prompt."""
 
     def __init__(
         self,
@@ -588,7 +591,7 @@ class AbortRequestsRequest(_message.Message):
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Requests; unknown ones are ignored."""
+        """Request ids. Unknown ids are ignored."""
 
     def __init__(
         self,
@@ -707,7 +710,7 @@ Global___GetInferenceStatusRequest: _TypeAlias = GetInferenceStatusRequest  # no
 
 @_typing.final
 class GetInferenceStatusResponse(_message.Message):
-    """GetInferenceStatusResponse says what the worker holds and does."""
+    """GetInferenceStatusResponse is the state of the worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -728,7 +731,7 @@ class GetInferenceStatusResponse(_message.Message):
     active: _builtins.int
     """Slots in use."""
     slots: _builtins.int
-    """Slots in all."""
+    """All slots."""
     queued: _builtins.int
     """Requests that wait for a slot."""
     samples: _builtins.int
@@ -736,22 +739,22 @@ class GetInferenceStatusResponse(_message.Message):
     tokens: _builtins.int
     """Tokens generated since the start."""
     samples_per_second: _builtins.float
-    """Samples a second over the last seconds."""
+    """Samples per second over the last seconds."""
     tokens_per_second: _builtins.float
-    """Tokens a second over the last seconds."""
+    """Tokens per second over the last seconds."""
     activity: _builtins.str
-    """What it does or waits for, in words."""
+    """What it does or waits for, as text."""
     process_id: _builtins.str
-    """Number drawn at process start."""
+    """Random number of the process, which differs after a restart."""
     model: _builtins.str
-    """Name of the policy as the gateway lists it."""
+    """Name of the policy in the gateway."""
     max_model_len: _builtins.int
-    """Longest sequence the engine takes."""
+    """Maximum length of a sequence in tokens."""
     reward_retries: _builtins.int
-    """Calls of the reward that failed and were repeated, since the start."""
+    """Repeated calls of the reward since the start."""
     @_builtins.property
     def receipt(self) -> _weights_pb2.WeightsReceipt:
-        """Weights that the engine holds."""
+        """Weights that the engine has loaded."""
 
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.EngineReceipt]:

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceWorkerServiceStub:
-    """InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream.
+    """InferenceWorkerService controls an inference worker. The worker pulls its work from the stream of
+    the run.
     """
 
     def __init__(self, channel):
@@ -78,63 +79,66 @@ class InferenceWorkerServiceStub:
 
 
 class InferenceWorkerServiceServicer:
-    """InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream.
+    """InferenceWorkerService controls an inference worker. The worker pulls its work from the stream of
+    the run.
     """
 
     def LoadWeights(self, request, context):
-        """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-        FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
-        WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
-        else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
+        """LoadWeights stages a version, swaps it in between tokens, and verifies the digest of the
+        tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
+        reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
+        does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
+        another digest. If the mismatch has the metadata `held` = `true`, the engine itself has other
+        weights, and the worker exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generate answers requests with the policy as it is; pieces arrive as they are sampled.
+        """Generate samples completions with the current weights, and streams their pieces.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request, context):
-        """Evaluate answers held-out rows with one version and scores them.
+        """Evaluate completes held-out prompts with one version and scores the completions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Tokenize renders chats or texts to token ids. Batched.
+        """Tokenize converts chats or texts to token ids. Batched.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortRequests(self, request, context):
-        """AbortRequests ends requests; their partial output is delivered with finish reason `abort`.
+        """AbortRequests ends requests. Their partial output is returned with the finish reason `abort`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseEngine(self, request, context):
-        """PauseEngine stops decoding between tokens; slots keep their state. Idempotent.
+        """PauseEngine stops decoding between tokens. Slots keep their state. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeEngine(self, request, context):
-        """ResumeEngine goes on. Idempotent.
+        """ResumeEngine continues decoding. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInferenceStatus(self, request, context):
-        """GetInferenceStatus says what it holds and does.
+        """GetInferenceStatus returns the state of the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +196,8 @@ def add_InferenceWorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceWorkerService:
-    """InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream.
+    """InferenceWorkerService controls an inference worker. The worker pulls its work from the stream of
+    the run.
     """
 
     @staticmethod

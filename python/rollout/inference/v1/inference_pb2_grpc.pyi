@@ -27,61 +27,71 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceWorkerServiceStub:
-    """InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream."""
+    """InferenceWorkerService controls an inference worker. The worker pulls its work from the stream of
+    the run.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceWorkerServiceAsyncStub: ...
     LoadWeights: _grpc.UnaryUnaryMultiCallable[_inference_pb2.LoadWeightsRequest, _inference_pb2.LoadWeightsResponse]
-    """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-    FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
-    WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
-    else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
+    """LoadWeights stages a version, swaps it in between tokens, and verifies the digest of the
+    tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
+    reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
+    does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
+    another digest. If the mismatch has the metadata `held` = `true`, the engine itself has other
+    weights, and the worker exits.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generate answers requests with the policy as it is; pieces arrive as they are sampled."""
+    """Generate samples completions with the current weights, and streams their pieces."""
     Evaluate: _grpc.UnaryStreamMultiCallable[_inference_pb2.EvaluateRequest, _inference_pb2.EvaluateResponse]
-    """Evaluate answers held-out rows with one version and scores them."""
+    """Evaluate completes held-out prompts with one version and scores the completions."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
-    """Tokenize renders chats or texts to token ids. Batched."""
+    """Tokenize converts chats or texts to token ids. Batched."""
     AbortRequests: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequestsRequest, _inference_pb2.AbortRequestsResponse]
-    """AbortRequests ends requests; their partial output is delivered with finish reason `abort`."""
+    """AbortRequests ends requests. Their partial output is returned with the finish reason `abort`."""
     PauseEngine: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PauseEngineRequest, _inference_pb2.PauseEngineResponse]
-    """PauseEngine stops decoding between tokens; slots keep their state. Idempotent."""
+    """PauseEngine stops decoding between tokens. Slots keep their state. Idempotent."""
     ResumeEngine: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ResumeEngineRequest, _inference_pb2.ResumeEngineResponse]
-    """ResumeEngine goes on. Idempotent."""
+    """ResumeEngine continues decoding. Idempotent."""
     GetInferenceStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetInferenceStatusRequest, _inference_pb2.GetInferenceStatusResponse]
-    """GetInferenceStatus says what it holds and does."""
+    """GetInferenceStatus returns the state of the worker."""
 
 @_typing.type_check_only
 class InferenceWorkerServiceAsyncStub(InferenceWorkerServiceStub):
-    """InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream."""
+    """InferenceWorkerService controls an inference worker. The worker pulls its work from the stream of
+    the run.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     LoadWeights: _aio.UnaryUnaryMultiCallable[_inference_pb2.LoadWeightsRequest, _inference_pb2.LoadWeightsResponse]  # type: ignore[assignment]
-    """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-    FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
-    WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
-    else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
+    """LoadWeights stages a version, swaps it in between tokens, and verifies the digest of the
+    tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
+    reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
+    does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
+    another digest. If the mismatch has the metadata `held` = `true`, the engine itself has other
+    weights, and the worker exits.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate answers requests with the policy as it is; pieces arrive as they are sampled."""
+    """Generate samples completions with the current weights, and streams their pieces."""
     Evaluate: _aio.UnaryStreamMultiCallable[_inference_pb2.EvaluateRequest, _inference_pb2.EvaluateResponse]  # type: ignore[assignment]
-    """Evaluate answers held-out rows with one version and scores them."""
+    """Evaluate completes held-out prompts with one version and scores the completions."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Tokenize renders chats or texts to token ids. Batched."""
+    """Tokenize converts chats or texts to token ids. Batched."""
     AbortRequests: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequestsRequest, _inference_pb2.AbortRequestsResponse]  # type: ignore[assignment]
-    """AbortRequests ends requests; their partial output is delivered with finish reason `abort`."""
+    """AbortRequests ends requests. Their partial output is returned with the finish reason `abort`."""
     PauseEngine: _aio.UnaryUnaryMultiCallable[_inference_pb2.PauseEngineRequest, _inference_pb2.PauseEngineResponse]  # type: ignore[assignment]
-    """PauseEngine stops decoding between tokens; slots keep their state. Idempotent."""
+    """PauseEngine stops decoding between tokens. Slots keep their state. Idempotent."""
     ResumeEngine: _aio.UnaryUnaryMultiCallable[_inference_pb2.ResumeEngineRequest, _inference_pb2.ResumeEngineResponse]  # type: ignore[assignment]
-    """ResumeEngine goes on. Idempotent."""
+    """ResumeEngine continues decoding. Idempotent."""
     GetInferenceStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetInferenceStatusRequest, _inference_pb2.GetInferenceStatusResponse]  # type: ignore[assignment]
-    """GetInferenceStatus says what it holds and does."""
+    """GetInferenceStatus returns the state of the worker."""
 
 class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream."""
+    """InferenceWorkerService controls an inference worker. The worker pulls its work from the stream of
+    the run.
+    """
 
     @_abc_1.abstractmethod
     def LoadWeights(
@@ -89,10 +99,12 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.LoadWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.LoadWeightsResponse, _abc.Awaitable[_inference_pb2.LoadWeightsResponse]]:
-        """LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-        FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
-        WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
-        else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
+        """LoadWeights stages a version, swaps it in between tokens, and verifies the digest of the
+        tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
+        reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
+        does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
+        another digest. If the mismatch has the metadata `held` = `true`, the engine itself has other
+        weights, and the worker exits.
         """
 
     @_abc_1.abstractmethod
@@ -101,7 +113,7 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Generate answers requests with the policy as it is; pieces arrive as they are sampled."""
+        """Generate samples completions with the current weights, and streams their pieces."""
 
     @_abc_1.abstractmethod
     def Evaluate(
@@ -109,7 +121,7 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.EvaluateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.EvaluateResponse], _abc.AsyncIterator[_inference_pb2.EvaluateResponse]]:
-        """Evaluate answers held-out rows with one version and scores them."""
+        """Evaluate completes held-out prompts with one version and scores the completions."""
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -117,7 +129,7 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
-        """Tokenize renders chats or texts to token ids. Batched."""
+        """Tokenize converts chats or texts to token ids. Batched."""
 
     @_abc_1.abstractmethod
     def AbortRequests(
@@ -125,7 +137,7 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.AbortRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AbortRequestsResponse, _abc.Awaitable[_inference_pb2.AbortRequestsResponse]]:
-        """AbortRequests ends requests; their partial output is delivered with finish reason `abort`."""
+        """AbortRequests ends requests. Their partial output is returned with the finish reason `abort`."""
 
     @_abc_1.abstractmethod
     def PauseEngine(
@@ -133,7 +145,7 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.PauseEngineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.PauseEngineResponse, _abc.Awaitable[_inference_pb2.PauseEngineResponse]]:
-        """PauseEngine stops decoding between tokens; slots keep their state. Idempotent."""
+        """PauseEngine stops decoding between tokens. Slots keep their state. Idempotent."""
 
     @_abc_1.abstractmethod
     def ResumeEngine(
@@ -141,7 +153,7 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ResumeEngineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ResumeEngineResponse, _abc.Awaitable[_inference_pb2.ResumeEngineResponse]]:
-        """ResumeEngine goes on. Idempotent."""
+        """ResumeEngine continues decoding. Idempotent."""
 
     @_abc_1.abstractmethod
     def GetInferenceStatus(
@@ -149,6 +161,6 @@ class InferenceWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetInferenceStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetInferenceStatusResponse, _abc.Awaitable[_inference_pb2.GetInferenceStatusResponse]]:
-        """GetInferenceStatus says what it holds and does."""
+        """GetInferenceStatus returns the state of the worker."""
 
 def add_InferenceWorkerServiceServicer_to_server(servicer: InferenceWorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LearnerControllerServiceStub:
-    """LearnerControllerService owns the learner's state machine.
+    """LearnerControllerService owns the state machine of the learner.
     """
 
     def __init__(self, channel):
@@ -58,32 +58,33 @@ class LearnerControllerServiceStub:
 
 
 class LearnerControllerServiceServicer:
-    """LearnerControllerService owns the learner's state machine.
+    """LearnerControllerService owns the state machine of the learner.
     """
 
     def StartRun(self, request, context):
-        """StartRun begins or goes on with driving a run. Idempotent by incarnation.
+        """StartRun starts or continues to drive a run. Idempotent by incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopRun(self, request, context):
-        """StopRun stops driving: with drain the step in hand is finished and a snapshot taken. Returns when it has stopped. Idempotent.
+        """StopRun stops driving a run and returns when the drive has ended. With drain, it finishes the
+        current step and takes a snapshot. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetProgress(self, request, context):
-        """GetProgress returns what it does now.
+        """GetProgress returns the current progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchProgress(self, request, context):
-        """WatchProgress streams the progress at once and on every change until the controller has finished, stopped or failed.
+        """WatchProgress streams the progress immediately and at each change, until a final phase.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +122,7 @@ def add_LearnerControllerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LearnerControllerService:
-    """LearnerControllerService owns the learner's state machine.
+    """LearnerControllerService owns the state machine of the learner.
     """
 
     @staticmethod
@@ -285,39 +286,43 @@ class LearnerWorkerServiceServicer:
     """
 
     def Initialize(self, request, context):
-        """Initialize loads the model, or a snapshot's state. A worker that already stands at or past the wanted step with the
-        same lineage keeps its state and says so.
+        """Initialize loads the model, or the state of a snapshot. A worker that has a state keeps and
+        returns it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Train(self, request, context):
-        """Train makes one step from a batch. A step that was made already from the same batch returns the same result; a step
-        out of turn is refused with FAILED_PRECONDITION, reason STEP_OUT_OF_TURN. The last message holds the result.
+        """Train makes one step with a batch. It repeats the result of the last step for the same batch.
+        It refuses any other step than the next: FAILED_PRECONDITION, reason STEP_OUT_OF_TURN. The last
+        message has the result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PublishWeights(self, request, context):
-        """PublishWeights writes the weights of the current step where inference workers read them.
+        """PublishWeights writes the weights of the current step to the folder that inference workers
+        read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OfferWeights(self, request, context):
-        """OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
-        that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+        """OfferWeights returns how workers that can't open the folder of a published version can get it,
+        and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that this worker
+        does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EvaluateLoss(self, request, context):
-        """EvaluateLoss computes the loss of the weights of the current step on the plan's held-out rows, for algorithms that train on rows.
-        FAILED_PRECONDITION, reason STEP_OUT_OF_TURN, where it stands at another step; NO_EVALUATION where the plan has no such rows.
+        """EvaluateLoss computes the loss of the current weights on the held-out rows of the plan, for
+        algorithms that train on rows. FAILED_PRECONDITION: reason STEP_OUT_OF_TURN at another step,
+        NO_EVALUATION for a plan without held-out rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -331,7 +336,7 @@ class LearnerWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLearnerStatus(self, request, context):
-        """GetLearnerStatus says where it stands.
+        """GetLearnerStatus returns the state of the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

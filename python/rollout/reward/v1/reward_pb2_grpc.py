@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class RewardWorkerServiceStub:
-    """RewardWorkerService is served by `rollout-worker reward`. Inference workers of the same run call it.
+    """RewardWorkerService is the service of `rollout-worker reward`. Inference workers of the run call
+    it.
     """
 
     def __init__(self, channel):
@@ -43,11 +44,12 @@ class RewardWorkerServiceStub:
 
 
 class RewardWorkerServiceServicer:
-    """RewardWorkerService is served by `rollout-worker reward`. Inference workers of the same run call it.
+    """RewardWorkerService is the service of `rollout-worker reward`. Inference workers of the run call
+    it.
     """
 
     def Score(self, request, context):
-        """Score scores completions in one batch. RUN_MISMATCH where the worker serves another run.
+        """Score scores a batch of completions. Reason RUN_MISMATCH if the worker serves another run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +72,8 @@ def add_RewardWorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardWorkerService:
-    """RewardWorkerService is served by `rollout-worker reward`. Inference workers of the same run call it.
+    """RewardWorkerService is the service of `rollout-worker reward`. Inference workers of the run call
+    it.
     """
 
     @staticmethod

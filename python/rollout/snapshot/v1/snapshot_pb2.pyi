@@ -39,8 +39,8 @@ class _SnapshotKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Snapshot
     """The state of one episode's environment."""
 
 class SnapshotKind(_SnapshotKind, metaclass=_SnapshotKindEnumTypeWrapper):
-    """SnapshotKind is what a snapshot contains. The service has a handler for each kind that it supports,
-    and refuses the others with SNAPSHOT_KIND_UNSUPPORTED. Now it supports train_state.
+    """SnapshotKind is what a snapshot contains. The service has a handler for each kind that it
+    supports, and refuses the others with SNAPSHOT_KIND_UNSUPPORTED. Now it supports train_state.
     """
 
 SNAPSHOT_KIND_UNSPECIFIED: SnapshotKind.ValueType  # 0
@@ -108,7 +108,9 @@ class Snapshot(_message.Message):
     bytes: _builtins.int
     """Size of all files in bytes."""
     name: _builtins.str
-    """Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself takes."""
+    """Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself
+    takes.
+    """
     @_builtins.property
     def cursor(self) -> _run_pb2.Cursor:
         """Dataset cursor after the step: the position of the first group that the next step consumes."""
@@ -123,8 +125,8 @@ class Snapshot(_message.Message):
 
     @_builtins.property
     def rng(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Random state of each worker, by worker kind: the path of a file, or `counter` if it follows from
-        the seed and the key of the sample.
+        """Random state of each worker, by worker kind: the path of a file, or `counter` if it follows
+        from the seed and the key of the sample.
         """
 
     def __init__(
@@ -191,7 +193,9 @@ class CreateSnapshotRequest(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
-    """Folder with the files. They are moved or linked instead of copied if storage is on the same disk."""
+    """Folder with the files. They are moved or linked instead of copied if storage is on the same
+    disk.
+    """
     keep: _builtins.int
     """How many snapshots of this run, kind, and name to keep, including this one. 0 keeps all."""
     @_builtins.property

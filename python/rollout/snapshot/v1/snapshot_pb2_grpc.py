@@ -78,8 +78,8 @@ class SnapshotServiceServicer:
 
     def CreateSnapshot(self, request, context):
         """CreateSnapshot imports the files of a folder into the storage service and records the manifest.
-        Idempotent by run, kind, step, and name: a repeated call returns the first snapshot. ALREADY_EXISTS,
-        reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
+        Idempotent by run, kind, step, and name: a repeated call returns the first snapshot.
+        ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
         SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -117,8 +117,8 @@ class SnapshotServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PinSnapshot(self, request, context):
-        """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent. NOT_FOUND,
-        reason SNAPSHOT_NOT_FOUND.
+        """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
+        NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

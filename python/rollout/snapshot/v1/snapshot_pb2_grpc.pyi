@@ -35,8 +35,8 @@ class SnapshotServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SnapshotServiceAsyncStub: ...
     CreateSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.CreateSnapshotRequest, _snapshot_pb2.CreateSnapshotResponse]
     """CreateSnapshot imports the files of a folder into the storage service and records the manifest.
-    Idempotent by run, kind, step, and name: a repeated call returns the first snapshot. ALREADY_EXISTS,
-    reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
+    Idempotent by run, kind, step, and name: a repeated call returns the first snapshot.
+    ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
     SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
     """
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.GetSnapshotRequest, _snapshot_pb2.GetSnapshotResponse]
@@ -52,8 +52,8 @@ class SnapshotServiceStub:
     SNAPSHOT_KIND_UNSUPPORTED.
     """
     PinSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.PinSnapshotRequest, _snapshot_pb2.PinSnapshotResponse]
-    """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent. NOT_FOUND,
-    reason SNAPSHOT_NOT_FOUND.
+    """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
+    NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
     """
     DeleteSnapshot: _grpc.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteSnapshotRequest, _snapshot_pb2.DeleteSnapshotResponse]
     """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent."""
@@ -65,8 +65,8 @@ class SnapshotServiceAsyncStub(SnapshotServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.CreateSnapshotRequest, _snapshot_pb2.CreateSnapshotResponse]  # type: ignore[assignment]
     """CreateSnapshot imports the files of a folder into the storage service and records the manifest.
-    Idempotent by run, kind, step, and name: a repeated call returns the first snapshot. ALREADY_EXISTS,
-    reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
+    Idempotent by run, kind, step, and name: a repeated call returns the first snapshot.
+    ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
     SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
     """
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.GetSnapshotRequest, _snapshot_pb2.GetSnapshotResponse]  # type: ignore[assignment]
@@ -82,8 +82,8 @@ class SnapshotServiceAsyncStub(SnapshotServiceStub):
     SNAPSHOT_KIND_UNSUPPORTED.
     """
     PinSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.PinSnapshotRequest, _snapshot_pb2.PinSnapshotResponse]  # type: ignore[assignment]
-    """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent. NOT_FOUND,
-    reason SNAPSHOT_NOT_FOUND.
+    """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
+    NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
     """
     DeleteSnapshot: _aio.UnaryUnaryMultiCallable[_snapshot_pb2.DeleteSnapshotRequest, _snapshot_pb2.DeleteSnapshotResponse]  # type: ignore[assignment]
     """DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent."""
@@ -98,8 +98,8 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshot_pb2.CreateSnapshotResponse, _abc.Awaitable[_snapshot_pb2.CreateSnapshotResponse]]:
         """CreateSnapshot imports the files of a folder into the storage service and records the manifest.
-        Idempotent by run, kind, step, and name: a repeated call returns the first snapshot. ALREADY_EXISTS,
-        reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
+        Idempotent by run, kind, step, and name: a repeated call returns the first snapshot.
+        ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
         SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
         """
 
@@ -145,8 +145,8 @@ class SnapshotServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshot_pb2.PinSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshot_pb2.PinSnapshotResponse, _abc.Awaitable[_snapshot_pb2.PinSnapshotResponse]]:
-        """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent. NOT_FOUND,
-        reason SNAPSHOT_NOT_FOUND.
+        """PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
+        NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
         """
 
     @_abc_1.abstractmethod

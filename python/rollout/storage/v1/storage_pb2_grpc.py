@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ArtifactServiceStub:
-    """ArtifactService keeps bytes under the digest of their content.
+    """ArtifactService stores bytes by the digest of their content.
     """
 
     def __init__(self, channel):
@@ -68,46 +68,50 @@ class ArtifactServiceStub:
 
 
 class ArtifactServiceServicer:
-    """ArtifactService keeps bytes under the digest of their content.
+    """ArtifactService stores bytes by the digest of their content.
     """
 
     def PutArtifact(self, request_iterator, context):
-        """PutArtifact stores a stream of bytes and returns its content id. Durable when it returns. Idempotent.
+        """PutArtifact stores a stream of bytes and returns its content id. Durable when it returns.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportArtifacts(self, request, context):
-        """ImportArtifacts stores files of the storage's own host, by link where it can. Idempotent.
+        """ImportArtifacts stores files on the host of the storage service, by hard link if possible.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportArtifacts(self, request, context):
-        """ExportArtifacts writes artifacts to files of the storage's own host, verified. Idempotent.
+        """ExportArtifacts writes artifacts to files on the host of the storage service and verifies them.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetArtifact(self, request, context):
-        """GetArtifact streams the bytes. NOT_FOUND, reason ARTIFACT_NOT_FOUND; DATA_LOSS, reason ARTIFACT_CORRUPT, where the content does not match its id.
+        """GetArtifact streams the bytes. NOT_FOUND, reason ARTIFACT_NOT_FOUND. DATA_LOSS, reason
+        ARTIFACT_CORRUPT, if the bytes do not match the content id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StatArtifacts(self, request, context):
-        """StatArtifacts says which exist. Batched.
+        """StatArtifacts returns which artifacts exist. Batched.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteArtifacts(self, request, context):
-        """DeleteArtifacts removes artifacts. Idempotent.
+        """DeleteArtifacts deletes artifacts. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,7 +159,7 @@ def add_ArtifactServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ArtifactService:
-    """ArtifactService keeps bytes under the digest of their content.
+    """ArtifactService stores bytes by the digest of their content.
     """
 
     @staticmethod
@@ -322,7 +326,7 @@ class ArtifactService:
 
 
 class EventServiceStub:
-    """EventService keeps events and metrics.
+    """EventService stores events and metrics.
     """
 
     def __init__(self, channel):
@@ -354,11 +358,11 @@ class EventServiceStub:
 
 
 class EventServiceServicer:
-    """EventService keeps events and metrics.
+    """EventService stores events and metrics.
     """
 
     def AppendEvents(self, request, context):
-        """AppendEvents stores events. An event id that is known is not stored twice.
+        """AppendEvents stores events. It skips events whose id is already stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -372,14 +376,14 @@ class EventServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TailEvents(self, request, context):
-        """TailEvents streams stored events in order, then goes on with new ones until the client leaves.
+        """TailEvents streams the stored events in order, then new ones until the client disconnects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def QueryMetrics(self, request, context):
-        """QueryMetrics returns series of numbers by step.
+        """QueryMetrics returns metrics by step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -417,7 +421,7 @@ def add_EventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EventService:
-    """EventService keeps events and metrics.
+    """EventService stores events and metrics.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WeightsServiceStub:
-    """WeightsService streams weights from one worker to another that can't open the folder they lie in.
+    """WeightsService streams weights to a worker that can't open their folder.
     """
 
     def __init__(self, channel):
@@ -43,12 +43,13 @@ class WeightsServiceStub:
 
 
 class WeightsServiceServicer:
-    """WeightsService streams weights from one worker to another that can't open the folder they lie in.
+    """WeightsService streams weights to a worker that can't open their folder.
     """
 
     def FetchWeights(self, request, context):
-        """FetchWeights streams one form of a version, from a byte on: a transfer that broke off goes on where it stood, at this worker
-        or another one that holds the same. NOT_FOUND, reason WEIGHTS_NOT_HELD.
+        """FetchWeights streams one form of a version, beginning at an offset. An interrupted transfer
+        resumes at this worker or at another one that has the same version. NOT_FOUND, reason
+        WEIGHTS_NOT_HELD.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +72,7 @@ def add_WeightsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightsService:
-    """WeightsService streams weights from one worker to another that can't open the folder they lie in.
+    """WeightsService streams weights to a worker that can't open their folder.
     """
 
     @staticmethod

@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/gateway/v1/gateway.proto
 
-// Package rollout.gateway.v1 is the policy being trained, as an endpoint; the gRPC twin of the OpenAI-compatible routes.
+// Package rollout.gateway.v1 serves the policies that are being trained. The gateway serves the
+// same over HTTP with the API of OpenAI.
 
 package gatewayv1
 
@@ -30,17 +31,17 @@ const (
 // Model is one policy.
 type Model struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Name for requests: the run's name, or its id.
+	// Name for requests: the name of the run, or its id.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Run.
 	RunId string `protobuf:"bytes,2,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Weights version that a worker serves now.
+	// Current weights version of a worker.
 	WeightsVersion uint64 `protobuf:"varint,3,opt,name=weights_version,json=weightsVersion,proto3" json:"weights_version,omitempty"`
 	// Digest of those weights.
 	WeightsDigest string `protobuf:"bytes,4,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
-	// Longest sequence in tokens.
+	// Maximum length of a sequence in tokens.
 	MaxModelLen uint32 `protobuf:"varint,5,opt,name=max_model_len,json=maxModelLen,proto3" json:"max_model_len,omitempty"`
-	// When the run began to be served, UTC.
+	// When the gateway started to serve the run, UTC.
 	CreateTime    *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -155,10 +156,10 @@ func (*ListModelsRequest) Descriptor() ([]byte, []int) {
 	return file_rollout_gateway_v1_gateway_proto_rawDescGZIP(), []int{1}
 }
 
-// ListModelsResponse holds policies.
+// ListModelsResponse is the policies.
 type ListModelsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// By name.
+	// Policies, ordered by name.
 	Models        []*Model `protobuf:"bytes,1,rep,name=models,proto3" json:"models,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -201,22 +202,22 @@ func (x *ListModelsResponse) GetModels() []*Model {
 	return nil
 }
 
-// CompleteRequest asks for completions.
+// CompleteRequest requests completions.
 type CompleteRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Policy, by name or run id; empty where only one is served.
+	// Name or run id of the policy; empty: the only one.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
-	// What to go on from.
+	// Prompts to complete.
 	Prompts []*v1.Prompt `protobuf:"bytes,2,rep,name=prompts,proto3" json:"prompts,omitempty"`
 	// How to sample.
 	Params *v1.SamplingParams `protobuf:"bytes,3,opt,name=params,proto3" json:"params,omitempty"`
-	// Completions a prompt; 0: 1.
+	// Completions per prompt; 0: 1.
 	N uint32 `protobuf:"varint,4,opt,name=n,proto3" json:"n,omitempty"`
-	// Whether pieces are sent as they are sampled.
+	// Whether to return pieces while they are sampled.
 	Stream bool `protobuf:"varint,5,opt,name=stream,proto3" json:"stream,omitempty"`
-	// Session that the completion belongs to; empty: a new one.
+	// Session of the completion; empty: a new one.
 	SessionId string `protobuf:"bytes,6,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
-	// Whether the last piece of a completion tells the logprobs of the prompt's own tokens.
+	// Whether the last piece of a completion has the logprobs of the prompt tokens.
 	PromptLogprobs bool `protobuf:"varint,7,opt,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -420,7 +421,7 @@ func (x *GetSessionRequest) GetSessionId() string {
 	return ""
 }
 
-// GetSessionResponse holds the session's turns.
+// GetSessionResponse is the turns of a session.
 type GetSessionResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Turns in order.
@@ -469,7 +470,7 @@ func (x *GetSessionResponse) GetTurns() []*SessionTurn {
 // SessionTurn is one completion of a session.
 type SessionTurn struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Request that it came with.
+	// Request of the completion.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Prompt, from 0.
 	Prompt uint32 `protobuf:"varint,2,opt,name=prompt,proto3" json:"prompt,omitempty"`
@@ -481,11 +482,11 @@ type SessionTurn struct {
 	TokenIds []uint32 `protobuf:"varint,5,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// Logprob of each completion token under the sampling distribution.
 	Logprobs []float32 `protobuf:"fixed32,6,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
-	// Weights that sampled it.
+	// Weights versions that sampled it.
 	VersionSpans []*v11.VersionSpan `protobuf:"bytes,7,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
-	// How it ended.
+	// Finish reason.
 	FinishReason string `protobuf:"bytes,8,opt,name=finish_reason,json=finishReason,proto3" json:"finish_reason,omitempty"`
-	// When, UTC.
+	// When it ended, UTC.
 	Time          *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=time,proto3" json:"time,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

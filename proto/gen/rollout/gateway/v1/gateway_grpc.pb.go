@@ -4,7 +4,8 @@
 // - protoc             (unknown)
 // source: rollout/gateway/v1/gateway.proto
 
-// Package rollout.gateway.v1 is the policy being trained, as an endpoint; the gRPC twin of the OpenAI-compatible routes.
+// Package rollout.gateway.v1 serves the policies that are being trained. The gateway serves the
+// same over HTTP with the API of OpenAI.
 
 package gatewayv1
 
@@ -30,13 +31,13 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// RolloutGatewayService serves completions and keeps their tokens in a ledger.
+// RolloutGatewayService serves completions and stores their tokens in a ledger.
 type RolloutGatewayServiceClient interface {
-	// ListModels returns the policies that a worker serves now.
+	// ListModels returns the policies that workers serve.
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
-	// Complete goes on from a prompt; pieces arrive as they are sampled where `stream` is set.
+	// Complete completes prompts. With `stream` it returns pieces while they are sampled.
 	Complete(ctx context.Context, in *CompleteRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CompleteResponse], error)
-	// GetSession returns the ledger of one session: exactly the tokens that were sampled.
+	// GetSession returns the ledger of a session, with exactly the tokens that were sampled.
 	GetSession(ctx context.Context, in *GetSessionRequest, opts ...grpc.CallOption) (*GetSessionResponse, error)
 }
 
@@ -91,13 +92,13 @@ func (c *rolloutGatewayServiceClient) GetSession(ctx context.Context, in *GetSes
 // All implementations must embed UnimplementedRolloutGatewayServiceServer
 // for forward compatibility.
 //
-// RolloutGatewayService serves completions and keeps their tokens in a ledger.
+// RolloutGatewayService serves completions and stores their tokens in a ledger.
 type RolloutGatewayServiceServer interface {
-	// ListModels returns the policies that a worker serves now.
+	// ListModels returns the policies that workers serve.
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
-	// Complete goes on from a prompt; pieces arrive as they are sampled where `stream` is set.
+	// Complete completes prompts. With `stream` it returns pieces while they are sampled.
 	Complete(*CompleteRequest, grpc.ServerStreamingServer[CompleteResponse]) error
-	// GetSession returns the ledger of one session: exactly the tokens that were sampled.
+	// GetSession returns the ledger of a session, with exactly the tokens that were sampled.
 	GetSession(context.Context, *GetSessionRequest) (*GetSessionResponse, error)
 	mustEmbedUnimplementedRolloutGatewayServiceServer()
 }

@@ -26,22 +26,22 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// SamplingParams is how a completion is sampled; absent fields take the run's values.
+// SamplingParams is how a completion is sampled. Absent fields have the values of the run.
 type SamplingParams struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Softmax temperature; 0 takes the most likely token.
+	// Softmax temperature; 0 selects the most likely token.
 	Temperature *float64 `protobuf:"fixed64,1,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
 	// Nucleus probability.
 	TopP *float64 `protobuf:"fixed64,2,opt,name=top_p,json=topP,proto3,oneof" json:"top_p,omitempty"`
-	// Most likely tokens kept; 0 keeps all.
+	// How many of the most likely tokens to sample from; 0: all.
 	TopK *uint32 `protobuf:"varint,3,opt,name=top_k,json=topK,proto3,oneof" json:"top_k,omitempty"`
-	// Least share of the most likely token's probability; 0 keeps all.
+	// Minimum probability relative to the most likely token; 0: none.
 	MinP *float64 `protobuf:"fixed64,4,opt,name=min_p,json=minP,proto3,oneof" json:"min_p,omitempty"`
-	// Most new tokens.
+	// Maximum number of new tokens.
 	MaxTokens *uint32 `protobuf:"varint,5,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
-	// Texts that end the completion.
+	// Strings that end the completion.
 	Stop []string `protobuf:"bytes,6,rep,name=stop,proto3" json:"stop,omitempty"`
-	// Seed; absent: drawn by the worker.
+	// Seed; absent: chosen by the worker.
 	Seed          *uint64 `protobuf:"varint,7,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -129,7 +129,7 @@ func (x *SamplingParams) GetSeed() uint64 {
 // ChatMessage is one message of a chat.
 type ChatMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// `system`, `user`, `assistant` or `tool`.
+	// `system`, `user`, `assistant`, or `tool`.
 	Role string `protobuf:"bytes,1,opt,name=role,proto3" json:"role,omitempty"`
 	// Text.
 	Content       string `protobuf:"bytes,2,opt,name=content,proto3" json:"content,omitempty"`
@@ -181,7 +181,7 @@ func (x *ChatMessage) GetContent() string {
 	return ""
 }
 
-// Chat is a list of messages, rendered by the tokenizer's chat template.
+// Chat is a list of messages. The chat template of the tokenizer renders it.
 type Chat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Messages, oldest first.
@@ -273,7 +273,7 @@ func (x *TokenIds) GetIds() []uint32 {
 	return nil
 }
 
-// Prompt is what a completion goes on from.
+// Prompt is the beginning of a completion.
 type Prompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// One of them.
@@ -380,10 +380,10 @@ func (*Prompt_Tokens) isPrompt_Kind() {}
 // LoadWeightsRequest names the weights to serve.
 type LoadWeightsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Manifest; its tensors and files may be left out.
+	// Manifest. Its tensors and files may be omitted.
 	Weights *v1.WeightsManifest `protobuf:"bytes,1,opt,name=weights,proto3" json:"weights,omitempty"`
-	// How they are to be had without the manifest's folder, one after the other: patches upon the version that the worker holds, or
-	// the whole. Empty: the folder is read.
+	// How to get the weights without the folder of the manifest. The offers are applied in order:
+	// patches upon the version that the worker has, or the whole weights. Empty: read the folder.
 	Offers        []*v1.WeightsOffer `protobuf:"bytes,2,rep,name=offers,proto3" json:"offers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -433,12 +433,12 @@ func (x *LoadWeightsRequest) GetOffers() []*v1.WeightsOffer {
 	return nil
 }
 
-// LoadWeightsResponse says what the engine holds now.
+// LoadWeightsResponse describes the loaded weights.
 type LoadWeightsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Receipt.
 	Receipt *v1.WeightsReceipt `protobuf:"bytes,1,opt,name=receipt,proto3" json:"receipt,omitempty"`
-	// The same of each engine of the worker.
+	// Version and digest of each engine of the worker.
 	Engines       []*v1.EngineReceipt `protobuf:"bytes,2,rep,name=engines,proto3" json:"engines,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -488,20 +488,20 @@ func (x *LoadWeightsResponse) GetEngines() []*v1.EngineReceipt {
 	return nil
 }
 
-// GenerateRequest asks for `n` completions of each prompt.
+// GenerateRequest requests `n` completions of each prompt.
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Unique id, for aborts and the ledger.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Prompts.
 	Prompts []*Prompt `protobuf:"bytes,2,rep,name=prompts,proto3" json:"prompts,omitempty"`
-	// How they are sampled.
+	// How to sample.
 	Params *SamplingParams `protobuf:"bytes,3,opt,name=params,proto3" json:"params,omitempty"`
-	// Completions a prompt.
+	// Completions per prompt.
 	N uint32 `protobuf:"varint,4,opt,name=n,proto3" json:"n,omitempty"`
-	// Whether pieces are sent as they are sampled; else one message a completion.
+	// Whether to send pieces while they are sampled; else one message per completion.
 	Stream bool `protobuf:"varint,5,opt,name=stream,proto3" json:"stream,omitempty"`
-	// Whether the logprobs of the prompts' own tokens are told, too.
+	// Whether to return the logprobs of the prompt tokens.
 	PromptLogprobs bool `protobuf:"varint,6,opt,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -594,20 +594,22 @@ type GenerateResponse struct {
 	Logprobs []float32 `protobuf:"fixed32,5,rep,packed,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// Logprob of each of those tokens under the unmodified softmax.
 	RawLogprobs []float32 `protobuf:"fixed32,6,rep,packed,name=raw_logprobs,json=rawLogprobs,proto3" json:"raw_logprobs,omitempty"`
-	// `stop`, `length` or `abort` with the last piece; else empty.
+	// `stop`, `length`, or `abort` with the last piece; else empty.
 	FinishReason string `protobuf:"bytes,7,opt,name=finish_reason,json=finishReason,proto3" json:"finish_reason,omitempty"`
-	// Weights versions of the whole completion, with the last piece.
+	// Weights versions of the completion, with the last piece.
 	VersionSpans []*v11.VersionSpan `protobuf:"bytes,8,rep,name=version_spans,json=versionSpans,proto3" json:"version_spans,omitempty"`
-	// Tokens of the prompt, with the last piece.
+	// Number of prompt tokens, with the last piece.
 	PromptTokens uint32 `protobuf:"varint,9,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
 	// Token ids of the prompt, with the last piece.
 	PromptTokenIds []uint32 `protobuf:"varint,10,rep,packed,name=prompt_token_ids,json=promptTokenIds,proto3" json:"prompt_token_ids,omitempty"`
-	// Weights version that sampled the newest token of this piece; absent where it has none.
+	// Weights version that sampled the last token of this piece; absent if it has no tokens.
 	WeightsVersion *uint64 `protobuf:"varint,11,opt,name=weights_version,json=weightsVersion,proto3,oneof" json:"weights_version,omitempty"`
-	// Where the request asks for them, with the last piece: logprob of each token of the prompt given those before it, under the
-	// unmodified softmax of the weights that served when the request began. That of the first is 0: nothing is before it.
+	// If requested, with the last piece: logprob of each prompt token given the tokens before it,
+	// under the unmodified softmax of the weights that served when the request started. The first is
+	// 0.
 	PromptLogprobs []float32 `protobuf:"fixed32,12,rep,packed,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
-	// With them: text of each token of the prompt by itself, special tokens too; where a character has several, each has a part.
+	// With prompt_logprobs: text of each prompt token, including special tokens. Tokens that share a
+	// character have parts of it.
 	PromptTexts   []string `protobuf:"bytes,13,rep,name=prompt_texts,json=promptTexts,proto3" json:"prompt_texts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -734,16 +736,16 @@ func (x *GenerateResponse) GetPromptTexts() []string {
 	return nil
 }
 
-// EvaluateRequest asks for an evaluation.
+// EvaluateRequest requests an evaluation.
 type EvaluateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Version that must answer.
+	// Weights version to evaluate.
 	Version uint64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
-	// Most rows; 0: all.
+	// Maximum number of rows; 0: all.
 	MaxPrompts uint32 `protobuf:"varint,3,opt,name=max_prompts,json=maxPrompts,proto3" json:"max_prompts,omitempty"`
-	// Temperature; 0 takes the most likely token.
+	// Temperature; 0 selects the most likely token.
 	Temperature float64 `protobuf:"fixed64,4,opt,name=temperature,proto3" json:"temperature,omitempty"`
 	// Seed.
 	Seed          uint64 `protobuf:"varint,5,opt,name=seed,proto3" json:"seed,omitempty"`
@@ -862,7 +864,7 @@ func (x *EvaluateResponse) GetSamples() []*EvalSample {
 	return nil
 }
 
-// EvalSample is one scored answer.
+// EvalSample is one scored completion.
 type EvalSample struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Row of the held-out data.
@@ -873,7 +875,7 @@ type EvalSample struct {
 	Completion string `protobuf:"bytes,3,opt,name=completion,proto3" json:"completion,omitempty"`
 	// Reward.
 	Reward float64 `protobuf:"fixed64,4,opt,name=reward,proto3" json:"reward,omitempty"`
-	// Further numbers of the reward.
+	// Metrics of the reward.
 	Metrics map[string]float64 `protobuf:"bytes,5,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
 	// How it ended.
 	Outcome v11.Outcome `protobuf:"varint,6,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
@@ -962,7 +964,7 @@ func (x *EvalSample) GetReason() string {
 	return ""
 }
 
-// TokenizeRequest asks for token ids.
+// TokenizeRequest requests token ids.
 type TokenizeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Prompts.
@@ -1008,12 +1010,12 @@ func (x *TokenizeRequest) GetPrompts() []*Prompt {
 	return nil
 }
 
-// TokenizeResponse holds token ids.
+// TokenizeResponse is the token ids.
 type TokenizeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One a prompt.
+	// One per prompt.
 	Prompts []*TokenIds `protobuf:"bytes,1,rep,name=prompts,proto3" json:"prompts,omitempty"`
-	// Longest sequence the engine takes.
+	// Maximum length of a sequence in tokens.
 	MaxModelLen   uint32 `protobuf:"varint,2,opt,name=max_model_len,json=maxModelLen,proto3" json:"max_model_len,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1066,7 +1068,7 @@ func (x *TokenizeResponse) GetMaxModelLen() uint32 {
 // AbortRequestsRequest names requests.
 type AbortRequestsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Requests; unknown ones are ignored.
+	// Request ids. Unknown ids are ignored.
 	RequestIds    []string `protobuf:"bytes,1,rep,name=request_ids,json=requestIds,proto3" json:"request_ids,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1331,14 +1333,14 @@ func (*GetInferenceStatusRequest) Descriptor() ([]byte, []int) {
 	return file_rollout_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
-// GetInferenceStatusResponse says what the worker holds and does.
+// GetInferenceStatusResponse is the state of the worker.
 type GetInferenceStatusResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Weights that the engine holds.
+	// Weights that the engine has loaded.
 	Receipt *v1.WeightsReceipt `protobuf:"bytes,1,opt,name=receipt,proto3" json:"receipt,omitempty"`
 	// Slots in use.
 	Active uint32 `protobuf:"varint,2,opt,name=active,proto3" json:"active,omitempty"`
-	// Slots in all.
+	// All slots.
 	Slots uint32 `protobuf:"varint,3,opt,name=slots,proto3" json:"slots,omitempty"`
 	// Requests that wait for a slot.
 	Queued uint32 `protobuf:"varint,4,opt,name=queued,proto3" json:"queued,omitempty"`
@@ -1346,19 +1348,19 @@ type GetInferenceStatusResponse struct {
 	Samples uint64 `protobuf:"varint,5,opt,name=samples,proto3" json:"samples,omitempty"`
 	// Tokens generated since the start.
 	Tokens uint64 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`
-	// Samples a second over the last seconds.
+	// Samples per second over the last seconds.
 	SamplesPerSecond float64 `protobuf:"fixed64,7,opt,name=samples_per_second,json=samplesPerSecond,proto3" json:"samples_per_second,omitempty"`
-	// Tokens a second over the last seconds.
+	// Tokens per second over the last seconds.
 	TokensPerSecond float64 `protobuf:"fixed64,8,opt,name=tokens_per_second,json=tokensPerSecond,proto3" json:"tokens_per_second,omitempty"`
-	// What it does or waits for, in words.
+	// What it does or waits for, as text.
 	Activity string `protobuf:"bytes,9,opt,name=activity,proto3" json:"activity,omitempty"`
-	// Number drawn at process start.
+	// Random number of the process, which differs after a restart.
 	ProcessId string `protobuf:"bytes,10,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
-	// Name of the policy as the gateway lists it.
+	// Name of the policy in the gateway.
 	Model string `protobuf:"bytes,11,opt,name=model,proto3" json:"model,omitempty"`
-	// Longest sequence the engine takes.
+	// Maximum length of a sequence in tokens.
 	MaxModelLen uint32 `protobuf:"varint,12,opt,name=max_model_len,json=maxModelLen,proto3" json:"max_model_len,omitempty"`
-	// Calls of the reward that failed and were repeated, since the start.
+	// Repeated calls of the reward since the start.
 	RewardRetries uint64 `protobuf:"varint,13,opt,name=reward_retries,json=rewardRetries,proto3" json:"reward_retries,omitempty"`
 	// Weights version and digest of each engine of the worker.
 	Engines       []*v1.EngineReceipt `protobuf:"bytes,14,rep,name=engines,proto3" json:"engines,omitempty"`

@@ -35,26 +35,29 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream.
+// InferenceWorkerService controls an inference worker. The worker pulls its work from the stream of
+// the run.
 type InferenceWorkerServiceClient interface {
-	// LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-	// FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
-	// WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
-	// else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
+	// LoadWeights stages a version, swaps it in between tokens, and verifies the digest of the
+	// tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
+	// reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
+	// does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
+	// another digest. If the mismatch has the metadata `held` = `true`, the engine itself has other
+	// weights, and the worker exits.
 	LoadWeights(ctx context.Context, in *LoadWeightsRequest, opts ...grpc.CallOption) (*LoadWeightsResponse, error)
-	// Generate answers requests with the policy as it is; pieces arrive as they are sampled.
+	// Generate samples completions with the current weights, and streams their pieces.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
-	// Evaluate answers held-out rows with one version and scores them.
+	// Evaluate completes held-out prompts with one version and scores the completions.
 	Evaluate(ctx context.Context, in *EvaluateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[EvaluateResponse], error)
-	// Tokenize renders chats or texts to token ids. Batched.
+	// Tokenize converts chats or texts to token ids. Batched.
 	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
-	// AbortRequests ends requests; their partial output is delivered with finish reason `abort`.
+	// AbortRequests ends requests. Their partial output is returned with the finish reason `abort`.
 	AbortRequests(ctx context.Context, in *AbortRequestsRequest, opts ...grpc.CallOption) (*AbortRequestsResponse, error)
-	// PauseEngine stops decoding between tokens; slots keep their state. Idempotent.
+	// PauseEngine stops decoding between tokens. Slots keep their state. Idempotent.
 	PauseEngine(ctx context.Context, in *PauseEngineRequest, opts ...grpc.CallOption) (*PauseEngineResponse, error)
-	// ResumeEngine goes on. Idempotent.
+	// ResumeEngine continues decoding. Idempotent.
 	ResumeEngine(ctx context.Context, in *ResumeEngineRequest, opts ...grpc.CallOption) (*ResumeEngineResponse, error)
-	// GetInferenceStatus says what it holds and does.
+	// GetInferenceStatus returns the state of the worker.
 	GetInferenceStatus(ctx context.Context, in *GetInferenceStatusRequest, opts ...grpc.CallOption) (*GetInferenceStatusResponse, error)
 }
 
@@ -168,26 +171,29 @@ func (c *inferenceWorkerServiceClient) GetInferenceStatus(ctx context.Context, i
 // All implementations must embed UnimplementedInferenceWorkerServiceServer
 // for forward compatibility.
 //
-// InferenceWorkerService is what the mesh asks of an inference worker. Work itself is pulled from the run's stream.
+// InferenceWorkerService controls an inference worker. The worker pulls its work from the stream of
+// the run.
 type InferenceWorkerServiceServer interface {
-	// LoadWeights stages a version, swaps between tokens, and verifies the digest on what the engine holds. Idempotent.
-	// FAILED_PRECONDITION leaves the old version working: reason WEIGHTS_UNREADABLE where the folder can't be opened here,
-	// WEIGHTS_BASE_MISSING where the first offer needs a version that is not held, WEIGHTS_DIGEST_MISMATCH where what came is something
-	// else. With metadata `held` = `true` the engine itself holds something else, and the worker leaves.
+	// LoadWeights stages a version, swaps it in between tokens, and verifies the digest of the
+	// tensors in the engine. Idempotent. The old version keeps serving after FAILED_PRECONDITION:
+	// reason WEIGHTS_UNREADABLE if the folder can't be opened, WEIGHTS_BASE_MISSING if the worker
+	// does not have the base of the first offer, WEIGHTS_DIGEST_MISMATCH if the received weights have
+	// another digest. If the mismatch has the metadata `held` = `true`, the engine itself has other
+	// weights, and the worker exits.
 	LoadWeights(context.Context, *LoadWeightsRequest) (*LoadWeightsResponse, error)
-	// Generate answers requests with the policy as it is; pieces arrive as they are sampled.
+	// Generate samples completions with the current weights, and streams their pieces.
 	Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error
-	// Evaluate answers held-out rows with one version and scores them.
+	// Evaluate completes held-out prompts with one version and scores the completions.
 	Evaluate(*EvaluateRequest, grpc.ServerStreamingServer[EvaluateResponse]) error
-	// Tokenize renders chats or texts to token ids. Batched.
+	// Tokenize converts chats or texts to token ids. Batched.
 	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)
-	// AbortRequests ends requests; their partial output is delivered with finish reason `abort`.
+	// AbortRequests ends requests. Their partial output is returned with the finish reason `abort`.
 	AbortRequests(context.Context, *AbortRequestsRequest) (*AbortRequestsResponse, error)
-	// PauseEngine stops decoding between tokens; slots keep their state. Idempotent.
+	// PauseEngine stops decoding between tokens. Slots keep their state. Idempotent.
 	PauseEngine(context.Context, *PauseEngineRequest) (*PauseEngineResponse, error)
-	// ResumeEngine goes on. Idempotent.
+	// ResumeEngine continues decoding. Idempotent.
 	ResumeEngine(context.Context, *ResumeEngineRequest) (*ResumeEngineResponse, error)
-	// GetInferenceStatus says what it holds and does.
+	// GetInferenceStatus returns the state of the worker.
 	GetInferenceStatus(context.Context, *GetInferenceStatusRequest) (*GetInferenceStatusResponse, error)
 	mustEmbedUnimplementedInferenceWorkerServiceServer()
 }

@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/learner/v1/learner.proto
 
-// Package rollout.learner.v1 drives the learner: the controller's service and the contract of a learner worker.
+// Package rollout.learner.v1 has the service of the learner controller and the contract of a
+// learner worker.
 
 package learnerv1
 
@@ -28,36 +29,40 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Phase is what the controller of a run does now.
+// Phase is the state of a run in the controller. Phases in brackets are skipped if they are not
+// due.
 //
-//	PREPARING -> LEASING -> TRAINING -> COMMITTING -> DELIVERING -> [EVALUATING] -> [SNAPSHOTTING] -> LEASING ...
-//	any -> RECOVERING -> LEASING when the learner restarted; the last step -> FINISHED; any -> STOPPED | FAILED
+//	PREPARING -> LEASING -> TRAINING -> COMMITTING -> [DELIVERING] -> [EVALUATING] -> [SNAPSHOTTING]
+//	                ^                                                                      |
+//	                +----------------------------------------------------------------------+
+//	any -> RECOVERING -> LEASING after a lost learner
+//	any -> FINISHED | STOPPED | FAILED
 type Phase int32
 
 const (
 	// Not set.
 	Phase_PHASE_UNSPECIFIED Phase = 0
-	// The learner loads the model and its state, workers get the first weights.
+	// The learner loads the model and its state, and inference workers load the weights.
 	Phase_PHASE_PREPARING Phase = 1
-	// Waiting for the batch of the next step.
+	// The controller waits for the batch of the next step.
 	Phase_PHASE_LEASING Phase = 2
 	// The learner trains.
 	Phase_PHASE_TRAINING Phase = 3
 	// The step is being committed.
 	Phase_PHASE_COMMITTING Phase = 4
-	// Workers take over the new weights.
+	// Inference workers load the new weights.
 	Phase_PHASE_DELIVERING Phase = 5
-	// Workers answer held-out prompts, or the learner computes the loss of held-out rows.
+	// A worker completes the held-out prompts, or the learner computes the loss of held-out rows.
 	Phase_PHASE_EVALUATING Phase = 6
 	// The training state is being saved.
 	Phase_PHASE_SNAPSHOTTING Phase = 7
 	// A new learner process is brought to the last committed step.
 	Phase_PHASE_RECOVERING Phase = 8
-	// All steps are made.
+	// All steps are committed.
 	Phase_PHASE_FINISHED Phase = 9
 	// Stopped by request.
 	Phase_PHASE_STOPPED Phase = 10
-	// It can't go on.
+	// An error that a retry does not fix.
 	Phase_PHASE_FAILED Phase = 11
 )
 
@@ -120,22 +125,22 @@ func (Phase) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{0}
 }
 
-// Progress is the controller's view of a run.
+// Progress is the progress of a run.
 type Progress struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// What it does.
+	// Current phase.
 	Phase Phase `protobuf:"varint,2,opt,name=phase,proto3,enum=rollout.learner.v1.Phase" json:"phase,omitempty"`
 	// Last committed step.
 	Step uint64 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`
-	// Steps wanted.
+	// Number of steps of the run.
 	TotalSteps uint64 `protobuf:"varint,4,opt,name=total_steps,json=totalSteps,proto3" json:"total_steps,omitempty"`
-	// What it waits for and who owns that, in words.
+	// What the run waits for and the owner of the wait, as text.
 	WaitingFor string `protobuf:"bytes,5,opt,name=waiting_for,json=waitingFor,proto3" json:"waiting_for,omitempty"`
 	// Newest weights.
 	Weights *v1.WeightsManifest `protobuf:"bytes,6,opt,name=weights,proto3" json:"weights,omitempty"`
-	// Why it failed, for people.
+	// Why the run failed, as text.
 	Message       string `protobuf:"bytes,7,opt,name=message,proto3" json:"message,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -344,10 +349,10 @@ type StopRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Whether the step in hand is finished and a snapshot taken first.
+	// Whether to finish the current step and take a snapshot first.
 	Drain bool `protobuf:"varint,2,opt,name=drain,proto3" json:"drain,omitempty"`
-	// Incarnation of the run that whoever asks conducts. Below the one that is driven: refused with FAILED_PRECONDITION, reason
-	// STALE_INCARNATION. 0: nothing is compared.
+	// Incarnation of the run that the caller knows. An older one than the controller drives is
+	// refused: FAILED_PRECONDITION, reason STALE_INCARNATION. 0 is not compared.
 	Incarnation   uint32 `protobuf:"varint,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -404,10 +409,10 @@ func (x *StopRunRequest) GetIncarnation() uint32 {
 	return 0
 }
 
-// StopRunResponse holds the last progress.
+// StopRunResponse is the last progress.
 type StopRunResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Progress when it stopped.
+	// Progress at the end.
 	Progress      *Progress `protobuf:"bytes,1,opt,name=progress,proto3" json:"progress,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -496,10 +501,10 @@ func (x *GetProgressRequest) GetRunId() string {
 	return ""
 }
 
-// GetProgressResponse holds the progress.
+// GetProgressResponse is the progress.
 type GetProgressResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Progress now.
+	// Current progress.
 	Progress      *Progress `protobuf:"bytes,1,opt,name=progress,proto3" json:"progress,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -588,10 +593,10 @@ func (x *WatchProgressRequest) GetRunId() string {
 	return ""
 }
 
-// WatchProgressResponse is one change.
+// WatchProgressResponse is the progress after a change.
 type WatchProgressResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Progress now.
+	// Current progress.
 	Progress      *Progress `protobuf:"bytes,1,opt,name=progress,proto3" json:"progress,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -634,12 +639,12 @@ func (x *WatchProgressResponse) GetProgress() *Progress {
 	return nil
 }
 
-// InitializeRequest says what to load.
+// InitializeRequest names the state to load.
 type InitializeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Folder with the files of a `train_state` snapshot; empty: the plan's model at step 0.
+	// Folder with the files of a `train_state` snapshot; empty: the model of the plan at step 0.
 	StateDirectory string `protobuf:"bytes,2,opt,name=state_directory,json=stateDirectory,proto3" json:"state_directory,omitempty"`
 	// Step of that state.
 	Step          uint64 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`
@@ -698,14 +703,14 @@ func (x *InitializeRequest) GetStep() uint64 {
 	return 0
 }
 
-// InitializeResponse says where the worker stands.
+// InitializeResponse is the state of the worker.
 type InitializeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Step of the state it holds.
+	// Step of its state.
 	Step uint64 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
-	// Digest of the weights it holds.
+	// Digest of its weights.
 	WeightsDigest string `protobuf:"bytes,2,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
-	// Number drawn at process start: tells a restarted worker.
+	// Random number of the process, which differs after a restart.
 	ProcessId     string `protobuf:"bytes,3,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -762,7 +767,7 @@ func (x *InitializeResponse) GetProcessId() string {
 	return ""
 }
 
-// TrainRequest asks for one step.
+// TrainRequest names a step and its batch.
 type TrainRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
@@ -771,7 +776,7 @@ type TrainRequest struct {
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
 	// Batch to train on.
 	Batch *v12.Batch `protobuf:"bytes,3,opt,name=batch,proto3" json:"batch,omitempty"`
-	// Whether the weights are published with the step.
+	// Whether to publish the weights of the step.
 	Publish       bool `protobuf:"varint,4,opt,name=publish,proto3" json:"publish,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -909,12 +914,12 @@ type isTrainResponse_Kind interface {
 }
 
 type TrainResponse_Progress struct {
-	// On the way.
+	// Progress of the step.
 	Progress *TrainProgress `protobuf:"bytes,1,opt,name=progress,proto3,oneof"`
 }
 
 type TrainResponse_Result struct {
-	// The step is made.
+	// Result of the step.
 	Result *TrainResult `protobuf:"bytes,2,opt,name=result,proto3,oneof"`
 }
 
@@ -922,12 +927,12 @@ func (*TrainResponse_Progress) isTrainResponse_Kind() {}
 
 func (*TrainResponse_Result) isTrainResponse_Kind() {}
 
-// TrainProgress says how far a step is.
+// TrainProgress is the progress of a step.
 type TrainProgress struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Micro-batches done.
 	Done uint32 `protobuf:"varint,1,opt,name=done,proto3" json:"done,omitempty"`
-	// Micro-batches in all.
+	// All micro-batches.
 	Total         uint32 `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -977,18 +982,18 @@ func (x *TrainProgress) GetTotal() uint32 {
 	return 0
 }
 
-// TrainResult is a step that was made and is not yet committed.
+// TrainResult is the result of a step that is not committed yet.
 type TrainResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Step.
 	Step uint64 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
-	// Digest of the weights after it.
+	// Digest of the weights after the step.
 	WeightsDigest string `protobuf:"bytes,2,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
-	// The published weights, where they were asked for.
+	// Published weights, if requested.
 	Weights *v1.WeightsManifest `protobuf:"bytes,3,opt,name=weights,proto3" json:"weights,omitempty"`
-	// Metrics by the field's names.
+	// Metrics by name.
 	Metrics map[string]float64 `protobuf:"bytes,4,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
-	// The samples of the step that the configuration asks to keep (`[completions]`).
+	// Samples of the step to record, by the `[completions]` config.
 	Completions   []*Completion `protobuf:"bytes,5,rep,name=completions,proto3" json:"completions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1059,26 +1064,26 @@ func (x *TrainResult) GetCompletions() []*Completion {
 	return nil
 }
 
-// Completion is one sample that was trained on, for people.
+// Completion is one sample of a step as text.
 type Completion struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Epoch.
 	Epoch uint32 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	// Place of the prompt in the epoch's order, from 0.
+	// Position of the prompt in the epoch, from 0.
 	Index uint64 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`
 	// Sample in the group, from 0.
 	Sample uint32 `protobuf:"varint,3,opt,name=sample,proto3" json:"sample,omitempty"`
-	// Prompt as text, cut where it is long.
+	// Prompt, truncated if it is long.
 	Prompt string `protobuf:"bytes,4,opt,name=prompt,proto3" json:"prompt,omitempty"`
-	// Completion as text, cut where it is long.
+	// Completion, truncated if it is long.
 	Completion string `protobuf:"bytes,5,opt,name=completion,proto3" json:"completion,omitempty"`
 	// Reward.
 	Reward float64 `protobuf:"fixed64,6,opt,name=reward,proto3" json:"reward,omitempty"`
-	// What the reward was worth beside the others (over a sample's tokens: the mean); absent where the algorithm has none.
+	// Advantage, the mean over the tokens of the sample. Absent if the algorithm has no advantages.
 	Advantage *float64 `protobuf:"fixed64,7,opt,name=advantage,proto3,oneof" json:"advantage,omitempty"`
 	// Tokens of the completion.
 	Tokens uint32 `protobuf:"varint,8,opt,name=tokens,proto3" json:"tokens,omitempty"`
-	// Whether it was cut off at the longest completion.
+	// Whether the completion reached the token limit.
 	Truncated     bool `protobuf:"varint,9,opt,name=truncated,proto3" json:"truncated,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1223,10 +1228,10 @@ func (x *PublishWeightsRequest) GetRunId() string {
 	return ""
 }
 
-// PublishWeightsResponse holds the manifest.
+// PublishWeightsResponse is the manifest.
 type PublishWeightsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The weights of the current step.
+	// Weights of the current step.
 	Weights       *v1.WeightsManifest `protobuf:"bytes,1,opt,name=weights,proto3" json:"weights,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1269,18 +1274,18 @@ func (x *PublishWeightsResponse) GetWeights() *v1.WeightsManifest {
 	return nil
 }
 
-// OfferWeightsRequest names a version and what the worker that wants it holds.
+// OfferWeightsRequest names a version, and the version that the receiving worker has.
 type OfferWeightsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Weights digest of the version.
 	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
-	// Weights digest that the worker holds; empty: no patch is wanted.
+	// Weights digest of the version that the receiving worker has; empty: no patch.
 	BaseDigest string `protobuf:"bytes,3,opt,name=base_digest,json=baseDigest,proto3" json:"base_digest,omitempty"`
-	// Whether the storage service is to have it.
+	// Whether to upload the version to the storage service.
 	Store bool `protobuf:"varint,4,opt,name=store,proto3" json:"store,omitempty"`
-	// Whether it is wanted in no other form than whole.
+	// Whether to offer only the whole weights.
 	Whole         bool `protobuf:"varint,5,opt,name=whole,proto3" json:"whole,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1351,11 +1356,11 @@ func (x *OfferWeightsRequest) GetWhole() bool {
 	return false
 }
 
-// OfferWeightsResponse says how it is to be had.
+// OfferWeightsResponse is how to get the version.
 type OfferWeightsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// To be taken one after the other: patches upon what the worker holds where they are small, adapters, or the whole. Without peers:
-	// this worker streams each.
+	// Offers to apply in order: patches if they are small, an adapter, or the whole weights. This
+	// worker streams an offer that has no peers.
 	Offers        []*v1.WeightsOffer `protobuf:"bytes,1,rep,name=offers,proto3" json:"offers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1398,12 +1403,12 @@ func (x *OfferWeightsResponse) GetOffers() []*v1.WeightsOffer {
 	return nil
 }
 
-// EvaluateLossRequest asks for an evaluation.
+// EvaluateLossRequest names a step.
 type EvaluateLossRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Step whose weights are evaluated.
+	// Step of the weights.
 	Step          uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1453,14 +1458,14 @@ func (x *EvaluateLossRequest) GetStep() uint64 {
 	return 0
 }
 
-// EvaluateLossResponse says how well the weights know the held-out rows.
+// EvaluateLossResponse is the loss of the held-out rows.
 type EvaluateLossResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The loss and what else the algorithm measures, by the field's names, over all rows that were taken.
+	// Loss and other metrics of the algorithm, by name, over all rows that were used.
 	Metrics map[string]float64 `protobuf:"bytes,1,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"fixed64,2,opt,name=value"`
-	// Rows, those that could not be taken among them.
+	// All rows, including the refused ones.
 	Rows uint32 `protobuf:"varint,2,opt,name=rows,proto3" json:"rows,omitempty"`
-	// Rows that could not be taken, as one that is too long.
+	// Rows that could not be used, for example because they are too long.
 	Refused       uint32 `protobuf:"varint,3,opt,name=refused,proto3" json:"refused,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1522,9 +1527,9 @@ type SaveStateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Step that the state must be of.
+	// Step of the state. It must be the current step.
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
-	// Folder to write into; made where absent.
+	// Folder to write into. It is created if it does not exist.
 	Directory     string `protobuf:"bytes,3,opt,name=directory,proto3" json:"directory,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1586,7 +1591,7 @@ type SaveStateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Files written, relative to the folder.
 	Files []*v13.SnapshotFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
-	// Weights of the state.
+	// Digest of the weights in the state.
 	WeightsDigest string `protobuf:"bytes,2,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1673,18 +1678,18 @@ func (*GetLearnerStatusRequest) Descriptor() ([]byte, []int) {
 	return file_rollout_learner_v1_learner_proto_rawDescGZIP(), []int{24}
 }
 
-// GetLearnerStatusResponse says where the worker stands.
+// GetLearnerStatusResponse is the state of the worker.
 type GetLearnerStatusResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Step of the state it holds.
+	// Step of its state.
 	Step uint64 `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
 	// Whether a model is loaded.
 	Initialized bool `protobuf:"varint,2,opt,name=initialized,proto3" json:"initialized,omitempty"`
-	// What it does, in words.
+	// What it does, as text.
 	Activity string `protobuf:"bytes,3,opt,name=activity,proto3" json:"activity,omitempty"`
-	// Number drawn at process start.
+	// Random number of the process, which differs after a restart.
 	ProcessId string `protobuf:"bytes,4,opt,name=process_id,json=processId,proto3" json:"process_id,omitempty"`
-	// Digest of the weights it holds.
+	// Digest of its weights.
 	WeightsDigest string `protobuf:"bytes,5,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -4,7 +4,8 @@
 // - protoc             (unknown)
 // source: rollout/learner/v1/learner.proto
 
-// Package rollout.learner.v1 drives the learner: the controller's service and the contract of a learner worker.
+// Package rollout.learner.v1 has the service of the learner controller and the contract of a
+// learner worker.
 
 package learnerv1
 
@@ -31,15 +32,16 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// LearnerControllerService owns the learner's state machine.
+// LearnerControllerService owns the state machine of the learner.
 type LearnerControllerServiceClient interface {
-	// StartRun begins or goes on with driving a run. Idempotent by incarnation.
+	// StartRun starts or continues to drive a run. Idempotent by incarnation.
 	StartRun(ctx context.Context, in *StartRunRequest, opts ...grpc.CallOption) (*StartRunResponse, error)
-	// StopRun stops driving: with drain the step in hand is finished and a snapshot taken. Returns when it has stopped. Idempotent.
+	// StopRun stops driving a run and returns when the drive has ended. With drain, it finishes the
+	// current step and takes a snapshot. Idempotent.
 	StopRun(ctx context.Context, in *StopRunRequest, opts ...grpc.CallOption) (*StopRunResponse, error)
-	// GetProgress returns what it does now.
+	// GetProgress returns the current progress.
 	GetProgress(ctx context.Context, in *GetProgressRequest, opts ...grpc.CallOption) (*GetProgressResponse, error)
-	// WatchProgress streams the progress at once and on every change until the controller has finished, stopped or failed.
+	// WatchProgress streams the progress immediately and at each change, until a final phase.
 	WatchProgress(ctx context.Context, in *WatchProgressRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchProgressResponse], error)
 }
 
@@ -104,15 +106,16 @@ type LearnerControllerService_WatchProgressClient = grpc.ServerStreamingClient[W
 // All implementations must embed UnimplementedLearnerControllerServiceServer
 // for forward compatibility.
 //
-// LearnerControllerService owns the learner's state machine.
+// LearnerControllerService owns the state machine of the learner.
 type LearnerControllerServiceServer interface {
-	// StartRun begins or goes on with driving a run. Idempotent by incarnation.
+	// StartRun starts or continues to drive a run. Idempotent by incarnation.
 	StartRun(context.Context, *StartRunRequest) (*StartRunResponse, error)
-	// StopRun stops driving: with drain the step in hand is finished and a snapshot taken. Returns when it has stopped. Idempotent.
+	// StopRun stops driving a run and returns when the drive has ended. With drain, it finishes the
+	// current step and takes a snapshot. Idempotent.
 	StopRun(context.Context, *StopRunRequest) (*StopRunResponse, error)
-	// GetProgress returns what it does now.
+	// GetProgress returns the current progress.
 	GetProgress(context.Context, *GetProgressRequest) (*GetProgressResponse, error)
-	// WatchProgress streams the progress at once and on every change until the controller has finished, stopped or failed.
+	// WatchProgress streams the progress immediately and at each change, until a final phase.
 	WatchProgress(*WatchProgressRequest, grpc.ServerStreamingServer[WatchProgressResponse]) error
 	mustEmbedUnimplementedLearnerControllerServiceServer()
 }
@@ -269,23 +272,27 @@ const (
 //
 // LearnerWorkerService is the contract of a learner worker. Every call is idempotent.
 type LearnerWorkerServiceClient interface {
-	// Initialize loads the model, or a snapshot's state. A worker that already stands at or past the wanted step with the
-	// same lineage keeps its state and says so.
+	// Initialize loads the model, or the state of a snapshot. A worker that has a state keeps and
+	// returns it.
 	Initialize(ctx context.Context, in *InitializeRequest, opts ...grpc.CallOption) (*InitializeResponse, error)
-	// Train makes one step from a batch. A step that was made already from the same batch returns the same result; a step
-	// out of turn is refused with FAILED_PRECONDITION, reason STEP_OUT_OF_TURN. The last message holds the result.
+	// Train makes one step with a batch. It repeats the result of the last step for the same batch.
+	// It refuses any other step than the next: FAILED_PRECONDITION, reason STEP_OUT_OF_TURN. The last
+	// message has the result.
 	Train(ctx context.Context, in *TrainRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TrainResponse], error)
-	// PublishWeights writes the weights of the current step where inference workers read them.
+	// PublishWeights writes the weights of the current step to the folder that inference workers
+	// read.
 	PublishWeights(ctx context.Context, in *PublishWeightsRequest, opts ...grpc.CallOption) (*PublishWeightsResponse, error)
-	// OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
-	// that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+	// OfferWeights returns how workers that can't open the folder of a published version can get it,
+	// and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that this worker
+	// does not have.
 	OfferWeights(ctx context.Context, in *OfferWeightsRequest, opts ...grpc.CallOption) (*OfferWeightsResponse, error)
-	// EvaluateLoss computes the loss of the weights of the current step on the plan's held-out rows, for algorithms that train on rows.
-	// FAILED_PRECONDITION, reason STEP_OUT_OF_TURN, where it stands at another step; NO_EVALUATION where the plan has no such rows.
+	// EvaluateLoss computes the loss of the current weights on the held-out rows of the plan, for
+	// algorithms that train on rows. FAILED_PRECONDITION: reason STEP_OUT_OF_TURN at another step,
+	// NO_EVALUATION for a plan without held-out rows.
 	EvaluateLoss(ctx context.Context, in *EvaluateLossRequest, opts ...grpc.CallOption) (*EvaluateLossResponse, error)
 	// SaveState writes the training state of the current step into a folder.
 	SaveState(ctx context.Context, in *SaveStateRequest, opts ...grpc.CallOption) (*SaveStateResponse, error)
-	// GetLearnerStatus says where it stands.
+	// GetLearnerStatus returns the state of the worker.
 	GetLearnerStatus(ctx context.Context, in *GetLearnerStatusRequest, opts ...grpc.CallOption) (*GetLearnerStatusResponse, error)
 }
 
@@ -382,23 +389,27 @@ func (c *learnerWorkerServiceClient) GetLearnerStatus(ctx context.Context, in *G
 //
 // LearnerWorkerService is the contract of a learner worker. Every call is idempotent.
 type LearnerWorkerServiceServer interface {
-	// Initialize loads the model, or a snapshot's state. A worker that already stands at or past the wanted step with the
-	// same lineage keeps its state and says so.
+	// Initialize loads the model, or the state of a snapshot. A worker that has a state keeps and
+	// returns it.
 	Initialize(context.Context, *InitializeRequest) (*InitializeResponse, error)
-	// Train makes one step from a batch. A step that was made already from the same batch returns the same result; a step
-	// out of turn is refused with FAILED_PRECONDITION, reason STEP_OUT_OF_TURN. The last message holds the result.
+	// Train makes one step with a batch. It repeats the result of the last step for the same batch.
+	// It refuses any other step than the next: FAILED_PRECONDITION, reason STEP_OUT_OF_TURN. The last
+	// message has the result.
 	Train(*TrainRequest, grpc.ServerStreamingServer[TrainResponse]) error
-	// PublishWeights writes the weights of the current step where inference workers read them.
+	// PublishWeights writes the weights of the current step to the folder that inference workers
+	// read.
 	PublishWeights(context.Context, *PublishWeightsRequest) (*PublishWeightsResponse, error)
-	// OfferWeights says how a published version is to be had by workers that can't open its folder, and makes what is missing for
-	// that. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that is not published here any more.
+	// OfferWeights returns how workers that can't open the folder of a published version can get it,
+	// and prepares the transfer. NOT_FOUND, reason WEIGHTS_NOT_HELD, for a version that this worker
+	// does not have.
 	OfferWeights(context.Context, *OfferWeightsRequest) (*OfferWeightsResponse, error)
-	// EvaluateLoss computes the loss of the weights of the current step on the plan's held-out rows, for algorithms that train on rows.
-	// FAILED_PRECONDITION, reason STEP_OUT_OF_TURN, where it stands at another step; NO_EVALUATION where the plan has no such rows.
+	// EvaluateLoss computes the loss of the current weights on the held-out rows of the plan, for
+	// algorithms that train on rows. FAILED_PRECONDITION: reason STEP_OUT_OF_TURN at another step,
+	// NO_EVALUATION for a plan without held-out rows.
 	EvaluateLoss(context.Context, *EvaluateLossRequest) (*EvaluateLossResponse, error)
 	// SaveState writes the training state of the current step into a folder.
 	SaveState(context.Context, *SaveStateRequest) (*SaveStateResponse, error)
-	// GetLearnerStatus says where it stands.
+	// GetLearnerStatus returns the state of the worker.
 	GetLearnerStatus(context.Context, *GetLearnerStatusRequest) (*GetLearnerStatusResponse, error)
 	mustEmbedUnimplementedLearnerWorkerServiceServer()
 }

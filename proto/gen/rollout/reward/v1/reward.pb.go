@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/reward/v1/reward.proto
 
-// Package rollout.reward.v1 is what a reward worker does: it scores completions with a trained model.
+// Package rollout.reward.v1 is the contract of a reward worker, which scores completions with a
+// trained model.
 
 package rewardv1
 
@@ -24,7 +25,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// ScoreRequest is a batch.
+// ScoreRequest is a batch of completions.
 type ScoreRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
@@ -79,12 +80,12 @@ func (x *ScoreRequest) GetGroups() []*ScoreGroup {
 	return nil
 }
 
-// ScoreGroup is completions of one prompt.
+// ScoreGroup is the completions of one prompt.
 type ScoreGroup struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// int32[P] little-endian: tokens of the prompt.
 	PromptIds []byte `protobuf:"bytes,1,opt,name=prompt_ids,json=promptIds,proto3" json:"prompt_ids,omitempty"`
-	// int32[N] little-endian each: tokens of a completion, its end among them where it has one.
+	// int32[N] little-endian each: tokens of a completion, including its end token if it has one.
 	Completions   [][]byte `protobuf:"bytes,2,rep,name=completions,proto3" json:"completions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -134,10 +135,10 @@ func (x *ScoreGroup) GetCompletions() [][]byte {
 	return nil
 }
 
-// ScoreResponse is one result a completion, in the order of the request.
+// ScoreResponse is the scores.
 type ScoreResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The results.
+	// One result per completion, in the order of the request.
 	Results       []*ScoreResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -180,14 +181,14 @@ func (x *ScoreResponse) GetResults() []*ScoreResult {
 	return nil
 }
 
-// ScoreResult is a score, or why there is none.
+// ScoreResult is a score, or the reason for its absence.
 type ScoreResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The model's score; meaningful where `reason` is empty.
+	// Score of the model, if `reason` is empty.
 	Score float64 `protobuf:"fixed64,1,opt,name=score,proto3" json:"score,omitempty"`
-	// Machine-readable reason why it can't be scored: CONTEXT_OVERFLOW, REWARD_BAD_RESULT.
+	// Machine-readable reason for a missing score: CONTEXT_OVERFLOW, REWARD_BAD_RESULT.
 	Reason string `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
-	// The same for people.
+	// The reason as text.
 	Message       string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -4,7 +4,8 @@
 // - protoc             (unknown)
 // source: rollout/reward/v1/reward.proto
 
-// Package rollout.reward.v1 is what a reward worker does: it scores completions with a trained model.
+// Package rollout.reward.v1 is the contract of a reward worker, which scores completions with a
+// trained model.
 
 package rewardv1
 
@@ -28,9 +29,10 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// RewardWorkerService is served by `rollout-worker reward`. Inference workers of the same run call it.
+// RewardWorkerService is the service of `rollout-worker reward`. Inference workers of the run call
+// it.
 type RewardWorkerServiceClient interface {
-	// Score scores completions in one batch. RUN_MISMATCH where the worker serves another run.
+	// Score scores a batch of completions. Reason RUN_MISMATCH if the worker serves another run.
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
 }
 
@@ -56,9 +58,10 @@ func (c *rewardWorkerServiceClient) Score(ctx context.Context, in *ScoreRequest,
 // All implementations must embed UnimplementedRewardWorkerServiceServer
 // for forward compatibility.
 //
-// RewardWorkerService is served by `rollout-worker reward`. Inference workers of the same run call it.
+// RewardWorkerService is the service of `rollout-worker reward`. Inference workers of the run call
+// it.
 type RewardWorkerServiceServer interface {
-	// Score scores completions in one batch. RUN_MISMATCH where the worker serves another run.
+	// Score scores a batch of completions. Reason RUN_MISMATCH if the worker serves another run.
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
 	mustEmbedUnimplementedRewardWorkerServiceServer()
 }

@@ -26,8 +26,8 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// SnapshotKind is what a snapshot contains. The service has a handler for each kind that it supports,
-// and refuses the others with SNAPSHOT_KIND_UNSUPPORTED. Now it supports train_state.
+// SnapshotKind is what a snapshot contains. The service has a handler for each kind that it
+// supports, and refuses the others with SNAPSHOT_KIND_UNSUPPORTED. Now it supports train_state.
 type SnapshotKind int32
 
 const (
@@ -109,12 +109,13 @@ type Snapshot struct {
 	PlanId string `protobuf:"bytes,8,opt,name=plan_id,json=planId,proto3" json:"plan_id,omitempty"`
 	// When it was created, UTC.
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
-	// Random state of each worker, by worker kind: the path of a file, or `counter` if it follows from
-	// the seed and the key of the sample.
+	// Random state of each worker, by worker kind: the path of a file, or `counter` if it follows
+	// from the seed and the key of the sample.
 	Rng map[string]string `protobuf:"bytes,10,rep,name=rng,proto3" json:"rng,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Size of all files in bytes.
 	Bytes uint64 `protobuf:"varint,11,opt,name=bytes,proto3" json:"bytes,omitempty"`
-	// Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself takes.
+	// Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself
+	// takes.
 	Name          string `protobuf:"bytes,12,opt,name=name,proto3" json:"name,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -303,7 +304,8 @@ type CreateSnapshotRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Manifest without id, time, and size.
 	Snapshot *Snapshot `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
-	// Folder with the files. They are moved or linked instead of copied if storage is on the same disk.
+	// Folder with the files. They are moved or linked instead of copied if storage is on the same
+	// disk.
 	Directory string `protobuf:"bytes,2,opt,name=directory,proto3" json:"directory,omitempty"`
 	// How many snapshots of this run, kind, and name to keep, including this one. 0 keeps all.
 	Keep          uint32 `protobuf:"varint,3,opt,name=keep,proto3" json:"keep,omitempty"`

@@ -37,8 +37,8 @@ const (
 // SnapshotService owns the manifests and their retention.
 type SnapshotServiceClient interface {
 	// CreateSnapshot imports the files of a folder into the storage service and records the manifest.
-	// Idempotent by run, kind, step, and name: a repeated call returns the first snapshot. ALREADY_EXISTS,
-	// reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
+	// Idempotent by run, kind, step, and name: a repeated call returns the first snapshot.
+	// ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
 	// SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
 	CreateSnapshot(ctx context.Context, in *CreateSnapshotRequest, opts ...grpc.CallOption) (*CreateSnapshotResponse, error)
 	// GetSnapshot returns a manifest. NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
@@ -51,8 +51,8 @@ type SnapshotServiceClient interface {
 	// RestoreSnapshot creates a run that continues from the snapshot. UNIMPLEMENTED, reason
 	// SNAPSHOT_KIND_UNSUPPORTED.
 	RestoreSnapshot(ctx context.Context, in *RestoreSnapshotRequest, opts ...grpc.CallOption) (*RestoreSnapshotResponse, error)
-	// PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent. NOT_FOUND,
-	// reason SNAPSHOT_NOT_FOUND.
+	// PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
+	// NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
 	PinSnapshot(ctx context.Context, in *PinSnapshotRequest, opts ...grpc.CallOption) (*PinSnapshotResponse, error)
 	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
@@ -143,8 +143,8 @@ func (c *snapshotServiceClient) DeleteSnapshot(ctx context.Context, in *DeleteSn
 // SnapshotService owns the manifests and their retention.
 type SnapshotServiceServer interface {
 	// CreateSnapshot imports the files of a folder into the storage service and records the manifest.
-	// Idempotent by run, kind, step, and name: a repeated call returns the first snapshot. ALREADY_EXISTS,
-	// reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
+	// Idempotent by run, kind, step, and name: a repeated call returns the first snapshot.
+	// ALREADY_EXISTS, reason SNAPSHOT_CONFLICT, if the content is different. UNIMPLEMENTED, reason
 	// SNAPSHOT_KIND_UNSUPPORTED, for a kind without a handler.
 	CreateSnapshot(context.Context, *CreateSnapshotRequest) (*CreateSnapshotResponse, error)
 	// GetSnapshot returns a manifest. NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
@@ -157,8 +157,8 @@ type SnapshotServiceServer interface {
 	// RestoreSnapshot creates a run that continues from the snapshot. UNIMPLEMENTED, reason
 	// SNAPSHOT_KIND_UNSUPPORTED.
 	RestoreSnapshot(context.Context, *RestoreSnapshotRequest) (*RestoreSnapshotResponse, error)
-	// PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent. NOT_FOUND,
-	// reason SNAPSHOT_NOT_FOUND.
+	// PinSnapshot exempts a snapshot from retention, because a run starts from it. Idempotent.
+	// NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
 	PinSnapshot(context.Context, *PinSnapshotRequest) (*PinSnapshotResponse, error)
 	// DeleteSnapshot deletes a manifest, and the files that no other manifest names. Idempotent.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)

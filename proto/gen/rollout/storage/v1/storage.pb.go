@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: rollout/storage/v1/storage.proto
 
-// Package rollout.storage.v1 keeps content-addressed artifacts, events and metrics.
+// Package rollout.storage.v1 stores content-addressed artifacts, events, and metrics.
 
 package storagev1
 
@@ -26,20 +26,21 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// EventFilter narrows events.
+// EventFilter selects events.
 type EventFilter struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Only of this run; empty: all.
+	// Only events of this run; empty: all.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Only of these services; `inference-worker` matches every worker of that kind; empty: all.
+	// Only events of these services; empty: all. `inference-worker` selects every worker of that
+	// kind.
 	Services []string `protobuf:"bytes,2,rep,name=services,proto3" json:"services,omitempty"`
-	// Only this level and graver; not set: all.
+	// Only events of this level or above; not set: all.
 	MinLevel v1.Level `protobuf:"varint,3,opt,name=min_level,json=minLevel,proto3,enum=rollout.event.v1.Level" json:"min_level,omitempty"`
-	// Only from this time on.
+	// Only events since this time.
 	Since *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=since,proto3" json:"since,omitempty"`
-	// Only these kinds; empty: all.
+	// Only events of these kinds; empty: all.
 	Kinds []string `protobuf:"bytes,5,rep,name=kinds,proto3" json:"kinds,omitempty"`
-	// Only events after this sequence.
+	// Only events after this sequence number.
 	AfterSequence uint64 `protobuf:"varint,6,opt,name=after_sequence,json=afterSequence,proto3" json:"after_sequence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -218,12 +219,12 @@ func (x *PutArtifactResponse) GetBytes() uint64 {
 	return 0
 }
 
-// LocalFile is a file of the storage's own host.
+// LocalFile is a file on the host of the storage service.
 type LocalFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Absolute path.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	// Expected content id; empty on import: computed.
+	// Content id. On import it is verified if set.
 	ContentId     string `protobuf:"bytes,2,opt,name=content_id,json=contentId,proto3" json:"content_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -322,7 +323,7 @@ func (x *ImportArtifactsRequest) GetFiles() []*LocalFile {
 // ImportArtifactsResponse names the artifacts.
 type ImportArtifactsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One a file, in order.
+	// One per file, in order.
 	Artifacts     []*ArtifactInfo `protobuf:"bytes,1,rep,name=artifacts,proto3" json:"artifacts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -365,10 +366,10 @@ func (x *ImportArtifactsResponse) GetArtifacts() []*ArtifactInfo {
 	return nil
 }
 
-// ExportArtifactsRequest names artifacts and where they go.
+// ExportArtifactsRequest names artifacts and the files to write.
 type ExportArtifactsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Files; each with its content id.
+	// Files, each with its content id.
 	Files         []*LocalFile `protobuf:"bytes,1,rep,name=files,proto3" json:"files,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -517,7 +518,8 @@ type GetArtifactRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `blake3-<hex>`.
 	ContentId string `protobuf:"bytes,1,opt,name=content_id,json=contentId,proto3" json:"content_id,omitempty"`
-	// First byte wanted, so that a transfer that broke off goes on. From 0 the content is verified on its way, else by the caller.
+	// First byte to return, to resume an interrupted transfer. The service only verifies the bytes if
+	// it is 0; else the caller does.
 	Offset        uint64 `protobuf:"varint,2,opt,name=offset,proto3" json:"offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -659,10 +661,10 @@ func (x *StatArtifactsRequest) GetContentIds() []string {
 	return nil
 }
 
-// StatArtifactsResponse answers in order.
+// StatArtifactsResponse describes artifacts.
 type StatArtifactsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One a content id.
+	// One per content id, in order.
 	Artifacts     []*ArtifactInfo `protobuf:"bytes,1,rep,name=artifacts,proto3" json:"artifacts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -788,7 +790,7 @@ func (*DeleteArtifactsResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{14}
 }
 
-// AppendEventsRequest holds events.
+// AppendEventsRequest has the events to store.
 type AppendEventsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Events.
@@ -871,14 +873,14 @@ func (*AppendEventsResponse) Descriptor() ([]byte, []int) {
 	return file_rollout_storage_v1_storage_proto_rawDescGZIP(), []int{16}
 }
 
-// ListEventsRequest asks for events.
+// ListEventsRequest selects events.
 type ListEventsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Which.
+	// Events to return.
 	Filter *EventFilter `protobuf:"bytes,1,opt,name=filter,proto3" json:"filter,omitempty"`
-	// Most events; 0: 1,000.
+	// Maximum number of events; 0: 1,000.
 	Limit uint32 `protobuf:"varint,2,opt,name=limit,proto3" json:"limit,omitempty"`
-	// Whether the newest are taken (still returned oldest first).
+	// Whether to return the newest events instead of the oldest. The order is the same.
 	Newest        bool `protobuf:"varint,3,opt,name=newest,proto3" json:"newest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -935,7 +937,7 @@ func (x *ListEventsRequest) GetNewest() bool {
 	return false
 }
 
-// ListEventsResponse holds events.
+// ListEventsResponse is the selected events.
 type ListEventsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Oldest first.
@@ -981,10 +983,10 @@ func (x *ListEventsResponse) GetEvents() []*v1.Event {
 	return nil
 }
 
-// TailEventsRequest asks for events, then for new ones.
+// TailEventsRequest selects events.
 type TailEventsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Which.
+	// Events to return.
 	Filter        *EventFilter `protobuf:"bytes,1,opt,name=filter,proto3" json:"filter,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1027,7 +1029,7 @@ func (x *TailEventsRequest) GetFilter() *EventFilter {
 	return nil
 }
 
-// TailEventsResponse holds some events.
+// TailEventsResponse is the next events.
 type TailEventsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Oldest first.
@@ -1073,14 +1075,14 @@ func (x *TailEventsResponse) GetEvents() []*v1.Event {
 	return nil
 }
 
-// QueryMetricsRequest asks for series.
+// QueryMetricsRequest selects metrics.
 type QueryMetricsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Names; empty: all.
 	Names []string `protobuf:"bytes,2,rep,name=names,proto3" json:"names,omitempty"`
-	// First step wanted.
+	// First step to return.
 	FromStep      uint64 `protobuf:"varint,3,opt,name=from_step,json=fromStep,proto3" json:"from_step,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1137,10 +1139,10 @@ func (x *QueryMetricsRequest) GetFromStep() uint64 {
 	return 0
 }
 
-// QueryMetricsResponse holds series.
+// QueryMetricsResponse is the series.
 type QueryMetricsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One a name, by name.
+	// One per metric, ordered by name.
 	Series        []*Series `protobuf:"bytes,1,rep,name=series,proto3" json:"series,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1183,12 +1185,12 @@ func (x *QueryMetricsResponse) GetSeries() []*Series {
 	return nil
 }
 
-// Series is one metric over the steps.
+// Series is the values of one metric by step.
 type Series struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// Points by step; of a step recorded twice the newest.
+	// Points, ordered by step. A step that was recorded twice has its newest value.
 	Points        []*Point `protobuf:"bytes,2,rep,name=points,proto3" json:"points,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1238,7 +1240,7 @@ func (x *Series) GetPoints() []*Point {
 	return nil
 }
 
-// Point is one number.
+// Point is one value.
 type Point struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Step.

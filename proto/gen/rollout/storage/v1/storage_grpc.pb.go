@@ -4,7 +4,7 @@
 // - protoc             (unknown)
 // source: rollout/storage/v1/storage.proto
 
-// Package rollout.storage.v1 keeps content-addressed artifacts, events and metrics.
+// Package rollout.storage.v1 stores content-addressed artifacts, events, and metrics.
 
 package storagev1
 
@@ -33,19 +33,23 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// ArtifactService keeps bytes under the digest of their content.
+// ArtifactService stores bytes by the digest of their content.
 type ArtifactServiceClient interface {
-	// PutArtifact stores a stream of bytes and returns its content id. Durable when it returns. Idempotent.
+	// PutArtifact stores a stream of bytes and returns its content id. Durable when it returns.
+	// Idempotent.
 	PutArtifact(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[PutArtifactRequest, PutArtifactResponse], error)
-	// ImportArtifacts stores files of the storage's own host, by link where it can. Idempotent.
+	// ImportArtifacts stores files on the host of the storage service, by hard link if possible.
+	// Idempotent.
 	ImportArtifacts(ctx context.Context, in *ImportArtifactsRequest, opts ...grpc.CallOption) (*ImportArtifactsResponse, error)
-	// ExportArtifacts writes artifacts to files of the storage's own host, verified. Idempotent.
+	// ExportArtifacts writes artifacts to files on the host of the storage service and verifies them.
+	// Idempotent.
 	ExportArtifacts(ctx context.Context, in *ExportArtifactsRequest, opts ...grpc.CallOption) (*ExportArtifactsResponse, error)
-	// GetArtifact streams the bytes. NOT_FOUND, reason ARTIFACT_NOT_FOUND; DATA_LOSS, reason ARTIFACT_CORRUPT, where the content does not match its id.
+	// GetArtifact streams the bytes. NOT_FOUND, reason ARTIFACT_NOT_FOUND. DATA_LOSS, reason
+	// ARTIFACT_CORRUPT, if the bytes do not match the content id.
 	GetArtifact(ctx context.Context, in *GetArtifactRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GetArtifactResponse], error)
-	// StatArtifacts says which exist. Batched.
+	// StatArtifacts returns which artifacts exist. Batched.
 	StatArtifacts(ctx context.Context, in *StatArtifactsRequest, opts ...grpc.CallOption) (*StatArtifactsResponse, error)
-	// DeleteArtifacts removes artifacts. Idempotent.
+	// DeleteArtifacts deletes artifacts. Idempotent.
 	DeleteArtifacts(ctx context.Context, in *DeleteArtifactsRequest, opts ...grpc.CallOption) (*DeleteArtifactsResponse, error)
 }
 
@@ -133,19 +137,23 @@ func (c *artifactServiceClient) DeleteArtifacts(ctx context.Context, in *DeleteA
 // All implementations must embed UnimplementedArtifactServiceServer
 // for forward compatibility.
 //
-// ArtifactService keeps bytes under the digest of their content.
+// ArtifactService stores bytes by the digest of their content.
 type ArtifactServiceServer interface {
-	// PutArtifact stores a stream of bytes and returns its content id. Durable when it returns. Idempotent.
+	// PutArtifact stores a stream of bytes and returns its content id. Durable when it returns.
+	// Idempotent.
 	PutArtifact(grpc.ClientStreamingServer[PutArtifactRequest, PutArtifactResponse]) error
-	// ImportArtifacts stores files of the storage's own host, by link where it can. Idempotent.
+	// ImportArtifacts stores files on the host of the storage service, by hard link if possible.
+	// Idempotent.
 	ImportArtifacts(context.Context, *ImportArtifactsRequest) (*ImportArtifactsResponse, error)
-	// ExportArtifacts writes artifacts to files of the storage's own host, verified. Idempotent.
+	// ExportArtifacts writes artifacts to files on the host of the storage service and verifies them.
+	// Idempotent.
 	ExportArtifacts(context.Context, *ExportArtifactsRequest) (*ExportArtifactsResponse, error)
-	// GetArtifact streams the bytes. NOT_FOUND, reason ARTIFACT_NOT_FOUND; DATA_LOSS, reason ARTIFACT_CORRUPT, where the content does not match its id.
+	// GetArtifact streams the bytes. NOT_FOUND, reason ARTIFACT_NOT_FOUND. DATA_LOSS, reason
+	// ARTIFACT_CORRUPT, if the bytes do not match the content id.
 	GetArtifact(*GetArtifactRequest, grpc.ServerStreamingServer[GetArtifactResponse]) error
-	// StatArtifacts says which exist. Batched.
+	// StatArtifacts returns which artifacts exist. Batched.
 	StatArtifacts(context.Context, *StatArtifactsRequest) (*StatArtifactsResponse, error)
-	// DeleteArtifacts removes artifacts. Idempotent.
+	// DeleteArtifacts deletes artifacts. Idempotent.
 	DeleteArtifacts(context.Context, *DeleteArtifactsRequest) (*DeleteArtifactsResponse, error)
 	mustEmbedUnimplementedArtifactServiceServer()
 }
@@ -336,15 +344,15 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// EventService keeps events and metrics.
+// EventService stores events and metrics.
 type EventServiceClient interface {
-	// AppendEvents stores events. An event id that is known is not stored twice.
+	// AppendEvents stores events. It skips events whose id is already stored.
 	AppendEvents(ctx context.Context, in *AppendEventsRequest, opts ...grpc.CallOption) (*AppendEventsResponse, error)
 	// ListEvents returns stored events in order.
 	ListEvents(ctx context.Context, in *ListEventsRequest, opts ...grpc.CallOption) (*ListEventsResponse, error)
-	// TailEvents streams stored events in order, then goes on with new ones until the client leaves.
+	// TailEvents streams the stored events in order, then new ones until the client disconnects.
 	TailEvents(ctx context.Context, in *TailEventsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[TailEventsResponse], error)
-	// QueryMetrics returns series of numbers by step.
+	// QueryMetrics returns metrics by step.
 	QueryMetrics(ctx context.Context, in *QueryMetricsRequest, opts ...grpc.CallOption) (*QueryMetricsResponse, error)
 }
 
@@ -409,15 +417,15 @@ func (c *eventServiceClient) QueryMetrics(ctx context.Context, in *QueryMetricsR
 // All implementations must embed UnimplementedEventServiceServer
 // for forward compatibility.
 //
-// EventService keeps events and metrics.
+// EventService stores events and metrics.
 type EventServiceServer interface {
-	// AppendEvents stores events. An event id that is known is not stored twice.
+	// AppendEvents stores events. It skips events whose id is already stored.
 	AppendEvents(context.Context, *AppendEventsRequest) (*AppendEventsResponse, error)
 	// ListEvents returns stored events in order.
 	ListEvents(context.Context, *ListEventsRequest) (*ListEventsResponse, error)
-	// TailEvents streams stored events in order, then goes on with new ones until the client leaves.
+	// TailEvents streams the stored events in order, then new ones until the client disconnects.
 	TailEvents(*TailEventsRequest, grpc.ServerStreamingServer[TailEventsResponse]) error
-	// QueryMetrics returns series of numbers by step.
+	// QueryMetrics returns metrics by step.
 	QueryMetrics(context.Context, *QueryMetricsRequest) (*QueryMetricsResponse, error)
 	mustEmbedUnimplementedEventServiceServer()
 }

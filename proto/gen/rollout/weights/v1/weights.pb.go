@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: rollout/weights/v1/weights.proto
 
-// Package rollout.weights.v1 describes one version of the policy's weights.
+// Package rollout.weights.v1 describes a version of the weights of a policy, and its transfer.
 
 package weightsv1
 
@@ -24,17 +24,18 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// WeightsForm is what is written or sent of a version.
+// WeightsForm is the form in which a version is stored or sent.
 type WeightsForm int32
 
 const (
-	// Not set: the whole.
+	// Not set: whole.
 	WeightsForm_WEIGHTS_FORM_UNSPECIFIED WeightsForm = 0
-	// Every tensor, as a safetensors file.
+	// All tensors, as a safetensors file.
 	WeightsForm_WEIGHTS_FORM_WHOLE WeightsForm = 1
-	// The values that differ from another version's.
+	// The values that differ from those of another version.
 	WeightsForm_WEIGHTS_FORM_PATCH WeightsForm = 2
-	// The adapters alone, as a safetensors file; merged into the plan's model they give the version.
+	// Only the adapters, as a safetensors file. The version is the model of the plan with the
+	// adapters merged.
 	WeightsForm_WEIGHTS_FORM_ADAPTER WeightsForm = 3
 )
 
@@ -81,26 +82,26 @@ func (WeightsForm) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_weights_v1_weights_proto_rawDescGZIP(), []int{0}
 }
 
-// WeightsManifest names the tensors of one version and where their bytes are.
+// WeightsManifest describes one version and where its files are.
 type WeightsManifest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Run that made them.
+	// Run that produced the version.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Version: 0 for the initial weights, then the number of the step that made them.
+	// Version: 0 for the initial weights, else the step that produced them.
 	Version uint64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
-	// Weights digest: Merkle root over the tensors, `blake3-<hex>`.
+	// Weights digest, `blake3-<hex>`: the Merkle root over the tensors.
 	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
-	// The tensors, sorted by name.
+	// Tensors, sorted by name.
 	Tensors []*Tensor `protobuf:"bytes,4,rep,name=tensors,proto3" json:"tensors,omitempty"`
-	// The files that hold them.
+	// Files with the tensors.
 	Files []*WeightsFile `protobuf:"bytes,5,rep,name=files,proto3" json:"files,omitempty"`
-	// Folder in the Hugging Face layout that holds the files, on the host of the learner.
+	// Folder with the files, in the layout of Hugging Face, on the host of the learner.
 	Directory string `protobuf:"bytes,6,opt,name=directory,proto3" json:"directory,omitempty"`
-	// Type that the tensors are transported in, e.g. `float32`.
+	// Type in which the tensors are transferred, such as `float32`.
 	Dtype string `protobuf:"bytes,7,opt,name=dtype,proto3" json:"dtype,omitempty"`
 	// Size of all tensors in bytes.
 	Bytes uint64 `protobuf:"varint,8,opt,name=bytes,proto3" json:"bytes,omitempty"`
-	// What the folder holds: the whole, or adapters. The digest is of the whole in either case.
+	// Form of the files: whole or adapter. The digest is that of the whole weights in both cases.
 	Form          WeightsForm `protobuf:"varint,9,opt,name=form,proto3,enum=rollout.weights.v1.WeightsForm" json:"form,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -199,16 +200,16 @@ func (x *WeightsManifest) GetForm() WeightsForm {
 	return WeightsForm_WEIGHTS_FORM_UNSPECIFIED
 }
 
-// Tensor is one tensor under its Hugging Face name.
+// Tensor is one tensor.
 type Tensor struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Name, e.g. `model.layers.0.self_attn.q_proj.weight`.
+	// Name in Hugging Face, such as `model.layers.0.self_attn.q_proj.weight`.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// Type, e.g. `float32`.
+	// Type, such as `float32`.
 	Dtype string `protobuf:"bytes,2,opt,name=dtype,proto3" json:"dtype,omitempty"`
 	// Shape.
 	Shape []uint64 `protobuf:"varint,3,rep,packed,name=shape,proto3" json:"shape,omitempty"`
-	// Digest of the tensor's node in the Merkle tree, `blake3-<hex>`.
+	// Digest of its node in the Merkle tree, `blake3-<hex>`.
 	Digest        string `protobuf:"bytes,4,opt,name=digest,proto3" json:"digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -275,7 +276,7 @@ func (x *Tensor) GetDigest() string {
 // WeightsFile is one file of tensors.
 type WeightsFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Name inside the folder, e.g. `model.safetensors`.
+	// Name in the folder, such as `model.safetensors`.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Size in bytes.
 	Bytes         uint64 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
@@ -327,14 +328,14 @@ func (x *WeightsFile) GetBytes() uint64 {
 	return 0
 }
 
-// WeightsReceipt is what an engine says about the tensors it really holds.
+// WeightsReceipt describes the tensors that an engine has loaded.
 type WeightsReceipt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Version that the engine serves.
 	Version uint64 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
 	// Digest computed by reading the tensors back from the engine, `blake3-<hex>`.
 	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
-	// Grows whenever cached keys and values of older weights were dropped.
+	// Increases each time the KV cache of older weights is dropped.
 	CacheEpoch    uint64 `protobuf:"varint,3,opt,name=cache_epoch,json=cacheEpoch,proto3" json:"cache_epoch,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -391,7 +392,8 @@ func (x *WeightsReceipt) GetCacheEpoch() uint64 {
 	return 0
 }
 
-// EngineReceipt is the receipt of one engine of a worker. A worker with several engines reports each.
+// EngineReceipt is the receipt of one engine of a worker. A worker with several engines reports
+// each.
 type EngineReceipt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name of the engine in the worker, e.g. `engine-0`.
@@ -455,24 +457,24 @@ func (x *EngineReceipt) GetDigest() string {
 	return ""
 }
 
-// WeightsOffer is one form of a version and where it is to be had.
+// WeightsOffer is one form of a version and where to get it.
 type WeightsOffer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Version that it gives.
+	// Version that it results in.
 	Version uint64 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
 	// Weights digest of that version, `blake3-<hex>`.
 	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
-	// What is sent of it.
+	// Form that is sent.
 	Form WeightsForm `protobuf:"varint,3,opt,name=form,proto3,enum=rollout.weights.v1.WeightsForm" json:"form,omitempty"`
-	// Version that a patch is applied to.
+	// Version that a patch applies to.
 	BaseVersion uint64 `protobuf:"varint,4,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
-	// Weights digest of that version; of a patch only.
+	// Weights digest of the base version; only set for a patch.
 	BaseDigest string `protobuf:"bytes,5,opt,name=base_digest,json=baseDigest,proto3" json:"base_digest,omitempty"`
-	// Bytes to be sent.
+	// Number of bytes to send.
 	Bytes uint64 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"`
-	// Content id under which the storage service has these bytes; empty where it does not.
+	// Content id of the bytes in the storage service; empty if they are not there.
 	ContentId string `protobuf:"bytes,7,opt,name=content_id,json=contentId,proto3" json:"content_id,omitempty"`
-	// Workers that stream these bytes (host:port), in the order in which they are to be asked.
+	// Workers that stream the bytes (host:port), in the order in which to try them.
 	Peers         []string `protobuf:"bytes,8,rep,name=peers,proto3" json:"peers,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -571,11 +573,11 @@ type FetchWeightsRequest struct {
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Weights digest of the version.
 	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
-	// What is wanted of it.
+	// Form to send.
 	Form WeightsForm `protobuf:"varint,3,opt,name=form,proto3,enum=rollout.weights.v1.WeightsForm" json:"form,omitempty"`
-	// Weights digest of the version that a patch is to be applied to.
+	// Weights digest of the base version of a patch.
 	BaseDigest string `protobuf:"bytes,4,opt,name=base_digest,json=baseDigest,proto3" json:"base_digest,omitempty"`
-	// First byte wanted.
+	// First byte to send.
 	Offset        uint64 `protobuf:"varint,5,opt,name=offset,proto3" json:"offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -649,13 +651,13 @@ func (x *FetchWeightsRequest) GetOffset() uint64 {
 // FetchWeightsResponse is a chunk.
 type FetchWeightsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where the chunk begins.
+	// Offset of the chunk.
 	Offset uint64 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"`
 	// At most 1 MiB.
 	Chunk []byte `protobuf:"bytes,2,opt,name=chunk,proto3" json:"chunk,omitempty"`
 	// CRC-32C of the chunk.
 	Crc32C uint32 `protobuf:"varint,3,opt,name=crc32c,proto3" json:"crc32c,omitempty"`
-	// Bytes of the whole transfer.
+	// Size of the complete transfer in bytes.
 	TotalBytes    uint64 `protobuf:"varint,4,opt,name=total_bytes,json=totalBytes,proto3" json:"total_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

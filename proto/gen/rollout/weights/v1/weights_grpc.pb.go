@@ -4,7 +4,7 @@
 // - protoc             (unknown)
 // source: rollout/weights/v1/weights.proto
 
-// Package rollout.weights.v1 describes one version of the policy's weights.
+// Package rollout.weights.v1 describes a version of the weights of a policy, and its transfer.
 
 package weightsv1
 
@@ -28,10 +28,11 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// WeightsService streams weights from one worker to another that can't open the folder they lie in.
+// WeightsService streams weights to a worker that can't open their folder.
 type WeightsServiceClient interface {
-	// FetchWeights streams one form of a version, from a byte on: a transfer that broke off goes on where it stood, at this worker
-	// or another one that holds the same. NOT_FOUND, reason WEIGHTS_NOT_HELD.
+	// FetchWeights streams one form of a version, beginning at an offset. An interrupted transfer
+	// resumes at this worker or at another one that has the same version. NOT_FOUND, reason
+	// WEIGHTS_NOT_HELD.
 	FetchWeights(ctx context.Context, in *FetchWeightsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[FetchWeightsResponse], error)
 }
 
@@ -66,10 +67,11 @@ type WeightsService_FetchWeightsClient = grpc.ServerStreamingClient[FetchWeights
 // All implementations must embed UnimplementedWeightsServiceServer
 // for forward compatibility.
 //
-// WeightsService streams weights from one worker to another that can't open the folder they lie in.
+// WeightsService streams weights to a worker that can't open their folder.
 type WeightsServiceServer interface {
-	// FetchWeights streams one form of a version, from a byte on: a transfer that broke off goes on where it stood, at this worker
-	// or another one that holds the same. NOT_FOUND, reason WEIGHTS_NOT_HELD.
+	// FetchWeights streams one form of a version, beginning at an offset. An interrupted transfer
+	// resumes at this worker or at another one that has the same version. NOT_FOUND, reason
+	// WEIGHTS_NOT_HELD.
 	FetchWeights(*FetchWeightsRequest, grpc.ServerStreamingServer[FetchWeightsResponse]) error
 	mustEmbedUnimplementedWeightsServiceServer()
 }
