@@ -4,6 +4,7 @@
     python/         Python messages, stubs and types      grpcio-tools, mypy-protobuf
     schemas/        the JSON Schema of the run config     protoc-gen-jsonschema, scripts/schema.py
     **/names.*      subjects, streams and service names   scripts/names.py
+    libs/engine/    the capabilities of the engines       python -m rollout_workers.engines.registry
 
 Files are written to a scratch folder first, and only those that differ are copied into the tree. A
 run without changes touches nothing, and a failed run leaves the tree unchanged.
@@ -36,6 +37,7 @@ def main() -> None:
         generate_python(scratch)
         generate_schema(scratch)
         generate_names(scratch)
+        generate_engines(scratch)
 
 
 def generate_go(scratch: Path) -> None:
@@ -95,6 +97,13 @@ def generate_names(scratch: Path) -> None:
         if out.suffix == ".go":
             run(["gofmt", "-w", out])
         replace(out, ROOT / place)
+
+
+def generate_engines(scratch: Path) -> None:
+    """The capabilities of the engines, which the planner reads."""
+    out = scratch / "capabilities.json"
+    out.write_text(run([sys.executable, "-m", "rollout_workers.engines.registry"], capture=True))
+    replace(out, ROOT / "libs" / "engine" / out.name)
 
 
 def sync(source: Path, target: Path) -> None:

@@ -200,12 +200,12 @@ func (r *checker) crossField(id, message, at string, keys []string) {
 	r.Problems.At(place, problem.Conflict, field, message, fixes[id])
 }
 
-// fixes says how each rule between fields is met; a test holds it against the contract.
+// fixes has the suggestion for each rule between keys; a test compares it with the contract.
 var fixes = map[string]string{
 	"run_config.sync_staleness":      "remove `staleness.max_steps`, or write `mode = \"async\"`",
 	"run_config.reward":              "add [reward] with `plugin = \"reward.py:function\"`",
-	"run_config.reward_kind":         "write `plugin = \"reward.py:function\"`, and nothing beside it",
-	"run_config.reward_part":         "write `plugin = \"reward.py:function\"`, and nothing beside it",
+	"run_config.reward_kind":         "write `plugin = \"reward.py:function\"` only",
+	"run_config.reward_part":         "write `plugin = \"reward.py:function\"` only",
 	"run_config.group_size":          "write `group_size = 8` in [sampling]",
 	"run_config.single":              "remove `group_size` from [sampling]",
 	"run_config.temperature":         "remove `temperature` from [sampling]: 1.0 is the default",
@@ -221,7 +221,7 @@ var fixes = map[string]string{
 	"run_config.deterministic_async": "remove `deterministic`, or write `mode = \"sync\"`",
 	"run_config.warmup":              "lower `warmup_steps` or raise `steps`",
 	"run_config.eval_data":           "add `eval = \"data/eval.jsonl\"` to [data] and, to score answers, a [reward] table, or remove `every_steps` from [eval]",
-	"run_config.reward_model_eval":   "remove the table [reward]: `rewards/accuracy` on the held-out pairs then tells how it learns",
+	"run_config.reward_model_eval":   "remove the table [reward]: evaluations then report `rewards/accuracy` on the held-out pairs",
 	"run_config.lora_freeze":         "remove `freeze` from [train], or the table [lora]",
 	"run_config.lora_average":        "remove `ema_decay` from [train], or the table [lora]",
 	"run_config.deliver":             "remove `deliver_every_steps`: 1 is the default",

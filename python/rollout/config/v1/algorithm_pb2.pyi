@@ -87,7 +87,7 @@ class AlgorithmConfig(_message.Message):
 
     @_builtins.property
     def kto(self) -> Global___KtoConfig:
-        """Kahneman-Tversky Optimization, on labelled completions."""
+        """Kahneman-Tversky Optimization, on labeled completions."""
 
     @_builtins.property
     def distillation(self) -> Global___DistillationConfig:
@@ -128,7 +128,9 @@ Global___AlgorithmConfig: _TypeAlias = AlgorithmConfig  # noqa: Y015
 
 @_typing.final
 class SftConfig(_message.Message):
-    """SftConfig sets supervised fine-tuning: mean negative log-likelihood over the trained tokens of the whole batch."""
+    """SftConfig sets supervised fine-tuning: mean negative log-likelihood over the trained tokens of
+    the whole batch.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -152,13 +154,15 @@ Global___SftConfig: _TypeAlias = SftConfig  # noqa: Y015
 
 @_typing.final
 class RewardModelConfig(_message.Message):
-    """RewardModelConfig sets a reward model: a scalar score of prompt and completion, trained on preference pairs"""
+    """RewardModelConfig sets the training of a reward model, a scalar score of prompt and completion,
+    on preference pairs (Bradley-Terry, arXiv 2203.02155).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CENTERING_COEFFICIENT_FIELD_NUMBER: _builtins.int
     centering_coefficient: _builtins.float
-    """Weight of the pull of scores towards 0 (arXiv 2312.09244 takes 0.01). 0: they may drift together."""
+    """Weight of the term that pulls scores towards 0 (arXiv 2312.09244 uses 0.01). 0: no such term."""
     def __init__(
         self,
         *,
@@ -176,8 +180,9 @@ Global___RewardModelConfig: _TypeAlias = RewardModelConfig  # noqa: Y015
 
 @_typing.final
 class PolicyLossConfig(_message.Message):
-    """PolicyLossConfig sets the clipped policy-gradient loss. PPO, REINFORCE++ and the algorithms of GRPO's family share it; each
-    writes these keys in its own table, such as `[algorithm.grpo]`, and has its own defaults.
+    """PolicyLossConfig sets the clipped policy-gradient loss. PPO, REINFORCE++ and the algorithms of
+    GRPO's family share it; each writes these keys in its own table, such as `[algorithm.grpo]`, and
+    has its own defaults.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -203,56 +208,67 @@ class PolicyLossConfig(_message.Message):
     IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
     IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
     clip_low: _builtins.float
-    """Lower clip of the probability ratio, `1 - clip_low`. GSPO and RLOO clip the ratio of a whole sample, the others that of a token."""
+    """Lower clip of the probability ratio, `1 - clip_low`. GSPO and RLOO clip the ratio of a whole
+    sample, the others that of a token.
+    """
     clip_high: _builtins.float
-    """Upper clip of the probability ratio, `1 + clip_high`. A value above `clip_low` lets unlikely tokens grow (clip-higher, DAPO)."""
+    """Upper clip of the probability ratio, `1 + clip_high`. A value above `clip_low` lets unlikely
+    tokens grow (clip-higher, DAPO).
+    """
     dual_clip: _builtins.float
-    """Bound of the loss of a token with a negative advantage, as a multiple of the advantage: above 1, such as 3.0 (arXiv 1912.09729).
+    """Bound of the loss of a token with a negative advantage, as a multiple of the advantage: above
+    1, such as 3.0 (arXiv 1912.09729).
     0: no bound.
     """
     kl_coefficient: _builtins.float
     """Weight of the KL divergence from the initial model. 0: no reference model is loaded."""
     kl_estimator: _builtins.str
-    """Estimator of the divergence from sampled tokens (Schulman 2020). The gradient of `k1` as a term of the loss has mean 0, so it
-    needs `kl_in = "reward"`.
+    """Estimator of the divergence from sampled tokens (Schulman 2020). The gradient of `k1` as a term
+    of the loss has mean 0, so it needs `kl_in = "reward"`.
     """
     kl_in: _builtins.str
-    """Where the divergence counts: as a term of the `loss`, or subtracted from the `reward` before advantages are estimated. The
-    latter costs an additional forward pass of policy and initial model.
+    """Where the divergence counts: as a term of the `loss`, or subtracted from the `reward` before
+    advantages are estimated. The latter costs an additional forward pass of policy and initial
+    model.
     """
     kl_target: _builtins.float
-    """Divergence in nats per token that `kl_coefficient` adapts towards (arXiv 1909.08593). 0: the coefficient is constant."""
+    """Divergence in nats per token that `kl_coefficient` adapts towards (arXiv 1909.08593). 0: the
+    coefficient is constant.
+    """
     kl_horizon: _builtins.float
     """Number of samples over which `kl_coefficient` adapts."""
     entropy_coefficient: _builtins.float
     """Weight of the entropy bonus."""
     reduction: _builtins.str
-    """How token losses are reduced: the mean over the `token`s of the batch, the mean over samples of the mean of each sample
-    (`sequence`), or the sum divided by samples * `sampling.max_tokens` (`constant`).
+    """How token losses are reduced: the mean over the `token`s of the batch, the mean over samples of
+    the mean of each sample (`sequence`), or the sum divided by samples * `sampling.max_tokens`
+    (`constant`).
     """
     epochs: _builtins.int
     """Passes over a batch. More than one optimizer update per batch costs an additional forward pass."""
     minibatches: _builtins.int
     """Optimizer updates per pass. Each one takes an equal part of the batch, in whole samples."""
     overlong_share: _builtins.float
-    """Last share of `sampling.max_tokens` over which the reward falls linearly, by `overlong_penalty` at the end (DAPO, arXiv
-    2503.14476, equation 13). 0: no penalty.
+    """Last share of `sampling.max_tokens` over which the reward falls linearly, by `overlong_penalty`
+    at the end (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
     """
     overlong_penalty: _builtins.float
     """Amount subtracted from the reward of a completion that has the maximum length or was truncated."""
     mask_truncated: _builtins.bool
     """Whether the loss leaves out truncated completions. Their rewards still count in the group."""
     old_policy: _builtins.str
-    """In async mode, the denominator of the probability ratio: `proximal`, the trained weights before the first update of the batch,
-    with an additional importance weight (decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
+    """In async mode, the denominator of the probability ratio: `proximal`, the trained weights before
+    the first update of the batch, with an additional importance weight (decoupled objective, arXiv
+    2110.00641), or `engine`, the policy that sampled.
     """
     importance_correction: _builtins.str
-    """In async mode, how importance weights against the logprobs of the engine are bounded: `truncate` at the cap, `mask` the tokens
-    outside floor and cap (IcePop), or `none`: no importance weights.
+    """In async mode, how importance weights against the logprobs of the engine are bounded:
+    `truncate` at the cap, `mask` the tokens outside floor and cap (IcePop), or `none`: no
+    importance weights.
     """
     importance_level: _builtins.str
-    """Level of an importance weight: the `token`, the whole sample (`sequence`, the product over its tokens), or the `geometric`
-    mean over the tokens of the sample.
+    """Level of an importance weight: the `token`, the whole sample (`sequence`, the product over its
+    tokens), or the `geometric` mean over the tokens of the sample.
     """
     importance_cap: _builtins.float
     """Largest importance weight."""
@@ -371,7 +387,9 @@ Global___PolicyLossConfig: _TypeAlias = PolicyLossConfig  # noqa: Y015
 
 @_typing.final
 class GroupAdvantageConfig(_message.Message):
-    """GroupAdvantageConfig sets how the advantages of GRPO's family are estimated from the rewards of a group."""
+    """GroupAdvantageConfig sets how the advantages of GRPO's family are estimated from the rewards of a
+    group.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -379,14 +397,17 @@ class GroupAdvantageConfig(_message.Message):
     BASELINE_FIELD_NUMBER: _builtins.int
     DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
     normalization: _builtins.str
-    """Rewards whose standard deviation divides the advantages: those of the `group`, of the whole `batch`, or `none`."""
+    """Rewards whose standard deviation divides the advantages: those of the `group`, of the whole
+    `batch`, or `none`.
+    """
     baseline: _builtins.str
-    """What is subtracted from a reward: the mean reward of its `group`, or the mean of the other samples of the group
-    (`leave_one_out`, unbiased).
+    """What is subtracted from a reward: the mean reward of its `group`, or the mean of the other
+    samples of the group (`leave_one_out`, unbiased).
     """
     dynamic_sampling: _builtins.bool
-    """Whether groups of equal rewards are left out and replaced by newly sampled ones, within `sampling.refill_rounds` (DAPO, arXiv
-    2503.14476, section 3.2). Rewards are compared before the overlong penalty.
+    """Whether groups of equal rewards are left out and replaced by newly sampled ones, within
+    `sampling.refill_rounds` (DAPO, arXiv 2503.14476, section 3.2). Rewards are compared before the
+    overlong penalty.
     """
     def __init__(
         self,
@@ -416,7 +437,9 @@ Global___GroupAdvantageConfig: _TypeAlias = GroupAdvantageConfig  # noqa: Y015
 
 @_typing.final
 class PpoConfig(_message.Message):
-    """PpoConfig sets Proximal Policy Optimization with a critic (arXiv 1707.06347; arXiv 2203.02155 for language models)."""
+    """PpoConfig sets Proximal Policy Optimization with a critic (arXiv 1707.06347; arXiv 2203.02155 for
+    language models).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -431,7 +454,9 @@ class PpoConfig(_message.Message):
     gamma: _builtins.float
     """Discount of later rewards, per token."""
     gae_lambda: _builtins.float
-    """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the values of the critic only, 1 the sampled return."""
+    """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the values of the critic
+    only, 1 the sampled return.
+    """
     whiten_advantages: _builtins.bool
     """Whether advantages are normalized over the tokens of the batch."""
     value_clip: _builtins.float
@@ -439,7 +464,9 @@ class PpoConfig(_message.Message):
     value_coefficient: _builtins.float
     """Weight of the value loss."""
     critic: _builtins.str
-    """The critic: a scalar `head` on the last hidden states of the policy, or a separate `network` that starts from the model."""
+    """The critic: a scalar `head` on the last hidden states of the policy, or a separate `network`
+    that starts from the model.
+    """
     critic_learning_rate: _builtins.float
     """Peak learning rate of a critic `network`. It follows the schedule of the policy."""
     @_builtins.property
@@ -503,7 +530,9 @@ class GrpoConfig(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     NORMALIZE_STD_FIELD_NUMBER: _builtins.int
     normalize_std: _builtins.bool
-    """Whether advantages are divided by a standard deviation at all. false is the same as `normalization = "none"`."""
+    """Whether advantages are divided by a standard deviation at all. false is the same as
+    `normalization = "none"`.
+    """
     @_builtins.property
     def loss(self) -> Global___PolicyLossConfig:
         """The policy-gradient loss."""
@@ -531,8 +560,8 @@ Global___GrpoConfig: _TypeAlias = GrpoConfig  # noqa: Y015
 
 @_typing.final
 class DrGrpoConfig(_message.Message):
-    """DrGrpoConfig sets Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation of a group and by the length
-    of a sample.
+    """DrGrpoConfig sets Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard
+    deviation of a group and by the length of a sample.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -563,8 +592,8 @@ Global___DrGrpoConfig: _TypeAlias = DrGrpoConfig  # noqa: Y015
 
 @_typing.final
 class DapoConfig(_message.Message):
-    """DapoConfig sets DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss and the soft overlong punishment. Each
-    has its own key.
+    """DapoConfig sets DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss and the
+    soft overlong punishment. Each has its own key.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -595,8 +624,8 @@ Global___DapoConfig: _TypeAlias = DapoConfig  # noqa: Y015
 
 @_typing.final
 class GspoConfig(_message.Message):
-    """GspoConfig sets Group Sequence Policy Optimization (arXiv 2507.18071): it clips the ratio of a whole sample, normalized by the
-    length of the sample.
+    """GspoConfig sets Group Sequence Policy Optimization (arXiv 2507.18071): it clips the ratio of a
+    whole sample, normalized by the length of the sample.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -627,8 +656,8 @@ Global___GspoConfig: _TypeAlias = GspoConfig  # noqa: Y015
 
 @_typing.final
 class CispoConfig(_message.Message):
-    """CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): it clips the weight of the gradient of a token, so every token keeps a
-    gradient. `clip_low = 1.0` sets no lower clip, as in the paper.
+    """CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): it clips the weight of the gradient of a
+    token, so every token keeps a gradient. `clip_low = 1.0` sets no lower clip, as in the paper.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -659,8 +688,8 @@ Global___CispoConfig: _TypeAlias = CispoConfig  # noqa: Y015
 
 @_typing.final
 class RlooConfig(_message.Message):
-    """RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean reward of the other samples is
-    the baseline.
+    """RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean
+    reward of the other samples is the baseline.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -691,8 +720,8 @@ Global___RlooConfig: _TypeAlias = RlooConfig  # noqa: Y015
 
 @_typing.final
 class ReinforcePpConfig(_message.Message):
-    """ReinforcePpConfig sets REINFORCE++ (arXiv 2501.03262): the return of each token, normalized over the whole batch, without a
-    critic.
+    """ReinforcePpConfig sets REINFORCE++ (arXiv 2501.03262): the return of each token, normalized over
+    the whole batch, without a critic.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -703,7 +732,9 @@ class ReinforcePpConfig(_message.Message):
     gamma: _builtins.float
     """Discount of later rewards, per token."""
     group_baseline: _builtins.bool
-    """Whether the mean reward of the group is subtracted from each reward first (REINFORCE++-Baseline)."""
+    """Whether the mean reward of the group is subtracted from each reward first
+    (REINFORCE++-Baseline).
+    """
     @_builtins.property
     def loss(self) -> Global___PolicyLossConfig:
         """The policy-gradient loss."""
@@ -739,9 +770,9 @@ class DpoConfig(_message.Message):
     BETA_FIELD_NUMBER: _builtins.int
     LABEL_SMOOTHING_FIELD_NUMBER: _builtins.int
     beta: _builtins.float
-    """How strongly the policy is held to the initial model."""
+    """Strength of the constraint to the initial model."""
     label_smoothing: _builtins.float
-    """Share of pairs whose labels are taken to be wrong (conservative DPO)."""
+    """Assumed share of pairs with wrong labels (conservative DPO)."""
     def __init__(
         self,
         *,
@@ -765,7 +796,10 @@ Global___DpoConfig: _TypeAlias = DpoConfig  # noqa: Y015
 
 @_typing.final
 class OnlineDpoConfig(_message.Message):
-    """OnlineDpoConfig sets online DPO (arXiv 2402.04792): the policy samples groups, and of each the sample of the highest reward is"""
+    """OnlineDpoConfig sets online DPO (arXiv 2402.04792): the policy samples groups; the sample with
+    the highest reward of each group is preferred to the one with the lowest. Groups of equal rewards
+    make no pair.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -773,12 +807,12 @@ class OnlineDpoConfig(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     DYNAMIC_SAMPLING_FIELD_NUMBER: _builtins.int
     beta: _builtins.float
-    """How strongly the policy is held to the initial model."""
+    """Strength of the constraint to the initial model."""
     loss: _builtins.str
-    """Loss of a pair: DPO's (`sigmoid`), or IPO's (arXiv 2310.12036) on sums over tokens."""
+    """Loss of a pair: that of DPO (`sigmoid`), or that of IPO (arXiv 2310.12036) on sums over tokens."""
     dynamic_sampling: _builtins.bool
-    """Whether others are sampled in place of groups that make no pair, within `sampling.refill_rounds`; off, the step has fewer
-    pairs.
+    """Whether groups that make no pair are replaced by newly sampled ones, within
+    `sampling.refill_rounds`. Off: the step has fewer pairs.
     """
     def __init__(
         self,
@@ -815,9 +849,11 @@ class IpoConfig(_message.Message):
     BETA_FIELD_NUMBER: _builtins.int
     LENGTH_NORMALIZE_FIELD_NUMBER: _builtins.int
     beta: _builtins.float
-    """The paper's tau: the margin is drawn to 1 / (2 beta)."""
+    """The tau of the paper: the loss pulls the margin to 1 / (2 beta)."""
     length_normalize: _builtins.bool
-    """Whether log-ratios are means over a completion's tokens, as the paper's authors run it; off, sums."""
+    """Whether log-ratios are means over the tokens of a completion, as in the authors' code, instead
+    of sums.
+    """
     def __init__(
         self,
         *,
@@ -841,7 +877,9 @@ Global___IpoConfig: _TypeAlias = IpoConfig  # noqa: Y015
 
 @_typing.final
 class KtoConfig(_message.Message):
-    """KtoConfig sets Kahneman-Tversky Optimization (arXiv 2402.01306) on completions with a label each, or on preference pairs (`paired`)."""
+    """KtoConfig sets Kahneman-Tversky Optimization (arXiv 2402.01306) on labeled completions or on
+    preference pairs (`paired`).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -851,20 +889,21 @@ class KtoConfig(_message.Message):
     REFERENCE_POINT_FIELD_NUMBER: _builtins.int
     PAIRED_FIELD_NUMBER: _builtins.int
     beta: _builtins.float
-    """How strongly the policy is held to the initial model."""
+    """Strength of the constraint to the initial model."""
     desirable_weight: _builtins.float
     """Weight of desirable completions."""
     undesirable_weight: _builtins.float
-    """Weight of undesirable ones. The paper wants weight times number of the desirable ones between 1 and 4/3 of that of the
-    others.
+    """Weight of undesirable completions. The paper recommends a ratio between 1 and 4/3 of weight
+    times count of the desirable ones to that of the undesirable ones.
     """
     reference_point: _builtins.bool
-    """Whether gains count from the divergence of the policy, measured on completions of other prompts; off, from 0, which saves
-    that pass.
+    """Whether gains are measured relative to the divergence of the policy on mismatched completions.
+    Off: relative to 0, which saves that forward pass.
     """
     paired: _builtins.bool
-    """Whether a row holds a pair (`data.chosen_field`, `data.rejected_field`): a desirable completion and an undesirable one. Off: one
-    completion and its label (`data.completion_field`, `data.label_field`).
+    """Whether a row holds a pair (`data.chosen_field`, `data.rejected_field`): a desirable and an
+    undesirable completion. Off: one completion and its label (`data.completion_field`,
+    `data.label_field`).
     """
     def __init__(
         self,
@@ -904,7 +943,10 @@ Global___KtoConfig: _TypeAlias = KtoConfig  # noqa: Y015
 
 @_typing.final
 class DistillationConfig(_message.Message):
-    """DistillationConfig sets on-policy distillation: the policy samples, a teacher with the same vocabulary says how likely"""
+    """DistillationConfig sets on-policy distillation: the policy samples, and a teacher with the same
+    vocabulary gives the logprob of each token (reverse KL on sampled tokens; arXiv 2306.13649, arXiv
+    2306.08543).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -915,17 +957,17 @@ class DistillationConfig(_message.Message):
     IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     teacher: _builtins.str
-    """Folder of the teacher's model in the Hugging Face layout, which the learner loads; or `[algorithm.distillation.endpoint]`."""
-    reduction: _builtins.str
-    """How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-    (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
+    """Folder of the teacher's model in the Hugging Face layout, which the learner loads. The
+    alternative is `[algorithm.distillation.endpoint]`.
     """
+    reduction: _builtins.str
+    """How token losses are reduced, see the same key of `[algorithm.grpo]`."""
     epochs: _builtins.int
-    """Passes over a batch. More than one update a batch costs a forward pass first."""
+    """Passes over a batch. More than one optimizer update per batch costs an additional forward pass."""
     minibatches: _builtins.int
-    """Optimizer updates a pass: the batch is cut into so many parts of whole samples."""
+    """Optimizer updates per pass. Each one takes an equal part of the batch, in whole samples."""
     importance_cap: _builtins.float
-    """In async mode, cap of the importance weight against the engine's logprobs."""
+    """In async mode, largest importance weight against the logprobs of the engine."""
     @_builtins.property
     def endpoint(self) -> Global___TeacherEndpointConfig:
         """A teacher that an engine serves, instead of a folder."""
@@ -969,9 +1011,10 @@ Global___DistillationConfig: _TypeAlias = DistillationConfig  # noqa: Y015
 
 @_typing.final
 class TeacherEndpointConfig(_message.Message):
-    """TeacherEndpointConfig is a teacher behind an OpenAI-compatible endpoint, such as vLLM or SGLang. The inference workers ask it for
-    the log-probabilities of the tokens that they sampled and put them beside the sample, so that the learner loads no teacher and a
-    replay asks nobody. A call that fails makes samples INFRA_FAILED. Its tokens must be the model's; they are compared in each answer.
+    """TeacherEndpointConfig sets a teacher behind an OpenAI-compatible endpoint, such as vLLM or
+    SGLang. The inference workers request the logprobs of the sampled tokens and store them with the
+    sample, so that neither the learner nor a replay needs the teacher. A failed call marks samples
+    as INFRA_FAILED. Each answer is checked to have the tokens of the model.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -984,21 +1027,23 @@ class TeacherEndpointConfig(_message.Message):
     RETRIES_FIELD_NUMBER: _builtins.int
     CONCURRENCY_FIELD_NUMBER: _builtins.int
     base_url: _builtins.str
-    """Where its API begins."""
+    """Base URL of the API."""
     model: _builtins.str
-    """The model's name there."""
+    """Name of the model at the endpoint."""
     api_key: _builtins.str
-    """Where its key is, never the key itself: `file:PATH` (absolute) or `env:NAME` (of rolloutd). Empty: it asks for none."""
+    """Reference to the API key, never the key itself: `file:PATH` (absolute) or `env:NAME` (of
+    rolloutd). Empty: no key.
+    """
     protocol: _builtins.str
-    """How it is asked for the log-probabilities of a prompt: `echo` with `logprobs` as OpenAI's completions have it, or vLLM's
-    `prompt_logprobs`, whose answers name tokens by their ids.
+    """How the logprobs of a prompt are requested: `echo` with `logprobs`, as in OpenAI's completions,
+    or `prompt_logprobs` of vLLM, whose answers identify tokens by id.
     """
     timeout_seconds: _builtins.float
-    """Longest time for one call, in seconds."""
+    """Timeout of one call, in seconds."""
     retries: _builtins.int
-    """Further tries of a call that failed and may work again."""
+    """Retries of a call that failed with a temporary error."""
     concurrency: _builtins.int
-    """Calls that an inference worker has open at a time."""
+    """Concurrent calls of an inference worker."""
     def __init__(
         self,
         *,

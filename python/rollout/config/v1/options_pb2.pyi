@@ -55,7 +55,9 @@ Global___RowKind: _TypeAlias = RowKind  # noqa: Y015
 
 @_typing.final
 class FieldMeta(_message.Message):
-    """FieldMeta states what a reader of the configuration needs in addition to the type and the validation rules."""
+    """FieldMeta states what a reader of the configuration needs in addition to the type and the
+    validation rules.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -69,11 +71,17 @@ class FieldMeta(_message.Message):
     example: _builtins.str
     """One example value, written as a TOML value."""
     path: _builtins.bool
-    """Whether the field names a file or folder. Relative paths start at the folder of the configuration file."""
+    """Whether the field names a file or folder. Relative paths start at the folder of the
+    configuration file.
+    """
     absent: _builtins.bool
-    """Whether an absent field has its own meaning, so that it gets no default and an absent table is not filled with defaults."""
+    """Whether an absent field has its own meaning, so that it gets no default and an absent table is
+    not filled with defaults.
+    """
     inline: _builtins.bool
-    """Whether the keys of this message belong to the table that holds it: `loss.clip_low` is written as `clip_low`."""
+    """Whether the keys of this message belong to the table that holds it: `loss.clip_low` is written
+    as `clip_low`.
+    """
     def __init__(
         self,
         *,
@@ -93,7 +101,9 @@ Global___FieldMeta: _TypeAlias = FieldMeta  # noqa: Y015
 
 @_typing.final
 class AlgorithmTraits(_message.Message):
-    """AlgorithmTraits states what an algorithm needs from services and workers. They branch on traits, not on the names of algorithms."""
+    """AlgorithmTraits states what an algorithm needs from services and workers. They branch on traits,
+    not on the names of algorithms.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -132,9 +142,13 @@ class AlgorithmTraits(_message.Message):
     needs_reward: _builtins.bool
     """Whether a reward must score the completions."""
     compares_group: _builtins.bool
-    """Whether the samples of a prompt are compared with each other, so that a group needs at least two of them."""
+    """Whether the samples of a prompt are compared with each other, so that a group needs at least
+    two of them.
+    """
     token_rewards: _builtins.bool
-    """Whether each token can have its own advantage, so that rewards of parts of a completion have an effect."""
+    """Whether each token can have its own advantage, so that rewards of parts of a completion have an
+    effect.
+    """
     needs_critic: _builtins.bool
     """Whether a critic is trained along with the policy."""
     scores: _builtins.bool

@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class RunConfig(_message.Message):
-    """RunConfig says everything about a run. People write it as TOML; every table below is a message here."""
+    """RunConfig is the configuration of a run. It is written as TOML; each table is a message here."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -45,20 +45,26 @@ class RunConfig(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     SINKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """A short name that people recognise the run by: lower-case letters, digits and dashes."""
+    """A short name of the run: lower-case letters, digits, and dashes."""
     seed: _builtins.int
-    """Seed of everything random in the run: shuffle, sampling, dropout. The same plan and seed give the same deterministic run."""
+    """Seed of all random choices of the run: shuffle, sampling, dropout. A deterministic run with the
+    same plan and seed gives the same result.
+    """
     mode: _builtins.str
-    """How sampling and training share time: `sync` alternates (staleness 0), `async` overlaps within `staleness.max_steps`."""
+    """How sampling and training are scheduled: `sync` alternates (staleness 0), `async` overlaps them
+    within `staleness.max_steps`.
+    """
     deterministic: _builtins.bool
-    """Whether the run promises the same bits each time; costs some speed. Absent: true in sync mode, false in async mode."""
+    """Whether the run gives the same bits each time, at lower speed. Absent: true in sync mode, false
+    in async mode.
+    """
     @_builtins.property
     def model(self) -> Global___ModelConfig:
-        """The model that is trained."""
+        """The model to train."""
 
     @_builtins.property
     def data(self) -> Global___DataConfig:
-        """The prompts, and the rows that are held out."""
+        """The training prompts and the held-out rows."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingConfig:
@@ -70,7 +76,7 @@ class RunConfig(_message.Message):
 
     @_builtins.property
     def algorithm(self) -> _algorithm_pb2.AlgorithmConfig:
-        """What the learner optimises: exactly one table, such as `[algorithm.sft]` or `[algorithm.grpo]`."""
+        """What the learner optimizes: exactly one table, such as `[algorithm.sft]` or `[algorithm.grpo]`."""
 
     @_builtins.property
     def train(self) -> Global___TrainConfig:
@@ -86,7 +92,7 @@ class RunConfig(_message.Message):
 
     @_builtins.property
     def eval(self) -> Global___EvalConfig:
-        """Evaluation on held-out rows while the run goes on."""
+        """Evaluation on held-out rows during the run."""
 
     @_builtins.property
     def snapshot(self) -> Global___SnapshotConfig:
@@ -98,19 +104,19 @@ class RunConfig(_message.Message):
 
     @_builtins.property
     def lora(self) -> Global___LoraConfig:
-        """Low-rank adapters: absent, all weights are trained."""
+        """Low-rank adapters. Absent: all weights are trained."""
 
     @_builtins.property
     def completions(self) -> Global___CompletionsConfig:
-        """Which sampled completions are kept to be looked at."""
+        """Which sampled completions are stored for inspection."""
 
     @_builtins.property
     def weights(self) -> Global___WeightsConfig:
-        """How new weights get to the inference workers."""
+        """How new weights reach the inference workers."""
 
     @_builtins.property
     def sinks(self) -> Global___SinksConfig:
-        """Where metrics go beside the control plane's own storage."""
+        """Trackers that receive the metrics, in addition to the storage service."""
 
     def __init__(
         self,
@@ -160,7 +166,7 @@ Global___RunConfig: _TypeAlias = RunConfig  # noqa: Y015
 
 @_typing.final
 class ModelConfig(_message.Message):
-    """ModelConfig names the weights, and how text becomes tokens."""
+    """ModelConfig sets the weights and how text becomes tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -170,9 +176,11 @@ class ModelConfig(_message.Message):
     path: _builtins.str
     """Folder in the Hugging Face layout: config.json, model.safetensors, tokenizer.json."""
     dtype: _builtins.str
-    """Type that weights are held, trained and transported in."""
+    """Data type in which weights are stored, trained, and transferred."""
     chat_template: _builtins.bool
-    """Whether prompts are rendered through the tokenizer's chat template (as one user message, or as `messages`)."""
+    """Whether prompts are rendered with the chat template of the tokenizer, as one user message or as
+    `messages`.
+    """
     def __init__(
         self,
         *,
@@ -216,31 +224,33 @@ class DataConfig(_message.Message):
     COMPLETION_FIELD_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_FIELD_NUMBER: _builtins.int
     train: _builtins.str
-    """Training rows: a JSON Lines file, one object a line."""
+    """Training rows: a JSON Lines file with one object per line."""
     eval: _builtins.str
-    """Held-out rows. With a `[reward]` the policy answers their prompts; without one they have all that training rows have, and the
-    loss on them is computed. Empty: no evaluation.
+    """Held-out rows. With a `[reward]` the policy answers their prompts. Without one they have the
+    same fields as training rows, and their loss is computed. Empty: no evaluation.
     """
     prompt_field: _builtins.str
-    """Field of a row that holds the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]` messages that end
-    with the assistant's need no answer beside them: each of the assistant's turns is trained on.
+    """Field with the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]`,
+    messages that end with one of the assistant need no answer field: the run trains on each turn
+    of the assistant.
     """
     answer_field: _builtins.str
-    """Field of a row that holds the reference answer; `[algorithm.sft]` trains on it."""
+    """Field with the reference answer. `[algorithm.sft]` trains on it."""
     shuffle: _builtins.bool
     """Whether each epoch visits the rows in a new seeded order."""
     chosen_field: _builtins.str
-    """Field of a row that holds the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]` and `[algorithm.reward_model]`: a
-    text, or messages that end with the assistant's. Messages before that one are the prompt, which the row then need not hold.
+    """Field with the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]`, and
+    `[algorithm.reward_model]`: a text, or messages that end with one of the assistant. The
+    messages before the last one are the prompt; the row then needs no prompt field.
     """
     rejected_field: _builtins.str
-    """Field of a row that holds the completion it is preferred to."""
+    """Field with the rejected completion."""
     margin_field: _builtins.str
-    """Field of a row that says by how much, as a number, for `[algorithm.reward_model]`. Empty: pairs count alike."""
+    """Field with the margin of a pair, a number, for `[algorithm.reward_model]`. Empty: no margins."""
     completion_field: _builtins.str
-    """Field of a row that holds a completion with a label, for `[algorithm.kto]`."""
+    """Field with a labeled completion, for `[algorithm.kto]`."""
     label_field: _builtins.str
-    """Field of a row that holds its label: true for a desirable completion, false for another."""
+    """Field with the label: true for a desirable completion, false for an undesirable one."""
     def __init__(
         self,
         *,
@@ -304,7 +314,7 @@ Global___DataConfig: _TypeAlias = DataConfig  # noqa: Y015
 
 @_typing.final
 class SamplingConfig(_message.Message):
-    """SamplingConfig is what each completion of a group is sampled with."""
+    """SamplingConfig sets how completions are sampled."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -318,28 +328,34 @@ class SamplingConfig(_message.Message):
     REFILL_ROUNDS_FIELD_NUMBER: _builtins.int
     REFILL_SHORTFALL_FIELD_NUMBER: _builtins.int
     group_size: _builtins.int
-    """Completions a prompt (`n` in some papers, G in the GRPO paper). 1 where rows are trained on as they are."""
+    """Completions per prompt (`n` in some papers, G in the GRPO paper). Must be 1 if the algorithm
+    trains on rows.
+    """
     max_tokens: _builtins.int
-    """Most new tokens a completion."""
+    """Largest number of new tokens per completion."""
     temperature: _builtins.float
-    """Softmax temperature; 0 takes the most likely token."""
+    """Softmax temperature. 0 takes the most likely token."""
     top_p: _builtins.float
-    """Nucleus: keep the smallest set of tokens whose probability reaches this. 1 keeps all."""
+    """Nucleus sampling: the smallest set of tokens with at least this total probability. 1 keeps all
+    tokens.
+    """
     top_k: _builtins.int
-    """Keep the k most likely tokens. 0 keeps all."""
+    """Number of most likely tokens to sample from. 0 keeps all tokens."""
     min_p: _builtins.float
-    """Keep tokens with at least this share of the most likely token's probability. 0 keeps all."""
+    """Smallest probability of a token, relative to the most likely one. 0 keeps all tokens."""
     refill_rounds: _builtins.int
-    """With `algorithm.*.dynamic_sampling`: most prompts that a step may draw until it has `train.groups_per_step` groups whose rewards
-    differ, in multiples of that number. 1 draws none in place of those left out: the step is smaller.
+    """With `algorithm.*.dynamic_sampling`: largest number of prompts that a step may draw to find
+    `train.groups_per_step` groups with different rewards, as a multiple of that number. 1: groups
+    that are left out are not replaced, and the step is smaller.
     """
     refill_shortfall: _builtins.str
-    """What a step does that has drawn all of those: `train` on the groups it has and tell of it, or `fail` the run
-    (DYNAMIC_SAMPLING_EXHAUSTED). Without a single group the run always fails.
+    """What happens if a step has drawn all these prompts: `train` on the groups it has, with a
+    warning, or `fail` the run (DYNAMIC_SAMPLING_EXHAUSTED). A step without any group always fails
+    the run.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end a completion; they are not part of it."""
+        """Texts that end a completion. They are not part of it."""
 
     def __init__(
         self,
@@ -395,8 +411,9 @@ Global___SamplingConfig: _TypeAlias = SamplingConfig  # noqa: Y015
 
 @_typing.final
 class RewardConfig(_message.Message):
-    """RewardConfig says what scores a completion: exactly one of `plugin`, `expression`, `[reward.model]` and
-    `[reward.composite.*]`. Whatever goes wrong makes samples INFRA_FAILED, counted by reason; it never makes a reward of 0.
+    """RewardConfig sets what scores a completion: exactly one of `plugin`, `expression`,
+    `[reward.model]`, and `[reward.composite.*]`. A failure marks samples as INFRA_FAILED and is
+    counted by reason; it is never a reward of 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -429,27 +446,30 @@ class RewardConfig(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     COMPOSITE_FIELD_NUMBER: _builtins.int
     plugin: _builtins.str
-    """`file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`), returns a list of floats, or of
-    mappings with `reward` and further named metrics, or with `token_rewards` or `step_rewards`.
+    """`file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`)
+    and returns a list of floats, or of mappings with `reward` and additional named metrics, or
+    with `token_rewards` or `step_rewards`.
     """
     timeout_seconds: _builtins.float
-    """Longest time for one call, in seconds. A call that takes longer is an infrastructure failure, never a reward of 0. Of
-    `[reward.composite.*]`, for those that set none of their own.
+    """Timeout of one call, in seconds. A timeout is an infrastructure failure, never a reward of 0.
+    It is the default for each `[reward.composite.*]`.
     """
     retries: _builtins.int
-    """Further tries of a failed call before its samples are counted as INFRA_FAILED."""
+    """Retries of a failed call before its samples are marked as INFRA_FAILED."""
     expression: _builtins.str
-    """An expression in CEL over `prompt`, `completion` and the fields of the dataset's `row`; a number, or a truth value that
-    counts as 1 or 0. It reads nothing else and changes nothing.
+    """A CEL expression over `prompt`, `completion`, and the fields of the dataset's `row`. Its value
+    is a number, or a boolean that counts as 1 or 0. It reads no other data and has no side
+    effects.
     """
     @_builtins.property
     def model(self) -> Global___ScoringModelConfig:
-        """A trained reward model, which the run serves beside its inference workers."""
+        """A trained reward model. A worker of the run serves it."""
 
     @_builtins.property
     def composite(self) -> _containers.MessageMap[_builtins.str, Global___RewardPartConfig]:
-        """Several rewards, each in a table with a name of its own, such as `[reward.composite.format]`: the reward is their sum by
-        weight, and each is a metric, `reward/NAME`. Where one fails the sample has no reward.
+        """Several rewards, each in its own named table, such as `[reward.composite.format]`. The reward
+        is their weighted sum, and each is a metric, `reward/NAME`. A sample has no reward if one of
+        them fails.
         """
 
     def __init__(
@@ -487,8 +507,8 @@ Global___RewardConfig: _TypeAlias = RewardConfig  # noqa: Y015
 
 @_typing.final
 class ScoringModelConfig(_message.Message):
-    """ScoringModelConfig is a reward model that a worker of the run serves: it reads the tokens of prompt and completion, so its tokens
-    are those of the model that is trained.
+    """ScoringModelConfig sets a reward model that a worker of the run serves. It reads the tokens of
+    prompt and completion, so it must have the same tokenizer as the trained model.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -498,13 +518,15 @@ class ScoringModelConfig(_message.Message):
     TOKENS_PER_BATCH_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Folder of a sequence classifier with one label in the Hugging Face layout, such as the weights of a run with
-    `[algorithm.reward_model]`.
+    """Folder of a sequence classifier with one label in the Hugging Face layout, such as the weights
+    of a run with `[algorithm.reward_model]`.
     """
     dtype: _builtins.str
-    """Precision that it is loaded in."""
+    """Data type in which it is loaded."""
     tokens_per_batch: _builtins.int
-    """Most tokens, padding included, that one forward pass holds. In deterministic mode each completion is scored alone."""
+    """Largest number of tokens in one forward pass, padding included. In deterministic mode each
+    completion is scored alone.
+    """
     threads: _builtins.int
     """CPU threads of its worker. 0: as many as an inference worker has."""
     def __init__(
@@ -540,7 +562,9 @@ Global___ScoringModelConfig: _TypeAlias = ScoringModelConfig  # noqa: Y015
 
 @_typing.final
 class RewardPartConfig(_message.Message):
-    """RewardPartConfig is one of several rewards: exactly one of `plugin`, `expression` and `[reward.composite.NAME.model]`."""
+    """RewardPartConfig sets one of several rewards: exactly one of `plugin`, `expression`, and
+    `[reward.composite.NAME.model]`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -551,18 +575,18 @@ class RewardPartConfig(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     RETRIES_FIELD_NUMBER: _builtins.int
     weight: _builtins.float
-    """What its score counts in the sum."""
+    """Weight of its score in the sum."""
     plugin: _builtins.str
-    """`file.py:function`, as `reward.plugin`."""
+    """`file.py:function`, see `reward.plugin`."""
     expression: _builtins.str
-    """An expression in CEL, as `reward.expression`."""
+    """A CEL expression, see `reward.expression`."""
     timeout_seconds: _builtins.float
-    """Longest time for one call, in seconds. Absent: `reward.timeout_seconds`."""
+    """Timeout of one call, in seconds. Absent: `reward.timeout_seconds`."""
     retries: _builtins.int
-    """Further tries of a failed call. Absent: `reward.retries`."""
+    """Retries of a failed call. Absent: `reward.retries`."""
     @_builtins.property
     def model(self) -> Global___ScoringModelConfig:
-        """A trained reward model, as `[reward.model]`."""
+        """A trained reward model, see `[reward.model]`."""
 
     def __init__(
         self,
@@ -603,7 +627,7 @@ Global___RewardPartConfig: _TypeAlias = RewardPartConfig  # noqa: Y015
 
 @_typing.final
 class TrainConfig(_message.Message):
-    """TrainConfig sets steps, optimizer and learning-rate schedule."""
+    """TrainConfig sets steps, optimizer, and learning-rate schedule."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -636,7 +660,7 @@ class TrainConfig(_message.Message):
     schedule: _builtins.str
     """Shape of the learning rate after the warm-up."""
     warmup_steps: _builtins.int
-    """Steps over which the learning rate grows linearly: it begins with its peak divided by them."""
+    """Steps over which the learning rate grows linearly from its peak divided by this number."""
     weight_decay: _builtins.float
     """Decoupled weight decay."""
     beta1: _builtins.float
@@ -646,39 +670,50 @@ class TrainConfig(_message.Message):
     epsilon: _builtins.float
     """AdamW's epsilon."""
     max_grad_norm: _builtins.float
-    """Largest norm of the gradient; larger ones are scaled down. 0 turns clipping off."""
+    """Largest norm of the gradient. Larger gradients are scaled down. 0: no clipping."""
     tokens_per_microbatch: _builtins.int
-    """Most tokens, padding included, that one forward and backward pass holds; more are accumulated. Never changes the gradient beyond rounding."""
+    """Largest number of tokens in one forward and backward pass, padding included. Larger batches
+    accumulate gradients; the result is the same up to rounding.
+    """
     threads: _builtins.int
-    """CPU threads of the learner, of each of its ranks. 0: the ranks share all cores in sync mode, half of them in async mode."""
+    """CPU threads of each rank of the learner. 0: the ranks share all cores in sync mode, half of
+    them in async mode.
+    """
     deliver_every_steps: _builtins.int
-    """Steps between two deliveries of weights to the inference workers. Must be 1 where samples come from the policy; for
-    SFT 0 delivers only for evaluations and at the end.
+    """Steps between two deliveries of weights to the inference workers. Must be 1 if samples come
+    from the policy. 0: SFT delivers for evaluations and at the end only.
     """
     gradient_checkpointing: _builtins.bool
-    """Whether the backward pass computes activations again instead of keeping them: less memory, about a third more time."""
+    """Whether the backward pass recomputes activations instead of storing them: less memory, about a
+    third more time.
+    """
     refuse_grad_norm: _builtins.float
-    """A policy's gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large. Of a critic that is a network of its own only one that is not finite is."""
+    """Norm above which a gradient of the policy is refused. A gradient that is not finite is always
+    refused, also that of a critic network. 0: no limit.
+    """
     on_refused_gradient: _builtins.str
-    """What a refused gradient does: `stop` pauses the run until somebody resumes it, which tries the step again, `skip` goes on with the weights as they were, `restore` goes on with those
-    of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.
+    """What happens after a refused gradient: `stop` pauses the run until it is resumed, which retries
+    the step; `skip` continues with the unchanged weights; `restore` continues with the weights of
+    the last snapshot, or the initial ones. The batch is stored in the folder `refused` of the run.
     """
     ranks: _builtins.int
-    """Processes that share the learner's work on this host: each holds a part of every tensor (FSDP2) and computes a part of each
-    batch. With GPUs one process a GPU.
+    """Processes of the learner on this host (FSDP2): each has a shard of every tensor and computes a
+    part of each batch. With GPUs, one process per GPU.
     """
     optimizer: _builtins.str
-    """The optimizer: AdamW with moments in float32, or with one byte for each (`adamw_8bit`, arXiv 2110.02861), which needs the Python
-    package bitsandbytes.
+    """The optimizer: AdamW with moments in float32, or in 8 bits (`adamw_8bit`, arXiv 2110.02861),
+    which needs the Python package bitsandbytes.
     """
     ema_decay: _builtins.float
-    """Decay of an exponential moving average of the weights, which is kept beside them and moved after every update:
-    average = decay * average + (1 - decay) * weights. Snapshots hold it (`rollout export weights --average`); sampling and training
-    never use it. 0: none is kept.
+    """Decay of an exponential moving average of the weights, updated after every optimizer update:
+    average = decay * average + (1 - decay) * weights. Snapshots contain it (`rollout export
+    weights --average`); sampling and training do not use it. 0: no average.
     """
     @_builtins.property
     def freeze(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Weights that stay as they are: patterns over the names of the model's tensors, such as `model.layers.[0-3].*`."""
+        """Weights that are not trained: patterns over the names of the model's tensors, such as
+        `model.layers.[0-3].*`.
+        """
 
     def __init__(
         self,
@@ -789,8 +824,9 @@ Global___TrainConfig: _TypeAlias = TrainConfig  # noqa: Y015
 
 @_typing.final
 class LoraConfig(_message.Message):
-    """LoraConfig trains low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353). Inference workers
-    get the adapters alone and merge them; a snapshot holds both, the adapter as PEFT reads it.
+    """LoraConfig trains low-rank adapters of frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv
+    2402.09353). Inference workers receive the adapters only and merge them. A snapshot contains the
+    weights and the adapter, the latter in the format of PEFT.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -804,10 +840,12 @@ class LoraConfig(_message.Message):
     alpha: _builtins.float
     """The product of an adapter is scaled by alpha / rank."""
     dora: _builtins.bool
-    """Whether the magnitude of each row is trained apart from its direction (DoRA)."""
+    """Whether the magnitude of each row is trained separately from its direction (DoRA)."""
     @_builtins.property
     def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the linear layers that get an adapter, such as `q_proj`. Empty: all but the head."""
+        """Names of the linear layers that get an adapter, such as `q_proj`. Empty: all layers except the
+        head.
+        """
 
     def __init__(
         self,
@@ -838,8 +876,8 @@ Global___LoraConfig: _TypeAlias = LoraConfig  # noqa: Y015
 
 @_typing.final
 class WeightsConfig(_message.Message):
-    """WeightsConfig sets how new weights get to the inference workers. Those on the learner's host read them from its memory; it is the
-    others that this is about.
+    """WeightsConfig sets how inference workers on other hosts receive new weights. Workers on the
+    learner's host read them from shared memory.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -847,12 +885,13 @@ class WeightsConfig(_message.Message):
     PATCH_FIELD_NUMBER: _builtins.int
     WAY_FIELD_NUMBER: _builtins.int
     patch: _builtins.str
-    """`auto` sends what has changed since the version that a worker holds where that is less than half of the whole; `off` always
-    sends the whole.
+    """`auto` sends the difference from the worker's current version if it is less than half of the
+    whole; `off` always sends the whole.
     """
     way: _builtins.str
-    """`auto` reads the learner's folder where a worker can open it, and streams from the learner or from a worker that has the version
-    where it can't; `stream` streams in any case; `store` goes through the storage service and its bucket instead of streaming.
+    """`auto` reads the folder of the learner if the worker can open it, and otherwise streams from
+    the learner or from a worker that has the version; `stream` always streams; `store` uses the
+    storage service and its bucket.
     """
     def __init__(
         self,
@@ -887,13 +926,13 @@ class EngineConfig(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """The engine behind the worker."""
+    """The engine of the workers."""
     workers: _builtins.int
     """Inference workers that the scheduler starts on this host."""
     slots: _builtins.int
-    """Sequences that a worker decodes at a time."""
+    """Sequences that a worker decodes concurrently."""
     max_model_len: _builtins.int
-    """Longest sequence, prompt and completion together, in tokens."""
+    """Longest sequence in tokens, prompt and completion together."""
     threads: _builtins.int
     """CPU threads of a worker. 0: all cores in sync mode, half of them in async mode."""
     def __init__(
@@ -934,14 +973,14 @@ Global___EngineConfig: _TypeAlias = EngineConfig  # noqa: Y015
 
 @_typing.final
 class StalenessConfig(_message.Message):
-    """StalenessConfig bounds how far sampling runs ahead."""
+    """StalenessConfig limits how far sampling runs ahead."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     max_steps: _builtins.int
-    """Most optimizer steps between the weights that sampled a token and the step that trains on it. For SFT, whose
-    tokens come from the data, it is the number of batches prepared ahead.
+    """Largest number of optimizer steps between the weights that sampled a token and the step that
+    trains on it. For algorithms that train on rows: the number of batches prepared ahead.
     """
     def __init__(
         self,
@@ -960,9 +999,10 @@ Global___StalenessConfig: _TypeAlias = StalenessConfig  # noqa: Y015
 
 @_typing.final
 class EvalConfig(_message.Message):
-    """EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the answers. Algorithms that train on
-    rows (SFT, reward models, DPO, IPO, KTO) need no reward: without one the learner computes the loss on the held-out rows, and what it
-    tells of a step, such as `rewards/accuracy`.
+    """EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the
+    answers. Algorithms that train on rows (SFT, reward models, DPO, IPO, KTO) need no reward:
+    without one the learner computes the loss on the held-out rows and the metrics of a step, such as
+    `rewards/accuracy`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -971,11 +1011,13 @@ class EvalConfig(_message.Message):
     MAX_PROMPTS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     every_steps: _builtins.int
-    """Steps between two evaluations; there is one before the first step and one after the last as well. 0: none."""
+    """Steps between two evaluations. There is also one before the first step and one after the last.
+    0: no evaluation.
+    """
     max_prompts: _builtins.int
-    """Most held-out rows an evaluation. 0: all."""
+    """Largest number of held-out rows per evaluation. 0: all."""
     temperature: _builtins.float
-    """Temperature of evaluation samples; 0 takes the most likely token."""
+    """Temperature of evaluation samples. 0 takes the most likely token."""
     def __init__(
         self,
         *,
@@ -1012,11 +1054,13 @@ class SnapshotConfig(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     KEEP_PAYLOADS_FIELD_NUMBER: _builtins.int
     every_steps: _builtins.int
-    """Steps between two snapshots; there is always one after the last step. 0: only that one."""
+    """Steps between two snapshots. There is always one after the last step. 0: only that one."""
     keep: _builtins.int
-    """Snapshots kept a run; older ones are deleted. 0 keeps all."""
+    """Snapshots to keep per run. Older ones are deleted. 0 keeps all."""
     keep_payloads: _builtins.bool
-    """Whether the samples of every step stay after a snapshot covers them, so that `rollout replay` can train all of them again."""
+    """Whether the samples of every step are kept after a snapshot covers them, so that `rollout
+    replay` can train on all of them again.
+    """
     def __init__(
         self,
         *,
@@ -1045,8 +1089,9 @@ Global___SnapshotConfig: _TypeAlias = SnapshotConfig  # noqa: Y015
 
 @_typing.final
 class CompletionsConfig(_message.Message):
-    """CompletionsConfig sets which sampled completions are kept, with their rewards and advantages, for `rollout completions`, the
-    report and sinks that have tables. Texts are cut at 4,000 characters.
+    """CompletionsConfig sets which sampled completions are stored with their rewards and advantages,
+    for `rollout completions`, the report, and trackers with tables. Texts are truncated at 4,000
+    characters.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1054,9 +1099,9 @@ class CompletionsConfig(_message.Message):
     PER_STEP_FIELD_NUMBER: _builtins.int
     EVERY_STEPS_FIELD_NUMBER: _builtins.int
     per_step: _builtins.int
-    """Completions kept a step: those of its first prompts. 0: none."""
+    """Completions stored per step: those of its first prompts. 0: none."""
     every_steps: _builtins.int
-    """Steps between two that keep theirs; the first does."""
+    """Steps between two that store completions, from the first step on."""
     def __init__(
         self,
         *,
@@ -1080,9 +1125,9 @@ Global___CompletionsConfig: _TypeAlias = CompletionsConfig  # noqa: Y015
 
 @_typing.final
 class SinksConfig(_message.Message):
-    """SinksConfig names the trackers that get the run's metrics, evaluations and kept completions while it goes on: each table that is
-    there is one. A process of its own feeds them; what becomes of it never matters to the run. `rollout export metrics` does the
-    same afterwards.
+    """SinksConfig names the trackers that receive metrics, evaluations, and stored completions during
+    the run. Each table enables one tracker. A separate process writes to them; its failures do not
+    affect the run. `rollout export metrics` writes the same data afterwards.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1136,7 +1181,9 @@ class TensorboardConfig(_message.Message):
 
     DIRECTORY_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
-    """Folder to which `<name>-<run id>` is written, so that one TensorBoard shows many runs. Empty: `sinks` in the run's own folder."""
+    """Parent folder of the run's folder `<name>-<run id>`, so that one TensorBoard shows many runs.
+    Empty: `sinks` in the folder of the run.
+    """
     def __init__(
         self,
         *,
@@ -1154,7 +1201,9 @@ Global___TensorboardConfig: _TypeAlias = TensorboardConfig  # noqa: Y015
 
 @_typing.final
 class WandbConfig(_message.Message):
-    """WandbConfig sets the run of Weights & Biases. Its id is the run's; the key comes from `wandb login` or WANDB_API_KEY."""
+    """WandbConfig sets the run of Weights & Biases. Its id is that of the run. The key comes from
+    `wandb login` or WANDB_API_KEY.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1165,11 +1214,11 @@ class WandbConfig(_message.Message):
     project: _builtins.str
     """Project."""
     entity: _builtins.str
-    """User or team. Empty: the key's own."""
+    """User or team. Empty: the default of the key."""
     mode: _builtins.str
-    """`offline` writes files that `wandb sync` sends later, `online` sends at once."""
+    """`offline` writes files for `wandb sync`; `online` sends at once."""
     directory: _builtins.str
-    """Folder that holds W&B's own folder `wandb`. Empty: `sinks` in the run's own folder."""
+    """Parent of the folder `wandb`. Empty: `sinks` in the folder of the run."""
     def __init__(
         self,
         *,
@@ -1203,18 +1252,20 @@ Global___WandbConfig: _TypeAlias = WandbConfig  # noqa: Y015
 
 @_typing.final
 class MlflowConfig(_message.Message):
-    """MlflowConfig sets the run of MLflow. It is found again by its tag `rollout.run_id`; credentials come from MLflow's own variables."""
+    """MlflowConfig sets the run of MLflow. Its tag `rollout.run_id` identifies it. Credentials come
+    from the environment variables of MLflow.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TRACKING_URI_FIELD_NUMBER: _builtins.int
     EXPERIMENT_FIELD_NUMBER: _builtins.int
     tracking_uri: _builtins.str
-    """Tracking server or store, such as `http://127.0.0.1:5000` or `sqlite:////data/mlflow.db`; no user or password. Empty: the file
-    `mlflow.db` in the folder `sinks` of the run's own folder.
+    """Tracking server or store, such as `http://127.0.0.1:5000` or `sqlite:////data/mlflow.db`,
+    without user and password. Empty: `sinks/mlflow.db` in the folder of the run.
     """
     experiment: _builtins.str
-    """Experiment; made where it is not there."""
+    """Experiment. It is created if it does not exist."""
     def __init__(
         self,
         *,
@@ -1252,13 +1303,15 @@ class LimitsConfig(_message.Message):
     worker_restarts: _builtins.int
     """Restarts of one worker within ten minutes before the run fails."""
     worker_start_seconds: _builtins.float
-    """Longest time that a worker may take to start and load the model, in seconds."""
+    """Longest time in which a worker must start and load the model, in seconds."""
     queue_bytes: _builtins.int
-    """Most bytes of samples that may be on their way or wait for the learner; prompts beyond that are held back. The groups of one
-    step are always let through.
+    """Largest size of samples in flight or waiting for the learner, in bytes. The scheduler issues no
+    more prompts above it. The groups of one step are always allowed.
     """
     rank_timeout_seconds: _builtins.float
-    """Longest time that one rank of the learner may keep the others waiting, in seconds; then all are started anew."""
+    """Longest time that one rank of the learner may block the others, in seconds. After it all ranks
+    are restarted.
+    """
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PlannerServiceStub:
-    """PlannerService has no state: it reads, checks and pins.
+    """PlannerService has no state: it reads, checks, and pins.
     """
 
     def __init__(self, channel):
@@ -58,33 +58,34 @@ class PlannerServiceStub:
 
 
 class PlannerServiceServicer:
-    """PlannerService has no state: it reads, checks and pins.
+    """PlannerService has no state: it reads, checks, and pins.
     """
 
     def ValidateConfig(self, request, context):
-        """ValidateConfig checks syntax, schema and rules; it loads no plugin and reads no dataset.
+        """ValidateConfig checks syntax, schema, and rules. It loads no plugin and reads no dataset.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreatePlan(self, request, context):
-        """CreatePlan checks everything that can be known before the run and pins it. Problems are returned all at once;
-        the plan is set only where there are none.
+        """CreatePlan checks everything that can be known before the run and pins it. It returns all
+        problems at once; the plan is set only if the list is empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyPlan(self, request, context):
-        """VerifyPlan reads the inputs of a plan again and names those that changed.
+        """VerifyPlan reads the inputs of a plan again and reports those that changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewPlan(self, request, context):
-        """RenewPlan makes a plan of the same configuration over the inputs as they are now, checked as CreatePlan checks them.
+        """RenewPlan makes a plan of the same configuration for the current inputs, with the same checks
+        as CreatePlan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +123,7 @@ def add_PlannerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PlannerService:
-    """PlannerService has no state: it reads, checks and pins.
+    """PlannerService has no state: it reads, checks, and pins.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ const (
 // AlgorithmConfig is a tagged union: the name of the table is the algorithm.
 type AlgorithmConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What the learner optimises.
+	// What the learner optimizes.
 	//
 	// Types that are valid to be assigned to Kind:
 	//
@@ -286,7 +286,7 @@ type AlgorithmConfig_Ipo struct {
 }
 
 type AlgorithmConfig_Kto struct {
-	// Kahneman-Tversky Optimization, on labelled completions.
+	// Kahneman-Tversky Optimization, on labeled completions.
 	Kto *KtoConfig `protobuf:"bytes,13,opt,name=kto,proto3,oneof"`
 }
 
@@ -330,7 +330,8 @@ func (*AlgorithmConfig_Distillation) isAlgorithmConfig_Kind() {}
 
 func (*AlgorithmConfig_OnlineDpo) isAlgorithmConfig_Kind() {}
 
-// SftConfig sets supervised fine-tuning: mean negative log-likelihood over the trained tokens of the whole batch.
+// SftConfig sets supervised fine-tuning: mean negative log-likelihood over the trained tokens of
+// the whole batch.
 type SftConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whether the loss includes the tokens of the prompt.
@@ -376,10 +377,11 @@ func (x *SftConfig) GetTrainOnPrompt() bool {
 	return false
 }
 
-// RewardModelConfig sets a reward model: a scalar score of prompt and completion, trained on preference pairs
+// RewardModelConfig sets the training of a reward model, a scalar score of prompt and completion,
+// on preference pairs (Bradley-Terry, arXiv 2203.02155).
 type RewardModelConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Weight of the pull of scores towards 0 (arXiv 2312.09244 takes 0.01). 0: they may drift together.
+	// Weight of the term that pulls scores towards 0 (arXiv 2312.09244 uses 0.01). 0: no such term.
 	CenteringCoefficient *float64 `protobuf:"fixed64,1,opt,name=centering_coefficient,json=centeringCoefficient,proto3,oneof" json:"centering_coefficient,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
@@ -422,53 +424,62 @@ func (x *RewardModelConfig) GetCenteringCoefficient() float64 {
 	return 0
 }
 
-// PolicyLossConfig sets the clipped policy-gradient loss. PPO, REINFORCE++ and the algorithms of GRPO's family share it; each
-// writes these keys in its own table, such as `[algorithm.grpo]`, and has its own defaults.
+// PolicyLossConfig sets the clipped policy-gradient loss. PPO, REINFORCE++ and the algorithms of
+// GRPO's family share it; each writes these keys in its own table, such as `[algorithm.grpo]`, and
+// has its own defaults.
 type PolicyLossConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Lower clip of the probability ratio, `1 - clip_low`. GSPO and RLOO clip the ratio of a whole sample, the others that of a token.
+	// Lower clip of the probability ratio, `1 - clip_low`. GSPO and RLOO clip the ratio of a whole
+	// sample, the others that of a token.
 	ClipLow *float64 `protobuf:"fixed64,1,opt,name=clip_low,json=clipLow,proto3,oneof" json:"clip_low,omitempty"`
-	// Upper clip of the probability ratio, `1 + clip_high`. A value above `clip_low` lets unlikely tokens grow (clip-higher, DAPO).
+	// Upper clip of the probability ratio, `1 + clip_high`. A value above `clip_low` lets unlikely
+	// tokens grow (clip-higher, DAPO).
 	ClipHigh *float64 `protobuf:"fixed64,2,opt,name=clip_high,json=clipHigh,proto3,oneof" json:"clip_high,omitempty"`
-	// Bound of the loss of a token with a negative advantage, as a multiple of the advantage: above 1, such as 3.0 (arXiv 1912.09729).
+	// Bound of the loss of a token with a negative advantage, as a multiple of the advantage: above
+	// 1, such as 3.0 (arXiv 1912.09729).
 	// 0: no bound.
 	DualClip *float64 `protobuf:"fixed64,3,opt,name=dual_clip,json=dualClip,proto3,oneof" json:"dual_clip,omitempty"`
 	// Weight of the KL divergence from the initial model. 0: no reference model is loaded.
 	KlCoefficient *float64 `protobuf:"fixed64,4,opt,name=kl_coefficient,json=klCoefficient,proto3,oneof" json:"kl_coefficient,omitempty"`
-	// Estimator of the divergence from sampled tokens (Schulman 2020). The gradient of `k1` as a term of the loss has mean 0, so it
-	// needs `kl_in = "reward"`.
+	// Estimator of the divergence from sampled tokens (Schulman 2020). The gradient of `k1` as a term
+	// of the loss has mean 0, so it needs `kl_in = "reward"`.
 	KlEstimator *string `protobuf:"bytes,5,opt,name=kl_estimator,json=klEstimator,proto3,oneof" json:"kl_estimator,omitempty"`
-	// Where the divergence counts: as a term of the `loss`, or subtracted from the `reward` before advantages are estimated. The
-	// latter costs an additional forward pass of policy and initial model.
+	// Where the divergence counts: as a term of the `loss`, or subtracted from the `reward` before
+	// advantages are estimated. The latter costs an additional forward pass of policy and initial
+	// model.
 	KlIn *string `protobuf:"bytes,6,opt,name=kl_in,json=klIn,proto3,oneof" json:"kl_in,omitempty"`
-	// Divergence in nats per token that `kl_coefficient` adapts towards (arXiv 1909.08593). 0: the coefficient is constant.
+	// Divergence in nats per token that `kl_coefficient` adapts towards (arXiv 1909.08593). 0: the
+	// coefficient is constant.
 	KlTarget *float64 `protobuf:"fixed64,7,opt,name=kl_target,json=klTarget,proto3,oneof" json:"kl_target,omitempty"`
 	// Number of samples over which `kl_coefficient` adapts.
 	KlHorizon *float64 `protobuf:"fixed64,8,opt,name=kl_horizon,json=klHorizon,proto3,oneof" json:"kl_horizon,omitempty"`
 	// Weight of the entropy bonus.
 	EntropyCoefficient *float64 `protobuf:"fixed64,9,opt,name=entropy_coefficient,json=entropyCoefficient,proto3,oneof" json:"entropy_coefficient,omitempty"`
-	// How token losses are reduced: the mean over the `token`s of the batch, the mean over samples of the mean of each sample
-	// (`sequence`), or the sum divided by samples * `sampling.max_tokens` (`constant`).
+	// How token losses are reduced: the mean over the `token`s of the batch, the mean over samples of
+	// the mean of each sample (`sequence`), or the sum divided by samples * `sampling.max_tokens`
+	// (`constant`).
 	Reduction *string `protobuf:"bytes,10,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
 	// Passes over a batch. More than one optimizer update per batch costs an additional forward pass.
 	Epochs *uint32 `protobuf:"varint,11,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
 	// Optimizer updates per pass. Each one takes an equal part of the batch, in whole samples.
 	Minibatches *uint32 `protobuf:"varint,12,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// Last share of `sampling.max_tokens` over which the reward falls linearly, by `overlong_penalty` at the end (DAPO, arXiv
-	// 2503.14476, equation 13). 0: no penalty.
+	// Last share of `sampling.max_tokens` over which the reward falls linearly, by `overlong_penalty`
+	// at the end (DAPO, arXiv 2503.14476, equation 13). 0: no penalty.
 	OverlongShare *float64 `protobuf:"fixed64,13,opt,name=overlong_share,json=overlongShare,proto3,oneof" json:"overlong_share,omitempty"`
 	// Amount subtracted from the reward of a completion that has the maximum length or was truncated.
 	OverlongPenalty *float64 `protobuf:"fixed64,14,opt,name=overlong_penalty,json=overlongPenalty,proto3,oneof" json:"overlong_penalty,omitempty"`
 	// Whether the loss leaves out truncated completions. Their rewards still count in the group.
 	MaskTruncated *bool `protobuf:"varint,15,opt,name=mask_truncated,json=maskTruncated,proto3,oneof" json:"mask_truncated,omitempty"`
-	// In async mode, the denominator of the probability ratio: `proximal`, the trained weights before the first update of the batch,
-	// with an additional importance weight (decoupled objective, arXiv 2110.00641), or `engine`, the policy that sampled.
+	// In async mode, the denominator of the probability ratio: `proximal`, the trained weights before
+	// the first update of the batch, with an additional importance weight (decoupled objective, arXiv
+	// 2110.00641), or `engine`, the policy that sampled.
 	OldPolicy *string `protobuf:"bytes,16,opt,name=old_policy,json=oldPolicy,proto3,oneof" json:"old_policy,omitempty"`
-	// In async mode, how importance weights against the logprobs of the engine are bounded: `truncate` at the cap, `mask` the tokens
-	// outside floor and cap (IcePop), or `none`: no importance weights.
+	// In async mode, how importance weights against the logprobs of the engine are bounded:
+	// `truncate` at the cap, `mask` the tokens outside floor and cap (IcePop), or `none`: no
+	// importance weights.
 	ImportanceCorrection *string `protobuf:"bytes,17,opt,name=importance_correction,json=importanceCorrection,proto3,oneof" json:"importance_correction,omitempty"`
-	// Level of an importance weight: the `token`, the whole sample (`sequence`, the product over its tokens), or the `geometric`
-	// mean over the tokens of the sample.
+	// Level of an importance weight: the `token`, the whole sample (`sequence`, the product over its
+	// tokens), or the `geometric` mean over the tokens of the sample.
 	ImportanceLevel *string `protobuf:"bytes,18,opt,name=importance_level,json=importanceLevel,proto3,oneof" json:"importance_level,omitempty"`
 	// Largest importance weight.
 	ImportanceCap *float64 `protobuf:"fixed64,19,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
@@ -648,16 +659,19 @@ func (x *PolicyLossConfig) GetImportanceFloor() float64 {
 	return 0
 }
 
-// GroupAdvantageConfig sets how the advantages of GRPO's family are estimated from the rewards of a group.
+// GroupAdvantageConfig sets how the advantages of GRPO's family are estimated from the rewards of a
+// group.
 type GroupAdvantageConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Rewards whose standard deviation divides the advantages: those of the `group`, of the whole `batch`, or `none`.
+	// Rewards whose standard deviation divides the advantages: those of the `group`, of the whole
+	// `batch`, or `none`.
 	Normalization *string `protobuf:"bytes,1,opt,name=normalization,proto3,oneof" json:"normalization,omitempty"`
-	// What is subtracted from a reward: the mean reward of its `group`, or the mean of the other samples of the group
-	// (`leave_one_out`, unbiased).
+	// What is subtracted from a reward: the mean reward of its `group`, or the mean of the other
+	// samples of the group (`leave_one_out`, unbiased).
 	Baseline *string `protobuf:"bytes,2,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
-	// Whether groups of equal rewards are left out and replaced by newly sampled ones, within `sampling.refill_rounds` (DAPO, arXiv
-	// 2503.14476, section 3.2). Rewards are compared before the overlong penalty.
+	// Whether groups of equal rewards are left out and replaced by newly sampled ones, within
+	// `sampling.refill_rounds` (DAPO, arXiv 2503.14476, section 3.2). Rewards are compared before the
+	// overlong penalty.
 	DynamicSampling *bool `protobuf:"varint,3,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -714,14 +728,16 @@ func (x *GroupAdvantageConfig) GetDynamicSampling() bool {
 	return false
 }
 
-// PpoConfig sets Proximal Policy Optimization with a critic (arXiv 1707.06347; arXiv 2203.02155 for language models).
+// PpoConfig sets Proximal Policy Optimization with a critic (arXiv 1707.06347; arXiv 2203.02155 for
+// language models).
 type PpoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The policy-gradient loss.
 	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
 	// Discount of later rewards, per token.
 	Gamma *float64 `protobuf:"fixed64,2,opt,name=gamma,proto3,oneof" json:"gamma,omitempty"`
-	// Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the values of the critic only, 1 the sampled return.
+	// Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the values of the critic
+	// only, 1 the sampled return.
 	GaeLambda *float64 `protobuf:"fixed64,3,opt,name=gae_lambda,json=gaeLambda,proto3,oneof" json:"gae_lambda,omitempty"`
 	// Whether advantages are normalized over the tokens of the batch.
 	WhitenAdvantages *bool `protobuf:"varint,4,opt,name=whiten_advantages,json=whitenAdvantages,proto3,oneof" json:"whiten_advantages,omitempty"`
@@ -729,7 +745,8 @@ type PpoConfig struct {
 	ValueClip *float64 `protobuf:"fixed64,5,opt,name=value_clip,json=valueClip,proto3,oneof" json:"value_clip,omitempty"`
 	// Weight of the value loss.
 	ValueCoefficient *float64 `protobuf:"fixed64,6,opt,name=value_coefficient,json=valueCoefficient,proto3,oneof" json:"value_coefficient,omitempty"`
-	// The critic: a scalar `head` on the last hidden states of the policy, or a separate `network` that starts from the model.
+	// The critic: a scalar `head` on the last hidden states of the policy, or a separate `network`
+	// that starts from the model.
 	Critic *string `protobuf:"bytes,7,opt,name=critic,proto3,oneof" json:"critic,omitempty"`
 	// Peak learning rate of a critic `network`. It follows the schedule of the policy.
 	CriticLearningRate *float64 `protobuf:"fixed64,8,opt,name=critic_learning_rate,json=criticLearningRate,proto3,oneof" json:"critic_learning_rate,omitempty"`
@@ -830,7 +847,8 @@ type GrpoConfig struct {
 	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
 	// The advantages of a group.
 	Group *GroupAdvantageConfig `protobuf:"bytes,2,opt,name=group,proto3" json:"group,omitempty"`
-	// Whether advantages are divided by a standard deviation at all. false is the same as `normalization = "none"`.
+	// Whether advantages are divided by a standard deviation at all. false is the same as
+	// `normalization = "none"`.
 	NormalizeStd  *bool `protobuf:"varint,3,opt,name=normalize_std,json=normalizeStd,proto3,oneof" json:"normalize_std,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -887,8 +905,8 @@ func (x *GrpoConfig) GetNormalizeStd() bool {
 	return false
 }
 
-// DrGrpoConfig sets Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation of a group and by the length
-// of a sample.
+// DrGrpoConfig sets Dr. GRPO (arXiv 2503.20783): GRPO without the division by the standard
+// deviation of a group and by the length of a sample.
 type DrGrpoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The policy-gradient loss.
@@ -943,8 +961,8 @@ func (x *DrGrpoConfig) GetGroup() *GroupAdvantageConfig {
 	return nil
 }
 
-// DapoConfig sets DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss and the soft overlong punishment. Each
-// has its own key.
+// DapoConfig sets DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss and the
+// soft overlong punishment. Each has its own key.
 type DapoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The policy-gradient loss.
@@ -999,8 +1017,8 @@ func (x *DapoConfig) GetGroup() *GroupAdvantageConfig {
 	return nil
 }
 
-// GspoConfig sets Group Sequence Policy Optimization (arXiv 2507.18071): it clips the ratio of a whole sample, normalized by the
-// length of the sample.
+// GspoConfig sets Group Sequence Policy Optimization (arXiv 2507.18071): it clips the ratio of a
+// whole sample, normalized by the length of the sample.
 type GspoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The policy-gradient loss.
@@ -1055,8 +1073,8 @@ func (x *GspoConfig) GetGroup() *GroupAdvantageConfig {
 	return nil
 }
 
-// CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): it clips the weight of the gradient of a token, so every token keeps a
-// gradient. `clip_low = 1.0` sets no lower clip, as in the paper.
+// CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): it clips the weight of the gradient of a
+// token, so every token keeps a gradient. `clip_low = 1.0` sets no lower clip, as in the paper.
 type CispoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The policy-gradient loss.
@@ -1111,8 +1129,8 @@ func (x *CispoConfig) GetGroup() *GroupAdvantageConfig {
 	return nil
 }
 
-// RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean reward of the other samples is
-// the baseline.
+// RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean
+// reward of the other samples is the baseline.
 type RlooConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The policy-gradient loss.
@@ -1167,15 +1185,16 @@ func (x *RlooConfig) GetGroup() *GroupAdvantageConfig {
 	return nil
 }
 
-// ReinforcePpConfig sets REINFORCE++ (arXiv 2501.03262): the return of each token, normalized over the whole batch, without a
-// critic.
+// ReinforcePpConfig sets REINFORCE++ (arXiv 2501.03262): the return of each token, normalized over
+// the whole batch, without a critic.
 type ReinforcePpConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The policy-gradient loss.
 	Loss *PolicyLossConfig `protobuf:"bytes,1,opt,name=loss,proto3" json:"loss,omitempty"`
 	// Discount of later rewards, per token.
 	Gamma *float64 `protobuf:"fixed64,2,opt,name=gamma,proto3,oneof" json:"gamma,omitempty"`
-	// Whether the mean reward of the group is subtracted from each reward first (REINFORCE++-Baseline).
+	// Whether the mean reward of the group is subtracted from each reward first
+	// (REINFORCE++-Baseline).
 	GroupBaseline *bool `protobuf:"varint,3,opt,name=group_baseline,json=groupBaseline,proto3,oneof" json:"group_baseline,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1235,9 +1254,9 @@ func (x *ReinforcePpConfig) GetGroupBaseline() bool {
 // DpoConfig sets Direct Preference Optimization (arXiv 2305.18290) on preference pairs.
 type DpoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How strongly the policy is held to the initial model.
+	// Strength of the constraint to the initial model.
 	Beta *float64 `protobuf:"fixed64,1,opt,name=beta,proto3,oneof" json:"beta,omitempty"`
-	// Share of pairs whose labels are taken to be wrong (conservative DPO).
+	// Assumed share of pairs with wrong labels (conservative DPO).
 	LabelSmoothing *float64 `protobuf:"fixed64,2,opt,name=label_smoothing,json=labelSmoothing,proto3,oneof" json:"label_smoothing,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -1287,15 +1306,17 @@ func (x *DpoConfig) GetLabelSmoothing() float64 {
 	return 0
 }
 
-// OnlineDpoConfig sets online DPO (arXiv 2402.04792): the policy samples groups, and of each the sample of the highest reward is
+// OnlineDpoConfig sets online DPO (arXiv 2402.04792): the policy samples groups; the sample with
+// the highest reward of each group is preferred to the one with the lowest. Groups of equal rewards
+// make no pair.
 type OnlineDpoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How strongly the policy is held to the initial model.
+	// Strength of the constraint to the initial model.
 	Beta *float64 `protobuf:"fixed64,1,opt,name=beta,proto3,oneof" json:"beta,omitempty"`
-	// Loss of a pair: DPO's (`sigmoid`), or IPO's (arXiv 2310.12036) on sums over tokens.
+	// Loss of a pair: that of DPO (`sigmoid`), or that of IPO (arXiv 2310.12036) on sums over tokens.
 	Loss *string `protobuf:"bytes,2,opt,name=loss,proto3,oneof" json:"loss,omitempty"`
-	// Whether others are sampled in place of groups that make no pair, within `sampling.refill_rounds`; off, the step has fewer
-	// pairs.
+	// Whether groups that make no pair are replaced by newly sampled ones, within
+	// `sampling.refill_rounds`. Off: the step has fewer pairs.
 	DynamicSampling *bool `protobuf:"varint,3,opt,name=dynamic_sampling,json=dynamicSampling,proto3,oneof" json:"dynamic_sampling,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -1355,9 +1376,10 @@ func (x *OnlineDpoConfig) GetDynamicSampling() bool {
 // IpoConfig sets Identity Preference Optimization (arXiv 2310.12036) on preference pairs.
 type IpoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The paper's tau: the margin is drawn to 1 / (2 beta).
+	// The tau of the paper: the loss pulls the margin to 1 / (2 beta).
 	Beta *float64 `protobuf:"fixed64,1,opt,name=beta,proto3,oneof" json:"beta,omitempty"`
-	// Whether log-ratios are means over a completion's tokens, as the paper's authors run it; off, sums.
+	// Whether log-ratios are means over the tokens of a completion, as in the authors' code, instead
+	// of sums.
 	LengthNormalize *bool `protobuf:"varint,2,opt,name=length_normalize,json=lengthNormalize,proto3,oneof" json:"length_normalize,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -1407,21 +1429,23 @@ func (x *IpoConfig) GetLengthNormalize() bool {
 	return false
 }
 
-// KtoConfig sets Kahneman-Tversky Optimization (arXiv 2402.01306) on completions with a label each, or on preference pairs (`paired`).
+// KtoConfig sets Kahneman-Tversky Optimization (arXiv 2402.01306) on labeled completions or on
+// preference pairs (`paired`).
 type KtoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How strongly the policy is held to the initial model.
+	// Strength of the constraint to the initial model.
 	Beta *float64 `protobuf:"fixed64,1,opt,name=beta,proto3,oneof" json:"beta,omitempty"`
 	// Weight of desirable completions.
 	DesirableWeight *float64 `protobuf:"fixed64,2,opt,name=desirable_weight,json=desirableWeight,proto3,oneof" json:"desirable_weight,omitempty"`
-	// Weight of undesirable ones. The paper wants weight times number of the desirable ones between 1 and 4/3 of that of the
-	// others.
+	// Weight of undesirable completions. The paper recommends a ratio between 1 and 4/3 of weight
+	// times count of the desirable ones to that of the undesirable ones.
 	UndesirableWeight *float64 `protobuf:"fixed64,3,opt,name=undesirable_weight,json=undesirableWeight,proto3,oneof" json:"undesirable_weight,omitempty"`
-	// Whether gains count from the divergence of the policy, measured on completions of other prompts; off, from 0, which saves
-	// that pass.
+	// Whether gains are measured relative to the divergence of the policy on mismatched completions.
+	// Off: relative to 0, which saves that forward pass.
 	ReferencePoint *bool `protobuf:"varint,4,opt,name=reference_point,json=referencePoint,proto3,oneof" json:"reference_point,omitempty"`
-	// Whether a row holds a pair (`data.chosen_field`, `data.rejected_field`): a desirable completion and an undesirable one. Off: one
-	// completion and its label (`data.completion_field`, `data.label_field`).
+	// Whether a row holds a pair (`data.chosen_field`, `data.rejected_field`): a desirable and an
+	// undesirable completion. Off: one completion and its label (`data.completion_field`,
+	// `data.label_field`).
 	Paired        *bool `protobuf:"varint,5,opt,name=paired,proto3,oneof" json:"paired,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1492,19 +1516,21 @@ func (x *KtoConfig) GetPaired() bool {
 	return false
 }
 
-// DistillationConfig sets on-policy distillation: the policy samples, a teacher with the same vocabulary says how likely
+// DistillationConfig sets on-policy distillation: the policy samples, and a teacher with the same
+// vocabulary gives the logprob of each token (reverse KL on sampled tokens; arXiv 2306.13649, arXiv
+// 2306.08543).
 type DistillationConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Folder of the teacher's model in the Hugging Face layout, which the learner loads; or `[algorithm.distillation.endpoint]`.
+	// Folder of the teacher's model in the Hugging Face layout, which the learner loads. The
+	// alternative is `[algorithm.distillation.endpoint]`.
 	Teacher *string `protobuf:"bytes,1,opt,name=teacher,proto3,oneof" json:"teacher,omitempty"`
-	// How token losses become one number: the mean over the `token`s of the batch, the mean over samples of each one's mean
-	// (`sequence`), or the sum over samples * sampling.max_tokens (`constant`).
+	// How token losses are reduced, see the same key of `[algorithm.grpo]`.
 	Reduction *string `protobuf:"bytes,2,opt,name=reduction,proto3,oneof" json:"reduction,omitempty"`
-	// Passes over a batch. More than one update a batch costs a forward pass first.
+	// Passes over a batch. More than one optimizer update per batch costs an additional forward pass.
 	Epochs *uint32 `protobuf:"varint,3,opt,name=epochs,proto3,oneof" json:"epochs,omitempty"`
-	// Optimizer updates a pass: the batch is cut into so many parts of whole samples.
+	// Optimizer updates per pass. Each one takes an equal part of the batch, in whole samples.
 	Minibatches *uint32 `protobuf:"varint,4,opt,name=minibatches,proto3,oneof" json:"minibatches,omitempty"`
-	// In async mode, cap of the importance weight against the engine's logprobs.
+	// In async mode, largest importance weight against the logprobs of the engine.
 	ImportanceCap *float64 `protobuf:"fixed64,5,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
 	// A teacher that an engine serves, instead of a folder.
 	Endpoint      *TeacherEndpointConfig `protobuf:"bytes,6,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
@@ -1584,25 +1610,27 @@ func (x *DistillationConfig) GetEndpoint() *TeacherEndpointConfig {
 	return nil
 }
 
-// TeacherEndpointConfig is a teacher behind an OpenAI-compatible endpoint, such as vLLM or SGLang. The inference workers ask it for
-// the log-probabilities of the tokens that they sampled and put them beside the sample, so that the learner loads no teacher and a
-// replay asks nobody. A call that fails makes samples INFRA_FAILED. Its tokens must be the model's; they are compared in each answer.
+// TeacherEndpointConfig sets a teacher behind an OpenAI-compatible endpoint, such as vLLM or
+// SGLang. The inference workers request the logprobs of the sampled tokens and store them with the
+// sample, so that neither the learner nor a replay needs the teacher. A failed call marks samples
+// as INFRA_FAILED. Each answer is checked to have the tokens of the model.
 type TeacherEndpointConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where its API begins.
+	// Base URL of the API.
 	BaseUrl *string `protobuf:"bytes,1,opt,name=base_url,json=baseUrl,proto3,oneof" json:"base_url,omitempty"`
-	// The model's name there.
+	// Name of the model at the endpoint.
 	Model *string `protobuf:"bytes,2,opt,name=model,proto3,oneof" json:"model,omitempty"`
-	// Where its key is, never the key itself: `file:PATH` (absolute) or `env:NAME` (of rolloutd). Empty: it asks for none.
+	// Reference to the API key, never the key itself: `file:PATH` (absolute) or `env:NAME` (of
+	// rolloutd). Empty: no key.
 	ApiKey *string `protobuf:"bytes,3,opt,name=api_key,json=apiKey,proto3,oneof" json:"api_key,omitempty"`
-	// How it is asked for the log-probabilities of a prompt: `echo` with `logprobs` as OpenAI's completions have it, or vLLM's
-	// `prompt_logprobs`, whose answers name tokens by their ids.
+	// How the logprobs of a prompt are requested: `echo` with `logprobs`, as in OpenAI's completions,
+	// or `prompt_logprobs` of vLLM, whose answers identify tokens by id.
 	Protocol *string `protobuf:"bytes,4,opt,name=protocol,proto3,oneof" json:"protocol,omitempty"`
-	// Longest time for one call, in seconds.
+	// Timeout of one call, in seconds.
 	TimeoutSeconds *float64 `protobuf:"fixed64,5,opt,name=timeout_seconds,json=timeoutSeconds,proto3,oneof" json:"timeout_seconds,omitempty"`
-	// Further tries of a call that failed and may work again.
+	// Retries of a call that failed with a temporary error.
 	Retries *uint32 `protobuf:"varint,6,opt,name=retries,proto3,oneof" json:"retries,omitempty"`
-	// Calls that an inference worker has open at a time.
+	// Concurrent calls of an inference worker.
 	Concurrency   *uint32 `protobuf:"varint,7,opt,name=concurrency,proto3,oneof" json:"concurrency,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -85,18 +85,22 @@ func (RowKind) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_config_v1_options_proto_rawDescGZIP(), []int{0}
 }
 
-// FieldMeta states what a reader of the configuration needs in addition to the type and the validation rules.
+// FieldMeta states what a reader of the configuration needs in addition to the type and the
+// validation rules.
 type FieldMeta struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Value of an absent field, written as a TOML value: `8`, `true`, `"cosine"`. Empty: no default.
 	Default string `protobuf:"bytes,1,opt,name=default,proto3" json:"default,omitempty"`
 	// One example value, written as a TOML value.
 	Example string `protobuf:"bytes,2,opt,name=example,proto3" json:"example,omitempty"`
-	// Whether the field names a file or folder. Relative paths start at the folder of the configuration file.
+	// Whether the field names a file or folder. Relative paths start at the folder of the
+	// configuration file.
 	Path bool `protobuf:"varint,3,opt,name=path,proto3" json:"path,omitempty"`
-	// Whether an absent field has its own meaning, so that it gets no default and an absent table is not filled with defaults.
+	// Whether an absent field has its own meaning, so that it gets no default and an absent table is
+	// not filled with defaults.
 	Absent bool `protobuf:"varint,4,opt,name=absent,proto3" json:"absent,omitempty"`
-	// Whether the keys of this message belong to the table that holds it: `loss.clip_low` is written as `clip_low`.
+	// Whether the keys of this message belong to the table that holds it: `loss.clip_low` is written
+	// as `clip_low`.
 	Inline        bool `protobuf:"varint,5,opt,name=inline,proto3" json:"inline,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -167,7 +171,8 @@ func (x *FieldMeta) GetInline() bool {
 	return false
 }
 
-// AlgorithmTraits states what an algorithm needs from services and workers. They branch on traits, not on the names of algorithms.
+// AlgorithmTraits states what an algorithm needs from services and workers. They branch on traits,
+// not on the names of algorithms.
 type AlgorithmTraits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name of the algorithm in papers, such as `GRPO`.
@@ -176,9 +181,11 @@ type AlgorithmTraits struct {
 	Rows RowKind `protobuf:"varint,2,opt,name=rows,proto3,enum=rollout.config.v1.RowKind" json:"rows,omitempty"`
 	// Whether a reward must score the completions.
 	NeedsReward bool `protobuf:"varint,3,opt,name=needs_reward,json=needsReward,proto3" json:"needs_reward,omitempty"`
-	// Whether the samples of a prompt are compared with each other, so that a group needs at least two of them.
+	// Whether the samples of a prompt are compared with each other, so that a group needs at least
+	// two of them.
 	ComparesGroup bool `protobuf:"varint,4,opt,name=compares_group,json=comparesGroup,proto3" json:"compares_group,omitempty"`
-	// Whether each token can have its own advantage, so that rewards of parts of a completion have an effect.
+	// Whether each token can have its own advantage, so that rewards of parts of a completion have an
+	// effect.
 	TokenRewards bool `protobuf:"varint,5,opt,name=token_rewards,json=tokenRewards,proto3" json:"token_rewards,omitempty"`
 	// Whether a critic is trained along with the policy.
 	NeedsCritic bool `protobuf:"varint,6,opt,name=needs_critic,json=needsCritic,proto3" json:"needs_critic,omitempty"`

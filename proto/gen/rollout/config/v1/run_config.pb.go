@@ -22,26 +22,29 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// RunConfig says everything about a run. People write it as TOML; every table below is a message here.
+// RunConfig is the configuration of a run. It is written as TOML; each table is a message here.
 type RunConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// A short name that people recognise the run by: lower-case letters, digits and dashes.
+	// A short name of the run: lower-case letters, digits, and dashes.
 	Name *string `protobuf:"bytes,1,opt,name=name,proto3,oneof" json:"name,omitempty"`
-	// Seed of everything random in the run: shuffle, sampling, dropout. The same plan and seed give the same deterministic run.
+	// Seed of all random choices of the run: shuffle, sampling, dropout. A deterministic run with the
+	// same plan and seed gives the same result.
 	Seed *uint64 `protobuf:"varint,2,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
-	// How sampling and training share time: `sync` alternates (staleness 0), `async` overlaps within `staleness.max_steps`.
+	// How sampling and training are scheduled: `sync` alternates (staleness 0), `async` overlaps them
+	// within `staleness.max_steps`.
 	Mode *string `protobuf:"bytes,3,opt,name=mode,proto3,oneof" json:"mode,omitempty"`
-	// Whether the run promises the same bits each time; costs some speed. Absent: true in sync mode, false in async mode.
+	// Whether the run gives the same bits each time, at lower speed. Absent: true in sync mode, false
+	// in async mode.
 	Deterministic *bool `protobuf:"varint,4,opt,name=deterministic,proto3,oneof" json:"deterministic,omitempty"`
-	// The model that is trained.
+	// The model to train.
 	Model *ModelConfig `protobuf:"bytes,5,opt,name=model,proto3" json:"model,omitempty"`
-	// The prompts, and the rows that are held out.
+	// The training prompts and the held-out rows.
 	Data *DataConfig `protobuf:"bytes,6,opt,name=data,proto3" json:"data,omitempty"`
 	// How completions are sampled.
 	Sampling *SamplingConfig `protobuf:"bytes,7,opt,name=sampling,proto3" json:"sampling,omitempty"`
 	// What scores a completion.
 	Reward *RewardConfig `protobuf:"bytes,8,opt,name=reward,proto3" json:"reward,omitempty"`
-	// What the learner optimises: exactly one table, such as `[algorithm.sft]` or `[algorithm.grpo]`.
+	// What the learner optimizes: exactly one table, such as `[algorithm.sft]` or `[algorithm.grpo]`.
 	Algorithm *AlgorithmConfig `protobuf:"bytes,9,opt,name=algorithm,proto3" json:"algorithm,omitempty"`
 	// Steps, optimizer, schedule.
 	Train *TrainConfig `protobuf:"bytes,10,opt,name=train,proto3" json:"train,omitempty"`
@@ -49,19 +52,19 @@ type RunConfig struct {
 	Engine *EngineConfig `protobuf:"bytes,11,opt,name=engine,proto3" json:"engine,omitempty"`
 	// How far sampling may run ahead of training.
 	Staleness *StalenessConfig `protobuf:"bytes,12,opt,name=staleness,proto3" json:"staleness,omitempty"`
-	// Evaluation on held-out rows while the run goes on.
+	// Evaluation on held-out rows during the run.
 	Eval *EvalConfig `protobuf:"bytes,13,opt,name=eval,proto3" json:"eval,omitempty"`
 	// Snapshots of the whole training state.
 	Snapshot *SnapshotConfig `protobuf:"bytes,14,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
 	// Retries and time limits.
 	Limits *LimitsConfig `protobuf:"bytes,15,opt,name=limits,proto3" json:"limits,omitempty"`
-	// Low-rank adapters: absent, all weights are trained.
+	// Low-rank adapters. Absent: all weights are trained.
 	Lora *LoraConfig `protobuf:"bytes,20,opt,name=lora,proto3" json:"lora,omitempty"`
-	// Which sampled completions are kept to be looked at.
+	// Which sampled completions are stored for inspection.
 	Completions *CompletionsConfig `protobuf:"bytes,40,opt,name=completions,proto3" json:"completions,omitempty"`
-	// How new weights get to the inference workers.
+	// How new weights reach the inference workers.
 	Weights *WeightsConfig `protobuf:"bytes,24,opt,name=weights,proto3" json:"weights,omitempty"`
-	// Where metrics go beside the control plane's own storage.
+	// Trackers that receive the metrics, in addition to the storage service.
 	Sinks         *SinksConfig `protobuf:"bytes,41,opt,name=sinks,proto3" json:"sinks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -230,14 +233,15 @@ func (x *RunConfig) GetSinks() *SinksConfig {
 	return nil
 }
 
-// ModelConfig names the weights, and how text becomes tokens.
+// ModelConfig sets the weights and how text becomes tokens.
 type ModelConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Folder in the Hugging Face layout: config.json, model.safetensors, tokenizer.json.
 	Path *string `protobuf:"bytes,1,opt,name=path,proto3,oneof" json:"path,omitempty"`
-	// Type that weights are held, trained and transported in.
+	// Data type in which weights are stored, trained, and transferred.
 	Dtype *string `protobuf:"bytes,2,opt,name=dtype,proto3,oneof" json:"dtype,omitempty"`
-	// Whether prompts are rendered through the tokenizer's chat template (as one user message, or as `messages`).
+	// Whether prompts are rendered with the chat template of the tokenizer, as one user message or as
+	// `messages`.
 	ChatTemplate  *bool `protobuf:"varint,3,opt,name=chat_template,json=chatTemplate,proto3,oneof" json:"chat_template,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -297,28 +301,30 @@ func (x *ModelConfig) GetChatTemplate() bool {
 // DataConfig names the JSON Lines files and the fields of their rows.
 type DataConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Training rows: a JSON Lines file, one object a line.
+	// Training rows: a JSON Lines file with one object per line.
 	Train *string `protobuf:"bytes,1,opt,name=train,proto3,oneof" json:"train,omitempty"`
-	// Held-out rows. With a `[reward]` the policy answers their prompts; without one they have all that training rows have, and the
-	// loss on them is computed. Empty: no evaluation.
+	// Held-out rows. With a `[reward]` the policy answers their prompts. Without one they have the
+	// same fields as training rows, and their loss is computed. Empty: no evaluation.
 	Eval *string `protobuf:"bytes,2,opt,name=eval,proto3,oneof" json:"eval,omitempty"`
-	// Field of a row that holds the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]` messages that end
-	// with the assistant's need no answer beside them: each of the assistant's turns is trained on.
+	// Field with the prompt: a string, or a list of {role, content} messages. With `[algorithm.sft]`,
+	// messages that end with one of the assistant need no answer field: the run trains on each turn
+	// of the assistant.
 	PromptField *string `protobuf:"bytes,3,opt,name=prompt_field,json=promptField,proto3,oneof" json:"prompt_field,omitempty"`
-	// Field of a row that holds the reference answer; `[algorithm.sft]` trains on it.
+	// Field with the reference answer. `[algorithm.sft]` trains on it.
 	AnswerField *string `protobuf:"bytes,4,opt,name=answer_field,json=answerField,proto3,oneof" json:"answer_field,omitempty"`
 	// Whether each epoch visits the rows in a new seeded order.
 	Shuffle *bool `protobuf:"varint,5,opt,name=shuffle,proto3,oneof" json:"shuffle,omitempty"`
-	// Field of a row that holds the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]` and `[algorithm.reward_model]`: a
-	// text, or messages that end with the assistant's. Messages before that one are the prompt, which the row then need not hold.
+	// Field with the preferred completion, for `[algorithm.dpo]`, `[algorithm.ipo]`, and
+	// `[algorithm.reward_model]`: a text, or messages that end with one of the assistant. The
+	// messages before the last one are the prompt; the row then needs no prompt field.
 	ChosenField *string `protobuf:"bytes,20,opt,name=chosen_field,json=chosenField,proto3,oneof" json:"chosen_field,omitempty"`
-	// Field of a row that holds the completion it is preferred to.
+	// Field with the rejected completion.
 	RejectedField *string `protobuf:"bytes,21,opt,name=rejected_field,json=rejectedField,proto3,oneof" json:"rejected_field,omitempty"`
-	// Field of a row that says by how much, as a number, for `[algorithm.reward_model]`. Empty: pairs count alike.
+	// Field with the margin of a pair, a number, for `[algorithm.reward_model]`. Empty: no margins.
 	MarginField *string `protobuf:"bytes,22,opt,name=margin_field,json=marginField,proto3,oneof" json:"margin_field,omitempty"`
-	// Field of a row that holds a completion with a label, for `[algorithm.kto]`.
+	// Field with a labeled completion, for `[algorithm.kto]`.
 	CompletionField *string `protobuf:"bytes,23,opt,name=completion_field,json=completionField,proto3,oneof" json:"completion_field,omitempty"`
-	// Field of a row that holds its label: true for a desirable completion, false for another.
+	// Field with the label: true for a desirable completion, false for an undesirable one.
 	LabelField    *string `protobuf:"bytes,24,opt,name=label_field,json=labelField,proto3,oneof" json:"label_field,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -424,28 +430,32 @@ func (x *DataConfig) GetLabelField() string {
 	return ""
 }
 
-// SamplingConfig is what each completion of a group is sampled with.
+// SamplingConfig sets how completions are sampled.
 type SamplingConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Completions a prompt (`n` in some papers, G in the GRPO paper). 1 where rows are trained on as they are.
+	// Completions per prompt (`n` in some papers, G in the GRPO paper). Must be 1 if the algorithm
+	// trains on rows.
 	GroupSize *uint32 `protobuf:"varint,1,opt,name=group_size,json=groupSize,proto3,oneof" json:"group_size,omitempty"`
-	// Most new tokens a completion.
+	// Largest number of new tokens per completion.
 	MaxTokens *uint32 `protobuf:"varint,2,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
-	// Softmax temperature; 0 takes the most likely token.
+	// Softmax temperature. 0 takes the most likely token.
 	Temperature *float64 `protobuf:"fixed64,3,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
-	// Nucleus: keep the smallest set of tokens whose probability reaches this. 1 keeps all.
+	// Nucleus sampling: the smallest set of tokens with at least this total probability. 1 keeps all
+	// tokens.
 	TopP *float64 `protobuf:"fixed64,4,opt,name=top_p,json=topP,proto3,oneof" json:"top_p,omitempty"`
-	// Keep the k most likely tokens. 0 keeps all.
+	// Number of most likely tokens to sample from. 0 keeps all tokens.
 	TopK *uint32 `protobuf:"varint,5,opt,name=top_k,json=topK,proto3,oneof" json:"top_k,omitempty"`
-	// Keep tokens with at least this share of the most likely token's probability. 0 keeps all.
+	// Smallest probability of a token, relative to the most likely one. 0 keeps all tokens.
 	MinP *float64 `protobuf:"fixed64,6,opt,name=min_p,json=minP,proto3,oneof" json:"min_p,omitempty"`
-	// Texts that end a completion; they are not part of it.
+	// Texts that end a completion. They are not part of it.
 	Stop []string `protobuf:"bytes,7,rep,name=stop,proto3" json:"stop,omitempty"`
-	// With `algorithm.*.dynamic_sampling`: most prompts that a step may draw until it has `train.groups_per_step` groups whose rewards
-	// differ, in multiples of that number. 1 draws none in place of those left out: the step is smaller.
+	// With `algorithm.*.dynamic_sampling`: largest number of prompts that a step may draw to find
+	// `train.groups_per_step` groups with different rewards, as a multiple of that number. 1: groups
+	// that are left out are not replaced, and the step is smaller.
 	RefillRounds *uint32 `protobuf:"varint,8,opt,name=refill_rounds,json=refillRounds,proto3,oneof" json:"refill_rounds,omitempty"`
-	// What a step does that has drawn all of those: `train` on the groups it has and tell of it, or `fail` the run
-	// (DYNAMIC_SAMPLING_EXHAUSTED). Without a single group the run always fails.
+	// What happens if a step has drawn all these prompts: `train` on the groups it has, with a
+	// warning, or `fail` the run (DYNAMIC_SAMPLING_EXHAUSTED). A step without any group always fails
+	// the run.
 	RefillShortfall *string `protobuf:"bytes,9,opt,name=refill_shortfall,json=refillShortfall,proto3,oneof" json:"refill_shortfall,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -544,25 +554,29 @@ func (x *SamplingConfig) GetRefillShortfall() string {
 	return ""
 }
 
-// RewardConfig says what scores a completion: exactly one of `plugin`, `expression`, `[reward.model]` and
-// `[reward.composite.*]`. Whatever goes wrong makes samples INFRA_FAILED, counted by reason; it never makes a reward of 0.
+// RewardConfig sets what scores a completion: exactly one of `plugin`, `expression`,
+// `[reward.model]`, and `[reward.composite.*]`. A failure marks samples as INFRA_FAILED and is
+// counted by reason; it is never a reward of 0.
 type RewardConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// `file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`), returns a list of floats, or of
-	// mappings with `reward` and further named metrics, or with `token_rewards` or `step_rewards`.
+	// `file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`)
+	// and returns a list of floats, or of mappings with `reward` and additional named metrics, or
+	// with `token_rewards` or `step_rewards`.
 	Plugin *string `protobuf:"bytes,1,opt,name=plugin,proto3,oneof" json:"plugin,omitempty"`
-	// Longest time for one call, in seconds. A call that takes longer is an infrastructure failure, never a reward of 0. Of
-	// `[reward.composite.*]`, for those that set none of their own.
+	// Timeout of one call, in seconds. A timeout is an infrastructure failure, never a reward of 0.
+	// It is the default for each `[reward.composite.*]`.
 	TimeoutSeconds *float64 `protobuf:"fixed64,2,opt,name=timeout_seconds,json=timeoutSeconds,proto3,oneof" json:"timeout_seconds,omitempty"`
-	// Further tries of a failed call before its samples are counted as INFRA_FAILED.
+	// Retries of a failed call before its samples are marked as INFRA_FAILED.
 	Retries *uint32 `protobuf:"varint,3,opt,name=retries,proto3,oneof" json:"retries,omitempty"`
-	// An expression in CEL over `prompt`, `completion` and the fields of the dataset's `row`; a number, or a truth value that
-	// counts as 1 or 0. It reads nothing else and changes nothing.
+	// A CEL expression over `prompt`, `completion`, and the fields of the dataset's `row`. Its value
+	// is a number, or a boolean that counts as 1 or 0. It reads no other data and has no side
+	// effects.
 	Expression *string `protobuf:"bytes,4,opt,name=expression,proto3,oneof" json:"expression,omitempty"`
-	// A trained reward model, which the run serves beside its inference workers.
+	// A trained reward model. A worker of the run serves it.
 	Model *ScoringModelConfig `protobuf:"bytes,5,opt,name=model,proto3" json:"model,omitempty"`
-	// Several rewards, each in a table with a name of its own, such as `[reward.composite.format]`: the reward is their sum by
-	// weight, and each is a metric, `reward/NAME`. Where one fails the sample has no reward.
+	// Several rewards, each in its own named table, such as `[reward.composite.format]`. The reward
+	// is their weighted sum, and each is a metric, `reward/NAME`. A sample has no reward if one of
+	// them fails.
 	Composite     map[string]*RewardPartConfig `protobuf:"bytes,6,rep,name=composite,proto3" json:"composite,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -640,16 +654,17 @@ func (x *RewardConfig) GetComposite() map[string]*RewardPartConfig {
 	return nil
 }
 
-// ScoringModelConfig is a reward model that a worker of the run serves: it reads the tokens of prompt and completion, so its tokens
-// are those of the model that is trained.
+// ScoringModelConfig sets a reward model that a worker of the run serves. It reads the tokens of
+// prompt and completion, so it must have the same tokenizer as the trained model.
 type ScoringModelConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Folder of a sequence classifier with one label in the Hugging Face layout, such as the weights of a run with
-	// `[algorithm.reward_model]`.
+	// Folder of a sequence classifier with one label in the Hugging Face layout, such as the weights
+	// of a run with `[algorithm.reward_model]`.
 	Path *string `protobuf:"bytes,1,opt,name=path,proto3,oneof" json:"path,omitempty"`
-	// Precision that it is loaded in.
+	// Data type in which it is loaded.
 	Dtype *string `protobuf:"bytes,2,opt,name=dtype,proto3,oneof" json:"dtype,omitempty"`
-	// Most tokens, padding included, that one forward pass holds. In deterministic mode each completion is scored alone.
+	// Largest number of tokens in one forward pass, padding included. In deterministic mode each
+	// completion is scored alone.
 	TokensPerBatch *uint32 `protobuf:"varint,3,opt,name=tokens_per_batch,json=tokensPerBatch,proto3,oneof" json:"tokens_per_batch,omitempty"`
 	// CPU threads of its worker. 0: as many as an inference worker has.
 	Threads       *uint32 `protobuf:"varint,4,opt,name=threads,proto3,oneof" json:"threads,omitempty"`
@@ -715,20 +730,21 @@ func (x *ScoringModelConfig) GetThreads() uint32 {
 	return 0
 }
 
-// RewardPartConfig is one of several rewards: exactly one of `plugin`, `expression` and `[reward.composite.NAME.model]`.
+// RewardPartConfig sets one of several rewards: exactly one of `plugin`, `expression`, and
+// `[reward.composite.NAME.model]`.
 type RewardPartConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What its score counts in the sum.
+	// Weight of its score in the sum.
 	Weight *float64 `protobuf:"fixed64,1,opt,name=weight,proto3,oneof" json:"weight,omitempty"`
-	// `file.py:function`, as `reward.plugin`.
+	// `file.py:function`, see `reward.plugin`.
 	Plugin *string `protobuf:"bytes,2,opt,name=plugin,proto3,oneof" json:"plugin,omitempty"`
-	// A trained reward model, as `[reward.model]`.
+	// A trained reward model, see `[reward.model]`.
 	Model *ScoringModelConfig `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
-	// An expression in CEL, as `reward.expression`.
+	// A CEL expression, see `reward.expression`.
 	Expression *string `protobuf:"bytes,3,opt,name=expression,proto3,oneof" json:"expression,omitempty"`
-	// Longest time for one call, in seconds. Absent: `reward.timeout_seconds`.
+	// Timeout of one call, in seconds. Absent: `reward.timeout_seconds`.
 	TimeoutSeconds *float64 `protobuf:"fixed64,5,opt,name=timeout_seconds,json=timeoutSeconds,proto3,oneof" json:"timeout_seconds,omitempty"`
-	// Further tries of a failed call. Absent: `reward.retries`.
+	// Retries of a failed call. Absent: `reward.retries`.
 	Retries       *uint32 `protobuf:"varint,6,opt,name=retries,proto3,oneof" json:"retries,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -806,7 +822,7 @@ func (x *RewardPartConfig) GetRetries() uint32 {
 	return 0
 }
 
-// TrainConfig sets steps, optimizer and learning-rate schedule.
+// TrainConfig sets steps, optimizer, and learning-rate schedule.
 type TrainConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Optimizer steps of the run.
@@ -817,7 +833,7 @@ type TrainConfig struct {
 	LearningRate *float64 `protobuf:"fixed64,3,opt,name=learning_rate,json=learningRate,proto3,oneof" json:"learning_rate,omitempty"`
 	// Shape of the learning rate after the warm-up.
 	Schedule *string `protobuf:"bytes,4,opt,name=schedule,proto3,oneof" json:"schedule,omitempty"`
-	// Steps over which the learning rate grows linearly: it begins with its peak divided by them.
+	// Steps over which the learning rate grows linearly from its peak divided by this number.
 	WarmupSteps *uint64 `protobuf:"varint,5,opt,name=warmup_steps,json=warmupSteps,proto3,oneof" json:"warmup_steps,omitempty"`
 	// Decoupled weight decay.
 	WeightDecay *float64 `protobuf:"fixed64,6,opt,name=weight_decay,json=weightDecay,proto3,oneof" json:"weight_decay,omitempty"`
@@ -827,33 +843,39 @@ type TrainConfig struct {
 	Beta2 *float64 `protobuf:"fixed64,8,opt,name=beta2,proto3,oneof" json:"beta2,omitempty"`
 	// AdamW's epsilon.
 	Epsilon *float64 `protobuf:"fixed64,9,opt,name=epsilon,proto3,oneof" json:"epsilon,omitempty"`
-	// Largest norm of the gradient; larger ones are scaled down. 0 turns clipping off.
+	// Largest norm of the gradient. Larger gradients are scaled down. 0: no clipping.
 	MaxGradNorm *float64 `protobuf:"fixed64,10,opt,name=max_grad_norm,json=maxGradNorm,proto3,oneof" json:"max_grad_norm,omitempty"`
-	// Most tokens, padding included, that one forward and backward pass holds; more are accumulated. Never changes the gradient beyond rounding.
+	// Largest number of tokens in one forward and backward pass, padding included. Larger batches
+	// accumulate gradients; the result is the same up to rounding.
 	TokensPerMicrobatch *uint32 `protobuf:"varint,11,opt,name=tokens_per_microbatch,json=tokensPerMicrobatch,proto3,oneof" json:"tokens_per_microbatch,omitempty"`
-	// CPU threads of the learner, of each of its ranks. 0: the ranks share all cores in sync mode, half of them in async mode.
+	// CPU threads of each rank of the learner. 0: the ranks share all cores in sync mode, half of
+	// them in async mode.
 	Threads *uint32 `protobuf:"varint,12,opt,name=threads,proto3,oneof" json:"threads,omitempty"`
-	// Steps between two deliveries of weights to the inference workers. Must be 1 where samples come from the policy; for
-	// SFT 0 delivers only for evaluations and at the end.
+	// Steps between two deliveries of weights to the inference workers. Must be 1 if samples come
+	// from the policy. 0: SFT delivers for evaluations and at the end only.
 	DeliverEverySteps *uint64 `protobuf:"varint,13,opt,name=deliver_every_steps,json=deliverEverySteps,proto3,oneof" json:"deliver_every_steps,omitempty"`
-	// Weights that stay as they are: patterns over the names of the model's tensors, such as `model.layers.[0-3].*`.
+	// Weights that are not trained: patterns over the names of the model's tensors, such as
+	// `model.layers.[0-3].*`.
 	Freeze []string `protobuf:"bytes,20,rep,name=freeze,proto3" json:"freeze,omitempty"`
-	// Whether the backward pass computes activations again instead of keeping them: less memory, about a third more time.
+	// Whether the backward pass recomputes activations instead of storing them: less memory, about a
+	// third more time.
 	GradientCheckpointing *bool `protobuf:"varint,21,opt,name=gradient_checkpointing,json=gradientCheckpointing,proto3,oneof" json:"gradient_checkpointing,omitempty"`
-	// A policy's gradient whose norm is above this is refused, as one that is not finite is. 0: none is too large. Of a critic that is a network of its own only one that is not finite is.
+	// Norm above which a gradient of the policy is refused. A gradient that is not finite is always
+	// refused, also that of a critic network. 0: no limit.
 	RefuseGradNorm *float64 `protobuf:"fixed64,22,opt,name=refuse_grad_norm,json=refuseGradNorm,proto3,oneof" json:"refuse_grad_norm,omitempty"`
-	// What a refused gradient does: `stop` pauses the run until somebody resumes it, which tries the step again, `skip` goes on with the weights as they were, `restore` goes on with those
-	// of the last snapshot (of the beginning, where there is none). The batch is kept in the run's folder `refused` in each case.
+	// What happens after a refused gradient: `stop` pauses the run until it is resumed, which retries
+	// the step; `skip` continues with the unchanged weights; `restore` continues with the weights of
+	// the last snapshot, or the initial ones. The batch is stored in the folder `refused` of the run.
 	OnRefusedGradient *string `protobuf:"bytes,23,opt,name=on_refused_gradient,json=onRefusedGradient,proto3,oneof" json:"on_refused_gradient,omitempty"`
-	// Processes that share the learner's work on this host: each holds a part of every tensor (FSDP2) and computes a part of each
-	// batch. With GPUs one process a GPU.
+	// Processes of the learner on this host (FSDP2): each has a shard of every tensor and computes a
+	// part of each batch. With GPUs, one process per GPU.
 	Ranks *uint32 `protobuf:"varint,40,opt,name=ranks,proto3,oneof" json:"ranks,omitempty"`
-	// The optimizer: AdamW with moments in float32, or with one byte for each (`adamw_8bit`, arXiv 2110.02861), which needs the Python
-	// package bitsandbytes.
+	// The optimizer: AdamW with moments in float32, or in 8 bits (`adamw_8bit`, arXiv 2110.02861),
+	// which needs the Python package bitsandbytes.
 	Optimizer *string `protobuf:"bytes,41,opt,name=optimizer,proto3,oneof" json:"optimizer,omitempty"`
-	// Decay of an exponential moving average of the weights, which is kept beside them and moved after every update:
-	// average = decay * average + (1 - decay) * weights. Snapshots hold it (`rollout export weights --average`); sampling and training
-	// never use it. 0: none is kept.
+	// Decay of an exponential moving average of the weights, updated after every optimizer update:
+	// average = decay * average + (1 - decay) * weights. Snapshots contain it (`rollout export
+	// weights --average`); sampling and training do not use it. 0: no average.
 	EmaDecay      *float64 `protobuf:"fixed64,42,opt,name=ema_decay,json=emaDecay,proto3,oneof" json:"ema_decay,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1029,17 +1051,19 @@ func (x *TrainConfig) GetEmaDecay() float64 {
 	return 0
 }
 
-// LoraConfig trains low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353). Inference workers
-// get the adapters alone and merge them; a snapshot holds both, the adapter as PEFT reads it.
+// LoraConfig trains low-rank adapters of frozen weights (LoRA, arXiv 2106.09685; DoRA, arXiv
+// 2402.09353). Inference workers receive the adapters only and merge them. A snapshot contains the
+// weights and the adapter, the latter in the format of PEFT.
 type LoraConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Rank of each adapter.
 	Rank *uint32 `protobuf:"varint,1,opt,name=rank,proto3,oneof" json:"rank,omitempty"`
 	// The product of an adapter is scaled by alpha / rank.
 	Alpha *float64 `protobuf:"fixed64,2,opt,name=alpha,proto3,oneof" json:"alpha,omitempty"`
-	// Names of the linear layers that get an adapter, such as `q_proj`. Empty: all but the head.
+	// Names of the linear layers that get an adapter, such as `q_proj`. Empty: all layers except the
+	// head.
 	Targets []string `protobuf:"bytes,3,rep,name=targets,proto3" json:"targets,omitempty"`
-	// Whether the magnitude of each row is trained apart from its direction (DoRA).
+	// Whether the magnitude of each row is trained separately from its direction (DoRA).
 	Dora          *bool `protobuf:"varint,4,opt,name=dora,proto3,oneof" json:"dora,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1103,15 +1127,16 @@ func (x *LoraConfig) GetDora() bool {
 	return false
 }
 
-// WeightsConfig sets how new weights get to the inference workers. Those on the learner's host read them from its memory; it is the
-// others that this is about.
+// WeightsConfig sets how inference workers on other hosts receive new weights. Workers on the
+// learner's host read them from shared memory.
 type WeightsConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// `auto` sends what has changed since the version that a worker holds where that is less than half of the whole; `off` always
-	// sends the whole.
+	// `auto` sends the difference from the worker's current version if it is less than half of the
+	// whole; `off` always sends the whole.
 	Patch *string `protobuf:"bytes,1,opt,name=patch,proto3,oneof" json:"patch,omitempty"`
-	// `auto` reads the learner's folder where a worker can open it, and streams from the learner or from a worker that has the version
-	// where it can't; `stream` streams in any case; `store` goes through the storage service and its bucket instead of streaming.
+	// `auto` reads the folder of the learner if the worker can open it, and otherwise streams from
+	// the learner or from a worker that has the version; `stream` always streams; `store` uses the
+	// storage service and its bucket.
 	Way           *string `protobuf:"bytes,2,opt,name=way,proto3,oneof" json:"way,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1164,13 +1189,13 @@ func (x *WeightsConfig) GetWay() string {
 // EngineConfig sets the inference workers.
 type EngineConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The engine behind the worker.
+	// The engine of the workers.
 	Kind *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
 	// Inference workers that the scheduler starts on this host.
 	Workers *uint32 `protobuf:"varint,2,opt,name=workers,proto3,oneof" json:"workers,omitempty"`
-	// Sequences that a worker decodes at a time.
+	// Sequences that a worker decodes concurrently.
 	Slots *uint32 `protobuf:"varint,3,opt,name=slots,proto3,oneof" json:"slots,omitempty"`
-	// Longest sequence, prompt and completion together, in tokens.
+	// Longest sequence in tokens, prompt and completion together.
 	MaxModelLen *uint32 `protobuf:"varint,4,opt,name=max_model_len,json=maxModelLen,proto3,oneof" json:"max_model_len,omitempty"`
 	// CPU threads of a worker. 0: all cores in sync mode, half of them in async mode.
 	Threads       *uint32 `protobuf:"varint,5,opt,name=threads,proto3,oneof" json:"threads,omitempty"`
@@ -1243,11 +1268,11 @@ func (x *EngineConfig) GetThreads() uint32 {
 	return 0
 }
 
-// StalenessConfig bounds how far sampling runs ahead.
+// StalenessConfig limits how far sampling runs ahead.
 type StalenessConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Most optimizer steps between the weights that sampled a token and the step that trains on it. For SFT, whose
-	// tokens come from the data, it is the number of batches prepared ahead.
+	// Largest number of optimizer steps between the weights that sampled a token and the step that
+	// trains on it. For algorithms that train on rows: the number of batches prepared ahead.
 	MaxSteps      *uint32 `protobuf:"varint,1,opt,name=max_steps,json=maxSteps,proto3,oneof" json:"max_steps,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1290,16 +1315,18 @@ func (x *StalenessConfig) GetMaxSteps() uint32 {
 	return 0
 }
 
-// EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the answers. Algorithms that train on
-// rows (SFT, reward models, DPO, IPO, KTO) need no reward: without one the learner computes the loss on the held-out rows, and what it
-// tells of a step, such as `rewards/accuracy`.
+// EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the
+// answers. Algorithms that train on rows (SFT, reward models, DPO, IPO, KTO) need no reward:
+// without one the learner computes the loss on the held-out rows and the metrics of a step, such as
+// `rewards/accuracy`.
 type EvalConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Steps between two evaluations; there is one before the first step and one after the last as well. 0: none.
+	// Steps between two evaluations. There is also one before the first step and one after the last.
+	// 0: no evaluation.
 	EverySteps *uint64 `protobuf:"varint,1,opt,name=every_steps,json=everySteps,proto3,oneof" json:"every_steps,omitempty"`
-	// Most held-out rows an evaluation. 0: all.
+	// Largest number of held-out rows per evaluation. 0: all.
 	MaxPrompts *uint32 `protobuf:"varint,2,opt,name=max_prompts,json=maxPrompts,proto3,oneof" json:"max_prompts,omitempty"`
-	// Temperature of evaluation samples; 0 takes the most likely token.
+	// Temperature of evaluation samples. 0 takes the most likely token.
 	Temperature   *float64 `protobuf:"fixed64,3,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1359,11 +1386,12 @@ func (x *EvalConfig) GetTemperature() float64 {
 // SnapshotConfig sets how often the whole training state is saved.
 type SnapshotConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Steps between two snapshots; there is always one after the last step. 0: only that one.
+	// Steps between two snapshots. There is always one after the last step. 0: only that one.
 	EverySteps *uint64 `protobuf:"varint,1,opt,name=every_steps,json=everySteps,proto3,oneof" json:"every_steps,omitempty"`
-	// Snapshots kept a run; older ones are deleted. 0 keeps all.
+	// Snapshots to keep per run. Older ones are deleted. 0 keeps all.
 	Keep *uint32 `protobuf:"varint,2,opt,name=keep,proto3,oneof" json:"keep,omitempty"`
-	// Whether the samples of every step stay after a snapshot covers them, so that `rollout replay` can train all of them again.
+	// Whether the samples of every step are kept after a snapshot covers them, so that `rollout
+	// replay` can train on all of them again.
 	KeepPayloads  *bool `protobuf:"varint,3,opt,name=keep_payloads,json=keepPayloads,proto3,oneof" json:"keep_payloads,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1420,13 +1448,14 @@ func (x *SnapshotConfig) GetKeepPayloads() bool {
 	return false
 }
 
-// CompletionsConfig sets which sampled completions are kept, with their rewards and advantages, for `rollout completions`, the
-// report and sinks that have tables. Texts are cut at 4,000 characters.
+// CompletionsConfig sets which sampled completions are stored with their rewards and advantages,
+// for `rollout completions`, the report, and trackers with tables. Texts are truncated at 4,000
+// characters.
 type CompletionsConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Completions kept a step: those of its first prompts. 0: none.
+	// Completions stored per step: those of its first prompts. 0: none.
 	PerStep *uint32 `protobuf:"varint,1,opt,name=per_step,json=perStep,proto3,oneof" json:"per_step,omitempty"`
-	// Steps between two that keep theirs; the first does.
+	// Steps between two that store completions, from the first step on.
 	EverySteps    *uint64 `protobuf:"varint,2,opt,name=every_steps,json=everySteps,proto3,oneof" json:"every_steps,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1476,9 +1505,9 @@ func (x *CompletionsConfig) GetEverySteps() uint64 {
 	return 0
 }
 
-// SinksConfig names the trackers that get the run's metrics, evaluations and kept completions while it goes on: each table that is
-// there is one. A process of its own feeds them; what becomes of it never matters to the run. `rollout export metrics` does the
-// same afterwards.
+// SinksConfig names the trackers that receive metrics, evaluations, and stored completions during
+// the run. Each table enables one tracker. A separate process writes to them; its failures do not
+// affect the run. `rollout export metrics` writes the same data afterwards.
 type SinksConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Event files for TensorBoard. Needs the extra `rollout-rl[tensorboard]`.
@@ -1545,7 +1574,8 @@ func (x *SinksConfig) GetMlflow() *MlflowConfig {
 // TensorboardConfig sets the event files.
 type TensorboardConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Folder to which `<name>-<run id>` is written, so that one TensorBoard shows many runs. Empty: `sinks` in the run's own folder.
+	// Parent folder of the run's folder `<name>-<run id>`, so that one TensorBoard shows many runs.
+	// Empty: `sinks` in the folder of the run.
 	Directory     *string `protobuf:"bytes,1,opt,name=directory,proto3,oneof" json:"directory,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1588,16 +1618,17 @@ func (x *TensorboardConfig) GetDirectory() string {
 	return ""
 }
 
-// WandbConfig sets the run of Weights & Biases. Its id is the run's; the key comes from `wandb login` or WANDB_API_KEY.
+// WandbConfig sets the run of Weights & Biases. Its id is that of the run. The key comes from
+// `wandb login` or WANDB_API_KEY.
 type WandbConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Project.
 	Project *string `protobuf:"bytes,1,opt,name=project,proto3,oneof" json:"project,omitempty"`
-	// User or team. Empty: the key's own.
+	// User or team. Empty: the default of the key.
 	Entity *string `protobuf:"bytes,2,opt,name=entity,proto3,oneof" json:"entity,omitempty"`
-	// `offline` writes files that `wandb sync` sends later, `online` sends at once.
+	// `offline` writes files for `wandb sync`; `online` sends at once.
 	Mode *string `protobuf:"bytes,3,opt,name=mode,proto3,oneof" json:"mode,omitempty"`
-	// Folder that holds W&B's own folder `wandb`. Empty: `sinks` in the run's own folder.
+	// Parent of the folder `wandb`. Empty: `sinks` in the folder of the run.
 	Directory     *string `protobuf:"bytes,4,opt,name=directory,proto3,oneof" json:"directory,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1661,13 +1692,14 @@ func (x *WandbConfig) GetDirectory() string {
 	return ""
 }
 
-// MlflowConfig sets the run of MLflow. It is found again by its tag `rollout.run_id`; credentials come from MLflow's own variables.
+// MlflowConfig sets the run of MLflow. Its tag `rollout.run_id` identifies it. Credentials come
+// from the environment variables of MLflow.
 type MlflowConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Tracking server or store, such as `http://127.0.0.1:5000` or `sqlite:////data/mlflow.db`; no user or password. Empty: the file
-	// `mlflow.db` in the folder `sinks` of the run's own folder.
+	// Tracking server or store, such as `http://127.0.0.1:5000` or `sqlite:////data/mlflow.db`,
+	// without user and password. Empty: `sinks/mlflow.db` in the folder of the run.
 	TrackingUri *string `protobuf:"bytes,1,opt,name=tracking_uri,json=trackingUri,proto3,oneof" json:"tracking_uri,omitempty"`
-	// Experiment; made where it is not there.
+	// Experiment. It is created if it does not exist.
 	Experiment    *string `protobuf:"bytes,2,opt,name=experiment,proto3,oneof" json:"experiment,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1724,12 +1756,13 @@ type LimitsConfig struct {
 	GroupAttempts *uint32 `protobuf:"varint,1,opt,name=group_attempts,json=groupAttempts,proto3,oneof" json:"group_attempts,omitempty"`
 	// Restarts of one worker within ten minutes before the run fails.
 	WorkerRestarts *uint32 `protobuf:"varint,2,opt,name=worker_restarts,json=workerRestarts,proto3,oneof" json:"worker_restarts,omitempty"`
-	// Longest time that a worker may take to start and load the model, in seconds.
+	// Longest time in which a worker must start and load the model, in seconds.
 	WorkerStartSeconds *float64 `protobuf:"fixed64,3,opt,name=worker_start_seconds,json=workerStartSeconds,proto3,oneof" json:"worker_start_seconds,omitempty"`
-	// Most bytes of samples that may be on their way or wait for the learner; prompts beyond that are held back. The groups of one
-	// step are always let through.
+	// Largest size of samples in flight or waiting for the learner, in bytes. The scheduler issues no
+	// more prompts above it. The groups of one step are always allowed.
 	QueueBytes *uint64 `protobuf:"varint,4,opt,name=queue_bytes,json=queueBytes,proto3,oneof" json:"queue_bytes,omitempty"`
-	// Longest time that one rank of the learner may keep the others waiting, in seconds; then all are started anew.
+	// Longest time that one rank of the learner may block the others, in seconds. After it all ranks
+	// are restarted.
 	RankTimeoutSeconds *float64 `protobuf:"fixed64,10,opt,name=rank_timeout_seconds,json=rankTimeoutSeconds,proto3,oneof" json:"rank_timeout_seconds,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -1804,7 +1837,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xe1\x15\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xdc\x15\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1827,15 +1860,15 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x04lora\x18\x14 \x01(\v2\x1d.rollout.config.v1.LoraConfigR\x04lora\x12F\n" +
 	"\vcompletions\x18( \x01(\v2$.rollout.config.v1.CompletionsConfigR\vcompletions\x12:\n" +
 	"\aweights\x18\x18 \x01(\v2 .rollout.config.v1.WeightsConfigR\aweights\x124\n" +
-	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\xab\f\xbaH\xa7\f\x1a\x98\x02\n" +
+	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks:\xa6\f\xbaH\xa2\f\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
-	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xdf\x01\n" +
-	"\x1erun_config.teacher_temperature\x12m`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: that is what endpoints answer for\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a}\n" +
+	"\x12run_config.teacher\x12a`[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`\x1az!has(this.algorithm.distillation) || has(this.algorithm.distillation.teacher) != has(this.algorithm.distillation.endpoint)\x1a\xea\x01\n" +
+	"\x1erun_config.teacher_temperature\x12x`sampling.temperature` must be 1.0 for `[algorithm.distillation.endpoint]`: endpoints return logprobs at temperature 1.0\x1aN!has(this.algorithm.distillation.endpoint) || this.sampling.temperature == 1.0\x1a}\n" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1at\n" +
-	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\xb3\x01\n" +
-	"\x16run_config.lora_freeze\x12f`train.freeze` and `[lora]` exclude each other: with adapters every weight of the model stays as it is\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\xa0\x01\n" +
-	"\x17run_config.lora_average\x12T`train.ema_decay` is not for `[lora]`: the average is one of the model's own weights\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)B\a\n" +
+	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1a+this.train.warmup_steps <= this.train.steps\x1a\xac\x01\n" +
+	"\x16run_config.lora_freeze\x12_`train.freeze` and `[lora]` exclude each other: with adapters no weight of the model is trained\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\x97\x01\n" +
+	"\x17run_config.lora_average\x12K`train.ema_decay` and `[lora]` exclude each other: adapters have no average\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)B\a\n" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
 	"\x05_modeB\x10\n" +

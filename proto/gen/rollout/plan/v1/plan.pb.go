@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/plan/v1/plan.proto
 
-// Package rollout.plan.v1 turns a configuration into a plan: everything a run depends on, pinned by digest.
+// Package rollout.plan.v1 turns a configuration into a plan: everything a run depends on, pinned by
+// digest.
 
 package planv1
 
@@ -25,7 +26,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// InputRole says what an input is for.
+// InputRole is the purpose of an input.
 type InputRole int32
 
 const (
@@ -86,14 +87,15 @@ func (InputRole) EnumDescriptor() ([]byte, []int) {
 	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{0}
 }
 
-// Plan is the content of `plan.lock`: canonical (the same inputs give the same bytes) and content-addressed.
+// Plan is the content of `plan.lock`: canonical (the same inputs give the same bytes) and
+// content-addressed.
 type Plan struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Version of this format: 2. Plans of another format are refused.
 	Format uint32 `protobuf:"varint,1,opt,name=format,proto3" json:"format,omitempty"`
 	// `blake3-<hex>` over the canonical JSON of the plan without this field.
 	PlanId string `protobuf:"bytes,2,opt,name=plan_id,json=planId,proto3" json:"plan_id,omitempty"`
-	// The configuration with every default written out. Paths stay as the user wrote them.
+	// The configuration with every default filled in. Paths are as the user wrote them.
 	Config *v1.RunConfig `protobuf:"bytes,3,opt,name=config,proto3" json:"config,omitempty"`
 	// Every file the run reads, sorted by role, then path.
 	Inputs []*Input `protobuf:"bytes,4,rep,name=inputs,proto3" json:"inputs,omitempty"`
@@ -173,7 +175,8 @@ type Input struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// What the file is for.
 	Role InputRole `protobuf:"varint,1,opt,name=role,proto3,enum=rollout.plan.v1.InputRole" json:"role,omitempty"`
-	// Path relative to the folder of the configuration file, or absolute where the user wrote it so; slashes.
+	// Path relative to the folder of the configuration file, or absolute if the user wrote an
+	// absolute path; with slashes.
 	Path string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
 	// `blake3-<hex>` of the bytes.
 	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
@@ -250,18 +253,19 @@ func (x *Input) GetRows() uint64 {
 	return 0
 }
 
-// Problem is one thing that is wrong with a configuration or its inputs.
+// Problem is one problem of a configuration or its inputs.
 type Problem struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Machine-readable reason, e.g. UNKNOWN_KEY, WRONG_TYPE, OUT_OF_RANGE, MISSING_FILE, BAD_ROW, REWARD_FAILED.
+	// Machine-readable reason, e.g. UNKNOWN_KEY, WRONG_TYPE, OUT_OF_RANGE, MISSING_FILE, BAD_ROW,
+	// REWARD_FAILED.
 	Reason string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
-	// File that the problem is in.
+	// File with the problem.
 	File string `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"`
-	// Line, from 1; 0 where there is none.
+	// Line, from 1; 0 without a place in the file.
 	Line uint32 `protobuf:"varint,3,opt,name=line,proto3" json:"line,omitempty"`
-	// Column in characters, from 1; 0 where there is none.
+	// Column in characters, from 1; 0 without a place in the file.
 	Column uint32 `protobuf:"varint,4,opt,name=column,proto3" json:"column,omitempty"`
-	// The offending text, as it stands in the file.
+	// The offending text of the file.
 	Text string `protobuf:"bytes,5,opt,name=text,proto3" json:"text,omitempty"`
 	// What is wrong, in one sentence.
 	Message string `protobuf:"bytes,6,opt,name=message,proto3" json:"message,omitempty"`
@@ -269,7 +273,7 @@ type Problem struct {
 	Fix string `protobuf:"bytes,7,opt,name=fix,proto3" json:"fix,omitempty"`
 	// Dotted path of the field, e.g. `sampling.group_size`.
 	Field string `protobuf:"bytes,8,opt,name=field,proto3" json:"field,omitempty"`
-	// The line that `text` stands in, without its end, at most 4,096 characters; empty where there is none.
+	// The line that contains `text`, without its end, at most 4,096 characters; may be empty.
 	Excerpt       string `protobuf:"bytes,9,opt,name=excerpt,proto3" json:"excerpt,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -375,7 +379,7 @@ type ConfigSource struct {
 	Toml []byte `protobuf:"bytes,1,opt,name=toml,proto3" json:"toml,omitempty"`
 	// Name of the file, for messages.
 	File string `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"`
-	// Absolute folder against which the paths in the configuration are resolved.
+	// Absolute folder that the paths in the configuration are relative to.
 	BaseDir string `protobuf:"bytes,3,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
 	// Overrides of single fields, `dotted.path=TOML value`, applied in order.
 	Set           []string `protobuf:"bytes,4,rep,name=set,proto3" json:"set,omitempty"`
@@ -492,7 +496,7 @@ type ValidateConfigResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Every problem, in the order of the file.
 	Problems []*Problem `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty"`
-	// The configuration with defaults, where it could be read.
+	// The configuration with defaults, if there is no problem.
 	Config        *v1.RunConfig `protobuf:"bytes,2,opt,name=config,proto3" json:"config,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -588,16 +592,16 @@ func (x *CreatePlanRequest) GetSource() *ConfigSource {
 	return nil
 }
 
-// CreatePlanResponse holds the plan, or why there is none.
+// CreatePlanResponse contains the plan, or the problems that prevent it.
 type CreatePlanResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Every problem, in the order of the files.
 	Problems []*Problem `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty"`
-	// The plan, where there is no problem.
+	// The plan, if there is no problem.
 	Plan *Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
 	// The bytes of `plan.lock`: canonical JSON of the plan.
 	Lock []byte `protobuf:"bytes,3,opt,name=lock,proto3" json:"lock,omitempty"`
-	// What may be meant, and should be looked at; it keeps nobody from the plan.
+	// Warnings. They do not prevent the plan.
 	Warnings      []*Problem `protobuf:"bytes,4,rep,name=warnings,proto3" json:"warnings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -661,14 +665,14 @@ func (x *CreatePlanResponse) GetWarnings() []*Problem {
 	return nil
 }
 
-// VerifyPlanRequest asks whether the inputs of a plan still are what they were.
+// VerifyPlanRequest asks whether the inputs of a plan are unchanged.
 type VerifyPlanRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The bytes of `plan.lock`.
 	Lock []byte `protobuf:"bytes,1,opt,name=lock,proto3" json:"lock,omitempty"`
 	// Name of the lock file, for messages.
 	File string `protobuf:"bytes,2,opt,name=file,proto3" json:"file,omitempty"`
-	// Absolute folder against which paths are resolved.
+	// Absolute folder that paths are relative to.
 	BaseDir       string `protobuf:"bytes,3,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -725,12 +729,12 @@ func (x *VerifyPlanRequest) GetBaseDir() string {
 	return ""
 }
 
-// VerifyPlanResponse holds the plan and what changed since.
+// VerifyPlanResponse contains the plan and what changed since it was made.
 type VerifyPlanResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Every input that changed or is missing, and every package of another version.
 	Problems []*Problem `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty"`
-	// The plan, where the lock could be read.
+	// The plan, if the lock could be read.
 	Plan          *Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -785,7 +789,7 @@ type RenewPlanRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The plan.
 	Plan *Plan `protobuf:"bytes,1,opt,name=plan,proto3" json:"plan,omitempty"`
-	// Absolute folder against which paths are resolved.
+	// Absolute folder that paths are relative to.
 	BaseDir       string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -835,12 +839,12 @@ func (x *RenewPlanRequest) GetBaseDir() string {
 	return ""
 }
 
-// RenewPlanResponse holds the new plan, or why there is none.
+// RenewPlanResponse contains the new plan, or the problems that prevent it.
 type RenewPlanResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Every problem, in the order of the files.
 	Problems []*Problem `protobuf:"bytes,1,rep,name=problems,proto3" json:"problems,omitempty"`
-	// The plan, where there is no problem.
+	// The plan, if there is no problem.
 	Plan *Plan `protobuf:"bytes,2,opt,name=plan,proto3" json:"plan,omitempty"`
 	// The bytes of its `plan.lock`.
 	Lock          []byte `protobuf:"bytes,3,opt,name=lock,proto3" json:"lock,omitempty"`

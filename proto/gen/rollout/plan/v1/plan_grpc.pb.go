@@ -4,7 +4,8 @@
 // - protoc             (unknown)
 // source: rollout/plan/v1/plan.proto
 
-// Package rollout.plan.v1 turns a configuration into a plan: everything a run depends on, pinned by digest.
+// Package rollout.plan.v1 turns a configuration into a plan: everything a run depends on, pinned by
+// digest.
 
 package planv1
 
@@ -31,16 +32,17 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// PlannerService has no state: it reads, checks and pins.
+// PlannerService has no state: it reads, checks, and pins.
 type PlannerServiceClient interface {
-	// ValidateConfig checks syntax, schema and rules; it loads no plugin and reads no dataset.
+	// ValidateConfig checks syntax, schema, and rules. It loads no plugin and reads no dataset.
 	ValidateConfig(ctx context.Context, in *ValidateConfigRequest, opts ...grpc.CallOption) (*ValidateConfigResponse, error)
-	// CreatePlan checks everything that can be known before the run and pins it. Problems are returned all at once;
-	// the plan is set only where there are none.
+	// CreatePlan checks everything that can be known before the run and pins it. It returns all
+	// problems at once; the plan is set only if the list is empty.
 	CreatePlan(ctx context.Context, in *CreatePlanRequest, opts ...grpc.CallOption) (*CreatePlanResponse, error)
-	// VerifyPlan reads the inputs of a plan again and names those that changed.
+	// VerifyPlan reads the inputs of a plan again and reports those that changed.
 	VerifyPlan(ctx context.Context, in *VerifyPlanRequest, opts ...grpc.CallOption) (*VerifyPlanResponse, error)
-	// RenewPlan makes a plan of the same configuration over the inputs as they are now, checked as CreatePlan checks them.
+	// RenewPlan makes a plan of the same configuration for the current inputs, with the same checks
+	// as CreatePlan.
 	RenewPlan(ctx context.Context, in *RenewPlanRequest, opts ...grpc.CallOption) (*RenewPlanResponse, error)
 }
 
@@ -96,16 +98,17 @@ func (c *plannerServiceClient) RenewPlan(ctx context.Context, in *RenewPlanReque
 // All implementations must embed UnimplementedPlannerServiceServer
 // for forward compatibility.
 //
-// PlannerService has no state: it reads, checks and pins.
+// PlannerService has no state: it reads, checks, and pins.
 type PlannerServiceServer interface {
-	// ValidateConfig checks syntax, schema and rules; it loads no plugin and reads no dataset.
+	// ValidateConfig checks syntax, schema, and rules. It loads no plugin and reads no dataset.
 	ValidateConfig(context.Context, *ValidateConfigRequest) (*ValidateConfigResponse, error)
-	// CreatePlan checks everything that can be known before the run and pins it. Problems are returned all at once;
-	// the plan is set only where there are none.
+	// CreatePlan checks everything that can be known before the run and pins it. It returns all
+	// problems at once; the plan is set only if the list is empty.
 	CreatePlan(context.Context, *CreatePlanRequest) (*CreatePlanResponse, error)
-	// VerifyPlan reads the inputs of a plan again and names those that changed.
+	// VerifyPlan reads the inputs of a plan again and reports those that changed.
 	VerifyPlan(context.Context, *VerifyPlanRequest) (*VerifyPlanResponse, error)
-	// RenewPlan makes a plan of the same configuration over the inputs as they are now, checked as CreatePlan checks them.
+	// RenewPlan makes a plan of the same configuration for the current inputs, with the same checks
+	// as CreatePlan.
 	RenewPlan(context.Context, *RenewPlanRequest) (*RenewPlanResponse, error)
 	mustEmbedUnimplementedPlannerServiceServer()
 }
