@@ -1,19 +1,19 @@
-"""The port that every environment fits: batched, asynchronous, free of tokens of other episodes.
+"""The protocol of environments: batched and asynchronous. Imports no torch.
 
-    reset(tasks) -> what each task's episodes begin with
-    step(turns)  -> for each turn an Observation (the episode goes on) or a Result (it has ended)
-    close(..)    -> these episodes are over or given up
+    reset(tasks) -> per task, what its episodes begin with
+    step(turns)  -> per turn, an Observation (the episode continues) or a Result (it has ended)
+    close(..)    -> these episodes are over or abandoned
 
 A *task* is one prompt group: its samples share the first observation, so an engine runs the prompt once. From the second turn
-on every sample is an episode of its own. A single-turn task answers its first ``step`` with Results; a tool-using one answers
-with Observations that hold the tool's output.
+on, every sample is an episode of its own. A single-turn environment answers the first ``step`` with Results; one with tools
+answers with Observations that hold the tool's output. ``rollout_testing.envtest`` checks an implementation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,10 @@ Outcome = Literal["completed", "truncated", "aborted", "infra_failed"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt group, or what is still missing of it.
+    """One prompt group, or the part of it that is still missing.
 
-    key: unique among the tasks in flight. row_json: the dataset's row. samples: which samples of the group are wanted, with
-    the seed of each.
+    key: unique among the open tasks. row_json: the dataset's row. samples: the samples of the group that are wanted, with the
+    seed of each.
     """
 
     key: str
@@ -48,7 +48,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One answer of the policy. sample: which of the task. number: from 0. text: without special tokens and stop text.
+    """One answer of the policy. sample: of the task. number: from 0. text: without special tokens and stop text.
 
     prompt, prompt_ids: text and tokens (int32[N]) of the first observation. truncated: the answer ended at the token limit.
     """
@@ -65,10 +65,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How an episode ended. reward, metrics: meaningful for completed and truncated ones. reason: of the other two.
+    """How an episode ended. reward, metrics: meaningful for completed and truncated episodes. reason: of the other outcomes.
 
-    token_rewards, teacher_logprobs: one a token of the completion, or none. steps: rewards of parts of the completion, which
-    become ``token_rewards`` before an environment hands the result over (``process_reward.spread``).
+    token_rewards, teacher_logprobs: one per token of the completion, or empty. steps: rewards of parts of the completion, which
+    become ``token_rewards`` before an environment returns the result (``process_reward.spread``).
     """
 
     reward: float = 0.0
@@ -82,14 +82,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A task that can't begin: its row is broken. All of its samples end as INFRA_FAILED with this reason."""
+    """A task that can't begin because its row is invalid. All of its samples end as INFRA_FAILED with this reason."""
 
     reason: str
     message: str
 
 
 class Environment(Protocol):
-    """Where episodes take place. Calls may overlap; an exception fails the turns or tasks of that call alone."""
+    """Where episodes take place. Calls may overlap; an exception fails the turns or tasks of that call only."""
 
     async def reset(self, tasks: Sequence[Task]) -> Sequence[Observation | Refusal]:
         """The first observation of each task, in order."""
@@ -100,7 +100,20 @@ class Environment(Protocol):
         ...
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
-        """Forget these episodes (task key, sample)."""
+        """Release these episodes (task key, sample). Idempotent; unknown episodes are ignored."""
+        ...
+
+
+@runtime_checkable
+class StatefulEnvironment(Protocol):
+    """An environment whose open episodes can be saved and restored."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The open episodes, as plain data. Called between two calls of the environment."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the open episodes by saved ones."""
         ...
 
 

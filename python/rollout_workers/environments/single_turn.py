@@ -6,25 +6,33 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rollout.algorithm import name_of, traits
 from rollout.environment import Observation, Refusal, Result, Task, Turn, failed
 from rollout_workers.data.prompts import PromptInvalid, PromptReader, Text
+from rollout_workers.environments.registry import Context
 from rollout_workers.rewards.process_reward import spread
 from rollout_workers.rewards.rewards import RewardGroup, Scorable, Scorer
 
 log = logging.getLogger(__name__)
 
 
+def build(context: Context) -> SingleTurn:
+    """The registry's constructor."""
+    takes = traits(name_of(context.config)).token_rewards
+    return SingleTurn(context.prompts, context.rewards, context.text, takes_token_rewards=takes)
+
+
 class SingleTurn:
     """The environment that ends every episode after its first turn. It keeps no state of episodes."""
 
     def __init__(self, prompts: PromptReader, rewards: Scorer | None, text: Text, *, takes_token_rewards: bool = True) -> None:
-        """rewards: None where nothing is scored (distillation); every reward is then 0.
+        """rewards: None if nothing is scored (distillation); every reward is then 0.
 
-        takes_token_rewards: whether the run's algorithm can use rewards of parts of a completion; where not, a sample with such
-        rewards is INFRA_FAILED as REWARD_BAD_RESULT, as a part of it would be lost.
+        takes_token_rewards: whether the run's algorithm can use rewards of parts of a completion. If it can't, a sample with
+        such rewards is INFRA_FAILED as REWARD_BAD_RESULT, because a part of its reward would be lost.
         """
         self._prompts, self._rewards, self._text, self._takes = prompts, rewards, text, takes_token_rewards
-        self._told = False
+        self._warned = False
 
     async def reset(self, tasks: Sequence[Task]) -> list[Observation | Refusal]:
         """The prompt of each task's row."""
@@ -46,7 +54,7 @@ class SingleTurn:
         return results
 
     async def close(self, episodes: Sequence[tuple[str, int]]) -> None:
-        """Nothing to forget."""
+        """Episodes have no state."""
 
     def _group(self, turns: Sequence[Turn]) -> RewardGroup:
         prompt = turns[0].prompt_ids.tobytes()
@@ -55,13 +63,13 @@ class SingleTurn:
         )
 
     def _by_token(self, result: Result, turn: Turn) -> Result:
-        """The result with its steps laid on the completion's tokens."""
+        """The result with its step rewards spread over the completion's tokens."""
         if not result.token_rewards and not result.steps:
             return result
         if not self._takes:
-            if not self._told:
-                log.warning("a reward scored parts of a completion, which this algorithm can't use: its samples are INFRA_FAILED")
-            self._told = True
+            if not self._warned:
+                log.warning("this algorithm can't use rewards of parts of a completion: samples that have some are INFRA_FAILED")
+            self._warned = True
             return failed("REWARD_BAD_RESULT")
         rewards = spread(result.steps, len(turn.token_ids), lambda n: self._text.decode([turn.token_ids[:n]])[0])
         if result.token_rewards:

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 from nats.aio.client import Client
 
-from rollout.algorithm import name_of, traits
 from rollout.inference.v1 import inference_pb2
 from rollout.inference.v1.inference_pb2_grpc import add_InferenceWorkerServiceServicer_to_server
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.weights.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 from rollout_workers.data.prompts import PromptReader
 from rollout_workers.data.rows import rows_of
+from rollout_workers.environments import registry as environments
 from rollout_workers.environments.episode import EpisodeRunner
-from rollout_workers.environments.single_turn import SingleTurn
 from rollout_workers.environments.teacher import taught
 from rollout_workers.inference.evaluation import Evaluation
 from rollout_workers.inference.generation import Generation
@@ -90,8 +89,7 @@ async def run_inference_worker(
 
         throughput = Throughput(model.engine.stats)
         prompts = PromptReader(model.text, prompt_field=config.data.prompt_field, chat_template=config.model.chat_template)
-        takes = traits(name_of(config)).token_rewards
-        environment = SingleTurn(prompts, rewards, model.text, takes_token_rewards=takes)
+        environment = environments.build(environments.Context(config, prompts, rewards, model.text))
         params = of_run(config.sampling)
         outlet = Outlet(Publisher(link.client, who.trajectory_subject, who.trajectory_stream, who.process), services, throughput)
         worker: Sampler | RowSender

@@ -36,6 +36,7 @@ class RunConfig(_message.Message):
     ALGORITHM_FIELD_NUMBER: _builtins.int
     TRAIN_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     EVAL_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
@@ -87,6 +88,10 @@ class RunConfig(_message.Message):
         """The inference workers."""
 
     @_builtins.property
+    def environment(self) -> Global___EnvironmentConfig:
+        """Where episodes take place."""
+
+    @_builtins.property
     def staleness(self) -> Global___StalenessConfig:
         """How far sampling may run ahead of training."""
 
@@ -132,6 +137,7 @@ class RunConfig(_message.Message):
         algorithm: _algorithm_pb2.AlgorithmConfig | None = ...,
         train: Global___TrainConfig | None = ...,
         engine: Global___EngineConfig | None = ...,
+        environment: Global___EnvironmentConfig | None = ...,
         staleness: Global___StalenessConfig | None = ...,
         eval: Global___EvalConfig | None = ...,
         snapshot: Global___SnapshotConfig | None = ...,
@@ -141,9 +147,9 @@ class RunConfig(_message.Message):
         weights: Global___WeightsConfig | None = ...,
         sinks: Global___SinksConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
@@ -970,6 +976,30 @@ class EngineConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__workers) -> _WhichOneofReturnType__workers | None: ...
 
 Global___EngineConfig: _TypeAlias = EngineConfig  # noqa: Y015
+
+@_typing.final
+class EnvironmentConfig(_message.Message):
+    """EnvironmentConfig selects the environment that answers the policy's turns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """The environment. `single_turn`: the dataset's prompt, one completion, its reward."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "kind", b"kind"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kind", b"_kind", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__kind: _TypeAlias = _typing.Literal["kind"]  # noqa: Y015
+    _WhichOneofArgType__kind: _TypeAlias = _typing.Literal["_kind", b"_kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kind) -> _WhichOneofReturnType__kind | None: ...
+
+Global___EnvironmentConfig: _TypeAlias = EnvironmentConfig  # noqa: Y015
 
 @_typing.final
 class StalenessConfig(_message.Message):

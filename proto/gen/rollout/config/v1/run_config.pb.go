@@ -50,6 +50,8 @@ type RunConfig struct {
 	Train *TrainConfig `protobuf:"bytes,10,opt,name=train,proto3" json:"train,omitempty"`
 	// The inference workers.
 	Engine *EngineConfig `protobuf:"bytes,11,opt,name=engine,proto3" json:"engine,omitempty"`
+	// Where episodes take place.
+	Environment *EnvironmentConfig `protobuf:"bytes,42,opt,name=environment,proto3" json:"environment,omitempty"`
 	// How far sampling may run ahead of training.
 	Staleness *StalenessConfig `protobuf:"bytes,12,opt,name=staleness,proto3" json:"staleness,omitempty"`
 	// Evaluation on held-out rows during the run.
@@ -173,6 +175,13 @@ func (x *RunConfig) GetTrain() *TrainConfig {
 func (x *RunConfig) GetEngine() *EngineConfig {
 	if x != nil {
 		return x.Engine
+	}
+	return nil
+}
+
+func (x *RunConfig) GetEnvironment() *EnvironmentConfig {
+	if x != nil {
+		return x.Environment
 	}
 	return nil
 }
@@ -1268,6 +1277,52 @@ func (x *EngineConfig) GetThreads() uint32 {
 	return 0
 }
 
+// EnvironmentConfig selects the environment that answers the policy's turns.
+type EnvironmentConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The environment. `single_turn`: the dataset's prompt, one completion, its reward.
+	Kind          *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EnvironmentConfig) Reset() {
+	*x = EnvironmentConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EnvironmentConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EnvironmentConfig) ProtoMessage() {}
+
+func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EnvironmentConfig.ProtoReflect.Descriptor instead.
+func (*EnvironmentConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *EnvironmentConfig) GetKind() string {
+	if x != nil && x.Kind != nil {
+		return *x.Kind
+	}
+	return ""
+}
+
 // StalenessConfig limits how far sampling runs ahead.
 type StalenessConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1280,7 +1335,7 @@ type StalenessConfig struct {
 
 func (x *StalenessConfig) Reset() {
 	*x = StalenessConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1292,7 +1347,7 @@ func (x *StalenessConfig) String() string {
 func (*StalenessConfig) ProtoMessage() {}
 
 func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1305,7 +1360,7 @@ func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StalenessConfig.ProtoReflect.Descriptor instead.
 func (*StalenessConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *StalenessConfig) GetMaxSteps() uint32 {
@@ -1334,7 +1389,7 @@ type EvalConfig struct {
 
 func (x *EvalConfig) Reset() {
 	*x = EvalConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1346,7 +1401,7 @@ func (x *EvalConfig) String() string {
 func (*EvalConfig) ProtoMessage() {}
 
 func (x *EvalConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1359,7 +1414,7 @@ func (x *EvalConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalConfig.ProtoReflect.Descriptor instead.
 func (*EvalConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *EvalConfig) GetEverySteps() uint64 {
@@ -1399,7 +1454,7 @@ type SnapshotConfig struct {
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1411,7 +1466,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1424,7 +1479,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -1463,7 +1518,7 @@ type CompletionsConfig struct {
 
 func (x *CompletionsConfig) Reset() {
 	*x = CompletionsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1475,7 +1530,7 @@ func (x *CompletionsConfig) String() string {
 func (*CompletionsConfig) ProtoMessage() {}
 
 func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1488,7 +1543,7 @@ func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompletionsConfig.ProtoReflect.Descriptor instead.
 func (*CompletionsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *CompletionsConfig) GetPerStep() uint32 {
@@ -1522,7 +1577,7 @@ type SinksConfig struct {
 
 func (x *SinksConfig) Reset() {
 	*x = SinksConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1534,7 +1589,7 @@ func (x *SinksConfig) String() string {
 func (*SinksConfig) ProtoMessage() {}
 
 func (x *SinksConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1547,7 +1602,7 @@ func (x *SinksConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SinksConfig.ProtoReflect.Descriptor instead.
 func (*SinksConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SinksConfig) GetTensorboard() *TensorboardConfig {
@@ -1583,7 +1638,7 @@ type TensorboardConfig struct {
 
 func (x *TensorboardConfig) Reset() {
 	*x = TensorboardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1595,7 +1650,7 @@ func (x *TensorboardConfig) String() string {
 func (*TensorboardConfig) ProtoMessage() {}
 
 func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1608,7 +1663,7 @@ func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorboardConfig.ProtoReflect.Descriptor instead.
 func (*TensorboardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *TensorboardConfig) GetDirectory() string {
@@ -1636,7 +1691,7 @@ type WandbConfig struct {
 
 func (x *WandbConfig) Reset() {
 	*x = WandbConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1648,7 +1703,7 @@ func (x *WandbConfig) String() string {
 func (*WandbConfig) ProtoMessage() {}
 
 func (x *WandbConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1661,7 +1716,7 @@ func (x *WandbConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WandbConfig.ProtoReflect.Descriptor instead.
 func (*WandbConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *WandbConfig) GetProject() string {
@@ -1707,7 +1762,7 @@ type MlflowConfig struct {
 
 func (x *MlflowConfig) Reset() {
 	*x = MlflowConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1719,7 +1774,7 @@ func (x *MlflowConfig) String() string {
 func (*MlflowConfig) ProtoMessage() {}
 
 func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1732,7 +1787,7 @@ func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MlflowConfig.ProtoReflect.Descriptor instead.
 func (*MlflowConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *MlflowConfig) GetTrackingUri() string {
@@ -1770,7 +1825,7 @@ type LimitsConfig struct {
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1782,7 +1837,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1795,7 +1850,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -1837,7 +1892,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xdc\x15\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xa4\x16\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -1852,7 +1907,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\talgorithm\x18\t \x01(\v2\".rollout.config.v1.AlgorithmConfigB\x06\xbaH\x03\xc8\x01\x01R\talgorithm\x12<\n" +
 	"\x05train\x18\n" +
 	" \x01(\v2\x1e.rollout.config.v1.TrainConfigB\x06\xbaH\x03\xc8\x01\x01R\x05train\x127\n" +
-	"\x06engine\x18\v \x01(\v2\x1f.rollout.config.v1.EngineConfigR\x06engine\x12@\n" +
+	"\x06engine\x18\v \x01(\v2\x1f.rollout.config.v1.EngineConfigR\x06engine\x12F\n" +
+	"\venvironment\x18* \x01(\v2$.rollout.config.v1.EnvironmentConfigR\venvironment\x12@\n" +
 	"\tstaleness\x18\f \x01(\v2\".rollout.config.v1.StalenessConfigR\tstaleness\x121\n" +
 	"\x04eval\x18\r \x01(\v2\x1d.rollout.config.v1.EvalConfigR\x04eval\x12=\n" +
 	"\bsnapshot\x18\x0e \x01(\v2!.rollout.config.v1.SnapshotConfigR\bsnapshot\x127\n" +
@@ -2100,7 +2156,11 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x06_slotsB\x10\n" +
 	"\x0e_max_model_lenB\n" +
 	"\n" +
-	"\b_threads\"Q\n" +
+	"\b_threads\"\\\n" +
+	"\x11EnvironmentConfig\x12>\n" +
+	"\x04kind\x18\x01 \x01(\tB%\xbaH\x0fr\rR\vsingle_turn\xca\xda\x18\x0f\n" +
+	"\r\"single_turn\"H\x00R\x04kind\x88\x01\x01B\a\n" +
+	"\x05_kind\"Q\n" +
 	"\x0fStalenessConfig\x120\n" +
 	"\tmax_steps\x18\x01 \x01(\rB\x0e\xbaH\x04*\x02\x18@\xca\xda\x18\x03\n" +
 	"\x010H\x00R\bmaxSteps\x88\x01\x01B\f\n" +
@@ -2208,7 +2268,7 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
 	(*ModelConfig)(nil),        // 1: rollout.config.v1.ModelConfig
@@ -2221,46 +2281,48 @@ var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*LoraConfig)(nil),         // 8: rollout.config.v1.LoraConfig
 	(*WeightsConfig)(nil),      // 9: rollout.config.v1.WeightsConfig
 	(*EngineConfig)(nil),       // 10: rollout.config.v1.EngineConfig
-	(*StalenessConfig)(nil),    // 11: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),         // 12: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),     // 13: rollout.config.v1.SnapshotConfig
-	(*CompletionsConfig)(nil),  // 14: rollout.config.v1.CompletionsConfig
-	(*SinksConfig)(nil),        // 15: rollout.config.v1.SinksConfig
-	(*TensorboardConfig)(nil),  // 16: rollout.config.v1.TensorboardConfig
-	(*WandbConfig)(nil),        // 17: rollout.config.v1.WandbConfig
-	(*MlflowConfig)(nil),       // 18: rollout.config.v1.MlflowConfig
-	(*LimitsConfig)(nil),       // 19: rollout.config.v1.LimitsConfig
-	nil,                        // 20: rollout.config.v1.RewardConfig.CompositeEntry
-	(*AlgorithmConfig)(nil),    // 21: rollout.config.v1.AlgorithmConfig
+	(*EnvironmentConfig)(nil),  // 11: rollout.config.v1.EnvironmentConfig
+	(*StalenessConfig)(nil),    // 12: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),         // 13: rollout.config.v1.EvalConfig
+	(*SnapshotConfig)(nil),     // 14: rollout.config.v1.SnapshotConfig
+	(*CompletionsConfig)(nil),  // 15: rollout.config.v1.CompletionsConfig
+	(*SinksConfig)(nil),        // 16: rollout.config.v1.SinksConfig
+	(*TensorboardConfig)(nil),  // 17: rollout.config.v1.TensorboardConfig
+	(*WandbConfig)(nil),        // 18: rollout.config.v1.WandbConfig
+	(*MlflowConfig)(nil),       // 19: rollout.config.v1.MlflowConfig
+	(*LimitsConfig)(nil),       // 20: rollout.config.v1.LimitsConfig
+	nil,                        // 21: rollout.config.v1.RewardConfig.CompositeEntry
+	(*AlgorithmConfig)(nil),    // 22: rollout.config.v1.AlgorithmConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	1,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
 	2,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
 	3,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
 	4,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	21, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	22, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
 	7,  // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
 	10, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
-	11, // 7: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
-	12, // 8: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	13, // 9: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	19, // 10: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
-	8,  // 11: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
-	14, // 12: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
-	9,  // 13: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
-	15, // 14: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
-	5,  // 15: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	20, // 16: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
-	5,  // 17: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	16, // 18: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
-	17, // 19: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
-	18, // 20: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
-	6,  // 21: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
-	22, // [22:22] is the sub-list for method output_type
-	22, // [22:22] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	11, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
+	12, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
+	13, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
+	14, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	20, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	8,  // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
+	15, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
+	9,  // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
+	16, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
+	5,  // 16: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	21, // 17: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	5,  // 18: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	17, // 19: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	18, // 20: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	19, // 21: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	6,  // 22: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	23, // [23:23] is the sub-list for method output_type
+	23, // [23:23] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -2290,13 +2352,14 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[17].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[18].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[19].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[20].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   21,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
