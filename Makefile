@@ -69,7 +69,7 @@ bench-scale: build venv-dev ## Measure what one control plane carries, played by
 	@PYTHONPATH=python:e2e $(PYTHON) bench/scale.py --check $(ARGS)
 
 .PHONY: bench-buffer
-bench-buffer: build venv-dev ## Measure the buffer against TransferQueue, Ray objects, ZeroMQ and the bare disk
+bench-buffer: build venv-dev ## Measure the path from worker to learner next to TransferQueue, Ray, and ZeroMQ
 	@scripts/venv_buffer
 	@$(PYTHON) bench/buffer.py $(ARGS)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 IN_FLIGHT = 4
-"""Puts, of one group each, that have not been acknowledged."""
+"""Groups that are being sent at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Load:
         self.ids = random.integers(0, 150_000, (shape.size, shape.tokens), dtype=np.int32)
         self.logprobs = -random.random((shape.size, shape.tokens), dtype=np.float32)
         self.mask = random.integers(0, 2, (shape.size, shape.tokens), dtype=np.uint8)
-        self.seen: set[int] = set()
+        self.received: set[int] = set()
         self.verified = 0
         self._rest = [row[1:].tobytes() for row in self.ids]
         self._others = [(a.tobytes(), b.tobytes()) for a, b in zip(self.logprobs, self.mask, strict=True)]
@@ -60,7 +60,7 @@ class Load:
         self.ids[:, 0] = group
 
     def check(self, sample: int, ids: np.ndarray, logprobs: np.ndarray, mask: np.ndarray) -> None:
-        """Hold a sample against what was put; ``verified`` counts its bytes."""
+        """Compare a sample with what was put; ``verified`` counts its bytes."""
         if self.shape.tokens > 4096:
             same = (
                 np.array_equal(ids[1:], self.ids[sample][1:])
@@ -70,10 +70,10 @@ class Load:
         else:  # numpy's comparison costs more than the bytes
             same = ids[1:].tobytes() == self._rest[sample] and (logprobs.tobytes(), mask.tobytes()) == self._others[sample]
         if not same:
-            raise SystemExit(f"sample {sample} of group {ids[0]} is not what was put")
+            raise SystemExit(f"sample {sample} of group {ids[0]} differs from what was put")
         if not sample:
             group = int(ids[0])
-            if group in self.seen or not 0 <= group < self.shape.groups:
-                raise SystemExit(f"group {group} came twice, or was never put")
-            self.seen.add(group)
+            if group in self.received or not 0 <= group < self.shape.groups:
+                raise SystemExit(f"group {group} arrived twice, or was never put")
+            self.received.add(group)
         self.verified += ids.nbytes + logprobs.nbytes + mask.nbytes

@@ -1,4 +1,4 @@
-"""One run of the path that rollout's workers use, for bench/buffer.py: a producer and a consumer,
+"""One round of the path that rollout's workers use, for bench/buffer.py: a producer and a consumer,
 one process each.
 
 python bench/buffer_ours.py SHAPE SHARE DURABILITY FOLDER
