@@ -69,11 +69,11 @@ func (d *drive) run(life context.Context) {
 	watch, unwatch := context.WithCancel(life)
 	var wg sync.WaitGroup
 	defer func() { unwatch(); wg.Wait() }()
-	launched := launchedRegistry{d.deps.Registry, d.deps.Scheduler, d.spec.GetRunId(), d.spec.GetIncarnation(), d.cfg.Retry}
+	launched := launchedRegistry{Registry: d.deps.Registry, settings: d.settings, scheduler: d.deps.Scheduler, retry: d.cfg.Retry}
 	workers := launched.Watch(watch, worker.Inference.Service())
 	wg.Go(func() { d.fleet.serve(watch, workers) })
 
-	err := d.drive(work, &learners{settings: d.settings, updates: launched.Watch(watch, worker.Learner.Service())})
+	err := d.drive(work, &learners{runID: d.runID, updates: launched.Watch(watch, worker.Learner.Service())})
 	if life.Err() != nil {
 		d.record.save(context.WithoutCancel(life), true)
 		return

@@ -68,9 +68,6 @@ func (f *fleet) serve(ctx context.Context, instances <-chan []discovery.Instance
 		gone := f.workers
 		f.workers = map[string]*inferenceWorker{}
 		for _, in := range list {
-			if !f.registers(in) {
-				continue
-			}
 			key := in.Address + "/" + in.Meta["process"]
 			if w, ok := gone[key]; ok {
 				f.workers[key] = w

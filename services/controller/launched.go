@@ -3,7 +3,6 @@ package controller
 import (
 	"context"
 	"slices"
-	"strconv"
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
@@ -12,17 +11,16 @@ import (
 )
 
 // launchedRegistry is a Registry of the worker processes that the scheduler launched for one
-// incarnation of a run. Other registrations are left out, also those that claim to be workers of
+// incarnation of a run. It omits other registrations, including those that claim to be workers of
 // the run.
 type launchedRegistry struct {
 	Registry
-	scheduler   Scheduler
-	run         string
-	incarnation uint32
-	retry       time.Duration // between two attempts to ask a scheduler that does not answer
+	settings
+	scheduler Scheduler
+	retry     time.Duration // pause after a call that the scheduler did not answer
 }
 
-// Watch sends the newest list; lists that no one received in time are skipped.
+// Watch sends the newest list. It skips a list that was not received before the next.
 func (r launchedRegistry) Watch(ctx context.Context, name string) <-chan []discovery.Instance {
 	out := make(chan []discovery.Instance)
 	go func() {
@@ -40,7 +38,7 @@ func (r launchedRegistry) Watch(ctx context.Context, name string) <-chan []disco
 				if !open {
 					return
 				}
-				claimed = slices.DeleteFunc(slices.Clone(list), func(in discovery.Instance) bool { return !r.claims(in) })
+				claimed = slices.DeleteFunc(slices.Clone(list), func(in discovery.Instance) bool { return !r.registers(in) })
 			case <-retry.C:
 			case send <- launched:
 				send = nil
@@ -58,10 +56,10 @@ func (r launchedRegistry) Watch(ctx context.Context, name string) <-chan []disco
 	return out
 }
 
-// verify asks the scheduler about those registrations that it has not accepted yet.
+// verify asks the scheduler about the registrations that it has not accepted yet.
 func (r launchedRegistry) verify(ctx context.Context, claimed []discovery.Instance, verified map[worker.Registration]bool) error {
 	var unknown []worker.Registration
-	req := &runv1.VerifyWorkersRequest{RunId: r.run, Incarnation: r.incarnation}
+	req := &runv1.VerifyWorkersRequest{RunId: r.runID, Incarnation: r.incarnation}
 	for _, in := range claimed {
 		if claim := worker.RegistrationOf(in); !verified[claim] && claim.Rank >= 0 {
 			unknown = append(unknown, claim)
@@ -82,9 +80,4 @@ func (r launchedRegistry) verify(ctx context.Context, claimed []discovery.Instan
 		}
 	}
 	return err
-}
-
-// claims reports whether a registration names this incarnation of the run.
-func (r launchedRegistry) claims(in discovery.Instance) bool {
-	return in.Meta[worker.MetaRun] == r.run && in.Meta[worker.MetaIncarnation] == strconv.FormatUint(uint64(r.incarnation), 10)
 }

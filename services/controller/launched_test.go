@@ -16,8 +16,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// verifier accepts registrations with a valid proof for its nonce, and fails as many calls as it is
-// away.
+// verifier accepts registrations with a valid proof for its nonce. Its first calls fail, as many as away.
 type verifier struct {
 	Scheduler
 	away, calls int
@@ -48,13 +47,13 @@ func claim(id, incarnation, nonce string) discovery.Instance {
 	}}
 }
 
-func TestLaunchedRegistryLeavesOthersOut(t *testing.T) {
+func TestLaunchedRegistryOmitsOtherRegistrations(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		v, l := &verifier{away: 2}, make(lists)
-		out := launchedRegistry{Registry: l, scheduler: v, run: "run-1", incarnation: 2, retry: time.Second}.Watch(ctx, "inference-worker")
+		out := launchedRegistry{Registry: l, scheduler: v, settings: settings{runID: "run-1", incarnation: 2}, retry: time.Second}.Watch(ctx, "inference-worker")
 		next := func() (ids []string) {
 			for _, in := range <-out {
 				ids = append(ids, in.ID)

@@ -123,14 +123,9 @@ func ask[T any](ctx context.Context, l *learner, fn func(ctx context.Context) (T
 
 // learners is the newest list of the learner workers of a run. One goroutine at a time uses it.
 type learners struct {
-	settings
+	runID   string
 	updates <-chan []discovery.Instance
 	list    []discovery.Instance
-}
-
-// set replaces the list, without the learners of other runs and incarnations.
-func (l *learners) set(list []discovery.Instance) {
-	l.list = slices.DeleteFunc(slices.Clone(list), func(in discovery.Instance) bool { return !l.registers(in) })
 }
 
 // wait waits for a change of the list, at most for d.
@@ -142,7 +137,7 @@ func (l *learners) wait(ctx context.Context, d time.Duration) {
 	case <-timer.C:
 	case list, ok := <-l.updates:
 		if ok {
-			l.set(list)
+			l.list = list
 		}
 	}
 }
@@ -191,7 +186,7 @@ func (l *learners) guard(ctx context.Context, current *learner) (guarded context
 				if !ok {
 					return
 				}
-				l.set(list)
+				l.list = list
 			}
 		}
 	})

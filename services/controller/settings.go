@@ -5,6 +5,7 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/worker"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
@@ -66,7 +67,7 @@ func (s settings) delivers(step uint64) bool {
 	return s.last(step) || s.evaluates(step) && !s.evaluatesLoss() || every > 0 && step%every == 0
 }
 
-// registers reports whether a worker is registered for this incarnation of the run.
+// registers reports whether a registration claims to be a worker of this incarnation of the run.
 func (s settings) registers(in discovery.Instance) bool {
-	return in.Meta["run"] == s.runID && in.Meta["incarnation"] == strconv.FormatUint(uint64(s.incarnation), 10)
+	return in.Meta[worker.MetaRun] == s.runID && in.Meta[worker.MetaIncarnation] == strconv.FormatUint(uint64(s.incarnation), 10)
 }
