@@ -1,6 +1,6 @@
 -- +goose Up
--- One row a run that was ever driven. The ledger and the snapshots hold the truth; this is what a restarted controller needs
--- to find them again.
+-- One row per run that was driven. The ledger and the snapshots are authoritative; this is what a
+-- restarted controller needs to continue.
 CREATE TABLE drive (
     run_id      TEXT PRIMARY KEY,
     incarnation INTEGER NOT NULL,

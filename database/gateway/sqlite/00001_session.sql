@@ -1,5 +1,5 @@
 -- +goose Up
--- One row a completion: exactly the tokens that were sampled, in the order of the session.
+-- One row per completion, with exactly the tokens that were sampled, in the order of the session.
 CREATE TABLE turn (
     number     INTEGER PRIMARY KEY AUTOINCREMENT,
     session_id TEXT NOT NULL,

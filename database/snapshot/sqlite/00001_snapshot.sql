@@ -1,16 +1,16 @@
 -- +goose Up
--- One row a manifest; the manifest itself is a serialized rollout.snapshot.v1.Snapshot.
+-- One row per manifest, which is a serialized rollout.snapshot.v1.Snapshot.
 CREATE TABLE snapshot (
     snapshot_id TEXT PRIMARY KEY,
     run_id      TEXT NOT NULL,
     kind        INTEGER NOT NULL,
     step        INTEGER NOT NULL,
     manifest    BLOB NOT NULL,
-    pinned      INTEGER NOT NULL DEFAULT 0, -- kept by retention: a run began from it
+    pinned      INTEGER NOT NULL DEFAULT 0, -- exempt from retention: a run started from it
     UNIQUE (run_id, kind, step)
 ) STRICT;
 
--- Which artifacts a manifest names.
+-- Artifacts that a manifest names.
 CREATE TABLE snapshot_file (
     snapshot_id TEXT NOT NULL REFERENCES snapshot (snapshot_id) ON DELETE CASCADE,
     digest      TEXT NOT NULL,
@@ -18,7 +18,8 @@ CREATE TABLE snapshot_file (
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX snapshot_file_by_digest ON snapshot_file (digest);
 
--- Artifacts that may be named by no manifest: noted before an import and when a manifest goes, forgotten after a sweep.
+-- Artifacts that may have no manifest: added before an import and when a manifest is deleted, removed
+-- after a sweep.
 CREATE TABLE candidate (
     digest TEXT PRIMARY KEY
 ) STRICT, WITHOUT ROWID;

@@ -13,7 +13,7 @@ CREATE INDEX event_by_run ON event (run_id, sequence);
 CREATE INDEX event_by_kind ON event (run_id, kind, sequence);
 CREATE INDEX event_by_time ON event (time_us);
 
--- The numbers of events that stand for a step, by name.
+-- Metrics of events that belong to a step, by name.
 CREATE TABLE metric (
     run_id  TEXT NOT NULL,
     name    TEXT NOT NULL,
