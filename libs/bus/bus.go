@@ -52,7 +52,7 @@ type Bus struct {
 	js       jetstream.JetStream
 	replicas int
 	log      *slog.Logger
-	silences silences
+	failover *failover
 }
 
 // Connect connects, trying again until ctx ends while nobody listens. Refused credentials fail at once (ErrToken, ErrTLS).
@@ -72,7 +72,7 @@ func Connect(ctx context.Context, o Options) (*Bus, error) {
 				nc.Close()
 				return nil, fmt.Errorf("connect to the bus at %s: %w", o.URL, err)
 			}
-			return &Bus{nc: nc, js: js, replicas: o.Replicas, log: log, silences: silences{since: map[string]silence{}}}, nil
+			return &Bus{nc: nc, js: js, replicas: o.Replicas, log: log, failover: newFailover(nc, log)}, nil
 		}
 		if refused := refusal(err); refused != nil {
 			return nil, fmt.Errorf("connect to the bus at %s: %w", o.URL, refused)

@@ -39,7 +39,7 @@ func (b *Bus) consumer(ctx context.Context, stream, name string) (*Consumer, err
 	full := stream + "/" + name
 	c, err := ask(ctx, func(ctx context.Context) (jetstream.Consumer, error) { return b.js.Consumer(ctx, stream, name) })
 	if err != nil {
-		b.heard(full, false, err)
+		b.failover.record(full, false, err)
 		return nil, fmt.Errorf("consumer %s of %s: %w", name, stream, mapError(err))
 	}
 	return &Consumer{bus: b, c: c, name: full}, nil
@@ -76,7 +76,7 @@ func (c *Consumer) collect(batch jetstream.MessageBatch, err error) ([]*Delivery
 		}
 		err = batch.Error()
 	}
-	c.bus.heard(c.name, len(out) > 0 || errors.Is(err, jetstream.ErrNoMessages), err)
+	c.bus.failover.record(c.name, len(out) > 0 || errors.Is(err, jetstream.ErrNoMessages), err)
 	switch {
 	case err == nil, len(out) > 0, errors.Is(err, context.DeadlineExceeded), errors.Is(err, nats.ErrTimeout),
 		errors.Is(err, jetstream.ErrNoMessages), errors.Is(err, context.Canceled):

@@ -51,7 +51,7 @@ func (b *Bus) Publish(ctx context.Context, messages ...Message) error {
 			span.RecordError(err)
 			return err
 		}
-		unheard = b.elsewhere(nobody, unheard)
+		unheard = b.failover.check(nobody, unheard)
 		b.log.Debug("publishing again what has no ack", "messages", len(left), "error", err)
 		timer := time.NewTimer(delay)
 		select {

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
-	"strings"
 )
 
 // Durability says what a commit survives.
@@ -39,6 +38,7 @@ func (f Files) Open(_ context.Context, service string, d Durability) (*DB, error
 
 // DB is one database. Its methods may be called from many goroutines.
 type DB struct {
+	Dialect
 	write    *sql.DB
 	read     *sql.DB // of SQLite query only; of PostgreSQL the same pool
 	postgres *server // nil: SQLite
@@ -64,63 +64,6 @@ func (db *DB) Close() error {
 		return db.write.Close()
 	}
 	return errors.Join(db.read.Close(), db.write.Close())
-}
-
-// Postgres reports whether this is PostgreSQL.
-func (db *DB) Postgres() bool { return db.postgres != nil }
-
-// choose is the fragment for the dialect.
-func (db *DB) choose(sqlite, postgres string) string {
-	if db.Postgres() {
-		return postgres
-	}
-	return sqlite
-}
-
-// ForUpdate ends a SELECT whose rows the transaction will change: of two transactions that do so the second waits for the first.
-// In SQLite there is only one write transaction at a time.
-func (db *DB) ForUpdate() string { return db.choose("", " FOR UPDATE") }
-
-// Among is a condition's right side: one of the numbers in parameter n, which is a JSON list such as "[1,2]".
-func (db *DB) Among(n int) string {
-	return db.choose(fmt.Sprintf("IN (SELECT value FROM json_each($%d))", n),
-		fmt.Sprintf("IN (SELECT value::bigint FROM json_array_elements_text($%d::json))", n))
-}
-
-// Text is what a TEXT column can hold of a text that came from outside: PostgreSQL has no NUL in it, and refuses the whole
-// transaction.
-func Text(s string) string { return strings.ReplaceAll(s, "\x00", "\uFFFD") }
-
-// Rows is the VALUES of n rows whose parameters come in order, columns of them a row. SQLite's have no numbers: it looks each
-// numbered one up among all, which for 64 samples took as long as writing them.
-func (db *DB) Rows(n, columns int) string {
-	rows := make([]string, n)
-	row := make([]string, columns)
-	for i := range rows {
-		for j := range row {
-			row[j] = db.choose("?", fmt.Sprintf("$%d", i*columns+j+1))
-		}
-		rows[i] = "(" + strings.Join(row, ", ") + ")"
-	}
-	return strings.Join(rows, ", ")
-}
-
-// Indexed follows a table's name and makes SQLite use an index. PostgreSQL knows from its statistics.
-func (db *DB) Indexed(index string) string { return db.choose(" INDEXED BY "+index, "") }
-
-// JoinInOrder is a JOIN that SQLite runs in the order in which it is written.
-func (db *DB) JoinInOrder() string { return db.choose("CROSS JOIN", "JOIN") }
-
-// LockTable makes the write transactions that call it for a table take turns until they end: so rows become visible in the order of
-// their identity. In SQLite all write transactions do.
-func (db *DB) LockTable(ctx context.Context, tx *sql.Tx, table string) error {
-	if !db.Postgres() {
-		return nil
-	}
-	if _, err := tx.ExecContext(ctx, "LOCK TABLE "+table+" IN SHARE ROW EXCLUSIVE MODE"); err != nil {
-		return fmt.Errorf("lock table %s: %w", table, err)
-	}
-	return nil
 }
 
 // Prepared is a statement that may be used in transactions, see Prepare.

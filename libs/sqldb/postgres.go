@@ -82,7 +82,7 @@ func (p Postgres) Open(ctx context.Context, service string, d Durability) (*DB, 
 	if err := db.PingContext(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("open the database of %s: %w", service, domain(err)), db.Close())
 	}
-	return &DB{write: db, read: db, postgres: s}, nil
+	return &DB{Dialect: Dialect{postgresql: true}, write: db, read: db, postgres: s}, nil
 }
 
 func milliseconds(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }

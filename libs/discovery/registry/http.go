@@ -18,7 +18,10 @@ const (
 	maxBody     = 1 << 20
 )
 
-// Handler serves the API:
+// api serves a registry over HTTP.
+type api struct{ registry *Registry }
+
+// Handler returns the HTTP API of the registry:
 //
 //	GET  /v1/status/leader, /v1/status/peers, /v1/agent/self
 //	PUT  /v1/agent/service/register, /v1/agent/service/deregister/ID
@@ -26,27 +29,28 @@ const (
 //	GET  /v1/agent/services, /v1/agent/checks, /v1/agent/service/ID
 //	GET  /v1/health/service/NAME (passing, tag, index, wait), /v1/health/checks/NAME, /v1/catalog/services, /v1/catalog/service/NAME
 //
-// Errors are plain text with Consul's status codes. What is not here answers 404 and says so.
+// Errors are plain text with Consul's status codes. Other paths are answered with 404.
 func (r *Registry) Handler() http.Handler {
+	a := api{r}
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /v1/status/leader", func(w http.ResponseWriter, _ *http.Request) { reply(w, "127.0.0.1:8300") })
 	mux.HandleFunc("GET /v1/status/peers", func(w http.ResponseWriter, _ *http.Request) { reply(w, []string{"127.0.0.1:8300"}) })
-	mux.HandleFunc("GET /v1/agent/self", r.self)
-	mux.HandleFunc("PUT /v1/agent/service/register", r.putService)
-	mux.HandleFunc("PUT /v1/agent/service/deregister/{id...}", r.deleteService)
-	mux.HandleFunc("PUT /v1/agent/check/{verb}/{id...}", r.putCheck)
-	mux.HandleFunc("GET /v1/agent/services", r.agentServices)
-	mux.HandleFunc("GET /v1/agent/service/{id...}", r.agentService)
+	mux.HandleFunc("GET /v1/agent/self", a.self)
+	mux.HandleFunc("PUT /v1/agent/service/register", a.putService)
+	mux.HandleFunc("PUT /v1/agent/service/deregister/{id...}", a.deleteService)
+	mux.HandleFunc("PUT /v1/agent/check/{verb}/{id...}", a.putCheck)
+	mux.HandleFunc("GET /v1/agent/services", a.agentServices)
+	mux.HandleFunc("GET /v1/agent/service/{id...}", a.agentService)
 	mux.HandleFunc("GET /v1/agent/checks", func(w http.ResponseWriter, _ *http.Request) { reply(w, r.agentChecks()) })
-	mux.HandleFunc("GET /v1/health/service/{name}", r.healthService)
-	mux.HandleFunc("GET /v1/health/checks/{name}", r.healthChecks)
-	mux.HandleFunc("GET /v1/catalog/services", r.catalogServices)
-	mux.HandleFunc("GET /v1/catalog/service/{name}", r.catalogService)
+	mux.HandleFunc("GET /v1/health/service/{name}", a.healthService)
+	mux.HandleFunc("GET /v1/health/checks/{name}", a.healthChecks)
+	mux.HandleFunc("GET /v1/catalog/services", a.catalogServices)
+	mux.HandleFunc("GET /v1/catalog/service/{name}", a.catalogService)
 	mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		http.Error(w, req.Method+" "+req.URL.Path+" is not part of the embedded registry; a real Consul has it", http.StatusNotFound)
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if !r.authorized(req) {
+		if !a.authorized(req) {
 			http.Error(w, "Permission denied: the X-Consul-Token header lacks or has another token", http.StatusForbidden)
 			return
 		}
@@ -55,18 +59,18 @@ func (r *Registry) Handler() http.Handler {
 	})
 }
 
-func (r *Registry) authorized(req *http.Request) bool {
-	if r.token == "" {
+func (a api) authorized(req *http.Request) bool {
+	if a.registry.token == "" {
 		return true
 	}
 	got := req.Header.Get("X-Consul-Token")
 	if got == "" {
 		got = strings.TrimPrefix(req.Header.Get("Authorization"), "Bearer ")
 	}
-	return subtle.ConstantTimeCompare([]byte(got), []byte(r.token)) == 1
+	return subtle.ConstantTimeCompare([]byte(got), []byte(a.registry.token)) == 1
 }
 
-func (r *Registry) self(w http.ResponseWriter, _ *http.Request) {
+func (a api) self(w http.ResponseWriter, _ *http.Request) {
 	reply(w, map[string]any{
 		"Config": map[string]any{"NodeName": nodeName, "NodeID": nodeID, "Datacenter": datacenter, "Server": true, "Version": "1.16.2"},
 		"Member": map[string]any{"Name": nodeName, "Addr": "127.0.0.1", "Status": 1, "Tags": map[string]string{}},
@@ -74,12 +78,12 @@ func (r *Registry) self(w http.ResponseWriter, _ *http.Request) {
 	})
 }
 
-func (r *Registry) agentServices(w http.ResponseWriter, _ *http.Request) {
-	reply(w, r.agentServicesByID())
+func (a api) agentServices(w http.ResponseWriter, _ *http.Request) {
+	reply(w, a.registry.agentServicesByID())
 }
 
-func (r *Registry) agentService(w http.ResponseWriter, req *http.Request) {
-	s, ok := r.agentServicesByID()[req.PathValue("id")]
+func (a api) agentService(w http.ResponseWriter, req *http.Request) {
+	s, ok := a.registry.agentServicesByID()[req.PathValue("id")]
 	if !ok {
 		http.Error(w, "unknown service ID: "+req.PathValue("id"), http.StatusNotFound)
 		return
@@ -87,7 +91,7 @@ func (r *Registry) agentService(w http.ResponseWriter, req *http.Request) {
 	reply(w, s)
 }
 
-func (r *Registry) healthService(w http.ResponseWriter, req *http.Request) {
+func (a api) healthService(w http.ResponseWriter, req *http.Request) {
 	values := req.URL.Query()
 	q := query{name: req.PathValue("name"), tags: values["tag"]}
 	if values.Has("passing") { // "?passing" alone means true
@@ -95,44 +99,44 @@ func (r *Registry) healthService(w http.ResponseWriter, req *http.Request) {
 		q.passing = values.Get("passing") == "" || err == nil && on
 	}
 	out := []*consul.ServiceEntry{}
-	r.blocking(w, req, q.name, func() {
-		for _, e := range r.sorted(q.matches) {
+	a.blocking(w, req, q.name, func() {
+		for _, e := range a.registry.sorted(q.matches) {
 			out = append(out, e.serviceEntry())
 		}
 	}, func() any { return out })
 }
 
-func (r *Registry) healthChecks(w http.ResponseWriter, req *http.Request) {
+func (a api) healthChecks(w http.ResponseWriter, req *http.Request) {
 	out := consul.HealthChecks{}
-	r.blocking(w, req, req.PathValue("name"), func() {
-		for _, e := range r.sorted(query{name: req.PathValue("name")}.matches) {
+	a.blocking(w, req, req.PathValue("name"), func() {
+		for _, e := range a.registry.sorted(query{name: req.PathValue("name")}.matches) {
 			out = append(out, e.health()[1:]...)
 		}
 	}, func() any { return out })
 }
 
-func (r *Registry) catalogServices(w http.ResponseWriter, req *http.Request) {
+func (a api) catalogServices(w http.ResponseWriter, req *http.Request) {
 	out := map[string][]string{"consul": {}}
-	r.blocking(w, req, "", func() {
-		for _, e := range r.services {
+	a.blocking(w, req, "", func() {
+		for _, e := range a.registry.services {
 			name := e.service.Service
 			out[name] = union(out[name], e.service.Tags)
 		}
 	}, func() any { return out })
 }
 
-func (r *Registry) catalogService(w http.ResponseWriter, req *http.Request) {
+func (a api) catalogService(w http.ResponseWriter, req *http.Request) {
 	q := query{name: req.PathValue("name"), tags: req.URL.Query()["tag"]}
 	out := []*consul.CatalogService{}
-	r.blocking(w, req, q.name, func() {
-		for _, e := range r.sorted(q.matches) {
+	a.blocking(w, req, q.name, func() {
+		for _, e := range a.registry.sorted(q.matches) {
 			out = append(out, e.catalogService())
 		}
 	}, func() any { return out })
 }
 
 // blocking answers a query that may wait for a change (parameters index and wait).
-func (r *Registry) blocking(w http.ResponseWriter, req *http.Request, name string, view func(), body func() any) {
+func (a api) blocking(w http.ResponseWriter, req *http.Request, name string, view func(), body func() any) {
 	values := req.URL.Query()
 	var since uint64
 	if s := values.Get("index"); s != "" {
@@ -151,7 +155,7 @@ func (r *Registry) blocking(w http.ResponseWriter, req *http.Request, name strin
 		}
 		wait = min(d, maxWait)
 	}
-	index := r.read(req.Context(), name, since, wait, view)
+	index := a.registry.read(req.Context(), name, since, wait, view)
 	h := w.Header()
 	h.Set("X-Consul-Index", strconv.FormatUint(index, 10))
 	h.Set("X-Consul-Knownleader", "true")

@@ -10,7 +10,7 @@ import (
 	consul "github.com/hashicorp/consul/api"
 )
 
-func (r *Registry) putService(w http.ResponseWriter, req *http.Request) {
+func (a api) putService(w http.ResponseWriter, req *http.Request) {
 	var reg consul.AgentServiceRegistration
 	if err := json.NewDecoder(req.Body).Decode(&reg); err != nil {
 		http.Error(w, "Request decode failed: "+err.Error(), http.StatusBadRequest)
@@ -21,7 +21,7 @@ func (r *Registry) putService(w http.ResponseWriter, req *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	r.register(s, checks)
+	a.registry.register(s, checks)
 }
 
 // build checks a registration and fills in Consul's defaults.
@@ -89,13 +89,13 @@ func buildCheck(spec *consul.AgentServiceCheck) (*check, error) {
 	return c, nil
 }
 
-func (r *Registry) deleteService(w http.ResponseWriter, req *http.Request) {
-	if id := req.PathValue("id"); !r.deregister(id) {
+func (a api) deleteService(w http.ResponseWriter, req *http.Request) {
+	if id := req.PathValue("id"); !a.registry.deregister(id) {
 		http.Error(w, fmt.Sprintf("Unknown service ID %q", id), http.StatusNotFound)
 	}
 }
 
-func (r *Registry) putCheck(w http.ResponseWriter, req *http.Request) {
+func (a api) putCheck(w http.ResponseWriter, req *http.Request) {
 	status, output := "", req.URL.Query().Get("note")
 	switch req.PathValue("verb") {
 	case "pass":
@@ -118,7 +118,7 @@ func (r *Registry) putCheck(w http.ResponseWriter, req *http.Request) {
 		http.Error(w, fmt.Sprintf("Invalid check status: %q", status), http.StatusBadRequest)
 		return
 	}
-	if id := req.PathValue("id"); !r.update(id, status, output) {
+	if id := req.PathValue("id"); !a.registry.update(id, status, output) {
 		http.Error(w, fmt.Sprintf("Unknown check ID %q", id), http.StatusNotFound)
 	}
 }
