@@ -19,7 +19,8 @@ class KernelHook(BuildHookInterface[Any]):
     """Compiles the kernels next to their sources and adds them to the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, then add the libraries and the platform to ``build_data``. Never fails because of a kernel."""
+        """Compile, then add the libraries and the platform to ``build_data``. Never fails because
+        of a kernel."""
         script = Path(self.root, FOLDER, "build.py")
         if not script.is_file():
             return  # an image installs the dependencies before it copies the sources

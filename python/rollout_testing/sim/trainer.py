@@ -26,7 +26,7 @@ class SimTrainer:
 
     def __init__(self, model_dir: str | os.PathLike[str], config: Any) -> None:
         self.model_dir, self.config = Path(model_dir), config
-        self.companions = self.model_dir
+        self.config_folder = self.model_dir
         self.step = 0
         self.words = policy.read(model_dir)
 

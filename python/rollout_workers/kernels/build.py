@@ -1,9 +1,11 @@
-"""Compiles the C kernels of this folder. It uses the standard library only, because it also runs without this package.
+"""Compiles the C kernels of this folder. It uses the standard library only, because it also runs
+without this package.
 
     python build.py [FOLDER]
 
-Compiles every kernel that FOLDER (default: this folder) does not have yet. ``CC`` names the compiler. Exits with
-code 0 also where a kernel cannot be compiled, after a warning of one line: its fallback is slower, not different.
+Compiles every kernel that FOLDER (default: this folder) does not have yet. ``CC`` names the
+compiler. Exits with code 0 also where a kernel cannot be compiled, after a warning of one line: its
+fallback is slower, not different.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def library(name: str, folder: Path = HERE) -> Path:
 
 
 def compile_kernels(folder: Path = HERE) -> tuple[list[Path], str]:
-    """Compile the kernels that ``folder`` lacks. Returns all libraries there and, if some are missing, a warning of one line."""
+    """Compile the kernels that ``folder`` lacks. Returns all libraries there and, if some are
+    missing, a warning of one line."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     wanted = {name: library(name, folder) for name in _KERNELS}
     missing = [name for name, path in wanted.items() if not path.exists()]

@@ -42,7 +42,8 @@ class LayerKernels:
         return LayerKernels, (self._library,)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``x * scale * weight`` [N, H], and scale [N] = ``1 / sqrt(mean(x^2) + eps)``. x: [N, H]. weight: [H]."""
+        """``x * scale * weight`` [N, H], and scale [N] = ``1 / sqrt(mean(x^2) + eps)``. x: [N, H].
+        weight: [H]."""
         out, scale = torch.empty_like(x), x.new_empty(len(x))
         self._run("rms_norm", x, weight, eps, *x.shape, out, scale)
         return out, scale
@@ -87,5 +88,6 @@ def layer_kernels() -> LayerKernels | None:
 
 
 def supports(tensor: Tensor) -> bool:
-    """Whether the kernels accept a tensor once it is contiguous: plain (not a shard), float32, on the CPU."""
+    """Whether the kernels accept a tensor once it is contiguous: plain (not a shard), float32, on
+    the CPU."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"

@@ -14,7 +14,8 @@ K = TypeVar("K")
 
 
 def loaded(kernels: Callable[[Path], K], name: str) -> K | None:
-    """``kernels`` of the library that ``name``.c compiles to; None, after a warning, if it is missing or cannot be loaded."""
+    """``kernels`` of the library that ``name``.c compiles to; None, after a warning, if it is
+    missing or cannot be loaded."""
     try:
         return kernels(library(name))
     except OSError as error:

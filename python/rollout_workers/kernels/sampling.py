@@ -1,4 +1,5 @@
-"""Token sampling and random numbers in ``sampling.c``. torch (``sampler.py``) and numpy (``philox.py``) are the fallbacks."""
+"""Token sampling and random numbers in ``sampling.c``. torch (``sampler.py``) and numpy
+(``philox.py``) are the fallbacks."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class SamplingKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens int64[B], logprobs f32[B], and logprobs at temperature 1 f32[B].
 
-        logits f32[B, V], uniform f64[B] in [0, 1), temperature f32[B, 1] above 0 (None: 1), greedy bool[B] (None: no row).
-        All are contiguous and on the CPU.
+        logits f32[B, V], uniform f64[B] in [0, 1), temperature f32[B, 1] above 0 (None: 1), greedy
+        bool[B] (None: no row). All are contiguous and on the CPU.
         """
         rows, width = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
@@ -42,7 +43,8 @@ class SamplingKernels:
         return tokens, logprobs, raw
 
     def uniforms(self, seeds: NDArray[np.uint64], start: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-        """The same bits as ``philox.uniforms``: f64[n, count]. seeds, start: [n]. start, count: even."""
+        """The same bits as ``philox.uniforms``: f64[n, count]. seeds, start: [n]. start, count:
+        even."""
         out = np.empty((len(seeds), count))
         seeds, start = np.ascontiguousarray(seeds), np.ascontiguousarray(start)
         self._uniforms(seeds.ctypes.data, start.ctypes.data, len(seeds), count, out.ctypes.data)

@@ -1,4 +1,5 @@
-"""The segments of a weights patch in ``segments.c``: one pass over memory, without the interpreter's lock."""
+"""The segments of a weights patch in ``segments.c``: one pass over memory, without the
+interpreter's lock."""
 
 from __future__ import annotations
 
@@ -16,27 +17,31 @@ from rollout_workers.kernels.segments_numpy import HEAD, SEGMENT, Bytes, NumpySe
 
 
 class SegmentCodec(Protocol):
-    """Encodes and applies segments. Buffers are arrays of bytes: whole files, and the bodies of patches."""
+    """Encodes and applies segments. Buffers are arrays of bytes: whole files, and the bodies of
+    patches."""
 
     def encode(self, old: Bytes, new: Bytes, piece: Span) -> tuple[bytes, int]:
-        """The segments that turn a piece of ``old`` into that of ``new``, and the number of values in them."""
+        """The segments that turn a piece of ``old`` into that of ``new``, and the number of values
+        in them."""
         ...
 
     def check(self, body: Bytes, at: int, span: Span) -> tuple[NDArray[np.uint64], int]:
         """Validate the segments of a span, of which the first begins at byte ``at`` of ``body``.
 
-        Returns where each begins, and where the last ends: -1 - n if segment n is truncated, malformed, or writes outside of its
-        elements.
+        Returns where each begins, and where the last ends: -1 - n if segment n is truncated,
+        malformed, or writes outside of its elements.
         """
         ...
 
     def write(self, target: Bytes, body: Bytes, places: NDArray[np.uint64], piece: Span) -> None:
-        """Write the values of segments into a piece of ``target``. ``places`` are their beginnings from ``check``."""
+        """Write the values of segments into a piece of ``target``. ``places`` are their beginnings
+        from ``check``."""
         ...
 
 
 class CompiledSegments:
-    """The :class:`SegmentCodec` in C. Do not change a body between ``check`` and ``write``: ``write`` validates nothing."""
+    """The :class:`SegmentCodec` in C. Do not change a body between ``check`` and ``write``:
+    ``write`` validates nothing."""
 
     def __init__(self, library: Path) -> None:
         """Load ``library``. Raises ``OSError`` if it cannot be loaded."""
@@ -52,7 +57,8 @@ class CompiledSegments:
 
     def encode(self, old: Bytes, new: Bytes, piece: Span) -> tuple[bytes, int]:
         scratch = np.empty(SEGMENT * (4 + piece.width), np.uint8)  # the places and the values of one segment
-        # The upper bound is a mark of one byte per element: marks of two bytes are used only where few values changed.
+        # The upper bound is a mark of one byte per element: marks of two bytes are used only where
+        # few values changed.
         room = (HEAD.size + 16) * _segments(piece) + padded(piece.count) + padded(piece.count * piece.width)
         out = np.empty(room, np.uint8)
         changed = ctypes.c_uint64()

@@ -87,7 +87,8 @@ def _elements(data: Bytes, piece: Span, width: int = 0) -> NDArray[Any]:
 
 
 def _changed(old: Bytes, new: Bytes, piece: Span) -> NDArray[np.int64]:
-    """The indices of the elements that differ. Compares 8 bytes at a time, then the elements of the words that differ."""
+    """The indices of the elements that differ. Compares 8 bytes at a time, then the elements of the
+    words that differ."""
     lanes = 8 // piece.width
     whole = piece.count // lanes * lanes
     words = Span(piece.start, piece.width, whole)
@@ -116,7 +117,8 @@ def _encode_segment(old: Bytes, new: Bytes, piece: Span) -> tuple[bytes, int]:
 
 
 def _marks(places: NDArray[np.int64], width: int) -> Marks:
-    """The distances between changed elements as marks. Marks of the highest value precede one that does not fit."""
+    """The distances between changed elements as marks. Marks of the highest value precede one that
+    does not fit."""
     highest = (1 << 8 * width) - 1
     distances = np.diff(places, prepend=0)
     long = np.flatnonzero(distances >= highest)  # few, and dividing every distance would take longer than all other lines

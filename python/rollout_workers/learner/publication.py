@@ -111,7 +111,7 @@ class Publication:
             return
         if self._staging is None and memory is not None and self._bytes and self._memory.fits(self._bytes):
             with contextlib.suppress(OSError):
-                self._staging = stage_folder(memory, trainer.companions, self._bytes)
+                self._staging = stage_folder(memory, trainer.config_folder, self._bytes)
 
     def make_whole(self, trainer: Trainer) -> None:
         """From now on write every tensor, and those of the newest version at once where the trainer still stands at it: somebody

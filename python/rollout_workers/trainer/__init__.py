@@ -1,4 +1,11 @@
-"""The learner: packs batches, computes losses, moves the weights, saves and restores its state."""
+"""Trains a model: packs batches, computes losses, updates the weights, and saves and restores the
+state.
+
+trainer.py      Trainer and its config          packing.py    samples to micro-batches
+objective/      one class per family of losses  model/        policy, critic, reference, teacher
+optim/          AdamW and the learning rate     distributed/  several ranks
+state.py        the training state on disk      refusal.py    gradients that are not applied
+"""
 
 from rollout_workers.trainer.model.adapter import LoraConfig
 from rollout_workers.trainer.optim.moments import AdamWConfig

@@ -1,4 +1,4 @@
-"""Rank 0 leads: what is asked of its trainer, the other ranks' trainers are told to do with it."""
+"""Rank 0 leads: it forwards each call of its trainer to the trainers of the other ranks."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Call:
     """A call that every rank's trainer makes."""
 
-    call: str
-    """Name of the method."""
+    method: str
+    """The name of the method."""
     arguments: tuple[Any, ...]
     step: int
-    """What the trainers stand at before the call; one that doesn't has missed something."""
+    """The step of the trainers before the call. A trainer at another step has missed a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the other ranks' trainers are made from."""
+    """The arguments of the other ranks' trainers."""
 
     model_dir: str
     config: TrainerConfig
 
 
 class LeadingTrainer(Trainer):
-    """The trainer of rank 0, which is used as a trainer alone is.
+    """The trainer of rank 0, with the interface of a single trainer.
 
-    Where a rank dies, hangs past the group's time limit, or fails alone, the call raises ``RankLost``, and so does each one after
-    it: the ranks no longer stand at the same place, and only new processes do.
+    If a rank dies, hangs longer than the group's time limit, or fails alone, the call and each
+    later one raise ``RankLost``: the ranks are no longer in the same state, and the processes must
+    be restarted.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class LeadingTrainer(Trainer):
         *,
         lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """lost: told once that the ranks can't go on, from the thread that noticed."""
-        others = replace(config, refusals=Refusals(config.refusals.action))  # rank 0 alone keeps batches and tells
-        group.tell(Setup(os.fspath(model_dir), others))
+        """lost: called once, from any thread, when the ranks cannot continue."""
+        others = replace(config, refusals=Refusals(config.refusals.action))  # only rank 0 saves batches and notifies
+        group.send(Setup(os.fspath(model_dir), others))
         super().__init__(model_dir, config, group)
-        self._group, self._lost, self._end = group, lost, ""
+        self._group, self._lost, self._failure = group, lost, ""
 
     def train_step(
         self, samples: Sequence[TrainSample], step: int, on_progress: Callable[[int, int], None] | None = None
@@ -75,17 +76,17 @@ class LeadingTrainer(Trainer):
             return super().evaluate(samples)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, gathered; they stay as they are when the trainer goes on."""
+        """The gathered weights under their Hugging Face names. Later steps do not change them."""
         with self._together("named_weights"):
             return iter(list(super().named_weights()))
 
     @property
     def adapts(self) -> bool:
-        """Never: over several ranks merged weights travel, whole."""
+        """False: several ranks always publish merged weights."""
         return False
 
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
-        """See ``Trainer``; this rank alone writes."""
+        """See ``Trainer``; only this rank writes."""
         with self._together("capture"):
             state = self.capture()
         files = write_state(Path(directory), state)
@@ -103,38 +104,39 @@ class LeadingTrainer(Trainer):
             super().load_state(directory)
 
     @contextmanager
-    def _together(self, call: str, *arguments: Any) -> Iterator[None]:
-        if self._end:
-            raise RankLost(self._end)
+    def _together(self, method: str, *arguments: Any) -> Iterator[None]:
+        if self._failure:
+            raise RankLost(self._failure)
         try:
-            self._group.tell(Order(call, arguments, self.step))
+            self._group.send(Call(method, arguments, self.step))
             yield
         except LearnerError:
             raise  # on all ranks
         except Exception as error:
-            self._end = (
-                f"`{call}` at step {self.step} failed between the ranks of the learner: {error}. It begins anew from its last "
-                "state; the log of the rank that left says why"
+            self._failure = (
+                f"`{method}` at step {self.step} failed on some ranks of the learner: {error}. The learner restarts "
+                "from its last state; see the log of the rank that exited"
             )
-            self._lost(self._end)
-            raise RankLost(self._end) from error
+            self._lost(self._failure)
+            raise RankLost(self._failure) from error
 
 
 def follow(group: Group) -> None:
-    """Do what rank 0 does, for as long as it is there. Raises ``RankLost`` where this rank can't follow."""
-    setup: Setup = group.hear()
+    """Make the calls that rank 0 makes, until it exits. Raises ``RankLost`` if this rank has missed
+    one."""
+    setup: Setup = group.receive()
     trainer = Trainer(setup.model_dir, setup.config, group)
     while True:
         try:
-            order: Order = group.hear()
+            call: Call = group.receive()
         except RuntimeError as error:
-            log.info("rank 0 is gone: %s", str(error).splitlines()[0])
+            log.info("rank 0 has exited: %s", str(error).splitlines()[0])
             return
-        if order.step != trainer.step:
-            raise RankLost(f"rank 0 stands at step {order.step}, rank {group.rank} at step {trainer.step}")
+        if call.step != trainer.step:
+            raise RankLost(f"rank 0 is at step {call.step}, rank {group.rank} at step {trainer.step}")
         try:
-            result = getattr(trainer, order.call)(*order.arguments)
+            result = getattr(trainer, call.method)(*call.arguments)
             if isinstance(result, Iterator):
                 deque(result, maxlen=0)
         except LearnerError as error:
-            log.info("refused, as on every rank: %s", error)
+            log.info("refused on every rank: %s", error)

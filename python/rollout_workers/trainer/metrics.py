@@ -1,43 +1,45 @@
-"""The numbers of a step, by the names that the field uses.
+"""The metrics of a step.
 
-| name | what |
+| name | meaning |
 |---|---|
 | ``loss`` | the loss of the whole batch |
 | ``reward/mean``, ``reward/std`` | over the batch's samples; std divides by their number |
-| ``reward/NAME`` | mean of a metric that the reward returned, or of a part of it, over the samples that have it |
-| ``zero_advantage_groups`` | share of groups none of whose samples has an advantage, as where all rewards are equal |
-| ``entropy`` | nats, mean over trained tokens that were computed |
+| ``reward/NAME`` | mean of a metric or a part of the reward, over the samples that have it |
+| ``zero_advantage_groups`` | share of groups without any advantage, such as groups of equal rewards |
+| ``entropy`` | nats, mean over the computed trained tokens |
 | ``kl/engine_learner`` | KL(engine || learner before the step's first update), k3, mean over the same tokens |
-| ``kl/reference`` | KL(learner || initial model), the loss's estimator, over the same tokens; in the reward, of all trained |
-| ``kl/coefficient`` | its weight in this step |
+| ``kl/reference`` | KL(learner || initial model) by the loss's estimator, same tokens; in the reward: all trained tokens |
+| ``kl/coefficient`` | the weight of that KL in this step |
 | ``kl/teacher`` | KL(learner || teacher), k1, over the same tokens |
-| ``rewards/chosen``, ``rewards/rejected`` | (implicit) rewards of each kind, summed, over the pairs; KTO: over all samples |
+| ``rewards/chosen``, ``rewards/rejected`` | sums of the (implicit) rewards of each kind, over pairs; KTO: over all samples |
 | ``rewards/accuracy`` | share of pairs whose chosen completion has the higher reward |
-| ``rewards/margin`` | mean reward of the chosen less that of the rejected; KTO: of batches with both kinds |
+| ``rewards/margin`` | mean reward of chosen minus rejected; KTO: only for batches with both kinds |
 | ``desirable`` | KTO: share of desirable samples |
-| ``clip_fraction`` | share of those tokens that the clip cuts off |
+| ``clip_fraction`` | share of those tokens that are clipped |
 | ``grad_norm`` | before clipping |
-| ``learning_rate`` | of this step |
+| ``learning_rate`` | the learning rate of this step |
 | ``samples``, ``groups`` | in the batch |
 | ``tokens`` | of the batch: prompts and completions |
-| ``tokens/trained`` | those that carry loss: the normaliser |
-| ``tokens/computed`` | positions that the forward pass worked on, after skipping and sharing, padding included |
+| ``tokens/trained`` | tokens with a loss: the normalizer |
+| ``tokens/computed`` | positions of the forward pass after skipping and prefix sharing, padding included |
 | ``length/mean``, ``length/min``, ``length/max`` | of the completions, in tokens |
-| ``staleness/max`` | steps between a sample's oldest weights and this step's |
-| ``staleness/share_N`` | share of samples that are N steps behind, or up to the next N (0, 1, 2, 3, 5, 9); where any is |
-| ``groups/equal_rewards`` | groups left out since their rewards are all equal, where the algorithm does so |
+| ``staleness/max`` | steps between a sample's oldest weights and this step |
+| ``staleness/share_N`` | share of samples N steps behind, up to the next N (0, 1, 2, 3, 5, 9); if any is behind |
+| ``groups/equal_rewards`` | groups that the algorithm left out because their rewards are equal |
 | ``tokens_per_second``, ``samples_per_second`` | of the batch, over ``time/step`` |
-| ``time/pack`` | seconds before the first update: packing, and the passes without gradient that an algorithm wants first |
+| ``time/pack`` | seconds before the first update: packing, and forward passes without gradient |
 | ``time/forward``, ``time/backward``, ``time/optimizer``, ``time/step`` | seconds |
-| ``updates`` | of the weights in this step, where there are several; ``loss`` and ``grad_norm`` are their means |
-| ``refused`` | 1 where the gradient was refused and the step counts without it |
+| ``updates`` | weight updates in this step, if several; ``loss`` and ``grad_norm`` are their means |
+| ``refused`` | 1 if the gradient was refused and the step counts without it |
 
-A mean over no token (every sample was skipped) is left out.
+A mean over no tokens (every sample was skipped) is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -47,7 +49,8 @@ from rollout_workers.trainer.types import TrainSample
 
 
 def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) -> dict[str, float]:
-    """The metrics that samples alone decide. ``sampled``: they come from the policy, so rewards and versions count."""
+    """The metrics of the samples themselves. sampled: the policy sampled them, so rewards and
+    versions apply."""
     lengths = np.array([len(sample.token_ids) - sample.prompt_length for sample in samples])
     metrics = {
         "samples": float(len(samples)),
@@ -61,7 +64,7 @@ def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) 
         rewards = np.array([sample.reward for sample in samples])
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
-        metrics = _of_rewards(samples) | metrics
+        metrics = _reward_metrics(samples) | metrics
         behind = [step - 1 - sample.version for sample in samples]
         metrics["staleness/max"] = float(max(behind))
         if metrics["staleness/max"] > 0:
@@ -69,8 +72,8 @@ def describe_batch(samples: Sequence[TrainSample], *, step: int, sampled: bool) 
     return metrics
 
 
-def _of_rewards(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Means of what the reward returned beside itself."""
+def _reward_metrics(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """The means of the reward function's own metrics."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.metrics.items():
@@ -79,7 +82,7 @@ def _of_rewards(samples: Sequence[TrainSample]) -> dict[str, float]:
 
 
 class TokenSums:
-    """Sums over computed tokens, added up over micro-batches in float64."""
+    """Sums over the computed tokens of all micro-batches, in float64."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -92,7 +95,7 @@ class TokenSums:
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def merge(self, others: Sequence[TokenSums]) -> None:
-        """Become the sum of several."""
+        """Replace the sums by the total of ``others``."""
         self._sums, self._tokens, parts = {}, 0, [(other._tokens, dict(other._sums)) for other in others]
         for tokens, sums in parts:
             self._tokens += tokens
@@ -100,13 +103,14 @@ class TokenSums:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def means(self) -> dict[str, float]:
-        """Mean of each over all tokens added; empty where there was none."""
+        """The mean of each metric over all tokens; empty if there were none."""
         means = {name: value / self._tokens for name, value in self._sums.items()}
         return means | unpaired_margin(means)
 
 
 def unpaired_margin(means: Mapping[str, float]) -> dict[str, float]:
-    """``rewards/margin`` of labelled completions, whose two kinds are in no pairs; empty for others, and where a kind is missing.
+    """``rewards/margin`` of labeled completions, which form no pairs; empty if one of the two
+    labels is missing.
 
     >>> unpaired_margin({"rewards/chosen": 0.3, "rewards/rejected": -0.1, "desirable": 0.75})
     {'rewards/margin': 0.8}
@@ -115,3 +119,45 @@ def unpaired_margin(means: Mapping[str, float]) -> dict[str, float]:
     if not 0 < share < 1:
         return {}
     return {"rewards/margin": means["rewards/chosen"] / share - means["rewards/rejected"] / (1 - share)}
+
+
+class UpdateMeans:
+    """Means over the weight updates of a step."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._loss = self._norm = self._computed = self._critic = 0.0
+
+    def add(self, loss: float, norms: Sequence[float], computed: int) -> None:
+        """Add an update. norms: of the policy's gradient and, if it has its own optimizer, the
+        critic's."""
+        self.count += 1
+        self._loss, self._norm, self._computed = self._loss + loss, self._norm + norms[0], self._computed + computed
+        self._critic += sum(norms[1:])
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of all updates."""
+        metrics = {"loss": self._loss / self.count, "grad_norm": self._norm / self.count, "tokens/computed": self._computed}
+        if self._critic:
+            metrics["value/grad_norm"] = self._critic / self.count
+        return metrics | ({"updates": float(self.count)} if self.count > 1 else {})
+
+
+class PhaseTimer:
+    """Seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self._seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Add the duration of the ``with`` block, including GPU work, to a phase."""
+        started = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds[phase] += time.perf_counter() - started
+
+    def seconds(self) -> dict[str, float]:
+        """``time/<phase>`` of each phase."""
+        return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}

@@ -1,16 +1,18 @@
-"""From samples to micro-batches: what is common is computed once.
+"""From samples to micro-batches: shared prefixes are computed once.
 
-The samples of a group share their prompt, and often the beginning of their answers. All sequences of a batch are sorted
-by their tokens and laid into rows as prefix trees: a token that two sequences have in common, after the same tokens, is
-one position of the row. Positions stand in depth-first order, so the subtree of position j is an interval ``[j, end_j)`` and
+The samples of a group share their prompt, and often the beginning of their answers. The sequences
+of a batch are sorted by their tokens and packed into rows as prefix trees: a token that two
+sequences share, after the same tokens, is one position of the row. Positions are in depth-first
+order, so the subtree of position j is an interval ``[j, end_j)``, and
 
-    position i sees position j  exactly when  j <= i < end_j
+    position i attends to position j  exactly if  j <= i < end_j
 
-which is causal attention along each sequence's own path; no sequence sees another's tokens. On the addition example (32
-prompts, 8 samples each of about 9 tokens) it computes 700 positions instead of 2,300, and a step takes 0.4 of the time of
-padded rows. A row of one sequence is plain causal attention and needs no mask; models that can't do better get only such rows.
+which is causal attention along each sequence's path; no sequence attends to another's tokens. On
+the addition example (32 prompts, 8 samples each of about 9 tokens) it computes 700 positions
+instead of 2,300, and a step takes 0.4 of the time of padded rows. A row of one sequence is plain
+causal attention and needs no mask; models without tree attention get only such rows.
 
-Only what the loss needs is computed: a sequence ends before its last trained token.
+Only the positions that the loss needs are computed: a sequence ends before its last trained token.
 """
 
 from __future__ import annotations
@@ -24,37 +26,43 @@ from numpy.typing import NDArray
 
 from rollout_workers.trainer.types import TrainSample
 
-# Small trees are put side by side up to this many positions: larger rows waste less padding, smaller ones less attention
-# (tiny model, 2 cores: 25 .. 180 positions a row differ by less than noise, 700 cost a fifth more).
+# Small trees share a row up to this many positions: larger rows waste less padding, smaller ones
+# less attention (tiny model, 2 cores: 25 to 180 positions per row make no measurable difference,
+# 700 cost 20 % more).
 ROW_TARGET = 128
-# A tree grows past that only while it saves enough, and never beyond this: its mask is quadratic.
+# A larger row is only used if sharing saves enough, and never beyond this limit: its mask is
+# quadratic.
 ROW_LIMIT = 2048
-# What a sequence must have in common with the one before it, as a share of its length, to join a row past the target.
+# The share of its tokens that a sequence must have in common with the one before it to join a row
+# beyond the target.
 WORTH_SHARING = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward pass works on. B rows of T positions, M positions that predict, N trained tokens."""
+    """The input of one forward and backward pass: B rows of T positions, M predicting positions, N
+    trained tokens."""
 
     token_ids: NDArray[np.int64]
     """int64 [B, T]; padded with 0 on the right."""
     positions: NDArray[np.int64]
-    """int64 [B, T]: place in its own sequence, from 0."""
+    """int64 [B, T]: position in the sequence, from 0."""
     subtree_end: NDArray[np.int64] | None
-    """int64 [B, T]: position i sees j exactly when ``j <= i < subtree_end[j]``. None where every row is one sequence."""
+    """int64 [B, T]: position i attends to j exactly if ``j <= i < subtree_end[j]``. None if every
+    row is one sequence."""
     sizes: NDArray[np.int64]
-    """int64 [B]: positions of each row; what follows is padding."""
+    """int64 [B]: positions of each row without padding."""
     predictors: NDArray[np.int64]
-    """int64 [M], ascending: flat positions (row * T + position) whose hidden state predicts a trained token."""
+    """int64 [M], ascending: flat positions (row * T + position) whose hidden state predicts a
+    trained token."""
     predictor: NDArray[np.int64]
-    """int64 [N]: index into ``predictors`` of each trained token."""
+    """int64 [N]: the index into ``predictors`` of each trained token."""
     target: NDArray[np.int64]
     """int64 [N]: the trained token."""
     sample: NDArray[np.int64]
-    """int64 [N]: index into the batch of the token's sample."""
+    """int64 [N]: the index in the batch of the token's sample."""
     place: NDArray[np.int64]
-    """int64 [N]: place of the token in its sample."""
+    """int64 [N]: the index of the token in its sample."""
     engine_logprobs: NDArray[np.float32]
     """float32 [N]."""
 
@@ -73,18 +81,20 @@ def pack(
     whole: Sequence[int] | None = None,
     ranks: int = 1,
 ) -> list[MicroBatch]:
-    """Micro-batches of the samples with the indices ``chosen``, each of at most ``tokens`` positions, padding included.
+    """Micro-batches of the samples with the indices ``chosen``, each of at most ``tokens``
+    positions, padding included.
 
-    whole: a number for each sample; those with the same one come into the same micro-batch, however large (a pair, whose loss
-    is one term). A single sequence or such a unit that is longer gets a micro-batch of its own. Samples without a trained token
-    are left out. Order and content are a function of the arguments alone; the order of ``chosen`` doesn't matter.
+    whole: a number per sample; samples with the same number share a micro-batch, however large (a
+    pair is one term of the loss). A longer sequence, or a longer unit of this kind, gets its own
+    micro-batch. Samples without a trained token are left out. The result depends on the arguments
+    only, not on the order of ``chosen``.
 
-    ranks: they work on as many at a time. Each is then as small as can be without one more turn of all: none works much longer
-    than the others.
+    ranks: the number of micro-batches that are computed at the same time. They are made as small as
+    possible without an additional round, so that all ranks take about as long.
     """
     flat = _Flat(samples, chosen, whole)
     share = min(ROW_LIMIT, tokens) if share_prefixes else 0
-    bundles = [_rows(branches, share) for branches in flat.branches(share)]  # units share nothing: each has its own prompt
+    bundles = [_rows(branches, share) for branches in flat.branches(share)]  # units share no prefix: each has its own prompt
     if whole is not None:
         bundles.sort(key=lambda rows: max(row.size for row in rows))
         return [_assemble(part, flat) for part in _spread(lambda limit: _gather(bundles, limit), tokens, ranks)]
@@ -94,7 +104,8 @@ def pack(
 
 
 def _spread(cut: Callable[[int], list[list[_Row]]], tokens: int, ranks: int) -> list[list[_Row]]:
-    """``cut(tokens)``, or for several ranks with the lowest limit that takes no more turns."""
+    """``cut(tokens)``; for several ranks ``cut`` with the lowest limit that needs no additional
+    round."""
     parts = cut(tokens)
     if ranks == 1:
         return parts
@@ -107,35 +118,36 @@ def _spread(cut: Callable[[int], list[list[_Row]]], tokens: int, ranks: int) -> 
 
 
 class _Flat:
-    """The samples one behind the other, so that what is done to each is done to all at once.
+    """The samples as concatenated arrays, for vectorized operations.
 
-    token_ids int32 [T], logprobs float32 [T]. Of the trained tokens, sample after sample, those of equal beginnings next to each
-    other and units apart: trained, place, owner int64 [N], where each is in these, in its sample, and whose it is.
+    token_ids int32 [T], logprobs float32 [T]. The N trained tokens are ordered by unit and by the
+    samples' tokens: trained int64 [N] is their index in the T tokens, place int64 [N] that in their
+    sample, owner int64 [N] their sample.
     """
 
     def __init__(self, samples: Sequence[TrainSample], chosen: Sequence[int], whole: Sequence[int] | None) -> None:
         indices = sorted(chosen)
-        held = [samples[index] for index in indices]
-        arrays = [sample.token_ids for sample in held]
+        ordered = [samples[index] for index in indices]
+        arrays = [sample.token_ids for sample in ordered]
         lengths = np.array([len(array) for array in arrays], np.int64)
         starts = np.cumsum(lengths) - lengths
         self.token_ids = _joined(arrays, np.int32)
-        self.logprobs = _joined([sample.logprobs for sample in held], np.float32)
-        mask = _joined([sample.loss_mask for sample in held], np.uint8) != 0
-        mask[starts[lengths > 0]] = False  # nothing precedes the first token
+        self.logprobs = _joined([sample.logprobs for sample in ordered], np.float32)
+        mask = _joined([sample.loss_mask for sample in ordered], np.uint8) != 0
+        mask[starts[lengths > 0]] = False  # no position predicts the first token
         trained = mask.nonzero()[0]
-        number = np.repeat(np.arange(len(held)), lengths)[trained]
-        counts = np.bincount(number, minlength=len(held))
+        number = np.repeat(np.arange(len(ordered)), lengths)[trained]
+        counts = np.bincount(number, minlength=len(ordered))
         stops = np.cumsum(counts)
-        ends = np.zeros(len(held), np.int64)  # a sample's last trained token is predicted and predicts nothing
+        ends = np.zeros(len(ordered), np.int64)  # the last trained token of a sample is predicted and predicts none
         ends[counts > 0] = trained[stops[counts > 0] - 1]
         keys = self.token_ids.astype(">u4").tobytes()
         cuts = zip(starts.tolist(), ends.tolist(), strict=True)
-        self._keys = [keys[4 * start : 4 * end] for start, end in cuts]  # they sort as the tokens do
+        self._keys = [keys[4 * start : 4 * end] for start, end in cuts]  # sort like the tokens
         units: dict[int, list[int]] = {}
         for at in counts.nonzero()[0].tolist():
             units.setdefault(0 if whole is None else whole[indices[at]], []).append(at)
-        self._units = [sorted(unit, key=self._keys.__getitem__) for unit in units.values()]  # equal ones by their indices
+        self._units = [sorted(unit, key=self._keys.__getitem__) for unit in units.values()]  # stable: equal keys by index
         order = np.array([at for unit in self._units for at in unit], np.int64)
         sizes = counts[order]
         taken = np.repeat((stops - counts)[order] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(trained))
@@ -144,7 +156,8 @@ class _Flat:
         self.owner = np.array(indices, np.int64)[number[taken]]
 
     def branches(self, limit: int) -> list[list[_Branch]]:
-        """The samples with a trained token, unit by unit, by their tokens. limit: of the length of those that are merged."""
+        """The samples with a trained token by unit and tokens; equal ones of up to ``limit`` tokens
+        are one branch."""
         found: list[list[_Branch]] = []
         first = 0
         for unit in self._units:
@@ -166,41 +179,42 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[
 
 @dataclass(slots=True)
 class _Branch:
-    """Samples whose tokens are the same up to the last one that must be computed, and where those lie in a row."""
+    """Samples that have all computed tokens in common, and their place in a row."""
 
     key: bytes
-    begin: int  # of the tokens, among all
+    begin: int  # index of the first token
     length: int
-    first: int  # of the trained tokens, among all
+    first: int  # index of the first trained token
     stop: int
-    shared: int = 0  # how many tokens are those of the branch before it in its row
-    start: int = 0  # place of the first one that is not
+    shared: int = 0  # tokens shared with the previous branch of the row
+    start: int = 0  # position in the row of the first token that is not shared
 
 
 @dataclass(slots=True)
 class _Row:
-    """A prefix tree: branches in the order of their tokens, each with what is its own behind those before it."""
+    """A prefix tree: branches ordered by their tokens; each adds the tokens that it does not
+    share."""
 
     size: int
     branches: list[_Branch]
 
     @property
     def single(self) -> bool:
-        """Whether plain causal attention does for this row."""
+        """Whether the row is one sequence, with plain causal attention."""
         return len(self.branches) == 1
 
     @property
     def trained(self) -> slice:
-        """Its trained tokens, among all."""
+        """The range of its trained tokens."""
         return slice(self.branches[0].first, self.branches[-1].stop)
 
     def write(
         self, flat: _Flat, token_ids: NDArray[np.int64], positions: NDArray[np.int64], end: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Fill one row, arrays [T] each, that hold 0, 0 and each position's own index + 1. Returns which position predicts each
-        of its trained tokens."""
+        """Fill one row of the arrays, [T] each, initialized to 0, 0, and index + 1. Returns the
+        predicting position of each trained token."""
         steps = np.arange(max(self.size, *(branch.length for branch in self.branches)))
-        node, closing = np.empty_like(steps), np.full_like(steps, self.size)  # of each depth: its position, its subtree's end
+        node, closing = np.empty_like(steps), np.full_like(steps, self.size)  # by depth: the position, and the end of its subtree
         predictor = []
         for branch in self.branches:
             shared, length, start = branch.shared, branch.length, branch.start
@@ -216,10 +230,10 @@ class _Row:
 
 
 def _gather(bundles: Sequence[list[_Row]], tokens: int) -> list[list[_Row]]:
-    """Rows by micro-batch, no bundle cut in two."""
+    """Rows by micro-batch, without splitting a bundle."""
     parts: list[list[_Row]] = []
     for bundle in bundles:
-        width = max(row.size for row in bundle)  # the widest so far
+        width = max(row.size for row in bundle)  # bundles are sorted by width
         fits = parts and (len(parts[-1]) + len(bundle)) * width <= tokens
         if fits and (width <= ROW_LIMIT or parts[-1][0].size > ROW_LIMIT):
             parts[-1].extend(bundle)
@@ -229,7 +243,8 @@ def _gather(bundles: Sequence[list[_Row]], tokens: int) -> list[list[_Row]]:
 
 
 def _rows(branches: Sequence[_Branch], limit: int) -> list[_Row]:
-    """Lay branches, sorted by their tokens, into prefix trees of at most ``limit`` positions, or of one branch."""
+    """Arrange branches, sorted by their tokens, in prefix trees of at most ``limit`` positions, or
+    of one branch."""
     rows: list[_Row] = []
     for branch in branches:
         if rows:
@@ -247,14 +262,16 @@ def _rows(branches: Sequence[_Branch], limit: int) -> list[_Row]:
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """Tokens in the common prefix of two keys: the highest bit in which they differ tells, read as numbers."""
+    """The number of common leading tokens of two keys, from the highest differing bit of the keys
+    as integers."""
     size = min(len(a), len(b))
     different = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
     return (8 * size - different.bit_length()) // 32
 
 
 def _cut(rows: Sequence[_Row], tokens: int) -> list[list[_Row]]:
-    """Cut rows, sorted by size, into parts whose padded size is within ``tokens``; a long sequence is never masked."""
+    """Split rows, sorted by size, into parts of at most ``tokens`` padded positions; a long
+    sequence never gets a mask."""
     parts: list[list[_Row]] = []
     for row in rows:
         fits = parts and (len(parts[-1]) + 1) * row.size <= tokens
@@ -269,7 +286,7 @@ def _assemble(rows: Sequence[_Row], flat: _Flat) -> MicroBatch:
     width = max(row.size for row in rows)
     token_ids = np.zeros((len(rows), width), np.int64)
     positions = np.zeros((len(rows), width), np.int64)
-    end = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding sees itself alone
+    end = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding attends to itself only
     nodes = np.concatenate([row.write(flat, token_ids[at], positions[at], end[at]) + at * width for at, row in enumerate(rows)])
     predicts = np.zeros(token_ids.size, np.bool_)
     predicts[nodes] = True

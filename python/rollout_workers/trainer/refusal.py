@@ -1,4 +1,4 @@
-"""What a learner does with a batch whose gradient it refuses."""
+"""What happens to a batch whose gradient is refused."""
 
 from __future__ import annotations
 
@@ -24,52 +24,55 @@ class Refused:
     """``NON_FINITE_GRADIENT`` or ``EXPLODING_GRADIENT``."""
     message: str
     action: str
-    """``stop``, ``skip`` or ``restore``."""
+    """``stop``, ``skip``, or ``restore``."""
     batch: str
-    """File that holds the batch; empty where none was wanted."""
+    """The file with the batch; empty if it was not saved."""
 
 
 @dataclass(slots=True)
 class Refusals:
-    """How refusals are met.
+    """The policy for refused gradients.
 
-    ``stop``: the error is raised, the learner stands where it stood. ``skip``: the step counts, with the weights as they were.
-    ``restore``: the step counts, with weights, moments and KL coefficient of the last state that was saved or loaded, else of the
-    beginning. Either way the same batches give the same bits again.
+    ``stop``: raise the error; nothing changes. ``skip``: count the step and keep the weights.
+    ``restore``: count the step and go back to the weights, moments, and KL coefficient of the last
+    state that was saved or loaded (or of the start). In each case the same batches give the same
+    bits.
     """
 
     action: str = "stop"
     folder: Path | None = None
-    """Where batches are kept for inspection; None keeps none."""
-    tell: Callable[[Refused], None] | None = None
+    """Where batches are saved for inspection; None: they are not."""
+    notify: Callable[[Refused], None] | None = None
+    """Called for each refused step."""
 
     def __post_init__(self) -> None:
         if self.action not in POLICIES:
-            raise ValueError(f"on_refused_gradient {self.action!r} is unknown; take one of {', '.join(POLICIES)}")
+            raise ValueError(f"on_refused_gradient {self.action!r} is unknown; use one of {', '.join(POLICIES)}")
 
-    def meet(self, step: int, samples: Sequence[TrainSample], error: LearnerError) -> Refused:
-        """Keep the batch, and tell."""
+    def record(self, step: int, samples: Sequence[TrainSample], error: LearnerError) -> Refused:
+        """Save the batch and notify."""
         batch = ""
         if self.folder is not None:
-            batch = str(keep(self.folder / f"step-{step:06d}.npz", samples, error))
+            batch = str(save_batch(self.folder / f"step-{step:06d}.npz", samples, error))
         refused = Refused(step, error.reason, str(error), self.action, batch)
-        if self.tell is not None:
-            self.tell(refused)
+        if self.notify is not None:
+            self.notify(refused)
         return refused
 
 
-def keep(path: Path, samples: Sequence[TrainSample], error: LearnerError) -> Path:
+def save_batch(path: Path, samples: Sequence[TrainSample], error: LearnerError) -> Path:
     """Write a batch for inspection.
 
-    ``numpy.load`` gives, for S samples of L tokens in all: ``token_ids`` int32 [L], ``loss_mask`` uint8 [L], ``logprobs`` float32
-    [L], ``lengths``, ``prompt_lengths``, ``versions`` int64 [S], ``rewards`` float64 [S], ``groups`` text [S], ``error`` JSON;
-    and where a sample has them ``token_rewards`` and ``teacher_logprobs``, float32 [L], NaN where another has none.
+    For S samples with L tokens in total, ``numpy.load`` returns ``token_ids`` int32 [L],
+    ``loss_mask`` uint8 [L], ``logprobs`` float32 [L], ``lengths``, ``prompt_lengths``, ``versions``
+    int64 [S], ``rewards`` float64 [S], ``groups`` text [S], and ``error`` JSON. If any sample has
+    them, also ``token_rewards`` and ``teacher_logprobs``, float32 [L], NaN for other samples.
     """
-    beside = {"token_rewards": [s.token_rewards for s in samples], "teacher_logprobs": [s.teacher_logprobs for s in samples]}
+    optional = {"token_rewards": [s.token_rewards for s in samples], "teacher_logprobs": [s.teacher_logprobs for s in samples]}
     lengths = [len(sample.token_ids) for sample in samples]
     further: dict[str, Any] = {
         name: np.concatenate([np.full(n, np.nan, np.float32) if of is None else of for of, n in zip(found, lengths, strict=True)])
-        for name, found in beside.items()
+        for name, found in optional.items()
         if any(of is not None for of in found)
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
-"""The training state on disk: all that a new process needs to go on bit for bit.
+"""The training state on disk: everything that a new process needs to continue bit for bit.
 
-<dir>/weights/...             the weights as a folder that from_pretrained loads, adapters merged in
-<dir>/adapter/...             the adapters where there are any, as a folder that PEFT loads
-<dir>/average/...             the average of the weights where one is kept, as a folder that from_pretrained loads
-<dir>/optimizer.safetensors   moments by parameter (and master copies), state of torch's random numbers
-<dir>/critic.safetensors      weights and moments of a critic, where there is one
-<dir>/state.json              step, optimizer steps, controlled KL coefficient, digests; written last: it makes the state valid
-
-``optimizer.safetensors`` holds the reference's sums of data as well, which are computed once.
+<dir>/weights/...             the weights as a folder that from_pretrained loads, with adapters
+merged <dir>/adapter/...             the adapters, if any, as a folder that PEFT loads
+<dir>/average/...             the averaged weights, if any, as a folder that from_pretrained loads
+<dir>/optimizer.safetensors   moments and master copies by parameter, torch's random state, and the
+                              cached reference sums
+<dir>/critic.safetensors      weights and moments of the critic, if any <dir>/state.json
+step, optimizer steps, KL coefficient, and digests; written last, and a
+                              state without it is invalid
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rollout_workers.algorithms import Algorithm
 from rollout_workers.trainer.distributed.ranks import Ranks
 from rollout_workers.trainer.distributed.shards import assign, whole
 from rollout_workers.trainer.model.policy import Policy
-from rollout_workers.trainer.objective import Machine
+from rollout_workers.trainer.objective import Models
 from rollout_workers.trainer.optim.optimizer import FlatAdamW
 from rollout_workers.trainer.types import StateUnreadable
 from rollout_workers.weights import named_weights, read_weights, weights_digest, write_weights
 from rollout_workers.weights.store import WeightsUnreadable
 
 FORMAT = "rollout.train_state.v1"
-_AS_MODEL = "To begin with its weights alone, name what `rollout export weights` writes of it as `model.path`"
+_AS_MODEL = "To start from its weights only, export them with `rollout export weights` and set `model.path` to the result"
 
 
 class Stateful(Protocol):
@@ -45,21 +45,22 @@ class Stateful(Protocol):
 
     step: int
     model_dir: Path
-    companions: Path
+    config_folder: Path
     ranks: Ranks
     algorithm: Algorithm
     policy: Policy
-    machine: Machine
+    models: Models
     optimizer: FlatAdamW
     critic_optimizer: FlatAdamW | None
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is written. Tensors are whole, whatever number of ranks holds them: a state knows nothing of ranks."""
+    """The content of a state. Tensors are gathered: a state does not depend on the number of
+    ranks."""
 
     policy: Policy
-    companions: Path
+    config_folder: Path
     weights: Mapping[str, Tensor]
     averages: Mapping[str, Tensor]
     adapters: Mapping[str, Tensor]
@@ -69,14 +70,14 @@ class State:
 
 
 def capture(trainer: Stateful) -> State:
-    """The state of ``trainer``: views of what is live where there is one rank."""
+    """The state of ``trainer``. On one rank its tensors are live."""
     adapter = trainer.policy.adapter
     tensors = trainer.optimizer.moments() | _scales(trainer, trainer.optimizer) | _torch_random_state()
-    if len(trainer.machine.cache):
-        tensors |= trainer.machine.cache.tensors()
+    if len(trainer.models.cache):
+        tensors |= trainer.models.cache.tensors()
     return State(
         policy=trainer.policy,
-        companions=trainer.companions,
+        config_folder=trainer.config_folder,
         weights=dict(trainer.policy.named_weights()),
         averages=_averages(trainer),
         adapters=_whole(adapter.tensors()) if adapter else {},
@@ -87,33 +88,33 @@ def capture(trainer: Stateful) -> State:
             "step": trainer.step,
             "optimizer_steps": trainer.optimizer.steps,
             "critic_optimizer_steps": trainer.critic_optimizer.steps if trainer.critic_optimizer else 0,
-            "kl_coefficient": trainer.machine.kl_coefficient if trainer.algorithm.next_kl_coefficient else None,
+            "kl_coefficient": trainer.models.kl_coefficient if trainer.algorithm.next_kl_coefficient else None,
             "algorithm": trainer.algorithm.name,
-            "reference": trainer.machine.reference.name if trainer.machine.reference else None,
+            "reference": trainer.models.reference.name if trainer.models.reference else None,
             "random": _random_state(),
         },
     )
 
 
 def write_state(directory: Path, state: State) -> list[Path]:
-    """Write a state into ``directory`` (made where absent); durable when it returns.
+    """Write a state to ``directory``, which is created if missing; durable when it returns.
 
-    A state that was there is replaced; cut off in between, the folder holds no valid state. Returns the files, sorted,
-    relative to the folder.
+    An existing state is replaced; if the process dies, the folder has no valid state. Returns the
+    files, sorted, relative to the folder.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "state.json").unlink(missing_ok=True)
     manifest = write_weights(
         directory / "weights",
         state.weights.items(),
-        config_source_dir=state.companions,
+        config_source_dir=state.config_folder,
         version=state.numbers["step"],
     )
     if state.averages:
         write_weights(
             directory / "average",
             state.averages.items(),
-            config_source_dir=state.companions,
+            config_source_dir=state.config_folder,
             version=state.numbers["step"],
         )
     adapter = state.policy.adapter
@@ -131,7 +132,8 @@ def write_state(directory: Path, state: State) -> list[Path]:
 
 
 def _averages(trainer: Stateful) -> dict[str, Tensor]:
-    """The averages under the weights' names and in their types, with what is not trained as it is; none of adapters."""
+    """The averaged weights in their dtypes, with untrained tensors unchanged; empty for
+    adapters."""
     averages = trainer.optimizer.averages()
     if not averages or trainer.policy.adapter is not None:
         return {}
@@ -142,19 +144,22 @@ def _averages(trainer: Stateful) -> dict[str, Tensor]:
 
 
 def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gathered, on the CPU, as files hold them."""
+    """The tensors gathered on the CPU."""
     return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def load_state(directory: Path, trainer: Stateful) -> None:
-    """Set ``trainer`` to a saved state, of any number of ranks. Everything is read and checked before anything is changed; where
-    one rank can't read it, all refuse."""
-    read, told = None, ""
+    """Load a state, saved by any number of ranks, into ``trainer``.
+
+    Everything is read and checked before anything changes. Raises ``StateUnreadable`` on all ranks
+    if one cannot read it.
+    """
+    read, problem = None, ""
     try:
         read = _read(directory, trainer)
     except StateUnreadable as error:
-        told = str(error)
-    refusal = next((text for text in trainer.ranks.exchange(told) if text), "")
+        problem = str(error)
+    refusal = next((text for text in trainer.ranks.exchange(problem) if text), "")
     if refusal or read is None:
         raise StateUnreadable(refusal)
     state, live, weights, saved, critic = read
@@ -167,11 +172,13 @@ def load_state(directory: Path, trainer: Stateful) -> None:
         moments = {name.removeprefix("optimizer/"): tensor for name, tensor in critic.items()}
         scales = _own_scales(trainer, critic)
         trainer.critic_optimizer.load_moments(moments, steps=int(state["critic_optimizer_steps"]), scales=scales)
-    if trainer.algorithm.next_kl_coefficient and state.get("kl_coefficient"):  # without a controller the config alone says it
-        trainer.machine.kl_coefficient = float(state["kl_coefficient"])
-    reference = trainer.machine.reference
-    ours = reference is not None and state.get("reference", reference.name) == reference.name  # else of another model's run
-    trainer.machine.cache.load(*(saved.get(name) if ours else None for name in ("reference/keys", "reference/sums")))
+    if trainer.algorithm.next_kl_coefficient and state.get("kl_coefficient"):  # without a controller the config determines it
+        trainer.models.kl_coefficient = float(state["kl_coefficient"])
+    reference = trainer.models.reference
+    same = (
+        reference is not None and state.get("reference", reference.name) == reference.name
+    )  # the sums of another model are not loaded
+    trainer.models.cache.load(*(saved.get(name) if same else None for name in ("reference/keys", "reference/sums")))
     trainer.optimizer.load_moments(saved, steps=int(state["optimizer_steps"]), scales=_own_scales(trainer, saved))
     trainer.step = int(state["step"])
     _restore_random(state["random"], saved)
@@ -181,35 +188,38 @@ _Tensors = Mapping[str, Tensor]
 
 
 def _read(directory: Path, trainer: Stateful) -> tuple[dict[str, Any], _Tensors, _Tensors, _Tensors, _Tensors]:
-    """What ``state.json`` says, the live tensors to be set, their new values, and the files of optimizer and critic. Raises
-    ``StateUnreadable``."""
+    """The content of ``state.json``, the live tensors to set, their values, and the tensors of
+    optimizer and critic.
+
+    Raises ``StateUnreadable``.
+    """
     try:
         state = json.loads((directory / "state.json").read_text())
         if state.get("format") != FORMAT:
-            raise StateUnreadable(f"{directory}/state.json: format {state.get('format')!r}, wanted {FORMAT!r}")
+            raise StateUnreadable(f"{directory}/state.json: format {state.get('format')!r} is not {FORMAT!r}")
         weights = read_weights(directory / "weights")
         saved = load_file(directory / "optimizer.safetensors")
-        if trainer.machine.critic is not None and not (directory / "critic.safetensors").exists():
-            raise StateUnreadable(f"{directory} is a state without a critic, which {trainer.algorithm.name} trains. {_AS_MODEL}")
-        critic = load_file(directory / "critic.safetensors") if trainer.machine.critic is not None else {}
+        if trainer.models.critic is not None and not (directory / "critic.safetensors").exists():
+            raise StateUnreadable(f"{directory} has no critic, which {trainer.algorithm.name} needs. {_AS_MODEL}")
+        critic = load_file(directory / "critic.safetensors") if trainer.models.critic is not None else {}
         adapters = load_file(directory / "adapter" / "adapter_model.safetensors") if state.get("adapter_digest") else {}
     except StateUnreadable:
         raise
     except Exception as error:
-        raise StateUnreadable(f"{directory} holds no readable training state: {error}") from error
-    verifies = trainer.ranks.rank == 0  # once is enough
+        raise StateUnreadable(f"{directory} is not a readable training state: {error}") from error
+    verifies = trainer.ranks.rank == 0  # one rank is enough
     if verifies and weights_digest(weights.items()).root != state["weights_digest"]:
-        raise StateUnreadable(f"{directory}/weights: the tensors don't hash to {state['weights_digest']}; they were damaged")
+        raise StateUnreadable(f"{directory}/weights: the tensors are damaged: their digest is not {state['weights_digest']}")
     if (trainer.policy.adapter is not None) != bool(adapters):
         kind = "with" if adapters else "without"
-        raise StateUnreadable(f"{directory} is a state {kind} adapters, the run's config says otherwise. {_AS_MODEL}")
+        raise StateUnreadable(f"{directory} is a state {kind} adapters, unlike the run's config. {_AS_MODEL}")
     if verifies and adapters and weights_digest(adapters.items()).root != state["adapter_digest"]:
-        raise StateUnreadable(f"{directory}/adapter: the tensors don't hash to {state['adapter_digest']}; they were damaged")
+        raise StateUnreadable(f"{directory}/adapter: the tensors are damaged: their digest is not {state['adapter_digest']}")
     live = trainer.policy.adapter.tensors() if trainer.policy.adapter else dict(named_weights(trainer.policy.model))
-    if trainer.policy.adapter and (told := trainer.policy.adapter.differs(directory / "adapter", adapters)):
-        raise StateUnreadable(f"{directory}/adapter {told}: its adapters would be another policy")
+    if trainer.policy.adapter and (difference := trainer.policy.adapter.differs(directory / "adapter", adapters)):
+        raise StateUnreadable(f"{directory}/adapter {difference}: its adapters would give another policy")
     if verifies and adapters and (other := _of_another_base(trainer.model_dir, weights, adapters)):
-        raise StateUnreadable(f"{directory} has adapters of another model than {trainer.model_dir}: {other} differs")
+        raise StateUnreadable(f"{directory} has adapters for another model than {trainer.model_dir}: {other} differs")
     weights = adapters or weights
     _same_shapes(directory / ("adapter" if adapters else "weights"), live, weights)
     averages = trainer.optimizer.averages()
@@ -220,31 +230,33 @@ def _read(directory: Path, trainer: Stateful) -> tuple[dict[str, Any], _Tensors,
 
 
 def _of_another_base(model: Path, weights: _Tensors, adapters: _Tensors) -> str:
-    """A tensor without an adapter that is another in a model's folder than in the state; empty: none is known to be."""
+    """The name of a tensor without an adapter that differs between the model's folder and the
+    state; empty if none does."""
     adapted = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in adapters}
     try:
         base = read_weights(model)
-    except WeightsUnreadable:  # such as of an older format, which transformers has loaded: nothing to hold it against
+    except WeightsUnreadable:  # an older format that only transformers reads
         return ""
     for name in sorted(base.keys() & weights.keys()):
-        kept = name.rpartition(".")[0] not in adapted and f"base_model.model.{name}" not in adapters
-        if kept and not torch.equal(base[name].to(weights[name].dtype), weights[name]):
+        unadapted = name.rpartition(".")[0] not in adapted and f"base_model.model.{name}" not in adapters
+        if unadapted and not torch.equal(base[name].to(weights[name].dtype), weights[name]):
             return name
     return ""
 
 
 def _critic_tensors(trainer: Stateful) -> dict[str, Tensor]:
-    """The critic's live weights, and its moments where it has an optimizer of its own."""
-    if trainer.machine.critic is None:
+    """The critic's live weights, and its moments if it has its own optimizer."""
+    if trainer.models.critic is None:
         return {}
-    tensors = {f"critic/{name}": tensor for name, tensor in trainer.machine.critic.state_dict().items()}
+    tensors = {f"critic/{name}": tensor for name, tensor in trainer.models.critic.state_dict().items()}
     if trainer.critic_optimizer is not None:
         tensors |= {f"optimizer/{name}": tensor for name, tensor in trainer.critic_optimizer.moments().items()}
     return tensors
 
 
 def _scales(trainer: Stateful, optimizer: FlatAdamW | None) -> dict[str, Tensor]:
-    """The scales of moments in 8 bits of every rank: ``scales/<ranks>/<rank>/<kind>/<number>``. Every rank must ask."""
+    """The scales of all ranks' 8-bit moments as ``scales/<ranks>/<rank>/<kind>/<number>``. Every
+    rank must call it."""
     if optimizer is None:
         return {}
     own = {name: tensor.cpu() for name, tensor in optimizer.scales().items()}
@@ -255,7 +267,7 @@ def _scales(trainer: Stateful, optimizer: FlatAdamW | None) -> dict[str, Tensor]
 
 
 def _own_scales(trainer: Stateful, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's of a state that as many ranks saved."""
+    """This rank's scales, if the state was saved by as many ranks."""
     prefix = f"scales/{trainer.ranks.size}/{trainer.ranks.rank}/"
     return {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
 
@@ -263,11 +275,13 @@ def _own_scales(trainer: Stateful, saved: Mapping[str, Tensor]) -> dict[str, Ten
 def _same_shapes(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     for name, tensor in wanted.items():
         if name not in found:
-            raise StateUnreadable(f"{path} lacks {name}: it is the state of another model, algorithm or precision. {_AS_MODEL}")
+            raise StateUnreadable(
+                f"{path} has no tensor {name}: the state is of another model, algorithm, or precision. {_AS_MODEL}"
+            )
         if found[name].shape != tensor.shape or found[name].dtype != tensor.dtype:
             raise StateUnreadable(
-                f"{path}: {name} is {found[name].dtype} {tuple(found[name].shape)}, the model's is "
-                f"{tensor.dtype} {tuple(tensor.shape)}: it is the state of another model or precision"
+                f"{path}: {name} is {found[name].dtype} {tuple(found[name].shape)}, but the model's is "
+                f"{tensor.dtype} {tuple(tensor.shape)}: the state is of another model or precision"
             )
 
 
@@ -295,13 +309,13 @@ def _random_state() -> dict[str, Any]:
 def _restore_random(state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    held = state["numpy"]
+    saved = state["numpy"]
     np.random.set_state(
         {
-            "bit_generator": held["bit_generator"],
-            "state": {"key": np.array(held["key"], np.uint32), "pos": held["pos"]},
-            "has_gauss": held["has_gauss"],
-            "gauss": held["gauss"],
+            "bit_generator": saved["bit_generator"],
+            "state": {"key": np.array(saved["key"], np.uint32), "pos": saved["pos"]},
+            "has_gauss": saved["has_gauss"],
+            "gauss": saved["gauss"],
         }
     )
     torch.set_rng_state(tensors["random/cpu"])

@@ -1,4 +1,4 @@
-"""The learner: batches in, weights forward by one step each."""
+"""The trainer: batches in, weights forward by one step each."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from torch import Tensor
 
 from rollout_workers.algorithms import Algorithm, build_algorithm
 from rollout_workers.devices import repeat_bits
-from rollout_workers.trainer.companions import companions_of
 from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
-from rollout_workers.trainer.metrics import TokenSums, describe_batch
+from rollout_workers.trainer.metrics import PhaseTimer, TokenSums, UpdateMeans, describe_batch
 from rollout_workers.trainer.model.adapter import LoraConfig
 from rollout_workers.trainer.model.critic import Critic
 from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.model.reference import Reference, ReferenceCache
 from rollout_workers.trainer.model.scorer import Scorer
 from rollout_workers.trainer.model.teacher import Teacher
-from rollout_workers.trainer.objective import FAMILIES, Machine, Objective
+from rollout_workers.trainer.objective import FAMILIES, Models, Objective
 from rollout_workers.trainer.optim.moments import AdamWConfig
-from rollout_workers.trainer.optim.optimizer import FlatAdamW
+from rollout_workers.trainer.optim.optimizer import FlatAdamW, OptimizerSet
 from rollout_workers.trainer.optim.schedule import Schedule
 from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.refusal import Refusals
 from rollout_workers.trainer.state import State, capture, load_state, write_state
-from rollout_workers.trainer.tally import Clock, Updates
 from rollout_workers.trainer.types import (
     BadBatch,
     ExplodingGradient,
@@ -45,45 +43,49 @@ from rollout_workers.weights import WeightsDigest, WeightsManifest, weights_dige
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
-    """Settings of a learner, by the names of the run config."""
+    """Settings of a trainer, under the names of the run config."""
 
     algorithm: str = "grpo"
     settings: Any = None
-    """``SftConfig`` or ``GrpoConfig``; absent: the algorithm's defaults."""
+    """The algorithm's config dataclass, such as ``GrpoConfig``. None: the algorithm's defaults."""
     schedule: Schedule = field(default_factory=lambda: Schedule(peak=1e-6))
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     temperature: float = 1.0
-    """What completions were sampled with. 0 (greedy) counts as 1."""
+    """The sampling temperature of the completions. 0 (greedy) counts as 1."""
     tokens_per_microbatch: int = 16_384
-    """Most positions, padding included, of one forward and backward pass. Never changes the gradient beyond rounding."""
+    """The maximum number of positions of one forward and backward pass, padding included. Changes
+    the gradient by rounding only."""
     threads: int = 0
-    """CPU threads while a step runs; 0: all cores. Part of what makes bits repeatable."""
+    """CPU threads of a step; 0: all cores. Bits are reproducible for one number of threads."""
     dtype: torch.dtype = torch.float32
     seed: int = 0
     lora: LoraConfig | None = None
-    """Adapters, which alone are trained; the reference model is then the model without them."""
+    """Train adapters only. The reference model is then the model without adapters."""
     freeze: tuple[str, ...] = ()
-    """Patterns over names of tensors that stay as they are."""
+    """Patterns over the names of tensors that are not trained."""
     gradient_checkpointing: bool = False
     refuse_grad_norm: float = 0.0
-    """A gradient of a larger norm is refused as one that is not finite is; 0: none is too large."""
+    """Refuse a gradient whose norm exceeds this, like one that is not finite; 0: no limit."""
     refusals: Refusals = field(default_factory=Refusals)
-    """What is done then."""
+    """What happens when a gradient is refused."""
 
 
 class Trainer:
     """A model in training.
 
-    Deterministic: the same model, config and batches give the same bits, whatever the order within a batch, with the same
-    number of threads and ranks. Not safe for use from two threads at a time; ``train_step`` blocks: call it from a thread beside
-    an event loop. A step that raises leaves weights, optimizer and step as they were.
+    Deterministic: the same model, config, and batches give the same bits on the same number of
+    threads and ranks, in whatever order a batch lists its samples. Not thread-safe. ``train_step``
+    blocks: with an event loop, call it from another thread. A step that raises leaves weights,
+    optimizer, and step unchanged.
 
-    Over several ranks there is one of it in each process, and every call must be made on all of them, with the same arguments
-    (``leading``). A ``LearnerError`` is then raised on all; after any other one that reaches only some of them none can go on.
+    With several ranks each process has one trainer, and every call must be made on all of them with
+    the same arguments (see ``distributed.leader``). A ``LearnerError`` is raised on all ranks;
+    after any other exception on some of them the ranks must be restarted.
     """
 
     def __init__(self, model_dir: str | os.PathLike[str], config: TrainerConfig, ranks: Ranks = ALONE) -> None:
-        """Load the model of a folder in the Hugging Face layout, at step 0. Raises ``OSError`` where it can't be loaded."""
+        """Load a model from a folder in the Hugging Face layout, at step 0. Raises ``OSError`` if
+        it cannot be loaded."""
         self.ranks = ranks
         self.model_dir = Path(model_dir)
         self.config = config
@@ -102,7 +104,7 @@ class Trainer:
             seed=config.seed,
             device=ranks.loading_device,
         )
-        self.machine = Machine(
+        self.models = Models(
             self.policy,
             self.algorithm,
             temperature=(config.temperature or 1.0) if self.algorithm.needs.sampled else 1.0,
@@ -114,18 +116,18 @@ class Trainer:
             kl_coefficient=self.algorithm.initial_kl_coefficient,
             ranks=ranks,
         )
-        self._held_out = ReferenceCache()  # no part of the state: data that is trained on has its own
-        critic = self.machine.critic
-        for model in (self.policy, self.machine.reference, critic, self.machine.teacher):
+        self._held_out = ReferenceCache()  # of evaluations; the state holds only the cache of trained samples
+        critic = self.models.critic
+        for model in (self.policy, self.models.reference, critic, self.models.teacher):
             if model is not None:
                 model.shard(ranks)
-        self.optimizer = FlatAdamW(self.policy.model, config.optimizer, beside=critic if critic and critic.on_policy else None)
+        self.optimizer = FlatAdamW(self.policy.model, config.optimizer, extra=critic if critic and critic.on_policy else None)
         self.critic_optimizer = (
             FlatAdamW(critic, replace(config.optimizer, ema_decay=0.0)) if critic and not critic.on_policy else None
         )
-        self._parameters = [*self.optimizer.parameters, *(self.critic_optimizer.parameters if self.critic_optimizer else [])]
-        self.companions = companions_of(self.policy, self.model_dir)
-        self._point: tuple[list[list[Tensor]], float] | None = None
+        self.optimizers = OptimizerSet(self.optimizer, self.critic_optimizer)
+        self.config_folder = self.policy.config_folder(self.model_dir)
+        self._restore_point: tuple[list[list[Tensor]], float] | None = None
         self.mark()
 
     def train_step(
@@ -134,22 +136,23 @@ class Trainer:
         step: int,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> StepResult:
-        """Make step ``step`` (one past ``self.step``) from a batch, in any order: one update of the weights, or as many as the
-        algorithm makes of a batch.
+        """Make step ``step``, which must be ``self.step + 1``, from a batch in any order.
 
-        ``on_progress`` is called with micro-batches done and in all, of the update in hand. Raises ``StepOutOfTurn``,
-        ``BadBatch``, and unless ``config.refusals`` goes on without them ``NonFiniteGradient`` or ``ExplodingGradient``.
+        The algorithm decides how many weight updates a step makes. ``on_progress`` is called with
+        the number of micro-batches done and their total in the current update. Raises
+        ``StepOutOfTurn``, ``BadBatch``, and, if ``config.refusals.action`` is ``stop``,
+        ``NonFiniteGradient`` or ``ExplodingGradient``.
         """
         started = time.perf_counter()
         try:
             return self._make_step(samples, step, on_progress)
         except (NonFiniteGradient, ExplodingGradient) as error:
-            refused = self.config.refusals.meet(step, samples, error)
+            refused = self.config.refusals.record(step, samples, error)
             if refused.action == "stop":
-                raise type(error)(f"{error}. The batch is kept in {refused.batch}" if refused.batch else str(error)) from error
-            if self._point is not None:
-                self._recall(self._point[0])
-                self.machine.kl_coefficient = self._point[1]
+                raise type(error)(f"{error}. The batch is in {refused.batch}" if refused.batch else str(error)) from error
+            if self._restore_point is not None:
+                self.optimizers.restore(self._restore_point[0])
+                self.models.kl_coefficient = self._restore_point[1]
             self.step = step
             metrics = describe_batch(samples, step=step, sampled=self.algorithm.needs.sampled)
             metrics |= {"refused": 1.0, "learning_rate": self.config.schedule.rate(step)}
@@ -157,44 +160,41 @@ class Trainer:
 
     def _make_step(self, samples: Sequence[TrainSample], step: int, on_progress: Callable[[int, int], None] | None) -> StepResult:
         if step != self.step + 1:
-            raise StepOutOfTurn(f"step {step} was asked for, but the learner stands at step {self.step}")
+            raise StepOutOfTurn(f"step {step} was requested, but the learner is at step {self.step}")
         started = time.perf_counter()
         self._use_threads()
         ordered = _in_order(samples)
         metrics = describe_batch(ordered, step=step, sampled=self.algorithm.needs.sampled)
-        self.machine.algorithm = self.algorithm
-        clock, sums, updates = Clock(), TokenSums(), Updates()
+        self.models.algorithm = self.algorithm
+        timer, sums, updates = PhaseTimer(), TokenSums(), UpdateMeans()
         several = self.algorithm.updates.count > 1
-        before = self._remember() if several else []
+        before = self.optimizers.snapshot() if several else []
         rate = self.config.schedule.rate(step)
         try:
-            objective = FAMILIES[self.algorithm.family](self.machine, ordered, step)
+            objective = FAMILIES[self.algorithm.family](self.models, ordered, step)
             for batches in objective.updates():
                 if not updates.count:
                     metrics["time/pack"] = time.perf_counter() - started
                 loss, done = 0.0, 0
                 for batch, mine in self.ranks.deal(batches):
-                    loss += self._accumulate(objective, batch, mine, sums, clock)
+                    loss += self._accumulate(objective, batch, mine, sums, timer)
                     done = min(done + self.ranks.size, len(batches))
                     if on_progress is not None:
                         on_progress(done, len(batches))
-                loss, norms = self._agree(loss, [optimizer.norm() for optimizer in self._optimizers])
-                self._check(loss, norms, rate)
-                with clock.measure("optimizer"):
-                    self.optimizer.step(rate, norms[0])
-                    if self.critic_optimizer is not None:
-                        self.critic_optimizer.step(self._critic_rate(step), norms[1])
+                loss, norms = self._reduce(loss, self.optimizers.norms())
+                _check_gradient(loss, norms, rate, self.config.refuse_grad_norm)
+                with timer.measure("optimizer"):
+                    self.optimizers.step((rate, self._critic_rate(step)), norms)
                 updates.add(loss, norms, sum(batch.computed for batch in batches))
         except BaseException:
-            for optimizer in self._optimizers:
-                optimizer.clear()
+            self.optimizers.clear()
             if several:
-                self._recall(before)
+                self.optimizers.restore(before)
             raise
         self.step = step
         sums.merge(self.ranks.exchange(sums))
         seconds = time.perf_counter() - started
-        metrics |= objective.metrics | sums.means() | clock.seconds() | updates.metrics()
+        metrics |= objective.metrics | sums.means() | timer.seconds() | updates.metrics()
         metrics |= {
             "learning_rate": rate,
             "tokens_per_second": metrics["tokens"] / seconds,
@@ -206,11 +206,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[TrainSample]) -> dict[str, float]:
-        """The loss on held-out samples, and the algorithm's other numbers, as a step on them would tell. Changes nothing that a
-        later step computes. Raises ``BadBatch``."""
+        """The loss and the algorithm's other metrics on held-out samples. Changes no state. Raises
+        ``BadBatch``."""
         self._use_threads()
-        machine = replace(self.machine, cache=self._held_out)
-        objective = FAMILIES[self.algorithm.family](machine, _in_order(samples), self.step)
+        models = replace(self.models, cache=self._held_out)
+        objective = FAMILIES[self.algorithm.family](models, _in_order(samples), self.step)
         loss, sums = 0.0, TokenSums()
         for batches in objective.updates():
             for batch, mine in self.ranks.deal(batches):
@@ -218,35 +218,44 @@ class Trainer:
                 if mine:
                     loss += float(part.loss)
                     sums.add(part.count, part.sums)
-        loss, _ = self._agree(loss, [])
+        loss, _ = self._reduce(loss, [])
         sums.merge(self.ranks.exchange(sums))
         return {"loss": loss} | sums.means()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, adapters merged in. Live ones where there is one rank: they change with the
-        next step; over several they are gathered, each when it is asked for, so every rank must ask for all."""
+        """The weights under their Hugging Face names, with adapters merged.
+
+        On one rank the tensors are live: the next step changes them. With several ranks each tensor
+        is gathered when it is requested, so every rank must iterate over all of them.
+        """
         return self.policy.named_weights()
 
     def weights_digest(self) -> WeightsDigest:
-        """Digest of the weights as they stand."""
+        """The digest of the current weights."""
         return weights_digest(self.named_weights())
 
     def write_weights(
         self, directory: str | os.PathLike[str], *, fsync: bool = True, staging: Path | None = None
     ) -> WeightsManifest:
-        """Write the weights as a folder that ``from_pretrained`` loads; the step is their version. Arguments of the module's
-        ``write_weights``."""
+        """Write the weights as a folder that ``from_pretrained`` loads, with the step as version.
+        See ``weights.write_weights``."""
         return write_weights(
-            directory, self.named_weights(), config_source_dir=self.companions, version=self.step, fsync=fsync, staging=staging
+            directory,
+            self.named_weights(),
+            config_source_dir=self.config_folder,
+            version=self.step,
+            fsync=fsync,
+            staging=staging,
         )
 
     @property
     def adapts(self) -> bool:
-        """Whether adapters alone are trained."""
+        """Whether only adapters are trained."""
         return self.policy.adapter is not None
 
     def write_adapter(self, directory: str | os.PathLike[str]) -> WeightsManifest:
-        """Write the adapters alone as a folder that ``from_pretrained`` loads, too, while the run's model is where it was."""
+        """Write only the adapters, as a folder that ``from_pretrained`` loads while the run's model
+        stays where it is."""
         adapter = self.policy.adapter
         assert adapter is not None
         return write_adapter(
@@ -254,98 +263,88 @@ class Trainer:
             adapter.tensors(),
             adapter.merged(),
             settings=lambda folder: adapter.save_settings(folder, str(self.model_dir.absolute())),
-            config_source_dir=self.companions,
+            config_source_dir=self.config_folder,
             version=self.step,
         )
 
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
-        """Write all that ``load_state`` needs to go on bit for bit. Returns the files, relative to the folder."""
+        """Write everything that ``load_state`` needs to continue bit for bit. Returns the files,
+        relative to the folder."""
         files = write_state(Path(directory), self.capture())
         self.mark()
         return files
 
     def capture(self) -> State:
-        """All that a state holds, whole."""
+        """The complete training state."""
         return capture(self)
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
-        """Stand where ``save_state`` stood. Raises ``StateUnreadable``, and then the trainer is as it was."""
+        """Continue from a saved state. Raises ``StateUnreadable`` and changes nothing if that is
+        not possible."""
         load_state(Path(directory), self)
         self.mark()
 
     def restore_point(self) -> None:
-        """What a refusal goes back to is what stands now, as where the state is saved."""
+        """Make the current state the one that a refused gradient restores."""
         self.mark()
 
     def mark(self) -> None:
-        """The state was saved or loaded: what a refusal goes back to, where it does."""
+        """``restore_point`` on this rank only. Does nothing unless ``config.refusals.action`` is
+        ``restore``."""
         if self.config.refusals.action == "restore":
-            self._point = (self._remember(), self.machine.kl_coefficient)
+            self._restore_point = (self.optimizers.snapshot(), self.models.kl_coefficient)
 
-    @property
-    def _optimizers(self) -> list[FlatAdamW]:
-        return [self.optimizer] if self.critic_optimizer is None else [self.optimizer, self.critic_optimizer]
-
-    def _accumulate(self, objective: Objective, batch: MicroBatch, mine: bool, sums: TokenSums, clock: Clock) -> float:
-        """Add a micro-batch's gradient; returns its part of the loss. mine: whether it counts; else another rank counts it."""
-        with clock.measure("forward"):
+    def _accumulate(self, objective: Objective, batch: MicroBatch, mine: bool, sums: TokenSums, timer: PhaseTimer) -> float:
+        """Add the gradient of a micro-batch and return its loss. mine: False if another rank counts
+        this micro-batch."""
+        with timer.measure("forward"):
             part = objective.part(batch)
             loss = float(part.loss.detach()) if mine else 0.0
             if mine:
                 sums.add(part.count, part.sums)
-        with clock.measure("backward"):
-            gradients = self.ranks.gradients(part.loss if mine else part.loss * 0.0, self._parameters)
-            held = len(self.optimizer.parameters)
-            self.optimizer.add(gradients[:held])
-            if self.critic_optimizer is not None:
-                self.critic_optimizer.add(gradients[held:])
+        with timer.measure("backward"):
+            self.optimizers.add(self.ranks.gradients(part.loss if mine else part.loss * 0.0, self.optimizers.parameters))
         return loss
 
-    def _agree(self, loss: float, norms: list[float]) -> tuple[float, list[float]]:
-        """Loss and norms of the whole batch from those of each rank, the same numbers on all."""
+    def _reduce(self, loss: float, norms: list[float]) -> tuple[float, list[float]]:
+        """The loss and the gradient norms of the whole batch from those of each rank."""
         if self.ranks.size == 1:
             return loss, norms
         found = self.ranks.exchange((loss, norms))
         squares = [sum(norm * norm for norm in of_one) for of_one in zip(*(norms for _, norms in found), strict=True)]
         return sum(loss for loss, _ in found), [math.sqrt(square) for square in squares]
 
-    def _check(self, loss: float, norms: Sequence[float], rate: float) -> None:
-        """Refuse an update that would spoil the weights."""
-        told = f"loss {loss:.6g}, gradient norm {norms[0]:.6g}"
-        fix = (
-            "Look at the batch's logprobs and rewards. A run's settings are fixed: `rollout run --config FILE --from RUN` starts"
-            f" another with a lower `train.learning_rate` (here it was {rate:g})"
-        )
-        other = '`train.on_refused_gradient = "skip"`'
-        if not (math.isfinite(loss) and all(map(math.isfinite, norms))):
-            raise NonFiniteGradient(f"{told}. The step was not made. {fix} or {other}")
-        limit = self.config.refuse_grad_norm
-        if limit and norms[0] > limit:
-            raised = f"{told}, beyond `train.refuse_grad_norm` = {limit:g}. The step was not made."
-            raise ExplodingGradient(f"{raised} {fix}, a higher limit or {other}")
-
     def _control_kl(self, metrics: dict[str, float]) -> None:
         adapt, measured = self.algorithm.next_kl_coefficient, metrics.get("kl/reference")
         if self.algorithm.initial_kl_coefficient > 0:
-            metrics["kl/coefficient"] = self.machine.kl_coefficient
+            metrics["kl/coefficient"] = self.models.kl_coefficient
         if adapt is not None and measured is not None:
-            self.machine.kl_coefficient = adapt(self.machine.kl_coefficient, measured, int(metrics["samples"]))
+            self.models.kl_coefficient = adapt(self.models.kl_coefficient, measured, int(metrics["samples"]))
 
     def _critic_rate(self, step: int) -> float:
         peak = getattr(self.config.settings, "critic_learning_rate", self.config.schedule.peak)
         return peak * self.config.schedule.rate(step) / self.config.schedule.peak
 
-    def _remember(self) -> list[list[Tensor]]:
-        return [optimizer.remember() for optimizer in self._optimizers]
-
-    def _recall(self, copies: list[list[Tensor]]) -> None:
-        for optimizer, held in zip(self._optimizers, copies, strict=True):
-            optimizer.recall(held)
-
     def _use_threads(self) -> None:
         threads = self.config.threads or os.cpu_count() or 1
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+def _check_gradient(loss: float, norms: Sequence[float], rate: float, limit: float) -> None:
+    """Raise ``NonFiniteGradient``, or ``ExplodingGradient`` if the policy's norm exceeds ``limit``
+    (0: no limit)."""
+    values = f"loss {loss:.6g}, gradient norm {norms[0]:.6g}"
+    fix = (
+        "Check the batch's logprobs and rewards. A run's settings are fixed: start another one with `rollout run --config FILE "
+        f"--from RUN` and a lower `train.learning_rate` (here {rate:g})"
+    )
+    skip = '`train.on_refused_gradient = "skip"`'
+    if not (math.isfinite(loss) and all(map(math.isfinite, norms))):
+        raise NonFiniteGradient(f"{values}. The step was not made. {fix} or {skip}")
+    if limit and norms[0] > limit:
+        exceeded = f"{values}, above `train.refuse_grad_norm` = {limit:g}. The step was not made."
+        raise ExplodingGradient(f"{exceeded} {fix}, a higher limit, or {skip}")
 
 
 def _teacher(policy: Policy, algorithm: Algorithm, config: TrainerConfig) -> Teacher | None:
@@ -356,20 +355,20 @@ def _teacher(policy: Policy, algorithm: Algorithm, config: TrainerConfig) -> Tea
 def _critic(policy: Policy, algorithm: Algorithm, config: TrainerConfig, model_dir: str | os.PathLike[str]) -> Critic | None:
     if not algorithm.needs.critic:
         return None
-    own = getattr(config.settings, "critic", "head") == "network"
-    return Critic(policy, model_dir if own else None, checkpointing=config.gradient_checkpointing)
+    network = getattr(config.settings, "critic", "head") == "network"
+    return Critic(policy, model_dir if network else None, checkpointing=config.gradient_checkpointing)
 
 
 def _in_order(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The samples by group and place, after a look at their shapes. Raises ``BadBatch``."""
+    """The samples by group and place in it, after a check of their shapes. Raises ``BadBatch``."""
     if not samples:
-        raise BadBatch("the batch holds no sample")
+        raise BadBatch("the batch has no samples")
     for sample in samples:
         length = len(sample.token_ids)
         if not (length == len(sample.loss_mask) == len(sample.logprobs) and 0 <= sample.prompt_length <= length):
             raise BadBatch(
                 f"sample {sample.sample} of group {sample.group_key}: {length} tokens, {len(sample.loss_mask)} mask values, "
-                f"{len(sample.logprobs)} logprobs, prompt of {sample.prompt_length}; the three must be equal, the prompt "
-                "no longer"
+                f"{len(sample.logprobs)} logprobs, prompt of {sample.prompt_length}; the first three must be equal and the "
+                "prompt no longer"
             )
     return sorted(samples, key=lambda sample: (sample.group_key, sample.sample))

@@ -1,4 +1,4 @@
-"""What goes into a step and what comes out."""
+"""The input and the result of a training step, and the trainer's errors."""
 
 from __future__ import annotations
 
@@ -11,95 +11,104 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True, eq=False)
 class TrainSample:
-    """One trajectory as the learner reads it, never changed. T tokens: the prompt, then the completion.
+    """One trajectory as the trainer reads it; do not change it. T tokens: the prompt, then the
+    completion.
 
-    Example: ``17+25=`` answered with ``42`` and the end of sequence: ``token_ids`` of 9, ``prompt_length`` 6,
-    ``loss_mask`` [0, 0, 0, 0, 0, 0, 1, 1, 1].
+    Example: ``17+25=`` answered with ``42`` and the end of sequence: 9 ``token_ids``,
+    ``prompt_length`` 6, ``loss_mask`` [0, 0, 0, 0, 0, 0, 1, 1, 1].
     """
 
     group_key: str
-    """Names the group; equal for the samples of one prompt. Decides the order within a batch, with ``sample``."""
+    """The group: equal for the samples of one prompt. A batch is ordered by ``group_key``, then
+    ``sample``."""
     sample: int
-    """Place in the group, from 0."""
+    """Position in the group, from 0."""
     token_ids: NDArray[np.int32]
     """int32 [T]."""
     prompt_length: int
-    """Tokens of the prompt, 0 .. T."""
+    """The number of prompt tokens, 0 .. T."""
     loss_mask: NDArray[np.uint8]
-    """uint8 [T]: 1 where the token is trained on. Position 0 never is: nothing precedes it."""
+    """uint8 [T]: 1 for tokens that are trained on. Token 0 never is: no position predicts it."""
     logprobs: NDArray[np.float32]
-    """float32 [T]: what the engine sampled with; 0 for the prompt and for data. Never read for SFT."""
+    """float32 [T]: logprobs of the engine that sampled; 0 for the prompt and for data. SFT ignores
+    them."""
     reward: float = 0.0
     version: int = 0
-    """Oldest weights version that sampled a token of it."""
+    """The oldest weights version that sampled one of the tokens."""
     truncated: bool = False
-    """Whether it was cut off at the longest completion."""
+    """Whether the completion reached the maximum length."""
     token_rewards: NDArray[np.float32] | None = None
-    """float32 [T]: process or token rewards, beside ``reward``."""
+    """float32 [T]: process or token rewards, in addition to ``reward``."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """float32 [T]: logprobs of a teacher, for distillation."""
     prompt: str = ""
     completion: str = ""
-    """Texts, for people: nothing is computed from them."""
+    """Texts for display only."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers that the reward returned; told of, never trained on."""
+    """Other numbers that the reward function returned; reported, never trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step that was made."""
+    """The result of a step."""
 
     step: int
     metrics: Mapping[str, float]
-    """By the field's names; see ``rollout_workers.trainer.metrics``."""
+    """See ``rollout_workers.trainer.metrics``."""
     advantages: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    """(group_key, sample) -> advantage, over a sample's tokens the mean; empty where the algorithm estimates none."""
+    """(group_key, sample) -> mean advantage of the sample's tokens; empty if the algorithm has no
+    advantages."""
 
 
 class LearnerError(Exception):
-    """Base of what the learner refuses. ``reason`` is for machines, the message says where and how to fix."""
+    """Base class of the trainer's errors. Programs branch on ``reason``; the message says what
+    failed and how to fix it."""
 
     reason = "LEARNER"
 
 
 class NonFiniteGradient(LearnerError):
-    """Loss or gradient was infinite or not a number. The step was refused: weights, optimizer and step are as before."""
+    """The loss or gradient is infinite or NaN. The step was refused: weights, optimizer, and step
+    are unchanged."""
 
     reason = "NON_FINITE_GRADIENT"
 
 
 class ExplodingGradient(LearnerError):
-    """The norm of the gradient was beyond ``refuse_grad_norm``. The step was refused, as with ``NonFiniteGradient``."""
+    """The gradient's norm exceeds ``refuse_grad_norm``. The step was refused, as for
+    ``NonFiniteGradient``."""
 
     reason = "EXPLODING_GRADIENT"
 
 
 class StepOutOfTurn(LearnerError):
-    """A step that doesn't follow the one the state stands at."""
+    """The requested step does not follow the trainer's current step."""
 
     reason = "STEP_OUT_OF_TURN"
 
 
 class BadBatch(LearnerError):
-    """A batch that can't be trained on: empty, without a trained token, or with arrays that don't fit each other."""
+    """The batch cannot be trained on: it is empty, has no trained token, or has arrays of different
+    lengths."""
 
     reason = "BAD_BATCH"
 
 
 class BadSettings(LearnerError):
-    """Settings that don't fit the model: the run can't begin, however often it is tried."""
+    """The settings do not fit the model. Retrying does not help."""
 
     reason = "BAD_SETTINGS"
     permanent = True
 
 
 class RankLost(LearnerError):
-    """A rank of the learner died, hung or stands elsewhere than the others: new processes go on from the last state."""
+    """A rank died, hung, or is at another step than the others. New processes must continue from
+    the last state."""
 
     reason = "RANK_LOST"
 
 
 class StateUnreadable(LearnerError):
-    """A state folder that is missing, damaged, or of another model."""
+    """The state folder is missing, damaged, or belongs to another model."""
 
     reason = "STATE_UNREADABLE"

@@ -21,7 +21,7 @@ import pytest
 
 import rollout_workers.algorithms as algorithms
 from rollout_workers.algorithms import types
-from rollout_workers.trainer import logprob
+from rollout_workers.trainer.model import logprob
 
 FOLDER = Path(algorithms.__file__).parent
 FILES = [*sorted(FOLDER.glob("*.py")), Path(logprob.__file__)]

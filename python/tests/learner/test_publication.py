@@ -19,7 +19,7 @@ class Trainer:
     adapts = False
 
     def __init__(self, model: Path) -> None:
-        self.step, self.companions = 0, model
+        self.step, self.config_folder = 0, model
         self.value: float | None = None  # of every weight; absent: the step
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
@@ -27,7 +27,7 @@ class Trainer:
 
     def write_weights(self, folder: Path, *, fsync: bool, staging: Path | None = None) -> WeightsManifest:
         return write_weights(
-            folder, self.named_weights(), config_source_dir=self.companions, version=self.step, fsync=fsync, staging=staging
+            folder, self.named_weights(), config_source_dir=self.config_folder, version=self.step, fsync=fsync, staging=staging
         )
 
 

@@ -160,7 +160,7 @@ async def test_without_the_table_there_are_no_adapters(tmp_path: Path) -> None:
 async def test_a_refused_gradient_is_met_as_the_plan_says(action: str, tmp_path: Path) -> None:
     team, events = await made(plan(train={"on_refused_gradient": action}), tmp_path)
     samples = read_segments(batch("run-x", 4, trajectories("run-x", 4, version=3), tmp_path))
-    refused = team.settings.refusals.meet(4, samples, NonFiniteGradient("a gradient of inf"))
+    refused = team.settings.refusals.record(4, samples, NonFiniteGradient("a gradient of inf"))
     assert refused.action == action
     assert Path(refused.batch).parent == tmp_path / "run" / "refused" and Path(refused.batch).exists()
     events._release(all=True)

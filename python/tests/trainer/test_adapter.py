@@ -80,14 +80,14 @@ def test_peft_loads_the_adapter_of_a_state(kind: str, model_dir: Path, tmp_path:
 def test_the_reference_is_the_model_without_adapters(model_dir: Path) -> None:
     full = Trainer(model_dir, dataclasses.replace(CONFIG, lora=None))
     learner = trained(model_dir, CONFIG)
-    assert learner.machine.reference is not None and full.machine.reference is not None
-    assert learner.machine.reference._policy is learner.policy
+    assert learner.models.reference is not None and full.models.reference is not None
+    assert learner.models.reference._policy is learner.policy
     from rollout_workers.trainer.packing import pack
 
     (batch,) = pack(sampled_batch(5), range(24), tokens=1 << 16)
     before = learner.policy.logprobs(batch).tokens.detach()
     torch.testing.assert_close(
-        learner.machine.reference.logprobs(batch), full.machine.reference.logprobs(batch), atol=1e-6, rtol=1e-6
+        learner.models.reference.logprobs(batch), full.models.reference.logprobs(batch), atol=1e-6, rtol=1e-6
     )
     torch.testing.assert_close(learner.policy.logprobs(batch).tokens.detach(), before, atol=0, rtol=0)
     assert learner.train_step(sampled_batch(4), 4).metrics["kl/reference"] > 1e-6
@@ -118,7 +118,7 @@ def test_a_state_of_the_other_kind_is_refused(model_dir: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (LoraConfig(rank=4, alpha=64), r"`lora.alpha` = 8, the run's config says 64"),
+        (LoraConfig(rank=4, alpha=64), r"`lora.alpha` = 8, but the run's config has 64"),
         (LoraConfig(rank=4, alpha=8, targets=("q_proj",)), r"has .*down_proj.*`lora.targets`"),
     ],
 )
@@ -132,7 +132,7 @@ def test_adapters_that_would_be_others_are_refused(lora: LoraConfig, message: st
 def test_adapters_of_another_model_are_refused(model_dir: Path, tmp_path: Path) -> None:
     trained(model_dir, CONFIG, 1).save_state(tmp_path / "state")
     other = Trainer(prepare_model(tmp_path / "other", seed=5), CONFIG)
-    with pytest.raises(StateUnreadable, match=r"of another model than .*other: .* differs"):
+    with pytest.raises(StateUnreadable, match=r"for another model than .*other: .* differs"):
         other.load_state(tmp_path / "state")
 
 

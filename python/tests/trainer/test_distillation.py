@@ -65,7 +65,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(model_dir: Path, tmp_path: P
     teacher = AutoModelForCausalLM.from_pretrained(tmp_path)
     teacher.resize_token_embeddings(teacher.config.vocab_size + 3)
     teacher.save_pretrained(tmp_path)
-    with pytest.raises(BadSettings, match="take a teacher with the same tokenizer"):
+    with pytest.raises(BadSettings, match="use a teacher with the same tokenizer"):
         Trainer(model_dir, config)
 
 

@@ -40,10 +40,10 @@ def test_it_learns_as_in_float32_from_a_quarter_of_the_memory(model_dir: Path) -
     assert losses[eight][-1] == pytest.approx(losses[four][-1], rel=0.03)
     moments = eight.optimizer._moments
     assert isinstance(moments, EightBitMoments)
-    codes = [tensor for tensor in moments.held() if tensor.dtype == torch.uint8]
+    codes = [tensor for tensor in moments.tensors() if tensor.dtype == torch.uint8]
     elements = sum(parameter.numel() for parameter in eight.optimizer.parameters)
     assert sum(tensor.numel() for tensor in codes) == 2 * elements
-    assert sum(tensor.nbytes for tensor in moments.held()) < 2.1 * elements
+    assert sum(tensor.nbytes for tensor in moments.tensors()) < 2.1 * elements
 
 
 @installed
@@ -54,14 +54,14 @@ def test_a_state_holds_the_codes(model_dir: Path, tmp_path: Path) -> None:
         learner.train_step(sampled_batch(step), step)
     learner.save_state(tmp_path)
     other.load_state(tmp_path)
-    for mine, theirs in zip(learner.optimizer._moments.held(), other.optimizer._moments.held(), strict=True):
+    for mine, theirs in zip(learner.optimizer._moments.tensors(), other.optimizer._moments.tensors(), strict=True):
         assert torch.equal(mine, theirs)
     for trainer in (learner, other):
         trainer.train_step(sampled_batch(4), 4)
     assert learner.weights_digest() == other.weights_digest()
-    kept = other.optimizer.remember()
+    kept = other.optimizer.snapshot()
     other.train_step(sampled_batch(5), 5)
-    other.optimizer.recall(kept)
+    other.optimizer.restore(kept)
     assert learner.weights_digest() == other.weights_digest()
 
 

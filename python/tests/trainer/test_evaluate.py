@@ -43,7 +43,7 @@ def test_what_a_step_would_tell(model_dir: Path, algorithm: str, lora: bool) -> 
         assert found == {name: told[name] for name in found} and found["loss"] > 0
         assert blind.train_step(samples, step).metrics["loss"] == told["loss"]
     assert learner.weights_digest() == blind.weights_digest()
-    assert len(learner.machine.cache) == len(blind.machine.cache), "held-out pairs are no part of the state"
+    assert len(learner.models.cache) == len(blind.models.cache), "held-out pairs are no part of the state"
 
 
 def test_the_loss_of_held_out_answers_is_their_cross_entropy(model_dir: Path) -> None:
@@ -72,12 +72,12 @@ def again(samples: list[TrainSample], number: int) -> list[TrainSample]:
 def test_held_out_pairs_stay_out_of_the_state(model_dir: Path, tmp_path: Path) -> None:
     learner = Trainer(model_dir, of("dpo"))
     learner.train_step(pairs(1), 1)
-    known = len(learner.machine.cache)
+    known = len(learner.models.cache)
     learner.evaluate(pairs(2))
     learner.save_state(tmp_path)
     resumed = Trainer(model_dir, of("dpo"))
     resumed.load_state(tmp_path)
-    assert len(learner.machine.cache) == len(resumed.machine.cache) == known
+    assert len(learner.models.cache) == len(resumed.models.cache) == known
 
 
 def test_a_sample_without_anything_trained_is_refused(model_dir: Path) -> None:

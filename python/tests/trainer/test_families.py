@@ -18,6 +18,7 @@ from rollout_workers.algorithms.kto import mismatch
 from rollout_workers.algorithms.online_dpo import OnlineDpoConfig
 from rollout_workers.algorithms.ppo import PpoConfig
 from rollout_workers.trainer import BadBatch, LoraConfig, Schedule, Trainer, TrainerConfig, TrainSample
+from rollout_workers.trainer import trainer as trainer_module
 from rollout_workers.trainer.objective.base import sequence_sums
 from rollout_workers.trainer.objective.score import ending
 from rollout_workers.trainer.objective.unpaired import _crossed
@@ -115,7 +116,7 @@ def test_online_dpo_learns_nothing_of_ties(model_dir: Path) -> None:
     assert (metrics["pairs"], metrics["loss"], metrics["grad_norm"], metrics["groups/equal_rewards"]) == (0, 0, 0, 6)
     assert "kl/coefficient" not in metrics, "beta is no coefficient of a term"
     assert learner.weights_digest().root == before
-    with pytest.raises(BadBatch, match="not a number"):
+    with pytest.raises(BadBatch, match="infinite or NaN"):
         learner.train_step([dataclasses.replace(tied[0], reward=float("nan")), *tied[1:]], 2)
 
 
@@ -188,7 +189,7 @@ def test_one_two_and_many_micro_batches_give_the_same_gradient(model_dir: Path, 
     found: dict[int, torch.Tensor] = {}
     for tokens in (1 << 14, 60, 16):
         learner = moved(model_dir, config, batch)
-        learner.machine.tokens = tokens
+        learner.models.tokens = tokens
         progress: list[int] = []
         part = gradient(learner, batch(3), lambda _done, total, seen=progress: seen.append(total))
         found[progress[-1]] = part
@@ -204,43 +205,43 @@ def test_a_restored_state_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, n
     for step in (1, 2):
         learner.train_step(batch(step), step)
     learner.save_state(tmp_path)
-    twin = Trainer(model_dir, config)
-    twin.load_state(tmp_path)
+    duplicate = Trainer(model_dir, config)
+    duplicate.load_state(tmp_path)
     for step in (3, 4):
         seed = step - 2 if "ppo" not in name else step  # data comes back
         learner.train_step(batch(seed), step)
-        twin.train_step(batch(seed), step)
-    assert twin.weights_digest().root == learner.weights_digest().root
-    assert twin.machine.kl_coefficient == learner.machine.kl_coefficient
-    for one, other in zip(learner._parameters, twin._parameters, strict=True):
+        duplicate.train_step(batch(seed), step)
+    assert duplicate.weights_digest().root == learner.weights_digest().root
+    assert duplicate.models.kl_coefficient == learner.models.kl_coefficient
+    for one, other in zip(learner.optimizers.parameters, duplicate.optimizers.parameters, strict=True):
         assert torch.equal(one, other)
 
 
 def test_state_that_is_not_restored_is_missed(model_dir: Path, tmp_path: Path) -> None:
     """The test above would see a KL coefficient, a critic or moments that stay behind."""
     learner = moved(model_dir, CRITIC, sampled_batch)
-    assert learner.machine.kl_coefficient != CRITIC.settings.kl_coefficient
-    assert learner.machine.critic is not None and learner.critic_optimizer is not None
+    assert learner.models.kl_coefficient != CRITIC.settings.kl_coefficient
+    assert learner.models.critic is not None and learner.critic_optimizer is not None
     learner.save_state(tmp_path)
     fresh = Trainer(model_dir, CRITIC)
-    assert fresh.machine.critic is not None
-    assert not torch.equal(fresh.machine.critic.head.weight, learner.machine.critic.head.weight)
+    assert fresh.models.critic is not None
+    assert not torch.equal(fresh.models.critic.head.weight, learner.models.critic.head.weight)
     fresh.load_state(tmp_path)
-    assert torch.equal(fresh.machine.critic.head.weight, learner.machine.critic.head.weight)
-    assert fresh.machine.kl_coefficient == learner.machine.kl_coefficient
+    assert torch.equal(fresh.models.critic.head.weight, learner.models.critic.head.weight)
+    assert fresh.models.kl_coefficient == learner.models.kl_coefficient
     assert fresh.critic_optimizer is not None and fresh.critic_optimizer.steps == learner.critic_optimizer.steps == 1
 
 
 def test_the_reference_is_asked_once_for_each_row(model_dir: Path) -> None:
     learner = Trainer(model_dir, CONFIG)
-    assert learner.machine.reference is not None
+    assert learner.models.reference is not None
     asked = []
-    original = learner.machine.reference.logprobs
-    learner.machine.reference.logprobs = lambda batch, **k: asked.append(batch.sample) or original(batch, **k)  # type: ignore
+    original = learner.models.reference.logprobs
+    learner.models.reference.logprobs = lambda batch, **k: asked.append(batch.sample) or original(batch, **k)  # type: ignore
     for step in (1, 2, 3):
         learner.train_step(pairs(step % 2), step)
     distinct = {s.token_ids.tobytes() for seed in (0, 1) for s in pairs(seed)}
-    assert len(learner.machine.cache) == len(distinct)
+    assert len(learner.models.cache) == len(distinct)
     assert sum(len(set(rows.tolist())) for rows in asked) == len(distinct)
 
 
@@ -264,8 +265,8 @@ def test_several_updates_a_batch_use_the_logprobs_from_before_the_first(model_di
             calls.append(loss)
             return loss if len(calls) < 4 else float("nan")
 
-        original = learner._check
-        patch.setattr(learner, "_check", lambda loss, norms, rate: original(poisoned(loss), norms, rate))
+        original = trainer_module._check_gradient
+        patch.setattr(trainer_module, "_check_gradient", lambda loss, *more: original(poisoned(loss), *more))
         digest, moments = learner.weights_digest().root, {n: t.clone() for n, t in learner.optimizer.moments().items()}
         with pytest.raises(Exception, match="The step was not made"):
             learner.train_step(sampled_batch(1), 2)
@@ -275,7 +276,7 @@ def test_several_updates_a_batch_use_the_logprobs_from_before_the_first(model_di
 
 def test_a_gradient_beyond_the_limit_is_refused(model_dir: Path) -> None:
     learner = Trainer(model_dir, dataclasses.replace(CONFIG, refuse_grad_norm=1e-6))
-    with pytest.raises(Exception, match=r"^loss \S{1,12}, gradient norm \S{1,12}, beyond `train.refuse_grad_norm` = 1e-06"):
+    with pytest.raises(Exception, match=r"^loss \S{1,12}, gradient norm \S{1,12}, above `train.refuse_grad_norm` = 1e-06"):
         learner.train_step(pairs(0), 1)
     assert learner.step == 0
 
@@ -283,13 +284,13 @@ def test_a_gradient_beyond_the_limit_is_refused(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s[:-1], "15 samples make no pairs"),
-        (lambda s: s[1:] + s[:0] + [dataclasses.replace(s[0], group_key="9/0")], "is no pair"),
+        (lambda s: s[:-1], "15 samples cannot be paired"),
+        (lambda s: s[1:] + s[:0] + [dataclasses.replace(s[0], group_key="9/0")], "is not a pair"),
         (lambda s: [dataclasses.replace(s[0], loss_mask=np.zeros_like(s[0].loss_mask)), *s[1:]], "has no token to train on"),
     ],
-    ids=["odd", "strangers", "empty"],
+    ids=["odd", "other groups", "empty"],
 )
-def test_pairs_that_are_none_are_named(
+def test_invalid_pairs_are_refused(
     model_dir: Path, change: Callable[[list[TrainSample]], list[TrainSample]], message: str
 ) -> None:
     with pytest.raises(BadBatch, match=message):

@@ -39,9 +39,9 @@ def test_checkpointing_is_the_critics_too(model_dir: Path) -> None:
         settings = PpoConfig(critic="network")
         config = dataclasses.replace(CONFIG, algorithm="ppo", settings=settings, gradient_checkpointing=checkpointing)
         learner = Trainer(model_dir, config)
-        assert learner.machine.critic is not None
+        assert learner.models.critic is not None
         count = [0]
-        layer = next(m for m in learner.machine.critic.modules() if isinstance(m, GradientCheckpointingLayer))
+        layer = next(m for m in learner.models.critic.modules() if isinstance(m, GradientCheckpointingLayer))
         layer.mlp.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))  # pyright: ignore
         learner.train_step(sampled_batch(1), 1)
         digests.append((learner.weights_digest().root, count[0]))

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from rollout_workers.trainer import logprob
+from rollout_workers.trainer.model import logprob
 from rollout_workers.trainer.model.logprob import logit_logprobs, token_logprobs
 from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.packing import pack

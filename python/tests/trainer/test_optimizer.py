@@ -95,5 +95,5 @@ def test_schedules_warm_up_then_fall_and_never_stop(shape: str, rates: list[floa
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="schedule 'step' is unknown; take one of constant, linear, cosine"):
+    with pytest.raises(ValueError, match="schedule 'step' is unknown; use one of constant, linear, cosine"):
         Schedule(peak=1.0, shape="step")

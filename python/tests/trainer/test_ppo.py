@@ -27,10 +27,10 @@ def trainer(model_dir: Path, settings: PpoConfig, **changes: object) -> Trainer:
     """A trainer whose policy has left its reference and whose critic says something else of each token."""
     config = TrainerConfig("ppo", settings, schedule=Schedule(peak=1e-3), temperature=TEMPERATURE, threads=1)
     learner = Trainer(model_dir, dataclasses.replace(config, **changes))
-    critic, draw = learner.machine.critic, torch.Generator().manual_seed(3)
+    critic, draw = learner.models.critic, torch.Generator().manual_seed(3)
     assert critic is not None
     with torch.no_grad():
-        for parameter in learner._parameters:
+        for parameter in learner.optimizers.parameters:
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
         critic.head.weight.copy_(0.3 * torch.randn(critic.head.weight.shape, generator=draw))
         critic.head.bias.fill_(0.2)
@@ -50,7 +50,7 @@ def batch(seed: int, *, by_token: bool = False) -> list[TrainSample]:
 
 def values(learner: Trainer, sample: TrainSample) -> Tensor:
     """The critic's word before every token but the first, [T - 1]."""
-    critic = learner.machine.critic
+    critic = learner.models.critic
     assert critic is not None
     trunk = critic.trunk or learner.policy.model.model  # pyright: ignore
     token_ids = torch.from_numpy(sample.token_ids).long()
@@ -120,7 +120,7 @@ def test_a_critic_of_its_own_has_its_own_learning_rate_on_the_policys_schedule(m
     settings = dataclasses.replace(SETTINGS, critic="network", critic_learning_rate=0.02)
     schedule = Schedule(peak=0.001, shape="linear", steps=4)
     learner = trainer(model_dir, settings, schedule=schedule, optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=0.0))
-    critic = learner.machine.critic
+    critic = learner.models.critic
     assert critic is not None
     learner.step = 2
     before = [critic.head.weight.detach().clone(), learner.policy.model.model.norm.weight.detach().clone()]  # pyright: ignore

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout_workers.trainer import NonFiniteGradient, Schedule, Trainer, TrainerConfig
-from rollout_workers.trainer.refusal import Refusals, Refused, keep
+from rollout_workers.trainer.refusal import Refusals, Refused, save_batch
 
 from .addition import sampled_batch
 
@@ -40,7 +40,7 @@ def test_each_policy_keeps_the_batch_and_tells(model_dir: Path, tmp_path: Path, 
     learner.train_step(sampled_batch(2), 2)
     before = learner.weights_digest().root
     if action == "stop":
-        with pytest.raises(NonFiniteGradient, match=r"The batch is kept in .*step-000003\.npz"):
+        with pytest.raises(NonFiniteGradient, match=r"The batch is in .*step-000003\.npz"):
             learner.train_step(sampled_batch(3), 3)
         assert learner.step == 2
     else:
@@ -76,12 +76,12 @@ def test_what_was_restored_goes_on_as_from_the_state(model_dir: Path, tmp_path: 
 def test_rewards_of_tokens_are_kept_too(tmp_path: Path) -> None:
     first, second, *_ = sampled_batch(1)
     rewarded = dataclasses.replace(second, token_rewards=np.arange(len(second.token_ids), dtype=np.float32))
-    with np.load(keep(tmp_path / "kept" / "batch.npz", [first, rewarded], NonFiniteGradient("no"))) as kept:
+    with np.load(save_batch(tmp_path / "kept" / "batch.npz", [first, rewarded], NonFiniteGradient("no"))) as kept:
         assert rewarded.token_rewards is not None and "teacher_logprobs" not in kept
         want = [*[np.nan] * len(first.token_ids), *rewarded.token_rewards]
         np.testing.assert_array_equal(kept["token_rewards"], want)
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="take one of stop, skip, restore"):
+    with pytest.raises(ValueError, match="use one of stop, skip, restore"):
         Refusals("ignore")

@@ -50,8 +50,8 @@ def trained(model_dir: Path, steps: int) -> Trainer:
     return learner
 
 
-@pytest.mark.timeout(300)  # a cold import of torch, on a machine that may be busy
-def test_a_new_process_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(300)  # a cold import of torch, on a models that may be busy
+def test_a_new_process_continues_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
     learner = trained(model_dir, 3)
     learner.save_state(tmp_path / "state")
     for step in (4, 5, 6):
@@ -61,7 +61,7 @@ def test_a_new_process_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> N
     assert done.stdout.strip() == learner.weights_digest().root, done.stderr
 
 
-def test_a_bfloat16_trainer_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
+def test_a_bfloat16_trainer_continues_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
     config = TrainerConfig(schedule=Schedule(peak=1e-5), threads=1, dtype=torch.bfloat16)
     learner, other = Trainer(model_dir, config), Trainer(model_dir, config)
     for step in (1, 2):
@@ -126,19 +126,19 @@ def test_a_state_of_other_settings_leaves_the_coefficient_to_the_config(model_di
 
     begun, learner = controlled(0.3), controlled(0.2)
     begun.load_state(tmp_path)
-    assert begun.machine.kl_coefficient == 0.3
+    assert begun.models.kl_coefficient == 0.3
     learner.train_step(sampled_batch(1), 1)
     begun.load_state(_saved(learner, tmp_path / "controlled"))
-    assert begun.machine.kl_coefficient == learner.machine.kl_coefficient < 0.2
+    assert begun.models.kl_coefficient == learner.models.kl_coefficient < 0.2
 
 
 def test_sums_of_the_reference_that_a_state_lacks_are_forgotten(model_dir: Path, tmp_path: Path) -> None:
     learner = Trainer(model_dir, TrainerConfig(algorithm="dpo", schedule=Schedule(peak=1e-3), threads=1))
     learner.save_state(tmp_path)
     learner.train_step([answer(0, 0, "1+1=", "2", 0.0), answer(0, 1, "1+1=", "3", 0.0)], 1)
-    assert len(learner.machine.cache) == 2
+    assert len(learner.models.cache) == 2
     learner.load_state(tmp_path)
-    assert len(learner.machine.cache) == 0
+    assert len(learner.models.cache) == 0
 
 
 def test_sums_of_another_reference_are_forgotten(model_dir: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_sums_of_another_reference_are_forgotten(model_dir: Path, tmp_path: Path
     for folder, kept in ((shutil.copytree(model_dir, tmp_path / "copy"), 2), (prepare_model(tmp_path / "other", seed=1), 0)):
         other = Trainer(folder, config)
         other.load_state(tmp_path / "state")
-        assert len(other.machine.cache) == kept, folder
+        assert len(other.models.cache) == kept, folder
 
 
 def test_random_numbers_go_on_where_they_were(model_dir: Path, tmp_path: Path) -> None:
@@ -211,10 +211,10 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "state.json").unlink(), "holds no readable training state"),
-        (lambda folder: (folder / "state.json").write_text('{"format": "v0"}'), "format 'v0', wanted"),
-        (lambda folder: (folder / "optimizer.safetensors").write_bytes(b"x"), "holds no readable training state"),
-        (lambda folder: flip(folder / "weights/model.safetensors"), "they were damaged"),
+        (lambda folder: (folder / "state.json").unlink(), "is not a readable training state"),
+        (lambda folder: (folder / "state.json").write_text('{"format": "v0"}'), "format 'v0' is not"),
+        (lambda folder: (folder / "optimizer.safetensors").write_bytes(b"x"), "is not a readable training state"),
+        (lambda folder: flip(folder / "weights/model.safetensors"), "the tensors are damaged"),
     ],
     ids=["cut off", "format", "optimizer", "weights"],
 )
@@ -232,9 +232,9 @@ def test_the_state_of_another_model_is_refused(model_dir: Path, tmp_path: Path) 
     Trainer(prepare_model(tmp_path / "other", layers=3), CONFIG).save_state(tmp_path / "deeper")
     Trainer(prepare_model(tmp_path / "wide", hidden=64), CONFIG).save_state(tmp_path / "wider")
     wider, learner = tmp_path / "wider", Trainer(model_dir, CONFIG)
-    with pytest.raises(StateUnreadable, match=r"embed_tokens.weight is .* \(54, 64\), the model's is .* \(54, 32\)"):
+    with pytest.raises(StateUnreadable, match=r"embed_tokens.weight is .* \(54, 64\), but the model's is .* \(54, 32\)"):
         learner.load_state(wider)
-    with pytest.raises(StateUnreadable, match=r"lacks model\.layers\.2"):
+    with pytest.raises(StateUnreadable, match=r"has no tensor model\.layers\.2"):
         Trainer(tmp_path / "other", CONFIG).load_state(_saved(learner, tmp_path / "shallow"))
 
 
@@ -244,9 +244,9 @@ def _saved(learner: Trainer, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "message"), [("ppo", "without a critic, which ppo trains"), ("reward_model", "lacks score.weight")]
+    ("algorithm", "message"), [("ppo", "has no critic, which ppo needs"), ("reward_model", "has no tensor score.weight")]
 )
-def test_a_state_of_another_algorithm_tells_how_to_take_its_weights(
+def test_a_state_of_another_algorithm_is_refused_with_a_fix(
     model_dir: Path, tmp_path: Path, algorithm: str, message: str
 ) -> None:
     trained(model_dir, 1).save_state(tmp_path)

@@ -51,7 +51,7 @@ def gradients(
         return step
 
     with pytest.MonkeyPatch.context() as patch:
-        for optimizer in learner._optimizers:
+        for optimizer in filter(None, (learner.optimizer, learner.critic_optimizer)):
             patch.setattr(optimizer, "step", catch(optimizer))
         learner.train_step(samples, learner.step + 1, on_progress)
     return [torch.cat(parts) for parts in caught]
@@ -64,7 +64,7 @@ def gradient(learner: Trainer, samples: list[TrainSample], on_progress: Callable
 
 def oracle_gradient(learner: Trainer, loss: torch.Tensor) -> torch.Tensor:
     """The same from a plain loss."""
-    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, learner._parameters)])
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, learner.optimizers.parameters)])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -166,15 +166,15 @@ def test_a_step_that_is_not_finite_is_refused_and_leaves_no_trace(model_dir: Pat
 
     learner.algorithm = healthy
     learner.train_step(samples, 2)
-    twin = trainer(model_dir)
-    twin.train_step(sampled_batch(1), 1)
-    twin.train_step(samples, 2)
-    assert learner.weights_digest().root == twin.weights_digest().root
+    duplicate = trainer(model_dir)
+    duplicate.train_step(sampled_batch(1), 1)
+    duplicate.train_step(samples, 2)
+    assert learner.weights_digest().root == duplicate.weights_digest().root
 
 
 def test_a_step_out_of_turn_is_refused(model_dir: Path) -> None:
     learner = trainer(model_dir)
-    with pytest.raises(StepOutOfTurn, match="step 2 was asked for, but the learner stands at step 0"):
+    with pytest.raises(StepOutOfTurn, match="step 2 was requested, but the learner is at step 0"):
         learner.train_step(sampled_batch(0), 2)
 
 
@@ -188,11 +188,11 @@ def broken(**changes: object) -> list[TrainSample]:
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([], "holds no sample"),
+        ([], "has no samples"),
         ([dataclasses.replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in sampled_batch(0)], "no token of the 24"),
         (broken(logprobs=np.zeros(2, np.float32)), "sample 1 of group 0/000000"),
         (broken(prompt_length=99), "the prompt no longer"),
-        (broken(reward=float("nan")), "a reward is infinite or not a number"),
+        (broken(reward=float("nan")), "a reward is infinite or NaN"),
     ],
     ids=["empty", "untrained", "arrays", "prompt", "reward"],
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout_workers.trainer import tree_attention
+from rollout_workers.trainer.model import tree_attention
 from rollout_workers.trainer.model.policy import probe_samples, tree_mask
 from rollout_workers.trainer.model.tree_layout import tree_layout
 from rollout_workers.trainer.packing import MicroBatch, pack

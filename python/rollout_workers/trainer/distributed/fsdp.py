@@ -1,4 +1,5 @@
-"""Several ranks: FSDP2. Each holds a slice of the rows of every tensor; a block's tensors are whole only while it computes."""
+"""Several ranks with FSDP2: each holds some rows of every tensor; a block's tensors are gathered
+while it computes."""
 
 from __future__ import annotations
 
@@ -18,42 +19,47 @@ from rollout_workers.trainer.distributed.shards import local
 from rollout_workers.trainer.types import BadSettings
 
 T = TypeVar("T")
-_FOREVER = timedelta(days=3650)  # the next order comes when it comes: sampling may take hours
+_FOREVER = timedelta(days=3650)  # sampling may take hours until the next call
 
 
 class Group(Ranks):
-    """One of several ranks, which talk through torch.distributed: NCCL on GPUs, gloo on the CPU.
+    """One of several ranks, connected by torch.distributed: NCCL on GPUs, gloo on the CPU.
 
-    A rank that is gone fails the others' next call at once, one that hangs does after the time limit: with torch's RuntimeError.
+    If a rank dies, the next call of the others raises torch's ``RuntimeError`` at once; if it
+    hangs, after the time limit.
     """
 
     def __init__(self, rank: int, size: int, *, rendezvous: str = "env://", timeout_seconds: float = 600.0) -> None:
-        """Wait for the others. rendezvous: as ``init_process_group`` takes it; ``env://`` is what torchrun sets.
+        """Wait for the other ranks. rendezvous: the ``init_method`` of ``init_process_group``;
+        ``env://`` under torchrun.
 
-        Raises ``BadSettings`` where the host has GPUs, but fewer than the ranks that run on it.
+        Raises ``BadSettings`` if the host has GPUs, but fewer than ranks.
         """
         self.rank, self.size = rank, size
         self._device = _device(int(os.environ.get("LOCAL_RANK", rank)))
         limit = timedelta(seconds=timeout_seconds)
         backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size, timeout=limit)
-        self._talk: Any = dist.new_group(backend="gloo", timeout=limit)
+        self._calls: Any = dist.new_group(backend="gloo", timeout=limit)
         self._limit = limit
-        self._orders: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._wakeups: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._mesh = init_device_mesh(self._device, (size,))
 
     @property
     def loading_device(self) -> str:
-        """The CPU: no GPU need hold a whole model."""
+        """The CPU, because a GPU may not have room for the whole model."""
         return "cpu"
 
     def shard(self, module: nn.Module) -> Inside:
-        """Keep this rank's rows of each tensor of ``module``, which is moved to the rank's device. Gathered together are the
-        tensors of what the Hugging Face model in it names as a block, and all others."""
+        """Keep this rank's rows of each tensor of ``module`` and move it to the rank's device.
+
+        The tensors of each block of the Hugging Face model (``_no_split_modules``) are gathered
+        together, and so are the others.
+        """
         kinds = {kind for part in module.modules() for kind in getattr(part, "_no_split_modules", None) or ()}
         options: dict[str, Any] = {
             "mesh": self._mesh,
-            "reshard_after_forward": True,  # an update must never meet tensors that were gathered before it
+            "reshard_after_forward": True,  # gathered tensors would be stale after an update
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         }
         for block in [block for block in module.modules() if type(block).__name__ in kinds]:
@@ -62,12 +68,12 @@ class Group(Ranks):
         fully_shard(whole, **options)
         for part in whole.modules():
             if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)  # losses are parts of one sum already
+                part.set_gradient_divide_factor(1.0)  # the losses are already parts of one sum
                 part.set_force_sum_reduction_for_comms(True)
         return whole
 
     def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Reduced over the ranks while the backward pass goes on."""
+        """Reduced over the ranks during the backward pass."""
         loss.backward()
         found: list[Tensor | None] = []
         for parameter in parameters:
@@ -76,29 +82,31 @@ class Group(Ranks):
         return found
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks, which are pickled."""
+        """The values of all ranks; they are pickled."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._talk)
+        dist.all_gather_object(values, value, group=self._calls)
         return values
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """An all-reduce each."""
+        """One all-reduce per tensor."""
         for tensor in tensors:
-            dist.all_reduce(tensor, group=self._talk)
+            dist.all_reduce(tensor, group=self._calls)
 
-    def tell(self, order: object) -> None:
-        """Rank 0: send an order to the others, which wait for it in ``hear``. One that does not take it within the time limit
-        fails the call: with torch's RuntimeError."""
-        wake = dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0, group=self._orders, async_op=True)
-        assert wake is not None  # this rank is of the group
-        wake.wait(self._limit)  # the group itself waits for ever, as those that hear do
-        dist.broadcast_object_list([order], src=0, group=self._talk)
+    def send(self, message: object) -> None:
+        """Send a message from rank 0 to the others, which wait in ``receive``.
 
-    def hear(self) -> Any:
-        """The other ranks: wait for the next order, however long."""
-        dist.broadcast(torch.empty(1, dtype=torch.uint8), src=0, group=self._orders)
+        Raises torch's ``RuntimeError`` if one of them does not receive it within the time limit.
+        """
+        wake = dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0, group=self._wakeups, async_op=True)
+        assert wake is not None  # this rank is in the group
+        wake.wait(self._limit)  # the group itself has no limit, for receivers
+        dist.broadcast_object_list([message], src=0, group=self._calls)
+
+    def receive(self) -> Any:
+        """Wait for the next message of rank 0, without a time limit."""
+        dist.broadcast(torch.empty(1, dtype=torch.uint8), src=0, group=self._wakeups)
         box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=0, group=self._talk)
+        dist.broadcast_object_list(box, src=0, group=self._calls)
         return box[0]
 
     def close(self) -> None:
@@ -107,14 +115,16 @@ class Group(Ranks):
 
 
 class _Whole(nn.Module):
-    """The root of what is sharded: work that reads tensors outside of their own module's call runs inside its call."""
+    """The root of the sharded modules. Code that reads tensors outside of their module's call runs
+    inside this one's."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, work: Callable[..., T], *arguments: Any) -> T:
-        """``work(*arguments)``, whose result is a tensor or a tuple, so that the backward pass is seen to begin."""
+        """``work(*arguments)``. The result must be a tensor or a tuple, for FSDP's backward
+        hooks."""
         return work(*arguments)
 
 
@@ -124,7 +134,7 @@ def _device(local_rank: int) -> str:
     if local_rank >= torch.cuda.device_count():
         raise BadSettings(
             f"`train.ranks`: rank {local_rank} of this host has no GPU, there are {torch.cuda.device_count()}; "
-            "take no more ranks than GPUs"
+            "use at most as many ranks as GPUs"
         )
     torch.cuda.set_device(local_rank)
     return "cuda"

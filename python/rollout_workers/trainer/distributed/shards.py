@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds some rows, beside those that are whole."""
+"""Tensors that may be sharded by rows over the ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a tensor, the live ones; the tensor itself where it is not sharded."""
+    """This rank's rows of a sharded tensor, which are live; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All rows of a sharded tensor, on the CPU, which every rank must ask for; any other tensor as it is."""
+    """All rows of a sharded tensor, on the CPU; every rank must call it. Any other tensor
+    unchanged."""
     return _full(tensor).cpu() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(rows: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's ``rows`` as a part of a tensor that is sharded as ``tensor`` is; the rows themselves where it is not."""
+    """``rows`` as this rank's part of a tensor that is sharded like ``tensor``; unchanged if that
+    is not sharded."""
     if not isinstance(tensor, DTensor):
         return rows
     return DTensor.from_local(
@@ -30,11 +32,11 @@ def sharded_like(rows: Tensor, tensor: Tensor) -> Tensor:
 
 
 def assign(live: Tensor, value: Tensor) -> None:
-    """Give a live tensor, sharded or not, the rows of a whole one that are its own."""
+    """Copy a whole tensor, or this rank's rows of it, into a live tensor."""
     if not isinstance(live, DTensor):
         live.copy_(value)
         return
-    rows = value.chunk(live.device_mesh.size())  # as fully_shard cuts: equal parts, then a short one, then none
+    rows = value.chunk(live.device_mesh.size())  # like fully_shard: equal parts, then a shorter one, then none
     rank = live.device_mesh.get_local_rank()
     if rank < len(rows):
         live.to_local().copy_(rows[rank])
@@ -42,14 +44,15 @@ def assign(live: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """While it is entered the parameters of a module are whole and plain; what is done to them is forgotten."""
-    held = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if isinstance(p, DTensor)]
-    for part, name, parameter in held:
+    """Inside the ``with`` block the parameters of a module are gathered, plain tensors. Changes to
+    them are discarded."""
+    sharded = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if isinstance(p, DTensor)]
+    for part, name, parameter in sharded:
         part._parameters[name] = nn.Parameter(_full(parameter), requires_grad=False)
     try:
         yield
     finally:
-        for part, name, parameter in held:
+        for part, name, parameter in sharded:
             part._parameters[name] = parameter
 
 

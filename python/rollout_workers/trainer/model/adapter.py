@@ -1,4 +1,4 @@
-"""Low-rank adapters (PEFT): what is trained beside weights that stay as they are."""
+"""Low-rank adapters (PEFT) on frozen weights."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ NAME = "default"
 _BASE = ".base_layer."
 _ADAPTER = "lora_"
 HEAD = "score"
-"""What a sequence classifier scores with. It is new, so it is trained whole, and a part of the adapter."""
+"""The head of a sequence classifier. It is new, so the adapter includes it whole."""
 _WHOLE = f".modules_to_save.{NAME}."
 _UNTRAINED = ".original_module."
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Settings of the adapters (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353), by the names of the run config.
+    """Settings of the adapters (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353), by the names of
+    the run config.
 
-    The weight of an adapted layer is ``W + (alpha / rank) B A``; with ``dora`` its rows are then scaled to a trained
-    magnitude. ``targets`` are names of linear layers, such as ``q_proj``; empty: all but the head.
+    The weight of an adapted layer is ``W + (alpha / rank) B A``; with ``dora`` its rows are then
+    scaled to a trained magnitude. ``targets`` are names of linear layers, such as ``q_proj``;
+    empty: all except the head.
     """
 
     rank: int = 16
@@ -45,16 +47,18 @@ class LoraConfig:
 
 
 class Adapter:
-    """The adapters of one model, which is changed in place. They begin as nothing: the model answers as before.
+    """The adapters of one model, which is changed in place. Initially they do not change its
+    output.
 
-    Of a sequence classifier the head is trained beside them, whole.
+    The head of a sequence classifier is trained whole.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> None:
-        """Freeze the model and put an adapter on each target. Raises ``BadSettings`` where a target names no linear layer, or
-        PEFT can't adapt the model so.
+        """Freeze the model and add an adapter to each target.
 
-        The same model, settings and seed give the same adapters, whatever was drawn before.
+        The same model, settings, and seed give the same adapters, independent of torch's random
+        state. Raises ``BadSettings`` if a target is not a linear layer, or if PEFT does not support
+        the combination.
         """
         _check_targets(model, config.targets)
         classifies = hasattr(model, HEAD)
@@ -76,14 +80,14 @@ class Adapter:
         self.model = model
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
-    def off(self) -> AbstractContextManager[None]:
-        """While it is entered the model answers without adapters, as it did before training."""
+    def disabled(self) -> AbstractContextManager[None]:
+        """Disable the adapters inside the ``with`` block."""
         return self._peft.disable_adapter()
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names with the adapters merged in, as a model without PEFT holds them.
+        """The weights of an equal model without PEFT: Hugging Face names, with the adapters merged.
 
-        Adapted weights are computed anew, one at a time; the others are the live ones.
+        Adapted weights are computed one at a time; the other tensors are live.
         """
         inside = tuple(f"{name}." for name in self._layers)
         for name, tensor in named_weights(self.model):
@@ -93,7 +97,7 @@ class Adapter:
                 yield f"{module}.{leaf}", whole(tensor)
             elif _UNTRAINED in name:
                 continue
-            elif base and not rest.startswith(_ADAPTER):  # of several adapters on one module each holds the next
+            elif base and not rest.startswith(_ADAPTER):  # several adapters on one module are nested
                 yield f"{layer.replace(_BASE.rstrip('.'), '')}.{rest}", self._merged(layer, rest, tensor)
             elif not base and not name.startswith(inside):
                 yield name, whole(tensor)
@@ -103,34 +107,36 @@ class Adapter:
         return get_peft_model_state_dict(self._peft, adapter_name=NAME)
 
     def differs(self, directory: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> str:
-        """How saved adapters, which fit by their shapes, would be other ones here; empty: they would not."""
+        """Why saved adapters of the same shapes do not fit this run's settings; empty if they
+        do."""
         own: Any = self._peft.peft_config[NAME]
         saved: Any = peft.LoraConfig.from_pretrained(str(directory))
         if saved.lora_alpha != own.lora_alpha:
-            return f"was trained with `lora.alpha` = {saved.lora_alpha:g}, the run's config says {own.lora_alpha:g}"
+            return f"was trained with `lora.alpha` = {saved.lora_alpha:g}, but the run's config has {own.lora_alpha:g}"
         lost = sorted(tensors.keys() - self.tensors().keys())
-        return f"has {lost[0]}, for which the run's `lora.targets` and `lora.dora` have no place" if lost else ""
+        return f"has {lost[0]}, which the run's `lora.targets` and `lora.dora` exclude" if lost else ""
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write a folder that ``PeftModel.from_pretrained`` loads onto the model that the run began with."""
+        """Write a folder that ``PeftModel.from_pretrained`` loads onto the run's initial model."""
         self.write(directory, self.tensors())
 
     def write(self, directory: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-        """``save`` with tensors that were taken before, whole."""
+        """``save`` with tensors that were gathered before."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.save_settings(directory)
         copied = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(copied, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
 
     def save_settings(self, directory: str | os.PathLike[str], base: str | None = None) -> None:
-        """Write ``adapter_config.json``. base: folder of the model that they belong to."""
+        """Write ``adapter_config.json``. base: the folder of the base model."""
         settings = replace(self._peft.peft_config[NAME], base_model_name_or_path=base, inference_mode=True)
         settings.save_pretrained(str(directory))
 
     def _merged(self, name: str, leaf: str, tensor: Tensor) -> Tensor:
-        """Merge a parameter of one module, ``leaf``, as PEFT does, and put it back bit for bit; one without an adapter is itself.
+        """Parameter ``leaf`` of a module with PEFT's merge; the module itself is unchanged.
+        ``tensor`` if it has no adapter.
 
-        Experts are parameters with three dimensions, each of which has an adapter around the module that holds all.
+        Experts are parameters of three dimensions; each has an adapter around their common module.
         """
         layer: Any = self._layers[name]
         while getattr(layer, "parameter_name", "weight") != leaf:
@@ -151,7 +157,7 @@ class Adapter:
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
-    """Only linear layers have adapters, and never the head: embeddings and head stay as the tokenizer needs them."""
+    """Raise ``BadSettings`` for a target that is not a linear layer, or is the head."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     linear: set[str] = set()
     for name, module in model.named_modules():
@@ -161,6 +167,6 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     for target in targets:
         if target not in linear:
             raise BadSettings(
-                f"`lora.targets` names {target!r}, but the model has no such linear layer below its head; "
+                f"`lora.targets` names {target!r}, but the model has no such linear layer besides its head; "
                 f"it has {', '.join(sorted(linear))}"
             )

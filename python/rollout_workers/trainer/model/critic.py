@@ -1,4 +1,4 @@
-"""The critic of PPO: what the rest of a completion is worth, at each of its tokens."""
+"""The critic of PPO: the value of the rest of a completion at each of its tokens."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from rollout_workers.weights.pretrained import load_whole
 
 
 class Critic(nn.Module):
-    """A scalar head that begins at 0, on the policy's own last hidden states or on a network of its own.
+    """A scalar head, initially 0, on the policy's last hidden states or on a separate network.
 
-    On the policy's (``on_policy``) the value loss moves the policy's trunk too, and one optimizer holds both; a network, which
-    begins as a copy of the policy's trunk, is left alone by the policy's loss and has its own learning rate.
+    On the policy's hidden states (``on_policy``) the value loss also trains the policy's trunk, and
+    one optimizer updates both. A separate network starts as a copy of the policy's trunk and has
+    its own optimizer and learning rate.
     """
 
     _inside: Inside
 
     def __init__(self, policy: Policy, directory: str | os.PathLike[str] | None = None, *, checkpointing: bool = False) -> None:
-        """directory: the model's folder, for a network of its own. checkpointing: of its gradients."""
+        """directory: the model's folder, for a separate network. checkpointing: gradient
+        checkpointing of that network."""
         super().__init__()
         model: Any = policy.model
         self.trunk: Any = None
@@ -36,29 +38,30 @@ class Critic(nn.Module):
             transformers_logging.disable_progress_bar()
             trunk: Any = load_whole(AutoModel, directory, dtype=model.dtype)
             self.trunk = trunk.to(model.device).eval()
-            self.trunk.set_attn_implementation(model.config._attn_implementation)  # what the policy's agreed with
+            self.trunk.set_attn_implementation(model.config._attn_implementation)  # the one that was validated for the policy
             fused.install(self.trunk)
             if checkpointing:
                 checkpoint_gradients(self.trunk)
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self._enter(ALONE)
+        self._shard(ALONE)
 
     def shard(self, ranks: Ranks) -> None:
         """Keep this rank's part."""
-        self._enter(ranks)
+        self._shard(ranks)
 
-    def _enter(self, ranks: Ranks) -> None:
-        self.__dict__["_inside"] = ranks.shard(self)  # as an attribute it would be a module of this one
+    def _shard(self, ranks: Ranks) -> None:
+        self.__dict__["_inside"] = ranks.shard(self)  # a plain attribute would register it as a submodule
 
     @property
     def on_policy(self) -> bool:
-        """Whether ``values`` needs the policy's hidden states."""
+        """Whether the critic uses the policy's hidden states."""
         return self.trunk is None
 
     def values(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-        """float32 [N], with gradient: the value before each trained token. hidden: [M, H], the policy's at each predictor."""
+        """float32 [N], with gradient: the value before each trained token. hidden: [M, H], the
+        policy's hidden states."""
         return self._inside(self._values, batch, hidden)
 
     def _values(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:

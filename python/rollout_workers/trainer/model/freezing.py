@@ -1,4 +1,4 @@
-"""Which weights are trained, and what activations are kept."""
+"""Frozen weights and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from rollout_workers.trainer.types import BadSettings
 
 
 def freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:
-    """Leave the tensors whose Hugging Face names match a pattern (``model.layers.[0-3].*``) out of training.
+    """Exclude the tensors whose Hugging Face names match a pattern (``model.layers.[0-3].*``) from
+    training.
 
-    A tensor that is tied to another goes by both names. Raises ``BadSettings`` where a pattern matches nothing, or where
+    A tied tensor matches by either name. Raises ``BadSettings`` if a pattern matches nothing, or if
     nothing is left to train.
     """
     named = list(model.named_parameters(remove_duplicate=False))
@@ -30,12 +31,14 @@ def freeze(model: PreTrainedModel, patterns: Sequence[str]) -> None:
 
 
 def checkpoint_gradients(model: PreTrainedModel) -> None:
-    """Keep no activations inside the model's layers; the backward pass computes them again, to the same bits.
+    """Recompute the activations of the model's layers in the backward pass, to the same bits,
+    instead of storing them.
 
-    The model stays in evaluation mode: only the layers themselves are told that they train, with dropout 0.
+    The model stays in evaluation mode; only its layers have ``training`` set, with dropout 0.
+    Raises ``BadSettings``.
     """
     if not model.supports_gradient_checkpointing:
-        raise BadSettings(f"`train.gradient_checkpointing`: {type(model).__name__} can't do that; remove the line")
+        raise BadSettings(f"`train.gradient_checkpointing`: {type(model).__name__} does not support it; remove the line")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

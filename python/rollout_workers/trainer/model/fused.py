@@ -1,8 +1,10 @@
-"""Fused RMSNorm (arXiv 1910.07467), SwiGLU (arXiv 2002.05202), and rotary embeddings (arXiv 2104.09864) on the CPU.
+"""Fused RMSNorm (arXiv 1910.07467), SwiGLU (arXiv 2002.05202), and rotary embeddings (arXiv
+2104.09864) on the CPU.
 
-``install`` replaces the forward functions of a float32 model with autograd functions that pass over memory once,
-where a model's own operations pass two to seven times. A layer is replaced only if it is found to compute the same.
-Layers without a compiled kernel stay as they are, except RMSNorm, which is faster here without a kernel too.
+``install`` replaces the forward functions of a float32 model with autograd functions that pass over
+memory once, where a model's own operations pass two to seven times. A layer is replaced only if it
+is found to compute the same. Layers without a compiled kernel stay as they are, except RMSNorm,
+which is faster here without a kernel too.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def install(model: nn.Module) -> None:
 
 
 class TorchRmsNorm(torch.autograd.Function):
-    """``x / sqrt(mean(x^2) + eps) * weight`` by torch's operations. x: float32 [..., H]. weight: float32 [H]."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` by torch's operations. x: float32 [..., H]. weight:
+    float32 [H]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -131,7 +134,8 @@ def install_swiglu(model: nn.Module, kernels: LayerKernels) -> None:
 
 
 def install_rotary(model: nn.Module, kernels: LayerKernels) -> None:
-    """Have attention layers call :class:`Rotation` where the function they call computes the same."""
+    """Have attention layers call :class:`Rotation` where the function they call computes the
+    same."""
     same: dict[Any, bool] = {}
     for module in model.modules():
         forward = type(module).forward
@@ -165,7 +169,8 @@ class NormForward:
 
 
 class _GatedForward:
-    """Replaces a gated layer's ``forward``. Calls the module's projections, whatever has replaced them since."""
+    """Replaces a gated layer's ``forward``. Calls the module's projections, whatever has replaced
+    them since."""
 
     def __init__(self, module: Any, kernels: LayerKernels) -> None:
         self._module, self._kernels = module, kernels
@@ -178,7 +183,8 @@ class _GatedForward:
 
 
 class Rotation:
-    """Replaces a model's ``apply_rotary_pos_emb``, and calls it for arguments that the kernel does not support."""
+    """Replaces a model's ``apply_rotary_pos_emb``, and calls it for arguments that the kernel does
+    not support."""
 
     def __init__(self, own: Any, kernels: LayerKernels) -> None:
         self._own, self._kernels = own, kernels

@@ -1,4 +1,4 @@
-"""Rows of a tensor taken by index, with a backward pass that adds up in a fixed order."""
+"""Gathers rows of a tensor, with a backward pass that adds in a fixed order."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Rows to be taken from a [n, ...], and for the gradient of each of the n rows what was taken of it, as bags of places."""
+    """Indices of m rows of a tensor [n, ...], and for each of the n rows the places where it was
+    used, for its gradient."""
 
     taken: Tensor
     """int64 [m]."""
     places: Tensor
-    """int64 [k], k <= m: places in ``taken``, bag after bag. Those that fill a shape are in none: they have no gradient."""
+    """int64 [k], k <= m: indices into ``taken``, ordered by row. Padding is not in it and has no
+    gradient."""
     bags: Tensor
-    """int64 [n]: where each row's bag begins."""
+    """int64 [n]: where the places of each row begin."""
 
     @classmethod
     def of(cls, taken: Index, real: Index, rows: int, device: torch.device) -> Gather:
-        """taken: int64 [m]. real: the places in it that count, ascending. rows: n."""
+        """taken: int64 [m]. real: its indices that are not padding, ascending. rows: n."""
         order = real[np.argsort(taken[real], kind="stable")]
         bags = np.searchsorted(taken[order], np.arange(rows))
         return cls(*(torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (taken, order, bags)))
@@ -38,7 +40,7 @@ class Gather:
 
 
 class _Take(torch.autograd.Function):
-    """``source[taken]``, whose backward pass sums each bag in order."""
+    """``source[taken]``; the backward pass adds the gradients of each row in order."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, taken: Tensor, places: Tensor, bags: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Log-probabilities of chosen tokens without the float32 logits of a whole batch: straight from hidden states, or from logits."""
+"""Logprobs of given tokens from hidden states or logits, without the float32 logits of a whole
+batch in memory."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-# Logits held at a time, in elements. More predictors than fit are worked off in chunks, whose logits the backward pass
-# computes again.
+# The maximum number of logits in memory. More predictors are processed in chunks, whose logits the
+# backward pass computes again.
 LOGITS_LIMIT = 1 << 25
 
 
 class TokenLogprob(torch.autograd.Function):
-    """``log softmax(hidden @ weight.T / temperature)`` at chosen tokens, and the entropy of each distribution.
+    """``log softmax(hidden @ weight.T / temperature)`` of given tokens, and the entropy of each
+    distribution.
 
-    hidden: [M, H]. weight: [V, H], same dtype. bias: [V] or None. predictor: int64 [N], row of hidden for each token.
-    target: int64 [N], the token. temperature: > 0; what the tokens were sampled with, so that the policy that is trained
-    is the policy that sampled. Returns float32 [N] logprobs and float32 [M] entropies in nats, of the distribution at that
-    temperature; both have a gradient, and neither costs anything where it is not used.
+    hidden: [M, H]. weight: [V, H], same dtype. bias: [V] or None. predictor: int64 [N], the row of
+    hidden for each token. target: int64 [N], the token. temperature: > 0, the one that the tokens
+    were sampled with. Returns float32 [N] logprobs and float32 [M] entropies in nats at that
+    temperature. Both have a gradient, which costs nothing if it is not used.
     """
 
     @staticmethod
@@ -49,7 +51,7 @@ class TokenLogprob(torch.autograd.Function):
         hidden, weight, bias, predictor, target, normalizers, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         chunks = _Chunks(hidden.shape[0], ctx.step, predictor, target, ctx.temperature)
-        # Sums over many chunks are not kept in bfloat16, which loses what is small beside them.
+        # Sums over many chunks in bfloat16 would lose small terms.
         kind = hidden.dtype if ctx.step >= hidden.shape[0] else torch.promote_types(hidden.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=kind) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=kind) if bias is not None and ctx.needs_input_grad[2] else None
@@ -68,9 +70,10 @@ class TokenLogprob(torch.autograd.Function):
 
 
 class LogitLogprob(torch.autograd.Function):
-    """As ``TokenLogprob``, for models that make more of their logits than a product with the head.
+    """As ``TokenLogprob``, for models whose logits are not just a product with the head.
 
-    logits: [P, V], of any float dtype. predictors: int64 [M], the rows that predict, each once.
+    logits: [P, V], of any float dtype. predictors: int64 [M], the predicting rows without
+    duplicates.
     """
 
     @staticmethod
@@ -97,7 +100,8 @@ class LogitLogprob(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """M predicting rows, ``step`` at a time; of each the logits are asked for, [m, V], and made anew for the gradient."""
+    """M predicting rows in chunks of ``step``. The logits of a chunk, [m, V], are computed once for
+    each pass."""
 
     count: int
     step: int
@@ -106,7 +110,8 @@ class _Chunks:
     temperature: float
 
     def forward(self, logits_of: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """float32: logprobs [N], entropies [M], normalizers [M], and where there is one chunk its probabilities [M, V]."""
+        """float32: logprobs [N], entropies [M], normalizers [M], and the probabilities [M, V] if
+        there is only one chunk."""
         logprobs = self.predictor.new_empty(self.predictor.shape, dtype=torch.float32)
         entropy = self.predictor.new_empty(self.count, dtype=torch.float32)
         normalizers = torch.empty_like(entropy)
@@ -130,10 +135,10 @@ class _Chunks:
         grad: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Iterator[tuple[slice, Tensor]]:
-        """float32 [m, V] of each chunk: the gradient of what ``logits_of`` gives.
+        """float32 [m, V] of each chunk: the gradient of the logits.
 
-        d logprob / d logits = onehot - softmax, summed over the tokens of each predictor; d entropy / d logits = -p (log p +
-        entropy).
+        d logprob / d logits = onehot - softmax, summed over the tokens of each predictor; d entropy
+        / d logits = -p (log p + entropy).
         """
         grad = normalizers.new_zeros(self.target.shape) if grad is None else grad
         weights = normalizers.new_zeros(self.count).index_add_(0, self.predictor, grad)
@@ -156,13 +161,14 @@ class _Chunks:
         return (slice(start, start + self.step) for start in range(0, self.count, self.step))
 
     def _tokens_of(self, rows: slice) -> Tensor | slice:
-        """The tokens whose predictor lies in a chunk: all of them where there is one chunk."""
+        """The tokens whose predictor is in a chunk."""
         if self.step >= self.count:
             return slice(None)
         return ((self.predictor >= rows.start) & (self.predictor < rows.stop)).nonzero()[:, 0]
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """float32 [m, V], of its own: neither kind of ``logits_of`` gives what anybody else holds."""
+        """float32 [m, V]; may be changed in place, because ``logits_of`` always returns a new
+        tensor."""
         logits = logits.float()
         return logits if self.temperature == 1.0 else logits / self.temperature
 
@@ -179,8 +185,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """``TokenLogprob`` by keyword. limit: None is ``LOGITS_LIMIT``.
 
-    hidden: float [M, H]. weight: float [V, H]. bias: float [V]. predictor, target: int64 [N]. Returns float32 [N] logprobs and
-    float32 [M] entropies.
+    hidden: float [M, H]. weight: float [V, H]. bias: float [V]. predictor, target: int64 [N].
+    Returns float32 [N] logprobs and float32 [M] entropies.
     """
     limit = LOGITS_LIMIT if limit is None else limit
     return TokenLogprob.apply(hidden, weight, bias, predictor, target, temperature, limit)  # type: ignore[no-any-return]
@@ -191,8 +197,8 @@ def logit_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """``LogitLogprob`` by keyword, as ``token_logprobs``.
 
-    logits: float [P, V]. predictors: int64 [M]. predictor, target: int64 [N]. Returns float32 [N] logprobs and float32 [M]
-    entropies.
+    logits: float [P, V]. predictors: int64 [M]. predictor, target: int64 [N]. Returns float32 [N]
+    logprobs and float32 [M] entropies.
     """
     limit = LOGITS_LIMIT if limit is None else limit
     return LogitLogprob.apply(logits, predictors, predictor, target, temperature, limit)  # type: ignore[no-any-return]

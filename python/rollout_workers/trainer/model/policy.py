@@ -1,4 +1,5 @@
-"""A causal language model as the learner sees it: micro-batch in, log-probabilities of the trained tokens out."""
+"""The policy: a causal language model that computes the logprobs of a micro-batch's trained
+tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,32 +33,35 @@ from rollout_workers.weights.pretrained import load_whole
 log = logging.getLogger(__name__)
 
 PROBE = 48  # tokens
-NO_MASK = torch.zeros(1, 1, 1, 1)  # of four dimensions: models take such a one as it is, and make none
-# Largest difference of a logprob by which two ways to compute it may differ and count as the same.
+NO_MASK = torch.zeros(1, 1, 1, 1)  # models use a mask of four dimensions as it is
+# The largest difference between logprobs of two computations that count as equal.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """What a forward pass gives for N trained tokens and M predicting positions."""
+    """The result of a forward pass for N trained tokens and M predicting positions."""
 
     tokens: Tensor
-    """float32 [N], with gradient where gradients are on."""
+    """float32 [N], with gradient if gradients are enabled."""
     entropy: Tensor
-    """float32 [M]: entropy in nats of the distribution at each predicting position, with gradient where gradients are on."""
+    """float32 [M]: the entropy in nats at each predicting position, with gradient if gradients are
+    enabled."""
     hidden: Tensor | None = None
-    """[M, H]: last hidden state at each predicting position, with gradient; where it was asked for."""
+    """[M, H]: the last hidden state at each predicting position, with gradient; None unless
+    requested."""
 
 
 class Policy:
-    """A Hugging Face causal model with the shortcuts that hold for it.
+    """A Hugging Face causal model with the optimizations that are valid for it.
 
-    Two shortcuts are tried against plain calls of the model when it is loaded, and used only where they agree: prefix
-    trees (``share_prefixes``; not with recurrent or windowed layers), and logprobs straight from the hidden states
-    (``linear_head``; not where the model scales or caps its logits, see ``plain_head``). Dropout is off.
+    Two optimizations are compared with plain calls of the model when it is loaded, and used only if
+    they give the same: prefix trees (``share_prefixes``; not with recurrent or windowed layers),
+    and logprobs directly from the hidden states (``linear_head``; not if the model scales or caps
+    its logits, see ``plain_head``). Dropout is off.
     """
 
-    _live: LiveWeights | None = None  # made at the first use, when the model is what it will be
+    _live: LiveWeights | None = None  # created on first use, after adapters and sharding
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
@@ -67,7 +72,7 @@ class Policy:
         self.share_prefixes = True
         self.linear_head = self.linear_head and self._agrees(share_prefixes=False)
         if not self.linear_head:
-            log.info("%s makes its logits itself: they are held whole, tokens x vocabulary", type(model).__name__)
+            log.info("%s computes its own logits: all of them are in memory, tokens x vocabulary", type(model).__name__)
         self.share_prefixes = attends_everywhere(model.config) and install(model, lambda: self._agrees(share_prefixes=True))
 
     @classmethod
@@ -78,14 +83,15 @@ class Policy:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device | None = None,
     ) -> Policy:
-        """Load a folder in the Hugging Face layout; onto the GPU where there is one, else the CPU, unless told otherwise."""
+        """Load a folder in the Hugging Face layout. device: None is the GPU if there is one, else
+        the CPU."""
         return cls(cls.load_model(directory, dtype=dtype, device=device))
 
     @staticmethod
     def load_model(
         directory: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None
     ) -> PreTrainedModel:
-        """The model alone, where ``load`` puts it. Raises ``WeightsIncomplete``."""
+        """The model of ``load``. Raises ``WeightsIncomplete``."""
         transformers_logging.disable_progress_bar()
         model: Any = load_whole(AutoModelForCausalLM, directory, dtype=dtype)
         return model.to(device or ALONE.loading_device)
@@ -102,7 +108,7 @@ class Policy:
         seed: int = 0,
         device: str | torch.device | None = None,
     ) -> Policy:
-        """Load a model to be trained. Raises ``BadSettings`` where the settings don't fit it."""
+        """Load a model for training. Raises ``BadSettings`` if the settings do not fit it."""
         policy = cls.load(directory, dtype=dtype, device=device)
         if checkpointing:
             checkpoint_gradients(policy.model)
@@ -111,12 +117,17 @@ class Policy:
             policy.adapter = Adapter(policy.model, lora, seed=seed)
         return policy
 
+    def config_folder(self, model_dir: Path) -> Path:
+        """The folder whose config and tokenizer belong to the policy's tensors."""
+        return model_dir
+
     def shard(self, ranks: Ranks) -> None:
-        """Keep this rank's part, once the model is as it is to be trained; all ranks then make the same calls."""
+        """Keep this rank's part. Call it after adapters and freezing; from then on all ranks must
+        make the same calls."""
         self._inside, self._live = ranks.shard(self.model), None
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, whole, adapters merged in."""
+        """The complete weights under their Hugging Face names, with adapters merged."""
         if self.adapter is not None:
             return self.adapter.merged()
         if self._live is None:
@@ -124,8 +135,8 @@ class Policy:
         return ((name, whole(tensor)) for name, tensor in self._live)
 
     def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0, hidden: bool = False) -> Logprobs:
-        """Log-probabilities of a micro-batch's trained tokens, of the policy at ``temperature``. hidden: also what they come
-        from."""
+        """Logprobs of a micro-batch's trained tokens at ``temperature``. hidden: also return the
+        hidden states."""
         return Logprobs(*self._inside(self._logprobs, batch, temperature, hidden))
 
     def _logprobs(self, batch: MicroBatch, temperature: float, hidden: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -150,7 +161,8 @@ class Policy:
 
     @torch.no_grad()
     def _agrees(self, *, share_prefixes: bool) -> bool:
-        """Whether the shortcuts now set give the logprobs of a plain call, on four short sequences."""
+        """Whether the current optimizations give the logprobs of a plain call, on four short
+        sequences."""
         samples = probe_samples(self.model.config.get_text_config().vocab_size)
         try:
             (batch,) = pack(samples, range(len(samples)), tokens=1 << 20, share_prefixes=share_prefixes)
@@ -167,7 +179,7 @@ class Policy:
 
 
 def call_packed(module: Any, batch: MicroBatch, *, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
-    """Call a Hugging Face module on a micro-batch's rows, each of one sequence or a prefix tree."""
+    """Call a Hugging Face module on the rows of a micro-batch, sequences or prefix trees."""
     token_ids = torch.from_numpy(batch.token_ids).to(device)
     if batch.subtree_end is None:
         return module(input_ids=token_ids, use_cache=False, **options)
@@ -184,18 +196,20 @@ def call_packed(module: Any, batch: MicroBatch, *, device: torch.device, dtype: 
 
 
 def tree_mask(subtree_end: Tensor, dtype: torch.dtype) -> Tensor:
-    """The additive attention mask of prefix trees: 0 where ``j <= i < subtree_end[j]``, else the lowest number.
+    """The additive attention mask of prefix trees: 0 if ``j <= i < subtree_end[j]``, else the
+    lowest number.
 
     subtree_end: int64 [B, T]. Returns dtype [B, 1, T, T], rows i, columns j.
     """
     place = torch.arange(subtree_end.shape[1], device=subtree_end.device)
-    seen = (place[:, None] >= place) & (place[:, None] < subtree_end[:, None, :])
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+    visible = (place[:, None] >= place) & (place[:, None] < subtree_end[:, None, :])
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 def attends_everywhere(config: PreTrainedConfig) -> bool:
-    """Whether every layer is plain attention over the whole sequence; a window would show on long sequences only."""
+    """Whether every layer attends to the whole sequence. A test of short sequences would not reveal
+    a window."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     local = "local" in (getattr(text, "attention_layers", None) or ())  # GPT-Neo
@@ -203,7 +217,8 @@ def attends_everywhere(config: PreTrainedConfig) -> bool:
 
 
 def probe_samples(vocabulary: int) -> list[TrainSample]:
-    """Four sequences that begin alike and part at different places, each so long that ``tree_layout`` cuts their row."""
+    """Four sequences with shared prefixes of different lengths, long enough for ``tree_layout`` to
+    split their row."""
     generator = np.random.default_rng(0)
     stem = generator.integers(0, vocabulary, PROBE)
     samples = []

@@ -1,4 +1,4 @@
-"""The model that training began with, to measure the policy against."""
+"""The reference: the initial model, for KL terms and preference losses."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.types import TrainSample
 
 _KEY_BYTES = 16
-_PAGES, _PAGE_BYTES = 64, 4096  # of each file, of which its name is made
+_PAGES, _PAGE_BYTES = 64, 4096  # of each file that are hashed
 
 
 class Reference:
-    """The policy with its adapters off, or without adapters a second copy of the model."""
+    """The policy with its adapters disabled, or a second copy of the model if the policy has no
+    adapters."""
 
     def __init__(self, policy: Policy, directory: str | os.PathLike[str]) -> None:
-        """Load ``directory`` where the policy has no adapters. Raises ``OSError`` where it can't be loaded."""
-        self.name = _name_of(Path(directory))
-        """What it is, whatever folder it lies in: sums of another one are not its."""
+        """Load ``directory`` if the policy has no adapters. Raises ``OSError`` if it cannot be
+        loaded."""
+        self.name = _fingerprint(Path(directory))
+        """Identifies the weights, independent of their folder, so that cached sums of another model
+        are not used."""
         self._adapter = policy.adapter
         self._policy = policy
         if self._adapter is None:
             self._policy = Policy.load(directory, dtype=policy.model.dtype, device=policy.model.device)
 
     def shard(self, ranks: Ranks) -> None:
-        """Keep this rank's part of the copy; without one there is nothing to do."""
+        """Keep this rank's part of the copy, if there is one."""
         if self._adapter is None:
             self._policy.shard(ranks)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Tensor:
         """float32 [N]: logprobs of a micro-batch's trained tokens."""
-        with self._adapter.off() if self._adapter is not None else nullcontext():
+        with self._adapter.disabled() if self._adapter is not None else nullcontext():
             return self._policy.logprobs(batch, temperature=temperature).tokens
 
 
@@ -55,9 +58,10 @@ class Forward(Protocol):
 
 
 class ReferenceCache:
-    """Sums of the reference's logprobs of data, by content: data comes back each epoch, and the reference never changes.
+    """Sums of the reference's logprobs by the content of the sample: data recurs each epoch, and
+    the reference never changes.
 
-    Part of the training state: computed again beside other rows a sum may differ in its last bit.
+    Part of the training state: computed again in another batch, a sum could differ in its last bit.
     """
 
     def __init__(self) -> None:
@@ -66,12 +70,13 @@ class ReferenceCache:
     def __len__(self) -> int:
         return len(self._sums)
 
-    def totals(self, machine: Forward, samples: Sequence[TrainSample]) -> Tensor:
-        """float64 [S]: the sum of each sample's trained logprobs under the reference; only new ones are computed."""
+    def totals(self, models: Forward, samples: Sequence[TrainSample]) -> Tensor:
+        """float64 [S]: the sum of each sample's trained logprobs under the reference; computed once
+        per sample."""
         keys = [_key(sample) for sample in samples]
         fresh = {key: sample for key, sample in zip(keys, samples, strict=True) if key not in self._sums}
         if fresh:
-            self._sums.update(zip(fresh, machine.totals(list(fresh.values()), reference=True).tolist(), strict=True))
+            self._sums.update(zip(fresh, models.totals(list(fresh.values()), reference=True).tolist(), strict=True))
         return torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -83,13 +88,13 @@ class ReferenceCache:
         }
 
     def load(self, keys: Tensor | None, sums: Tensor | None) -> None:
-        """Hold what ``tensors`` gave, and nothing else; None: it gave nothing."""
-        held = () if keys is None or sums is None else zip(keys.numpy(), sums.tolist(), strict=True)
-        self._sums = {bytes(key): value for key, value in held}
+        """Replace the content by what ``tensors`` returned; None: nothing."""
+        entries = () if keys is None or sums is None else zip(keys.numpy(), sums.tolist(), strict=True)
+        self._sums = {bytes(key): value for key, value in entries}
 
 
-def _name_of(directory: Path) -> str:
-    """Of the weights' files: pages of each, as to read all would take seconds. No two trainings leave the same ones."""
+def _fingerprint(directory: Path) -> str:
+    """A hash of sampled pages of each weights file: reading all of them would take seconds."""
     hasher = blake3()
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
         size = path.stat().st_size

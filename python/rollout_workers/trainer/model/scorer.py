@@ -1,8 +1,12 @@
-"""A reward model as the learner sees it: the trunk of a causal model with a scalar head."""
+"""A reward model in training: the trunk of a causal model with a scalar head."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +24,8 @@ from rollout_workers.weights.pretrained import load_whole
 
 
 class Scorer(Policy):
-    """A Hugging Face sequence classifier with one label. A causal model gets a new head, the same for the same seed."""
+    """A Hugging Face sequence classifier with one label. A causal model gets a new head, always the
+    same one."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
@@ -39,10 +44,11 @@ class Scorer(Policy):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device | None = None,
     ) -> Scorer:
-        """Load a folder in the Hugging Face layout. Raises ``BadSettings`` for an architecture without a classifier."""
+        """Load a folder in the Hugging Face layout. Raises ``BadSettings`` for an architecture
+        without a classifier."""
         transformers_logging.disable_progress_bar()
         level = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()  # it tells that the head is new
+        transformers_logging.set_verbosity_error()  # it warns that the head is new
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
@@ -50,17 +56,30 @@ class Scorer(Policy):
                     AutoModelForSequenceClassification, directory, new=["score.weight"], dtype=dtype, num_labels=1
                 )
         except ValueError as error:
-            raise BadSettings(f"{directory} can't be a reward model: {error}") from error
+            raise BadSettings(f"{directory} cannot be a reward model: {error}") from error
         finally:
             transformers_logging.set_verbosity(level)
         if not isinstance(getattr(model, "score", None), torch.nn.Linear):
             raise BadSettings(
-                f"{type(model).__name__} has no linear `score` head; reward models are trained from decoders that have"
+                f"{type(model).__name__} has no linear `score` head; reward models are trained from decoders that have one"
             )
         return cls(model.to(device or ALONE.loading_device))
 
+    def config_folder(self, model_dir: Path) -> Path:
+        """A copy of the model's config and tokenizer whose config names the classifier. It is
+        removed with this object."""
+        folder = Path(tempfile.mkdtemp(prefix="rollout-config-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        for path in model_dir.iterdir():
+            if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+        self.model.config.architectures = [type(self.model).__name__]
+        self.model.config.save_pretrained(folder)
+        return folder
+
     def scores(self, batch: MicroBatch) -> Tensor:
-        """float32 [N], with gradient: the score read at the position that predicts each trained token."""
+        """float32 [N], with gradient: the score at the position that predicts each trained
+        token."""
         return self._inside(self._scores, batch)
 
     def _scores(self, batch: MicroBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model that says how likely each sampled token was, for distillation."""
+"""The teacher: the model whose logprobs distillation trains on."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from rollout_workers.trainer.types import BadSettings
 
 
 class Teacher:
-    """A model beside the policy, never trained. Its tokens are the policy's."""
+    """A model that is never trained, with the policy's tokenizer."""
 
     def __init__(self, directory: str | os.PathLike[str], policy: Policy) -> None:
-        """Load ``directory``. Raises ``OSError`` where it can't be loaded, ``BadSettings`` for another vocabulary."""
+        """Load ``directory``. Raises ``OSError`` if it cannot be loaded, ``BadSettings`` for
+        another vocabulary."""
         self._policy = Policy.load(directory, dtype=policy.model.dtype, device=policy.model.device)
         theirs, ours = (model.config.get_text_config().vocab_size for model in (self._policy.model, policy.model))
         if theirs != ours:
             raise BadSettings(
                 f"the teacher in {os.fspath(directory)} has a vocabulary of {theirs} tokens, the model one of {ours}; "
-                "take a teacher with the same tokenizer"
+                "use a teacher with the same tokenizer"
             )
 
     def shard(self, ranks: Ranks) -> None:

@@ -1,6 +1,7 @@
-"""What a step minimises: from samples to updates, and from a micro-batch to its part of the loss. One a family of algorithms."""
+"""What a step minimizes: one objective per family of algorithms, from samples to updates and
+losses."""
 
-from rollout_workers.trainer.objective.base import Machine, Objective, Part
+from rollout_workers.trainer.objective.base import Models, Objective, Part
 from rollout_workers.trainer.objective.preference import Preferences
 from rollout_workers.trainer.objective.ranked import Ranked
 from rollout_workers.trainer.objective.score import Scores
@@ -15,4 +16,4 @@ FAMILIES: dict[str, type[Objective]] = {
     "scores": Scores,
 }
 
-__all__ = ["FAMILIES", "Machine", "Objective", "Part"]
+__all__ = ["FAMILIES", "Models", "Objective", "Part"]

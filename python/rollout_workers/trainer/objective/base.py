@@ -1,4 +1,4 @@
-"""What every objective has and gives."""
+"""The protocol of objectives, and what they share."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from rollout_workers.trainer.types import TrainSample
 
 
 @dataclass(slots=True)
-class Machine:
-    """What computes: the models, and the numbers that outlive a step."""
+class Models:
+    """The models of a trainer, and the values that outlive a step."""
 
     policy: Policy
     algorithm: Algorithm
     temperature: float
-    """What completions were sampled with, above 0."""
+    """The sampling temperature, above 0."""
     tokens: int
-    """Most positions of a micro-batch."""
+    """The maximum number of positions of a micro-batch."""
     seed: int
     reference: Reference | None = None
     critic: Critic | None = None
     teacher: Teacher | None = None
-    """Absent where samples carry the teacher's logprobs themselves."""
+    """None if the samples have the teacher's logprobs."""
     kl_coefficient: float = 0.0
     cache: ReferenceCache = field(default_factory=ReferenceCache)
     ranks: Ranks = ALONE
-    """Who computes with this machine: it must be asked for the same on each."""
+    """All ranks must make the same calls."""
 
     def pack(self, samples: Sequence[TrainSample], chosen: Sequence[int], whole: Sequence[int] | None = None) -> list[MicroBatch]:
-        """``packing.pack`` with this machine's settings."""
+        """``packing.pack`` with these settings."""
         return pack(
             samples, chosen, tokens=self.tokens, share_prefixes=self.policy.share_prefixes, whole=whole, ranks=self.ranks.size
         )
 
     @torch.no_grad()
     def totals(self, samples: Sequence[TrainSample], *, reference: bool = False) -> Tensor:
-        """float64 [S]: the sum of each sample's trained logprobs under the policy, or the reference; 0 for one without."""
+        """float64 [S]: the sum of each sample's trained logprobs under the policy or the reference;
+        0 without trained tokens."""
         sums = torch.zeros(len(samples), dtype=torch.float64)
         for batch, mine in self.ranks.deal(self.pack(samples, range(len(samples)))):
             if reference:
@@ -69,39 +70,44 @@ class Part:
     loss: Tensor
     """float32 scalar, with gradient."""
     count: int
-    """Tokens (pairs, samples) that the sums are over."""
+    """The number of tokens, pairs, or samples in the sums."""
     sums: Mapping[str, Tensor]
     """Metric -> scalar without gradient."""
 
 
 class Objective(Protocol):
-    """One step's work. Made from the samples in their order; raises ``BadBatch`` where they don't fit."""
+    """The loss of one step. The constructor takes the ordered samples and raises ``BadBatch`` if
+    they cannot be trained on."""
 
     metrics: dict[str, float]
-    """What is known before the first update."""
+    """The metrics that are known before the first update."""
 
-    def __init__(self, machine: Machine, samples: Sequence[TrainSample], step: int) -> None: ...
+    def __init__(self, models: Models, samples: Sequence[TrainSample], step: int) -> None: ...
 
     def updates(self) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each optimizer update, in turn."""
+        """The micro-batches of each weight update, in order."""
         ...
 
     def part(self, batch: MicroBatch) -> Part:
-        """The loss of a micro-batch of the update in hand."""
+        """The loss of a micro-batch of the current update."""
         ...
 
     def advantages(self) -> Mapping[tuple[str, int], float]:
-        """(group_key, sample) -> advantage, over a sample's tokens the mean; empty where there are none."""
+        """(group_key, sample) -> mean advantage of the sample's tokens; empty if there are no
+        advantages."""
         ...
 
 
 def sequence_sums(batch: MicroBatch, logprobs: Tensor, count: int) -> Tensor:
-    """float32 [count], with gradient: logprobs float32 [N] of a micro-batch summed over each sample of the whole batch: in
-    float64, as the reference's, since what is trained on is the small difference of the two."""
+    """float32 [count], with gradient: a micro-batch's logprobs, float32 [N], summed per sample of
+    the batch.
+
+    The sum is in float64, like the reference's, because the loss uses the small difference of both.
+    """
     sums = logprobs.new_zeros(count, dtype=torch.float64)
     return sums.index_add_(0, torch.from_numpy(batch.sample).to(logprobs.device), logprobs.double()).float()
 
 
 def trained_lengths(samples: Sequence[TrainSample]) -> Tensor:
-    """int64 [S]: trained tokens of each sample."""
+    """int64 [S]: the number of trained tokens of each sample."""
     return torch.tensor([int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples])

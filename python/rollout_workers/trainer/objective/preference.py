@@ -9,44 +9,44 @@ import torch
 from torch import Tensor
 
 from rollout_workers.algorithms import PairBatch
-from rollout_workers.trainer.objective.base import Machine, Part, sequence_sums, trained_lengths
+from rollout_workers.trainer.objective.base import Models, Part, sequence_sums, trained_lengths
 from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.types import BadBatch, TrainSample
 
 
 class Preferences:
-    """One step over pairs: the samples of a group are the chosen one (sample 0) and the rejected one.
+    """One step over pairs: sample 0 of a group is chosen, sample 1 rejected.
 
-    A pair is one term of the loss, so it lies in one micro-batch, its prompt computed once. The reference's sums are computed the
-    first time a pair is seen, and cached.
+    A pair is one term of the loss, so it is in one micro-batch, and its prompt is computed once.
+    The reference's sums are computed once per pair and cached.
     """
 
-    def __init__(self, machine: Machine, samples: Sequence[TrainSample], step: int) -> None:
-        self._machine, self._samples = machine, samples
+    def __init__(self, models: Models, samples: Sequence[TrainSample], step: int) -> None:
+        self._models, self._samples = models, samples
         self._pairs = pairs_of(samples, step)
         self._lengths = trained_lengths(samples)
         self._reference = self._totals().float()
         self.metrics: dict[str, float] = {"pairs": float(len(self._pairs)), "tokens/trained": float(self._lengths.sum())}
 
     def _totals(self) -> Tensor:
-        """float64 [S]: sums of the reference's logprobs."""
-        return self._machine.cache.totals(self._machine, self._samples)
+        """float64 [S]: the sums of the reference's logprobs."""
+        return self._models.cache.totals(self._models, self._samples)
 
     def updates(self) -> Iterator[list[MicroBatch]]:
         """One update."""
-        yield self._machine.pack(self._samples, range(len(self._samples)), [index // 2 for index in range(len(self._samples))])
+        yield self._models.pack(self._samples, range(len(self._samples)), [index // 2 for index in range(len(self._samples))])
 
     def advantages(self) -> Mapping[tuple[str, int], float]:
-        """None: nothing was sampled."""
+        """Empty: nothing was sampled."""
         return {}
 
     def part(self, batch: MicroBatch) -> Part:
         """The loss of the micro-batch's pairs."""
-        policy = self._machine.policy.logprobs(batch, temperature=self._machine.temperature)
+        policy = self._models.policy.logprobs(batch, temperature=self._models.temperature)
         sums = sequence_sums(batch, policy.tokens, len(self._samples))
         chosen = torch.from_numpy(np.unique(batch.sample // 2)) * 2
         device = sums.device
-        terms = self._machine.algorithm.loss(
+        terms = self._models.algorithm.loss(
             PairBatch(
                 chosen=sums[chosen],
                 rejected=sums[chosen + 1],
@@ -61,13 +61,14 @@ class Preferences:
 
 
 def pairs_of(samples: Sequence[TrainSample], step: int) -> list[tuple[TrainSample, TrainSample]]:
-    """The samples, which are in order, two by two. Raises ``BadBatch`` where one lacks its counterpart or nothing is trained."""
+    """The ordered samples as pairs. Raises ``BadBatch`` if a sample has no counterpart or no
+    trained token."""
     if len(samples) % 2:
-        raise BadBatch(f"step {step}: {len(samples)} samples make no pairs")
+        raise BadBatch(f"step {step}: {len(samples)} samples cannot be paired")
     pairs = list(zip(samples[::2], samples[1::2], strict=True))
     for chosen, rejected in pairs:
         if chosen.group_key != rejected.group_key:
-            raise BadBatch(f"step {step}: group {chosen.group_key} is no pair of a chosen and a rejected completion")
+            raise BadBatch(f"step {step}: group {chosen.group_key} is not a pair of a chosen and a rejected completion")
         for sample in (chosen, rejected):
             if not sample.loss_mask[1:].any():
                 raise BadBatch(f"step {step}: sample {sample.sample} of group {sample.group_key} has no token to train on")

@@ -10,18 +10,19 @@ import torch
 
 from rollout_workers.algorithms import ScoreBatch
 from rollout_workers.trainer.model.scorer import Scorer
-from rollout_workers.trainer.objective.base import Machine, Part
+from rollout_workers.trainer.objective.base import Models, Part
 from rollout_workers.trainer.objective.preference import pairs_of
 from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.types import TrainSample
 
 
 class Scores:
-    """One step over pairs: the chosen one (sample 0, whose reward is the margin where the data has one), then the rejected."""
+    """One step over pairs: sample 0 is chosen, and its reward is the margin if the data has one;
+    sample 1 is rejected."""
 
-    def __init__(self, machine: Machine, samples: Sequence[TrainSample], step: int) -> None:
-        assert isinstance(machine.policy, Scorer)
-        self._machine, self._scorer = machine, machine.policy
+    def __init__(self, models: Models, samples: Sequence[TrainSample], step: int) -> None:
+        assert isinstance(models.policy, Scorer)
+        self._models, self._scorer = models, models.policy
         self._pairs = pairs_of(samples, step)
         self._samples = [ending(sample) for sample in samples]
         margins = torch.tensor([chosen.reward for chosen, _ in self._pairs])
@@ -30,10 +31,10 @@ class Scores:
 
     def updates(self) -> Iterator[list[MicroBatch]]:
         """One update."""
-        yield self._machine.pack(self._samples, range(len(self._samples)), [index // 2 for index in range(len(self._samples))])
+        yield self._models.pack(self._samples, range(len(self._samples)), [index // 2 for index in range(len(self._samples))])
 
     def advantages(self) -> Mapping[tuple[str, int], float]:
-        """None: nothing was sampled."""
+        """Empty: nothing was sampled."""
         return {}
 
     def part(self, batch: MicroBatch) -> Part:
@@ -42,15 +43,15 @@ class Scores:
         scores = found.new_zeros(len(self._samples)).index_add_(0, torch.from_numpy(batch.sample).to(found.device), found)
         chosen = torch.from_numpy(np.unique(batch.sample // 2)) * 2
         margins = None if self._margins is None else self._margins[chosen // 2].to(scores.device)
-        terms = self._machine.algorithm.loss(
+        terms = self._models.algorithm.loss(
             ScoreBatch(chosen=scores[chosen], rejected=scores[chosen + 1], pairs=float(len(self._pairs)), margins=margins)
         )
         return Part(terms.loss, len(chosen), terms.sums)
 
 
 def ending(sample: TrainSample) -> TrainSample:
-    """The sample with one more token, the only trained one: what predicts it is the state after the last token, which is what
-    is scored."""
+    """The sample with an appended token, the only trained one. The position that predicts it is the
+    last token, whose state is scored."""
     size = len(sample.token_ids)
     mask = np.zeros(size + 1, np.uint8)
     mask[-1] = 1

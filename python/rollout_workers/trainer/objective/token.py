@@ -14,7 +14,7 @@ from rollout_workers.algorithms.advantage import equal_groups
 from rollout_workers.algorithms.divergence import k3
 from rollout_workers.rewards.process_reward import NOTHING
 from rollout_workers.trainer.model.policy import Logprobs
-from rollout_workers.trainer.objective.base import Machine, Part
+from rollout_workers.trainer.objective.base import Models, Part
 from rollout_workers.trainer.objective.token_index import TokenIndex
 from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.types import BadBatch, TrainSample
@@ -23,13 +23,14 @@ from rollout_workers.trainer.types import BadBatch, TrainSample
 class Tokens:
     """One step over tokens.
 
-    What must be known of the whole batch before its first update (old logprobs, values, a divergence in the reward) is measured
-    in one pass without gradient; with one update, and none of those needed, there is no such pass.
+    Old logprobs, values, and a KL in the reward must be known for the whole batch before the first
+    update. They are computed in a forward pass without gradient, which is skipped if the algorithm
+    needs none of them.
     """
 
-    def __init__(self, machine: Machine, samples: Sequence[TrainSample], step: int) -> None:
-        self._machine, self._step = machine, step
-        self._algorithm, self._needs = machine.algorithm, machine.algorithm.needs
+    def __init__(self, models: Models, samples: Sequence[TrainSample], step: int) -> None:
+        self._models, self._step = models, step
+        self._algorithm, self._needs = models.algorithm, models.algorithm.needs
         self.metrics: dict[str, float] = {}
         rewards = self._rewards(samples)
         keys = {key: number for number, key in enumerate(dict.fromkeys(sample.group_key for sample in samples))}
@@ -44,10 +45,10 @@ class Tokens:
         self._normalizer = _trained(samples)
         self._check_teacher(samples)
         if not self._normalizer:
-            raise BadBatch(f"step {step}: no token of the {len(samples)} samples is trained on; see their loss masks")
+            raise BadBatch(f"step {step}: no token of the {len(samples)} samples has a loss; check the loss masks")
         self.metrics["tokens/trained"] = self._normalizer
-        if self._ahead():
-            self._measure_ahead()
+        if self._needs_forward_pass():
+            self._forward_pass()
         self._estimate(rewards)
         left_out = self._left_out(rewards)
         self._kept = (~left_out).numpy()
@@ -58,14 +59,14 @@ class Tokens:
             self.metrics["tokens/trained"] = _trained(self._samples)
 
     def updates(self) -> Iterator[list[MicroBatch]]:
-        """One update of the whole batch, or ``epochs`` times ``minibatches`` of whole samples, group after group, in an order of
-        groups that is drawn anew each epoch."""
+        """One update of the whole batch, or ``epochs`` times ``minibatches`` updates of whole
+        groups, shuffled for each epoch."""
         updates, everything = self._algorithm.updates, range(len(self._samples))
         if updates.count == 1:
             yield self._begin(everything)
             return
         for epoch in range(updates.epochs):
-            order = np.random.default_rng((self._machine.seed, self._step, epoch)).permutation(self._number)
+            order = np.random.default_rng((self._models.seed, self._step, epoch)).permutation(self._number)
             rank = np.argsort(order)[self._groups.numpy()]
             drawn = np.argsort(rank, kind="stable")
             for part in np.array_split(drawn, min(updates.minibatches, len(drawn))):
@@ -73,18 +74,18 @@ class Tokens:
 
     def part(self, batch: MicroBatch) -> Part:
         """Policy loss and, with a critic, value loss."""
-        machine = self._machine
-        policy = machine.policy.logprobs(
-            batch, temperature=machine.temperature, hidden=machine.critic is not None and machine.critic.on_policy
+        models = self._models
+        policy = models.policy.logprobs(
+            batch, temperature=models.temperature, hidden=models.critic is not None and models.critic.on_policy
         )
         slots = None if self._index is None else self._index.of(batch)
         terms = self._algorithm.loss(self._tokens(batch, policy, slots))
         loss, sums = terms.loss, dict(terms.sums)
-        if machine.critic is not None and self._algorithm.value_loss is not None:
+        if models.critic is not None and self._algorithm.value_loss is not None:
             assert slots is not None
             value = self._algorithm.value_loss(
                 ValueBatch(
-                    values=machine.critic.values(batch, policy.hidden),
+                    values=models.critic.values(batch, policy.hidden),
                     old_values=self._at("values", slots, policy.tokens),
                     returns=self._at("returns", slots, policy.tokens),
                     normalizer=self._normalizer,
@@ -95,7 +96,8 @@ class Tokens:
         return Part(loss, len(batch.target), sums | self._measured(batch, policy, slots))
 
     def advantages(self) -> Mapping[tuple[str, int], float]:
-        """(group_key, sample) -> advantage; where tokens have their own, the mean over the trained ones."""
+        """(group_key, sample) -> advantage; the mean over the trained tokens if each token has its
+        own."""
         if self._advantages is None:
             return {}
         values = self._advantages.double()
@@ -106,8 +108,11 @@ class Tokens:
         return {(s.group_key, s.sample): value for s, value in zip(self._samples, values.tolist(), strict=True)}
 
     def _begin(self, chosen: Sequence[int]) -> list[MicroBatch]:
-        """The micro-batches of an update over some samples, and its normalisers. A sample whose advantages are all 0 gives no
-        gradient unless the loss has other terms: it counts, and is not computed."""
+        """The micro-batches of an update over some samples; sets the normalizers.
+
+        A sample without a nonzero advantage counts in the normalizers but is not computed, unless
+        the loss has other terms.
+        """
         part = [self._samples[index] for index in chosen]
         whole = len(part) == len(self._samples)
         if not whole or self._algorithm.updates.count > 1:
@@ -115,7 +120,7 @@ class Tokens:
         self._count = max(1.0, float(self._kept[list(chosen)].sum()))
         if whole and self._whole is not None and self._needs.every_token:
             return self._whole
-        return self._machine.pack(self._samples, self._with_gradient(chosen))
+        return self._models.pack(self._samples, self._with_gradient(chosen))
 
     def _with_gradient(self, chosen: Sequence[int]) -> Sequence[int]:
         if self._advantages is None or self._needs.every_token:
@@ -127,24 +132,25 @@ class Tokens:
         return [index for index in chosen if active[index]]
 
     def _check_teacher(self, samples: Sequence[TrainSample]) -> None:
-        """Before anything is computed: a rank must not fail alone. Raises ``BadBatch``."""
-        if not self._needs.teacher or self._machine.teacher is not None:
+        """Raise ``BadBatch`` if a sample lacks the teacher's logprobs. Called before any
+        computation, so that all ranks fail."""
+        if not self._needs.teacher or self._models.teacher is not None:
             return
         for sample in samples:
             if sample.teacher_logprobs is None and sample.loss_mask[1:].any():
                 raise BadBatch(f"sample {sample.sample} of group {sample.group_key} has no logprobs of the teacher")
 
     def _rewards(self, samples: Sequence[TrainSample]) -> Tensor:
-        """float64 [S], shaped. Raises ``BadBatch``."""
+        """float64 [S]: the rewards after shaping. Raises ``BadBatch``."""
         rewards = torch.from_numpy(np.array([sample.reward for sample in samples], np.float64))
         if self._needs.sampled and not bool(rewards.isfinite().all()):
-            raise BadBatch("a reward is infinite or not a number; such a sample must be excluded, never trained on")
+            raise BadBatch("a reward is infinite or NaN; exclude the sample from training")
         if self._algorithm.shape is None:
             return rewards
         return self._algorithm.shape(rewards, _lengths(samples), _truncated(samples))
 
     def _left_out(self, rewards: Tensor) -> Tensor:
-        """bool [S]: samples that count in no loss, now that advantages are known."""
+        """bool [S]: the samples that the loss leaves out. Needs the advantages."""
         left_out = _truncated(self._samples) & self._algorithm.mask_truncated
         if self._algorithm.drop_equal_groups:
             equal = self._without_gradient() if _by_parts(self._samples) else equal_groups(rewards, self._groups)
@@ -153,13 +159,14 @@ class Tokens:
         return left_out
 
     def _without_gradient(self) -> Tensor:
-        """bool [S]: samples of groups none of whose tokens has an advantage; equal sums of token rewards may still differ."""
+        """bool [S]: the samples of groups without any advantage. With token rewards equal sums are
+        not enough."""
         assert self._index is not None and self._advantages is not None
         tokens = (self._advantages != 0).float()
         active = torch.zeros(self._number).index_add_(0, self._groups[self._index.sample], tokens)
         return (active == 0)[self._groups]
 
-    def _ahead(self) -> bool:
+    def _needs_forward_pass(self) -> bool:
         by_estimate = self._algorithm.advantages is None and self._algorithm.estimate is not None
         return (
             self._needs.old_logprobs
@@ -168,32 +175,33 @@ class Tokens:
         )
 
     @torch.no_grad()
-    def _measure_ahead(self) -> None:
-        """Fill ``_known`` with float32 [T] of the whole batch: ``logprobs``, ``reference``, ``values``."""
-        machine = self._machine
+    def _forward_pass(self) -> None:
+        """Fill ``_known`` for the whole batch: ``logprobs``, ``reference``, and ``values``, float32
+        [T] each."""
+        models = self._models
         index = self._index = TokenIndex(self._samples)
-        self._whole = machine.pack(self._samples, range(len(self._samples)))
+        self._whole = models.pack(self._samples, range(len(self._samples)))
         wanted = {"logprobs": self._needs.old_logprobs, "reference": self._needs.reference, "values": self._needs.critic}
         self._known = {name: torch.zeros(index.size) for name, needed in wanted.items() if needed}
-        for batch, mine in machine.ranks.deal(self._whole):
+        for batch, mine in models.ranks.deal(self._whole):
             slots = index.of(batch)
             found: dict[str, Tensor] = {}
-            on_policy = machine.critic is not None and machine.critic.on_policy
+            on_policy = models.critic is not None and models.critic.on_policy
             policy = None
             if "logprobs" in self._known or on_policy:
-                policy = machine.policy.logprobs(batch, temperature=machine.temperature, hidden=on_policy)
+                policy = models.policy.logprobs(batch, temperature=models.temperature, hidden=on_policy)
             if policy is not None:
                 found["logprobs"] = policy.tokens
-            if machine.critic is not None:
-                found["values"] = machine.critic.values(batch, policy.hidden if policy else None)
-            if machine.reference is not None:
-                found["reference"] = machine.reference.logprobs(batch, temperature=machine.temperature)
+            if models.critic is not None:
+                found["values"] = models.critic.values(batch, policy.hidden if policy else None)
+            if models.reference is not None:
+                found["reference"] = models.reference.logprobs(batch, temperature=models.temperature)
             for name in self._known.keys() & found.keys() if mine else ():
                 self._known[name][slots] = found[name].cpu()
-        machine.ranks.add_up(list(self._known.values()))
+        models.ranks.add_up(list(self._known.values()))
 
     def _estimate(self, rewards: Tensor) -> None:
-        """Set the advantages, and what is to be told of them."""
+        """Set the advantages and their metrics."""
         algorithm, samples = self._algorithm, self._samples
         by_token = _by_parts(samples)
         if algorithm.advantages is not None and not by_token:
@@ -220,14 +228,14 @@ class Tokens:
             logprobs=known.get("logprobs"),
             reference_logprobs=known.get("reference"),
             values=known.get("values"),
-            kl_coefficient=self._machine.kl_coefficient,
+            kl_coefficient=self._models.kl_coefficient,
         )
 
-    def _taught(self, batch: MicroBatch, like: Tensor) -> Tensor:
-        """float32 [N]: the teacher's logprobs, from the samples where they carry them."""
-        machine = self._machine
-        if machine.teacher is not None:
-            return machine.teacher.logprobs(batch, temperature=machine.temperature)
+    def _teacher_logprobs(self, batch: MicroBatch, like: Tensor) -> Tensor:
+        """float32 [N]: the teacher's logprobs, computed here or read from the samples."""
+        models = self._models
+        if models.teacher is not None:
+            return models.teacher.logprobs(batch, temperature=models.temperature)
         found = np.empty(len(batch.sample), np.float32)
         for number in np.unique(batch.sample):
             logprobs, here = self._samples[number].teacher_logprobs, batch.sample == number
@@ -236,21 +244,21 @@ class Tokens:
         return torch.from_numpy(found).to(like.device)
 
     def _tokens(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None) -> TokenBatch:
-        machine, needs, tokens = self._machine, self._needs, policy.tokens
+        models, needs, tokens = self._models, self._needs, policy.tokens
         sample = torch.from_numpy(batch.sample)
         advantages = self._advantages
         if advantages is not None:
             advantages = advantages[slots if self._by_token else sample].to(tokens.device)
         reference = None
-        if needs.reference and machine.reference is not None:
+        if needs.reference and models.reference is not None:
             if "reference" in self._known:
                 assert slots is not None
                 reference = self._at("reference", slots, tokens)
             else:
-                reference = machine.reference.logprobs(batch, temperature=machine.temperature)
+                reference = models.reference.logprobs(batch, temperature=models.temperature)
         teacher = None
         if needs.teacher:
-            teacher = self._taught(batch, tokens)
+            teacher = self._teacher_logprobs(batch, tokens)
         old = None
         if "logprobs" in self._known and self._algorithm.updates.count > 1:
             assert slots is not None
@@ -269,15 +277,18 @@ class Tokens:
             reference_logprobs=reference,
             teacher_logprobs=teacher,
             entropy=entropy,
-            kl_coefficient=machine.kl_coefficient,
+            kl_coefficient=models.kl_coefficient,
         )
 
     def _at(self, name: str, slots: Tensor, like: Tensor) -> Tensor:
         return self._known[name][slots].to(like.device)
 
     def _measured(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None) -> dict[str, Tensor]:
-        """What is measured on every algorithm, summed over the micro-batch's tokens. The engine is held against the policy before
-        the first update, where that was measured: later ones have moved on from what sampled."""
+        """Sums of the metrics of every algorithm over the micro-batch's tokens.
+
+        The engine is compared with the policy before the first update, if its logprobs are known:
+        later updates change the policy.
+        """
         repeats = torch.from_numpy(np.bincount(batch.predictor, minlength=len(batch.predictors)))
         sums = {"entropy": (policy.entropy.detach() * repeats.to(policy.entropy.device)).sum()}
         if self._needs.sampled:
@@ -295,7 +306,7 @@ def _trained(samples: Sequence[TrainSample]) -> float:
         return 0.0
     lengths = np.array([len(mask) for mask in masks])
     trained = np.concatenate(masks) != 0
-    trained[(np.cumsum(lengths) - lengths)[lengths > 0]] = False  # nothing precedes the first token
+    trained[(np.cumsum(lengths) - lengths)[lengths > 0]] = False  # no position predicts the first token
     return float(np.count_nonzero(trained))
 
 
@@ -308,7 +319,7 @@ def _without_loss(sample: TrainSample) -> TrainSample:
 
 
 def _lengths(samples: Sequence[TrainSample]) -> Tensor:
-    """int64 [S]: sampled tokens; what an environment said between them was not."""
+    """int64 [S]: the number of sampled tokens, without those of an environment."""
     return torch.tensor([int(np.count_nonzero(sample.loss_mask[sample.prompt_length :])) for sample in samples])
 
 
@@ -317,7 +328,8 @@ def _truncated(samples: Sequence[TrainSample]) -> Tensor:
 
 
 def _parts(sample: TrainSample) -> np.ndarray:
-    """float32 [T]: the rewards of its parts. That of a whole sample stands at its end, and counts if it is 0."""
+    """float32 [T]: the token rewards. Without them the reward of the sample is at its last trained
+    token, and may be 0."""
     if sample.token_rewards is not None:
         return sample.token_rewards
     parts = np.zeros(len(sample.token_ids), np.float32)

@@ -1,4 +1,4 @@
-"""Where the trained tokens of a batch stand when all of them lie flat."""
+"""Indices of the trained tokens of a batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rollout_workers.trainer.types import TrainSample
 
 
 class TokenIndex:
-    """The T trained tokens of S samples, sample after sample, each sample's in its order. The first token of a sample is never
-    one of them."""
+    """The T trained tokens of S samples, ordered by sample and position. The first token of a
+    sample is never trained."""
 
     def __init__(self, samples: Sequence[TrainSample]) -> None:
         lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
@@ -26,9 +26,9 @@ class TokenIndex:
         self._ranks = np.cumsum(trained) - 1
         ends = np.concatenate(([0], np.cumsum(trained)))
         self.counts: NDArray[np.int64] = ends[self._starts + lengths] - ends[self._starts]
-        """int64 [S]: trained tokens of each sample."""
+        """int64 [S]: the number of trained tokens of each sample."""
         self.sample = torch.from_numpy(np.repeat(np.arange(len(samples)), self.counts))
-        """int64 [T], ascending: the token's sample."""
+        """int64 [T], ascending: the sample of each token."""
 
     @property
     def size(self) -> int:
@@ -36,9 +36,10 @@ class TokenIndex:
         return len(self.sample)
 
     def of(self, batch: MicroBatch) -> Tensor:
-        """int64 [N]: the place among the T of each token of a micro-batch, which was packed from the same samples."""
+        """int64 [N]: the index among the T of each token of a micro-batch that was packed from the
+        same samples."""
         return torch.from_numpy(self._ranks[self._starts[batch.sample] + batch.place])
 
     def gather(self, arrays: Sequence[NDArray[np.float32]]) -> Tensor:
-        """float64 [T] from one array [length] a sample."""
+        """float64 [T]: the trained tokens' values of one array [length] per sample."""
         return torch.from_numpy(np.concatenate(list(arrays))[self._trained]).double()

@@ -1,4 +1,4 @@
-"""AdamW's two moments of flat vectors, and the update that they make: in float32, or in 8 bits."""
+"""AdamW's two moments over flat vectors, and its update: in float32, or in 8 bits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from rollout_workers.trainer.optim.flat import Flat
 from rollout_workers.trainer.types import BadSettings
 
 KINDS = ("exp_avg", "exp_avg_sq")
-_BLOCK = 256  # elements that share a scale; bitsandbytes' own
+_BLOCK = 256  # elements per scale, as in bitsandbytes
 
 
 @dataclass(frozen=True, slots=True)
 class AdamWConfig:
-    """Settings of AdamW (Loshchilov and Hutter, arXiv 1711.05101). ``max_grad_norm`` 0 turns clipping off."""
+    """Settings of AdamW (Loshchilov and Hutter, arXiv 1711.05101). ``max_grad_norm`` 0 turns
+    clipping off."""
 
     weight_decay: float = 0.0
     beta1: float = 0.9
@@ -28,14 +29,16 @@ class AdamWConfig:
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     kind: str = "adamw"
-    """``adamw``, or ``adamw_8bit``: moments in 8 bits (arXiv 2110.02861), which needs bitsandbytes."""
+    """``adamw``, or ``adamw_8bit``: moments in 8 bits (arXiv 2110.02861), which needs
+    bitsandbytes."""
     ema_decay: float = 0.0
-    """Of the average of the weights that is kept beside them (Polyak and Juditsky 1992; moving: Tarvainen and Valpola, arXiv
-    1703.01780): average = decay * average + (1 - decay) * weights after every update. 0: none is kept."""
+    """Decay of an exponential moving average of the weights (Polyak and Juditsky 1992; Tarvainen
+    and Valpola, arXiv 1703.01780): average = decay * average + (1 - decay) * weights after every
+    update. 0: no average."""
 
 
 class Moments(Protocol):
-    """Moments of some flat vectors, and the count of updates, which the bias correction needs."""
+    """Moments of flat vectors, and the number of updates for the bias correction."""
 
     @property
     def steps(self) -> int:
@@ -46,28 +49,29 @@ class Moments(Protocol):
     def steps(self, count: int) -> None: ...
 
     def update(self, rate: float) -> None:
-        """Move each vector's master copy by its gradient."""
+        """Update each vector's master copy by its gradient."""
         ...
 
     def vector(self, kind: str, number: int) -> Tensor:
-        """float32 [n]: a moment of a vector; the live one, or a copy to be given to ``put``."""
+        """float32 [n]: a moment of a vector. It is live, or a copy: pass changes to ``put``."""
         ...
 
     def put(self, kind: str, number: int, vector: Tensor, scales: Tensor | None) -> None:
-        """Hold ``vector``. scales: what ``scales`` gave for it; without them they are found anew."""
+        """Set a moment. scales: its scales from ``scales``; None: compute them."""
         ...
 
     def scales(self) -> dict[str, Tensor]:
-        """By ``<kind>/<number>``: what tells, beside ``vector``, the bits that are held."""
+        """The scales by ``<kind>/<number>``; ``vector`` alone does not determine the stored
+        bits."""
         ...
 
-    def held(self) -> list[Tensor]:
-        """The tensors that ``update`` changes, beside the master copies."""
+    def tensors(self) -> list[Tensor]:
+        """The tensors that ``update`` changes, without the master copies."""
         ...
 
 
 class FloatMoments:
-    """float32, updated by torch's fused AdamW."""
+    """Moments in float32, updated by torch's fused AdamW."""
 
     def __init__(self, flats: Sequence[Flat], config: AdamWConfig) -> None:
         self._flats = flats
@@ -100,34 +104,35 @@ class FloatMoments:
         self._adamw.step()
 
     def vector(self, kind: str, number: int) -> Tensor:
-        """The live one."""
+        """The live tensor."""
         return self._adamw.state[self._flats[number].master][kind]
 
     def put(self, kind: str, number: int, vector: Tensor, scales: Tensor | None) -> None:
-        """Nothing to do: it is live."""
+        """Does nothing: ``vector`` is live."""
 
     def scales(self) -> dict[str, Tensor]:
-        """None."""
+        """Empty: float32 has no scales."""
         return {}
 
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """See ``Moments``."""
         return [tensor for flat in self._flats for tensor in self._adamw.state[flat.master].values()]
 
 
 class EightBitMoments:
-    """One byte an element and a float32 for each 256: a quarter of the memory. bitsandbytes makes the update, and the codes.
+    """One byte per element and a float32 per 256 elements, a quarter of the memory. bitsandbytes
+    computes the update.
 
-    Saved are the values; loaded with the same scales they are the same codes again. Over another number of ranks the blocks lie
-    elsewhere, and values are rounded anew.
+    A state holds values and scales; together they give the same codes again. With another number of
+    ranks the blocks differ, and the values are rounded again.
     """
 
     def __init__(self, flats: Sequence[Flat], config: AdamWConfig) -> None:
-        """Raises ``BadSettings`` where bitsandbytes is not installed."""
+        """Raises ``BadSettings`` if bitsandbytes is not installed."""
         if importlib.util.find_spec("bitsandbytes") is None:
             raise BadSettings(
-                '`train.optimizer = "adamw_8bit"` needs the package bitsandbytes, which is not installed beside the worker; '
-                'install the extra `rollout-rl[adamw-8bit]`, or take "adamw"'
+                '`train.optimizer = "adamw_8bit"` needs the package bitsandbytes, which is not installed; '
+                'install the extra `rollout-rl[adamw-8bit]`, or set "adamw"'
             )
         self._library: Any = importlib.import_module("bitsandbytes.functional")
         self._flats, self._config = flats, config
@@ -181,17 +186,17 @@ class EightBitMoments:
             )
 
     def vector(self, kind: str, number: int) -> Tensor:
-        """A copy."""
+        """A copy of the moment."""
         return self._maps[kind][self._codes[number][kind].int()] * self._spread(self._scales[number][kind], number)
 
     def put(self, kind: str, number: int, vector: Tensor, scales: Tensor | None) -> None:
         """See ``Moments``."""
-        held = self._scales[number][kind]
-        if scales is None or scales.shape != held.shape:
-            padding = held.numel() * _BLOCK - vector.numel()
+        current = self._scales[number][kind]
+        if scales is None or scales.shape != current.shape:
+            padding = current.numel() * _BLOCK - vector.numel()
             scales = torch.nn.functional.pad(vector.abs(), (0, padding)).view(-1, _BLOCK).amax(1)
-        held.copy_(scales)
-        spread, values = self._spread(held, number), self._maps[kind]
+        current.copy_(scales)
+        spread, values = self._spread(current, number), self._maps[kind]
         nearest = torch.bucketize(torch.where(spread > 0, vector / spread, 0.0), (values[1:] + values[:-1]) / 2)
         self._codes[number][kind].copy_(nearest)
 
@@ -199,12 +204,12 @@ class EightBitMoments:
         """See ``Moments``."""
         return {f"{kind}/{number}": scales[kind] for number, scales in enumerate(self._scales) for kind in KINDS}
 
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """See ``Moments``."""
         return [self._steps, *(tensor for table in (*self._codes, *self._scales) for tensor in table.values())]
 
     def _spread(self, scales: Tensor, number: int) -> Tensor:
-        """float32 [n]: each element's scale."""
+        """float32 [n]: the scale of each element."""
         return scales.repeat_interleave(_BLOCK)[: self._flats[number].master.numel()]
 
 

@@ -1,8 +1,10 @@
-"""AdamW over flat vectors: one for matrices, which decay, one for norms and biases, which don't.
+"""AdamW over flat vectors: one for matrices, with weight decay, and one for norms and biases,
+without.
 
-Many small tensors cost more in calls than in arithmetic (tiny model, 46 tensors, 2 threads: 4.2 ms a step one by one, 0.5 ms
-flat). The parameters of the model become views of the flat vectors. A model in bfloat16 keeps a float32 master copy,
-since an update of 1e-6 would round away. Of a parameter that is sharded over ranks the vector holds this rank's rows.
+Many small tensors cost more in calls than in arithmetic (tiny model, 46 tensors, 2 threads: 4.2 ms
+per step one by one, 0.5 ms flat). The parameters of the model become views of the flat vectors. A
+model in bfloat16 has a float32 master copy, because it would round an update of 1e-6 away. If a
+parameter is sharded over ranks, the vector has this rank's rows.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from rollout_workers.trainer.optim.moments import KINDS, MOMENTS, AdamWConfig, M
 class FlatAdamW:
     """AdamW that owns the storage of a model's parameters and gradients.
 
-    ``add`` gradients of each micro-batch, then ``step`` or ``clear``. Parameters that are tied count once; those that need
-    no gradient are left alone.
+    ``add`` the gradients of each micro-batch, then ``step`` or ``clear``. Tied parameters count
+    once; parameters without ``requires_grad`` are skipped.
     """
 
-    def __init__(self, model: nn.Module, config: AdamWConfig, *, beside: nn.Module | None = None) -> None:
-        """beside: what is trained with the model but is no part of it; its names begin with ``beside.``. Raises ``BadSettings``
-        where the config asks for what is not installed."""
+    def __init__(self, model: nn.Module, config: AdamWConfig, *, extra: nn.Module | None = None) -> None:
+        """extra: a module that is trained with the model, under names that begin with ``extra.``.
+        Raises ``BadSettings`` if the config needs a package that is not installed."""
         self.config = config
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if beside is not None:
-            named += [(f"beside.{name}", p) for name, p in beside.named_parameters()]
+        if extra is not None:
+            named += [(f"extra.{name}", p) for name, p in extra.named_parameters()]
         self.parameters = [p for _, p in named]
         kinds = sorted({_kind(p) for p in self.parameters}, key=str)
         self._groups = [
@@ -44,24 +46,25 @@ class FlatAdamW:
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch, in the order of ``parameters``."""
-        pairs = [(held, new) for held, new in zip(self._gradients, gradients, strict=True) if new is not None]
+        pairs = [(total, new) for total, new in zip(self._gradients, gradients, strict=True) if new is not None]
         if self._empty and len(pairs) == len(self._gradients):
-            torch._foreach_copy_([held for held, _ in pairs], [new for _, new in pairs])  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_([total for total, _ in pairs], [new for _, new in pairs])  # pyright: ignore[reportPrivateImportUsage]
         else:
             if self._empty:
                 self._zero()
-            torch._foreach_add_([held for held, _ in pairs], [new for _, new in pairs])  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_([total for total, _ in pairs], [new for _, new in pairs])  # pyright: ignore[reportPrivateImportUsage]
         self._empty = False
 
     def norm(self) -> float:
-        """Euclidean norm of the whole gradient, of this rank's part where it is sharded; infinite or not a number where an
-        element is."""
+        """The L2 norm of the gradient, or of this rank's part of it; infinite or NaN if an element
+        is."""
         if self._empty:
             return 0.0
         return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(f.gradient) for f in self._groups])))
 
     def step(self, rate: float, norm: float) -> None:
-        """Clip by the known ``norm``, update with the learning rate ``rate``, clear the gradient."""
+        """Clip the gradient, whose norm is ``norm``, update with learning rate ``rate``, and clear
+        the gradient."""
         if self._empty:
             self._zero()
         limit = self.config.max_grad_norm
@@ -76,18 +79,22 @@ class FlatAdamW:
         self._empty = True
 
     def clear(self) -> None:
-        """Forget the gradient."""
+        """Discard the gradient."""
         self._empty = True
 
     @property
     def steps(self) -> int:
-        """Updates made; the bias correction counts them."""
+        """The number of updates, for the bias correction."""
         return self._moments.steps
 
     def moments(self) -> dict[str, Tensor]:
-        """The state by name: ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>``, ``master/<parameter>`` where the model is not
-        float32 itself, and ``average/<parameter>`` where one is kept. float32, in the parameter's shape and sharded as it is;
-        live ones, but for moments in 8 bits."""
+        """The state by name: ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>``,
+        ``master/<parameter>`` if the model is not float32, and ``average/<parameter>`` if the
+        config has ``ema_decay``.
+
+        float32, shaped and sharded like the parameter. The tensors are live, except for moments in
+        8 bits.
+        """
         found: dict[str, Tensor] = {}
         for kind in KINDS:
             found |= self._named(kind, [self._moments.vector(kind, number) for number in range(len(self._groups))])
@@ -96,17 +103,20 @@ class FlatAdamW:
         return found | self.averages()
 
     def averages(self) -> dict[str, Tensor]:
-        """``average/<parameter>``: of the parameters over the updates, as ``moments`` has it; empty where none is kept."""
+        """The part of ``moments`` under ``average/``: exponential moving averages of the
+        parameters."""
         return self._named("average", self._averages)
 
     def scales(self) -> dict[str, Tensor]:
-        """Of moments in 8 bits, of this rank: what tells their bits, beside ``moments``."""
+        """The scales of this rank's 8-bit moments, which ``moments`` alone does not determine."""
         return self._moments.scales()
 
     def load_moments(self, tensors: Mapping[str, Tensor], *, steps: int, scales: Mapping[str, Tensor] | None = None) -> None:
-        """Set what ``moments`` names, and the count of steps for the bias correction, once the parameters are set. scales: this
-        rank's, where it had the same part. An average that ``tensors`` lacks begins at the parameters. Raises ``KeyError`` for
-        another one that is missing."""
+        """Load what ``moments`` returned, and the number of updates; load the parameters before.
+
+        scales: this rank's, if the number of ranks is the same. If ``tensors`` has no averages,
+        they start at the parameters. Raises ``KeyError`` for any other missing tensor.
+        """
         self._moments.steps = steps
         for number, flat in enumerate(self._groups):
             flat.read()
@@ -125,25 +135,25 @@ class FlatAdamW:
                 average.copy_(flat.master)
         self._empty = True
 
-    def remember(self) -> list[Tensor]:
-        """A copy of all that ``step`` changes."""
-        return [tensor.clone() for tensor in self._held()]
+    def snapshot(self) -> list[Tensor]:
+        """A copy of every tensor that ``step`` changes."""
+        return [tensor.clone() for tensor in self._tensors()]
 
-    def recall(self, copies: Sequence[Tensor]) -> None:
-        """Stand where ``remember`` stood."""
-        for tensor, copy in zip(self._held(), copies, strict=True):
+    def restore(self, copies: Sequence[Tensor]) -> None:
+        """Return to a ``snapshot``."""
+        for tensor, copy in zip(self._tensors(), copies, strict=True):
             tensor.copy_(copy)
         for flat in self._groups:
             flat.publish()
         self._empty = True
 
-    def _held(self) -> Iterator[Tensor]:
+    def _tensors(self) -> Iterator[Tensor]:
         yield from (flat.master for flat in self._groups)
-        yield from self._moments.held()
+        yield from self._moments.tensors()
         yield from self._averages
 
     def _named(self, kind: str, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """``<kind>/<parameter>`` of a vector for each group; none of no vectors."""
+        """The parts of one vector per group as ``<kind>/<parameter>``; empty for no vectors."""
         return {
             f"{kind}/{name}": sharded_like(part, parameter)
             for flat, vector in zip(self._groups, vectors, strict=False)
@@ -151,7 +161,7 @@ class FlatAdamW:
         }
 
     def _fill(self, flat: Flat, vector: Tensor, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Set a vector from whole tensors by the parameters' names."""
+        """Fill a vector from whole tensors under the parameters' names."""
         for (name, parameter), (_, part) in zip(flat.named, flat.views(vector), strict=True):
             assign(sharded_like(part, parameter), tensors[f"{kind}/{name}"])
 
@@ -160,6 +170,45 @@ class FlatAdamW:
             flat.gradient.zero_()
 
 
+class OptimizerSet:
+    """The policy's optimizer and, if the critic has its own, the critic's, as one."""
+
+    def __init__(self, policy: FlatAdamW, critic: FlatAdamW | None) -> None:
+        self._optimizers = [policy] if critic is None else [policy, critic]
+        self.parameters = [parameter for optimizer in self._optimizers for parameter in optimizer.parameters]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of a micro-batch, in the order of ``parameters``."""
+        first = 0
+        for optimizer in self._optimizers:
+            stop = first + len(optimizer.parameters)
+            optimizer.add(gradients[first:stop])
+            first = stop
+
+    def norms(self) -> list[float]:
+        """The gradient norm of each optimizer."""
+        return [optimizer.norm() for optimizer in self._optimizers]
+
+    def step(self, rates: tuple[float, float], norms: Sequence[float]) -> None:
+        """Update with the learning rates of policy and critic. norms: of the whole batch."""
+        for optimizer, rate, norm in zip(self._optimizers, rates, norms, strict=False):
+            optimizer.step(rate, norm)
+
+    def clear(self) -> None:
+        """Discard the gradients."""
+        for optimizer in self._optimizers:
+            optimizer.clear()
+
+    def snapshot(self) -> list[list[Tensor]]:
+        """A copy of every tensor that ``step`` changes."""
+        return [optimizer.snapshot() for optimizer in self._optimizers]
+
+    def restore(self, copies: Sequence[Sequence[Tensor]]) -> None:
+        """Return to a ``snapshot``."""
+        for optimizer, tensors in zip(self._optimizers, copies, strict=True):
+            optimizer.restore(tensors)
+
+
 def _kind(parameter: nn.Parameter) -> tuple[bool, torch.dtype]:
-    """What lies in one flat vector: whether it decays, and the type."""
+    """Parameters of one kind share a flat vector: whether weight decay applies, and the dtype."""
     return parameter.dim() >= 2, parameter.dtype

@@ -10,10 +10,12 @@ SHAPES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up to ``peak`` over ``warmup_steps``, then constant, linear to 0, or half a cosine to 0 at ``steps``.
+    """Linear warm-up to ``peak`` over ``warmup_steps``, then constant, linear to 0, or half a
+    cosine to 0 at ``steps``.
 
-    From the peak on these are the rates of transformers' ``get_scheduler``. Its warm-up begins with a step at 0, which trains
-    nothing; ours with ``peak / warmup_steps``, so the peak is held for two steps.
+    From the peak on, the rates equal those of transformers' ``get_scheduler``. Its warm-up starts
+    at 0, a step that trains nothing; this one starts at ``peak / warmup_steps``, so two steps have
+    the peak rate.
     """
 
     peak: float
@@ -23,10 +25,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise ValueError(f"schedule {self.shape!r} is unknown; take one of {', '.join(SHAPES)}")
+            raise ValueError(f"schedule {self.shape!r} is unknown; use one of {', '.join(SHAPES)}")
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 1. The last step still learns; 0 would be reached one later."""
+        """The learning rate of a step, counted from 1. A decay reaches 0 one step after the
+        last."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.shape == "constant":
