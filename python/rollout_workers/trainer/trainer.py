@@ -79,7 +79,7 @@ class Trainer:
     optimizer, and step unchanged.
 
     With several ranks each process has one trainer, and every call must be made on all of them with
-    the same arguments (see ``distributed.leader``). A ``LearnerError`` is raised on all ranks;
+    the same arguments (see ``leader``). A ``LearnerError`` is raised on all ranks;
     after any other exception on some of them the ranks must be restarted.
     """
 

@@ -1,1 +1,1 @@
-"""Several ranks that train one model: FSDP2, and rank 0 that leads the others."""
+"""The ranks of a trainer: one, or several with FSDP2."""
