@@ -150,9 +150,7 @@ func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 		return
 	}
 	crashpoint.Here("controller/finished") // the end is stored, the scheduler does not know it
-	if _, err := call(ctx, d.retries, "scheduler", func(ctx context.Context) (*runv1.CompleteRunResponse, error) {
-		return d.deps.Scheduler.CompleteRun(ctx, report)
-	}); err != nil {
+	if _, err := call(ctx, d.retries, "scheduler", d.deps.Scheduler.CompleteRun, report); err != nil {
 		d.log.ErrorContext(ctx, "the scheduler refused the end of the run", "error", err)
 		return
 	}

@@ -9,6 +9,8 @@ import (
 	"sync"
 	"time"
 
+	"google.golang.org/grpc"
+
 	"github.com/rollout-rl/rollout/libs/discovery"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
@@ -37,18 +39,14 @@ func (l *learner) is(in discovery.Instance) bool {
 
 // initialized reports whether the learner has loaded a state.
 func (l *learner) initialized(ctx context.Context) (bool, error) {
-	status, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.GetLearnerStatusResponse, error) {
-		return l.client.GetLearnerStatus(ctx, &learnerv1.GetLearnerStatusRequest{})
-	})
+	status, err := ask(ctx, l, l.client.GetLearnerStatus, &learnerv1.GetLearnerStatusRequest{})
 	return status.GetInitialized(), err
 }
 
 // initialize loads a state from a folder; empty for the model itself. A learner that has a state
 // keeps and returns it.
 func (l *learner) initialize(ctx context.Context, step uint64, directory string) (*learnerv1.InitializeResponse, error) {
-	state, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.InitializeResponse, error) {
-		return l.client.Initialize(ctx, &learnerv1.InitializeRequest{RunId: l.runID, Step: step, StateDirectory: directory})
-	})
+	state, err := ask(ctx, l, l.client.Initialize, &learnerv1.InitializeRequest{RunId: l.runID, Step: step, StateDirectory: directory})
 	if err != nil {
 		return nil, fmt.Errorf("load the learner's state: %w", err)
 	}
@@ -58,19 +56,17 @@ func (l *learner) initialize(ctx context.Context, step uint64, directory string)
 // train makes a step and reports its progress.
 func (l *learner) train(ctx context.Context, batch *bufferv1.Batch, publish bool, p *progress) (*learnerv1.TrainResult, error) {
 	step := batch.GetStep()
-	stream, err := ask(ctx, l, func(ctx context.Context) (learnerv1.LearnerWorkerService_TrainClient, error) {
-		return l.client.Train(ctx, &learnerv1.TrainRequest{RunId: l.runID, Step: step, Batch: batch, Publish: publish})
-	})
+	stream, err := l.client.Train(ctx, &learnerv1.TrainRequest{RunId: l.runID, Step: step, Batch: batch, Publish: publish})
 	if err != nil {
-		return nil, fmt.Errorf("train step %d: %w", step, err)
+		return nil, fmt.Errorf("train step %d: %w", step, l.lost(ctx, err))
 	}
 	for {
-		message, err := ask(ctx, l, func(context.Context) (*learnerv1.TrainResponse, error) { return stream.Recv() })
+		message, err := stream.Recv()
 		if errors.Is(err, io.EOF) {
 			return nil, fmt.Errorf("train step %d: %w: the stream ended without a result", step, errLost)
 		}
 		if err != nil {
-			return nil, fmt.Errorf("train step %d: %w", step, err)
+			return nil, fmt.Errorf("train step %d: %w", step, l.lost(ctx, err))
 		}
 		if result := message.GetResult(); result != nil {
 			return result, nil
@@ -81,9 +77,7 @@ func (l *learner) train(ctx context.Context, batch *bufferv1.Batch, publish bool
 
 // publish writes the weights of the learner's current step.
 func (l *learner) publish(ctx context.Context) (*weightsv1.WeightsManifest, error) {
-	published, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.PublishWeightsResponse, error) {
-		return l.client.PublishWeights(ctx, &learnerv1.PublishWeightsRequest{RunId: l.runID})
-	})
+	published, err := ask(ctx, l, l.client.PublishWeights, &learnerv1.PublishWeightsRequest{RunId: l.runID})
 	if err != nil {
 		return nil, fmt.Errorf("publish weights: %w", err)
 	}
@@ -92,9 +86,7 @@ func (l *learner) publish(ctx context.Context) (*weightsv1.WeightsManifest, erro
 
 // save writes the training state of a step into a folder.
 func (l *learner) save(ctx context.Context, step uint64, directory string) (*learnerv1.SaveStateResponse, error) {
-	saved, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.SaveStateResponse, error) {
-		return l.client.SaveState(ctx, &learnerv1.SaveStateRequest{RunId: l.runID, Step: step, Directory: directory})
-	})
+	saved, err := ask(ctx, l, l.client.SaveState, &learnerv1.SaveStateRequest{RunId: l.runID, Step: step, Directory: directory})
 	if err != nil {
 		return nil, fmt.Errorf("save the state of step %d: %w", step, err)
 	}
@@ -103,22 +95,25 @@ func (l *learner) save(ctx context.Context, step uint64, directory string) (*lea
 
 // evaluateLoss computes the loss of the held-out rows.
 func (l *learner) evaluateLoss(ctx context.Context, step uint64) (*learnerv1.EvaluateLossResponse, error) {
-	got, err := ask(ctx, l, func(ctx context.Context) (*learnerv1.EvaluateLossResponse, error) {
-		return l.client.EvaluateLoss(ctx, &learnerv1.EvaluateLossRequest{RunId: l.runID, Step: step})
-	})
+	got, err := ask(ctx, l, l.client.EvaluateLoss, &learnerv1.EvaluateLossRequest{RunId: l.runID, Step: step})
 	if err != nil {
 		return nil, fmt.Errorf("evaluate step %d: %w", step, err)
 	}
 	return got, nil
 }
 
-// ask calls the learner and turns a broken connection into errLost.
-func ask[T any](ctx context.Context, l *learner, fn func(ctx context.Context) (T, error)) (T, error) {
-	out, err := fn(ctx)
+// ask calls the learner.
+func ask[Req, Resp any](ctx context.Context, l *learner, rpc func(context.Context, *Req, ...grpc.CallOption) (*Resp, error), req *Req) (*Resp, error) {
+	resp, err := rpc(ctx, req)
+	return resp, l.lost(ctx, err)
+}
+
+// lost turns the error of a broken connection into errLost.
+func (l *learner) lost(ctx context.Context, err error) error {
 	if err != nil && ctx.Err() == nil && transient(err) {
-		return out, fmt.Errorf("%w: %s: %w", errLost, l.worker, err)
+		return fmt.Errorf("%w: %s: %w", errLost, l.worker, err)
 	}
-	return out, err
+	return err
 }
 
 // learners is the newest list of the learner workers of a run. One goroutine at a time uses it.

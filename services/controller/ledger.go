@@ -18,9 +18,7 @@ type ledger struct {
 
 // steps returns the committed steps in order, beginning with the given one.
 func (l *ledger) steps(ctx context.Context, from uint64) ([]*bufferv1.StepRecord, error) {
-	listed, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.ListStepsResponse, error) {
-		return l.buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: l.runID, FromStep: from})
-	})
+	listed, err := call(ctx, l.retries, "buffer", l.buffer.ListSteps, &bufferv1.ListStepsRequest{RunId: l.runID, FromStep: from})
 	if err != nil {
 		return nil, fmt.Errorf("list committed steps: %w", err)
 	}
@@ -29,9 +27,7 @@ func (l *ledger) steps(ctx context.Context, from uint64) ([]*bufferv1.StepRecord
 
 // recordWeights records the digest of the weights that the run starts from.
 func (l *ledger) recordWeights(ctx context.Context, version uint64, digest string) error {
-	if _, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.RecordWeightsResponse, error) {
-		return l.buffer.RecordWeights(ctx, &bufferv1.RecordWeightsRequest{RunId: l.runID, Version: version, Digest: digest})
-	}); err != nil {
+	if _, err := call(ctx, l.retries, "buffer", l.buffer.RecordWeights, &bufferv1.RecordWeightsRequest{RunId: l.runID, Version: version, Digest: digest}); err != nil {
 		return fmt.Errorf("record the initial weights: %w", err)
 	}
 	return nil
@@ -39,9 +35,7 @@ func (l *ledger) recordWeights(ctx context.Context, version uint64, digest strin
 
 // lease leases the batch of a step. The response has no batch while groups are missing.
 func (l *ledger) lease(ctx context.Context, step uint64) (*bufferv1.LeaseBatchResponse, error) {
-	got, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.LeaseBatchResponse, error) {
-		return l.buffer.LeaseBatch(ctx, &bufferv1.LeaseBatchRequest{RunId: l.runID, Step: step, WaitSeconds: l.leaseWait.Seconds()})
-	})
+	got, err := call(ctx, l.retries, "buffer", l.buffer.LeaseBatch, &bufferv1.LeaseBatchRequest{RunId: l.runID, Step: step, WaitSeconds: l.leaseWait.Seconds()})
 	if err != nil {
 		return nil, fmt.Errorf("lease the batch of step %d: %w", step, err)
 	}
@@ -50,9 +44,7 @@ func (l *ledger) lease(ctx context.Context, step uint64) (*bufferv1.LeaseBatchRe
 
 // batch returns the batch of a committed step.
 func (l *ledger) batch(ctx context.Context, step uint64) (*bufferv1.Batch, error) {
-	got, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.GetBatchResponse, error) {
-		return l.buffer.GetBatch(ctx, &bufferv1.GetBatchRequest{RunId: l.runID, Step: step})
-	})
+	got, err := call(ctx, l.retries, "buffer", l.buffer.GetBatch, &bufferv1.GetBatchRequest{RunId: l.runID, Step: step})
 	if err != nil {
 		return nil, fmt.Errorf("read the recorded batch of step %d: %w", step, err)
 	}
@@ -61,10 +53,8 @@ func (l *ledger) batch(ctx context.Context, step uint64) (*bufferv1.Batch, error
 
 // commit commits a step. The step exists when commit returns.
 func (l *ledger) commit(ctx context.Context, batch *bufferv1.Batch, digest string) error {
-	if _, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.CommitStepResponse, error) {
-		return l.buffer.CommitStep(ctx, &bufferv1.CommitStepRequest{
-			RunId: l.runID, Step: batch.GetStep(), BatchId: batch.GetBatchId(), WeightsDigest: digest,
-		})
+	if _, err := call(ctx, l.retries, "buffer", l.buffer.CommitStep, &bufferv1.CommitStepRequest{
+		RunId: l.runID, Step: batch.GetStep(), BatchId: batch.GetBatchId(), WeightsDigest: digest,
 	}); err != nil {
 		return fmt.Errorf("commit step %d: %w", batch.GetStep(), err)
 	}
@@ -73,9 +63,7 @@ func (l *ledger) commit(ctx context.Context, batch *bufferv1.Batch, digest strin
 
 // trim lets the buffer delete the payloads of the steps up to the given one.
 func (l *ledger) trim(ctx context.Context, through uint64) error {
-	if _, err := call(ctx, l.retries, "buffer", func(ctx context.Context) (*bufferv1.TrimPayloadsResponse, error) {
-		return l.buffer.TrimPayloads(ctx, &bufferv1.TrimPayloadsRequest{RunId: l.runID, ThroughStep: through})
-	}); err != nil {
+	if _, err := call(ctx, l.retries, "buffer", l.buffer.TrimPayloads, &bufferv1.TrimPayloadsRequest{RunId: l.runID, ThroughStep: through}); err != nil {
 		return fmt.Errorf("trim payloads through step %d: %w", through, err)
 	}
 	return nil

@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -16,10 +17,10 @@ type retries struct {
 }
 
 // call calls a service and repeats the call while the service does not answer.
-func call[T any](ctx context.Context, r retries, service string, fn func(ctx context.Context) (T, error)) (T, error) {
+func call[Req, Resp any](ctx context.Context, r retries, service string, rpc func(context.Context, *Req, ...grpc.CallOption) (*Resp, error), req *Req) (*Resp, error) {
 	pause := newBackoff(r.first)
 	for {
-		out, err := fn(ctx)
+		out, err := rpc(ctx, req)
 		if err == nil || ctx.Err() != nil || !transient(err) {
 			return out, err
 		}

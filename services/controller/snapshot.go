@@ -44,10 +44,8 @@ func (s *snapshotter) take(ctx context.Context, step uint64) error {
 		return err
 	}
 	s.progress.waitFor("snapshot to store the files")
-	if _, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.CreateSnapshotResponse, error) {
-		return s.service.CreateSnapshot(ctx, &snapshotv1.CreateSnapshotRequest{
-			Snapshot: s.manifest(step, position, saved), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(),
-		})
+	if _, err := call(ctx, s.retries, "snapshot", s.service.CreateSnapshot, &snapshotv1.CreateSnapshotRequest{
+		Snapshot: s.manifest(step, position, saved), Directory: dir, Keep: s.cfg.GetSnapshot().GetKeep(),
 	}); rpcerr.Reason(err) == reasonConflict {
 		// The step was snapshotted before its learner was lost, and a retrained state can differ.
 		s.log.WarnContext(ctx, "a snapshot of the step exists and has other content; it is kept", "step", step)
@@ -82,9 +80,7 @@ func (s *snapshotter) base(ctx context.Context) (uint64, error) {
 	if s.fromSnapshot == "" {
 		return 0, nil
 	}
-	got, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.GetSnapshotResponse, error) {
-		return s.service.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: s.fromSnapshot})
-	})
+	got, err := call(ctx, s.retries, "snapshot", s.service.GetSnapshot, &snapshotv1.GetSnapshotRequest{SnapshotId: s.fromSnapshot})
 	if err != nil {
 		return 0, fmt.Errorf("find the snapshot that the run starts from: %w", err)
 	}
@@ -119,10 +115,8 @@ func (s *snapshotter) load(ctx context.Context) (*learnerv1.InitializeResponse, 
 // materialize writes the newest training state of the run, or else the one that the run starts
 // from, into a folder, and returns its step. The folder is "" without a training state.
 func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string, err error) {
-	listed, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.ListSnapshotsResponse, error) {
-		return s.service.ListSnapshots(ctx, &snapshotv1.ListSnapshotsRequest{
-			RunId: s.runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, PageSize: 1,
-		})
+	listed, err := call(ctx, s.retries, "snapshot", s.service.ListSnapshots, &snapshotv1.ListSnapshotsRequest{
+		RunId: s.runID, Kind: snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE, PageSize: 1,
 	})
 	if err != nil {
 		return 0, "", fmt.Errorf("find the newest snapshot: %w", err)
@@ -136,9 +130,7 @@ func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string,
 	}
 	dir = filepath.Join(s.directory, "state", "load-"+from)
 	s.progress.waitFor("snapshot %s to be written to a folder (snapshot)", from)
-	made, err := call(ctx, s.retries, "snapshot", func(ctx context.Context) (*snapshotv1.MaterializeSnapshotResponse, error) {
-		return s.service.MaterializeSnapshot(ctx, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: from, Directory: dir})
-	})
+	made, err := call(ctx, s.retries, "snapshot", s.service.MaterializeSnapshot, &snapshotv1.MaterializeSnapshotRequest{SnapshotId: from, Directory: dir})
 	if err != nil {
 		return 0, "", fmt.Errorf("write snapshot %s to a folder: %w", from, err)
 	}
