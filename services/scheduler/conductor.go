@@ -15,158 +15,171 @@ import (
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/telemetry"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/issue"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
-// conductor is the goroutines of one active run.
+// scope is what the parts of one active run share.
+type scope struct {
+	Deps
+	records *records
+	board   *board
+	retry   retry.Retrier
+	ending  endings
+	// The id and incarnation of the run. Services that know a newer incarnation refuse calls in the name of this one.
+	run         string
+	incarnation uint32
+}
+
+// emit sends an event of the run.
+func (s *scope) emit(e *eventv1.Event) { s.records.emit(s.board.record(), e) }
+
+// conductor runs the parts of one active run: supervisors of workers, registry watchers, the link to the controller, the issuer.
 //
-//	open (streams, ledger) -> parts in parallel: supervisors, registry, controller, issuer -> ending -> parts stop -> closed
-//
-// Whoever knows first why the run ends calls end; the first word holds.
+//	open streams and ledger -> run the parts in parallel -> first ending -> stop the parts -> close and record the end
 type conductor struct {
-	svc         *service
-	id          string
-	incarnation uint32 // that it conducts; whoever knows of a newer one refuses what it says
-	window      Window
-	rows        uint64
-
-	endings  chan *ending // holds the first
-	draining chan struct{}
-	drainOne sync.Once
-	done     chan struct{}
-
-	records sync.Mutex // held from the write of the record until the view shows it
-
-	mu      sync.Mutex
-	view    view
-	changed chan struct{} // closed and replaced on each change
-	kept    time.Time     // when progress was written to the store last
-
-	polls  sync.Mutex
-	polled time.Time // when the workers were asked last
-	lines  lines
+	*scope
+	resumeOnStart bool
+	spawn         func(func()) // runs what outlives the conductor
+	supervision   *supervision
+	trackers      *trackers
+	control       *control
+	poller        *poller
+	closing       *closing
+	done          chan struct{} // closed when conduct has returned
 }
 
-func newConductor(s *service, run *Run) *conductor {
-	c := &conductor{
-		svc: s, id: run.GetRunId(), incarnation: run.GetIncarnation(), endings: make(chan *ending, 1), draining: make(chan struct{}), done: make(chan struct{}),
-		changed: make(chan struct{}),
+func newConductor(owner *conductors, run *Run) *conductor {
+	board := newBoard(run, owner.deps.Now)
+	s := &scope{
+		Deps: owner.deps, records: owner.records, board: board, retry: retry.New(run.GetRunId(), board.WaitFor, owner.deps.Log),
+		ending: make(endings, 1), run: run.GetRunId(), incarnation: run.GetIncarnation(),
 	}
-	c.view = newView(run)
-	return c
-}
-
-// end says how the run ends, unless somebody said it before.
-func (c *conductor) end(e *ending) {
-	select {
-	case c.endings <- e:
-	default:
+	done := make(chan struct{})
+	supervision := newSupervision(s, owner.cfg.Worker, func() bool { return owner.count() == 1 })
+	return &conductor{
+		scope: s, resumeOnStart: owner.cfg.ResumeOnStart, spawn: owner.wg.Go, supervision: supervision,
+		trackers: newTrackers(s, supervision, owner.cfg.Worker.Limits, owner.base, done),
+		control:  newControl(s), poller: newPoller(s), closing: &closing{s}, done: done,
 	}
 }
 
-// drain lets the controller finish the step in hand; the run then ends as cancelled.
-func (c *conductor) drain() { c.drainOne.Do(func() { close(c.draining) }) }
-
-// run conducts until the run has ended or ctx ends, which interrupts it.
-func (c *conductor) run(ctx context.Context) {
+// conduct returns when the run has ended, or when ctx ends, which interrupts the run.
+func (c *conductor) conduct(ctx context.Context) {
+	defer c.poller.close()
 	defer close(c.done)
-	defer c.lines.keep(nil)
-	if run, err := c.svc.update(ctx, c.id, func(*Run) error { return nil }); err != nil || !active(run.GetState()) {
-		return // cancelled before it began
+	if run, err := c.records.writable(ctx, c.run); err != nil || !active(run.GetState()) {
+		return // cancelled before the start
 	}
-	c.feedSinks()
+	c.spawn(c.trackers.serve)
 	parts, cancel := context.WithCancel(ctx)
 	defer cancel()
 	finished := make(chan struct{})
 	go func() {
 		defer close(finished)
-		c.conductAgain(parts)
+		c.repeat(parts)
 	}()
+	stop := func() { cancel(); <-finished }
 	var e *ending
 	select {
-	case e = <-c.endings:
+	case e = <-c.ending:
 		if e == handOver {
-			cancel()
-			<-finished
+			stop()
 			return
 		}
 	case <-ctx.Done():
-		if c.svc.cfg.ResumeOnStart { // by the record it is active, and the next scheduler goes on with it
-			cancel()
-			<-finished
+		if c.resumeOnStart { // the record stays active, and the next scheduler continues the run
+			stop()
 			return
 		}
-		e = &ending{state: Interrupted, message: "the control plane stopped; `rollout run --resume " + c.id + "` goes on"}
-		if refusal.Paused(c.record()) { // nobody but a person ends that, and its reason is what they need
+		e = &ending{state: Interrupted, message: "the control plane stopped; `rollout run --resume " + c.run + "` continues it"}
+		if refusal.Paused(c.board.record()) { // only a person ends that pause, and its reason is what they need
 			e = &ending{state: Paused}
 		}
 	}
-	closing := context.WithoutCancel(ctx)
-	if c.taken(closing) {
-		cancel()
-		<-finished
+	end := context.WithoutCancel(ctx)
+	if c.closing.lostLead(end) {
+		stop()
 		return
 	}
-	c.before(closing, e)
-	cancel()
-	<-finished
-	mark := c.mark(closing) // before the last look at the lease
-	if !c.taken(closing) {
-		c.after(closing, e, mark)
+	c.closing.before(end, e)
+	stop()
+	mark := c.closing.mark(end) // before the last check of the lead
+	if !c.closing.lostLead(end) {
+		c.closing.after(end, e, mark)
 	}
 }
 
-// conductAgain conducts until ctx ends or the run does, from the beginning where what it needs was away for a moment, or its streams
-// are gone: they hold nothing that is not made again.
-func (c *conductor) conductAgain(ctx context.Context) {
+// repeat runs the parts until ctx ends or the run does. It starts again if a service was unavailable or the streams are missing: they
+// hold nothing that cannot be published again.
+func (c *conductor) repeat(ctx context.Context) {
 	for {
-		err := c.conduct(ctx)
+		err := c.runParts(ctx)
 		if err == nil || ctx.Err() != nil {
 			return
 		}
 		if rpcerr.Code(err) != codes.Unavailable && !errors.Is(err, bus.ErrNoStream) {
-			c.end(failure(err))
+			c.ending.end(failure(err))
 			return
 		}
-		c.svc.Log.WarnContext(ctx, "the run begins again", "run", c.id, "error", err)
-		if pause(ctx, time.Second) != nil {
+		c.Log.WarnContext(ctx, "the parts of the run are restarted", telemetry.AttrRun, c.run, "error", err)
+		if retry.Sleep(ctx, time.Second) != nil {
 			return
 		}
 	}
 }
 
-// conduct opens the run and runs its parts until ctx ends or one fails.
-func (c *conductor) conduct(ctx context.Context) error {
-	run := c.record()
-	cursor, err := c.svc.Store.Cursor(ctx, c.id)
+// runParts opens the run, and runs its parts until ctx ends or one fails.
+func (c *conductor) runParts(ctx context.Context) error {
+	run := c.board.record()
+	cursor, err := c.Store.Cursor(ctx, c.run)
 	if err != nil {
 		return err
 	}
-	c.window = windowOf(run.GetPlan(), cursor.First, cursor.FirstStep)
+	window := issue.NewWindow(run.GetPlan(), cursor.First, cursor.FirstStep)
 	data, err := trainData(run)
 	if err != nil {
 		return err
 	}
-	c.rows = data.rows
 	if err := os.MkdirAll(filepath.Join(run.GetDirectory(), "workers"), 0o700); err != nil {
 		return fmt.Errorf("make the folder of the run: %w", err)
 	}
 	if run.GetState() == Pending {
-		if run, err = c.svc.transition(ctx, c.id, Starting, nil); err != nil {
+		if run, err = c.records.transition(ctx, c.run, Starting, nil); err != nil {
 			return err
 		}
 	}
-	if err := c.open(ctx, run); err != nil {
+	if err := c.open(ctx, window.LedgerConfig(run.GetPlan(), data.Rows)); err != nil {
 		return err
 	}
 	crashpoint.Here("scheduler/opened") // the ledger is open, no worker is started
-	parts, cancel := context.WithCancel(ctx)
+	c.board.SetPosition(cursor.Position, window.First, data.Rows)
+
+	parts := []func(context.Context) error{
+		c.control.serve, c.control.drain, (&backpressure{c.scope}).serve,
+		func(ctx context.Context) error { return c.issue(ctx, run, window, data, cursor.Position) },
+	}
+	for _, kind := range supervised(run) {
+		parts = append(parts, func(ctx context.Context) error { return c.supervision.watchRegistry(ctx, kind) })
+	}
+	for _, supervisor := range c.supervision.supervisors(run) {
+		parts = append(parts, supervisor.Run)
+	}
+	return runUntilFirst(ctx, parts)
+}
+
+// runUntilFirst runs functions in parallel until one fails or ctx ends, and waits until all have returned.
+func runUntilFirst(ctx context.Context, parts []func(context.Context) error) error {
+	running, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var wg sync.WaitGroup
 	failed := make(chan error, 1)
-	start := func(part func(context.Context) error) {
+	for _, part := range parts {
 		wg.Go(func() {
-			if err := part(parts); err != nil && parts.Err() == nil {
+			if err := part(running); err != nil && running.Err() == nil {
 				select {
 				case failed <- err:
 				default:
@@ -174,18 +187,7 @@ func (c *conductor) conduct(ctx context.Context) error {
 			}
 		})
 	}
-	for _, kind := range supervised(run) {
-		start(func(ctx context.Context) error { return c.watchRegistry(ctx, kind) })
-	}
-	for _, sup := range c.supervisors(run) {
-		start(sup.Run)
-	}
-	start(c.control)
-	start(c.pressure)
-	start(c.drained)
-	issuer := newIssuer(c, run, data, cursor.Position)
-	start(issuer.run)
-
+	var err error
 	select {
 	case err = <-failed:
 	case <-ctx.Done():
@@ -196,31 +198,40 @@ func (c *conductor) conduct(ctx context.Context) error {
 	return err
 }
 
-// open makes the streams and the ledger. Workers of an older incarnation are gone: what they had pulled is published again by
-// the issuer, so the work stream starts empty.
-func (c *conductor) open(ctx context.Context, run *Run) error {
-	if err := c.insist(ctx, "the streams of the run (NATS)", func(ctx context.Context) error {
-		if err := c.svc.Bus.EnsureRun(ctx, c.id); err != nil {
+func (c *conductor) issue(ctx context.Context, run *Run, window issue.Window, data issue.Data, position uint64) error {
+	issuer, err := issue.Open(issue.Deps{
+		Buffer: c.Buffer, Stream: c.Bus, Cursor: c.Store, Board: c.board, Retry: c.retry, Emit: c.emit, Log: c.Log,
+	}, run, window, data, position)
+	if err != nil {
+		return err
+	}
+	defer issuer.Close()
+	return issuer.Run(ctx)
+}
+
+// open creates the streams and opens the ledger. Workers of older incarnations are gone, and the issuer publishes again what they had
+// pulled, so the work stream starts empty.
+func (c *conductor) open(ctx context.Context, config *bufferv1.LedgerConfig) error {
+	if err := c.retry.Until(ctx, "the streams of the run (NATS)", func(ctx context.Context) error {
+		if err := c.Bus.EnsureRun(ctx, c.run); err != nil {
 			return err
 		}
-		mark, err := c.svc.Bus.WorkMark(ctx, c.id)
+		mark, err := c.Bus.WorkMark(ctx, c.run)
 		if err != nil {
 			return err
 		}
-		if _, err := c.svc.update(ctx, c.id, func(*Run) error { return nil }); err != nil { // who does not lead any more is refused here
+		if _, err := c.records.writable(ctx, c.run); err != nil { // another scheduler leads: its work must stay
 			return err
 		}
-		return c.svc.Bus.PurgeWork(ctx, c.id, mark)
+		return c.Bus.PurgeWork(ctx, c.run, mark)
 	}); err != nil {
 		return err
 	}
-	crashpoint.Here("scheduler/streams") // streams are there and work is purged, the ledger is not open
-	return c.insist(ctx, "the ledger of the run (buffer)", func(ctx context.Context) error {
-		resp, err := c.svc.Buffer.OpenLedger(ctx, &bufferv1.OpenLedgerRequest{
-			RunId: c.id, Config: c.window.ledgerConfig(run.GetPlan(), c.rows), Incarnation: c.incarnation,
-		})
+	crashpoint.Here("scheduler/streams") // streams exist and work is purged, the ledger is not open
+	return c.retry.Until(ctx, "the ledger of the run (buffer)", func(ctx context.Context) error {
+		resp, err := c.Buffer.OpenLedger(ctx, &bufferv1.OpenLedgerRequest{RunId: c.run, Config: config, Incarnation: c.incarnation})
 		if err == nil {
-			c.seeLedger(resp.GetState())
+			c.board.SetLedger(resp.GetState())
 		}
 		return err
 	})

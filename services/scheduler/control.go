@@ -4,120 +4,135 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
-// control starts the controller and listens to it; it begins again when the controller's process was replaced.
-func (c *conductor) control(ctx context.Context) error {
-	run := c.record()
-	if refusal.Paused(run) { // by an earlier incarnation, and nobody has resumed it: no step is tried
+// keepEvery is the interval at which progress is written to the store.
+const keepEvery = time.Second
+
+// control is the link of a run to the learner-controller.
+type control struct {
+	*scope
+	draining chan struct{}
+	request  func()    // closes draining
+	kept     time.Time // when progress was last written; used by serve alone
+}
+
+func newControl(s *scope) *control {
+	draining := make(chan struct{})
+	return &control{scope: s, draining: draining, request: sync.OnceFunc(func() { close(draining) })}
+}
+
+// requestDrain makes drain let the controller finish its step.
+func (c *control) requestDrain() { c.request() }
+
+// serve starts the run in the controller and follows its progress. It starts again when the process of the controller was replaced.
+func (c *control) serve(ctx context.Context) error {
+	run := c.board.record()
+	if refusal.Paused(run) { // by an earlier incarnation, and not resumed by request: no step is tried
 		<-ctx.Done()
 		return nil
 	}
 	for {
-		if err := c.insist(ctx, "the controller to take the run (learner-controller)", func(ctx context.Context) error {
-			_, err := c.svc.Controller.StartRun(ctx, &learnerv1.StartRunRequest{
-				RunId: c.id, Plan: run.GetPlan(), Incarnation: c.incarnation, RunDirectory: run.GetDirectory(),
+		if err := c.retry.Until(ctx, "the controller to take the run (learner-controller)", func(ctx context.Context) error {
+			_, err := c.Controller.StartRun(ctx, &learnerv1.StartRunRequest{
+				RunId: c.run, Plan: run.GetPlan(), Incarnation: c.incarnation, RunDirectory: run.GetDirectory(),
 				FromSnapshot: run.GetFromSnapshot(),
 			})
 			return err
 		}); err != nil {
 			return err
 		}
-		err := c.listen(ctx)
+		err := c.follow(ctx)
 		if ctx.Err() != nil {
 			return nil
 		}
-		if err == nil { // the controller has reached its end and says so through CompleteRun or to StopRun
+		if err == nil { // the controller has ended the run, and reports it through CompleteRun or StopRun
 			<-ctx.Done()
 			return nil
 		}
-		c.waitFor("the controller to answer again (learner-controller)", rpcerr.Text(err))
-		if err := pause(ctx, 200*time.Millisecond); err != nil {
+		c.board.WaitFor("the controller to answer again (learner-controller)", rpcerr.Text(err))
+		if err := retry.Sleep(ctx, 200*time.Millisecond); err != nil {
 			return nil
 		}
 	}
 }
 
-// listen follows the progress until the controller ends the stream (nil) or it breaks.
-func (c *conductor) listen(ctx context.Context) error {
-	stream, err := c.svc.Controller.WatchProgress(ctx, &learnerv1.WatchProgressRequest{RunId: c.id})
+// follow reads progress until the controller ends the stream (nil) or the stream breaks.
+func (c *control) follow(ctx context.Context) error {
+	stream, err := c.Controller.WatchProgress(ctx, &learnerv1.WatchProgressRequest{RunId: c.run})
 	if err != nil {
 		return err
 	}
 	for {
 		resp, err := stream.Recv()
 		if err != nil {
-			return endOfStream(err)
+			return retry.EndOfStream(err)
 		}
-		c.waitFor("the controller to answer again (learner-controller)", "")
-		c.seeProgress(resp.GetProgress())
-		if err := c.keepProgress(ctx); err != nil {
+		c.board.WaitFor("the controller to answer again (learner-controller)", "")
+		c.board.setProgress(resp.GetProgress())
+		if err := c.keep(ctx); err != nil {
 			return err
 		}
 	}
 }
 
-// drained waits for a request to drain and carries it out.
-func (c *conductor) drained(ctx context.Context) error {
+// keep writes the progress into the record: at once when the state changes, otherwise every keepEvery and with the queues. This is what
+// others see of the run if this process dies.
+func (c *control) keep(ctx context.Context) error {
+	progress := c.board.progress()
+	begun := progress.GetPhase() > learnerv1.Phase_PHASE_PREPARING && progress.GetPhase() <= learnerv1.Phase_PHASE_SNAPSHOTTING
+	write := func(r *Run) error {
+		advance(r, progress)
+		return nil
+	}
+	if begun && c.board.State() == Starting {
+		_, err := c.records.transition(ctx, c.run, Running, write)
+		if errors.Is(err, ErrTransition) { // paused or ended in the meantime
+			return nil
+		}
+		return err
+	}
+	now := c.Now()
+	if now.Sub(c.kept) < keepEvery {
+		return nil
+	}
+	c.kept = now
+	_, err := c.records.update(ctx, c.run, write)
+	return errors.Join(err, c.Store.KeepQueues(ctx, c.run, c.board.queues()))
+}
+
+// drain waits for requestDrain, then lets the controller finish its step and ends the run as cancelled.
+func (c *control) drain(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 		return nil
 	case <-c.draining:
 	}
-	return c.insist(ctx, "the controller to finish the step in hand (learner-controller)", func(ctx context.Context) error {
-		resp, err := c.svc.Controller.StopRun(ctx, &learnerv1.StopRunRequest{RunId: c.id, Drain: true, Incarnation: c.incarnation})
+	return c.retry.Until(ctx, "the controller to finish the current step (learner-controller)", func(ctx context.Context) error {
+		resp, err := c.Controller.StopRun(ctx, &learnerv1.StopRunRequest{RunId: c.run, Drain: true, Incarnation: c.incarnation})
 		if err != nil {
 			return err
 		}
-		c.seeProgress(resp.GetProgress())
+		c.board.setProgress(resp.GetProgress())
 		switch resp.GetProgress().GetPhase() {
 		case learnerv1.Phase_PHASE_FINISHED:
-			c.end(&ending{state: Succeeded})
-		case learnerv1.Phase_PHASE_FAILED: // CompleteRun says why
+			c.ending.end(&ending{state: Succeeded})
+		case learnerv1.Phase_PHASE_FAILED: // CompleteRun has the reason
 		default:
-			c.end(&ending{state: Cancelled, message: fmt.Sprintf("cancelled by request after step %d", resp.GetProgress().GetStep())})
+			c.ending.end(&ending{state: Cancelled, message: fmt.Sprintf("cancelled by request after step %d", resp.GetProgress().GetStep())})
 		}
 		return nil
 	})
 }
 
-// keepProgress writes the progress into the run's record, at once when the state changes, else once a second with the queues: what
-// is seen of the run if this process dies.
-func (c *conductor) keepProgress(ctx context.Context) error {
-	progress, run := c.progress(), c.record()
-	begun := progress.GetPhase() > learnerv1.Phase_PHASE_PREPARING && progress.GetPhase() <= learnerv1.Phase_PHASE_SNAPSHOTTING
-	if begun && run.GetState() == Starting {
-		_, err := c.svc.transition(ctx, c.id, Running, func(r *Run) error {
-			advance(r, progress)
-			return nil
-		})
-		if errors.Is(err, ErrTransition) { // paused or ended meanwhile
-			return nil
-		}
-		return err
-	}
-	c.mu.Lock()
-	due := c.svc.Now().Sub(c.kept) >= time.Second
-	if due {
-		c.kept = c.svc.Now()
-	}
-	c.mu.Unlock()
-	if !due {
-		return nil
-	}
-	_, err := c.svc.update(ctx, c.id, func(r *Run) error {
-		advance(r, progress)
-		return nil
-	})
-	return errors.Join(err, c.svc.Store.KeepQueues(ctx, c.id, c.queues()))
-}
-
-// advance takes what the progress says of steps and weights into the record; it never goes back.
+// advance copies steps and weights from the progress into the record. The step of a record never decreases.
 func advance(r *Run, p *learnerv1.Progress) {
 	r.Step = max(r.GetStep(), p.GetStep())
 	if w := p.GetWeights(); w.GetDirectory() != "" {

@@ -17,10 +17,19 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/issue"
 )
 
+// runs creates, pauses, resumes, and cancels runs. Safe for concurrent use.
+type runs struct {
+	Deps
+	stateDir   string
+	records    *records
+	conductors *conductors
+}
+
 // create verifies the plan, records the run and starts it.
-func (s *service) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, error) {
+func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, error) {
 	if key := req.GetIdempotencyKey(); key != "" {
 		first, err := s.Store.ByKey(ctx, key)
 		if err == nil {
@@ -47,27 +56,27 @@ func (s *service) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run
 		CreateTime: timestamppb.New(now), FromSnapshot: from, Step: cursor.FirstStep, TotalSteps: plan.GetConfig().GetTrain().GetSteps(),
 		Incarnation: 1,
 	}
-	s.house(run)
+	s.setDirectory(run)
 	recorded, err := s.Store.Create(ctx, run, req.GetIdempotencyKey(), cursor)
 	if err != nil || recorded.GetRunId() != run.GetRunId() {
 		return recorded, err
 	}
-	crashpoint.Here("scheduler/created") // the run is recorded, nobody conducts it
-	s.announce(recorded)
-	return recorded, s.conduct(recorded)
+	crashpoint.Here("scheduler/created") // the run is recorded and not active
+	s.records.announce(recorded)
+	return recorded, s.conductors.start(recorded)
 }
 
-// house gives a run its folder, where the state folder is now: it may have been moved, or be a copy whose original lives on.
-func (s *service) house(r *Run) {
-	folder := filepath.Join(s.cfg.StateDir, "runs", r.GetRunId())
+// setDirectory sets the folder of a run below the state folder, which may have been moved or copied since the last start.
+func (s *runs) setDirectory(r *Run) {
+	folder := filepath.Join(s.stateDir, "runs", r.GetRunId())
 	if within, ok := strings.CutPrefix(r.GetWeightsDirectory(), r.GetDirectory()+string(filepath.Separator)); ok && r.GetDirectory() != "" {
 		r.WeightsDirectory = filepath.Join(folder, within)
 	}
 	r.Directory = folder
 }
 
-// verify asks the planner whether the plan's inputs still are what they were.
-func (s *service) verify(ctx context.Context, lock []byte, baseDir string) (*planv1.Plan, error) {
+// verify asks the planner whether the inputs of the plan are unchanged.
+func (s *runs) verify(ctx context.Context, lock []byte, baseDir string) (*planv1.Plan, error) {
 	resp, err := s.Planner.VerifyPlan(ctx, &planv1.VerifyPlanRequest{Lock: lock, File: "plan.lock", BaseDir: baseDir})
 	if err != nil {
 		return nil, fmt.Errorf("verify the plan: %w", err)
@@ -81,9 +90,9 @@ func (s *service) verify(ctx context.Context, lock []byte, baseDir string) (*pla
 	case n == 0:
 		return resp.GetPlan(), nil
 	case n == 1:
-		bad = bad.WithMessage("something that the plan pins has changed since it was made")
+		bad = bad.WithMessage("an input of the plan has changed since the plan was made")
 	default:
-		bad = bad.WithMessage("%d things that the plan pins have changed since it was made", n)
+		bad = bad.WithMessage("%d inputs of the plan have changed since the plan was made", n)
 	}
 	for _, p := range resp.GetProblems() {
 		where := p.GetFile()
@@ -95,8 +104,8 @@ func (s *service) verify(ctx context.Context, lock []byte, baseDir string) (*pla
 	return nil, bad
 }
 
-// startingPoint is the full id of a snapshot, which is kept from now on, and the cursor of a run that starts from it.
-func (s *service) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot string) (string, Cursor, error) {
+// startingPoint pins a snapshot, and returns its full id and the cursor of a run that starts from it.
+func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot string) (string, Cursor, error) {
 	resp, err := s.Snapshots.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: snapshot})
 	if err != nil {
 		return "", Cursor{}, fmt.Errorf("start from snapshot: %w", err)
@@ -104,38 +113,53 @@ func (s *service) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot
 	snap := resp.GetSnapshot()
 	if snap.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE {
 		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
-			WithMessage("snapshot %s is no train_state: a run can't start from it", snap.GetSnapshotId())
+			WithMessage("snapshot %s is not of kind train_state: a run cannot start from it", snap.GetSnapshotId())
 	}
 	if steps := plan.GetConfig().GetTrain().GetSteps(); snap.GetStep() >= steps {
 		return "", Cursor{}, ErrNothingToDo.With("snapshot", snap.GetSnapshotId()).
-			WithMessage("snapshot %s is of step %d, and the plan wants %d steps: none is left", snap.GetSnapshotId(), snap.GetStep(), steps).
+			WithMessage("snapshot %s is at step %d, and the plan has %d steps: no step is left", snap.GetSnapshotId(), snap.GetStep(), steps).
 			Fix(fmt.Sprintf("raise `train.steps` above %d: `rollout run --config FILE --from %s`", snap.GetStep(), snap.GetSnapshotId()))
 	}
-	if lacks := unlike(snap, plan.GetConfig()); lacks != "" {
+	if lacks := mismatch(snap, plan.GetConfig()); lacks != "" {
 		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
-			WithMessage("snapshot %s %s: a run of this plan can't go on from it", snap.GetSnapshotId(), lacks).
-			Fix("to begin with its weights alone: `rollout export weights " + snap.GetSnapshotId() + " --to FOLDER`, and `path = \"FOLDER\"` in [model]")
+			WithMessage("snapshot %s %s: a run of this plan cannot start from it", snap.GetSnapshotId(), lacks).
+			Fix("to start with its weights alone: `rollout export weights " + snap.GetSnapshotId() + " --to FOLDER`, and `path = \"FOLDER\"` in [model]")
 	}
 	if _, err := s.Snapshots.PinSnapshot(ctx, &snapshotv1.PinSnapshotRequest{SnapshotId: snap.GetSnapshotId()}); err != nil {
-		return "", Cursor{}, fmt.Errorf("keep the snapshot that the run starts from: %w", err)
+		return "", Cursor{}, fmt.Errorf("pin the snapshot that the run starts from: %w", err)
 	}
 	position := snap.GetCursor().GetPosition()
 	return snap.GetSnapshotId(), Cursor{Position: position, First: position, FirstStep: snap.GetStep()}, nil
 }
 
-// unlike says what keeps a training state from being one of a plan, as far as its files tell; "" where nothing does.
-func unlike(snap *snapshotv1.Snapshot, config *configv1.RunConfig) string {
+// mismatch describes why a run of a plan cannot start from a training state, judged by its files; "" if it can.
+func mismatch(snap *snapshotv1.Snapshot, config *configv1.RunConfig) string {
 	holds := func(prefix string) bool {
 		return slices.ContainsFunc(snap.GetFiles(), func(f *snapshotv1.SnapshotFile) bool { return strings.HasPrefix(f.GetPath(), prefix) })
 	}
 	adapters := holds("adapter/")
 	switch {
 	case algorithm.Traits(config).GetNeedsCritic() && !holds("critic.safetensors"):
-		return "holds no critic, which [algorithm.ppo] goes on with"
+		return "has no critic, which [algorithm.ppo] needs"
 	case config.GetLora() != nil && !adapters:
-		return "holds no adapters, which [lora] goes on with"
+		return "has no adapters, which [lora] needs"
 	case config.GetLora() == nil && adapters:
-		return "holds adapters, and the plan has no [lora]"
+		return "has adapters, and the plan has no [lora]"
 	}
 	return ""
+}
+
+// trainData finds the training data among the inputs of a plan.
+func trainData(run *Run) (issue.Data, error) {
+	for _, in := range run.GetPlan().GetInputs() {
+		if in.GetRole() != planv1.InputRole_INPUT_ROLE_TRAIN_DATA || in.GetRows() == 0 {
+			continue
+		}
+		path := filepath.FromSlash(in.GetPath())
+		if !filepath.IsAbs(path) {
+			path = filepath.Join(run.GetBaseDir(), path)
+		}
+		return issue.Data{Path: path, Digest: in.GetDigest(), Rows: in.GetRows()}, nil
+	}
+	return issue.Data{}, ErrPlanUnreadable.Wrap(errors.New("the plan has no training data"))
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/libs/telemetry"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
@@ -22,12 +23,23 @@ type ending struct {
 	reason, message string
 }
 
-// handOver is no end: the conductor leaves the run as it is recorded, for the next one to go on with.
-var handOver = &ending{reason: "HAND_OVER", message: "the next incarnation goes on"}
-
 func (e *ending) Error() string { return e.reason + ": " + e.message }
 
-// failure turns what stopped a part into the run's ending.
+// handOver ends a conductor and leaves the record as it is, for the next incarnation.
+var handOver = &ending{reason: "HAND_OVER", message: "the next incarnation continues the run"}
+
+// endings holds the first ending of a run.
+type endings chan *ending
+
+// end ends the run, unless it has an ending already.
+func (e endings) end(how *ending) {
+	select {
+	case e <- how:
+	default:
+	}
+}
+
+// failure converts the error of a part into an ending.
 func failure(err error) *ending {
 	var e *ending
 	if errors.As(err, &e) {
@@ -44,97 +56,99 @@ func failure(err error) *ending {
 	return &ending{state: Failed, reason: reason, message: rpcerr.Text(err)}
 }
 
-// mark is the end of the work that this conductor has published; 0 where it can't be known now.
-func (c *conductor) mark(ctx context.Context) uint64 {
+// closing ends a run in the other services, the streams, and the store.
+type closing struct{ *scope }
+
+// mark is the end of the work that this conductor has published; 0 if it cannot be read.
+func (c *closing) mark(ctx context.Context) uint64 {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
-	mark, err := c.svc.Bus.WorkMark(ctx, c.id)
+	mark, err := c.Bus.WorkMark(ctx, c.run)
 	if err != nil {
-		c.svc.Log.DebugContext(ctx, "the work of the run is not dropped", "run", c.id, "error", err)
+		c.Log.DebugContext(ctx, "the work of the run is not purged", telemetry.AttrRun, c.run, "error", err)
 	}
 	return mark
 }
 
-// taken reports whether another scheduler leads, or may: then the run is its own, and what the run uses must not be closed under it.
-// This process's workers end all the same. Another may lead right after this look, and this process stand still meanwhile: so what it
-// says of the run afterwards bears its incarnation, and it drops the work before its mark alone.
-func (c *conductor) taken(ctx context.Context) bool {
+// lostLead reports whether another scheduler leads, or may lead. The run then belongs to it, and its ledger and streams must stay open.
+// The other one may take the lead right after this check, and this process may be suspended in between: its calls therefore carry the
+// incarnation, and it purges only work before its mark.
+func (c *closing) lostLead(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
-	_, err := c.svc.update(ctx, c.id, func(*Run) error { return nil })
+	_, err := c.records.writable(ctx, c.run)
 	if errors.Is(err, lease.ErrFenced) || errors.Is(err, sqldb.ErrUnavailable) {
-		c.svc.Log.WarnContext(ctx, "the run is left to the scheduler that leads", "run", c.id, "error", err)
+		c.Log.WarnContext(ctx, "the run is left to the scheduler that leads", telemetry.AttrRun, c.run, "error", err)
 		return true
 	}
 	return false
 }
 
-// before readies the others for the end while the workers still run.
-func (c *conductor) before(ctx context.Context, e *ending) {
+// before prepares the end while the workers still run.
+func (c *closing) before(ctx context.Context, e *ending) {
 	if e.state == Succeeded {
-		if c.state() == Starting { // a short run: the controller was done before its progress was heard
-			_, _ = c.svc.transition(ctx, c.id, Running, nil)
+		if c.board.State() == Starting { // a short run: the controller finished before its progress arrived
+			_, _ = c.records.transition(ctx, c.run, Running, nil)
 		}
 		c.askProgress(ctx)
-		progress := c.progress()
-		all := func(r *Run) error { advance(r, progress); return nil } // its record is a little behind
-		if _, err := c.svc.transition(ctx, c.id, Draining, all); err != nil {
-			c.svc.Log.WarnContext(ctx, "run does not drain", "run", c.id, "error", err)
+		progress := c.board.progress()
+		all := func(r *Run) error { advance(r, progress); return nil } // the record lacks the last steps
+		if _, err := c.records.transition(ctx, c.run, Draining, all); err != nil {
+			c.Log.WarnContext(ctx, "the run does not drain", telemetry.AttrRun, c.run, "error", err)
 		}
 		return
 	}
 	stopping, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
-	if _, err := c.svc.Controller.StopRun(stopping, &learnerv1.StopRunRequest{RunId: c.id, Incarnation: c.incarnation}); err != nil {
-		c.svc.Log.DebugContext(ctx, "controller was not told of the end", "run", c.id, "error", err)
+	if _, err := c.Controller.StopRun(stopping, &learnerv1.StopRunRequest{RunId: c.run, Incarnation: c.incarnation}); err != nil {
+		c.Log.DebugContext(ctx, "the controller could not be stopped", telemetry.AttrRun, c.run, "error", err)
 	}
 }
 
-// askProgress sees how far the controller is: its end is heard before the last of what it streams.
-func (c *conductor) askProgress(ctx context.Context) {
+// askProgress reads the progress of the controller. Its end may arrive before the last progress that it streams.
+func (c *closing) askProgress(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
-	if resp, err := c.svc.Controller.GetProgress(ctx, &learnerv1.GetProgressRequest{RunId: c.id}); err == nil {
-		c.seeProgress(resp.GetProgress())
+	if resp, err := c.Controller.GetProgress(ctx, &learnerv1.GetProgressRequest{RunId: c.run}); err == nil {
+		c.board.setProgress(resp.GetProgress())
 	}
 }
 
-// after closes what the run used and records its end. The streams of a run that has succeeded go last: by then its record says that
-// nobody will go on with it.
-func (c *conductor) after(ctx context.Context, e *ending, mark uint64) {
-	s := c.svc
+// after closes what the run used and records its end. The streams of a run that has succeeded are deleted last: its record then says
+// that the run is not continued.
+func (c *closing) after(ctx context.Context, e *ending, mark uint64) {
 	c.askProgress(ctx)
 	closing, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
-	_, err := s.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.id, Incarnation: c.incarnation})
-	crashpoint.Here("scheduler/closed") // the ledger is closed, the streams are there
-	errs := []error{err, s.Store.KeepQueues(ctx, c.id, c.queues())}
+	_, err := c.Buffer.CloseLedger(closing, &bufferv1.CloseLedgerRequest{RunId: c.run, Incarnation: c.incarnation})
+	crashpoint.Here("scheduler/closed") // the ledger is closed, the streams exist
+	errs := []error{err, c.Store.KeepQueues(ctx, c.run, c.board.queues())}
 	if e.state != Succeeded && mark > 0 {
-		errs = append(errs, s.Bus.PurgeWork(closing, c.id, mark))
+		errs = append(errs, c.Bus.PurgeWork(closing, c.run, mark))
 	}
 	if err := errors.Join(errs...); err != nil {
-		s.Log.WarnContext(ctx, "not everything of the run could be closed", "run", c.id, "error", err)
+		c.Log.WarnContext(ctx, "the run could not be closed completely", telemetry.AttrRun, c.run, "error", err)
 	}
-	c.told(ctx, e)
-	crashpoint.Here("scheduler/ended") // what was to be closed is, the end is not recorded
-	progress := c.progress()
-	if e.state == Paused { // the record says so, and why
-		_, err = s.update(ctx, c.id, func(r *Run) error { advance(r, progress); return nil })
+	c.flushEvents(ctx, e)
+	crashpoint.Here("scheduler/ended") // everything is closed, the end is not recorded
+	progress := c.board.progress()
+	if e.state == Paused { // the record has the state and the reason
+		_, err = c.records.update(ctx, c.run, func(r *Run) error { advance(r, progress); return nil })
 		if err != nil {
-			s.Log.WarnContext(ctx, "the record of a paused run may lack its last steps", "run", c.id, "error", err)
+			c.Log.WarnContext(ctx, "the record of a paused run may lack its last steps", telemetry.AttrRun, c.run, "error", err)
 		}
 		return
 	}
-	_, err = s.transition(ctx, c.id, e.state, func(r *Run) error {
+	_, err = c.records.transition(ctx, c.run, e.state, func(r *Run) error {
 		r.Reason, r.Message = e.reason, e.message
 		if e.state != Interrupted {
-			r.EndTime = timestamppb.New(s.Now().UTC())
+			r.EndTime = timestamppb.New(c.Now().UTC())
 		}
 		advance(r, progress)
 		return nil
 	})
 	if err != nil {
-		s.Log.ErrorContext(ctx, "the end of the run could not be recorded", "run", c.id, "state", stateName(e.state), "error", err)
+		c.Log.ErrorContext(ctx, "the end of the run could not be recorded", telemetry.AttrRun, c.run, "state", stateName(e.state), "error", err)
 		return
 	}
 	if e.state != Succeeded {
@@ -142,21 +156,21 @@ func (c *conductor) after(ctx context.Context, e *ending, mark uint64) {
 	}
 	removing, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
-	if err := s.Bus.DeleteRun(removing, c.id); err != nil {
-		s.Log.WarnContext(ctx, "the streams of the run stay until the scheduler starts again", "run", c.id, "error", err)
+	if err := c.Bus.DeleteRun(removing, c.run); err != nil {
+		c.Log.WarnContext(ctx, "the streams of the run stay until the scheduler starts again", telemetry.AttrRun, c.run, "error", err)
 	}
 }
 
-// told waits until storage has the events of the run: who hears of its end may read its last step and evaluation at once. The
-// controller's are on the bus when it reports. A storage service that is away keeps no run from ending, nor does it a process from
-// leaving, whose runs are Interrupted or Paused.
-func (c *conductor) told(ctx context.Context, e *ending) {
+// flushEvents waits until storage has the events of the run, so that a client that sees the end can read the last step and evaluation.
+// The events of the controller are on the bus when it reports. An unavailable storage service does not keep a run from ending. Runs that
+// are interrupted or paused because this process exits do not wait.
+func (c *closing) flushEvents(ctx context.Context, e *ending) {
 	if e.state == Interrupted || e.state == Paused {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
-	if err := errors.Join(c.svc.Events.Flush(ctx), c.svc.Bus.EventsStored(ctx)); err != nil {
-		c.svc.Log.WarnContext(ctx, "the last events of the run may be stored after its end", "run", c.id, "error", err)
+	if err := errors.Join(c.Events.Flush(ctx), c.Bus.EventsStored(ctx)); err != nil {
+		c.Log.WarnContext(ctx, "the last events of the run may be stored after its end", telemetry.AttrRun, c.run, "error", err)
 	}
 }

@@ -260,7 +260,7 @@ func TestChangedInputsAreRefusedOneByOne(t *testing.T) {
 	e, _ := rpcerr.From(err)
 	if !errors.Is(err, scheduler.ErrPlanChanged) || len(e.Violations()) != 2 || e.Violations()[0].Path != "train.jsonl" ||
 		e.Violations()[0].Description != "the training data changed." ||
-		!strings.HasPrefix(err.Error(), "2 things that the plan pins have changed") || !strings.Contains(rpcerr.Fix(err), "rollout plan") || e.Violations()[1].Path != "packages.torch" {
+		!strings.HasPrefix(err.Error(), "2 inputs of the plan have changed") || !strings.Contains(rpcerr.Fix(err), "rollout plan") || e.Violations()[1].Path != "packages.torch" {
 		t.Fatalf("got %v, %v", err, e.Violations())
 	}
 	w.planner.plan = nil
@@ -342,11 +342,11 @@ func TestRestoredRun(t *testing.T) {
 		holds string
 		want  string
 	}{
-		{ppo, "weights/model.safetensors", "holds no critic"},
+		{ppo, "weights/model.safetensors", "has no critic"},
 		{ppo, "critic.safetensors", ""},
-		{lora, "weights/model.safetensors", "holds no adapters"},
+		{lora, "weights/model.safetensors", "has no adapters"},
 		{lora, "adapter/adapter_model.safetensors", ""},
-		{plan(5, "sync", 0, false), "adapter/adapter_model.safetensors", "holds adapters"},
+		{plan(5, "sync", 0, false), "adapter/adapter_model.safetensors", "has adapters"},
 		{plan(5, "sync", 0, false), "critic.safetensors", ""},
 	} {
 		w.planner.set(c.plan)

@@ -21,6 +21,7 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	"github.com/rollout-rl/rollout/services/scheduler/dataset"
+	"github.com/rollout-rl/rollout/services/scheduler/issue"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
@@ -444,7 +445,7 @@ func TestFailedAttempts(t *testing.T) {
 	if got := w.events.of("group.excluded", "group"); !slices.Equal(got, []string{"0/4"}) {
 		t.Errorf("excluded %v", got)
 	}
-	if got := w.events.of("group.excluded", "reason"); !slices.Equal(got, []string{scheduler.AttemptsExhausted}) {
+	if got := w.events.of("group.excluded", "reason"); !slices.Equal(got, []string{issue.AttemptsExhausted}) {
 		t.Errorf("reasons %v", got)
 	}
 	attempts := map[uint64]int{}

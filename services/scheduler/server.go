@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"context"
+	"log/slog"
 	"sync"
 
 	"google.golang.org/grpc"
@@ -12,16 +13,21 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// Server is the gRPC edge of the scheduler: one service for people and their tools, one for the other services.
+// Server is the gRPC edge of the scheduler: one service for clients, one for the other services.
 type Server struct {
 	runv1.UnimplementedSchedulerServiceServer
-	svc      *service
-	left     []string // runs that a dead process left active
-	caughtUp chan struct{}
+	store      Store
+	log        *slog.Logger
+	conductors *conductors
+	runs       *runs
+	takeover   *takeover
+	watcher    *watcher
+	left       []string      // runs that a dead process left active
+	caughtUp   chan struct{} // closed when their records have the last steps
 }
 
-// New makes the scheduler. Runs that a dead process left active are INTERRUPTED from now on, so that whoever asks later sees what is;
-// with Config.ResumeOnStart Run goes on with them. It starts nothing.
+// New makes the scheduler. It records runs that a dead process left active as INTERRUPTED; with Config.ResumeOnStart they stay active and
+// Run continues them. New starts nothing.
 func New(cfg Config, deps Deps) (*Server, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
@@ -33,48 +39,55 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	if err := checkFormats(ctx, deps.Store); err != nil {
 		return nil, err
 	}
-	s := &Server{svc: newService(cfg, deps), caughtUp: make(chan struct{})}
-	var err error
-	s.left, err = s.svc.left(ctx)
-	return s, err
+	records := newRecords(deps)
+	conductors := newConductors(cfg, deps, records)
+	runs := &runs{Deps: deps, stateDir: cfg.StateDir, records: records, conductors: conductors}
+	takeover := &takeover{Deps: deps, resumeOnStart: cfg.ResumeOnStart, records: records, runs: runs}
+	left, err := takeover.left(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &Server{
+		store: deps.Store, log: deps.Log, conductors: conductors, runs: runs, takeover: takeover,
+		watcher: &watcher{store: deps.Store, conductors: conductors}, left: left, caughtUp: make(chan struct{}),
+	}, nil
 }
 
 // Register adds both services to a gRPC server.
 func (s *Server) Register(r grpc.ServiceRegistrar) {
 	runv1.RegisterSchedulerServiceServer(r, s)
-	runv1.RegisterSchedulerInternalServiceServer(r, internalServer{svc: s.svc})
+	runv1.RegisterSchedulerInternalServiceServer(r, internalServer{store: s.store, conductors: s.conductors, runs: s.runs})
 }
 
-// Run conducts runs until ctx ends. When it returns their workers are stopped, and their records say that they are interrupted, or
-// still paused where a refused gradient had paused them;
-// with Config.ResumeOnStart the records stay as they are, and the next scheduler goes on.
+// Run serves until ctx ends. When it returns, the workers of all runs are stopped, and the records are INTERRUPTED, or PAUSED after a
+// refused gradient. With Config.ResumeOnStart the records stay active, and the next scheduler continues the runs.
 func (s *Server) Run(ctx context.Context) error {
-	s.svc.catchUp(ctx, s.left)
+	s.takeover.catchUp(ctx, s.left)
 	close(s.caughtUp)
-	s.svc.wg.Go(func() {
-		if err := s.svc.retell(ctx); err != nil && ctx.Err() == nil {
-			s.svc.Log.WarnContext(ctx, "the events of runs may lack an end", "error", err)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
+		if err := s.takeover.resend(ctx); err != nil && ctx.Err() == nil {
+			s.log.WarnContext(ctx, "the events of runs may lack an end", "error", err)
 		}
-		s.svc.sweep(ctx)
+		s.takeover.sweep(ctx)
 	})
-	if s.svc.cfg.ResumeOnStart {
-		var wg sync.WaitGroup
-		defer wg.Wait()
+	if s.takeover.resumeOnStart {
 		for _, id := range s.left {
-			wg.Go(func() { s.svc.adopt(ctx, id) })
+			wg.Go(func() { s.takeover.adopt(ctx, id) })
 		}
 	}
 	<-ctx.Done()
-	s.svc.shutdown()
+	s.conductors.shutdown()
 	return nil
 }
 
-// current waits a moment for the records of the runs that a dead process left behind: their ledgers know more than they do.
+// current waits until the records of the runs that a dead process left behind have their last steps, at most catchUpTimeout.
 func (s *Server) current(ctx context.Context) {
 	if len(s.left) == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, catchUpPatience)
+	ctx, cancel := context.WithTimeout(ctx, catchUpTimeout)
 	defer cancel()
 	select {
 	case <-s.caughtUp:
@@ -84,7 +97,7 @@ func (s *Server) current(ctx context.Context) {
 
 // CreateRun implements the contract.
 func (s *Server) CreateRun(ctx context.Context, req *runv1.CreateRunRequest) (*runv1.CreateRunResponse, error) {
-	run, err := s.svc.create(ctx, req)
+	run, err := s.runs.create(ctx, req)
 	if err != nil {
 		return nil, err
 	}
@@ -94,21 +107,21 @@ func (s *Server) CreateRun(ctx context.Context, req *runv1.CreateRunRequest) (*r
 // GetRun implements the contract.
 func (s *Server) GetRun(ctx context.Context, req *runv1.GetRunRequest) (*runv1.GetRunResponse, error) {
 	s.current(ctx)
-	run, err := s.svc.Store.Resolve(ctx, req.GetRunId())
+	run, err := s.store.Resolve(ctx, req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
-	status, err := s.svc.status(ctx, run, true)
+	status, err := s.watcher.status(ctx, run, true)
 	if err != nil {
 		return nil, err
 	}
 	return &runv1.GetRunResponse{Status: status}, nil
 }
 
-// ListRuns implements the contract. Steps of active runs are those of this moment.
+// ListRuns implements the contract. The steps of active runs are current.
 func (s *Server) ListRuns(ctx context.Context, req *runv1.ListRunsRequest) (*runv1.ListRunsResponse, error) {
 	if after := req.GetPageToken(); after != "" && !id.ValidRun(after) {
-		return nil, rpcerr.New(codes.InvalidArgument, rpcerr.ReasonInvalidRequest, "the page token %q is none; send the next_page_token of the page before, or nothing", after).
+		return nil, rpcerr.New(codes.InvalidArgument, rpcerr.ReasonInvalidRequest, "the page token %q is not valid; send the next_page_token of the previous page, or nothing", after).
 			Field("page_token", "must be a next_page_token")
 	}
 	s.current(ctx)
@@ -116,7 +129,7 @@ func (s *Server) ListRuns(ctx context.Context, req *runv1.ListRunsRequest) (*run
 	if size == 0 {
 		size = 100
 	}
-	runs, err := s.svc.Store.List(ctx, Filter{States: req.GetStates(), After: req.GetPageToken(), Limit: size + 1})
+	runs, err := s.store.List(ctx, Filter{States: req.GetStates(), After: req.GetPageToken(), Limit: size + 1})
 	if err != nil {
 		return nil, err
 	}
@@ -126,8 +139,8 @@ func (s *Server) ListRuns(ctx context.Context, req *runv1.ListRunsRequest) (*run
 		resp.NextPageToken = runs[size-1].GetRunId()
 	}
 	for _, run := range runs {
-		if c := s.svc.conductor(run.GetRunId()); c != nil {
-			advance(run, c.progress())
+		if c := s.conductors.get(run.GetRunId()); c != nil {
+			advance(run, c.board.progress())
 		}
 		resp.Runs = append(resp.Runs, run)
 	}
@@ -140,7 +153,7 @@ func (s *Server) CancelRun(ctx context.Context, req *runv1.CancelRunRequest) (*r
 	if err != nil {
 		return nil, err
 	}
-	run, err := s.svc.cancel(ctx, id, req.GetDrain())
+	run, err := s.runs.cancel(ctx, id, req.GetDrain())
 	if err != nil {
 		return nil, err
 	}
@@ -153,7 +166,7 @@ func (s *Server) PauseRun(ctx context.Context, req *runv1.PauseRunRequest) (*run
 	if err != nil {
 		return nil, err
 	}
-	run, err := s.svc.pause(ctx, id)
+	run, err := s.runs.pause(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -166,38 +179,40 @@ func (s *Server) ResumeRun(ctx context.Context, req *runv1.ResumeRunRequest) (*r
 	if err != nil {
 		return nil, err
 	}
-	run, err := s.svc.resume(ctx, id)
+	run, err := s.runs.resume(ctx, id)
 	if err != nil {
 		return nil, err
 	}
 	return &runv1.ResumeRunResponse{Run: run}, nil
 }
 
-// WatchRun implements the contract. It ends when the run has ended, and with ErrStopping when this service goes.
+// WatchRun implements the contract. It ends when the run has ended, and with ErrStopping when this service stops.
 func (s *Server) WatchRun(req *runv1.WatchRunRequest, stream grpc.ServerStreamingServer[runv1.WatchRunResponse]) error {
 	id, err := s.resolve(stream.Context(), req.GetRunId())
 	if err != nil {
 		return err
 	}
-	return s.svc.watch(stream.Context(), id, func(status *runv1.RunStatus) error {
+	return s.watcher.watch(stream.Context(), id, func(status *runv1.RunStatus) error {
 		return stream.Send(&runv1.WatchRunResponse{Status: status})
 	})
 }
 
-// resolve takes what GetRun takes: an id, a unique prefix or a name.
+// resolve accepts what GetRun accepts: an id, a unique prefix, or a name.
 func (s *Server) resolve(ctx context.Context, ref string) (string, error) {
-	run, err := s.svc.Store.Resolve(ctx, ref)
+	run, err := s.store.Resolve(ctx, ref)
 	return run.GetRunId(), err
 }
 
 type internalServer struct {
 	runv1.UnimplementedSchedulerInternalServiceServer
-	svc *service
+	store      Store
+	conductors *conductors
+	runs       *runs
 }
 
 // CompleteRun implements the contract.
 func (s internalServer) CompleteRun(ctx context.Context, req *runv1.CompleteRunRequest) (*runv1.CompleteRunResponse, error) {
-	if err := s.svc.complete(ctx, req); err != nil {
+	if err := s.runs.complete(ctx, req); err != nil {
 		return nil, err
 	}
 	return &runv1.CompleteRunResponse{}, nil
@@ -205,19 +220,19 @@ func (s internalServer) CompleteRun(ctx context.Context, req *runv1.CompleteRunR
 
 // VerifyWorkers implements the contract.
 func (s internalServer) VerifyWorkers(_ context.Context, req *runv1.VerifyWorkersRequest) (*runv1.VerifyWorkersResponse, error) {
-	if c := s.svc.conductor(req.GetRunId()); c != nil && c.incarnation == req.GetIncarnation() {
-		return &runv1.VerifyWorkersResponse{Accepted: c.verifyWorkers(req.GetWorkers())}, nil
+	if c := s.conductors.get(req.GetRunId()); c != nil && c.incarnation == req.GetIncarnation() {
+		return &runv1.VerifyWorkersResponse{Accepted: c.supervision.verify(req.GetWorkers())}, nil
 	}
 	return &runv1.VerifyWorkersResponse{Accepted: make([]bool, len(req.GetWorkers()))}, nil
 }
 
 // GetCursor implements the contract.
 func (s internalServer) GetCursor(ctx context.Context, req *runv1.GetCursorRequest) (*runv1.GetCursorResponse, error) {
-	run, err := s.svc.Store.Get(ctx, req.GetRunId())
+	run, err := s.store.Get(ctx, req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
-	cursor, err := s.svc.Store.Cursor(ctx, req.GetRunId())
+	cursor, err := s.store.Cursor(ctx, req.GetRunId())
 	if err != nil {
 		return nil, err
 	}
@@ -225,5 +240,5 @@ func (s internalServer) GetCursor(ctx context.Context, req *runv1.GetCursorReque
 	if err != nil {
 		return nil, err
 	}
-	return &runv1.GetCursorResponse{Cursor: cursorMessage(cursor.Position, data.rows)}, nil
+	return &runv1.GetCursorResponse{Cursor: cursorMessage(cursor.Position, data.Rows)}, nil
 }

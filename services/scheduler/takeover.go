@@ -12,88 +12,98 @@ import (
 
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/telemetry"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
-// left are the runs that a dead process left active. Where nobody goes on with them by itself they are INTERRUPTED from now on; one
-// that a refused gradient has paused stays so, as nobody went on with it before either.
-func (s *service) left(ctx context.Context) ([]string, error) {
-	runs, err := s.Store.List(ctx, Filter{States: activeStates})
+// takeover handles what a scheduler that died has left behind: active runs, records without their last steps, unsent events, streams.
+type takeover struct {
+	Deps
+	resumeOnStart bool
+	records       *records
+	runs          *runs
+}
+
+// left lists the runs that a dead process left active, and records them as INTERRUPTED unless they are resumed at the start. A run that a
+// refused gradient has paused stays paused.
+func (t *takeover) left(ctx context.Context) ([]string, error) {
+	runs, err := t.Store.List(ctx, Filter{States: activeStates})
 	if err != nil {
 		return nil, err
 	}
 	var ids []string
 	for _, run := range runs {
 		ids = append(ids, run.GetRunId())
-		if s.cfg.ResumeOnStart || refusal.Paused(run) { // what is recorded of them stays: if this process dies too, the next one finds them
+		if t.resumeOnStart || refusal.Paused(run) { // if this process dies too, the next one finds them in the same state
 			continue
 		}
-		if err := s.interrupt(ctx, run.GetRunId(), "the control plane died"); err != nil {
+		if err := t.records.interrupt(ctx, run.GetRunId(), "the control plane died"); err != nil {
 			return nil, err
 		}
 	}
 	return ids, nil
 }
 
-// adopt goes on with a run that a dead process left active, however long what that takes is away.
-func (s *service) adopt(ctx context.Context, runID string) {
+// adopt continues a run that a dead process left active, and retries while a service is unavailable.
+func (t *takeover) adopt(ctx context.Context, runID string) {
 	for delay := 100 * time.Millisecond; ; delay = min(2*delay, 2*time.Second) {
-		_, err := s.goOn(ctx, runID, true)
+		_, err := t.runs.restart(ctx, runID, true)
 		if err == nil || ctx.Err() != nil {
 			return
 		}
-		if !transient(err) {
-			s.Log.ErrorContext(ctx, "run could not be resumed", "run", runID, "error", err)
-			if err := s.interrupt(ctx, runID, "it could not be resumed: "+rpcerr.Text(err)); err != nil {
-				s.Log.ErrorContext(ctx, "the run's record still says that it is active", "run", runID, "error", err)
+		if !retry.Transient(err) {
+			t.Log.ErrorContext(ctx, "the run could not be resumed", telemetry.AttrRun, runID, "error", err)
+			if err := t.records.interrupt(ctx, runID, "it could not be resumed: "+rpcerr.Text(err)); err != nil {
+				t.Log.ErrorContext(ctx, "the record of the run still has an active state", telemetry.AttrRun, runID, "error", err)
 			}
 			return
 		}
-		s.Log.WarnContext(ctx, "run can't be resumed yet", "run", runID, "error", err)
-		if pause(ctx, delay) != nil {
+		t.Log.WarnContext(ctx, "the run cannot be resumed yet", telemetry.AttrRun, runID, "error", err)
+		if retry.Sleep(ctx, delay) != nil {
 			return
 		}
 	}
 }
 
-// catchUpPatience is how long the ledger of a run that a dead process left behind is waited for.
-const catchUpPatience = 2 * time.Second
+// catchUpTimeout bounds the wait for the ledgers of the runs that a dead process left behind.
+const catchUpTimeout = 2 * time.Second
 
-// catchUp writes the steps that the ledgers have committed into the records of runs: a process that was killed wrote its last
-// ones there and nowhere else.
-func (s *service) catchUp(ctx context.Context, ids []string) {
-	ctx, cancel := context.WithTimeout(ctx, catchUpPatience)
+// catchUp copies the committed steps of the ledgers into the records of runs. A process that was killed has written its last steps to the
+// ledger alone.
+func (t *takeover) catchUp(ctx context.Context, ids []string) {
+	ctx, cancel := context.WithTimeout(ctx, catchUpTimeout)
 	defer cancel()
 	for _, id := range ids {
-		if err := s.catchUpOne(ctx, id); err != nil {
-			s.Log.WarnContext(ctx, "the record of a run may lack its last steps", "run", id, "error", err)
+		if err := t.catchUpOne(ctx, id); err != nil {
+			t.Log.WarnContext(ctx, "the record of a run may lack its last steps", telemetry.AttrRun, id, "error", err)
 		}
 	}
 }
 
-func (s *service) catchUpOne(ctx context.Context, id string) error {
-	run, err := s.Store.Get(ctx, id)
+func (t *takeover) catchUpOne(ctx context.Context, id string) error {
+	run, err := t.Store.Get(ctx, id)
 	if err != nil {
 		return err
 	}
 	var resp *bufferv1.ListStepsResponse
 	for {
-		resp, err = s.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: id, FromStep: run.GetStep() + 1})
-		if err == nil || !transient(err) || ctx.Err() != nil {
+		resp, err = t.Buffer.ListSteps(ctx, &bufferv1.ListStepsRequest{RunId: id, FromStep: run.GetStep() + 1})
+		if err == nil || !retry.Transient(err) || ctx.Err() != nil {
 			break
 		}
-		if err := pause(ctx, 50*time.Millisecond); err != nil {
+		if err := retry.Sleep(ctx, 50*time.Millisecond); err != nil {
 			return err
 		}
 	}
 	if rpcerr.Code(err) == codes.NotFound || err == nil && len(resp.GetSteps()) == 0 {
-		return nil // it was killed before its ledger was opened, or between two steps
+		return nil // killed before the ledger was opened, or between two steps
 	}
 	if err != nil {
 		return err
 	}
 	last := resp.GetSteps()[len(resp.GetSteps())-1]
-	_, err = s.update(ctx, id, func(r *Run) error {
+	_, err = t.records.update(ctx, id, func(r *Run) error {
 		r.Step = max(r.GetStep(), last.GetStep())
 		folder := WeightsFolder(r, last.GetStep())
 		if _, err := os.Stat(folder); err == nil {
@@ -104,20 +114,20 @@ func (s *service) catchUpOne(ctx context.Context, id string) error {
 	return err
 }
 
-// WeightsFolder is where a run's learner writes the weights of a version.
+// WeightsFolder is the folder to which the learner of a run writes a version of the weights.
 func WeightsFolder(run *Run, version uint64) string {
 	return filepath.Join(run.GetDirectory(), "weights", fmt.Sprintf("v%06d", version))
 }
 
 const (
-	retold     = 10 * time.Second // before the newest end: others since are told of again; events travel in parts of a second
-	retoldRuns = 1000             // the newest; the one that ended last is hardly older than all of them
+	resendWithin = 10 * time.Second // ends this close to the newest one are reported again; an event needs less than a second
+	resendRuns   = 1000             // the newest runs that are considered
 )
 
-// retell tells of the last ends again: a process that was killed right after it had recorded one may not have told of it. Storage
-// knows those that it has.
-func (s *service) retell(ctx context.Context) error {
-	runs, err := s.Store.List(ctx, Filter{States: endStates, Limit: retoldRuns})
+// resend reports the last ends again: a process that was killed right after the record of an end may not have sent its event. Storage
+// drops duplicates.
+func (t *takeover) resend(ctx context.Context) error {
+	runs, err := t.Store.List(ctx, Filter{States: endStates, Limit: resendRuns})
 	if err != nil {
 		return err
 	}
@@ -128,8 +138,8 @@ func (s *service) retell(ctx context.Context) error {
 		}
 	}
 	for _, run := range runs {
-		if end := run.GetEndTime(); end != nil && newest.Sub(end.AsTime()) <= retold {
-			s.emit(run, stateEvent(run))
+		if end := run.GetEndTime(); end != nil && newest.Sub(end.AsTime()) <= resendWithin {
+			t.records.emit(run, stateEvent(run))
 		}
 	}
 	return nil
@@ -137,33 +147,33 @@ func (s *service) retell(ctx context.Context) error {
 
 const (
 	sweepEvery  = time.Hour
-	streamsKept = time.Hour // of a run that failed or was cancelled: whoever resumes it then makes them anew
+	streamsKept = time.Hour // of a run that failed or was cancelled; resuming it later creates them again
 )
 
-// sweep removes the streams that nobody uses, now and every hour.
-func (s *service) sweep(ctx context.Context) {
+// sweep removes unused streams, now and every hour.
+func (t *takeover) sweep(ctx context.Context) {
 	for {
-		if err := s.sweepStreams(ctx); err != nil && ctx.Err() == nil {
-			s.Log.WarnContext(ctx, "the streams of runs that have ended may be left", "error", err)
+		if err := t.sweepStreams(ctx); err != nil && ctx.Err() == nil {
+			t.Log.WarnContext(ctx, "the streams of ended runs could not be removed", "error", err)
 		}
-		if pause(ctx, sweepEvery) != nil {
+		if retry.Sleep(ctx, sweepEvery) != nil {
 			return
 		}
 	}
 }
 
-// sweepStreams removes the streams of runs that have succeeded, whose scheduler may have died before it did, and of those that ended
-// otherwise some time ago. A resumed run finds in its ledger all that it needs.
-func (s *service) sweepStreams(ctx context.Context) error {
-	runs, err := s.Bus.Runs(ctx)
+// sweepStreams removes the streams of runs that have succeeded, in case their scheduler died before it did, and of runs that failed or
+// were cancelled some time ago. A resumed run needs its ledger alone.
+func (t *takeover) sweepStreams(ctx context.Context) error {
+	runs, err := t.Bus.Runs(ctx)
 	for _, id := range runs {
-		run, unknown := s.Store.Get(ctx, id)
-		if unknown != nil { // another mesh's
+		run, unknown := t.Store.Get(ctx, id)
+		if unknown != nil { // of another mesh
 			continue
 		}
-		given := run.GetState() == Failed || run.GetState() == Cancelled
-		if run.GetState() == Succeeded || given && s.Now().Sub(run.GetEndTime().AsTime()) > streamsKept {
-			err = errors.Join(err, s.Bus.DeleteRun(ctx, id))
+		stopped := run.GetState() == Failed || run.GetState() == Cancelled
+		if run.GetState() == Succeeded || stopped && t.Now().Sub(run.GetEndTime().AsTime()) > streamsKept {
+			err = errors.Join(err, t.Bus.DeleteRun(ctx, id))
 		}
 	}
 	return err

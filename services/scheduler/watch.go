@@ -2,7 +2,6 @@ package scheduler
 
 import (
 	"context"
-	"maps"
 	"sync"
 	"time"
 
@@ -12,95 +11,102 @@ import (
 	"github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
 const (
-	watchGap   = 200 * time.Millisecond // between two messages to a watcher, unless the state changed
-	pollEvery  = time.Second            // of the inference workers while somebody watches
-	pollAtMost = 500 * time.Millisecond // for one of their answers
+	watchGap    = 200 * time.Millisecond // between two messages to a watcher, unless the state changed
+	pollEvery   = time.Second            // of the inference workers while a run is watched
+	pollTimeout = 500 * time.Millisecond // of all calls of one poll
 )
 
-// status is what is known of a run now. With fresh, inference workers are asked first.
-func (s *service) status(ctx context.Context, run *Run, fresh bool) (*runv1.RunStatus, error) {
-	if c := s.conductor(run.GetRunId()); c != nil {
+// watcher answers questions about the status of runs.
+type watcher struct {
+	store      Store
+	conductors *conductors
+}
+
+// status is the status of a run now. With fresh, its inference workers are asked first.
+func (w *watcher) status(ctx context.Context, run *Run, fresh bool) (*runv1.RunStatus, error) {
+	if c := w.conductors.get(run.GetRunId()); c != nil {
 		if fresh {
-			c.poll(ctx)
+			c.poller.poll(ctx)
 		}
-		return c.status(), nil
+		return c.board.status(), nil
 	}
-	cursor, err := s.Store.Cursor(ctx, run.GetRunId())
+	cursor, err := w.store.Cursor(ctx, run.GetRunId())
 	if err != nil {
 		return nil, err
 	}
-	queues, err := s.Store.Queues(ctx, run.GetRunId())
+	queues, err := w.store.Queues(ctx, run.GetRunId())
 	if err != nil {
 		return nil, err
 	}
 	status := &runv1.RunStatus{Run: run, Queues: queues}
 	if data, err := trainData(run); err == nil {
-		status.Cursor = cursorMessage(cursor.Position, data.rows)
+		status.Cursor = cursorMessage(cursor.Position, data.Rows)
 	}
 	if refusal.Paused(run) {
-		status.WaitingFor, status.Waits = waitsForSomebody(run), (&view{run: run}).currentWaits()
+		status.WaitingFor, status.Waits = waitsForUser(run), (&view{run: run}).currentWaits()
 	}
 	return status, nil
 }
 
 // watch sends the status at once and on every change until the run has ended or ctx ends.
-func (s *service) watch(ctx context.Context, runID string, send func(*runv1.RunStatus) error) error {
+func (w *watcher) watch(ctx context.Context, runID string, send func(*runv1.RunStatus) error) error {
 	var last *runv1.RunStatus
 	for {
-		run, err := s.Store.Get(ctx, runID)
+		run, err := w.store.Get(ctx, runID)
 		if err != nil {
 			return err
 		}
-		c := s.conductor(runID)
+		c := w.conductors.get(runID)
 		if c == nil || ended(run.GetState()) {
-			// The record is read again: between the two looks the conductor may have come to its end.
-			if run, err = s.Store.Get(ctx, runID); err != nil {
+			// Read the record again: the conductor may have ended between the two reads.
+			if run, err = w.store.Get(ctx, runID); err != nil {
 				return err
 			}
 			if ended(run.GetState()) {
-				_, err = s.sendRecord(ctx, run, last, send)
+				_, err = w.sendRecord(ctx, run, last, send)
 				return err
 			}
-			if refusal.Paused(run) { // over a restart, until somebody resumes it
-				if last, err = s.sendRecord(ctx, run, last, send); err != nil {
+			if refusal.Paused(run) { // also after a restart, until it is resumed by request
+				if last, err = w.sendRecord(ctx, run, last, send); err != nil {
 					return err
 				}
 			}
-			if err := pause(ctx, watchGap); err != nil {
+			if err := retry.Sleep(ctx, watchGap); err != nil {
 				return err
 			}
 			continue
 		}
-		if last, err = c.watch(ctx, last, send); err != nil {
+		if last, err = w.follow(ctx, c, last, send); err != nil {
 			return err
 		}
 	}
 }
 
-// sendRecord sends what is recorded of a run that nobody conducts, unless that was sent last; it returns what was.
-func (s *service) sendRecord(ctx context.Context, run *Run, last *runv1.RunStatus, send func(*runv1.RunStatus) error) (*runv1.RunStatus, error) {
-	status, err := s.status(ctx, run, false)
+// sendRecord sends the recorded status of a run that is not active here, unless it was sent last. It returns what was sent last.
+func (w *watcher) sendRecord(ctx context.Context, run *Run, last *runv1.RunStatus, send func(*runv1.RunStatus) error) (*runv1.RunStatus, error) {
+	status, err := w.status(ctx, run, false)
 	if err != nil || proto.Equal(status, last) {
 		return last, err
 	}
 	return status, send(status)
 }
 
-// watch follows one conductor until it is done; it returns what was sent last.
-func (c *conductor) watch(ctx context.Context, last *runv1.RunStatus, send func(*runv1.RunStatus) error) (*runv1.RunStatus, error) {
+// follow watches one conductor until it is done. It returns what was sent last.
+func (w *watcher) follow(ctx context.Context, c *conductor, last *runv1.RunStatus, send func(*runv1.RunStatus) error) (*runv1.RunStatus, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var polling sync.WaitGroup
 	defer polling.Wait()
 	defer cancel()
-	polling.Go(func() { c.pollUntil(ctx) })
+	polling.Go(func() { c.poller.serve(ctx) })
 	for {
-		changed := c.changes()
-		status := c.status()
-		if ended(status.GetRun().GetState()) { // the caller sends the last from the store
+		changed := c.board.Changes()
+		status := c.board.status()
+		if ended(status.GetRun().GetState()) { // watch sends the last status from the store
 			select {
 			case <-c.done:
 				return last, nil
@@ -114,7 +120,7 @@ func (c *conductor) watch(ctx context.Context, last *runv1.RunStatus, send func(
 			}
 			last = status
 		}
-		if err := c.rest(ctx, status.GetRun().GetState()); err != nil {
+		if err := w.rest(ctx, c, status.GetRun().GetState()); err != nil {
 			return last, err
 		}
 		select {
@@ -127,13 +133,13 @@ func (c *conductor) watch(ctx context.Context, last *runv1.RunStatus, send func(
 	}
 }
 
-// rest waits for watchGap, but not past a change of state.
-func (c *conductor) rest(ctx context.Context, was State) error {
+// rest waits for watchGap, or until the state changes.
+func (w *watcher) rest(ctx context.Context, c *conductor, was State) error {
 	timer := time.NewTimer(watchGap)
 	defer timer.Stop()
 	for {
-		changed := c.changes()
-		if c.state() != was {
+		changed := c.board.Changes()
+		if c.board.State() != was {
 			return nil
 		}
 		select {
@@ -148,51 +154,60 @@ func (c *conductor) rest(ctx context.Context, was State) error {
 	}
 }
 
-func (c *conductor) status() *runv1.RunStatus {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.view.status()
+// poller asks the inference workers of a run for their activity. Safe for concurrent use: watchers share one answer per pollEvery.
+type poller struct {
+	*scope
+
+	mu     sync.Mutex
+	last   time.Time
+	conns  map[string]Conn // by address, kept from one poll to the next
+	closed bool
 }
 
-func (c *conductor) pollUntil(ctx context.Context) {
+func newPoller(s *scope) *poller { return &poller{scope: s, conns: map[string]Conn{}} }
+
+// serve polls until ctx ends.
+func (p *poller) serve(ctx context.Context) {
 	for {
-		c.poll(ctx)
-		if err := pause(ctx, pollEvery); err != nil {
+		p.poll(ctx)
+		if err := retry.Sleep(ctx, pollEvery); err != nil {
 			return
 		}
 	}
 }
 
-// poll asks the healthy inference workers what they do, in parallel and briefly. Several watchers share one answer a second.
-func (c *conductor) poll(ctx context.Context) {
-	c.polls.Lock()
-	defer c.polls.Unlock()
-	if time.Since(c.polled) < pollEvery*9/10 {
+// poll asks the healthy inference workers in parallel.
+func (p *poller) poll(ctx context.Context) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || time.Since(p.last) < pollEvery*9/10 {
 		return
 	}
-	c.polled = time.Now()
+	p.last = time.Now()
 	away := ""
-	if !c.svc.Bus.Healthy() {
-		away = "no server of nats.url does; `rollout doctor` says more" // work and samples travel there: whatever else is waited for, waits for it
+	if !p.Bus.Healthy() { // every other wait may follow from this one: work and samples travel over NATS
+		away = "no server of nats.url answers; run `rollout doctor` for details"
 	}
-	c.waitFor("NATS to answer again (its servers)", away)
-	c.mu.Lock()
-	workers := maps.Clone(c.view.crowd.workers)
-	c.mu.Unlock()
-	ctx, cancel := context.WithTimeout(ctx, pollAtMost)
+	p.board.WaitFor("NATS to answer again (its servers)", away)
+	workers := p.board.workers()
+	ctx, cancel := context.WithTimeout(ctx, pollTimeout)
 	defer cancel()
-	c.lines.keep(workers)
+	p.closeOthers(workers)
 	var wg sync.WaitGroup
 	for id, w := range workers {
 		if w.kind != worker.Inference.Name || !w.healthy() {
 			continue
 		}
+		conn, err := p.connect(w.address)
+		if err != nil {
+			continue
+		}
 		wg.Go(func() {
-			status, err := c.ask(ctx, w.address)
+			status, err := inferencev1.NewInferenceWorkerServiceClient(conn).GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
 			if err != nil {
-				return // the registry says soon whether it is gone
+				return // the registry reports soon whether it is gone
 			}
-			c.change(id, func(now *workerView) {
+			p.board.changeWorker(id, func(now *workerView) {
 				if now.process == w.process {
 					now.status = status
 				}
@@ -202,10 +217,35 @@ func (c *conductor) poll(ctx context.Context) {
 	wg.Wait()
 }
 
-func (c *conductor) ask(ctx context.Context, address string) (*inferencev1.GetInferenceStatusResponse, error) {
-	conn, err := c.lines.to(address, c.svc.Dial)
-	if err != nil {
-		return nil, err
+func (p *poller) connect(address string) (Conn, error) {
+	if conn, open := p.conns[address]; open {
+		return conn, nil
 	}
-	return inferencev1.NewInferenceWorkerServiceClient(conn).GetInferenceStatus(ctx, &inferencev1.GetInferenceStatusRequest{})
+	conn, err := p.Dial(address)
+	if err == nil {
+		p.conns[address] = conn
+	}
+	return conn, err
+}
+
+// closeOthers closes the connections to all but these workers.
+func (p *poller) closeOthers(workers map[string]workerView) {
+	wanted := map[string]bool{}
+	for _, w := range workers {
+		wanted[w.address] = true
+	}
+	for address, conn := range p.conns {
+		if !wanted[address] {
+			_ = conn.Close()
+			delete(p.conns, address)
+		}
+	}
+}
+
+// close closes all connections; later polls do nothing.
+func (p *poller) close() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.closed = true
+	p.closeOthers(nil)
 }

@@ -26,6 +26,7 @@ import (
 	"github.com/rollout-rl/rollout/services/buffer/segment"
 	bufferstore "github.com/rollout-rl/rollout/services/buffer/sqlstore"
 	"github.com/rollout-rl/rollout/services/scheduler"
+	"github.com/rollout-rl/rollout/services/scheduler/issue"
 	schedulerstore "github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 	snapshotstore "github.com/rollout-rl/rollout/services/snapshot/sqlstore"
 )
@@ -109,7 +110,7 @@ func live(t *testing.T, server *buffer.Server, b *bus.Bus) {
 		}
 		must(t, b.PublishProto(ctx, names.TrajSubject(run), &trajectoryv1.TrajectoryBatch{Trajectories: all}))
 		if step == 1 {
-			_, err := server.ExcludeGroups(ctx, &bufferv1.ExcludeGroupsRequest{RunId: run, Reason: scheduler.AttemptsExhausted, Groups: []*bufferv1.GroupKey{{Index: 3, Attempt: 2}}})
+			_, err := server.ExcludeGroups(ctx, &bufferv1.ExcludeGroupsRequest{RunId: run, Reason: issue.AttemptsExhausted, Groups: []*bufferv1.GroupKey{{Index: 3, Attempt: 2}}})
 			must(t, err)
 		}
 		leased, err := server.LeaseBatch(ctx, &bufferv1.LeaseBatchRequest{RunId: run, Step: uint64(step) + 1, WaitSeconds: 30})

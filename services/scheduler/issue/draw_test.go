@@ -1,4 +1,4 @@
-package scheduler
+package issue
 
 import (
 	"math/rand/v2"
@@ -32,7 +32,7 @@ func (m *drawModel) turn() string {
 	case 0:
 		upto := m.w.Refill(m.issued, m.ledger)
 		for ; m.issued < upto; m.issued++ {
-			m.min[m.issued] = m.w.MinVersion(m.issued, m.w.made(m.ledger))
+			m.min[m.issued] = m.w.MinVersion(m.issued, m.w.Made(m.ledger))
 		}
 		out := m.issued - m.w.First - m.ledger.GetConsumed() - m.ledger.GetLeased() - m.ledger.GetExcluded()
 		if out > (m.w.Staleness+1)*m.w.GroupsPerStep {

@@ -9,7 +9,7 @@ import (
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 )
 
-// A wait names what is waited for, who owns that and since when; workers that wait for the same are told together.
+// A wait names what is waited for, the owner, and since when; workers with the same wait are one sentence.
 func TestWaits(t *testing.T) {
 	t.Parallel()
 	noon := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
@@ -24,12 +24,12 @@ func TestWaits(t *testing.T) {
 		}
 	}
 	step(0, "inference-0 and learner-0 to be started (scheduler)", func() {
-		v.crowd.put("learner-0", workerView{kind: "learner"})
-		v.crowd.put("inference-0", workerView{kind: "inference"})
+		v.fleet.put("learner-0", workerView{kind: "learner"})
+		v.fleet.put("inference-0", workerView{kind: "inference"})
 	})
 	step(1, "inference-0 and learner-0 to load the model (worker process)", func() {
-		v.crowd.put("learner-0", workerView{kind: "learner", process: "p7"})
-		v.crowd.put("inference-0", workerView{kind: "inference", process: "p8"})
+		v.fleet.put("learner-0", workerView{kind: "learner", process: "p7"})
+		v.fleet.put("inference-0", workerView{kind: "inference", process: "p8"})
 	})
 	step(5, "inference-0 and learner-0 to load the model (worker process)", func() {})
 	if since := v.status().GetWaitingSince().AsTime(); !since.Equal(noon.Add(time.Second)) {
@@ -40,12 +40,12 @@ func TestWaits(t *testing.T) {
 			t.Errorf("wait: %v", wait)
 		}
 	}
-	step(6, "inference-0 to be started again (scheduler): it left with code 1; learner-0 to load the model (worker process)", func() {
-		v.crowd.put("inference-0", workerView{kind: "inference", why: "left with code 1"})
+	step(6, "inference-0 to be restarted (scheduler): it left with code 1; learner-0 to load the model (worker process)", func() {
+		v.fleet.put("inference-0", workerView{kind: "inference", why: "left with code 1"})
 	})
 	step(7, "a learner worker (scheduler starts it)", func() { // the controller has not seen it yet
-		v.crowd.put("learner-0", workerView{kind: "learner", process: "p7", address: "host:1"})
-		v.crowd.put("inference-0", workerView{kind: "inference", process: "p8", address: "host:2"})
+		v.fleet.put("learner-0", workerView{kind: "learner", process: "p7", address: "host:1"})
+		v.fleet.put("inference-0", workerView{kind: "inference", process: "p8", address: "host:2"})
 	})
 	step(8, "", func() { v.progress = &learnerv1.Progress{} })
 	if since := v.status().GetWaitingSince(); since != nil {
@@ -56,10 +56,10 @@ func TestWaits(t *testing.T) {
 	}
 }
 
-// Of a large fleet some are named.
+// The summary of a large fleet names a few workers.
 func TestWaitsOfMany(t *testing.T) {
 	t.Parallel()
-	c := newCrowd()
+	c := newFleet()
 	for n := range 1000 {
 		c.put(fmt.Sprintf("inference-%03d", n), workerView{kind: "inference"})
 	}
@@ -69,10 +69,10 @@ func TestWaitsOfMany(t *testing.T) {
 	}
 }
 
-// Who waits for a worker is woken for it alone, and not by what it says of itself.
-func TestCrowdWakesForOneWorker(t *testing.T) {
+// A waiter for a worker is woken by that worker alone, and not by its status.
+func TestFleetWakesWaitersOfOneWorker(t *testing.T) {
 	t.Parallel()
-	c := newCrowd()
+	c := newFleet()
 	c.put("a", workerView{kind: "inference"})
 	c.put("b", workerView{kind: "inference"})
 	woken := c.changes("a")
@@ -80,17 +80,17 @@ func TestCrowdWakesForOneWorker(t *testing.T) {
 	c.put("a", workerView{kind: "inference", status: &inferencev1.GetInferenceStatusResponse{Samples: 5}})
 	select {
 	case <-woken:
-		t.Fatal("woken for nothing")
+		t.Fatal("woken without a change")
 	default:
 	}
-	told := c.absent()
+	before := c.absent()
 	c.put("a", workerView{kind: "inference", process: "p4"})
 	select {
 	case <-woken:
 	default:
 		t.Fatal("not woken")
 	}
-	if c.absent() == told {
-		t.Error("what is told is that of before")
+	if c.absent() == before {
+		t.Error("the summary was not made again")
 	}
 }

@@ -1,4 +1,4 @@
-package scheduler
+package issue
 
 import (
 	"context"
@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
-	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -21,18 +20,19 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
-	"github.com/rollout-rl/rollout/services/scheduler/dataset"
+	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
-// around is what an issuer calls; it writes down what was asked, in order.
+// around implements what an issuer calls, and records the calls in order.
 type around struct {
-	Store
-	Bus
 	Buffer
-	asked []string
-	known []*bufferv1.GroupRecord
-	lost  int // answers of ReissueGroups that do not arrive
-	full  int // publishes that fail
+	ledger *bufferv1.LedgerState
+	state  runv1.RunState
+	waits  map[string]string
+	asked  []string
+	known  []*bufferv1.GroupRecord
+	lost   int // answers of ReissueGroups that do not arrive
+	full   int // publishes that fail
 }
 
 func (a *around) note(format string, args ...any) {
@@ -80,34 +80,39 @@ func (a *around) ExcludeGroups(_ context.Context, in *bufferv1.ExcludeGroupsRequ
 	return &bufferv1.ExcludeGroupsResponse{}, nil
 }
 
-func (a *around) Emit(*eventv1.Event) {}
+func (a *around) State() runv1.RunState              { return a.state }
+func (a *around) Ledger() *bufferv1.LedgerState      { return a.ledger }
+func (a *around) SetLedger(l *bufferv1.LedgerState)  { a.ledger = l }
+func (a *around) SetPosition(uint64, uint64, uint64) {}
+func (a *around) Changes() <-chan struct{}           { return nil }
 
-func (a *around) Flush(context.Context) error { return nil }
+func (a *around) WaitFor(what, why string) {
+	if a.waits[what] = why; why == "" {
+		delete(a.waits, what)
+	}
+}
 
-// bench gives an issuer of two-group steps over ten rows whose cursor stands at a position.
-func bench(t *testing.T, position uint64, state State, ledger *bufferv1.LedgerState, known ...*bufferv1.GroupRecord) (*issuer, *around) {
+// bench makes an issuer of steps of two groups over ten rows, with the cursor at a position.
+func bench(t *testing.T, position uint64, state runv1.RunState, ledger *bufferv1.LedgerState, known ...*bufferv1.GroupRecord) (*Issuer, *around) {
 	t.Helper()
 	text := []byte("{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}\n")
 	path := filepath.Join(t.TempDir(), "rows.jsonl")
 	if err := os.WriteFile(path, text, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	file, err := dataset.Open(path, id.Content(text), 10)
+	a := &around{known: known, ledger: ledger, state: state, waits: map[string]string{}}
+	attempts := uint32(2)
+	run := &runv1.Run{RunId: "run-1", Incarnation: 1, Plan: &planv1.Plan{Config: &configv1.RunConfig{
+		Limits: &configv1.LimitsConfig{GroupAttempts: &attempts},
+	}}}
+	log := slog.New(slog.DiscardHandler)
+	i, err := Open(Deps{
+		Buffer: a, Stream: a, Cursor: a, Board: a, Retry: retry.New("run-1", a.WaitFor, log), Emit: func(*eventv1.Event) {}, Log: log,
+	}, run, Window{Sync: true, GroupsPerStep: 2, Steps: 5}, Data{Path: path, Digest: id.Content(text), Rows: 10}, position)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = file.Close() })
-	a := &around{known: known}
-	svc := newService(Config{}, Deps{Store: a, Bus: a, Buffer: a, Events: a, Log: slog.New(slog.DiscardHandler), Now: time.Now})
-	attempts := uint32(2)
-	run := &Run{RunId: "run-1", State: state, Incarnation: 1, Plan: &planv1.Plan{Config: &configv1.RunConfig{
-		Limits: &configv1.LimitsConfig{GroupAttempts: &attempts},
-	}}}
-	c := newConductor(svc, run)
-	c.window = Window{Sync: true, GroupsPerStep: 2, Steps: 5}
-	c.seeLedger(ledger)
-	i := newIssuer(c, run, input{rows: 10}, position)
-	i.file = file
+	t.Cleanup(func() { _ = i.Close() })
 	return i, a
 }
 
@@ -127,12 +132,14 @@ const (
 	ready     = bufferv1.GroupState_GROUP_STATE_READY
 	excluded  = bufferv1.GroupState_GROUP_STATE_EXCLUDED
 	dissolved = bufferv1.GroupState_GROUP_STATE_DISSOLVED
+
+	running = runv1.RunState_RUN_STATE_RUNNING
 )
 
-func TestTheCursorMovesBeforeThePublish(t *testing.T) {
+func TestCursorIsDurableBeforeThePublish(t *testing.T) {
 	t.Parallel()
-	i, a := bench(t, 0, Running, &bufferv1.LedgerState{})
-	for range 2 { // the second time there is nothing to do
+	i, a := bench(t, 0, running, &bufferv1.LedgerState{})
+	for range 2 { // the second call has nothing to do
 		if err := i.act(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -140,9 +147,9 @@ func TestTheCursorMovesBeforeThePublish(t *testing.T) {
 	a.want(t, "cursor 0 to 2", "publish 0 attempt 0", "publish 1 attempt 0")
 }
 
-func TestNothingIsIssuedWhileTheRunDoesNotRun(t *testing.T) {
+func TestNothingIsIssuedUnlessTheRunIsRunning(t *testing.T) {
 	t.Parallel()
-	for _, state := range []State{Paused, Draining, Cancelled} {
+	for _, state := range []runv1.RunState{runv1.RunState_RUN_STATE_PAUSED, runv1.RunState_RUN_STATE_DRAINING, runv1.RunState_RUN_STATE_CANCELLED} {
 		i, a := bench(t, 0, state, &bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 0, dissolved, 1)}})
 		if err := i.act(t.Context()); err != nil {
 			t.Fatal(err)
@@ -154,8 +161,8 @@ func TestNothingIsIssuedWhileTheRunDoesNotRun(t *testing.T) {
 func TestDissolvedGroupsAreSettledOnce(t *testing.T) {
 	t.Parallel()
 	state := &bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 4, dissolved, 1), group(1, 1, dissolved, 2)}}
-	i, a := bench(t, 2, Running, state)
-	for range 2 { // the ledger's next word may be older than what was done
+	i, a := bench(t, 2, running, state)
+	for range 2 { // the next state of the ledger may be older than what was done
 		if err := i.act(t.Context()); err != nil {
 			t.Fatal(err)
 		}
@@ -163,36 +170,36 @@ func TestDissolvedGroupsAreSettledOnce(t *testing.T) {
 	a.want(t, "reissue 0 attempt 5", "publish 0 attempt 5", "exclude 1")
 }
 
-// A run of months has no end of groups that dissolve.
-func TestWhatWasSettledIsForgottenOnceTheLedgerTellsOfItNoMore(t *testing.T) {
+// In a long run the number of dissolved groups is not bounded.
+func TestSettledGroupsAreForgottenWhenTheLedgerNoLongerReportsThem(t *testing.T) {
 	t.Parallel()
-	i, _ := bench(t, 4, Running, nil)
+	i, _ := bench(t, 4, running, nil)
 	for attempt := range uint32(3) {
 		for index := range uint64(4) {
-			i.c.seeLedger(&bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(index, attempt, dissolved, 0)}})
+			i.Board.SetLedger(&bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(index, attempt, dissolved, 0)}})
 			if err := i.act(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			if len(i.settled) != 1 {
-				t.Fatalf("one group is dissolved, of %d it is known that they were", len(i.settled))
+				t.Fatalf("one group is dissolved, %d are remembered", len(i.settled))
 			}
 		}
 	}
 }
 
-// The ledger opened the next attempt, and buffer or stream died before the scheduler knew or could publish: no state of the ledger
-// tells of the group again, and its work must go out all the same.
-func TestAnAttemptThatIsOpenIsPublished(t *testing.T) {
+// The ledger opened the next attempt, and the buffer or the stream failed before the scheduler could publish. No state of the ledger
+// contains the group again, and its work must still be published.
+func TestOpenAttemptIsPublished(t *testing.T) {
 	t.Parallel()
 	for name, spoil := range map[string]func(*around){"answer lost": func(a *around) { a.lost = 1 }, "publish failed": func(a *around) { a.full = 1 }} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			i, a := bench(t, 2, Running, &bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 0, dissolved, 1)}})
+			i, a := bench(t, 2, running, &bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 0, dissolved, 1)}})
 			spoil(a)
 			if err := i.act(t.Context()); err == nil {
 				t.Fatal("no error")
 			}
-			i.c.seeLedger(&bufferv1.LedgerState{}) // it is open now
+			i.Board.SetLedger(&bufferv1.LedgerState{}) // it is open now
 			for range 2 {
 				if err := i.act(t.Context()); err != nil {
 					t.Fatal(err)
@@ -203,15 +210,15 @@ func TestAnAttemptThatIsOpenIsPublished(t *testing.T) {
 	}
 }
 
-// What was published after all and failed again is not opened a second time.
-func TestAnOwedAttemptThatFailedIsOver(t *testing.T) {
+// An attempt whose publish seemed to fail may have run and failed: then it is not opened a second time.
+func TestUnpublishedAttemptThatFailedIsNotReopened(t *testing.T) {
 	t.Parallel()
-	i, a := bench(t, 2, Running, &bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 0, dissolved, 1)}})
+	i, a := bench(t, 2, running, &bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 0, dissolved, 1)}})
 	a.full = 1
 	if err := i.act(t.Context()); err == nil {
 		t.Fatal("no error")
 	}
-	i.c.seeLedger(&bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 1, dissolved, 2)}})
+	i.Board.SetLedger(&bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 1, dissolved, 2)}})
 	for range 2 {
 		if err := i.act(t.Context()); err != nil {
 			t.Fatal(err)
@@ -220,33 +227,33 @@ func TestAnOwedAttemptThatFailedIsOver(t *testing.T) {
 	a.want(t, "reissue 0 attempt 1", "exclude 0")
 }
 
-func TestReconcilePublishesWhatTheLedgerDoesNotHaveWhole(t *testing.T) {
+func TestReconcilePublishesIncompleteGroups(t *testing.T) {
 	t.Parallel()
-	i, a := bench(t, 6, Running, &bufferv1.LedgerState{Step: 1},
+	i, a := bench(t, 6, running, &bufferv1.LedgerState{Step: 1},
 		group(2, 1, open, 0), group(3, 0, ready, 0), group(4, 0, excluded, 0), group(5, 0, dissolved, 1))
 	if err := i.reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	a.want(t, "publish 2 attempt 1")
-	i, a = bench(t, 6, Running, &bufferv1.LedgerState{Step: 1}, group(3, 0, ready, 0))
+	i, a = bench(t, 6, running, &bufferv1.LedgerState{Step: 1}, group(3, 0, ready, 0))
 	if err := i.reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	a.want(t, "publish 2 attempt 0", "publish 4 attempt 0", "publish 5 attempt 0")
 }
 
-// A disk that lost the cursor's last move does not have the same positions issued as new ones.
-func TestReconcileNeverLetsTheCursorBehindTheLedger(t *testing.T) {
+// If a disk lost the last advance of the cursor, its positions are not issued as new ones.
+func TestReconcileMovesTheCursorToTheLedger(t *testing.T) {
 	t.Parallel()
-	i, a := bench(t, 2, Running, &bufferv1.LedgerState{Step: 1}, group(3, 0, ready, 0), group(4, 0, open, 0))
+	i, a := bench(t, 2, running, &bufferv1.LedgerState{Step: 1}, group(3, 0, ready, 0), group(4, 0, open, 0))
 	if err := i.reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	a.want(t, "cursor 2 to 5", "publish 2 attempt 0", "publish 4 attempt 0")
 }
 
-// What is on its way is bounded by bytes; the groups of one step are let through however large they are.
-func TestBytesHoldGroupsBack(t *testing.T) {
+// The bytes in flight are limited; the groups of one step are always allowed.
+func TestQueueBytesLimitIssuing(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		most   uint64
@@ -261,9 +268,9 @@ func TestBytesHoldGroupsBack(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			i, a := bench(t, 0, Running, c.ledger)
-			i.c.window = Window{GroupsPerStep: 2, Staleness: 3, Steps: 5, Completion: true}
-			config := i.record.GetPlan().GetConfig()
+			i, a := bench(t, 0, running, c.ledger)
+			i.window = Window{GroupsPerStep: 2, Staleness: 3, Steps: 5, Completion: true}
+			config := i.run.GetPlan().GetConfig()
 			size := uint32(4)
 			config.Limits.QueueBytes, config.Sampling = &c.most, &configv1.SamplingConfig{GroupSize: &size}
 			if err := i.act(t.Context()); err != nil {
@@ -272,8 +279,8 @@ func TestBytesHoldGroupsBack(t *testing.T) {
 			if i.position != c.want {
 				t.Errorf("issued up to %d, want %d: %q", i.position, c.want, a.asked)
 			}
-			if waits := len(i.c.view.waits) > 0; waits != (c.want < 8) {
-				t.Errorf("waits %v", i.c.view.waits)
+			if waits := len(a.waits) > 0; waits != (c.want < 8) {
+				t.Errorf("waits %v", a.waits)
 			}
 		})
 	}

@@ -17,7 +17,7 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// archive is a store of runs that ended, each a time ago, and a bus that has streams of all of them and of another mesh's.
+// archive is a store of ended runs, and a bus that has their streams and those of another mesh.
 type archive struct {
 	Store
 	Bus
@@ -26,22 +26,22 @@ type archive struct {
 	left []string
 }
 
-func (e *archive) Get(_ context.Context, id string) (*Run, error) {
-	if run := e.runs[id]; run != nil {
+func (a *archive) Get(_ context.Context, id string) (*Run, error) {
+	if run := a.runs[id]; run != nil {
 		return run, nil
 	}
 	return nil, status.Error(codes.NotFound, id)
 }
 
-func (e *archive) Runs(context.Context) ([]string, error) { return slices.Clone(e.left), nil }
+func (a *archive) Runs(context.Context) ([]string, error) { return slices.Clone(a.left), nil }
 
-func (e *archive) DeleteRun(_ context.Context, run string) error {
-	e.left = slices.DeleteFunc(e.left, func(id string) bool { return id == run })
+func (a *archive) DeleteRun(_ context.Context, run string) error {
+	a.left = slices.DeleteFunc(a.left, func(id string) bool { return id == run })
 	return nil
 }
 
-func (e *archive) List(_ context.Context, f Filter) (out []*Run, _ error) {
-	for _, run := range e.runs {
+func (a *archive) List(_ context.Context, f Filter) (out []*Run, _ error) {
+	for _, run := range a.runs {
 		if slices.Contains(f.States, run.GetState()) {
 			out = append(out, run)
 		}
@@ -49,7 +49,7 @@ func (e *archive) List(_ context.Context, f Filter) (out []*Run, _ error) {
 	return out, nil
 }
 
-// listener hears events.
+// listener records events.
 type listener struct {
 	Events
 	heard []*eventv1.Event
@@ -57,31 +57,31 @@ type listener struct {
 
 func (l *listener) Emit(e *eventv1.Event) { l.heard = append(l.heard, e) }
 
-// A process that dies between the record of an end and its event leaves the event to the next one. Storage drops what it has by id.
-func TestTheLastEndsAreToldAgain(t *testing.T) {
+// A process that dies between the record of an end and its event leaves the event to the next one. Storage drops duplicates by id.
+func TestLastEndsAreReportedAgain(t *testing.T) {
 	t.Parallel()
 	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 	e := &archive{runs: map[string]*Run{
 		"running":   {RunId: "running", State: Running},
 		"succeeded": {RunId: "succeeded", State: Succeeded, Step: 7, EndTime: timestamppb.New(now.Add(-time.Hour)), Incarnation: 1},
-		"failed":    {RunId: "failed", State: Failed, Reason: "WORKER_CRASH_LOOP", EndTime: timestamppb.New(now.Add(-time.Hour - retold)), Incarnation: 2},
-		"older":     {RunId: "older", State: Cancelled, EndTime: timestamppb.New(now.Add(-time.Hour - retold - time.Second)), Incarnation: 1},
+		"failed":    {RunId: "failed", State: Failed, Reason: "WORKER_CRASH_LOOP", EndTime: timestamppb.New(now.Add(-time.Hour - resendWithin)), Incarnation: 2},
+		"older":     {RunId: "older", State: Cancelled, EndTime: timestamppb.New(now.Add(-time.Hour - resendWithin - time.Second)), Incarnation: 1},
 	}}
 	first, again := &listener{}, &listener{}
-	old := newService(Config{}, Deps{Store: e, Events: first, Log: slog.New(slog.DiscardHandler), Now: func() time.Time { return now.Add(-time.Hour) }})
+	old := newRecords(Deps{Store: e, Events: first, Log: slog.New(slog.DiscardHandler), Now: func() time.Time { return now.Add(-time.Hour) }})
 	old.announce(e.runs["succeeded"])
 	old.announce(e.runs["failed"])
-	next := newService(Config{}, Deps{Store: e, Events: again, Now: func() time.Time { return now }})
-	if err := next.retell(t.Context()); err != nil {
+	deps := Deps{Store: e, Events: again, Now: func() time.Time { return now }}
+	if err := (&takeover{Deps: deps, records: newRecords(deps)}).resend(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	slices.SortFunc(again.heard, func(x, y *eventv1.Event) int { return -strings.Compare(x.GetRunId(), y.GetRunId()) })
 	if len(again.heard) != 2 {
-		t.Fatalf("told again: %v", again.heard)
+		t.Fatalf("reported again: %v", again.heard)
 	}
-	for i, told := range again.heard {
-		if !proto.Equal(told, first.heard[i]) || !id.Valid(told.GetEventId()) {
-			t.Errorf("told first, then again:\n%v\n%v", first.heard[i], told)
+	for i, event := range again.heard {
+		if !proto.Equal(event, first.heard[i]) || !id.Valid(event.GetEventId()) {
+			t.Errorf("first, then again:\n%v\n%v", first.heard[i], event)
 		}
 	}
 	if a, b := again.heard[0].GetEventId(), again.heard[1].GetEventId(); a == b {
@@ -89,11 +89,11 @@ func TestTheLastEndsAreToldAgain(t *testing.T) {
 	}
 	e.runs["failed"].Incarnation++
 	if stateEvent(e.runs["failed"]).GetEventId() == first.heard[1].GetEventId() {
-		t.Error("the end of the next incarnation is told by the same event")
+		t.Error("the end of the next incarnation has the same event id")
 	}
 }
 
-func TestStreamsThatNobodyUsesAreRemoved(t *testing.T) {
+func TestUnusedStreamsAreRemoved(t *testing.T) {
 	t.Parallel()
 	e := &archive{now: time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC), runs: map[string]*Run{}, left: []string{"another mesh's"}}
 	add := func(id string, state State, ago time.Duration) {
@@ -111,7 +111,7 @@ func TestStreamsThatNobodyUsesAreRemoved(t *testing.T) {
 	for _, state := range []State{Pending, Starting, Running, Paused, Draining, Interrupted} {
 		add(stateName(state), state, 0)
 	}
-	s := newService(Config{}, Deps{Store: e, Bus: e, Now: func() time.Time { return e.now }})
+	s := &takeover{Deps: Deps{Store: e, Bus: e, Now: func() time.Time { return e.now }}}
 	if err := s.sweepStreams(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,296 @@
+package scheduler
+
+import (
+	"cmp"
+	"context"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/rollout-rl/rollout/libs/refusal"
+	"github.com/rollout-rl/rollout/libs/worker"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/dataset"
+)
+
+// board holds what the parts of one active run observed last, and wakes those that wait for a change. Messages on it are never
+// modified, only replaced. Safe for concurrent use.
+type board struct {
+	now func() time.Time
+
+	mu      sync.Mutex
+	view    view
+	changed chan struct{} // closed and replaced on each change
+}
+
+func newBoard(run *Run, now func() time.Time) *board {
+	return &board{now: now, view: newView(run), changed: make(chan struct{})}
+}
+
+// update changes the view and wakes everything that waits for a change.
+func (b *board) update(change func(*view)) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	change(&b.view)
+	b.view.settle(b.now().UTC())
+	close(b.changed)
+	b.changed = make(chan struct{})
+}
+
+// read calls look with the view, which look must not modify or keep.
+func (b *board) read(look func(*view)) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	look(&b.view)
+}
+
+// Changes is closed at the next change of the view.
+func (b *board) Changes() <-chan struct{} {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.changed
+}
+
+// setRecord is called in the order of the writes to the store (see records.update).
+func (b *board) setRecord(run *Run) { b.update(func(v *view) { v.run = run }) }
+
+// SetLedger replaces the state of the ledger.
+func (b *board) SetLedger(l *bufferv1.LedgerState) { b.update(func(v *view) { v.ledger = l }) }
+
+// SetPosition replaces the position of the cursor.
+func (b *board) SetPosition(position, first, rows uint64) {
+	b.update(func(v *view) { v.position, v.first, v.rows = position, first, rows })
+}
+
+// setProgress replaces the progress of the controller; nil is ignored.
+func (b *board) setProgress(p *learnerv1.Progress) {
+	if p != nil {
+		b.update(func(v *view) { v.progress = p })
+	}
+}
+
+// WaitFor shows what the run waits for and why; an empty reason ends the wait.
+func (b *board) WaitFor(what, why string) {
+	b.mu.Lock()
+	same := b.view.waits[what] == why
+	b.mu.Unlock()
+	if same {
+		return
+	}
+	b.update(func(v *view) {
+		if v.waits[what] = why; why == "" {
+			delete(v.waits, what)
+		}
+	})
+}
+
+// changeWorker changes one worker.
+func (b *board) changeWorker(id string, change func(*workerView)) {
+	b.update(func(v *view) {
+		w := v.fleet.workers[id]
+		change(&w)
+		v.fleet.put(id, w)
+	})
+}
+
+// waitForWorker waits until a worker is as wanted.
+func (b *board) waitForWorker(ctx context.Context, id string, wanted func(workerView) bool) error {
+	for {
+		b.mu.Lock()
+		changed := b.view.fleet.changes(id)
+		reached := wanted(b.view.fleet.workers[id])
+		b.mu.Unlock()
+		if reached {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-changed:
+		}
+	}
+}
+
+// workers returns a copy of the workers by id.
+func (b *board) workers() (workers map[string]workerView) {
+	b.read(func(v *view) { workers = maps.Clone(v.fleet.workers) })
+	return workers
+}
+
+// Ledger is the newest state of the ledger; nil before the first one.
+func (b *board) Ledger() (l *bufferv1.LedgerState) {
+	b.read(func(v *view) { l = v.ledger })
+	return l
+}
+
+// State is the state of the run.
+func (b *board) State() (s State) {
+	b.read(func(v *view) { s = v.run.GetState() })
+	return s
+}
+
+// record is a copy of the newest record of the run.
+func (b *board) record() (run *Run) {
+	b.read(func(v *view) { run = proto.CloneOf(v.run) })
+	return run
+}
+
+func (b *board) queues() (q *runv1.Queues) {
+	b.read(func(v *view) { q = v.queues() })
+	return q
+}
+
+func (b *board) progress() (p *learnerv1.Progress) {
+	b.read(func(v *view) { p = v.progress })
+	return p
+}
+
+func (b *board) status() (s *runv1.RunStatus) {
+	b.read(func(v *view) { s = v.status() })
+	return s
+}
+
+// view is the content of a board.
+type view struct {
+	run      *Run
+	ledger   *bufferv1.LedgerState
+	position uint64
+	first    uint64
+	rows     uint64
+	progress *learnerv1.Progress
+	fleet    fleet
+
+	waits   map[string]string // what the run waits for -> why
+	current []*waitv1.Wait    // as of the last settle
+	waiting string            // the evidence of all waits
+	since   time.Time         // when `waiting` changed last
+}
+
+func newView(run *Run) view {
+	return view{run: run, fleet: newFleet(), waits: map[string]string{}}
+}
+
+// queues counts the groups per stage. In flight is what was issued and is in no other stage.
+func (v *view) queues() *runv1.Queues {
+	q := &runv1.Queues{
+		Ready: v.ledger.GetReady(), Leased: v.ledger.GetLeased(), Consumed: v.ledger.GetConsumed(), Excluded: v.ledger.GetExcluded(),
+	}
+	elsewhere := v.first + q.GetReady() + q.GetLeased() + q.GetConsumed() + q.GetExcluded()
+	if v.position > elsewhere {
+		q.InFlight = v.position - elsewhere
+	}
+	return q
+}
+
+// status is the message for watchers.
+func (v *view) status() *runv1.RunStatus {
+	run := proto.CloneOf(v.run)
+	advance(run, v.progress)
+	s := &runv1.RunStatus{Run: run, Queues: v.queues(), Workers: v.workerList(), WaitingFor: v.waiting, Waits: v.current}
+	if v.waiting != "" {
+		s.WaitingSince = timestamppb.New(v.since)
+	}
+	if v.progress != nil && active(run.GetState()) {
+		s.Phase = v.progress.GetPhase().String()[len("PHASE_"):]
+	}
+	if v.rows > 0 {
+		s.Cursor = cursorMessage(v.position, v.rows)
+	}
+	return s
+}
+
+func cursorMessage(position, rows uint64) *runv1.Cursor {
+	place := dataset.PlaceOf(position, rows)
+	return &runv1.Cursor{Position: position, Epoch: place.Epoch, Index: place.Index, Rows: rows}
+}
+
+func (v *view) workerList() []*runv1.Worker {
+	var out []*runv1.Worker
+	for _, id := range slices.Sorted(maps.Keys(v.fleet.workers)) {
+		w := v.fleet.workers[id]
+		m := &runv1.Worker{
+			WorkerId: id, Kind: w.kind, Address: w.address, Healthy: w.healthy(), ProcessId: w.process, Pid: uint32(w.pid), Restarts: uint32(w.restarts),
+			Activity: w.activity(),
+		}
+		if w.kind == worker.Learner.Name {
+			m.WeightsVersion = v.progress.GetStep()
+		}
+		if st := w.status; st != nil && w.healthy() {
+			m.WeightsVersion, m.Activity = st.GetReceipt().GetVersion(), st.GetActivity()
+			m.SamplesPerSecond, m.TokensPerSecond = st.GetSamplesPerSecond(), st.GetTokensPerSecond()
+		}
+		out = append(out, m)
+	}
+	slices.SortStableFunc(out, func(a, b *runv1.Worker) int { return cmp.Compare(a.GetKind(), b.GetKind()) })
+	return out
+}
+
+// waitsForUser is the wait of a run that a refused gradient has paused.
+func waitsForUser(run *Run) string {
+	return "you to start a run with other settings (`rollout run --config FILE --from " + run.GetRunId() + "`), to cancel this one, or to try the step again " +
+		"(`rollout runs resume " + run.GetRunId() + "`), which gives the same gradient unless the machine was at fault: " + run.GetMessage()
+}
+
+// currentWaits lists what the run waits for, with who can end each wait: the user, a service, workers.
+func (v *view) currentWaits() []*waitv1.Wait {
+	if !active(v.run.GetState()) {
+		return nil
+	}
+	resume := "rollout runs resume " + v.run.GetRunId()
+	if refusal.Paused(v.run) {
+		return []*waitv1.Wait{{Owner: "user", Reason: v.run.GetReason(), Evidence: waitsForUser(v.run), Fix: resume}}
+	}
+	if v.run.GetState() == Paused && v.run.GetReason() != "" {
+		return []*waitv1.Wait{{Owner: "scheduler", Reason: v.run.GetReason(), Evidence: "the cause of the pause to end: " + v.run.GetMessage()}}
+	}
+	if v.run.GetState() == Paused {
+		return []*waitv1.Wait{{Owner: "user", Reason: "PAUSED", Evidence: "you to resume the run (it was paused by request)", Fix: resume}}
+	}
+	var waits []*waitv1.Wait
+	for _, what := range slices.Sorted(maps.Keys(v.waits)) {
+		waits = append(waits, &waitv1.Wait{Owner: ownerOf(what), Reason: "NO_ANSWER", Evidence: what + ": " + v.waits[what]})
+	}
+	absent := v.fleet.absent()
+	waits = append(waits, absent.waits...)
+	if text := v.progress.GetWaitingFor(); text != "" && !absent.learner { // else absent has the learner that the controller waits for
+		waits = append(waits, &waitv1.Wait{Owner: ownerOf(text), Reason: v.progress.GetPhase().String()[len("PHASE_"):], Evidence: text})
+	}
+	return waits
+}
+
+// ownerOf returns the words in parentheses at the end of a sentence, which name the owner of the wait.
+func ownerOf(sentence string) string {
+	at := strings.LastIndex(sentence, "(")
+	if owner, found := strings.CutSuffix(sentence[at+1:], ")"); at >= 0 && found {
+		return owner
+	}
+	return "learner-controller"
+}
+
+// settle records the current waits. A wait that continues keeps its time.
+func (v *view) settle(now time.Time) {
+	since := map[string]*timestamppb.Timestamp{}
+	for _, wait := range v.current {
+		since[wait.GetEvidence()] = wait.GetSince()
+	}
+	var sentences []string
+	v.current = nil
+	for _, wait := range v.currentWaits() {
+		wait = proto.CloneOf(wait)
+		if wait.Since = since[wait.GetEvidence()]; wait.Since == nil {
+			wait.Since = timestamppb.New(now)
+		}
+		v.current, sentences = append(v.current, wait), append(sentences, wait.GetEvidence())
+	}
+	if text := strings.Join(sentences, "; "); text != v.waiting {
+		v.waiting, v.since = text, now
+	}
+}

@@ -1,0 +1,128 @@
+package scheduler
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/rollout-rl/rollout/libs/worker"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
+)
+
+// fleet holds the observed workers of a run. The view changes many times a second, and that must not cost more with each worker: a
+// waiter for one worker is woken by that worker alone, and the summary of all of them is made when one has changed.
+type fleet struct {
+	workers map[string]workerView
+	signals map[string]chan struct{} // by worker, closed when it changes
+	summary *absence                 // nil if a worker has changed since it was made
+}
+
+// absence summarizes the workers that do not serve.
+type absence struct {
+	waits   []*waitv1.Wait
+	learner bool // one of them is a learner
+}
+
+// workerView is one worker as its supervisor, the registry, and the worker itself describe it.
+type workerView struct {
+	kind     string
+	process  string // id that the launcher gave; "" while no process runs
+	pid      int    // of that process, for people; 0 if the launcher has none
+	nonce    string // secret of the newest launch
+	restarts int
+	why      string // of the last exit
+	address  string // "" until the launched process registered
+	served   bool   // this process has registered before
+	status   *inferencev1.GetInferenceStatusResponse
+}
+
+func (w workerView) healthy() bool {
+	return w.process != "" && w.address != ""
+}
+
+func (w workerView) activity() string {
+	switch {
+	case w.process == "" && w.why != "":
+		return "is being restarted: it " + w.why
+	case w.process == "":
+		return "is being started"
+	case !w.healthy():
+		return "starts and loads the model"
+	}
+	return ""
+}
+
+func newFleet() fleet {
+	return fleet{workers: map[string]workerView{}, signals: map[string]chan struct{}{}}
+}
+
+// put replaces a worker.
+func (f *fleet) put(id string, w workerView) {
+	was, known := f.workers[id]
+	f.workers[id] = w
+	if was.status = w.status; known && was == w {
+		return
+	}
+	f.summary = nil
+	if signal := f.signals[id]; signal != nil {
+		close(signal)
+		delete(f.signals, id)
+	}
+}
+
+// changes is closed at the next change of a worker. A new status alone is not a change.
+func (f *fleet) changes(id string) <-chan struct{} {
+	if f.signals[id] == nil {
+		f.signals[id] = make(chan struct{})
+	}
+	return f.signals[id]
+}
+
+// mostNamed is the number of workers that a sentence names.
+const mostNamed = 4
+
+// absent summarizes the workers that do not serve, grouped by reason.
+func (f *fleet) absent() *absence {
+	if f.summary != nil {
+		return f.summary
+	}
+	f.summary = &absence{}
+	type cause struct{ owner, reason, what string }
+	by := map[cause][]string{}
+	var order []cause
+	for _, id := range slices.Sorted(maps.Keys(f.workers)) {
+		w := f.workers[id]
+		if w.healthy() {
+			continue
+		}
+		f.summary.learner = f.summary.learner || w.kind == worker.Learner.Name
+		what := cause{"worker", "WORKER_LOADING", "to load the model (worker process)"}
+		if w.served {
+			what = cause{"worker", "WORKER_UNREGISTERED", "to register again or exit: it left the registry (worker process)"}
+		}
+		if w.process == "" {
+			what = cause{"scheduler", "WORKER_STARTING", "to be started (scheduler)"}
+			if w.why != "" {
+				what = cause{"scheduler", "WORKER_RESTARTING", "to be restarted (scheduler): it " + w.why}
+			}
+		}
+		if by[what] == nil {
+			order = append(order, what)
+		}
+		by[what] = append(by[what], id)
+	}
+	for _, what := range order {
+		f.summary.waits = append(f.summary.waits, &waitv1.Wait{Owner: what.owner, Reason: what.reason, Evidence: nameSome(by[what]) + " " + what.what})
+	}
+	return f.summary
+}
+
+// nameSome lists the first ids and counts the rest.
+func nameSome(ids []string) string {
+	if len(ids) <= mostNamed {
+		return strings.Join(ids, " and ")
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(ids[:mostNamed-1], ", "), len(ids)-mostNamed+1)
+}

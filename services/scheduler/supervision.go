@@ -1,0 +1,241 @@
+package scheduler
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+
+	"github.com/rollout-rl/rollout/libs/atomicfile"
+	"github.com/rollout-rl/rollout/libs/worker"
+	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
+)
+
+// supervision starts the workers of a run, restarts them, and verifies their registrations.
+type supervision struct {
+	*scope
+	cfg   WorkerConfig
+	alone func() bool // whether no other run is active
+}
+
+func newSupervision(s *scope, cfg WorkerConfig, alone func() bool) *supervision {
+	return &supervision{scope: s, cfg: cfg, alone: alone}
+}
+
+// supervised are the kinds of which the run has workers.
+func supervised(run *Run) []worker.Kind {
+	return slices.DeleteFunc(slices.Clone(worker.Kinds), func(k worker.Kind) bool {
+		return k.Count == nil || k.Count(run.GetPlan().GetConfig()) == 0
+	})
+}
+
+// supervisors makes one supervisor per worker of the run.
+func (s *supervision) supervisors(run *Run) []*launch.Supervisor {
+	limits := s.cfg.Limits
+	plan := run.GetPlan().GetConfig().GetLimits()
+	limits.Restarts = int(plan.GetWorkerRestarts())
+	if limits.StartTimeout == 0 {
+		limits.StartTimeout = time.Duration(plan.GetWorkerStartSeconds() * float64(time.Second))
+	}
+	var out []*launch.Supervisor
+	for _, kind := range supervised(run) {
+		limits := limits
+		limits.StopGrace = cmp.Or(limits.StopGrace, kind.StopGrace)
+		for n := range kind.Count(run.GetPlan().GetConfig()) {
+			id := kind.Name + "-" + strconv.Itoa(n)
+			s.board.update(func(v *view) { v.fleet.put(id, workerView{kind: kind.Name}) })
+			out = append(out, &launch.Supervisor{
+				Worker: id, Launcher: s.Launcher, Limits: limits, Observer: s,
+				Prepare: func(context.Context) (launch.Command, error) { return s.command(id, kind) },
+				Registered: func(ctx context.Context, process string) error {
+					return s.board.waitForWorker(ctx, id, func(w workerView) bool { return w.process == process && w.healthy() })
+				},
+				Absent: func(ctx context.Context, process string, timeout time.Duration) error {
+					return s.absent(ctx, id, process, timeout)
+				},
+			})
+		}
+	}
+	return out
+}
+
+// command writes the spec of a worker and returns the command that starts it.
+func (s *supervision) command(id string, kind worker.Kind) (launch.Command, error) {
+	run := s.board.record()
+	spec := s.spec(run, id, kind)
+	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(spec)
+	if err != nil {
+		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
+	}
+	s.board.update(func(v *view) {
+		if w, supervised := v.fleet.workers[id]; supervised {
+			w.nonce, w.address = spec.GetNonce(), ""
+			v.fleet.put(id, w)
+		}
+	})
+	base := filepath.Join(run.GetDirectory(), "workers", id)
+	if err := atomicfile.Write(base+".json", text, 0o600); err != nil {
+		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
+	}
+	env := append(slices.Clone(s.cfg.Env), "ROLLOUT_WORKER_SPEC="+base+".json", "OMP_NUM_THREADS="+strconv.Itoa(int(spec.GetThreads())))
+	if !kind.Detached {
+		env = append(env, s.cfg.BusEnv...)
+	}
+	env = append(env, spinning(run, s.alone())...)
+	return launch.Command{Args: append(slices.Clone(s.cfg.Command), kind.Name), Env: env, Log: base + ".log"}, nil
+}
+
+func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerSpec {
+	w := s.cfg
+	spec := &runv1.WorkerSpec{
+		WorkerId: id, Kind: kind.Name, RunId: run.GetRunId(), Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), RunDirectory: run.GetDirectory(),
+		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken, Token: w.Token,
+		ConsulCaFile: w.Consul.CA, ConsulCertFile: w.Consul.Cert, ConsulKeyFile: w.Consul.Key, Tls: w.TLS,
+		Incarnation: run.GetIncarnation(), Threads: kind.CPUThreads(run.GetPlan().GetConfig(), w.Cores), OtlpEndpoint: w.OTLPEndpoint,
+		Nonce: worker.NewNonce(),
+	}
+	if kind.Detached {
+		spec.NatsToken, spec.Nats = "", nil
+	}
+	if kind.LoadsWeights {
+		spec.InitialWeights, spec.InitialVersion = s.newestWeights(run)
+	}
+	return spec
+}
+
+// spinning sets how the OpenMP threads of a worker wait for their next loop. If engine and learner work at the same time, the threads
+// must sleep: threads that spin take the cores from the other process. If the two alternate, a short spin pays: the loops of a small
+// model follow each other faster than a thread falls asleep and wakes (on two cores a step took 0.7 to 0.9 of the time). Two runs that
+// both spin wait for each other's threads and took 7 times as long, so threads spin only in a run that is alone.
+func spinning(run *Run, alone bool) []string {
+	if run.GetPlan().GetConfig().GetMode() == "async" || !alone {
+		return []string{"OMP_WAIT_POLICY=PASSIVE"}
+	}
+	return []string{"OMP_WAIT_POLICY=PASSIVE", "GOMP_SPINCOUNT=50000"} // about 2 ms
+}
+
+var versionFolder = regexp.MustCompile(`^v(\d+)$`)
+
+// newestWeights is the folder and version that a worker should load, so that one that starts in the middle of a run serves the current
+// weights when it registers. Empty: the model of the plan.
+func (s *supervision) newestWeights(run *Run) (folder string, version uint64) {
+	folder = run.GetWeightsDirectory()
+	if w := s.board.progress().GetWeights(); w.GetDirectory() != "" {
+		folder = w.GetDirectory()
+	}
+	m := versionFolder.FindStringSubmatch(filepath.Base(folder))
+	if m == nil {
+		return "", 0
+	}
+	if _, err := os.Stat(folder); err != nil {
+		return "", 0
+	}
+	version, err := strconv.ParseUint(m[1], 10, 64)
+	if err != nil {
+		return "", 0
+	}
+	return folder, version
+}
+
+// verify reports which registrations belong to the newest launch of their worker.
+func (s *supervision) verify(registrations []*runv1.WorkerRegistration) []bool {
+	accepted := make([]bool, len(registrations))
+	workers := s.board.workers()
+	for n, r := range registrations {
+		claim := worker.Registration{Worker: r.GetWorkerId(), Rank: int(r.GetRank()), Address: r.GetAddress(), Proof: r.GetProof()}
+		accepted[n] = claim.Valid(workers[r.GetWorkerId()].nonce)
+	}
+	return accepted
+}
+
+// watchRegistry puts the registered workers of a kind on the board.
+func (s *supervision) watchRegistry(ctx context.Context, kind worker.Kind) error {
+	incarnation := fmt.Sprint(s.incarnation)
+	for list := range s.Registry.Watch(ctx, kind.Service()) {
+		claims := map[string]worker.Registration{}
+		for _, in := range list {
+			if r := worker.RegistrationOf(in); in.Meta[worker.MetaRun] == s.run && in.Meta[worker.MetaIncarnation] == incarnation && r.Rank == 0 {
+				claims[r.Worker] = r
+			}
+		}
+		s.board.update(func(v *view) {
+			for id, w := range v.fleet.workers {
+				if w.kind != kind.Name {
+					continue
+				}
+				if w.address = ""; claims[id].Valid(w.nonce) {
+					w.address = claims[id].Address
+				}
+				w.served = w.served || w.healthy()
+				v.fleet.put(id, w)
+			}
+		})
+	}
+	return nil
+}
+
+// absent waits until the process of a worker has been missing from the registry for the timeout.
+func (s *supervision) absent(ctx context.Context, id, process string, timeout time.Duration) error {
+	serves := func(w workerView) bool { return w.process == process && w.healthy() }
+	for {
+		if err := s.board.waitForWorker(ctx, id, func(w workerView) bool { return !serves(w) }); err != nil {
+			return err
+		}
+		waiting, cancel := context.WithTimeout(ctx, timeout)
+		err := s.board.waitForWorker(waiting, id, serves)
+		cancel()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if err != nil {
+			return nil
+		}
+	}
+}
+
+// Started implements launch.Observer.
+func (s *supervision) Started(id string, p launch.Process, restarts int) {
+	s.board.changeWorker(id, func(w *workerView) {
+		w.process, w.pid, w.restarts, w.why, w.status, w.served = p.ID(), launch.PID(p), restarts, "", nil, false
+	})
+	s.emit(&eventv1.Event{
+		Kind: "worker.started", Level: eventv1.Level_LEVEL_INFO, Step: s.board.progress().GetStep(),
+		Message:    fmt.Sprintf("%s started as %s", id, p.ID()),
+		Attributes: processAttributes(id, p, "restarts", strconv.Itoa(restarts)),
+	})
+}
+
+// Exited implements launch.Observer.
+func (s *supervision) Exited(id string, p launch.Process, exit launch.Exit, why string) {
+	s.board.changeWorker(id, func(w *workerView) { w.process, w.pid, w.why, w.status = "", 0, why, nil })
+	s.emit(&eventv1.Event{
+		Kind: "worker.exited", Level: eventv1.Level_LEVEL_ERROR, Step: s.board.progress().GetStep(), Message: id + " " + why,
+		Attributes: processAttributes(id, p, "exit_code", strconv.Itoa(exit.Code), "signal", exit.Signal,
+			"last_lines", strings.Join(exit.LastLines, "\n")),
+	})
+}
+
+// processAttributes are the attributes of an event about a process, which is nil if it could not be started.
+func processAttributes(worker string, p launch.Process, more ...string) map[string]string {
+	attributes := map[string]string{"worker": worker}
+	for pair := range slices.Chunk(more, 2) {
+		attributes[pair[0]] = pair[1]
+	}
+	if p != nil {
+		attributes["process"] = p.ID()
+		if pid := launch.PID(p); pid != 0 {
+			attributes["pid"] = strconv.Itoa(pid)
+		}
+	}
+	return attributes
+}
