@@ -1,5 +1,6 @@
-// Package algorithm answers what the algorithm of a run needs from services. The answers are the traits in the contract
-// (`option (algorithm)` in algorithm.proto), refined by the settings of the run.
+// Package algorithm answers what the algorithm of a run needs from services. The answers are the
+// traits in the contract (`option (algorithm)` in algorithm.proto), refined by the settings of the
+// run.
 package algorithm
 
 import (
@@ -37,7 +38,8 @@ func Inlined(field protoreflect.FieldDescriptor) bool {
 	return meta.GetInline()
 }
 
-// Setting is the value of a key of the algorithm's table, also of an inlined message. ok: the algorithm has such a key.
+// Setting is the value of a key of the algorithm's table, also of an inlined message. ok: the
+// algorithm has such a key.
 func Setting(config *configv1.RunConfig, key string) (value protoreflect.Value, ok bool) {
 	field := chosen(config)
 	if field == nil {
@@ -58,13 +60,15 @@ func Setting(config *configv1.RunConfig, key string) (value protoreflect.Value, 
 	return value, false
 }
 
-// FromData reports whether the training tokens are those of the rows: nothing is sampled, so there is no staleness.
+// FromData reports whether the training tokens are those of the rows: nothing is sampled, so there
+// is no staleness.
 func FromData(config *configv1.RunConfig) bool {
 	rows := Traits(config).GetRows()
 	return rows != configv1.RowKind_ROW_KIND_UNSPECIFIED && rows != configv1.RowKind_ROW_KIND_PROMPT
 }
 
-// Samples reports whether a run samples completions at all. A run that trains on rows does so for evaluations with a reward only.
+// Samples reports whether a run samples completions at all. A run that trains on rows does so for
+// evaluations with a reward only.
 func Samples(config *configv1.RunConfig) bool {
 	return !FromData(config) || config.GetEval().GetEverySteps() > 0 && config.GetReward() != nil
 }
@@ -86,7 +90,8 @@ func Pairs(config *configv1.RunConfig) bool {
 	return false
 }
 
-// GroupSize is the number of trajectories of a complete group: two for a pair, else the samples of a prompt.
+// GroupSize is the number of trajectories of a complete group: two for a pair, else the samples of
+// a prompt.
 func GroupSize(config *configv1.RunConfig) uint32 {
 	if Pairs(config) {
 		return 2
@@ -97,8 +102,8 @@ func GroupSize(config *configv1.RunConfig) uint32 {
 // Generates reports whether the trained weights can answer prompts. Those of a reward model cannot.
 func Generates(config *configv1.RunConfig) bool { return !Traits(config).GetScores() }
 
-// DrawBatches is the number of batches that a step may draw until it has one batch of groups whose rewards differ (dynamic
-// sampling); 0 without dynamic sampling.
+// DrawBatches is the number of batches that a step may draw until it has one batch of groups whose
+// rewards differ (dynamic sampling); 0 without dynamic sampling.
 func DrawBatches(config *configv1.RunConfig) uint32 {
 	if on, ok := Setting(config, "dynamic_sampling"); ok && on.Bool() {
 		return config.GetSampling().GetRefillRounds()

@@ -1,5 +1,5 @@
-// Package engine has the capabilities of the engines behind inference workers. capabilities.json is generated from the
-// registry in python/rollout_workers/engines/registry.py by `make generate`.
+// Package engine has the capabilities of the engines behind inference workers. capabilities.json is
+// generated from the registry in python/rollout_workers/engines/registry.py by `make generate`.
 package engine
 
 import (

@@ -15,7 +15,7 @@ Prompt: TypeAlias = str | Sequence[Message]
 
 
 class BadRow(RolloutError):
-    """A line is no JSON object, or lacks a field."""
+    """A line is not a JSON object, or lacks a field."""
 
     reason = "BAD_ROW"
 
@@ -28,7 +28,7 @@ def rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise BadRow(f"the row is no JSON: {error}", place=place) from error
+                raise BadRow(f"the row is not JSON: {error}", place=place) from error
             if not isinstance(row, dict):
                 raise BadRow(f"the row is a {type(row).__name__}, not an object", place=place)
             yield row

@@ -25,18 +25,18 @@ def plain_row(row: Mapping[str, Any], prompt_field: str, fields: Sequence[str]) 
     for field, messages in talks.items():
         said = _said(messages)
         if not said:
-            raise ValueError(f"`{field}` is no list of messages with a text `role` and `content`")
+            raise ValueError(f"`{field}` is not a list of messages with the strings `role` and `content`")
         *leading, (role, out[field]) = said
         if role != "assistant":
             raise ValueError(f"`{field}` does not end with the assistant's message")
         if field != first and leading != before:
-            raise ValueError(f"`{first}` and `{field}` do not begin with the same messages")
+            raise ValueError(f"`{first}` and `{field}` do not start with the same messages")
         before = leading
     if before:
         prompt = row.get(prompt_field)
         whole = isinstance(prompt, list) and _said(cast("list[Any]", prompt)) == before
         if prompt is not None and not whole and before[-1] != ("user", prompt):
-            raise ValueError(f"the messages before the last of `{first}` are not those of `{prompt_field}`")
+            raise ValueError(f"the messages before the last one of `{first}` differ from `{prompt_field}`")
         out[prompt_field] = talks[first][:-1]
     return out
 

@@ -18,8 +18,8 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/probe"
 )
 
-// ErrInputUnreadable says that a file vanished or failed while it was read.
-var ErrInputUnreadable = rpcerr.New(codes.FailedPrecondition, "INPUT_UNREADABLE", "an input can't be read")
+// ErrInputUnreadable reports a file that was removed or failed while it was read.
+var ErrInputUnreadable = rpcerr.New(codes.FailedPrecondition, "INPUT_UNREADABLE", "an input cannot be read")
 
 // checks are the checks of one draft. Each reports to the draft.
 type checks struct {

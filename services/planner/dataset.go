@@ -31,7 +31,7 @@ func (d *dataCheck) read() error {
 	return nil
 }
 
-// dataset reads one file of rows; nil if it is not named, does not exist, or has problems.
+// dataset reads one file of rows; nil if it is not set, does not exist, or has problems.
 func (d *dataCheck) dataset(field, path string, role planv1.InputRole) (*input.Dataset, error) {
 	if path == "" || !d.exists(field, path, false) {
 		return nil, nil
@@ -61,18 +61,18 @@ func (d *dataCheck) dataset(field, path string, role planv1.InputRole) (*input.D
 	return data, nil
 }
 
-// heldOut warns of held-out rows that are the ones trained on.
+// heldOut warns of held-out rows that are equal to the training rows.
 func (d *dataCheck) heldOut() {
 	if d.train == nil || d.eval == nil || d.train.Digest != d.eval.Digest {
 		return
 	}
 	const field = "data.eval"
 	d.warnings.At(d.Place(field), problem.BadRow, field,
-		fmt.Sprintf("%s holds the very rows of `data.train`: an evaluation then says how well they were learned by heart", d.Config.GetData().GetEval()),
-		"keep some rows out of `data.train` and name their file here")
+		fmt.Sprintf("%s has the same rows as `data.train`: evaluations would measure memorization", d.Config.GetData().GetEval()),
+		"move some rows from `data.train` to another file and use it here")
 }
 
-// labels warns of labelled completions that are all of one kind: KTO then knows what to write more of, or less, and not instead of what.
+// labels warns if all labels are equal.
 func (d *dataCheck) labels(data *input.Dataset) {
 	if data.Preference.Label == "" || data.Desirable > 0 && data.Desirable < data.Rows {
 		return
@@ -83,12 +83,13 @@ func (d *dataCheck) labels(data *input.Dataset) {
 	}
 	d.warnings.Add(&planv1.Problem{
 		Reason: problem.BadRow, File: data.Path, Line: 1, Column: 1,
-		Message: fmt.Sprintf("every completion is %s, none is %s: KTO tells the two apart", has, lacks),
-		Fix:     fmt.Sprintf("add rows whose `%s` is the other, or take [algorithm.sft] where all are desirable", data.Preference.Label),
+		Message: fmt.Sprintf("every completion is %s and none is %s, but KTO needs both", has, lacks),
+		Fix:     fmt.Sprintf("add rows with the other value of `%s`, or use [algorithm.sft] if all are desirable", data.Preference.Label),
 	})
 }
 
-// scored says which rows the reward sees: those that are sampled for, which where rows are trained on are the held-out ones.
+// scored is the role of the rows whose completions the reward scores: the held-out ones if the
+// algorithm trains on rows.
 func (d *dataCheck) scored() planv1.InputRole {
 	if algorithm.FromData(d.Config) && d.Config.GetData().GetEval() != "" {
 		return planv1.InputRole_INPUT_ROLE_EVAL_DATA
@@ -96,12 +97,13 @@ func (d *dataCheck) scored() planv1.InputRole {
 	return planv1.InputRole_INPUT_ROLE_TRAIN_DATA
 }
 
-// taught reports whether rows must hold what is trained on: the training rows, and held-out ones that nobody answers.
+// taught reports whether rows must contain training targets: training rows, and held-out rows whose
+// loss is computed.
 func (d *dataCheck) taught(role planv1.InputRole) bool {
 	return role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA || algorithm.TeachesHeldOut(d.Config)
 }
 
-// answer is the field that the algorithm trains on; "" where there is none.
+// answer is the field that the algorithm trains on; "" without one.
 func (d *dataCheck) answer() string {
 	if d.Config.GetAlgorithm().GetSft() != nil {
 		return d.Config.GetData().GetAnswerField()
@@ -109,12 +111,12 @@ func (d *dataCheck) answer() string {
 	return ""
 }
 
-// preference is what the algorithm needs of rows beside their prompts.
+// preference has the fields that the algorithm needs in addition to the prompt.
 func (d *dataCheck) preference() input.Preference {
 	data, p := d.Config.GetData(), input.Preference{Algorithm: algorithm.Name(d.Config)}
 	if algorithm.Pairs(d.Config) {
 		p.Chosen, p.Rejected = data.GetChosenField(), data.GetRejectedField()
-		p.Others, p.OthersFix = [2]string{data.GetCompletionField(), data.GetLabelField()}, "take [algorithm.kto], which learns from labels"
+		p.Others, p.OthersFix = [2]string{data.GetCompletionField(), data.GetLabelField()}, "use [algorithm.kto], which trains on labels"
 	}
 	if d.Config.GetAlgorithm().GetRewardModel() != nil {
 		p.Margin = data.GetMarginField()
@@ -137,7 +139,7 @@ func (d *dataCheck) all() []*input.Dataset {
 	return out
 }
 
-// scoredData are the datasets whose rows a reward sees.
+// scoredData are the datasets whose rows a reward scores.
 func (d *dataCheck) scoredData() []*input.Dataset {
 	var out []*input.Dataset
 	for _, data := range d.all() {

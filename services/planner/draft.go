@@ -16,8 +16,9 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// draft is a plan before it is complete: the configuration, the problems found so far, and the files that the plan pins. Each check
-// has its own type, reads the configuration here, and reports here.
+// draft is a plan before it is complete: the configuration, the problems found so far, and the
+// files that the plan pins. Each check has its own type, reads the configuration here, and reports
+// here.
 type draft struct {
 	*config.Reading
 	baseDir  string
@@ -30,10 +31,11 @@ func (d *draft) report(field, reason, message, fix string) {
 	d.Problems.At(d.Place(field), reason, field, message, fix)
 }
 
-// resolve is the file that a path of the configuration names.
+// resolve is the file of a path in the configuration.
 func (d *draft) resolve(path string) string { return input.Resolve(d.baseDir, path) }
 
-// pin adds the files of a model to the inputs of the plan and returns them. They get their digests later.
+// pin adds the files of a model to the inputs of the plan and returns them. They get their digests
+// later.
 func (d *draft) pin(role planv1.InputRole, model *input.Model, folder, path string) []*planv1.Input {
 	var files []*planv1.Input
 	for _, name := range model.Files {
@@ -43,26 +45,27 @@ func (d *draft) pin(role planv1.InputRole, model *input.Model, folder, path stri
 	return files
 }
 
-// hubName is how models are called on the Hugging Face Hub.
+// hubName is the form of a model's name on the Hugging Face Hub.
 var hubName = regexp.MustCompile(`^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$`)
 
-// download says how to get a model that is called by its name on the hub; "" for what is a path into a folder that is there.
+// download explains how to get a model from the hub if the path is a name on the hub; "" for a path
+// into an existing folder.
 func (d *draft) download(path string) string {
 	owner, name, _ := strings.Cut(path, "/")
 	if _, err := os.Stat(input.Resolve(d.baseDir, owner)); err == nil || !hubName.MatchString(path) {
 		return ""
 	}
-	return fmt.Sprintf("models are not downloaded: name a folder. For a model of the Hugging Face Hub run `hf download %s --local-dir %s` (package huggingface_hub) and name %q",
+	return fmt.Sprintf("models are not downloaded, and this is not a folder. For a model of the Hugging Face Hub run `hf download %s --local-dir %s` (package huggingface_hub) and use %q",
 		path, filepath.Join(d.baseDir, name), name)
 }
 
-// exists reports whether a file or folder is there, and says at the field that names it where it is not.
+// exists reports whether a file or folder exists, and adds a problem at its key if not.
 func (d *draft) exists(field, path string, folder bool) bool {
 	place := d.Place(field)
 	info, err := os.Stat(input.Resolve(d.baseDir, path))
 	switch {
 	case errors.Is(err, os.ErrNotExist):
-		fix := "correct the path; it starts at the folder of the configuration, " + d.baseDir
+		fix := "correct the path; it is relative to the folder of the configuration, " + d.baseDir
 		if similar := input.Similar(d.baseDir, path, nearest.To); similar != "" {
 			fix = fmt.Sprintf("did you mean %q?", similar)
 		}
@@ -73,20 +76,20 @@ func (d *draft) exists(field, path string, folder bool) bool {
 			}
 			what = "folder"
 		}
-		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("there is no %s %s", what, path), fix)
+		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("the %s %s does not exist", what, path), fix)
 	case err != nil:
 		d.Problems.At(place, problem.MissingFile, field, fmt.Sprintf("can't read %s: %v", path, errors.Unwrap(err)), "check its permissions")
 	case info.IsDir() && !folder:
-		d.Problems.At(place, problem.MissingFile, field, path+" is a folder, not a file", "name a file in it")
+		d.Problems.At(place, problem.MissingFile, field, path+" is a folder, not a file", "use a file in it")
 	case !info.IsDir() && folder:
-		d.Problems.At(place, problem.MissingFile, field, path+" is a file, not a folder", "name the folder that holds config.json")
+		d.Problems.At(place, problem.MissingFile, field, path+" is a file, not a folder", "use the folder that contains config.json")
 	default:
 		return true
 	}
 	return false
 }
 
-// pythonProblem places an error of Python's at its line, or at the field that named the plugin.
+// pythonProblem places an error from Python at its line, or at the key of the plugin.
 func (d *draft) pythonProblem(e *probe.Error, field string) *planv1.Problem {
 	p := &planv1.Problem{Reason: e.Reason, Field: field, Message: e.Message, Fix: e.Fix}
 	if e.File == "" || e.Line == 0 && e.File != "" && filepath.Ext(e.File) == ".py" {
@@ -113,7 +116,7 @@ func line(file string, number uint32) string {
 
 func probeProblem(err error) *planv1.Problem {
 	return &planv1.Problem{
-		Reason: problem.Probe, Message: "the Python probe ended early: " + err.Error(),
+		Reason: problem.Probe, Message: "the Python probe failed: " + err.Error(),
 		Fix: "check the Python environment of the workers: `python -m rollout.probe` must run in it",
 	}
 }

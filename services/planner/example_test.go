@@ -39,7 +39,8 @@ func TestExamplesAreRead(t *testing.T) {
 	}
 }
 
-// The example with trackers is planned in full, on a small model and a row, in an environment that has their libraries.
+// The example with trackers is planned in full, on a small model and a row, in an environment that
+// has their libraries.
 func TestTheExampleOfSinksIsPlanned(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "")

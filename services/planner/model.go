@@ -37,12 +37,12 @@ func (d *modelCheck) read() {
 			"remove `chat_template`, or use an instruction-tuned model")
 	}
 	if algorithm.Generates(d.Config) && model.Scores() {
-		d.report("model.path", problem.BadModel, fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, model.Architecture),
-			"name a language model; a reward model is for `[reward.model]`")
+		d.report("model.path", problem.BadModel, fmt.Sprintf("%s is a reward model (%s), which can't generate completions", path, model.Architecture),
+			"use a language model; a reward model belongs in `[reward.model]`")
 	}
 	if model.Quantized != "" {
-		d.report("model.path", problem.BadModel, fmt.Sprintf("the weights of %s are quantized (%s): they can't be trained", path, model.Quantized),
-			"take the weights that they were made from")
+		d.report("model.path", problem.BadModel, fmt.Sprintf("the weights of %s are quantized (%s) and can't be trained", path, model.Quantized),
+			"use the weights before quantization")
 	}
 	kind := d.Config.GetEngine().GetKind()
 	if why := model.Undecodable(d.engine()); why != "" {
@@ -80,8 +80,8 @@ func (d *modelCheck) checkEngine() {
 	}
 }
 
-// fitContext compares the longest sequence with what model and engine allow. A default is lowered to it; a number in the
-// configuration is reported.
+// fitContext compares the longest sequence with what model and engine allow. A default is lowered
+// to it; a number in the configuration is reported.
 func (d *modelCheck) fitContext(model *input.Model) {
 	engine := d.Config.GetEngine()
 	positions, why := model.Context(d.engine())
@@ -100,7 +100,8 @@ func (d *modelCheck) fitContext(model *input.Model) {
 	}
 }
 
-// fitTensors holds the names of tensors and layers in the configuration against the model's files.
+// fitTensors compares the names of tensors and layers in the configuration with the files of the
+// model.
 func (d *modelCheck) fitTensors(model *input.Model) {
 	if len(model.Tensors) == 0 {
 		return
@@ -113,16 +114,16 @@ func (d *modelCheck) fitTensors(model *input.Model) {
 		}
 		switch {
 		case err != nil:
-			d.report("train.freeze", problem.BadValue, fmt.Sprintf("%q is no pattern: a bracket is not closed", pattern),
-				"write names with `*`, `?` and `[0-3]`")
+			d.report("train.freeze", problem.BadValue, fmt.Sprintf("%q is not a valid pattern: a bracket is not closed", pattern),
+				"use names with `*`, `?`, and `[0-3]`")
 		case len(fits) == 0:
 			d.report("train.freeze", problem.BadValue, fmt.Sprintf("%q matches no tensor of the model", pattern),
 				fmt.Sprintf("tensors are named like %q", slices.Min(model.Tensors)))
 		}
 	}
 	if len(frozen) == len(model.Tensors) {
-		d.report("train.freeze", problem.BadValue, "`train.freeze` matches every tensor of the model: nothing is left to train",
-			"leave out what is to be trained")
+		d.report("train.freeze", problem.BadValue, "`train.freeze` matches every tensor of the model, so nothing is trained",
+			"remove the patterns of the tensors to train")
 	}
 	for _, target := range d.Config.GetLora().GetTargets() {
 		if !model.HasLayer(target) {

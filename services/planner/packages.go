@@ -28,7 +28,7 @@ func (d *packageCheck) versions(answer *probe.Answer) map[string]string {
 			continue // run from a checkout
 		}
 		d.Problems.Add(&planv1.Problem{
-			Reason: problem.PackageMissing, Message: fmt.Sprintf("the workers' Python has no package %s", name),
+			Reason: problem.PackageMissing, Message: fmt.Sprintf("the Python of the workers lacks the package %s", name),
 			Fix: fmt.Sprintf("install it: %s -m pip install %s", d.python, name),
 		})
 	}

@@ -1,10 +1,11 @@
-// Package planner turns a configuration into a plan: everything that can be known before the run is checked, all of it at
-// once, and everything the run depends on is pinned by digest. It has no state.
+// Package planner turns a configuration into a plan: everything that can be known before the run is
+// checked at once, and everything the run depends on is pinned by digest. It has no state.
 //
 //	ConfigSource --config--> RunConfig --input, probe--> Problems | Plan --lock--> plan.lock
 //
-// The packages below it each know one thing: document reads TOML with positions, config binds it to the contract, input reads
-// datasets and model folders, probe makes the dry calls in Python, lock writes and reads plan.lock, problem collects.
+// Its packages: document reads TOML with positions, config binds it to the contract, input reads
+// datasets and model folders, probe makes the dry calls in Python, lock writes and reads plan.lock,
+// problem collects problems.
 package planner
 
 import (
@@ -22,7 +23,7 @@ import (
 type Config struct {
 	// Python is the interpreter of the workers' environment; the dry calls run in it.
 	Python string
-	// PythonPath is the folder of the Python package `rollout`; empty where it is installed.
+	// PythonPath is the folder of the Python package `rollout`; empty if it is installed.
 	PythonPath string
 	// Env is the environment of the dry calls.
 	Env []string
@@ -37,10 +38,11 @@ type Server struct {
 	engines map[string]engine.Capabilities
 }
 
-// New makes a planner. It fails where the contract's rules don't compile or the interpreter is not named.
+// New returns a planner. It fails if the rules of the contract don't compile or the interpreter is
+// not set.
 func New(cfg Config) (*Server, error) {
 	if cfg.Python == "" {
-		return nil, errors.New("planner: no Python interpreter is named")
+		return nil, errors.New("planner: the Python interpreter is not set")
 	}
 	reader, err := config.NewReader()
 	if err != nil {
@@ -51,7 +53,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, fmt.Errorf("read the capabilities of the engines: %w", err)
 	}
 	python := cfg.Python
-	if filepath.Base(python) != python { // a path, not a name to be looked up
+	if filepath.Base(python) != python { // a path, not a name to look up
 		if python, err = filepath.Abs(python); err != nil {
 			return nil, err
 		}

@@ -135,7 +135,7 @@ func TestPlanPinsEveryFileThatIsRead(t *testing.T) {
 	}
 }
 
-// A plan is renewed over the inputs as they are: the same configuration, other digests; what is wrong with them is told.
+// RenewPlan keeps the configuration, takes new digests, and reports problems of the inputs.
 func TestRenewedPlan(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "def exact(samples): return [1.0 for s in samples]\n")
@@ -186,7 +186,7 @@ func TestARewardThatHoldsTheInterpreterIsKilled(t *testing.T) {
 	}
 }
 
-// On a busy machine the interpreter may start slowly: nobody is to look for that in the reward.
+// A slow start of the interpreter is not reported as a slow reward.
 func TestASlowStartIsNotTheRewards(t *testing.T) {
 	t.Parallel()
 	s := server(t)
@@ -291,6 +291,6 @@ func TestPackagesThatTheWorkersNeed(t *testing.T) {
 		t.Errorf("versions %v", got)
 	}
 	if d.Problems.Len() == before {
-		t.Error("a package that nobody asked for is not missed") // transformers and others were not in the answer
+		t.Error("an absent package is not reported") // transformers and others were not in the answer
 	}
 }

@@ -48,33 +48,33 @@ func (d *promptCheck) answer(answer *probe.Answer) {
 			d.tooLong(data, lengths)
 		}
 		if len(lengths.Strange) > 0 {
-			d.strange(data, lengths)
+			d.unknownText(data, lengths)
 		}
 		if rows := lengths.Empty; len(rows) > 0 {
-			message := "the tokenizer makes no token of the prompt"
+			message := "the prompt has no tokens"
 			if len(rows) > 1 {
-				message += fmt.Sprintf(", nor of %d others among the first rows like it", len(rows)-1)
+				message += fmt.Sprintf("; %d other rows have none either", len(rows)-1)
 			}
 			d.Problems.Add(&planv1.Problem{
 				Reason: problem.BadRow, File: data.Path, Line: uint32(rows[0] + 1), Column: 1,
-				Message: message, Fix: "remove the row, or write a prompt that its vocabulary has",
+				Message: message, Fix: "remove the row, or write a prompt with text of the vocabulary",
 			})
 		}
 	}
 }
 
-// strange warns of rows with characters that the vocabulary has not: the model sees one and the same token in their place, and where
-// it is trained on them it learns to write that token.
-func (d *promptCheck) strange(data *input.Dataset, lengths probe.Lengths) {
+// unknownText warns of rows with text outside of the vocabulary. The model gets the unknown token
+// instead, and learns to generate it if the text is a training target.
+func (d *promptCheck) unknownText(data *input.Dataset, lengths probe.Lengths) {
 	first := lengths.Strange[0]
-	message, fix := "the tokenizer does not know %q: the model sees its token for unknown text there", "write the prompt in characters that its vocabulary has, or remove the row"
+	message, fix := "the vocabulary does not contain %q: the model gets its unknown token instead", "write the prompt with characters of the vocabulary, or remove the row"
 	if first.Field != data.PromptField {
-		message = "the tokenizer does not know %q in `" + first.Field + "`: the model learns to write its token for unknown text there"
-		fix = "write `" + first.Field + "` in characters that its vocabulary has, or remove the row"
+		message = "the vocabulary does not contain %q in `" + first.Field + "`: the model learns to generate its unknown token"
+		fix = "write `" + first.Field + "` with characters of the vocabulary, or remove the row"
 	}
 	message = fmt.Sprintf(message, first.Text)
 	if lengths.Unknown > 1 {
-		message += fmt.Sprintf("; %d rows hold such text", lengths.Unknown)
+		message += fmt.Sprintf("; %d rows have text like this", lengths.Unknown)
 	}
 	d.warnings.Add(&planv1.Problem{
 		Reason: problem.BadRow, File: data.Path, Line: uint32(first.Row + 1), Column: 1, Message: message, Fix: fix,
@@ -82,13 +82,13 @@ func (d *promptCheck) strange(data *input.Dataset, lengths probe.Lengths) {
 	})
 }
 
-// longShown is how many rows that are too long are named; the others are counted.
+// longShown is the number of rows that a problem lists; others are counted.
 const longShown = 5
 
-// tooLong is one problem for all rows of a file that leave no room, at the first of them.
+// tooLong reports all rows of a file that exceed the limit in one problem, at the first of them.
 func (d *promptCheck) tooLong(data *input.Dataset, lengths probe.Lengths) {
 	engine, sampling := d.Config.GetEngine(), d.Config.GetSampling()
-	one, many, room := "the prompt has %d tokens", "%d prompts are too long", fmt.Sprintf("%d of max_model_len less %d of max_tokens leave %d",
+	one, many, room := "the prompt has %d tokens", "%d prompts are too long", fmt.Sprintf("%d tokens of max_model_len minus %d of max_tokens leave %d",
 		engine.GetMaxModelLen(), sampling.GetMaxTokens(), d.limit(data))
 	if len(data.Completions()) > 0 {
 		one, many = "prompt, answer and end have %d tokens", "%d rows (prompt, answer and end) are too long"
@@ -115,7 +115,7 @@ func (d *promptCheck) tooLong(data *input.Dataset, lengths probe.Lengths) {
 	})
 }
 
-// fixLength says what makes room: the model's positions can't be raised.
+// fixLength suggests how to fit the limit. The positions of the model can't be raised.
 func (d *promptCheck) fixLength(data *input.Dataset) string {
 	fix := "shorten or remove the row"
 	if d.sampled(data) {
@@ -131,7 +131,7 @@ func (d *promptCheck) fixLength(data *input.Dataset) string {
 	return fix
 }
 
-// sampled reports whether completions of the rows' prompts must have room behind them.
+// sampled reports whether the limit includes sampled completions.
 func (d *promptCheck) sampled(data *input.Dataset) bool {
 	return len(data.Completions()) == 0 && algorithm.Samples(d.Config)
 }

@@ -7,24 +7,24 @@ import (
 	"testing"
 )
 
-// What engines refuse, or would decode wrong, is known before they start.
+// Models that engines can't decode are refused in the plan.
 func TestModelsThatCantBeDecodedAreRefused(t *testing.T) {
 	t.Parallel()
 	const phi = `"model_type": "phi3", "max_position_embeddings": 131072, `
 	for config, want := range map[string]string{
-		`{"model_type": "bloom"}`:                                                                           "the engine `transformers` can't decode model: the distances of its tokens are biases",
-		`{"model_type": "falcon", "alibi": true}`:                                                           "the distances of its tokens are biases",
+		`{"model_type": "bloom"}`:                                                                           "the engine `transformers` can't decode model: it encodes positions as attention biases",
+		`{"model_type": "falcon", "alibi": true}`:                                                           "it encodes positions as attention biases",
 		`{"model_type": "falcon", "alibi": false}`:                                                          "",
 		`{"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}`:                                 "it has layers of conv",
 		`{"model_type": "granite", "layer_types": ["attention"]}`:                                           "",
-		`{"quantization_config": {"quant_method": "mxfp4"}}`:                                                "the weights of model are quantized (mxfp4): they can't be trained",
+		`{"quantization_config": {"quant_method": "mxfp4"}}`:                                                "the weights of model are quantized (mxfp4) and can't be trained",
 		`{"quantization_config": null}`:                                                                     "",
 		`{"model_type": "mamba"}`:                                                                           "it has recurrent layers",
-		`{"model_type": "deepseek_v3"}`:                                                                     "it keeps latent vectors",
+		`{"model_type": "deepseek_v3"}`:                                                                     "it caches latent vectors",
 		`{"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"]}`:                  "",
 		`{` + phi + `"rope_scaling": {"type": "linear"}}`:                                                   "",
-		`{` + phi + `"original_max_position_embeddings": 64, "rope_scaling": {"type": "longrope"}}`:         "beyond 64 tokens by their length (longrope)",
-		`{` + phi + `"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}`: "beyond 64 tokens by their length (longrope)",
+		`{` + phi + `"original_max_position_embeddings": 64, "rope_scaling": {"type": "longrope"}}`:         "beyond 64 tokens (longrope)",
+		`{` + phi + `"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}`: "beyond 64 tokens (longrope)",
 		`{"model_type": "llama4", "text_config": {"attention_chunk_size": 64}}`:                             "attends within chunks of 64 tokens",
 		`{"attention_chunk_size": 64, "layer_types": ["full_attention"]}`:                                   "",
 		`{"attention_layers": ["global", "local"], "window_size": 64}`:                                      "look back 64 tokens",

@@ -18,10 +18,10 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// dryCall is a reward with the request that calls it once, and what came of that.
+// dryCall is a reward with the request that calls it once, and the answer.
 type dryCall struct {
 	part    reward.Part
-	field   string // the key that names it
+	field   string // its key
 	request *probe.Reward
 	answer  *probe.Answer
 	err     error
@@ -47,7 +47,8 @@ func (d *rewardCheck) read() {
 	}
 }
 
-// readScoringModel reads the folder of a reward model, whose tokens must be those of the model that is trained.
+// readScoringModel reads the folder of a reward model. It must have the tokenizer of the trained
+// model.
 func (d *rewardCheck) readScoringModel(part reward.Part) {
 	field, path := part.Field+".model.path", part.Model.GetPath()
 	if path == "" || !d.Readable(field) || !d.exists(field, path, true) {
@@ -57,19 +58,19 @@ func (d *rewardCheck) readScoringModel(part reward.Part) {
 	folder := d.resolve(path)
 	scorer := input.ReadModel(folder, path, field, &d.Problems)
 	positions, why := scorer.Context(engine.Capabilities{}) // a scoring worker has none of them
-	const fix = "name the weights of a run with [algorithm.reward_model], or a sequence classifier with one label"
+	const fix = "use the weights of a run with [algorithm.reward_model], or a sequence classifier with one label"
 	switch {
 	case d.Problems.Len() > before:
 		return
 	case scorer.Architecture != "" && !scorer.Scores():
-		d.report(field, problem.BadModel, fmt.Sprintf("%s is no reward model: it holds a %s", path, scorer.Architecture), fix)
+		d.report(field, problem.BadModel, fmt.Sprintf("%s is not a reward model but a %s", path, scorer.Architecture), fix)
 	case len(scorer.Tensors) > 0 && !slices.Contains(scorer.Tensors, "score.weight"):
-		d.report(field, problem.BadModel, path+" is no reward model: it has no tensor `score.weight`, the head that scores", fix)
+		d.report(field, problem.BadModel, path+" is not a reward model: it has no tensor `score.weight`, the score head", fix)
 	case d.model.model != nil && d.model.model.OtherTokens(scorer) != "":
-		d.report(field, problem.BadModel, "the reward model has another vocabulary: "+d.model.model.OtherTokens(scorer),
-			"take one that was trained from a model with the same tokenizer")
+		d.report(field, problem.BadModel, "the reward model has a different vocabulary: "+d.model.model.OtherTokens(scorer),
+			"use one with the same tokenizer")
 	case positions > 0 && int64(d.Config.GetEngine().GetMaxModelLen()) > positions:
-		d.report(field, problem.OutOfRange, fmt.Sprintf("of the reward model: %s, fewer than the %d of `engine.max_model_len`", why, d.Config.GetEngine().GetMaxModelLen()),
+		d.report(field, problem.OutOfRange, fmt.Sprintf("the reward model is too short: %s, but `engine.max_model_len` is %d", why, d.Config.GetEngine().GetMaxModelLen()),
 			fmt.Sprintf("write `max_model_len = %d` in [engine]", positions))
 	}
 	if d.Problems.Len() > before {
@@ -78,8 +79,8 @@ func (d *rewardCheck) readScoringModel(part reward.Part) {
 	d.pin(planv1.InputRole_INPUT_ROLE_REWARD, scorer, folder, path)
 }
 
-// calls asks for one call of each reward on the first rows: one sample that answers as the row does, one that says nothing, as
-// a policy may. Held-out rows that are evaluated may have other keys, so the first of them is scored too.
+// calls has one call of each reward on the first rows: one sample with the reference answer, one
+// with an empty completion. Held-out rows may have other keys, so the first of them is scored too.
 func (d *rewardCheck) calls() []*dryCall {
 	if d.data.first == nil || len(d.data.first.First) == 0 {
 		return nil
@@ -95,7 +96,7 @@ func (d *rewardCheck) calls() []*dryCall {
 			field = part.Field + ".plugin"
 			file, _, _ := strings.Cut(part.Plugin, ".py:")
 			if info, err := os.Stat(d.resolve(file + ".py")); part.Plugin == "" || err != nil || info.IsDir() {
-				continue // said already
+				continue // reported already
 			}
 		} else {
 			for _, data := range d.data.scoredData() {
@@ -128,11 +129,11 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 	case errors.As(call.err, &python):
 		d.Problems.Add(d.pythonProblem(python, call.field))
 		return
-	case call.err != nil && pythonWorks: // then it was the reward that ended the process
-		d.report(call.field, "REWARD_RAISED", fmt.Sprintf("`%s` ended its whole process: %v", call.part.Plugin+call.part.Expression, call.err), "call it alone in Python to see why")
+	case call.err != nil && pythonWorks: // then the reward ended the process
+		d.report(call.field, "REWARD_RAISED", fmt.Sprintf("`%s` ended its process: %v", call.part.Plugin+call.part.Expression, call.err), "call it in Python to see the reason")
 		return
 	case call.err != nil || call.answer.Reward == nil:
-		return // said already
+		return // reported already
 	}
 	if e := call.answer.Reward.Error; e != nil {
 		if call.part.Expression != "" {
@@ -143,8 +144,8 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 		return
 	}
 	if call.answer.Reward.Parts && !algorithm.Traits(d.Config).GetTokenRewards() {
-		d.report(call.field, problem.Conflict, fmt.Sprintf("`%s` rewards parts of a completion, and %s can't use that", call.part.Plugin, algorithm.Title(d.Config)),
-			"take [algorithm.ppo], [algorithm.reinforce_pp] or [algorithm.grpo], or return one number a sample")
+		d.report(call.field, problem.Conflict, fmt.Sprintf("`%s` rewards parts of a completion, which %s does not support", call.part.Plugin, algorithm.Title(d.Config)),
+			"use [algorithm.ppo], [algorithm.reinforce_pp], or [algorithm.grpo], or return one number per sample")
 		return
 	}
 	for _, file := range call.answer.Reward.Files {
@@ -159,8 +160,8 @@ func (d *rewardCheck) expressionProblem(e *probe.Error, field string) {
 	d.Problems.At(inText(d.Place(field), e.Line, e.Column), e.Reason, field, e.Message, e.Fix)
 }
 
-// inText narrows the span of a text's value to a line and column of the text, from 1; characters count. A text with escapes keeps
-// its span: there columns differ.
+// inText narrows the span of a string to a line and column of the string, from 1, in characters. A
+// string with escapes keeps its span, as columns differ.
 func inText(span document.Span, line, column uint32) document.Span {
 	if !span.Valid() || line == 0 || column == 0 {
 		return span

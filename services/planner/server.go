@@ -11,13 +11,13 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
-// ErrBaseDir says that a request's folder is no absolute path.
+// ErrBaseDir reports a folder of a request that is not absolute.
 var ErrBaseDir = rpcerr.New(codes.InvalidArgument, "BAD_BASE_DIR", "base_dir must be an absolute path")
 
 // Register offers the service on a gRPC server.
 func (s *Server) Register(r grpc.ServiceRegistrar) { planv1.RegisterPlannerServiceServer(r, s) }
 
-// Run waits for ctx: a planner works only while it is asked.
+// Run waits for ctx. A planner has no background work.
 func (s *Server) Run(ctx context.Context) error {
 	<-ctx.Done()
 	return nil
@@ -42,7 +42,7 @@ func (s *Server) CreatePlan(ctx context.Context, request *planv1.CreatePlanReque
 	return s.create(ctx, source)
 }
 
-// RenewPlan plans the same configuration over the inputs as they are now.
+// RenewPlan plans the same configuration for the current inputs.
 func (s *Server) RenewPlan(ctx context.Context, request *planv1.RenewPlanRequest) (*planv1.RenewPlanResponse, error) {
 	if !filepath.IsAbs(request.GetBaseDir()) {
 		return nil, ErrBaseDir.Field("base_dir", "give the absolute folder of the configuration file")
@@ -50,7 +50,7 @@ func (s *Server) RenewPlan(ctx context.Context, request *planv1.RenewPlanRequest
 	return s.renew(ctx, request.GetPlan(), request.GetBaseDir())
 }
 
-// VerifyPlan reads the inputs of a plan again and names those that changed.
+// VerifyPlan reads the inputs of a plan again and reports those that changed.
 func (s *Server) VerifyPlan(ctx context.Context, request *planv1.VerifyPlanRequest) (*planv1.VerifyPlanResponse, error) {
 	if !filepath.IsAbs(request.GetBaseDir()) {
 		return nil, ErrBaseDir.Field("base_dir", "give the absolute folder of the configuration file")

@@ -20,7 +20,7 @@ type teacherCheck struct {
 	files []*planv1.Input // of a teacher in a folder
 }
 
-// read reads the folder of a teacher's model, whose tokens must be those of the model that is trained.
+// read reads the folder of a teacher. It must have the tokenizer of the trained model.
 func (d *teacherCheck) read() {
 	const field = "algorithm.distillation.teacher"
 	path := d.Config.GetAlgorithm().GetDistillation().GetTeacher()
@@ -31,17 +31,17 @@ func (d *teacherCheck) read() {
 	folder := d.resolve(path)
 	teacher := input.ReadModel(folder, path, field, &d.Problems)
 	if teacher.Scores() {
-		d.report(field, problem.BadModel, fmt.Sprintf("%s is a reward model (%s): it scores completions and writes none", path, teacher.Architecture),
-			"name a language model as the teacher; a reward model is for `[reward.model]`")
+		d.report(field, problem.BadModel, fmt.Sprintf("%s is a reward model (%s), which can't generate completions", path, teacher.Architecture),
+			"use a language model as the teacher; a reward model belongs in `[reward.model]`")
 		return
 	}
 	if d.model.model != nil && teacher.Embedded > 0 && d.model.model.Embedded > 0 && teacher.Embedded != d.model.model.Embedded {
-		d.report(field, problem.BadModel, fmt.Sprintf("the teacher has a vocabulary of %d tokens, the model one of %d", teacher.Embedded, d.model.model.Embedded),
-			"take a teacher with the same tokenizer")
+		d.report(field, problem.BadModel, fmt.Sprintf("the vocabulary of the teacher has %d tokens, that of the model %d", teacher.Embedded, d.model.model.Embedded),
+			"use a teacher with the same tokenizer")
 	} else if d.model.model != nil {
 		if difference := d.model.model.OtherTokens(teacher); difference != "" {
-			d.report(field, problem.BadModel, "the teacher has another vocabulary: "+difference,
-				"take a teacher with the same tokenizer")
+			d.report(field, problem.BadModel, "the teacher has a different vocabulary: "+difference,
+				"use a teacher with the same tokenizer")
 		}
 	}
 	if d.Problems.Len() > before {
@@ -50,19 +50,19 @@ func (d *teacherCheck) read() {
 	d.files = d.pin(planv1.InputRole_INPUT_ROLE_MODEL, teacher, folder, path)
 }
 
-// teachesItself warns of a teacher whose weights are the policy's own: the two agree on every token. Files must have their digests.
+// teachesItself warns if the teacher has the weights of the policy. Files must have their digests.
 func (d *teacherCheck) teachesItself() {
 	const field = "algorithm.distillation.teacher"
 	if taught := weights(d.model.files); len(taught) == 0 || !slices.Equal(taught, weights(d.files)) {
 		return
 	}
 	d.warnings.At(d.Place(field), problem.BadModel, field,
-		fmt.Sprintf("the teacher %s has the weights of `model.path`: the two agree on every token, so that the loss is 0 and nothing is learned",
+		fmt.Sprintf("the teacher %s has the same weights as `model.path`, so the loss is 0 and nothing is learned",
 			d.Config.GetAlgorithm().GetDistillation().GetTeacher()),
-		"name another model as the teacher; it is of use only to a run that starts elsewhere, with `rollout run --from`")
+		"use another model as the teacher, unless the run starts from a snapshot with `rollout run --from`")
 }
 
-// weights are the digests of a model's tensors, whatever its files are called.
+// weights are the digests of a model's tensor files, without their names.
 func weights(files []*planv1.Input) []string {
 	var out []string
 	for _, file := range files {
@@ -74,7 +74,8 @@ func weights(files []*planv1.Input) []string {
 	return out
 }
 
-// request asks a teacher's endpoint about the first prompt; nil where there is none, or model or data can't be used anyway.
+// request asks the endpoint of a teacher about the first prompt; nil without an endpoint, a usable
+// model, or usable data.
 func (d *teacherCheck) request() *probe.Teacher {
 	endpoint := d.Config.GetAlgorithm().GetDistillation().GetEndpoint()
 	const table = "algorithm.distillation.endpoint"
@@ -88,7 +89,7 @@ func (d *teacherCheck) request() *probe.Teacher {
 	}
 }
 
-// answer says why a teacher's endpoint could not teach.
+// answer reports why the endpoint of a teacher failed.
 func (d *teacherCheck) answer(answer *probe.Answer, err error) {
 	switch {
 	case err != nil:

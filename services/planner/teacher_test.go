@@ -19,13 +19,13 @@ func TestTheTeacherIsReadAndPinned(t *testing.T) {
 	s, dir := server(t), project(t, "def exact(samples): return [1.0 for _ in samples]\n")
 	teacher := filepath.Join(dir, "teacher")
 	ask := func() *planv1.CreatePlanResponse { return taught(t, s, dir, "teacher") }
-	told := func(reason string) {
+	report := func(reason string) {
 		t.Helper()
 		if p := ask().GetProblems(); len(p) != 1 || p[0].GetReason() != reason || p[0].GetField() != "algorithm.distillation.teacher" || p[0].GetLine() == 0 {
 			t.Errorf("want %s, got %v", reason, p)
 		}
 	}
-	told("MISSING_FILE")
+	report("MISSING_FILE")
 	if err := os.CopyFS(teacher, os.DirFS(filepath.Join(dir, "model"))); err != nil {
 		t.Fatal(err)
 	}
@@ -43,10 +43,10 @@ func TestTheTeacherIsReadAndPinned(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	told("BAD_MODEL")
+	report("BAD_MODEL")
 }
 
-// The name of a model on the hub is no path; who writes it is told how to get the model.
+// For the name of a model on the hub, the fix shows how to download it.
 func TestAModelOfTheHubIsNotDownloaded(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, exact)
@@ -76,12 +76,12 @@ func TestARewardModelIsNoTeacher(t *testing.T) {
 	}
 	problems := taught(t, s, dir, "scorer").GetProblems()
 	if len(problems) != 1 || problems[0].GetReason() != "BAD_MODEL" || problems[0].GetField() != "algorithm.distillation.teacher" || problems[0].GetLine() == 0 ||
-		problems[0].GetMessage() != "scorer is a reward model (LlamaForSequenceClassification): it scores completions and writes none" {
+		problems[0].GetMessage() != "scorer is a reward model (LlamaForSequenceClassification), which can't generate completions" {
 		t.Errorf("%v", problems)
 	}
 }
 
-// Two that agree on every token have nothing to tell each other: the loss is 0 for ever, and the run succeeds.
+// A teacher with the weights of the policy gives a loss of 0, which is a warning.
 func TestATeacherWithThePolicysWeightsIsWarnedOf(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, exact)
@@ -125,7 +125,8 @@ func taught(t *testing.T, s *Server, dir, teacher string) *planv1.CreatePlanResp
 	return response
 }
 
-// endpoint is a server that echoes what `rollout.teacher` asks: each token with its text and a log-probability.
+// endpoint is a server that echoes what `rollout.teacher` asks: each token with its text and a
+// log-probability.
 func endpoint(t *testing.T, answer func(tokens []int) (int, string)) string {
 	t.Helper()
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -159,7 +160,7 @@ func TestATeachersEndpointIsAskedOnce(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		answer func([]int) (int, string)
-		lines  string // beside base_url and model
+		lines  string // in addition to base_url and model
 		reason string // "": a plan
 	}{
 		"it teaches":       {answer: byID(0)},

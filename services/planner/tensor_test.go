@@ -8,7 +8,8 @@ import (
 	"testing"
 )
 
-// Names of tensors and layers, and a tokenizer that the model can't follow, are found before anything is loaded.
+// Names of tensors and layers, and a tokenizer that the model can't follow, are found before
+// anything is loaded.
 func TestPlanHoldsNamesAgainstTheModelsFiles(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "def exact(samples):\n    return [0.0 for _ in samples]\n")
@@ -31,7 +32,7 @@ func TestPlanHoldsNamesAgainstTheModelsFiles(t *testing.T) {
 		`lora={rank=8, targets=["v_proj"]}`:           `the model has no layer "v_proj"`,
 		`lora={rank=8, targets=["q_norm"]}`:           `the model has no layer "q_norm"`,
 		`lora={rank=8, targets=["embed_tokens"]}`:     `the model has no layer "embed_tokens"`,
-		`train.freeze=["model.embed*", "*.layers.*"]`: "matches every tensor of the model: nothing is left to train",
+		`train.freeze=["model.embed*", "*.layers.*"]`: "matches every tensor of the model, so nothing is trained",
 		`lora={alpha=8.0}`:                            "`rank` is missing in [lora]",
 		`lora={rank=8, dora="yes"}`:                   "`lora.dora`",
 	} {
@@ -48,12 +49,12 @@ func TestPlanHoldsNamesAgainstTheModelsFiles(t *testing.T) {
 	}
 	write("model/config.json", `{"n_positions": 32, "vocab_size": 3}`)
 	response := create(t, s, dir)
-	if len(response.GetProblems()) != 1 || !strings.Contains(response.GetProblems()[0].GetMessage(), "the tokenizer makes 4 tokens, the model embeds 3") {
+	if len(response.GetProblems()) != 1 || !strings.Contains(response.GetProblems()[0].GetMessage(), "the tokenizer has 4 tokens, the model has embeddings for 3") {
 		t.Errorf("a tokenizer of another model: %v", response.GetProblems())
 	}
 	write("model/config.json", `{"n_positions": 32, "vocab_size": 5}`)
 	response = create(t, s, dir)
-	if len(response.GetProblems()) != 1 || !strings.Contains(response.GetProblems()[0].GetMessage(), "`vocab_size` is 5, but model.embed_tokens.weight embeds 3 tokens") {
+	if len(response.GetProblems()) != 1 || !strings.Contains(response.GetProblems()[0].GetMessage(), "`vocab_size` is 5, but model.embed_tokens.weight has embeddings for 3 tokens") {
 		t.Errorf("embeddings of another size: %v", response.GetProblems())
 	}
 }

@@ -9,7 +9,7 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// trackerLibrary is what a sink needs of the workers' Python: one of these packages.
+// trackerLibrary has the packages of a tracker, of which one must be installed.
 type trackerLibrary struct {
 	table    string
 	wanted   func(*configv1.SinksConfig) bool
@@ -28,7 +28,8 @@ type trackerCheck struct {
 	python string // interpreter of the workers
 }
 
-// packages are the packages to ask for. They decide nothing that the run computes, so the plan does not pin them.
+// packages are the packages of the trackers. The plan does not pin them, as they do not change what
+// the run computes.
 func (d *trackerCheck) packages() []string {
 	var names []string
 	for _, library := range trackerLibraries {
@@ -39,7 +40,7 @@ func (d *trackerCheck) packages() []string {
 	return names
 }
 
-// answer says which sinks could not work.
+// answer reports trackers that would fail.
 func (d *trackerCheck) answer(answer *probe.Answer) {
 	for _, library := range trackerLibraries {
 		if !library.wanted(d.Config.GetSinks()) {
@@ -50,13 +51,13 @@ func (d *trackerCheck) answer(answer *probe.Answer) {
 			found = found || answer.Packages[name] != nil
 		}
 		if field := "sinks." + library.table; !found {
-			d.report(field, problem.PackageMissing, fmt.Sprintf("`[%s]` needs the package %s, which the workers' Python has not", field, library.packages[0]),
+			d.report(field, problem.PackageMissing, fmt.Sprintf("`[%s]` needs the package %s, which the Python of the workers lacks", field, library.packages[0]),
 				fmt.Sprintf("install it: %s -m pip install 'rollout-rl[%s]', or remove the table", d.python, library.table))
 		}
 	}
 	const mode = "sinks.wandb.mode"
 	if d.Config.GetSinks().GetWandb().GetMode() == "online" && !answer.WandbKey {
-		d.report(mode, problem.Conflict, "`mode = \"online\"`, but there is no key of Weights & Biases where rolloutd runs",
+		d.report(mode, problem.Conflict, "`mode = \"online\"` needs an API key of Weights & Biases where rolloutd runs",
 			"run `wandb login` there or start rolloutd with WANDB_API_KEY, or write `mode = \"offline\"`")
 	}
 }
@@ -68,7 +69,7 @@ func (d *trackerCheck) read() {
 		"sinks.tensorboard.directory": sinks.GetTensorboard().GetDirectory(), "sinks.wandb.directory": sinks.GetWandb().GetDirectory(),
 	} {
 		if info, err := os.Stat(d.resolve(path)); path != "" && err == nil && !info.IsDir() {
-			d.report(field, problem.BadValue, path+" is a file, not a folder", "name a folder; it is made where it is not there")
+			d.report(field, problem.BadValue, path+" is a file, not a folder", "use a folder; it is created if it does not exist")
 		}
 	}
 }

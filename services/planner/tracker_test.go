@@ -11,7 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/probe"
 )
 
-// What a sink lacks is said before the run.
+// The plan reports what trackers lack.
 func TestSinksAreCheckedWithThePlan(t *testing.T) {
 	t.Parallel()
 	dir := project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
@@ -22,7 +22,7 @@ func TestSinksAreCheckedWithThePlan(t *testing.T) {
 	s.prober.Env = append(s.prober.Env, "WANDB_API_KEY=", "NETRC="+filepath.Join(dir, "file"))
 	for set, want := range map[string]string{
 		`sinks.wandb={}`:                                      "",
-		`sinks.wandb={mode="online"}`:                         "there is no key of Weights & Biases",
+		`sinks.wandb={mode="online"}`:                         "needs an API key of Weights & Biases",
 		`sinks.wandb={mode="onlin"}`:                          `did you mean "online"?`,
 		`sinks.tensorboard={directory="file"}`:                "file is a file, not a folder",
 		`sinks.tensorboard={}`:                                "",
@@ -30,12 +30,12 @@ func TestSinksAreCheckedWithThePlan(t *testing.T) {
 		`sinks.aim={}`:                                        "unknown table [sinks.aim]",
 		`sinks={}`:                                            "",
 	} {
-		told := ""
+		got := ""
 		for _, p := range create(t, s, dir, set).GetProblems() {
-			told += fmt.Sprintln(p.GetReason(), p.GetField(), p.GetMessage(), p.GetFix())
+			got += fmt.Sprintln(p.GetReason(), p.GetField(), p.GetMessage(), p.GetFix())
 		}
-		if want == "" && told != "" || !strings.Contains(told, want) {
-			t.Errorf("%s: %q, want %q", set, told, want)
+		if want == "" && got != "" || !strings.Contains(got, want) {
+			t.Errorf("%s: %q, want %q", set, got, want)
 		}
 	}
 	with := server(t)

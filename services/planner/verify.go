@@ -57,9 +57,9 @@ func (s *Server) verify(ctx context.Context, request *planv1.VerifyPlanRequest) 
 	return &planv1.VerifyPlanResponse{Problems: problems, Plan: plan}, nil
 }
 
-// compare reads one input again; nil where it is what it was.
+// compare reads one input again; nil if it is unchanged.
 func compare(baseDir string, in *planv1.Input) *planv1.Problem {
-	p := &planv1.Problem{Reason: problem.InputChanged, File: in.GetPath(), Fix: "restore the file, or make the plan anew with `rollout plan`"}
+	p := &planv1.Problem{Reason: problem.InputChanged, File: in.GetPath(), Fix: "restore the file, or create the plan again with `rollout plan`"}
 	digest, size, err := input.DigestFile(input.Resolve(baseDir, in.GetPath()))
 	switch {
 	case errors.Is(err, os.ErrNotExist):
@@ -101,13 +101,13 @@ func packageProblems(plan *planv1.Plan, answer *probe.Answer, file string) []*pl
 			out = append(out, &planv1.Problem{
 				Reason: problem.PackageChanged, File: file, Field: "packages." + name,
 				Message: fmt.Sprintf("the plan was made with %s %s, which is not installed", name, want),
-				Fix:     fmt.Sprintf("install %s==%s, or make the plan anew with `rollout plan`", name, want),
+				Fix:     fmt.Sprintf("install %s==%s, or create the plan again with `rollout plan`", name, want),
 			})
 		case *got != want:
 			out = append(out, &planv1.Problem{
 				Reason: problem.PackageChanged, File: file, Field: "packages." + name,
 				Message: fmt.Sprintf("the plan was made with %s %s, but %s is installed", name, want, *got),
-				Fix:     fmt.Sprintf("install %s==%s, or make the plan anew with `rollout plan`", name, want),
+				Fix:     fmt.Sprintf("install %s==%s, or create the plan again with `rollout plan`", name, want),
 			})
 		}
 	}

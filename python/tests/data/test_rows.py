@@ -69,4 +69,4 @@ def test_messages_become_the_tokens_of_texts(text: Text, algorithm: str, texts: 
 
 def test_a_row_that_contradicts_itself_is_refused_and_no_other(text: Text) -> None:
     found = made(text, "dpo", {"chosen": talk("1+2=", "3"), "rejected": talk("1+3=", "4")})
-    assert found == Refusal("PROMPT_INVALID", "`chosen` and `rejected` do not begin with the same messages")
+    assert found == Refusal("PROMPT_INVALID", "`chosen` and `rejected` do not start with the same messages")

@@ -57,7 +57,7 @@ def _reward(bench: Bench, **reward: Any) -> Path:
 CASES: dict[str, Case] = {
     "no dataset": (66, "MISSING_FILE", "none.jsonl", lambda b: b.spec(b.folder / "none.jsonl")),
     "an empty one": (65, "BAD_ROW", "holds no rows", lambda b: _written(b, "\n\n")),
-    "no JSON": (65, "BAD_ROW", "bad.jsonl:2: the row is no JSON", lambda b: _written(b, '{"prompt": "1"}\n{"prompt"\n')),
+    "no JSON": (65, "BAD_ROW", "bad.jsonl:2: the row is not JSON", lambda b: _written(b, '{"prompt": "1"}\n{"prompt"\n')),
     "half a character": (
         65,
         "BAD_ROW",

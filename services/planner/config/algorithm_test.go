@@ -32,7 +32,7 @@ func TestEveryAlgorithmIsValidWithItsDefaults(t *testing.T) {
 	}
 }
 
-// TestDistillationNeedsNoReward: what a teacher says is what is learned from.
+// TestDistillationNeedsNoReward: the loss comes from the teacher.
 func TestDistillationNeedsNoReward(t *testing.T) {
 	t.Parallel()
 	r := read(t, strings.Replace(as("distillation"), "[reward]\nplugin = \"reward.py:exact\"\n", "", 1))
@@ -41,7 +41,8 @@ func TestDistillationNeedsNoReward(t *testing.T) {
 	}
 }
 
-// TestAlgorithmsRefuseBadInput is the golden list of what is told of an algorithm's settings: reason, place, text and fix.
+// TestAlgorithmsRefuseBadInput lists the problems of bad settings of algorithms: reason, place,
+// text, and fix.
 func TestAlgorithmsRefuseBadInput(t *testing.T) {
 	t.Parallel()
 	const reward = "[reward]\nplugin = \"reward.py:exact\"\n"
@@ -58,7 +59,7 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 			"CONFLICT algorithm.reinforce_pp: `sampling.group_size` must be at least 2 for `[algorithm.reinforce_pp]`: the samples of a group are compared: write `group_size = 8` in [sampling]"},
 		{"one sample where pairs are of a group", "online_dpo", "group_size = 8", nil,
 			"CONFLICT algorithm.online_dpo: `sampling.group_size` must be at least 2 for `[algorithm.online_dpo]`: the samples of a group are compared: write `group_size = 8` in [sampling]"},
-		{"pairs that nobody ranks", "online_dpo", reward, nil,
+		{"pairs without a reward", "online_dpo", reward, nil,
 			"CONFLICT algorithm.online_dpo: `[algorithm.online_dpo]` needs a `[reward]` table: add [reward] with `plugin = \"reward.py:function\"`"},
 		{"groups of pairs", "dpo", "", []string{"sampling.group_size=4"},
 			"CONFLICT sampling.group_size: `sampling.group_size` must be 1 for `[algorithm.dpo]`: each row is trained on as it is: remove `group_size` from [sampling]"},
@@ -66,7 +67,7 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 			"CONFLICT sampling.temperature: `sampling.temperature` must be above 0 for `[algorithm.gspo]`: the samples of a group would all be the same: remove `temperature` from [sampling]: 1.0 is the default"},
 		{"stale in sync mode", "rloo", "", []string{"staleness.max_steps=2"},
 			"CONFLICT staleness.max_steps: `staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy: remove `staleness.max_steps`, or write `mode = \"async\"`"},
-		{"weights that don't arrive", "distillation", "", []string{"train.deliver_every_steps=4"},
+		{"weights that are not delivered", "distillation", "", []string{"train.deliver_every_steps=4"},
 			"CONFLICT train.deliver_every_steps: `train.deliver_every_steps` must be 1 for `[algorithm.distillation]`: samples come from the policy: remove `deliver_every_steps`: 1 is the default"},
 		{"an average of adapters", "grpo", "", []string{"lora.rank=8", "train.ema_decay=0.99"},
 			"CONFLICT train.ema_decay: `train.ema_decay` and `[lora]` exclude each other: adapters have no average: remove `ema_decay` from [train], or the table [lora]"},
@@ -78,14 +79,14 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 		{"completions of held-out prompts", "sft", "", []string{"sampling.max_tokens=2048", "data.eval=eval.jsonl", "eval.every_steps=1"},
 			"CONFLICT sampling.max_tokens: `sampling.max_tokens` must be below `engine.max_model_len`: lower `max_tokens` in [sampling], or raise `max_model_len` in [engine]"},
 		{"no completions to held-out prompts", "sft", reward, []string{"sampling.max_tokens=2048", "data.eval=eval.jsonl", "eval.every_steps=1"}, ""},
-		{"a reward model that is asked", "reward_model", "", []string{"data.eval=eval.jsonl", "eval.every_steps=1"},
+		{"a reward model with a reward", "reward_model", "", []string{"data.eval=eval.jsonl", "eval.every_steps=1"},
 			"CONFLICT reward: `[reward]` must be absent for evaluations of `[algorithm.reward_model]`: the model generates no text: remove the table [reward]: evaluations then report `rewards/accuracy` on the held-out pairs"},
 		{"a reward model whose pairs are held out", "reward_model", reward, []string{"data.eval=eval.jsonl", "eval.every_steps=1"}, ""},
 		{"more updates than samples", "gspo", "", []string{"algorithm.gspo.minibatches=17", "train.groups_per_step=2"},
 			"CONFLICT algorithm.gspo.minibatches: `algorithm.gspo.minibatches` must not exceed the samples of a step, `train.groups_per_step` times `sampling.group_size`: lower `minibatches`, or raise `groups_per_step` in [train]"},
-		{"a divergence that moves nothing", "grpo", "", []string{"algorithm.grpo.kl_coefficient=0.1", "algorithm.grpo.kl_estimator=k1"},
+		{"a divergence without a gradient", "grpo", "", []string{"algorithm.grpo.kl_coefficient=0.1", "algorithm.grpo.kl_estimator=k1"},
 			"CONFLICT algorithm.grpo.kl_estimator: `algorithm.grpo.kl_estimator` must not be \"k1\" with `kl_in = \"loss\"`: the gradient of k1 has mean 0 there: write `kl_estimator = \"k3\"`, or `kl_in = \"reward\"`"},
-		{"a target for nothing", "ppo", "", []string{"algorithm.ppo.kl_coefficient=0", "algorithm.ppo.kl_target=0.1"},
+		{"a target without a coefficient", "ppo", "", []string{"algorithm.ppo.kl_coefficient=0", "algorithm.ppo.kl_target=0.1"},
 			"CONFLICT algorithm.ppo.kl_target: `algorithm.ppo.kl_target` needs `algorithm.ppo.kl_coefficient` above 0, which it adapts: remove `kl_target`, or write `kl_coefficient = 0.05`"},
 		{"a dual clip inside the clip", "ppo", "", []string{"algorithm.ppo.dual_clip=0.9"},
 			"CONFLICT algorithm.ppo.dual_clip: `algorithm.ppo.dual_clip` must be above 1, or 0 for no bound: write `dual_clip = 3.0`, or remove it"},
@@ -95,25 +96,25 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 			"OUT_OF_RANGE algorithm.dapo.clip_high: `algorithm.dapo.clip_high` must be between 0 and 100, got -1: write a number between 0 and 100; the default is 0.28"},
 		{"all masked", "grpo", "", []string{"mode=async", "algorithm.grpo.importance_correction=mask", "algorithm.grpo.importance_cap=0.3"},
 			"CONFLICT algorithm.grpo.importance_cap: `algorithm.grpo.importance_floor` must not exceed `algorithm.grpo.importance_cap`: every token would be masked: lower `importance_floor` or raise `importance_cap`"},
-		{"weightless", "kto", "", []string{"algorithm.kto.desirable_weight=0", "algorithm.kto.undesirable_weight=0"},
+		{"both weights 0", "kto", "", []string{"algorithm.kto.desirable_weight=0", "algorithm.kto.undesirable_weight=0"},
 			"CONFLICT algorithm.kto.desirable_weight: `algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0: remove one of them: 1.0 is the default"},
 		{"no teacher", "distillation", "teacher = \"teacher\"\n", nil,
 			"CONFLICT algorithm.distillation: `[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`: " +
 				"write `teacher = \"models/teacher\"`, or a table [algorithm.distillation.endpoint] with `base_url` and `model`"},
-		{"labels that are worse than chance", "dpo", "", []string{"algorithm.dpo.label_smoothing=0.5"},
+		{"too much label smoothing", "dpo", "", []string{"algorithm.dpo.label_smoothing=0.5"},
 			"OUT_OF_RANGE algorithm.dpo.label_smoothing: `algorithm.dpo.label_smoothing` must be at least 0 and below 0.5, got 0.5: write a number at least 0 and below 0.5; the default is 0.0"},
-		{"no pull", "ipo", "", []string{"algorithm.ipo.beta=0"},
+		{"beta 0", "ipo", "", []string{"algorithm.ipo.beta=0"},
 			"OUT_OF_RANGE algorithm.ipo.beta: `algorithm.ipo.beta` must be above 0 and at most 100, got 0: write a number above 0 and at most 100; the default is 0.1"},
 		{"an unknown reduction", "cispo", "", []string{"algorithm.cispo.reduction=sample"},
 			"BAD_VALUE algorithm.cispo.reduction: `algorithm.cispo.reduction` must be \"token\", \"sequence\" or \"constant\", got \"sample\": write \"token\", \"sequence\" or \"constant\""},
 		{"no pass over the batch", "ppo", "", []string{"algorithm.ppo.epochs=0"},
 			"OUT_OF_RANGE algorithm.ppo.epochs: `algorithm.ppo.epochs` must be between 1 and 100, got 0: write a number between 1 and 100; the default is 4"},
 		{"another trainer's name", "ppo", "", []string{"algorithm.ppo.lam=0.9"},
-			"UNKNOWN_KEY algorithm.ppo.lam: unknown key `lam` in [algorithm.ppo]: it is called `gae_lambda` here"},
+			"UNKNOWN_KEY algorithm.ppo.lam: unknown key `lam` in [algorithm.ppo]: its name is `gae_lambda`"},
 		{"a key of another algorithm's name", "dpo", "", []string{"dpo.beta=0.2"}, "UNKNOWN_KEY dpo: unknown table [dpo]: write [algorithm.dpo]"},
 		{"a misspelled algorithm", "dppo", "", nil, "UNKNOWN_KEY algorithm.dppo: unknown algorithm `dppo`: did you mean [algorithm.ppo]?"},
 		{"two algorithms", "dpo", "", []string{"algorithm.ipo.beta=0.1"},
-			"CONFLICT algorithm.ipo: a run has one algorithm: [algorithm.ipo] excludes [algorithm.dpo] on line 15: remove one of the two tables"},
+			"CONFLICT algorithm.ipo: a run has one algorithm, and [algorithm.ipo] conflicts with [algorithm.dpo] on line 15: remove one of the two tables"},
 	} {
 		text := as(c.algorithm)
 		if c.without != "" {

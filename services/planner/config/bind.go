@@ -52,19 +52,19 @@ func (r *binder) bindTable(e *document.Entry, field key, m protoreflect.Message,
 	r.bind(e.Value, m.Mutable(field.FieldDescriptor).Message(), path)
 }
 
-// bindNamed sets tables by a name of the user's.
+// bindNamed sets tables whose names the user chooses.
 func (r *binder) bindNamed(table *document.Value, field key, named protoreflect.Map, path string) {
 	for _, e := range table.Entries {
 		at := join(path, e.Key)
 		if e.Value.Kind != document.Table {
-			r.wrongType(e.Span, at, fmt.Sprintf("[%s] holds tables with a name of yours, not the key `%s`", path, e.Key), fixNamed(field, path, e.Key))
+			r.wrongType(e.Span, at, fmt.Sprintf("[%s] contains tables with names that you choose, not the key `%s`", path, e.Key), fixNamed(field, path, e.Key))
 			continue
 		}
 		r.bind(e.Value, named.Mutable(protoreflect.ValueOfString(e.Key).MapKey()).Message(), at)
 	}
 }
 
-// fixNamed says where a key belongs that stands among named tables.
+// fixNamed suggests the place of a key that was written among named tables.
 func fixNamed(field key, path, name string) string {
 	if keyOf(field.MapValue().Message(), name) != nil {
 		return fmt.Sprintf("write it below [%s.NAME]", path)
@@ -94,7 +94,7 @@ func (r *binder) bindScalar(e *document.Entry, field key, m protoreflect.Message
 	}
 }
 
-// scalar reads one value as the type that the field has.
+// scalar reads one value as the type of the field.
 func (r *binder) scalar(e *document.Entry, v *document.Value, field key, path string) (protoreflect.Value, bool) {
 	none := protoreflect.Value{}
 	switch kind := field.Kind(); {
@@ -123,13 +123,13 @@ func (r *binder) scalar(e *document.Entry, v *document.Value, field key, path st
 	}
 	got := v.Kind.String()
 	if e.Bare {
-		got = "text"
+		got = "a bare word"
 	}
 	r.wrongType(v.Span, path, fmt.Sprintf("`%s` is %s, got %s", path, article(field), got), fixType(e, v, field))
 	return none, false
 }
 
-// fixType says how the value would be written in the field's own type.
+// fixType suggests the value in the type of the field.
 func fixType(e *document.Entry, v *document.Value, field key) string {
 	text := v.Span.Text()
 	switch kind := field.Kind(); {
@@ -151,7 +151,7 @@ func (r *binder) twoOfOne(e *document.Entry, path, other string) {
 	line, _ := r.root.Find(other).Value.Span.Position()
 	r.broken[path] = true
 	r.Problems.At(e.Value.Span, problem.Conflict, path,
-		fmt.Sprintf("a run has one algorithm: [%s] excludes [%s] on line %d", path, other, line), "remove one of the two tables")
+		fmt.Sprintf("a run has one algorithm, and [%s] conflicts with [%s] on line %d", path, other, line), "remove one of the two tables")
 }
 
 func (r *binder) wrongType(span document.Span, path, message, fix string) {

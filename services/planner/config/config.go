@@ -1,5 +1,6 @@
-// Package config turns a TOML text into a RunConfig, by reflection over the contract: the proto is the only list of keys,
-// types, defaults, ranges and rules. Every mistake is found in one pass and stands at its line and column.
+// Package config turns a TOML text into a RunConfig, by reflection over the contract: the proto is
+// the only list of keys, types, defaults, ranges, and rules. One pass finds every mistake, with its
+// line and column.
 //
 //	text -> document.Value -> bind (keys, types) -> defaults -> rules (protovalidate) -> RunConfig | problems
 package config
@@ -28,19 +29,20 @@ func NewReader() (*Reader, error) {
 	return &Reader{validator}, nil
 }
 
-// Reading is what became of a text.
+// Reading is the result of reading a configuration.
 type Reading struct {
-	// Config has every default written out. Where Problems is not empty it lacks what could not be read.
+	// Config has every default filled in. If there are problems, it lacks the values that could not be
+	// read.
 	Config   *configv1.RunConfig
 	Problems problem.List
 
 	root   *document.Value
 	source *document.Source
-	broken map[string]bool // fields whose value could not be read: no rule is held against them
-	holes  bool            // whether some of the text could not be read at all: nothing is called missing
+	broken map[string]bool // keys without a readable value: no rule is checked for them
+	holes  bool            // whether a part of the text could not be parsed: no key is reported as missing
 }
 
-// Read reads a configuration. It never fails: what is wrong is in Problems.
+// Read reads a configuration. It never fails: it returns problems instead.
 func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 	text := bytes.TrimPrefix(source.GetToml(), []byte("\xef\xbb\xbf"))
 	reading := &Reading{
@@ -49,8 +51,8 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 		broken: map[string]bool{},
 	}
 	root, faults := document.Parse(reading.source)
-	if len(faults) > 0 && bytes.HasPrefix(bytes.TrimSpace(text), []byte("{")) { // each line of it would be a fault
-		faults[0].Message, faults[0].Fix = "this is JSON: a plan, not a configuration", "give a plan to `rollout run --plan FILE`; write a configuration in TOML"
+	if len(faults) > 0 && bytes.HasPrefix(bytes.TrimSpace(text), []byte("{")) { // else each line is a fault
+		faults[0].Message, faults[0].Fix = "this is JSON, which a plan is written in, not a configuration", "pass a plan with `rollout run --plan FILE`, or write the configuration in TOML"
 		faults = faults[:1]
 		root, _ = document.Parse(document.NewSource(source.GetFile(), nil, 1))
 	}
@@ -73,7 +75,7 @@ func (r *Reader) Read(source *planv1.ConfigSource) *Reading {
 	return reading
 }
 
-// Again reads a configuration that was read before, without its text: no problem in it has a place.
+// Again checks a configuration without its text, so its problems have no place.
 func (r *Reader) Again(config *configv1.RunConfig) *Reading {
 	reading := &Reading{
 		Config: proto.CloneOf(config), source: document.NewSource("", nil, 1), root: &document.Value{}, broken: map[string]bool{},
@@ -86,7 +88,8 @@ func (r *Reader) Again(config *configv1.RunConfig) *Reading {
 	return reading
 }
 
-// Place is where a field stands: its value, or the header of the nearest table that holds it, or the end of the text.
+// Place is the place of a key: its value, or the header of the nearest table that contains it, or
+// the end of the text.
 func (r *Reading) Place(field string) document.Span {
 	if e := r.root.Find(field); e != nil {
 		return e.Value.Span
@@ -102,10 +105,10 @@ func (r *Reading) Place(field string) document.Span {
 	return r.source.End()
 }
 
-// Wrote reports whether the text sets a field itself.
+// Wrote reports whether the text sets a key.
 func (r *Reading) Wrote(field string) bool { return r.root.Find(field) != nil }
 
-// Readable reports whether the field, and everything in it, could be read.
+// Readable reports whether a key or table, with all keys in it, could be read.
 func (r *Reading) Readable(field string) bool { return !r.brokenUnder(field) }
 
 // Sorted returns the problems in the order of the file, then of the overrides.

@@ -150,7 +150,7 @@ run.toml:10:9 OUT_OF_RANGE train.steps <0>
 	}
 }
 
-// TestContract holds the contract's own annotations against what reads them.
+// TestContract compares the annotations of the contract with the code that reads them.
 func TestContract(t *testing.T) {
 	t.Parallel()
 	rules := expressions()
@@ -169,7 +169,7 @@ func TestContract(t *testing.T) {
 	}
 	for id := range fixes {
 		if rules[id] == "" {
-			t.Errorf("there is no rule %s", id)
+			t.Errorf("the rule %s does not exist", id)
 		}
 	}
 	walk(root(), "", func(path string, field key) {
@@ -185,7 +185,7 @@ func TestContract(t *testing.T) {
 		}
 		for _, text := range []string{field.defaultText(), meta.GetDefault(), meta.GetExample()} {
 			if text != "" {
-				literal(field, text) // panics where it is no value
+				literal(field, text) // panics if the text is invalid
 			}
 		}
 	})
@@ -194,15 +194,15 @@ func TestContract(t *testing.T) {
 			if !slices.ContainsFunc(leaves(""), func(full string) bool {
 				return strings.HasPrefix(full, "algorithm.") && strings.HasSuffix(full, "."+leaf)
 			}) {
-				t.Errorf("%s is to mean %s, which no algorithm has", name, leaf)
+				t.Errorf("the alias %s has the key %s, which algorithms lack", name, leaf)
 			}
 		} else if !slices.Contains(leaves(""), path) {
-			t.Errorf("%s is to mean %s, which is no field", name, path)
+			t.Errorf("the alias %s has the unknown key %s", name, path)
 		}
 	}
 }
 
-// FuzzRead holds that no text makes the reader fail in any other way than by a problem with a place.
+// FuzzRead checks that every failure of the reader is a problem with a place.
 func FuzzRead(f *testing.F) {
 	for _, text := range []string{good, "", "=", "[", "[[a]]", "a.b.c = {d = [1, {e = 2}]}", "[a]\n[a.b]\n[a]\na = 1", "x = \"\"\"\n", "a = 1\na.b = 2", "\xff = 1", "model = 3\n[model]\npath = 1"} {
 		f.Add(text, "train.steps=1")

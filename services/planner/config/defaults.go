@@ -8,7 +8,7 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// defaults writes out every default. A table that must hold something, and an algorithm, is never made up.
+// defaults fills in every default. Tables with required keys, and the algorithm, have none.
 func (r *Reading) defaults() {
 	fill(r.Config.ProtoReflect())
 	if r.Config.Deterministic == nil {
@@ -51,7 +51,8 @@ func optional(field protoreflect.FieldDescriptor) bool {
 	return true
 }
 
-// literal reads a default of the contract. A default of the wrong type is a mistake in the contract, which a test finds.
+// literal reads a default of the contract. A default of the wrong type is a mistake in the
+// contract, which a test finds.
 func literal(field key, text string) protoreflect.Value {
 	root, faults := document.Parse(document.NewSource("default", []byte("x = "+text), 1))
 	if len(faults) == 0 {

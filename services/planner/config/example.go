@@ -12,7 +12,7 @@ func example(field key) string {
 	return fmt.Sprintf("write `%s = %s`", field.TextName(), sample(field))
 }
 
-// tableExample is a table with everything that it must hold.
+// tableExample is a table with its required keys.
 func tableExample(path string, message protoreflect.MessageDescriptor) string {
 	var lines []string
 	for _, field := range keysOf(message) {
@@ -26,7 +26,7 @@ func tableExample(path string, message protoreflect.MessageDescriptor) string {
 	return fmt.Sprintf("[%s] with %s", path, enumerate(lines, "and"))
 }
 
-// oneofTables are the tables of which the table at path holds exactly one.
+// oneofTables are the alternative tables at a path, of which exactly one must be set.
 func oneofTables(path string) []string {
 	var names []string
 	walk(root(), "", func(at string, field key) {
@@ -45,7 +45,7 @@ func alternatives(texts []string) string {
 	return enumerate(out, "or")
 }
 
-// slugify makes a run's name of a text.
+// slugify turns a text into a valid name of a run.
 func slugify(text string) string {
 	var b strings.Builder
 	for _, c := range strings.ToLower(text) {

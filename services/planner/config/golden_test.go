@@ -10,7 +10,8 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// defaultTables reads the two tables of schemas/golden/algorithm_defaults.txt by row and column. The cells are JSON.
+// defaultTables reads the two tables of schemas/golden/algorithm_defaults.txt by row and column.
+// The cells are JSON.
 func defaultTables(t *testing.T) (run, algorithms map[string]map[string]string) {
 	t.Helper()
 	text, err := os.ReadFile("../../../schemas/golden/algorithm_defaults.txt")

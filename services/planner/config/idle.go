@@ -10,7 +10,8 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// idleKey is a key that nothing reads where another one has a certain value. `*` stands for the algorithm's name.
+// idleKey has keys without an effect while another key has a certain value. `*` is the name of the
+// algorithm.
 type idleKey struct {
 	keys  []string
 	where string // the other key
@@ -21,14 +22,14 @@ type idleKey struct {
 var idleKeys = []idleKey{
 	{
 		[]string{"algorithm.*.importance_correction", "algorithm.*.importance_cap", "algorithm.*.importance_floor", "algorithm.*.importance_level", "algorithm.*.old_policy"},
-		"mode", "sync", "samples are of the very weights that are trained",
+		"mode", "sync", "samples come from the weights that are trained",
 	},
-	{[]string{"algorithm.*.overlong_penalty"}, "algorithm.*.overlong_share", "0", "no completion is too long"},
-	{[]string{"algorithm.*.critic_learning_rate"}, "algorithm.*.critic", "head", "the critic is a head of the policy, and learns at its rate"},
-	{[]string{"sampling.refill_rounds", "sampling.refill_shortfall"}, "algorithm.*.dynamic_sampling", "false", "no group is drawn in another's place"},
+	{[]string{"algorithm.*.overlong_penalty"}, "algorithm.*.overlong_share", "0", "no completion is penalized for its length"},
+	{[]string{"algorithm.*.critic_learning_rate"}, "algorithm.*.critic", "head", "the critic is a head of the policy and has its learning rate"},
+	{[]string{"sampling.refill_rounds", "sampling.refill_shortfall"}, "algorithm.*.dynamic_sampling", "false", "no group is replaced"},
 }
 
-// idle tells of keys that the text sets and that nothing would read.
+// idle reports keys that the text sets and that have no effect.
 func (r *checker) idle() {
 	name := algorithm.Name(r.Config)
 	if name == "" {

@@ -84,7 +84,8 @@ func root() protoreflect.MessageDescriptor {
 	return (&configv1.RunConfig{}).ProtoReflect().Descriptor()
 }
 
-// tableOf is the message of the tables that a key holds: its own, or that of each named table; nil for a value.
+// tableOf is the message of the tables that a key holds: its own, or that of each named table; nil
+// for a value.
 func tableOf(field protoreflect.FieldDescriptor) protoreflect.MessageDescriptor {
 	if field.IsMap() {
 		return field.MapValue().Message()
@@ -111,7 +112,8 @@ func keyAt(path string) *key {
 	return found
 }
 
-// tomlPath drops the inlined messages from a path of the contract: `algorithm.grpo.loss.epochs` is `algorithm.grpo.epochs`.
+// tomlPath drops the inlined messages from a path of the contract: `algorithm.grpo.loss.epochs` is
+// `algorithm.grpo.epochs`.
 func tomlPath(path string) string {
 	message := root()
 	var names []string
@@ -132,7 +134,8 @@ func tomlPath(path string) string {
 	return strings.Join(names, ".")
 }
 
-// walk visits every key of a configuration, tables before their keys. The path of a named table has NAME for its name.
+// walk visits every key of a configuration, tables before their keys. The path of a named table has
+// NAME for its name.
 func walk(table protoreflect.MessageDescriptor, at string, visit func(path string, k key)) {
 	for _, k := range keysOf(table) {
 		path := join(at, k.TextName())

@@ -70,7 +70,7 @@ func (r *checker) violation(v *protovalidate.Violation) {
 	defer func() { r.broken[field] = true }()
 	switch {
 	case descriptor.IsList() && item >= 0:
-		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` holds an empty text", field), "remove the empty item")
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` has an empty item", field), "remove the empty item")
 	case descriptor.IsList():
 		r.Problems.At(place, problem.OutOfRange, field, fmt.Sprintf("`%s` %s", field, v.Proto.GetMessage()), "shorten the list")
 	case descriptor.Kind() == protoreflect.StringKind:
@@ -81,7 +81,7 @@ func (r *checker) violation(v *protovalidate.Violation) {
 	}
 }
 
-// badText explains a text that is none of those allowed, or has a wrong form.
+// badText reports a string that is not among the allowed ones or has the wrong form.
 func (r *checker) badText(place document.Span, field string, descriptor key, v *protovalidate.Violation) {
 	rules := rulesOf(descriptor)
 	got := v.FieldValue.String()
@@ -107,7 +107,7 @@ func (r *checker) badText(place document.Span, field string, descriptor key, v *
 			fix = fmt.Sprintf("write `name = %q`", slug)
 		}
 		r.Problems.At(place, problem.BadValue, field,
-			fmt.Sprintf("`%s` takes 1 to 63 lower-case letters, digits and dashes, got %q", field, got), fix)
+			fmt.Sprintf("`%s` must have 1 to 63 lower-case letters, digits, and dashes, got %q", field, got), fix)
 	default:
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s`: %s, got %q", field, v.Proto.GetMessage(), got), example(descriptor))
 	}
@@ -115,32 +115,33 @@ func (r *checker) badText(place document.Span, field string, descriptor key, v *
 
 var nameInPath = regexp.MustCompile(`\["([^"]*)"\]`)
 
-// dotted is the path of a violation as the text writes it, such as `reward.composite.format` for a named table.
+// dotted is the path of a violation as the text writes it, such as `reward.composite.format` for a
+// named table.
 func dotted(v *protovalidate.Violation) string {
 	return tomlPath(nameInPath.ReplaceAllString(protovalidate.FieldPathString(v.Proto.GetField()), ".$1"))
 }
 
-// badName explains the name of a table that can't be one.
+// badName reports an invalid name of a table.
 func (r *checker) badName(field, rule string) {
 	r.broken[field] = true
 	if rule == "string.not_in" {
 		r.Problems.At(r.Place(field), problem.BadValue, field,
-			fmt.Sprintf("[%s]: there is a metric `reward/%s` already", field, leafOf(field)), "rename the table")
+			fmt.Sprintf("[%s]: the metric `reward/%s` already exists", field, leafOf(field)), "rename the table")
 		return
 	}
 	r.Problems.At(r.Place(field), problem.BadValue, field,
-		fmt.Sprintf("[%s]: a name takes lower-case letters, digits and underscores, and begins with a letter", field), "rename the table")
+		fmt.Sprintf("[%s]: a name has lower-case letters, digits, and underscores, and starts with a letter", field), "rename the table")
 }
 
-// missing explains an absent key or table, with lines that would fix it.
+// missing reports an absent key or table, with the lines that fix it.
 func (r *checker) missing(field string, descriptor *key) {
 	if r.holes {
-		return // it may stand on a line that could not be read
+		return // it may be on a line that could not be read
 	}
 	place := r.Place(field)
 	if descriptor == nil { // a required oneof
-		table := parent(field) // the path ends with the oneof's name
-		r.Problems.At(place, problem.MissingKey, table, fmt.Sprintf("[%s] names no algorithm", table),
+		table := parent(field) // the path ends with the name of the oneof
+		r.Problems.At(place, problem.MissingKey, table, fmt.Sprintf("[%s] has no table of an algorithm", table),
 			"write "+enumerate(oneofTables(table), "or"))
 		return
 	}
@@ -155,10 +156,10 @@ func (r *checker) missing(field string, descriptor *key) {
 		return
 	}
 	if names := oneofTables(field); len(names) > 0 {
-		r.Problems.At(place, problem.MissingKey, field, "there is no algorithm", "add the table "+enumerate(names, "or"))
+		r.Problems.At(place, problem.MissingKey, field, "no algorithm is set", "add the table "+enumerate(names, "or"))
 		return
 	}
-	r.Problems.At(place, problem.MissingKey, field, fmt.Sprintf("there is no table [%s]", field), "add "+tableExample(field, descriptor.Message()))
+	r.Problems.At(place, problem.MissingKey, field, fmt.Sprintf("the table [%s] is missing", field), "add "+tableExample(field, descriptor.Message()))
 }
 
 var pathInRule = regexp.MustCompile(`this\.([a-z_][a-z_0-9.]*[a-z_0-9])`)
@@ -172,8 +173,9 @@ func keysIn(expression string) []string {
 	return keys
 }
 
-// crossField reports a broken rule between keys, at the first key that the text sets, in the order of the rule's message. at is the
-// table whose message has the rule, "" for the root. A rule that reads a key without a readable value is not reported.
+// crossField reports a broken rule between keys, at the first key that the text sets, in the order
+// of the rule's message. at is the table whose message has the rule, "" for the root. A rule that
+// reads a key without a readable value is not reported.
 func (r *checker) crossField(id, message, at string, keys []string) {
 	chosen := "algorithm." + algorithm.Name(r.Config)
 	for _, read := range keys {
@@ -257,8 +259,7 @@ func namedFields(message string) []string {
 	return out
 }
 
-// unread reports whether the field, or a table that it stands in, could not be read. A rule that names a table asks whether it is
-// there; one of names of the user's is there once something in it is.
+// unread reports whether a key, or a table that contains it, could not be read.
 func (r *Reading) unread(field string) bool {
 	for broken := range r.broken {
 		if broken == field || strings.HasPrefix(field, broken+".") {
@@ -268,7 +269,7 @@ func (r *Reading) unread(field string) bool {
 	return false
 }
 
-// brokenUnder reports whether the field, one of its tables or something in it could not be read.
+// brokenUnder reports whether a key, a table that contains it, or a key in it could not be read.
 func (r *Reading) brokenUnder(field string) bool {
 	for broken := range r.broken {
 		if strings.HasPrefix(broken, field+".") {

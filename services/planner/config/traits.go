@@ -5,7 +5,8 @@ import (
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
-// traitRule is a rule between keys that depends on the traits of the algorithm. The contract has all other rules, in CEL.
+// traitRule is a rule between keys that depends on the traits of the algorithm. The contract has
+// all other rules, in CEL.
 type traitRule struct {
 	id, message string
 	keys        []string // keys that it reads; `algorithm.*` is the chosen algorithm's table

@@ -11,7 +11,7 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// aliases are names that other trainers use for fields that we have; `algorithm.*` is the algorithm that the text chose.
+// aliases are the names of keys in other trainers. `algorithm.*` is the chosen algorithm.
 var aliases = map[string]string{
 	"advantage_norm":        "algorithm.*.normalization",
 	"batch_size":            "train.groups_per_step",
@@ -62,7 +62,7 @@ func (r *binder) unknown(e *document.Entry, message protoreflect.MessageDescript
 	}
 	r.Problems.At(e.Span, problem.UnknownKey, path, fmt.Sprintf("unknown key `%s` %s", e.Key, where), fixUnknown(e.Key, message, at, r.algorithm()))
 	if near := nearest.To(e.Key, fieldNames(message, false)); near != "" {
-		r.broken[join(at, near)] = true // it was meant: no rule is held against its default
+		r.broken[join(at, near)] = true // it was probably meant: no rule is checked for its default
 	}
 }
 
@@ -81,7 +81,7 @@ func (r *binder) unknownTable(e *document.Entry, message protoreflect.MessageDes
 	} else if full := pathOf(e.Key, "", true); full != "" {
 		fix = fmt.Sprintf("write [%s]", full)
 	} else if len(names) == 0 {
-		fix = fmt.Sprintf("[%s] has no tables of its own: remove it", at)
+		fix = fmt.Sprintf("[%s] contains no tables: remove it", at)
 	} else {
 		for i, name := range names {
 			names[i] = "[" + join(at, name) + "]"
@@ -95,7 +95,7 @@ func (r *binder) unknownTable(e *document.Entry, message protoreflect.MessageDes
 	r.Problems.At(span, problem.UnknownKey, path, what, fix)
 }
 
-// algorithm is the table under [algorithm] that the text chose, "" where there is none.
+// algorithm is the name of the chosen table in [algorithm]; "" without one.
 func (r *binder) algorithm() string {
 	if e := r.root.Find("algorithm"); e != nil && e.Value.Kind == document.Table && len(e.Value.Entries) > 0 {
 		return e.Value.Entries[0].Key
@@ -103,20 +103,21 @@ func (r *binder) algorithm() string {
 	return ""
 }
 
-// fixUnknown looks for the key that was meant: in the same table, in another one, by the name that other trainers use.
+// fixUnknown suggests a known key: in the same table, in another one, or by the name in other
+// trainers.
 func fixUnknown(key string, message protoreflect.MessageDescriptor, at, algorithm string) string {
 	if near := nearest.To(key, fieldNames(message, false)); near != "" {
 		return fmt.Sprintf("did you mean `%s`?", near)
 	}
 	alias := aliasOf(key, algorithm)
 	if alias != "" && parent(alias) == at {
-		return fmt.Sprintf("it is called `%s` here", leafOf(alias))
+		return fmt.Sprintf("its name is `%s`", leafOf(alias))
 	}
 	if full := pathOf(key, algorithm, false); full != "" {
 		return fmt.Sprintf("`%s` belongs %s", key, home(full))
 	}
 	if alias != "" {
-		return fmt.Sprintf("it is called `%s` here and belongs %s", leafOf(alias), home(alias))
+		return fmt.Sprintf("its name is `%s`, and it belongs %s", leafOf(alias), home(alias))
 	}
 	all := leaves(algorithm)
 	names := make([]string, 0, len(all))
@@ -150,7 +151,7 @@ func fieldNames(message protoreflect.MessageDescriptor, tables bool) []string {
 	return names
 }
 
-// aliasOf is the full path of the field that other trainers call name, "" where there is none.
+// aliasOf is the path of the key that other trainers call name; "" without one.
 func aliasOf(name, algorithm string) string {
 	full, ok := strings.CutPrefix(aliases[strings.ToLower(name)], "algorithm.*.")
 	if !ok {
@@ -165,8 +166,8 @@ func aliasOf(name, algorithm string) string {
 	return full
 }
 
-// pathOf is the full path of the first key, or table, that is called name; of the algorithms only the chosen one's keys count,
-// any one's where none is.
+// pathOf is the path of the first key, or table, with a name. Only the keys of the chosen algorithm
+// count, or those of all algorithms without a chosen one.
 func pathOf(name, algorithm string, table bool) string {
 	found := ""
 	walk(root(), "", func(path string, field key) {
@@ -177,7 +178,7 @@ func pathOf(name, algorithm string, table bool) string {
 	return found
 }
 
-// leaves are the paths of all keys, but of algorithms only those of the chosen one.
+// leaves are the paths of all keys, except those of other algorithms.
 func leaves(algorithm string) []string {
 	var out []string
 	walk(root(), "", func(path string, field key) {

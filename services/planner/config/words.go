@@ -42,7 +42,7 @@ func sample(field key) string {
 	return "1"
 }
 
-// limitsOf says which numbers a field takes: "between 1 and 1024", "above 0 and at most 1".
+// limitsOf describes the range of a field: "between 1 and 1024", "above 0 and at most 1".
 func limitsOf(field protoreflect.FieldDescriptor) string {
 	lower, upper := "", ""
 	rules := rulesOf(field).ProtoReflect()

@@ -80,7 +80,7 @@ func TestTwice(t *testing.T) {
 		"a = {b = 1}\na.c = 2\n":             "key `a` is set twice, first on line 1",
 		"[a.b]\n[a]\nc = 1\n":                "",
 		"a.b = 1\na.c = 2\n":                 "",
-		"[[a]]\n":                            "there is no array of tables in a configuration",
+		"[[a]]\n":                            "a configuration has no arrays of tables",
 		"[a]\nb = 1\n[c]\n[a]\nb = 2\nd = 3": "table [a] is set twice, first on line 1; key `b` is set twice, first on line 2",
 	} {
 		_, faults := Parse(NewSource("run.toml", []byte(text), 1))

@@ -6,13 +6,14 @@ import (
 	"github.com/pelletier/go-toml/v2/unstable"
 )
 
-// Override lays `dotted.path=value` over a tree, as the n-th line of the pseudo-file `--set`. A value that is no TOML is read
-// as text, so that a shell user need not quote twice: `--set mode=async`.
+// Override applies `dotted.path=value` to a tree, as line n of the pseudo-file `--set`. A value
+// that is not TOML is read as a string, so that the shell needs no second quotes:
+// `--set mode=async`.
 func Override(root *Value, text string, n int) []Fault {
 	source := NewSource("--set", []byte(text), n)
 	key, value, found := strings.Cut(text, "=")
 	if !found || strings.TrimSpace(key) == "" {
-		return []Fault{{Span: Span{source, 0, len(text)}, Message: "there is no `=` in the override", Fix: "write `--set table.key=value`"}}
+		return []Fault{{Span: Span{source, 0, len(text)}, Message: "the override has no `=`", Fix: "write `--set table.key=value`"}}
 	}
 	tree, faults := Parse(source)
 	bare := false
@@ -32,7 +33,7 @@ func keyParses(key string) bool {
 	return p.NextExpression() && p.Error() == nil && p.Expression().Kind == unstable.KeyValue
 }
 
-// bareTree reads the value as text.
+// bareTree reads the value as a string.
 func bareTree(source *Source, key, value string) *Value {
 	tree, _ := Parse(NewSource(source.Name, []byte(key+"=0"), source.FirstLine))
 	for v := tree; ; {
@@ -49,7 +50,7 @@ func bareTree(source *Source, key, value string) *Value {
 	}
 }
 
-// merge lays every leaf of over onto base.
+// merge copies every leaf of over to base.
 func merge(base, over *Value, bare bool) {
 	for _, e := range over.Entries {
 		old := base.Get(e.Key)

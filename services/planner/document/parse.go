@@ -11,8 +11,8 @@ import (
 	"github.com/pelletier/go-toml/v2/unstable"
 )
 
-// Parse reads a whole text. It goes on behind a line that it can't read, so that the other lines are checked too; the tree
-// then lacks what stood there.
+// Parse reads a text. It skips lines that it can't read, so that the other lines are checked too;
+// the tree lacks the skipped ones.
 func Parse(source *Source) (*Value, []Fault) {
 	p := &parser{source: source, root: &Value{Kind: Table, Span: Span{Source: source}}}
 	if fault, found := p.source.invalid(); found {
@@ -34,7 +34,7 @@ type parser struct {
 	faults []Fault
 }
 
-// expressions reads from start to the end or to the first mistake; it returns where to go on.
+// expressions reads from start to the end or to the first mistake; it returns where to continue.
 func (p *parser) expressions(start int) int {
 	p.base = start
 	p.syntax.Reset(p.source.Data[start:])
@@ -91,12 +91,12 @@ func (p *parser) header(node *unstable.Node) {
 			e = table.add(string(key.Data), p.span(key.Raw), &Value{Kind: Table, Span: span})
 			e.Value.header = last
 			if last && node.Kind == unstable.ArrayTable {
-				p.fault(span, "there is no array of tables in a configuration", "write one table: ["+string(key.Data)+"]")
+				p.fault(span, "a configuration has no arrays of tables", "write one table: ["+string(key.Data)+"]")
 			}
 		case e.Value.Kind != Table || e.Value.inline || last && e.Value.header:
 			p.duplicate(span, "table ["+path(node)+"]", e)
 			if e.Value.Kind != Table {
-				p.table = &Value{Kind: Table, Span: span} // what follows is read, but belongs nowhere
+				p.table = &Value{Kind: Table, Span: span} // the keys that follow are read and dropped
 				return
 			}
 		case last:
@@ -147,7 +147,7 @@ func (p *parser) keyValue(table *Value, node *unstable.Node) {
 	}
 }
 
-// valueStart is the offset behind the `=` that follows a key.
+// valueStart is the offset after the `=` of a key.
 func (p *parser) valueStart(key Span) int {
 	data := p.source.Data
 	at := key.Offset + key.Length
@@ -158,7 +158,7 @@ func (p *parser) valueStart(key Span) int {
 	return at
 }
 
-// value reads one value; start is where it begins, which the syntax tree does not say of arrays.
+// value reads one value; start is its offset, which the syntax tree does not have for arrays.
 func (p *parser) value(node *unstable.Node, start int) *Value {
 	v := &Value{Span: p.span(node.Raw)}
 	text := strings.ReplaceAll(string(node.Data), "_", "")
@@ -179,7 +179,7 @@ func (p *parser) value(node *unstable.Node, start int) *Value {
 		v.Integer = n
 	case unstable.Float:
 		v.Kind = Float
-		v.Float, _ = strconv.ParseFloat(text, 64) // too large is infinite, which the rules refuse
+		v.Float, _ = strconv.ParseFloat(text, 64) // infinite if too large; the rules refuse it
 	case unstable.Array:
 		v.Kind, v.Span = Array, Span{p.source, start, 1}
 		items := node.Children()
@@ -201,7 +201,7 @@ func (p *parser) value(node *unstable.Node, start int) *Value {
 	return v
 }
 
-// closing is the offset behind the line's part of an array that begins at start.
+// closing is the offset after the part of an array on its first line.
 func (p *parser) closing(start int) int {
 	line, _, _ := bytes.Cut(p.source.Data[start:], []byte("\n"))
 	if end := bytes.LastIndexByte(line, ']'); end >= 0 {

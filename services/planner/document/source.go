@@ -1,7 +1,7 @@
-// Package document reads TOML into a tree in which every key and every value knows where it stands.
+// Package document reads TOML into a tree with the place of every key and value.
 //
-// Decoders of TOML into Go values forget positions and stop at the first mistake. A person who corrects a configuration
-// wants all mistakes at once, each with line, column and text, so the planner reads the syntax tree itself.
+// TOML decoders lose positions and stop at the first mistake. Users want all mistakes at once,
+// each with line, column, and text, so the planner reads the syntax tree.
 package document
 
 import (
@@ -32,8 +32,8 @@ func NewSource(name string, data []byte, firstLine int) *Source {
 	return s
 }
 
-// invalid finds the first byte that is not UTF-8. Nothing of such a text can be told to anybody, so from then on the source
-// holds the replacement character in the place of each such byte.
+// invalid finds the first byte that is not UTF-8. Problems can only contain UTF-8, so from then on
+// the source has the replacement character instead of each such byte.
 func (s *Source) invalid() (Fault, bool) {
 	if utf8.Valid(s.Data) {
 		return Fault{}, false
@@ -49,7 +49,7 @@ func (s *Source) invalid() (Fault, bool) {
 	}, true
 }
 
-// End is the empty span behind the last line that holds anything.
+// End is the empty span after the last line with text.
 func (s *Source) End() Span {
 	return Span{Source: s, Offset: len(bytes.TrimRight(s.Data, " \t\r\n"))}
 }
@@ -64,7 +64,7 @@ type Span struct {
 // Valid reports whether the span belongs to a source.
 func (s Span) Valid() bool { return s.Source != nil }
 
-// Text is the piece as it stands in the source, up to the end of its first line.
+// Text is the text of the span, up to the end of its first line.
 func (s Span) Text() string {
 	if !s.Valid() {
 		return ""

@@ -5,7 +5,7 @@ import "strings"
 // Kind is the type of a TOML value.
 type Kind int
 
-// The types. Dates and times are one: no field of a configuration takes them.
+// The types. No key takes a date or time, so they share one.
 const (
 	Table Kind = iota
 	Array
@@ -43,11 +43,11 @@ type Entry struct {
 	Key   string
 	Span  Span // the key
 	Value *Value
-	// Bare says that the value was given on a command line without quotes, and reads as a string for want of better.
+	// Bare reports that the value was given on a command line without quotes and was read as a string.
 	Bare bool
 }
 
-// Get returns the entry of a key in a table, nil where there is none.
+// Get returns the entry of a key in a table; nil without one.
 func (v *Value) Get(key string) *Entry {
 	for _, e := range v.Entries {
 		if e.Key == key {
@@ -57,7 +57,7 @@ func (v *Value) Get(key string) *Entry {
 	return nil
 }
 
-// Find follows a dotted path of fields from v, nil where it ends early.
+// Find follows a dotted path of keys from v; nil if a key is absent.
 func (v *Value) Find(path string) *Entry {
 	var e *Entry
 	for key := range strings.SplitSeq(path, ".") {
@@ -78,11 +78,11 @@ func (v *Value) add(key string, span Span, value *Value) *Entry {
 	return e
 }
 
-// Fault is what is wrong with the text itself.
+// Fault is a mistake in the text.
 type Fault struct {
 	Span    Span
 	Message string
 	Fix     string
-	// Duplicate says that the text is well formed and names something twice.
+	// Duplicate reports that the text is well formed and sets a key twice.
 	Duplicate bool
 }

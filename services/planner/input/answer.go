@@ -21,21 +21,21 @@ func (d *Dataset) answer(line []byte, fields map[string]json.RawMessage) (string
 	return d.trained(line, raw, field, "answer", "sft")
 }
 
-// trained is the text of a field that an algorithm trains on. noun: what it is to people.
+// trained is the text of a field that an algorithm trains on. noun names it in messages.
 func (d *Dataset) trained(line []byte, raw json.RawMessage, field, noun, algorithm string) (string, bool) {
 	var text string
 	if json.Unmarshal(raw, &text) == nil && raw[0] == '"' && text != "" {
 		return text, true
 	}
-	what := jsonKind(raw) + ", not a text"
+	what := jsonKind(raw) + ", not a string"
 	if raw[0] == '"' {
 		what = empty
 	}
-	d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s; [algorithm.%s] trains on it", field, what, algorithm), fixText(noun, what))
+	d.badField(field+" type", line, field, fmt.Sprintf("`%s` is %s, but [algorithm.%s] trains on it", field, what, algorithm), fixText(noun, what))
 	return "", false
 }
 
-// Completions are the fields that are trained on after the prompt, by name.
+// Completions are the names of the fields that are trained on.
 func (d *Dataset) Completions() []string {
 	if d.AnswerField != "" {
 		return []string{d.AnswerField}
@@ -43,12 +43,12 @@ func (d *Dataset) Completions() []string {
 	return d.Preference.completions()
 }
 
-// fixText says how to fix what should be a text that is trained on.
+// fixText suggests how to fix a field that is trained on.
 func fixText(noun, what string) string {
 	if what == empty {
-		return "remove the row, or write the " + noun + ": nothing is learned from none"
+		return "remove the row, or write the " + noun + ""
 	}
-	return "write the " + noun + " as a text in quotes"
+	return "write the " + noun + " as a string"
 }
 
 const empty = "empty"

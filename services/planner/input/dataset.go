@@ -15,16 +15,16 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// Dataset is what a JSON Lines file must be, and what was found.
+// Dataset has the requirements of a JSON Lines file, and the result of reading it.
 type Dataset struct {
-	Path        string // as messages name it
+	Path        string // its name in messages
 	PromptField string
-	AnswerField string // "" where no answer is needed
+	AnswerField string // "" without required answers
 	Preference  Preference
-	// ReferenceField holds the reference answer where the row has one; nothing is asked of it.
+	// ReferenceField is the optional field of the reference answer.
 	ReferenceField string
 	ChatTemplate   bool // whether a prompt may be a list of messages
-	Asked          bool // prompts are answered here: their messages may not end with the answer
+	Asked          bool // the policy answers the prompts, so messages must not end with an answer
 
 	Rows      uint64
 	Digest    string
@@ -32,10 +32,10 @@ type Dataset struct {
 	Desirable uint64 // rows whose label is true
 	First     []Row  // the first rows, for the reward's dry call
 
-	foreign  bool // it is another kind of file: its lines are no rows
+	foreign  bool // the file is not JSON Lines
 	problems *problem.List
-	shown    map[string]int    // problems of one kind named so far
-	hidden   map[string]uint64 // further ones, counted
+	shown    map[string]int    // reported problems by kind
+	hidden   map[string]uint64 // other problems by kind, counted only
 }
 
 // Row is one parsed row.
@@ -47,13 +47,13 @@ type Row struct {
 
 const (
 	firstRows  = 2       // rows kept for the dry call
-	sameShown  = 5       // problems of one kind that are named one by one
+	sameShown  = 5       // problems of one kind that are reported individually
 	maxRow     = 8 << 20 // bytes of a row; JetStream and gRPC carry no larger message
 	maxExcerpt = 4096    // bytes of a row shown with a problem
 )
 
-// Read reads the whole file once: every row is parsed and the digest taken. What is wrong goes to problems; the error is that
-// of the file system.
+// Read reads the file once, parses every row, and computes the digest. It adds problems; the error
+// is that of the file system.
 func (d *Dataset) Read(file string, problems *problem.List) error {
 	d.problems, d.shown, d.hidden = problems, map[string]int{}, map[string]uint64{}
 	f, err := os.Open(file)
@@ -71,7 +71,7 @@ func (d *Dataset) Read(file string, problems *problem.List) error {
 		switch {
 		case len(line) == 0 || d.foreign:
 		case len(bytes.TrimSpace(line)) == 0:
-			blanks++ // those at the end are nothing
+			blanks++ // ignored at the end of the file
 		default:
 			for ; blanks > 0; blanks-- {
 				d.Rows++
@@ -92,7 +92,7 @@ func (d *Dataset) Read(file string, problems *problem.List) error {
 	return nil
 }
 
-// Reference is the reference answer of a row, "" where it has none that is a text.
+// Reference is the reference answer of a row; "" without one that is a string.
 func (d *Dataset) Reference(row Row) string {
 	if row.Answer != "" {
 		return row.Answer
@@ -108,10 +108,10 @@ func (d *Dataset) Reference(row Row) string {
 func (d *Dataset) row(line []byte) {
 	switch {
 	case len(line) > maxRow:
-		d.bad("large", line, -1, "", fmt.Sprintf("the row has %d bytes; at most %d can travel", len(line), maxRow), "shorten it, or name a file in it")
+		d.bad("large", line, -1, "", fmt.Sprintf("the row has %d bytes; the limit is %d", len(line), maxRow), "shorten it, or store the content in a file and put its path into the row")
 		return
 	case len(bytes.TrimSpace(line)) == 0:
-		d.bad("blank", line, -1, "", "the line is empty", "remove it: every line is one row")
+		d.bad("blank", line, -1, "", "the line is empty", "remove it: each line is one row")
 		return
 	case d.Rows == 1 && bytes.HasPrefix(line, []byte("version https://git-lfs")):
 		d.foreign = true
@@ -123,11 +123,11 @@ func (d *Dataset) row(line []byte) {
 			fmt.Sprintf("save it as UTF-8, or convert it: iconv -f %s -t UTF-8 %s > utf8.jsonl", utf16(line), d.Path))
 		return
 	case d.Rows == 1 && bytes.HasPrefix(line, []byte(byteOrderMark)):
-		d.bad("bom", line, 0, "", "the file begins with a byte order mark (BOM), which is no JSON",
+		d.bad("bom", line, 0, "", "the file begins with a byte order mark (BOM), which is not JSON",
 			fmt.Sprintf(`save it as "UTF-8 without BOM", or remove the mark: sed -i '1s/^\xef\xbb\xbf//' %s`, d.Path))
 		return
 	case !utf8.Valid(line):
-		d.bad("utf8", line, invalidUTF8(line), "", "the row is no UTF-8 text", "save the file as UTF-8")
+		d.bad("utf8", line, invalidUTF8(line), "", "the row is not UTF-8", "save the file as UTF-8")
 		return
 	}
 	var fields map[string]json.RawMessage
@@ -136,12 +136,12 @@ func (d *Dataset) row(line []byte) {
 		return
 	}
 	if fields == nil {
-		d.bad("object", line, 0, "", "the row is null, not an object", "write one object a line: {\"prompt\": \"...\"}")
+		d.bad("object", line, 0, "", "the row is null, not an object", "write one object per line: {\"prompt\": \"...\"}")
 		return
 	}
 	if keys(line) > len(fields) {
 		key, at := duplicate(line)
-		d.bad("duplicate", line, at, "", fmt.Sprintf("the row has %q twice: the last one would count", key), "remove one of the two")
+		d.bad("duplicate", line, at, "", fmt.Sprintf("the row has %q twice: only the last one would be used", key), "remove one of the two")
 		return
 	}
 	if !d.plain(line, fields) {
@@ -161,19 +161,19 @@ func (d *Dataset) notJSON(line []byte, err error) {
 	switch {
 	case errors.As(err, &syntax):
 		at := int(syntax.Offset) - 1
-		fix := "write one JSON object a line"
+		fix := "write one JSON object per line"
 		if d.Rows == 1 && line[0] == '[' {
 			d.foreign = true
 		}
 		if line[0] == '[' || d.Rows == 1 && bytes.Equal(bytes.TrimSpace(line), []byte("{")) {
-			fix = "the file must be JSON Lines: one object a line, no list around them"
+			fix = "the file must be JSON Lines: one object per line, without a list around them"
 		} else if bytes.Contains(line, []byte("{'")) {
 			fix = "JSON takes double quotes only: write the file with `json.dumps`"
 		}
-		d.bad("json", line, min(max(at, 0), len(line)), "", "the row is no JSON: "+syntax.Error(), fix)
+		d.bad("json", line, min(max(at, 0), len(line)), "", "the row is not JSON: "+syntax.Error(), fix)
 	case errors.As(err, &kind):
-		d.bad("object", line, 0, "", fmt.Sprintf("the row is %s, not an object", article(kind.Value)), "write one object a line: {\"prompt\": \"...\"}")
+		d.bad("object", line, 0, "", fmt.Sprintf("the row is %s, not an object", article(kind.Value)), "write one object per line: {\"prompt\": \"...\"}")
 	default:
-		d.bad("json", line, -1, "", "the row is no JSON: "+err.Error(), "write one JSON object a line")
+		d.bad("json", line, -1, "", "the row is not JSON: "+err.Error(), "write one JSON object per line")
 	}
 }

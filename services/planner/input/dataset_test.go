@@ -71,8 +71,8 @@ func TestBlankLinesBetweenRowsAreRefused(t *testing.T) {
 func TestColumnsCountCharacters(t *testing.T) {
 	t.Parallel()
 	_, problems := dataset(t, `{"größe": "日本", "prompt" "x"}`+"\n"+`{"größe": "日本", "prompt": 3}`+"\n{\"prompt\": \"\xff\"}\n")
-	want := "1:26 the row is no JSON: invalid character '\"' after object key\n" +
-		"2:17 `prompt` is a number, neither a text nor a list of messages\n3:13 the row is no UTF-8 text\n"
+	want := "1:26 the row is not JSON: invalid character '\"' after object key\n" +
+		"2:17 `prompt` is a number, not a string or a list of messages\n3:13 the row is not UTF-8\n"
 	if problems != want {
 		t.Errorf("got\n%swant\n%s", problems, want)
 	}
@@ -89,13 +89,13 @@ func TestProblemsOfOneKindAreCounted(t *testing.T) {
 	}
 }
 
-// Which of two values is meant nobody can know; a parser would take the last.
+// A parser would take the last of two values.
 func TestKeysThatARowHasTwice(t *testing.T) {
 	t.Parallel()
 	for row, want := range map[string]string{
-		`{"prompt": "1", "answer": "2", "prompt": "3"}`:                            "1:32 the row has \"prompt\" twice: the last one would count\n",
+		`{"prompt": "1", "answer": "2", "prompt": "3"}`:                            "1:32 the row has \"prompt\" twice: only the last one would be used\n",
 		`{"prompt": "a: \"b\": {", "x": {"y": 1, "y": [2, {"x": 3}]}, "z": [":"]}`: "",
-		`{"größe": 1, "prompt": "1", "gr\u00f6\u00dfe": 2}`:                        "1:29 the row has \"größe\" twice: the last one would count\n",
+		`{"größe": 1, "prompt": "1", "gr\u00f6\u00dfe": 2}`:                        "1:29 the row has \"größe\" twice: only the last one would be used\n",
 	} {
 		if _, problems := dataset(t, row+"\n"); problems != want {
 			t.Errorf("%s\n got %swant %s", row, problems, want)
@@ -106,12 +106,12 @@ func TestKeysThatARowHasTwice(t *testing.T) {
 func TestAByteOrderMarkIsNamed(t *testing.T) {
 	t.Parallel()
 	_, problems := dataset(t, "\ufeff{\"prompt\": \"1\"}\n{\"prompt\": \"\ufeff2\"}\n")
-	if want := "1:1 the file begins with a byte order mark (BOM), which is no JSON\n"; problems != want {
+	if want := "1:1 the file begins with a byte order mark (BOM), which is not JSON\n"; problems != want {
 		t.Errorf("got %q", problems)
 	}
 }
 
-// What is trained on may not be empty, and the fix says so, not that quotes are missing.
+// An empty text is not trained on. The fix does not suggest quotes.
 func TestAnEmptyCompletionIsFixed(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "rows.jsonl")
@@ -119,12 +119,12 @@ func TestAnEmptyCompletionIsFixed(t *testing.T) {
 		d         Dataset
 		row, want string
 	}{
-		{Dataset{AnswerField: "answer"}, `{"prompt": "1", "answer": ""}`, "remove the row, or write the answer: nothing is learned from none"},
-		{Dataset{AnswerField: "answer"}, `{"prompt": "1", "answer": 2}`, "write the answer as a text in quotes"},
-		{Dataset{Preference: Preference{Completion: "c", Label: "l"}}, `{"prompt": "1", "c": "", "l": true}`, "remove the row, or write the completion: nothing is learned from none"},
+		{Dataset{AnswerField: "answer"}, `{"prompt": "1", "answer": ""}`, "remove the row, or write the answer"},
+		{Dataset{AnswerField: "answer"}, `{"prompt": "1", "answer": 2}`, "write the answer as a string"},
+		{Dataset{Preference: Preference{Completion: "c", Label: "l"}}, `{"prompt": "1", "c": "", "l": true}`, "remove the row, or write the completion"},
 		{
 			Dataset{Preference: Preference{Chosen: "a", Rejected: "b"}}, `{"prompt": "1", "a": [{"role": "assistant", "text": "2"}], "b": "3"}`,
-			"write a text, or messages like {\"role\": \"assistant\", \"content\": \"...\"}",
+			"write a string, or messages like {\"role\": \"assistant\", \"content\": \"...\"}",
 		},
 	} {
 		if err := os.WriteFile(file, []byte(c.row), 0o600); err != nil {
@@ -144,7 +144,7 @@ func TestAnEmptyCompletionIsFixed(t *testing.T) {
 func TestARowThatCannotTravelIsRefused(t *testing.T) {
 	t.Parallel()
 	_, problems := dataset(t, `{"prompt": "`+strings.Repeat("x", maxRow)+"\"}\n")
-	if !strings.Contains(problems, "at most 8388608 can travel") {
+	if !strings.Contains(problems, "the limit is 8388608") {
 		t.Error(problems)
 	}
 }
@@ -189,7 +189,7 @@ func TestConversations(t *testing.T) {
 		{"nothing to train on", Dataset{AnswerField: "answer"}, question, "1:1 the row has no `answer`\n"},
 		{"a prompt to sample from", Dataset{}, question, ""},
 		{"held out", Dataset{Asked: true}, question, ""},
-		{"held out, answered", Dataset{Asked: true}, talk, "1:2 `prompt` ends with the assistant's message, and the policy is to answer it\n"},
+		{"held out, answered", Dataset{Asked: true}, talk, "1:2 `prompt` ends with a message of the assistant, but the policy has to answer it\n"},
 	} {
 		file := filepath.Join(t.TempDir(), "rows.jsonl")
 		if err := os.WriteFile(file, []byte(c.row+"\n"), 0o600); err != nil {
@@ -214,15 +214,15 @@ func TestPreferencesThatCannotBeLearnedFrom(t *testing.T) {
 	}{
 		{pair, `{"prompt": "1", "good": "2", "bad": "3"}`, ""},
 		{pair, `{"prompt": "1", "good": "2"}`, "1:1 the row has no `bad`\n"},
-		{pair, `{"prompt": "1", "good": "2", "bad": "2"}`, "1:30 `good` and `bad` are the same: there is nothing to learn\n"},
-		{pair, `{"prompt": "1", "good": "", "bad": "2"}`, "1:17 `good` is empty; [algorithm.dpo] trains on it\n"},
-		{pair, `{"prompt": "1", "good": ["x"], "bad": "2"}`, "1:17 `good` is no list of messages with a text `role` and `content`\n"},
+		{pair, `{"prompt": "1", "good": "2", "bad": "2"}`, "1:30 `good` and `bad` are equal, so the pair has no preference\n"},
+		{pair, `{"prompt": "1", "good": "", "bad": "2"}`, "1:17 `good` is empty, but [algorithm.dpo] trains on it\n"},
+		{pair, `{"prompt": "1", "good": ["x"], "bad": "2"}`, "1:17 `good` is not a list of messages with the strings `role` and `content`\n"},
 		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": 0.5}`, ""},
-		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": "much"}`, "1:42 `by` is a text, not a number\n"},
+		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": "much"}`, "1:42 `by` is a string, not a number\n"},
 		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": 0}`, ""},
-		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": -0.5}`, "1:42 `by` is -0.5, below 0: the chosen completion would be the worse one\n"},
+		{margin, `{"prompt": "1", "good": "2", "bad": "3", "by": -0.5}`, "1:42 `by` is -0.5, but a margin must be at least 0\n"},
 		{label, `{"prompt": "1", "text": "2", "ok": false}`, ""},
-		{label, `{"prompt": "1", "text": "2", "ok": 1}`, "1:30 `ok` is 1, neither true nor false\n"},
+		{label, `{"prompt": "1", "text": "2", "ok": 1}`, "1:30 `ok` is 1, not true or false\n"},
 		{label, `{"prompt": "1", "text": "2"}`, "1:1 the row has no `ok`\n"},
 	} {
 		if _, problems := preferences(t, c.row+"\n", c.p); problems != c.want {
@@ -241,8 +241,8 @@ func TestPreferencesOfTheOtherKind(t *testing.T) {
 		p         Preference
 		row, want string
 	}{
-		{pair, rowOfLabel, "1:1 the row is a completion with a label (`text`, `ok`); [algorithm.dpo] takes `good` and `bad`\n"},
-		{label, rowOfPair, "1:1 the row is a pair of completions (`good`, `bad`); [algorithm.kto] takes `text` and `ok`\n"},
+		{pair, rowOfLabel, "1:1 the row is a completion with a label (`text`, `ok`), but [algorithm.dpo] needs `good` and `bad`\n"},
+		{label, rowOfPair, "1:1 the row is a pair of completions (`good`, `bad`), but [algorithm.kto] needs `text` and `ok`\n"},
 		{pair, rowOfPair, ""},
 		{label, rowOfLabel, ""},
 	} {
@@ -292,7 +292,7 @@ func TestProblemsOfRowsCanTravel(t *testing.T) {
 		t.Fatal(err)
 	}
 	sorted := problems.Sorted()
-	if len(sorted) != 1 || sorted[0].GetLine() != 2 || sorted[0].GetMessage() != "the row is no UTF-8 text" {
+	if len(sorted) != 1 || sorted[0].GetLine() != 2 || sorted[0].GetMessage() != "the row is not UTF-8" {
 		t.Fatalf("problems %v", sorted)
 	}
 	if _, err := proto.Marshal(sorted[0]); err != nil {

@@ -6,14 +6,15 @@ import (
 	"slices"
 )
 
-// message is one of a conversation; a text that is not there is nil.
+// message is one message of a conversation; an absent string is nil.
 type message struct {
 	Role    *string `json:"role"`
 	Content *string `json:"content"`
 }
 
-// plain brings a row whose completions are messages, as public datasets have them, to a prompt and texts; fields is changed. False
-// where a problem was reported. python/rollout/dialogue.py tells the rules, and is the same for the workers.
+// plain turns a row with completions as messages into a prompt and texts, in fields. It returns
+// false if it reported a problem. python/rollout/dialogue.py has the rules and is the same code for
+// workers.
 func (d *Dataset) plain(line []byte, fields map[string]json.RawMessage) bool {
 	var first string
 	var before []message
@@ -24,21 +25,21 @@ func (d *Dataset) plain(line []byte, fields map[string]json.RawMessage) bool {
 		}
 		messages := messagesIn(raw)
 		if messages == nil {
-			d.badField(field+" messages", line, field, fmt.Sprintf("`%s` is no list of messages with a text `role` and `content`", field),
-				"write a text, or messages like {\"role\": \"assistant\", \"content\": \"...\"}")
+			d.badField(field+" messages", line, field, fmt.Sprintf("`%s` is not a list of messages with the strings `role` and `content`", field),
+				"write a string, or messages like {\"role\": \"assistant\", \"content\": \"...\"}")
 			return false
 		}
 		last := messages[len(messages)-1]
 		if *last.Role != assistant {
-			d.badField(field+" end", line, field, fmt.Sprintf("`%s` does not end with the assistant's message", field), "end it with that: it is what is trained on")
+			d.badField(field+" end", line, field, fmt.Sprintf("`%s` does not end with the assistant's message", field), "add that message: the run trains on it")
 			return false
 		}
 		messages = messages[:len(messages)-1]
 		if first == "" {
 			first, before = field, messages
 		} else if !slices.EqualFunc(messages, before, same) {
-			d.badField("beginnings", line, field, fmt.Sprintf("`%s` and `%s` do not begin with the same messages", first, field),
-				"begin both with the same conversation: the last message alone may differ")
+			d.badField("beginnings", line, field, fmt.Sprintf("`%s` and `%s` do not start with the same messages", first, field),
+				"start both with the same conversation: only the last message may differ")
 			return false
 		}
 		fields[field], _ = json.Marshal(*last.Content)
@@ -51,15 +52,15 @@ func (d *Dataset) plain(line []byte, fields map[string]json.RawMessage) bool {
 		return false
 	}
 	if prompt, ok := fields[d.PromptField]; ok && string(prompt) != "null" && !isPrompt(prompt, before) {
-		d.badField("another prompt", line, first, fmt.Sprintf("the messages before the last of `%s` are not those of `%s`", first, d.PromptField),
-			fmt.Sprintf("write the same conversation in both, or leave `%s` out", d.PromptField))
+		d.badField("another prompt", line, first, fmt.Sprintf("the messages before the last one of `%s` differ from `%s`", first, d.PromptField),
+			fmt.Sprintf("write the same conversation in both, or remove `%s`", d.PromptField))
 		return false
 	}
 	fields[d.PromptField], _ = json.Marshal(before)
 	return true
 }
 
-// messagesIn is nil where a value is anything else than messages, at least one.
+// messagesIn is nil unless the value is a list of at least one message.
 func messagesIn(raw json.RawMessage) []message {
 	var messages []message
 	if json.Unmarshal(raw, &messages) != nil || len(messages) == 0 ||
@@ -69,7 +70,8 @@ func messagesIn(raw json.RawMessage) []message {
 	return messages
 }
 
-// isPrompt reports whether a row's prompt is the conversation, or the text of its last message, which is the user's.
+// isPrompt reports whether the prompt of a row is the conversation, or the text of its last
+// message, sent by the user.
 func isPrompt(prompt json.RawMessage, before []message) bool {
 	var text string
 	if json.Unmarshal(prompt, &text) == nil {

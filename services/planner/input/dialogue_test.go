@@ -39,12 +39,12 @@ func TestRowsOfMessages(t *testing.T) {
 			t.Fatal(err)
 		}
 		ok := d.plain(v.Row, fields)
-		told := ""
+		message := ""
 		if found := problems.Sorted(); len(found) > 0 {
-			told = found[0].GetMessage()
+			message = found[0].GetMessage()
 		}
-		if ok == (v.Problem != "") || told != v.Problem {
-			t.Errorf("%s: got %v, %q; want %q", v.Name, ok, told, v.Problem)
+		if ok == (v.Problem != "") || message != v.Problem {
+			t.Errorf("%s: got %v, %q; want %q", v.Name, ok, message, v.Problem)
 		}
 		if v.Problem != "" {
 			continue

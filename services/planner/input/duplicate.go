@@ -5,7 +5,7 @@ import (
 	"encoding/json"
 )
 
-// keys counts the keys of an object's own level, those that it has twice too. The line is a JSON object.
+// keys counts the keys at the top level of a JSON object, duplicates included.
 func keys(line []byte) (n int) {
 	depth, quoted := 0, false
 	for i := 0; i < len(line); i++ {
@@ -26,8 +26,8 @@ func keys(line []byte) (n int) {
 	return n
 }
 
-// duplicate is the first key that an object's own level has twice, and the byte at which its second one begins; "" where there is
-// none. The line is a JSON object.
+// duplicate is the first duplicate key at the top level of a JSON object, and the byte offset of
+// the second one; "" without duplicates.
 func duplicate(line []byte) (key string, at int) {
 	decoder := json.NewDecoder(bytes.NewReader(line))
 	if _, err := decoder.Token(); err != nil { // the brace

@@ -1,5 +1,5 @@
-// Package input reads what a run reads: datasets, the model's folder, the reward's sources. It checks what can be checked
-// without running anything and takes digest and size of every file while it is at it.
+// Package input reads the inputs of a run: datasets, model folders, sources of rewards. It checks
+// them without running code, and computes the digest and size of every file.
 package input
 
 import (
@@ -17,7 +17,7 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
-// Resolve is the file that a path of the configuration names.
+// Resolve is the file of a path in the configuration.
 func Resolve(baseDir, name string) string {
 	if filepath.IsAbs(name) {
 		return filepath.Clean(name)
@@ -25,8 +25,8 @@ func Resolve(baseDir, name string) string {
 	return filepath.Join(baseDir, filepath.FromSlash(name))
 }
 
-// Relative is how a plan names a file: relative to the configuration's folder, slashes; absolute where `like`, the path that
-// the user wrote, is.
+// Relative is the path of a file in a plan: relative to the folder of the configuration, with
+// slashes; absolute if `like`, the path in the configuration, is absolute.
 func Relative(baseDir, file, like string) string {
 	if filepath.IsAbs(like) {
 		return filepath.ToSlash(file)
@@ -38,7 +38,7 @@ func Relative(baseDir, file, like string) string {
 	return path.Clean(filepath.ToSlash(rel))
 }
 
-// Digest fills digest and size of every input from the files, many at a time, in streams. It fails with the first file that
+// Digest fills in digest and size of every input, concurrently. It fails with the first file that
 // can't be read.
 func Digest(ctx context.Context, baseDir string, inputs []*planv1.Input) error {
 	group, ctx := errgroup.WithContext(ctx)
@@ -65,8 +65,8 @@ func DigestFile(name string) (string, int64, error) {
 	if err != nil {
 		return "", 0, err
 	}
-	if !info.Mode().IsRegular() { // a pipe or a device would be read without end
-		return "", 0, fmt.Errorf("read %s: it is no regular file", name)
+	if !info.Mode().IsRegular() { // reading a pipe or a device may not end
+		return "", 0, fmt.Errorf("read %s: not a regular file", name)
 	}
 	f, err := os.Open(name)
 	if err != nil {
@@ -80,17 +80,17 @@ func DigestFile(name string) (string, int64, error) {
 	return digest, size, nil
 }
 
-// Similar is the name in the folder of `name`, or of the nearest folder that exists, that is most like what is missing; ""
-// where nothing is. It is written like the user wrote the path.
+// Similar is the path most similar to a missing one, in its folder or the nearest existing one; ""
+// without one. It is relative or absolute like the missing one.
 func Similar(baseDir, name string, near func(name string, candidates []string) string) string {
 	folder, missing := filepath.Split(filepath.Clean(Resolve(baseDir, name)))
 	rest := ""
 	for {
 		entries, err := os.ReadDir(folder)
 		if err == nil {
-			beside := filepath.Join(folder, filepath.Base(name))
-			if _, err := os.Stat(beside); err == nil && rest != "" {
-				return Relative(baseDir, beside, name) // the right name in a folder further up
+			sibling := filepath.Join(folder, filepath.Base(name))
+			if _, err := os.Stat(sibling); err == nil && rest != "" {
+				return Relative(baseDir, sibling, name) // the same name in a parent folder
 			}
 			var names []string
 			for _, e := range entries {

@@ -21,12 +21,13 @@ func readLine(reader *bufio.Reader, line []byte, w io.Writer) ([]byte, error) {
 	}
 }
 
-// Lines returns the given lines of a file, from 1 and ascending, as far as they are shown with a problem.
+// Lines returns the given lines of a file, from 1 and ascending, truncated to the length of an
+// excerpt.
 func Lines(file string, wanted []uint64) map[uint64]string {
 	out := map[uint64]string{}
 	f, err := os.Open(file)
 	if err != nil {
-		return out // a problem without its line is still a problem
+		return out // the problem is reported without an excerpt
 	}
 	defer f.Close()
 	reader := bufio.NewReaderSize(f, 1<<20)
@@ -44,7 +45,7 @@ func Lines(file string, wanted []uint64) map[uint64]string {
 	return out
 }
 
-// wordAt is the JSON token that begins at a byte, as far as it is of use in a message.
+// wordAt is the JSON string or character at a byte.
 func wordAt(line []byte, at int) string {
 	rest := line[at:]
 	if len(rest) > 0 && rest[0] == '"' {
@@ -67,10 +68,10 @@ func invalidUTF8(line []byte) int {
 	return 0
 }
 
-// byteOrderMark is what editors on Windows put before a text.
+// byteOrderMark is the prefix that some editors on Windows write.
 const byteOrderMark = "\xef\xbb\xbf"
 
-// utf16 names the encoding of a first line, as iconv knows it, where that is UTF-16; "" where it is not.
+// utf16 is the name in iconv of the encoding of a first line in UTF-16; "" for another encoding.
 func utf16(line []byte) string {
 	return map[string]string{"\xff\xfe": "UTF-16", "\xfe\xff": "UTF-16", "{\x00": "UTF-16LE", "\x00{": "UTF-16BE"}[string(line[:min(len(line), 2)])]
 }

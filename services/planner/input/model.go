@@ -18,23 +18,23 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// Model is what was found in a folder in the Hugging Face layout.
+// Model describes a folder in the Hugging Face layout.
 type Model struct {
-	Files        []string // every file that loading it may read, by name, sorted
+	Files        []string // files that loading may read, by name, sorted
 	Quantized    string   // method by which its weights were quantized; "" if they were not
 	ChatTemplate bool     // whether its tokenizer has one
 	Tensors      []string // names of the tensors in its files
 	shapes       map[string][]int64
-	Embedded     int64  // tokens that it has an embedding for; 0 where it does not say
-	Vocabulary   int64  // one past the last token that its tokenizer makes; 0 where it does not say
-	Architecture string // class that its config names first; "" where it names none
+	Embedded     int64  // tokens with an embedding; 0: unknown
+	Vocabulary   int64  // one past the last token of its tokenizer; 0: unknown
+	Architecture string // first class in its config; "" without one
 
 	tokens    map[int64]string // texts of its tokens by id
 	attention []string         // kinds of its layers, as far as its config states them
 	limits    []limit          // of the length of a sequence
 }
 
-// Scores reports whether it is a reward model: it scores completions and writes none.
+// Scores reports whether it is a reward model: which can't generate completions.
 func (m *Model) Scores() bool { return reward.Scores(m.Architecture) }
 
 // patterns are the files that AutoModelForCausalLM and AutoTokenizer read.
@@ -43,7 +43,8 @@ var patterns = []string{
 	"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "*.model",
 }
 
-// ReadModel checks a model's folder. path is how messages name it, field the key that does; what is wrong goes to problems.
+// ReadModel checks the folder of a model. path is its name in messages, field its key. It adds
+// problems.
 func ReadModel(folder, path, field string, problems *problem.List) *Model {
 	m := &Model{shapes: map[string][]int64{}}
 	r := modelReader{folder: folder, path: path, field: field, problems: problems, model: m}
@@ -97,12 +98,12 @@ func (r *modelReader) named(name string) string {
 	return strings.TrimRight(r.path, "/") + "/" + name
 }
 
-// object reads a JSON file that must hold an object; nil where it does not.
+// object reads a JSON file with an object; nil if it has none.
 func (r *modelReader) object(name, fix string) map[string]json.RawMessage {
 	data, err := os.ReadFile(filepath.Join(r.folder, name))
 	if errors.Is(err, os.ErrNotExist) {
 		r.problems.Add(&planv1.Problem{
-			Reason: problem.MissingFile, File: r.named(name), Field: r.field, Message: "the model's folder has no " + name, Fix: fix,
+			Reason: problem.MissingFile, File: r.named(name), Field: r.field, Message: "the folder of the model has no " + name, Fix: fix,
 		})
 		return nil
 	}
@@ -124,7 +125,7 @@ func (r *modelReader) object(name, fix string) map[string]json.RawMessage {
 func (r *modelReader) notJSON(name string, data []byte, err error) {
 	p := &planv1.Problem{
 		Reason: problem.BadModel, File: r.named(name), Field: r.field,
-		Message: "it is no JSON object", Fix: "copy the file again: it is damaged or cut off",
+		Message: "the file is not a JSON object", Fix: "copy the file again: it is damaged or cut off",
 	}
 	var syntax *json.SyntaxError
 	if errors.As(err, &syntax) {
@@ -134,7 +135,7 @@ func (r *modelReader) notJSON(name string, data []byte, err error) {
 		p.Line = uint32(bytes.Count(data[:start], []byte("\n")) + 1)
 		p.Column = uint32(utf8.RuneCount(data[start:at]) + 1)
 		p.Excerpt = strings.ToValidUTF8(string(line[:min(len(line), maxExcerpt)]), "\uFFFD")
-		p.Message = "it is no JSON: " + syntax.Error()
+		p.Message = "the file is not JSON: " + syntax.Error()
 	}
 	r.problems.Add(p)
 }
@@ -147,7 +148,7 @@ func (r *modelReader) pointer(name string, head []byte) bool {
 	return true
 }
 
-// weights checks that the tensors are there and whole, without reading them.
+// weights checks that the tensor files exist and are complete, without reading the tensors.
 func (r *modelReader) weights(files []string, entries []os.DirEntry) {
 	found := false
 	for _, name := range files {
@@ -172,11 +173,12 @@ func (r *modelReader) weights(files []string, entries []os.DirEntry) {
 		}
 	}
 	r.problems.Add(&planv1.Problem{
-		Reason: problem.MissingFile, File: r.path, Field: r.field, Message: "the model's folder has no weights (*.safetensors)", Fix: fix,
+		Reason: problem.MissingFile, File: r.path, Field: r.field, Message: "the folder of the model has no weights (*.safetensors)", Fix: fix,
 	})
 }
 
-// safetensors checks a file's header: 8 bytes of length, that much JSON, then as many bytes as the tensors say.
+// safetensors checks the header of a file: 8 bytes of length, JSON of that length, then the bytes
+// of the tensors.
 // Format: https://github.com/huggingface/safetensors#format
 func (r *modelReader) safetensors(name string) {
 	damaged := func(message string) { r.bad(name, message, "copy the file again: it is damaged or cut off") }
@@ -197,12 +199,12 @@ func (r *modelReader) safetensors(name string) {
 	}
 	const most = 100 << 20
 	if len(head) < 8 {
-		damaged(fmt.Sprintf("the file has %d bytes, too few for safetensors", info.Size()))
+		damaged(fmt.Sprintf("the file has %d bytes, too few for the safetensors format", info.Size()))
 		return
 	}
 	length := binary.LittleEndian.Uint64(head)
 	if length > most || int64(length)+8 > info.Size() {
-		damaged("the file is no safetensors: its header does not fit into it")
+		damaged("the file is not in the safetensors format: its header is longer than the file")
 		return
 	}
 	header := make([]byte, length)
@@ -215,7 +217,7 @@ func (r *modelReader) safetensors(name string) {
 		Shape   []int64  `json:"shape"`
 	}
 	if err := json.Unmarshal(header, &tensors); err != nil {
-		damaged("the file is no safetensors: its header is no JSON")
+		damaged("the file is not in the safetensors format: its header is not JSON")
 		return
 	}
 	end := int64(0)
@@ -252,7 +254,7 @@ func (r *modelReader) shards(name string, files []string) {
 	}
 }
 
-// number is the first of the keys that config.json has, of the text part in models that have several.
+// number is the value of the first key in config.json, or in its text part.
 func number(config map[string]json.RawMessage, keys ...string) int64 {
 	for _, object := range []json.RawMessage{nil, config["text_config"]} {
 		fields := config
@@ -270,7 +272,7 @@ func number(config map[string]json.RawMessage, keys ...string) int64 {
 	return 0
 }
 
-// cause is an error without the path that the message names already.
+// cause is an error without the path, which the message has.
 func cause(err error) string {
 	var path *os.PathError
 	if errors.As(err, &path) {

@@ -5,14 +5,15 @@ import (
 	"fmt"
 )
 
-// Preference is what the rows of a preference dataset hold beside the prompt: a pair, or one completion with a label. The zero
-// value is that of a dataset without any.
+// Preference has the fields of preference data: a pair, or one completion with a label. The zero
+// value is that of a dataset without preferences.
 type Preference struct {
 	Chosen, Rejected  string // fields of a pair
-	Margin            string // field of the number by how much; "" where pairs count alike
+	Margin            string // field of the margin; "" without margins
 	Completion, Label string // fields of a labelled completion
-	Algorithm         string // whose table asks for them
-	// Others are the two fields that rows for the other kind of preference hold, and OthersFix says what takes those.
+	Algorithm         string // that needs them
+	// Others are the two fields of the other kind of preference, and OthersFix is the suggestion for
+	// such rows.
 	Others    [2]string
 	OthersFix string
 }
@@ -27,7 +28,7 @@ func (p Preference) completions() []string {
 	return nil
 }
 
-// preference checks what the row prefers.
+// preference checks the preference of a row.
 func (d *Dataset) preference(line []byte, fields map[string]json.RawMessage) {
 	p := d.Preference
 	if d.otherKind(line, fields) {
@@ -38,7 +39,7 @@ func (d *Dataset) preference(line []byte, fields map[string]json.RawMessage) {
 		chosen, ok := d.completion(line, fields, p.Chosen, "chosen_field")
 		rejected, also := d.completion(line, fields, p.Rejected, "rejected_field")
 		if ok && also && chosen == rejected {
-			d.badField("same", line, p.Rejected, fmt.Sprintf("`%s` and `%s` are the same: there is nothing to learn", p.Chosen, p.Rejected), "remove the row")
+			d.badField("same", line, p.Rejected, fmt.Sprintf("`%s` and `%s` are equal, so the pair has no preference", p.Chosen, p.Rejected), "remove the row")
 		}
 		if p.Margin != "" {
 			d.margin(line, fields)
@@ -49,7 +50,8 @@ func (d *Dataset) preference(line []byte, fields map[string]json.RawMessage) {
 	}
 }
 
-// otherKind says once a file that its rows are of the other kind: pairs where labels are asked for, or labels where pairs are.
+// otherKind reports, once per file, rows of the other kind: pairs instead of labels, or labels
+// instead of pairs.
 func (d *Dataset) otherKind(line []byte, fields map[string]json.RawMessage) bool {
 	p, kind := d.Preference, "pair of completions"
 	has := func(name string) bool { _, ok := fields[name]; return name != "" && ok }
@@ -61,7 +63,7 @@ func (d *Dataset) otherKind(line []byte, fields map[string]json.RawMessage) bool
 		return false
 	}
 	if d.shown["other kind"]++; d.shown["other kind"] == 1 {
-		d.report(line, -1, "", fmt.Sprintf("the row is a %s (`%s`, `%s`); [algorithm.%s] takes `%s` and `%s`", kind, p.Others[0], p.Others[1],
+		d.report(line, -1, "", fmt.Sprintf("the row is a %s (`%s`, `%s`), but [algorithm.%s] needs `%s` and `%s`", kind, p.Others[0], p.Others[1],
 			p.Algorithm, wanted[0], wanted[1]), p.OthersFix)
 	}
 	return true
@@ -85,11 +87,11 @@ func (d *Dataset) margin(line []byte, fields map[string]json.RawMessage) {
 	}
 	var number float64
 	if raw[0] == 'n' || json.Unmarshal(raw, &number) != nil {
-		d.badField("margin type", line, field, fmt.Sprintf("`%s` is %s, not a number", field, jsonKind(raw)), "write by how much the chosen one is better, such as 0.5")
+		d.badField("margin type", line, field, fmt.Sprintf("`%s` is %s, not a number", field, jsonKind(raw)), "write by how much the chosen completion is better, such as 0.5")
 		return
 	}
 	if number < 0 {
-		d.badField("margin below 0", line, field, fmt.Sprintf("`%s` is %s, below 0: the chosen completion would be the worse one", field, raw),
+		d.badField("margin below 0", line, field, fmt.Sprintf("`%s` is %s, but a margin must be at least 0", field, raw),
 			fmt.Sprintf("swap `%s` and `%s`, or write 0 or more", d.Preference.Chosen, d.Preference.Rejected))
 	}
 }
@@ -102,7 +104,7 @@ func (d *Dataset) label(line []byte, fields map[string]json.RawMessage) {
 		return
 	}
 	if text := string(raw); text != "true" && text != "false" {
-		d.badField("label type", line, field, fmt.Sprintf("`%s` is %.20s, neither true nor false", field, text), "write true for a desirable completion, false for another")
+		d.badField("label type", line, field, fmt.Sprintf("`%s` is %.20s, not true or false", field, text), "write true for a desirable completion, false for an undesirable one")
 	} else if text == "true" {
 		d.Desirable++
 	}

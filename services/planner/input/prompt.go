@@ -20,8 +20,8 @@ func (d *Dataset) prompt(line []byte, fields map[string]json.RawMessage) (string
 	}
 	var messages []map[string]json.RawMessage
 	if json.Unmarshal(raw, &messages) != nil || raw[0] != '[' {
-		d.badField("prompt type", line, d.PromptField, fmt.Sprintf("`%s` is %s, neither a text nor a list of messages", d.PromptField, jsonKind(raw)),
-			"write a text, or a list of {\"role\": ..., \"content\": ...}")
+		d.badField("prompt type", line, d.PromptField, fmt.Sprintf("`%s` is %s, not a string or a list of messages", d.PromptField, jsonKind(raw)),
+			"write a string, or a list of {\"role\": ..., \"content\": ...}")
 		return "", false
 	}
 	if !d.ChatTemplate {
@@ -34,7 +34,7 @@ func (d *Dataset) prompt(line []byte, fields map[string]json.RawMessage) (string
 
 func (d *Dataset) messages(line []byte, messages []map[string]json.RawMessage) (string, bool) {
 	if len(messages) == 0 {
-		d.badField("empty prompt", line, d.PromptField, fmt.Sprintf("`%s` holds no message", d.PromptField), "remove the row, or write a message")
+		d.badField("empty prompt", line, d.PromptField, fmt.Sprintf("`%s` is an empty list", d.PromptField), "remove the row, or write a message")
 		return "", false
 	}
 	last := map[string]string{}
@@ -42,7 +42,7 @@ func (d *Dataset) messages(line []byte, messages []map[string]json.RawMessage) (
 		for _, key := range []string{"role", "content"} {
 			var text string
 			if raw, ok := message[key]; !ok || json.Unmarshal(raw, &text) != nil || raw[0] != '"' {
-				d.badField("message", line, d.PromptField, fmt.Sprintf("message %d of `%s` has no text `%s`", i, d.PromptField, key),
+				d.badField("message", line, d.PromptField, fmt.Sprintf("message %d of `%s` has no string `%s`", i, d.PromptField, key),
 					"write {\"role\": \"user\", \"content\": \"...\"}")
 				return "", false
 			}
@@ -50,14 +50,15 @@ func (d *Dataset) messages(line []byte, messages []map[string]json.RawMessage) (
 		}
 	}
 	if d.Asked && last["role"] == assistant {
-		d.badField("answered", line, d.PromptField, fmt.Sprintf("`%s` ends with the assistant's message, and the policy is to answer it", d.PromptField),
-			"end it with the user's; a reward finds the right answer in another field")
+		d.badField("answered", line, d.PromptField, fmt.Sprintf("`%s` ends with a message of the assistant, but the policy has to answer it", d.PromptField),
+			"end it with a message of the user, and put the reference answer into another field")
 		return "", false
 	}
 	return last["content"], true
 }
 
-// conversation reports whether the prompt is messages that end with the assistant's, so that the row needs no answer beside them.
+// conversation reports whether the prompt is a list of messages that ends with one of the
+// assistant, so that no answer is needed.
 func (d *Dataset) conversation(fields map[string]json.RawMessage) bool {
 	var messages []struct{ Role string }
 	return json.Unmarshal(fields[d.PromptField], &messages) == nil && len(messages) > 0 && messages[len(messages)-1].Role == assistant

@@ -25,9 +25,9 @@ var layersOf = map[string]string{
 
 // described says what a model with layers of a kind is like.
 var described = map[string]string{
-	alibi:     "the distances of its tokens are biases of its attention",
+	alibi:     "it encodes positions as attention biases (ALiBi)",
 	recurrent: "it has recurrent layers",
-	latent:    "it keeps latent vectors in place of keys and values",
+	latent:    "it caches latent vectors instead of keys and values",
 }
 
 // limit is a length beyond which an engine needs a capability; one without any holds for all.
@@ -37,7 +37,8 @@ type limit struct {
 	lifted func(engine.Capabilities) bool
 }
 
-// textConfig is what the config.json of a model says about lengths. A part of an unexpected type counts as absent.
+// textConfig is what the config.json of a model says about lengths. A part of an unexpected type
+// counts as absent.
 type textConfig struct {
 	ModelType       string   `json:"model_type"`
 	LayerTypes      []string `json:"layer_types"`
@@ -80,7 +81,7 @@ func (m *Model) reach(config map[string]json.RawMessage) {
 	m.limit(number(text, "max_position_embeddings", "n_positions"), "the model has %d positions", nil)
 	if slices.Contains([]string{c.Scaling.Type, c.Scaling.Older, c.Parameters.Type}, "longrope") {
 		for _, original := range []int64{c.Parameters.Original, c.Scaling.Original, c.Original} {
-			m.limit(original, "the model turns the positions of sequences beyond %d tokens by their length (longrope)",
+			m.limit(original, "the model scales the positions of sequences beyond %d tokens (longrope)",
 				func(e engine.Capabilities) bool { return e.LongRope })
 		}
 	}
@@ -108,7 +109,8 @@ func (m *Model) limit(tokens int64, why string, lifted func(engine.Capabilities)
 	}
 }
 
-// Context is the longest sequence that the model and an engine allow together, and the reason; 0 if nothing limits it.
+// Context is the longest sequence that the model and an engine allow together, and the reason; 0 if
+// nothing limits it.
 func (m *Model) Context(e engine.Capabilities) (tokens int64, why string) {
 	for _, l := range m.limits {
 		if (tokens == 0 || l.tokens < tokens) && (l.lifted == nil || !l.lifted(e)) {

@@ -12,7 +12,7 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
-// lacks reports an absent field, with the fields that are there.
+// lacks reports an absent field and lists the existing ones.
 func (d *Dataset) lacks(line []byte, fields map[string]json.RawMessage, field, path, key string) {
 	names := make([]string, 0, len(fields))
 	for name := range fields {
@@ -31,7 +31,7 @@ func (d *Dataset) badField(kind string, line []byte, field, message, fix string)
 	d.bad(kind, line, bytes.Index(line, key), "", message, fix)
 }
 
-// bad reports a problem of the current row; at is the byte that it begins at, -1 for the whole row.
+// bad reports a problem of the current row; at is the byte of its start, -1 for the whole row.
 func (d *Dataset) bad(kind string, line []byte, at int, field, message, fix string) {
 	if d.shown[kind] >= sameShown {
 		d.hidden[kind]++
@@ -41,7 +41,7 @@ func (d *Dataset) bad(kind string, line []byte, at int, field, message, fix stri
 	d.report(line, at, field, message, fix)
 }
 
-// report adds a problem of the current row, however many there are like it.
+// report adds a problem of the current row, without a limit per kind.
 func (d *Dataset) report(line []byte, at int, field, message, fix string) {
 	p := &planv1.Problem{Reason: problem.BadRow, File: d.Path, Line: uint32(d.Rows), Column: 1, Message: message, Fix: fix, Field: field}
 	if at >= 0 && at <= len(line) {
@@ -52,11 +52,11 @@ func (d *Dataset) report(line []byte, at int, field, message, fix string) {
 	d.problems.Add(p)
 }
 
-// summary counts what was not named one by one, and says where a file is empty.
+// summary reports the number of hidden problems, and an empty file.
 func (d *Dataset) summary() {
 	if d.Rows == 0 {
 		d.problems.Add(&planv1.Problem{
-			Reason: problem.BadRow, File: d.Path, Message: "the file is empty", Fix: "write one JSON object a line, such as {\"prompt\": \"17+25=\", \"answer\": \"42\"}",
+			Reason: problem.BadRow, File: d.Path, Message: "the file is empty", Fix: "write one JSON object per line, such as {\"prompt\": \"17+25=\", \"answer\": \"42\"}",
 		})
 	}
 	kinds := make([]string, 0, len(d.hidden))
@@ -79,7 +79,7 @@ func (d *Dataset) summary() {
 func jsonKind(raw json.RawMessage) string {
 	switch raw[0] {
 	case '"':
-		return "a text"
+		return "a string"
 	case '{':
 		return "an object"
 	case '[':

@@ -9,7 +9,8 @@ import (
 	"strings"
 )
 
-// Match gives the tensors whose names a pattern fits (`model.layers.[0-3].*`, `[!...]` for all but those).
+// Match returns the tensors whose names match a pattern (`model.layers.[0-3].*`, `[!...]` for all
+// others).
 func (m *Model) Match(pattern string) (fits []string, err error) {
 	pattern = strings.ReplaceAll(pattern, "[!", "[^")
 	for _, name := range m.Tensors {
@@ -24,10 +25,11 @@ func (m *Model) Match(pattern string) (fits []string, err error) {
 	return fits, nil
 }
 
-// HasLayer reports whether a linear layer of this name is below the head: `q_proj` for `model.layers.0.self_attn.q_proj.weight`.
+// HasLayer reports whether the model has linear layers of this name: `q_proj` for
+// `model.layers.0.self_attn.q_proj.weight`.
 func (m *Model) HasLayer(name string) bool { return slices.Contains(m.Layers(), name) }
 
-// Layers are the names that HasLayer knows, sorted.
+// Layers are the names of the linear layers, sorted.
 func (m *Model) Layers() []string {
 	var names []string
 	for _, tensor := range m.Tensors {
@@ -41,20 +43,20 @@ func (m *Model) Layers() []string {
 	return slices.Compact(names)
 }
 
-// embedders are what the models of transformers call the layer that embeds tokens, and positions.
+// embedders are the names of embedding layers in models of transformers.
 var embedders = []string{"embed_tokens", "wte", "word_embeddings", "embed_in", "wpe"}
 
-// embeddings holds the tokenizer against the model: a token without an embedding would end the run at its first row.
+// embeddings compares the tokenizer with the model. A token without an embedding fails the run.
 func (r *modelReader) embeddings() {
 	m := r.model
 	if m.Embedded == 0 || m.Vocabulary <= m.Embedded {
 		return
 	}
-	r.bad("tokenizer.json", fmt.Sprintf("the tokenizer makes %d tokens, the model embeds %d: rollout does not resize embeddings", m.Vocabulary, m.Embedded),
-		"use the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))` and save both first")
+	r.bad("tokenizer.json", fmt.Sprintf("the tokenizer has %d tokens, the model has embeddings for %d, and rollout does not resize them", m.Vocabulary, m.Embedded),
+		"use the tokenizer of the model, or call `model.resize_token_embeddings(len(tokenizer))` and save both first")
 }
 
-// resized holds the embeddings against config.json.
+// resized compares the embeddings with config.json.
 func (r *modelReader) resized() {
 	m := r.model
 	for _, tensor := range slices.Sorted(maps.Keys(m.shapes)) {
@@ -63,13 +65,14 @@ func (r *modelReader) resized() {
 		if position < 0 || embedders[position] == "wpe" || len(shape) != 2 || m.Embedded == 0 || shape[0] == m.Embedded {
 			continue
 		}
-		r.bad("config.json", fmt.Sprintf("`vocab_size` is %d, but %s embeds %d tokens", m.Embedded, tensor, shape[0]),
+		r.bad("config.json", fmt.Sprintf("`vocab_size` is %d, but %s has embeddings for %d tokens", m.Embedded, tensor, shape[0]),
 			"save the model again with `save_pretrained`, weights and config.json together")
 		return
 	}
 }
 
-// vocabulary is one past the highest id in a tokenizer.json: of its model (by text, or a list), and of what was added.
+// vocabulary is one past the highest id in a tokenizer.json, of the model (a map or a list) and the
+// added tokens.
 func vocabulary(tokenizer map[string]json.RawMessage) int64 {
 	var model struct {
 		Vocab json.RawMessage `json:"vocab"`

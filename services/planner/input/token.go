@@ -5,7 +5,8 @@ import (
 	"fmt"
 )
 
-// tokens are the texts of a tokenizer.json by id, of its model (by text, or a list of pairs) and of what was added.
+// tokens are the texts of a tokenizer.json by id, of the model (a map or a list of pairs) and the
+// added tokens.
 func tokens(tokenizer map[string]json.RawMessage) map[int64]string {
 	var model struct {
 		Vocab json.RawMessage `json:"vocab"`
@@ -36,14 +37,14 @@ func tokens(tokenizer map[string]json.RawMessage) map[int64]string {
 	return out
 }
 
-// OtherTokens says how the tokens of another model differ, "" where an id means the same to both, as far as both say. A model of
-// which the tokenizer has no vocabulary is taken to agree.
+// OtherTokens describes the first difference to the tokens of another model; "" without one. A
+// model without a known vocabulary has no difference.
 func (m *Model) OtherTokens(other *Model) string {
 	if len(m.tokens) == 0 || len(other.tokens) == 0 {
 		return ""
 	}
 	if len(m.tokens) != len(other.tokens) {
-		return fmt.Sprintf("it has %d tokens, the model %d", len(other.tokens), len(m.tokens))
+		return fmt.Sprintf("it has %d tokens, the model has %d", len(other.tokens), len(m.tokens))
 	}
 	first := int64(-1)
 	for id, text := range m.tokens {

@@ -1,8 +1,10 @@
-// Package lock writes and reads `plan.lock`: the canonical JSON of a plan, addressed by its content.
+// Package lock writes and reads `plan.lock`: the canonical JSON of a plan, addressed by its
+// content.
 //
-// Canonical means: ProtoJSON with the contract's names (64-bit integers are strings, as ProtoJSON has it; unset fields are
-// absent), keys sorted, two spaces of indentation, one newline at the end. The plan id is the content id of the same JSON in
-// the compact form of RFC 8785 without `plan_id`, so that no editor's white space changes it.
+// Canonical means: ProtoJSON with the names of the contract (64-bit integers are strings; unset
+// fields are absent), keys sorted, two spaces of indentation, one newline at the end. The plan id
+// is the content id of the same JSON in the compact form of RFC 8785 without `plan_id`, so white
+// space does not change it.
 package lock
 
 import (
@@ -24,7 +26,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// Write sets the plan's id and returns the bytes of its file.
+// Write sets the id of the plan and returns the bytes of its file.
 func Write(plan *planv1.Plan) ([]byte, error) {
 	plan.PlanId = ""
 	planID, err := id.Message(plan)
@@ -44,11 +46,12 @@ func Write(plan *planv1.Plan) ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-const again = "make it anew with `rollout plan`; a plan is not edited by hand"
+const again = "create it again with `rollout plan`; plans must not be edited"
 
 var placeInMessage = regexp.MustCompile(`\(line (\d+):(\d+)\): `)
 
-// Read reads a plan's file; name is how messages call it. The plan is nil where problems is not empty.
+// Read reads the file of a plan; name is its name in messages. The plan is nil if there are
+// problems.
 func Read(data []byte, name string) (*planv1.Plan, []*planv1.Problem) {
 	bad := func(line, column uint32, message, fix string) []*planv1.Problem {
 		p := &planv1.Problem{Reason: problem.BadPlan, File: name, Line: line, Column: column, Message: message, Fix: fix}
@@ -63,16 +66,16 @@ func Read(data []byte, name string) (*planv1.Plan, []*planv1.Problem) {
 	var syntax *json.SyntaxError
 	switch err := json.Unmarshal(data, &head); {
 	case err != nil && strings.HasSuffix(name, ".toml"):
-		return nil, bad(1, 1, "this is a configuration, not a plan", "name it with --config, or make a plan of it with `rollout plan`")
+		return nil, bad(1, 1, "this is a configuration, not a plan", "pass it with --config, or create a plan with `rollout plan`")
 	case errors.As(err, &syntax):
 		at := min(max(int(syntax.Offset)-1, 0), len(data))
 		start := bytes.LastIndexByte(data[:at], '\n') + 1
 		line := bytes.Count(data[:start], []byte("\n")) + 1
-		return nil, bad(uint32(line), uint32(utf8.RuneCount(data[start:at])+1), "the plan is no JSON: "+syntax.Error(), again)
+		return nil, bad(uint32(line), uint32(utf8.RuneCount(data[start:at])+1), "the plan is not JSON: "+syntax.Error(), again)
 	case err != nil:
-		return nil, bad(1, 1, "the file is no plan: "+err.Error(), "name a file that `rollout plan` wrote")
+		return nil, bad(1, 1, "the file is not a plan: "+err.Error(), "pass a file that `rollout plan` wrote")
 	case head.Format == nil:
-		return nil, bad(1, 1, "the file is no plan: it has no `format`", "name a file that `rollout plan` wrote")
+		return nil, bad(1, 1, "the file is not a plan: it has no `format`", "pass a file that `rollout plan` wrote")
 	case head.Format.String() != strconv.Itoa(planformat.Format):
 		problems := bad(1, 1, fmt.Sprintf("the plan has format %s; this version of rollout reads format %d", *head.Format, planformat.Format),
 			"create it again with `rollout plan`, or use the version of rollout that wrote it")
@@ -82,20 +85,20 @@ func Read(data []byte, name string) (*planv1.Plan, []*planv1.Problem) {
 	plan := &planv1.Plan{}
 	if err := protojson.Unmarshal(data, plan); err != nil {
 		line, column, message := split(err.Error())
-		return nil, bad(line, column, "the plan holds what no plan holds: "+message, again)
+		return nil, bad(line, column, "the plan has an invalid field: "+message, again)
 	}
 	if err := protovalidate.Validate(plan); err != nil {
-		return nil, bad(1, 1, "the plan breaks the rules of a plan: "+firstLine(err), again)
+		return nil, bad(1, 1, "the plan is invalid: "+firstLine(err), again)
 	}
 	bare := proto.CloneOf(plan)
 	bare.PlanId = ""
 	if planID, err := id.Message(bare); err != nil || planID != plan.GetPlanId() {
-		return nil, bad(0, 0, fmt.Sprintf("the content does not match the plan's id %s…: somebody changed it", short(plan.GetPlanId())), again)
+		return nil, bad(0, 0, fmt.Sprintf("the content does not match the plan's id %s…: it was edited", short(plan.GetPlanId())), again)
 	}
 	return plan, nil
 }
 
-// split takes the place out of a message of protojson.
+// split separates the place from a message of protojson.
 func split(message string) (line, column uint32, rest string) {
 	message = strings.TrimPrefix(strings.ReplaceAll(message, "\u00a0", " "), "proto: ")
 	match := placeInMessage.FindStringSubmatch(message)

@@ -1,5 +1,6 @@
-// Package probe makes the dry calls that need Python: it imports the reward and calls it once, tokenises the prompts, and asks
-// for the versions of packages. Each happens in a short-lived process, `python -m rollout.probe`, that can't hurt the planner.
+// Package probe makes the dry calls that need Python: it imports the reward and calls it once,
+// tokenizes the prompts, and asks for the versions of packages. Each call is a short-lived process,
+// `python -m rollout.probe`.
 package probe
 
 import (
@@ -17,23 +18,24 @@ import (
 )
 
 const (
-	startUp   = 2 * time.Minute // on a busy machine an interpreter starts slowly
+	startUp   = 2 * time.Minute // an interpreter starts slowly on a busy machine
 	killDelay = 10 * time.Second
 )
 
-// Packages are those that decide what a run computes.
+// Packages decide what a run computes.
 var Packages = []string{"rollout-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy"}
 
-// Request is what the process is asked; absent parts cost nothing.
+// Request is the input of the process; absent parts cost nothing.
 type Request struct {
 	Packages  []string   `json:"packages,omitempty"`
 	Reward    *Reward    `json:"reward,omitempty"`
 	Tokenizer *Tokenizer `json:"tokenizer,omitempty"`
 	Teacher   *Teacher   `json:"teacher,omitempty"`
-	WandbKey  bool       `json:"wandb_key,omitempty"` // whether W&B's key is asked for
+	WandbKey  bool       `json:"wandb_key,omitempty"` // whether to look for the key of W&B
 }
 
-// Teacher asks a teacher's endpoint once, about the tokens of a prompt. Model is the folder whose tokenizer makes them; APIKey a reference.
+// Teacher asks the endpoint of a teacher once, about the tokens of a prompt. Model is the folder of
+// the tokenizer; APIKey a reference.
 type Teacher struct {
 	Model          string  `json:"model"`
 	BaseURL        string  `json:"base_url"`
@@ -44,8 +46,8 @@ type Teacher struct {
 	Prompt         string  `json:"prompt"`
 }
 
-// Reward asks for one call of a plugin or an expression. Files are rows whose fields an expression must find; Model is the folder
-// whose tokenizer makes the tokens that a plugin sees. Samples of held-out rows are scored by a call of their own.
+// Reward asks for one call of a plugin or an expression. Files have the rows whose fields an
+// expression uses; Model is the folder of the tokenizer. HeldOut are scored by a separate call.
 type Reward struct {
 	Plugin         string   `json:"plugin,omitempty"`
 	Expression     string   `json:"expression,omitempty"`
@@ -57,7 +59,7 @@ type Reward struct {
 	Model          string   `json:"model,omitempty"`
 }
 
-// Rows is a dataset, and what messages call it.
+// Rows is a dataset and its name in messages.
 type Rows struct {
 	Path string `json:"path"`
 	Name string `json:"name"`
@@ -77,7 +79,8 @@ type Tokenizer struct {
 	Files        []File `json:"files"`
 }
 
-// File is one dataset. Limit is the most tokens a row may have; AnswerFields add the longest of these completions and the end of the sequence.
+// File is one dataset. Limit is the largest number of tokens of a row; AnswerFields add the longest
+// of these completions and the end token.
 type File struct {
 	Path         string   `json:"path"`
 	PromptField  string   `json:"prompt_field"`
@@ -85,11 +88,11 @@ type File struct {
 	Limit        int64    `json:"limit"`
 }
 
-// Answer is what the process says.
+// Answer is the output of the process.
 type Answer struct {
 	Python   string             `json:"python"`
 	Packages map[string]*string `json:"packages"`
-	WandbKey bool               `json:"wandb_key"` // whether there is one
+	WandbKey bool               `json:"wandb_key"` // whether W&B has a key
 	Reward   *struct {
 		Files []string `json:"files"`
 		Parts bool     `json:"parts"` // whether it rewards parts of a completion
@@ -113,15 +116,15 @@ type Lengths struct {
 		Tokens int64  `json:"tokens"`
 	} `json:"examples"`
 	Empty   []uint64 `json:"empty"`
-	Unknown int64    `json:"unknown"` // rows that hold something that the vocabulary has not, in the prompt or in what is trained on
+	Unknown int64    `json:"unknown"` // rows with text outside of the vocabulary
 	Strange []struct {
 		Row   uint64 `json:"row"`
-		Field string `json:"field"` // the first that holds such text
-		Text  string `json:"text"`  // the first of it
+		Field string `json:"field"` // the first with such text
+		Text  string `json:"text"`  // the first such text
 	} `json:"strange"`
 }
 
-// Error is what went wrong in Python.
+// Error is an error from Python.
 type Error struct {
 	Reason  string `json:"reason"`
 	Message string `json:"message"`
@@ -137,13 +140,14 @@ func (e *Error) Error() string { return e.Reason + ": " + e.Message }
 // Prober starts the processes.
 type Prober struct {
 	Python     string        // interpreter
-	PythonPath string        // folder of the package `rollout` where it is not installed
+	PythonPath string        // folder of the package `rollout` if it is not installed
 	Env        []string      // environment of the processes
 	StartUp    time.Duration // until the reward begins; 0 is two minutes
-	KillDelay  time.Duration // of a reward that holds the interpreter, after its limit; 0 is 10 s
+	KillDelay  time.Duration // of a reward that blocks the interpreter, after its limit; 0 is 10 s
 }
 
-// Ask runs one process. The error is an *Error where Python ran and failed or hung; of any other kind where it could not run.
+// Ask runs one process. The error is an *Error if Python failed or hung, and of another type if it
+// could not run.
 func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	body, err := json.Marshal(request)
 	if err != nil {
@@ -154,7 +158,7 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 		limit += time.Duration(request.Teacher.TimeoutSeconds * float64(time.Second))
 	}
 	if request.Tokenizer != nil {
-		limit = 10 * time.Minute // as long as the data asks for; the caller's context may end it
+		limit = 10 * time.Minute // depends on the data; the context of the caller can end it
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -166,7 +170,7 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 		stdout.began = func() {
 			if timer.Stop() {
 				late = errReward
-				timer.Reset(p.patience(request.Reward))
+				timer.Reset(p.rewardLimit(request.Reward))
 			}
 		}
 	}
@@ -182,7 +186,7 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = time.Second
 	err = cmd.Run()
-	if cmd.Process != nil { // children of the user's code that kept the pipes
+	if cmd.Process != nil { // child processes of the user's code
 		_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
 	}
 	if errors.Is(context.Cause(ctx), errStart) {
@@ -202,7 +206,7 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 		return &answer, nil
 	}
 	if err == nil {
-		err = errors.New("it gave no answer")
+		err = errors.New("it printed no answer")
 	}
 	if text := stderr.lastLine(); text != "" {
 		return nil, fmt.Errorf("%w; its last line: %s", err, text)
@@ -210,8 +214,8 @@ func (p *Prober) Ask(ctx context.Context, request Request) (*Answer, error) {
 	return nil, err
 }
 
-// patience is how long a reward may take, its import and each call.
-func (p *Prober) patience(r *Reward) time.Duration {
+// rewardLimit is the longest time of a reward: its import and each call.
+func (p *Prober) rewardLimit(r *Reward) time.Duration {
 	limits := 2.0
 	if len(r.HeldOut) > 0 {
 		limits++
@@ -221,10 +225,11 @@ func (p *Prober) patience(r *Reward) time.Duration {
 
 var (
 	errStart  = errors.New("it was not ready")
-	errReward = errors.New("the reward does not return")
+	errReward = errors.New("the reward did not return")
 )
 
-// output keeps what the process answers. Its first byte, a blank before the answer, says that the reward begins.
+// output keeps the answer of the process. Its first byte, white space before the answer, marks the
+// start of the reward.
 type output struct {
 	kept  []byte
 	began func()
@@ -238,7 +243,7 @@ func (o *output) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// tail keeps the end of what is written to it.
+// tail keeps the end of its input.
 type tail struct{ kept []byte }
 
 func (t *tail) Write(p []byte) (int, error) {

@@ -1,4 +1,5 @@
-// Package problem collects what is wrong with a configuration and its inputs, in the order of the files.
+// Package problem collects the problems of a configuration and its inputs, in the order of the
+// files.
 package problem
 
 import (
@@ -10,14 +11,15 @@ import (
 	"github.com/rollout-rl/rollout/services/planner/document"
 )
 
-// Reasons, machine-readable and stable. Those of a reward are the reasons of Python's `rollout.plugin`.
+// Reasons, machine-readable and stable. The reasons of rewards are those of `rollout.plugin` in
+// Python.
 const (
-	Syntax         = "SYNTAX"           // the text is no TOML, JSON or Python
+	Syntax         = "SYNTAX"           // the text is not TOML, JSON, or Python
 	UnknownKey     = "UNKNOWN_KEY"      // no such key or table
 	DuplicateKey   = "DUPLICATE_KEY"    // a key or table is set twice
 	WrongType      = "WRONG_TYPE"       // a value of another type
-	OutOfRange     = "OUT_OF_RANGE"     // a number beyond its limits
-	BadValue       = "BAD_VALUE"        // a text that is none of those allowed
+	OutOfRange     = "OUT_OF_RANGE"     // a number outside of its range
+	BadValue       = "BAD_VALUE"        // a string that is not allowed
 	MissingKey     = "MISSING_KEY"      // a required key or table is absent
 	Conflict       = "CONFLICT"         // two settings exclude each other
 	MissingFile    = "MISSING_FILE"     // a file or folder is absent or unreadable
@@ -27,12 +29,12 @@ const (
 	Probe          = "PROBE_FAILED"     // the Python probe itself could not run
 	BadPlan        = "BAD_PLAN"         // a plan file is damaged
 	PlanFormat     = "PLAN_FORMAT"      // a plan has another format
-	InputChanged   = "INPUT_CHANGED"    // an input is another one than the plan pins
+	InputChanged   = "INPUT_CHANGED"    // an input differs from the plan
 	PackageMissing = "PACKAGE_MISSING"  // a package that the workers need is not installed
-	PackageChanged = "PACKAGE_CHANGED"  // a package is of another version than the plan pins
+	PackageChanged = "PACKAGE_CHANGED"  // the version of a package differs from the plan
 )
 
-// maxExcerpt is the most characters of a line that travel with a problem.
+// maxExcerpt is the length of an excerpt in characters.
 const maxExcerpt = 4096
 
 // List is a growing list. The zero value is empty.
@@ -41,7 +43,7 @@ type List struct{ items []*planv1.Problem }
 // Add appends a problem.
 func (l *List) Add(p *planv1.Problem) { l.items = append(l.items, p) }
 
-// At appends a problem that stands in a text.
+// At appends a problem at a place in a text.
 func (l *List) At(span document.Span, reason, field, message, fix string) {
 	p := &planv1.Problem{Reason: reason, Field: field, Message: message, Fix: fix}
 	if span.Valid() {
@@ -55,14 +57,14 @@ func (l *List) At(span document.Span, reason, field, message, fix string) {
 	l.Add(p)
 }
 
-// Len is how many there are.
+// Len is the number of problems.
 func (l *List) Len() int { return len(l.items) }
 
-// Empty reports whether nothing is wrong.
+// Empty reports whether there are no problems.
 func (l *List) Empty() bool { return len(l.items) == 0 }
 
-// Sorted returns the problems: those of the files in the order of first, then other files as they came; within a file by
-// line and column.
+// Sorted returns the problems: those of the files in the order of first, then other files as they
+// came; within a file by line and column.
 func (l *List) Sorted(first ...string) []*planv1.Problem {
 	rank := map[string]int{}
 	for _, file := range first {

@@ -9,7 +9,7 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 )
 
-// A prompt that the vocabulary has not in full is no mistake, but nobody should have to find it out by training.
+// A prompt with text outside of the vocabulary is a warning.
 func TestPromptsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
@@ -30,7 +30,7 @@ func TestPromptsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 	}
 }
 
-// Neither is one in what is trained on: the policy would learn to answer with the token for unknown text.
+// Text outside of the vocabulary in a training target is a warning too.
 func TestCompletionsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 	t.Parallel()
 	s := server(t)
@@ -50,20 +50,20 @@ func TestCompletionsThatTheTokenizerDoesNotKnowAreWarnedOf(t *testing.T) {
 			continue
 		}
 		w := got.GetWarnings()[0]
-		want := "the tokenizer does not know \"é\" in `" + c.field + "`: the model learns to write its token for unknown text there"
+		want := "the vocabulary does not contain \"é\" in `" + c.field + "`: the model learns to generate its unknown token"
 		if w.GetFile() != "train.jsonl" || w.GetLine() != 1 || w.GetMessage() != want {
 			t.Errorf("%s: %v", c.algorithm, w)
 		}
 	}
 }
 
-// KTO learns from the difference of two kinds; one kind alone is no mistake, but hardly meant.
+// KTO needs both labels, so equal labels are a warning.
 func TestLabelsOfOneKindAreWarnedOf(t *testing.T) {
 	t.Parallel()
 	s := server(t)
 	for _, c := range []struct{ rows, want string }{
-		{"true true", "every completion is desirable (true), none is undesirable (false): KTO tells the two apart"},
-		{"false false", "every completion is undesirable (false), none is desirable (true): KTO tells the two apart"},
+		{"true true", "every completion is desirable (true) and none is undesirable (false), but KTO needs both"},
+		{"false false", "every completion is undesirable (false) and none is desirable (true), but KTO needs both"},
 		{"true false", ""},
 	} {
 		dir, rows := project(t, ""), ""
@@ -85,7 +85,7 @@ func TestLabelsOfOneKindAreWarnedOf(t *testing.T) {
 	}
 }
 
-// What was trained on says little of what was learned.
+// Evaluations on training rows measure memorization.
 func TestHeldOutRowsThatAreTrainedOnAreWarnedOf(t *testing.T) {
 	t.Parallel()
 	s, dir := server(t), project(t, "def exact(samples):\n    return [1.0] * len(samples)\n")
@@ -105,7 +105,7 @@ func TestHeldOutRowsThatAreTrainedOnAreWarnedOf(t *testing.T) {
 			t.Fatalf("%v", got)
 		}
 		for _, w := range got.GetWarnings() {
-			if !strings.Contains(w.GetMessage(), "eval.jsonl holds the very rows of `data.train`") {
+			if !strings.Contains(w.GetMessage(), "eval.jsonl has the same rows as `data.train`") {
 				t.Errorf("%v", w)
 			}
 		}
