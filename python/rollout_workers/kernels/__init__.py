@@ -2,7 +2,6 @@
 result.
 
     layers     RMSNorm, SwiGLU, and rotary embeddings of the trainer, forward and backward
-    sampling   one token per row of logits, and Philox random numbers
     segments   the segments of a weights patch
 
 ``build`` compiles them: when the wheel is built, and by ``scripts/kernel`` in a checkout. A library

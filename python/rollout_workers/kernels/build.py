@@ -26,7 +26,6 @@ _FAST_MATH = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 # depends on this machine's processor, so an image or a wheel can carry the libraries to others.
 _KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
     "layers": ((*_FAST_MATH, "-fopenmp"), (*_FAST_MATH, "-fopenmp-simd", "-Wno-unknown-pragmas")),
-    "sampling": ((*_FAST_MATH, "-fopenmp"), (*_FAST_MATH, "-fopenmp-simd", "-Wno-unknown-pragmas")),
     "segments": ((),),
 }
 

@@ -16,7 +16,7 @@ CODEC = "from rollout_workers.kernels.segments import segment_codec; print(type(
 
 @pytest.mark.parametrize(
     ("compiler", "kernels", "codec"),
-    [(None, {"_layers", "_sampling", "_segments"}, "CompiledSegments"), ("/nonexistent", set(), "NumpySegments")],
+    [(None, {"_layers", "_segments"}, "CompiledSegments"), ("/nonexistent", set(), "NumpySegments")],
 )
 def test_wheel(tmp_path: Path, compiler: str | None, kernels: set[str], codec: str) -> None:
     source = tmp_path / "source"

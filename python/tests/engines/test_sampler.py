@@ -1,6 +1,5 @@
 """Sampling against Hugging Face's warpers, the distribution itself, and the random numbers' published vectors."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +9,9 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rollout_workers.engines.base import SamplingParams
-from rollout_workers.engines.transformers.philox import philox4x32, plain_uniforms, uniforms
-from rollout_workers.engines.transformers.sampler import Controls, plain_sample, sample
+from rollout_workers.engines.transformers.philox import philox4x32, uniforms
+from rollout_workers.engines.transformers.sampler import Controls, sample
 from rollout_workers.engines.transformers.slots import SlotTable
-from rollout_workers.kernels.build import library
-from rollout_workers.kernels.sampling import SamplingKernels
 
 CASES = [
     SamplingParams(8),
@@ -52,20 +49,6 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return scores.log_softmax(-1)
 
 
-@pytest.fixture(scope="module")
-def compiled(libraries: Path) -> SamplingKernels:
-    """The compiled sampling kernels of this checkout."""
-    return SamplingKernels(library("sampling", libraries))
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def kernels(request: pytest.FixtureRequest, compiled: SamplingKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test with the compiled kernel and without."""
-    found = compiled if request.param == "compiled" else None
-    monkeypatch.setattr("rollout_workers.engines.transformers.sampler.sampling_kernels", lambda: found)
-
-
-@pytest.mark.usefixtures("kernels")
 def test_mixed_rows_follow_the_reference_distribution() -> None:
     torch.manual_seed(0)
     draws, vocabulary = 400, 40
@@ -85,7 +68,6 @@ def test_mixed_rows_follow_the_reference_distribution() -> None:
         assert ((counts - expected.exp() * draws).abs() <= 1.01).all(), params
 
 
-@pytest.mark.usefixtures("kernels")
 def test_greedy_rows_take_the_maximum_beside_sampled_ones() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
     picked = sample(
@@ -96,7 +78,6 @@ def test_greedy_rows_take_the_maximum_beside_sampled_ones() -> None:
     torch.testing.assert_close(picked.raw_logprobs[0], logits[0].log_softmax(-1)[1])
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_unit_interval_hit_possible_tokens(uniform: float) -> None:
     logits = torch.full((1, 64), -torch.inf)
@@ -106,25 +87,6 @@ def test_the_ends_of_the_unit_interval_hit_possible_tokens(uniform: float) -> No
     assert picked.logprobs.isfinite().all()
 
 
-@pytest.mark.parametrize("vocabulary", [1, 54, 64, 65, 257, 40_003])
-def test_compiled_and_torch_sample_the_same(vocabulary: int, compiled: SamplingKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_workers.engines.transformers.sampler.sampling_kernels", lambda: compiled)
-    random = torch.Generator().manual_seed(vocabulary)
-    params = [*CASES, SamplingParams(8, temperature=0), SamplingParams(8, temperature=3.0)] * 3
-    logits = torch.randn(len(params), vocabulary, generator=random) * 3
-    logits[:, ::5] -= 200  # of probability 0 in float32
-    logits[:, 3::7] = -torch.inf
-    uniform = torch.rand(len(params), generator=random, dtype=torch.float64)
-    controls = controls_of(params, vocabulary)
-    found, wanted = sample(logits, uniform, controls), plain_sample(logits, uniform, controls)
-    assert found.tokens.tolist() == wanted.tokens.tolist()
-    torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.raw_logprobs, wanted.raw_logprobs, atol=1e-5, rtol=1e-5)
-    untouched = torch.tensor([p == SamplingParams(8) for p in params])
-    assert torch.equal(found.logprobs[untouched], found.raw_logprobs[untouched])
-
-
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("vocabulary", [54, 3001])
 def test_a_row_has_the_same_bits_in_any_company(vocabulary: int) -> None:
     params = [*CASES, SamplingParams(8, temperature=0), SamplingParams(8, temperature=3.0)] * 8
@@ -137,7 +99,6 @@ def test_a_row_has_the_same_bits_in_any_company(vocabulary: int) -> None:
             assert one.numpy().tobytes() == among[row : row + 1].numpy().tobytes(), its
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_show_in_their_row_alone(wrong: float) -> None:
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(3))
@@ -147,14 +108,6 @@ def test_logits_that_are_no_numbers_show_in_their_row_alone(wrong: float) -> Non
     assert picked.raw_logprobs.isfinite().tolist() == [True, False, False, True]
     assert picked.logprobs.isfinite().tolist() == [True, False, False, True]
     assert ((picked.tokens >= 0) & (picked.tokens < 100)).all()
-
-
-def test_compiled_random_numbers_equal_numpys(compiled: SamplingKernels) -> None:
-    seeds = np.array([0, 3, 2**63 + 5, 2**64 - 1], np.uint64)
-    start = np.array([0, 2, 2**33, 16])
-    for count in (2, 16):
-        assert compiled.uniforms(seeds, start, count).tobytes() == plain_uniforms(seeds, start, count).tobytes()
-    assert compiled.uniforms(seeds[::2], start[::2], 4).tobytes() == plain_uniforms(seeds[::2], start[::2], 4).tobytes()
 
 
 def test_philox_gives_the_published_words() -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_workers.kernels.sampling import sampling_kernels
-
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -32,12 +30,6 @@ def philox4x32(key: NDArray[np.uint64], counter: NDArray[np.uint64]) -> tuple[ND
 
 def uniforms(seeds: NDArray[np.uint64], start: NDArray[np.int64], count: int) -> NDArray[np.float64]:
     """The numbers in [0, 1) of tokens start[i] .. start[i] + count of each seed, f64[n, count]. start, count: even."""
-    kernels = sampling_kernels()
-    return plain_uniforms(seeds, start, count) if kernels is None else kernels.uniforms(seeds, start, count)
-
-
-def plain_uniforms(seeds: NDArray[np.uint64], start: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """The same in numpy."""
     pairs = (start[:, None] // 2 + np.arange(count // 2)[None, :]).astype(np.uint64)
     words = philox4x32(seeds[:, None], pairs)
     out = np.empty((len(seeds), count))

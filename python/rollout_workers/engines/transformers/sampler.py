@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_workers.kernels.sampling import SamplingKernels, sampling_kernels
-
 
 class Picked(NamedTuple):
     """tokens int64[B], logprobs f32[B] under the sampling distribution, raw_logprobs f32[B] under the logits' softmax."""
@@ -47,33 +45,7 @@ class Controls:
 
 
 def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
-    """Draw one token a row by inverting the distribution function. logits [B, V] float, uniform f64[B] in [0, 1).
-
-    On the CPU a compiled kernel samples the rows without a filter.
-    """
-    kernels = sampling_kernels() if logits.device.type == "cpu" else None
-    if kernels is None:
-        return plain_sample(logits, uniform, controls)
-    filters = controls.filters
-    if filters is None:
-        return _sampled(kernels, logits, uniform, controls)
-    rows = filters.rows
-    heat, greedy, shaped = (None if of is None else of[rows] for of in (controls.temperature, controls.greedy, controls.shaped))
-    part = Controls(heat, greedy, shaped, filters._replace(rows=torch.arange(len(rows))))
-    filtered = plain_sample(logits[rows], uniform[rows], part)
-    if len(rows) == len(logits):
-        return filtered
-    pairs = zip(_sampled(kernels, logits, uniform, controls), filtered, strict=True)
-    return Picked(*(every.index_copy_(0, rows, some) for every, some in pairs))
-
-
-def _sampled(kernels: SamplingKernels, logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
-    heat, greedy = (None if of is None else of.contiguous() for of in (controls.temperature, controls.greedy))
-    return Picked(*kernels.sample(logits.float().contiguous(), uniform.double().contiguous(), heat, greedy))
-
-
-def plain_sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
-    """The same by torch's operations, for any row on any device."""
+    """Draw one token per row by inverting the distribution function. logits [B, V] float, uniform f64[B] in [0, 1)."""
     raw = torch.log_softmax(logits.float(), dim=-1)
     scores = raw if controls.temperature is None else raw / controls.temperature
     if controls.filters is not None:
