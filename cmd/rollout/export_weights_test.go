@@ -72,11 +72,11 @@ func TestExportWeightsOfAStateFolder(t *testing.T) {
 	}
 	for text, args := range map[string][]string{
 		"snapshot snap-newest has no average": {"addition-grpo", "--to", filepath.Join(out, "none"), "--average"},
-		"mutually exclusive":                    {"addition-grpo", "--to", filepath.Join(out, "none"), "--average", "--adapter"},
+		"mutually exclusive":                  {"addition-grpo", "--to", filepath.Join(out, "none"), "--average", "--adapter"},
 		"already exists":                      {"addition-grpo", "--to", filepath.Join(out, "adapter")},
 		"snapshot snap-newest has no adapter": {"addition-grpo", "--to", filepath.Join(out, "none"), "--adapter"},
-		"nobody":                                {"nobody", "--to", filepath.Join(out, "none")},
-		`required flag(s) "to" not set`:         {"addition-grpo"},
+		"nobody":                              {"nobody", "--to", filepath.Join(out, "none")},
+		`required flag(s) "to" not set`:       {"addition-grpo"},
 	} {
 		if got := export(args...); got.code == 0 || !strings.Contains(got.stderr, text) {
 			t.Errorf("%s: %s", text, got.text())

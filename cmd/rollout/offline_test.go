@@ -49,7 +49,7 @@ func TestStateFolderIsBrowsed(t *testing.T) {
 		{"runs list --state interrupted", []string{runID}},
 		{"runs list --state running", []string{"no run is running"}},
 		{"runs list --format json", []string{`"RUN_STATE_INTERRUPTED"`}},
-		{"runs show addition-grpo", []string{"INTERRUPTED", "the control plane died", "0.900"}},
+		{"runs show addition-grpo", []string{"INTERRUPTED", "the control plane stopped unexpectedly", "0.900"}},
 		{"logs tail addition-grpo --follow", []string{"step=3"}},
 		{"snapshot list addition-grpo", []string{snapshot().GetSnapshotId()}},
 		{"snapshot show " + snapshot().GetSnapshotId(), []string{"run", runID}},

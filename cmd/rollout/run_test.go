@@ -106,7 +106,7 @@ func TestFailedRun(t *testing.T) {
 	}
 }
 
-// TestRefusedGradient: watching ends where the run waits for somebody, and says why and how to go on.
+// A rejected gradient pauses the run: watching ends with the reason and commands to continue.
 func TestRefusedGradient(t *testing.T) {
 	t.Parallel()
 	f := watched(t)
@@ -122,7 +122,7 @@ func TestRefusedGradient(t *testing.T) {
 	}
 }
 
-// TestInterrupts: the first Ctrl-C drains, the second stops at once, and both are told.
+// The first Ctrl-C drains the run and the second stops it immediately; both are printed.
 func TestInterrupts(t *testing.T) {
 	t.Parallel()
 	f := watched(t)
@@ -141,7 +141,7 @@ func TestInterrupts(t *testing.T) {
 	if got.code != 130 {
 		t.Errorf("exit %d", got.code)
 	}
-	for _, want := range []string{"finishing the step in hand; press Ctrl-C again to stop at once", "stopping at once", "CANCELLED", "rollout run --resume " + runID} {
+	for _, want := range []string{"stopping after the current step; press Ctrl-C again to stop immediately", "stopping immediately", "CANCELLED", "rollout run --resume " + runID} {
 		if !strings.Contains(got.stdout, want) {
 			t.Errorf("it does not say %q:\n%s", want, got.stdout)
 		}
@@ -169,7 +169,7 @@ func TestServerThatGoesAway(t *testing.T) {
 	plane := newPlane(t, f)
 	f.onWatch = func() { go plane.stop() }
 	got := call{plane: plane}.run(t, "run", "--resume", runID)
-	if got.code != 69 || !strings.Contains(got.stderr, "the control plane went away") || !strings.Contains(got.stderr, "rollout run --resume "+runID) {
+	if got.code != 69 || !strings.Contains(got.stderr, "the connection to the control plane was lost") || !strings.Contains(got.stderr, "rollout run --resume "+runID) {
 		t.Error(got.text())
 	}
 }

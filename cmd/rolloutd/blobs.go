@@ -11,7 +11,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob/files"
 )
 
-// openArtifacts is the store of the storage service.
+// openArtifacts opens the artifact store of the storage service.
 func openArtifacts(ctx context.Context, m *mesh) (*blob.CAS, error) {
 	store, err := backend.Bucket(ctx, m.cfg.Blob, m.environ)
 	if err != nil {
@@ -25,11 +25,11 @@ func openArtifacts(ctx context.Context, m *mesh) (*blob.CAS, error) {
 		return blob.NewCAS(local, local.Spool()), nil
 	}
 	spool := filepath.Join(m.cfg.StateDir, "spool")
-	if err := os.RemoveAll(spool); err != nil { // of a process that died; the state folder is ours alone
+	if err := os.RemoveAll(spool); err != nil { // left by a process that died
 		return nil, fmt.Errorf("clear the spool folder: %w", err)
 	}
 	if err := os.MkdirAll(spool, 0o700); err != nil {
-		return nil, fmt.Errorf("make the spool folder: %w", err)
+		return nil, fmt.Errorf("create the spool folder: %w", err)
 	}
 	return blob.NewCAS(store, spool), nil
 }

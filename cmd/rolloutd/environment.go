@@ -7,20 +7,22 @@ import (
 	"github.com/rollout-rl/rollout/libs/config"
 )
 
-// Children run the code of people who need neither our databases nor our buckets: the planner's probe and the workers call rewards.
-// So no child finds a credential of ours in its environment but those that it connects with, and these the worker takes out of its
-// environment before it starts anybody else (rollout_workers.worker.spec).
+// Child processes (workers, and the planner's probe) run user code, such as rewards, which must not read
+// the credentials of this process. A child gets only the credentials with which it connects itself, and
+// a worker removes them from its environment before it starts another process
+// (rollout_workers.worker.spec).
 
-// ownCredentials are variables in which clients that this process is made of look for credentials without being told to, and the key
-// of whoever started it: of a daemon that is their CLI.
+// ownCredentials are variables from which client libraries in this process read credentials, and the API
+// key of the user who started it.
 var ownCredentials = []string{
 	"ROLLOUT_API_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE", "PGSSLPASSWORD",
 }
 
-// ownPrefixes are those of rolloutd's settings, and of credentials of which there are many.
+// ownPrefixes are prefixes of the names of settings and credentials.
 var ownPrefixes = []string{"ROLLOUTD_", "AWS_", "CONSUL_"}
 
-// childEnv is what every child gets: our environment without what is ours alone, but for what `worker.env` passes on.
+// childEnv returns the environment of child processes: that of this process without its credentials,
+// except those that `worker.env` passes on.
 func childEnv(cfg config.Config, environ []string) []string {
 	own := variables(secretRefs(cfg)...)
 	return slices.DeleteFunc(slices.Clone(environ), func(e string) bool {
@@ -35,20 +37,20 @@ func childEnv(cfg config.Config, environ []string) []string {
 	})
 }
 
-// workerEnv is what every worker gets: that, the headers of its exporter of spans and metrics, and the token with which it registers
-// where that is in a variable.
+// workerEnv returns the environment of workers: childEnv, the headers for exporting spans and metrics, and
+// the registry token if it is in a variable.
 func workerEnv(cfg config.Config, e endpoints, environ []string) []string {
 	token := variables(e.consulRef)
 	return append(childEnv(cfg, environ), only(environ, func(name string) bool { return exporterHeaders(name) || slices.Contains(token, name) })...)
 }
 
-// busEnv is what workers get that connect to NATS: the credentials that are in variables.
+// busEnv returns the NATS credentials that are in variables, for workers that connect to NATS.
 func busEnv(cfg config.Config, e endpoints, environ []string) []string {
 	own := variables(e.natsToken, cfg.NATS.Password, cfg.NATS.NKey)
 	return only(environ, func(name string) bool { return slices.Contains(own, name) })
 }
 
-// exporterHeaders reports whether a variable holds headers for a collector, which carry its keys.
+// exporterHeaders reports whether a variable has headers for an OTLP collector, which may contain its key.
 func exporterHeaders(name string) bool {
 	return strings.HasPrefix(name, "OTEL_EXPORTER_OTLP_") && strings.HasSuffix(name, "HEADERS")
 }
@@ -60,7 +62,7 @@ func secretRefs(cfg config.Config) (out []config.Ref) {
 	return out
 }
 
-// variables are the names of those that references lead to.
+// variables returns the names of the variables in references.
 func variables(refs ...config.Ref) (out []string) {
 	for _, r := range refs {
 		if name, ok := r.Variable(); ok {
@@ -70,7 +72,7 @@ func variables(refs ...config.Ref) (out []string) {
 	return out
 }
 
-// only keeps the variables whose names are wanted.
+// only returns the variables whose names are wanted.
 func only(environ []string, wanted func(name string) bool) []string {
 	return slices.DeleteFunc(slices.Clone(environ), func(e string) bool { return !wanted(nameOf(e)) })
 }

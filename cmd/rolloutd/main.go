@@ -1,12 +1,12 @@
-// Command rolloutd is the control plane: it hosts any subset of the seven services, and the NATS server and registry between them
-// where no others are named.
+// Command rolloutd is the control plane. It hosts any subset of the seven services, and embedded NATS and
+// registry servers unless others are configured.
 //
-//	rolloutd                                            everything in one process
-//	rolloutd --target nats,registry                     the servers alone
-//	rolloutd --state-dir D/buffer --target buffer --join D   one service, on the servers of the rolloutd in D
+//	rolloutd                                            all targets in one process
+//	rolloutd --target nats,registry                     only the embedded servers
+//	rolloutd --state-dir D/buffer --target buffer --join D   one service, with the servers of the rolloutd in D
 //
-// SIGTERM or SIGINT drains: calls in hand end, workers stop, runs are interrupted and can be resumed. A second one stops at once.
-// SIGHUP is ignored.
+// SIGTERM or SIGINT drains: active calls finish, workers stop, runs are interrupted and can be resumed. A
+// second signal stops immediately. SIGHUP is ignored.
 package main
 
 import (
@@ -27,6 +27,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/lifecycle"
 	"github.com/rollout-rl/rollout/libs/rpc"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -37,27 +38,16 @@ import (
 // version is set by the linker.
 var version = "unknown"
 
-// Exit codes, by sysexits(3).
-const (
-	exitUsage       = 64
-	exitData        = 65 // a database is damaged
-	exitNoInput     = 66 // a secret, a token or a certificate is not where the configuration says
-	exitUnavailable = 69
-	exitSoftware    = 70
-	exitCannotMake  = 73 // the state folder can't be written
-	exitInterrupted = 130
-)
-
-// slackBytes count as in use and are never touched, so that no page of them exists: as much garbage as these may pile up before it is
-// collected, however little else is in use. Without them a collection came every few hundred puts, and each reads all that is in use.
-// A GOMEMLIMIT counts them, too: give it 64 MB more than is meant.
+// slackBytes is the size of an allocation that is never touched, so it uses no memory. It raises the heap
+// size at which the garbage collector runs: with a small heap it would run every few hundred puts. A
+// GOMEMLIMIT must be 64 MB larger because of it.
 const slackBytes = 64 << 20
 
 func main() {
 	slack := make([]byte, slackBytes)
 	if err := rpc.PoolBuffers(); err != nil {
 		fmt.Fprintln(os.Stderr, "rolloutd:", err)
-		os.Exit(exitSoftware)
+		os.Exit(exit.Software)
 	}
 	drain, hard, stop := lifecycle.Signals(context.Background())
 	code := run(drain, hard, os.Args[1:], os.Environ(), os.Stderr)
@@ -66,7 +56,7 @@ func main() {
 	os.Exit(code)
 }
 
-// run is main without the process around it.
+// run is main without access to the process.
 func run(drain, hard context.Context, args, environ []string, out io.Writer) int {
 	cfg, err := config.Load(args, environ, out)
 	if errors.Is(err, flag.ErrHelp) {
@@ -75,18 +65,18 @@ func run(drain, hard context.Context, args, environ []string, out io.Writer) int
 	}
 	if err != nil {
 		fmt.Fprintln(out, "rolloutd:", err)
-		return exitUsage
+		return exit.Usage
 	}
 	targets, err := resolveTargets(cfg)
 	if err != nil {
 		fmt.Fprintln(out, "rolloutd:", err)
-		return exitUsage
+		return exit.Usage
 	}
 	out = local.BoundLog(out, cfg.StateDir)
 	handler, err := telemetry.NewHandler(out, cfg.Log.Format, cfg.Log.Level)
 	if err != nil {
 		fmt.Fprintln(out, "rolloutd:", err)
-		return exitUsage
+		return exit.Usage
 	}
 	log := slog.New(handler)
 	err = serve(drain, hard, cfg, targets, environ, handler)
@@ -95,12 +85,12 @@ func run(drain, hard context.Context, args, environ []string, out io.Writer) int
 		log.Info("stopped")
 		return 0
 	case errors.Is(err, lifecycle.ErrHardStop):
-		log.Warn("stopped before everything had ended", "error", err)
-		return exitInterrupted
+		log.Warn("stopped before all work had ended", "error", err)
+		return exit.Interrupted
 	}
 	code := codeOf(err)
-	text := "rolloutd can't start"
-	if code == exitSoftware {
+	text := "rolloutd cannot start"
+	if code == exit.Software {
 		text = "rolloutd failed"
 	}
 	if fix := cmp.Or(rpcerr.Fix(err), fixOf(err)); fix != "" {
@@ -111,37 +101,37 @@ func run(drain, hard context.Context, args, environ []string, out io.Writer) int
 	return code
 }
 
-// fixOf is what to do where a server does not answer at the start.
+// fixOf returns the fix for a server that does not answer at the start.
 func fixOf(err error) string {
 	for target, key := range map[error]string{
 		sqldb.ErrUnavailable: "database.url", bus.ErrUnavailable: "nats.url", discovery.ErrUnavailable: "consul.address",
 	} {
 		if errors.Is(err, target) {
-			return "check " + key + ", and that this host reaches it; `rollout doctor` says why"
+			return "check " + key + " and the connection of this host to it; `rollout doctor` shows details"
 		}
 	}
 	return ""
 }
 
-// unavailable are the errors of what rolloutd needs and has not: servers, addresses, its folder.
+// unavailable lists errors of resources that rolloutd needs: servers, addresses, the state folder.
 var unavailable = []error{
-	errUnavailable, errLocked, errListen, errStranger, bus.ErrUnavailable, bus.ErrToken, discovery.ErrUnavailable, discovery.ErrDenied, rpc.ErrTokenFile,
+	errUnavailable, errLocked, errListen, errOtherMesh, bus.ErrUnavailable, bus.ErrToken, discovery.ErrUnavailable, discovery.ErrDenied, rpc.ErrTokenFile,
 	sqldb.ErrUnavailable, sqldb.ErrDenied, sqldb.ErrRole, sqldb.ErrVersion, sqldb.ErrNewer,
 	blob.ErrUnavailable, blob.ErrDenied, blob.ErrNoBucket,
 }
 
-// codeOf is the exit code of what ended the process.
+// codeOf returns the exit code for an error.
 func codeOf(err error) int {
 	is := func(target error) bool { return errors.Is(err, target) }
 	switch {
 	case is(config.ErrSecret), is(rpc.ErrTokenMissing), is(cert.ErrFile), is(cert.ErrMissing):
-		return exitNoInput
+		return exit.NoInput
 	case is(sqldb.ErrDamaged):
-		return exitData
+		return exit.Data
 	case is(errFolder):
-		return exitCannotMake
+		return exit.CannotMake
 	case slices.ContainsFunc(unavailable, is):
-		return exitUnavailable
+		return exit.Unavailable
 	}
-	return exitSoftware
+	return exit.Software
 }

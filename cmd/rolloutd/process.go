@@ -23,7 +23,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/telemetry"
 )
 
-// mesh is what the services of this process share, and what a target's constructor takes from.
+// mesh holds what the services of this process share. Constructors of targets read it.
 type mesh struct {
 	cfg       config.Config
 	environ   []string
@@ -33,7 +33,7 @@ type mesh struct {
 	server    *rpc.Server
 	dialer    *rpc.Dialer
 	events    *telemetry.Events
-	log       *slog.Logger // makes events of the records of a run
+	log       *slog.Logger // records with a run become events
 	certs     *cert.Source // nil: plain text
 	place     sqldb.Place  // of the services' databases
 	began     time.Time
@@ -41,8 +41,8 @@ type mesh struct {
 	meta      map[string]string // of this process, in discovery
 }
 
-// serve builds the process from its configuration and runs it until drain ends. Components are added in the order of their need:
-// what the others call comes first and ends last.
+// serve builds the process from its configuration and runs it until drain ends. Components start in the
+// order in which they are added and stop in reverse.
 func serve(drain, hard context.Context, cfg config.Config, targets []target, environ []string, handler slog.Handler) (err error) {
 	began := time.Now()
 	log := slog.New(handler)
@@ -91,11 +91,11 @@ func serve(drain, hard context.Context, cfg config.Config, targets []target, env
 	if err != nil {
 		return err
 	}
-	group.Add("announcement", m.announcement(targets, gateway).run)
+	group.Add("registration", m.registration(targets, gateway).run)
 	return group.Run(drain, hard)
 }
 
-// drainMargin is what the process gets on top of the drain of its calls: workers have their own grace.
+// drainMargin is added to the drain time of calls, because workers have a grace period too.
 const drainMargin = 15 * time.Second
 
 // connect opens the bus and checks that discovery answers.
@@ -120,9 +120,9 @@ func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
 	if err == nil {
 		err = m.discovery.Ready(ctx)
 	}
-	m.meta[metaMesh] = meshOf(m.endpoints.token)
+	m.meta[metaMesh] = meshID(m.endpoints.token)
 	if err == nil && !m.ownRegistry() {
-		err = m.refuseStrangers(ctx)
+		err = m.checkMesh(ctx)
 	}
 	if err != nil {
 		m.bus.Close()
@@ -131,7 +131,7 @@ func (m *mesh) connect(ctx context.Context, log *slog.Logger) error {
 	return nil
 }
 
-// buildEdge makes the gRPC server, the dialer and the shipper of events.
+// buildEdge makes the gRPC server, the dialer and the publisher of events.
 func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle.Group, handler slog.Handler) error {
 	plain := slog.New(handler)
 	m.events = telemetry.NewEvents(m.bus, bus.EventSubject, "rolloutd", plain)
@@ -142,24 +142,25 @@ func (m *mesh) buildEdge(ctx context.Context, targets []target, group *lifecycle
 	if err != nil {
 		return err
 	}
-	addr, err := listen(ctx, "listen", m.cfg.Listen, rememberedPort(m.cfg.StateDir, "grpc"), m.server.Listen)
+	addr, err := listen(ctx, "listen", m.cfg.Listen, lastPort(m.cfg.StateDir, "grpc"), m.server.Listen)
 	if err != nil {
 		return err
 	}
 	m.endpoints.grpc = advertised(m.cfg.Host, addr)
 	m.dialer = rpc.NewDialer(rpc.DialerOptions{
-		Local: m.server, Hosted: m.actingAlone(targets), Lookup: m.discovery.Resolver(), Token: m.endpoints.token, TLS: m.certs, Log: plain,
+		Local: m.server, Hosted: m.localServices(targets), Lookup: m.discovery.Resolver(), Token: m.endpoints.token, TLS: m.certs, Log: plain,
 	})
 	group.Add("rpc", m.server.Run)
 	return nil
 }
 
-// actingAlone is the hosted services that this process itself answers for: of the others it may not be the leader.
-func (m *mesh) actingAlone(targets []target) []string {
+// localServices returns the hosted services that are not elected: this process always answers for them.
+func (m *mesh) localServices(targets []target) []string {
 	return slices.DeleteFunc(serviceNames(targets), m.elected)
 }
 
-// addServices constructs the hosted services, in the order of the table, and gives the URL of the gateway where it is one of them.
+// addServices constructs the hosted services in the order of the table. It returns the URL of the
+// gateway if that is hosted.
 func (m *mesh) addServices(ctx context.Context, targets []target, group *lifecycle.Group) (gateway string, closeStores func(), err error) {
 	var closers []func() error
 	closeStores = func() {
@@ -189,10 +190,10 @@ func (m *mesh) addServices(ctx context.Context, targets []target, group *lifecyc
 	return gateway, closeStores, nil
 }
 
-// logger is the log of one service.
+// logger returns the logger of a service.
 func (m *mesh) logger(service string) *slog.Logger { return m.log.With(telemetry.AttrService, service) }
 
-// advertised is the host:port under which peers reach addr.
+// advertised returns the host:port that other processes use to reach addr.
 func advertised(host string, addr *net.TCPAddr) string {
 	if host == "" {
 		host = addr.IP.String()

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/exit"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
@@ -64,7 +65,7 @@ func TestOneProcessAStateFolder(t *testing.T) {
 	t.Parallel()
 	d := start(t, t.TempDir())
 	second := spawn(t, d.state)
-	if code := second.wait(); code != exitUnavailable || !strings.Contains(second.log.String(), "fix=") || !strings.Contains(second.log.String(), "pid "+strconv.Itoa(d.cmd.Process.Pid)) {
+	if code := second.wait(); code != exit.Unavailable || !strings.Contains(second.log.String(), "fix=") || !strings.Contains(second.log.String(), "pid "+strconv.Itoa(d.cmd.Process.Pid)) {
 		t.Errorf("exit code %d:\n%s", code, second.log)
 	}
 	if d.runtime().PID != d.cmd.Process.Pid {
@@ -103,13 +104,13 @@ func TestBadCommandLines(t *testing.T) {
 		code int
 		says string
 	}{
-		"unknown target":          {[]string{"--target", "bufer"}, exitUsage, `"bufer" is unknown; targets are all, nats`},
-		"all and more":            {[]string{"--target", "all,buffer"}, exitUsage, "stands alone"},
-		"no servers":              {[]string{"--target", "buffer"}, exitUsage, "--join"},
-		"two NATS servers":        {[]string{"--target", "nats,registry", "--nats-url", "nats://h:1"}, exitUsage, "choose one"},
-		"unknown flag":            {[]string{"--bufer"}, exitUsage, "bufer"},
-		"bad value":               {[]string{"--log-level", "loud"}, exitUsage, "loud"},
-		"token that all may read": {[]string{"--token-file", publicFile(t)}, exitUnavailable, "0600"},
+		"unknown target":          {[]string{"--target", "bufer"}, exit.Usage, `"bufer" is not a target; targets are all, nats`},
+		"all and more":            {[]string{"--target", "all,buffer"}, exit.Usage, "cannot be combined"},
+		"no servers":              {[]string{"--target", "buffer"}, exit.Usage, "--join"},
+		"two NATS servers":        {[]string{"--target", "nats,registry", "--nats-url", "nats://h:1"}, exit.Usage, "use one of the two"},
+		"unknown flag":            {[]string{"--bufer"}, exit.Usage, "bufer"},
+		"bad value":               {[]string{"--log-level", "loud"}, exit.Usage, "loud"},
+		"token that all may read": {[]string{"--token-file", publicFile(t)}, exit.Unavailable, "0600"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -155,16 +156,16 @@ func TestStartsThatCanNotBe(t *testing.T) {
 		code int
 		says string
 	}{
-		"a variable that is not set": {[]string{"--nats-token", "env:NOT_SET"}, exitNoInput, "NOT_SET"},
-		"a secret's file is missing": {[]string{"--nats-token", "file:/none"}, exitNoInput, "/none"},
-		"a certificate is missing":   {[]string{"--tls-cert-file", "/none.pem", "--tls-key-file", "/none"}, exitNoInput, "/none.pem"},
-		"a token's file is missing":  {[]string{"--token-file", "/none"}, exitNoInput, "/none"},
-		"a port in use":              {[]string{"--listen", port}, exitUnavailable, port},
-		"a gateway's port in use":    {[]string{"--gateway-listen", port}, exitUnavailable, "gateway.listen"},
-		"a damaged database":         {[]string{"--state-dir", damaged}, exitData, "buffer.sqlite"},
-		"PostgreSQL is down":         {[]string{"--database-url", "postgres://u@127.0.0.1:1/db"}, exitUnavailable, "database.url"},
-		"Consul is down":             {[]string{"--consul-address", "127.0.0.1:1"}, exitUnavailable, "consul.address"},
-		"a file for a folder":        {[]string{"--state-dir", publicFile(t)}, exitCannotMake, "state folder"},
+		"a variable that is not set": {[]string{"--nats-token", "env:NOT_SET"}, exit.NoInput, "NOT_SET"},
+		"a secret's file is missing": {[]string{"--nats-token", "file:/none"}, exit.NoInput, "/none"},
+		"a certificate is missing":   {[]string{"--tls-cert-file", "/none.pem", "--tls-key-file", "/none"}, exit.NoInput, "/none.pem"},
+		"a token's file is missing":  {[]string{"--token-file", "/none"}, exit.NoInput, "/none"},
+		"a port in use":              {[]string{"--listen", port}, exit.Unavailable, port},
+		"a gateway's port in use":    {[]string{"--gateway-listen", port}, exit.Unavailable, "gateway.listen"},
+		"a damaged database":         {[]string{"--state-dir", damaged}, exit.Data, "buffer.sqlite"},
+		"PostgreSQL is down":         {[]string{"--database-url", "postgres://u@127.0.0.1:1/db"}, exit.Unavailable, "database.url"},
+		"Consul is down":             {[]string{"--consul-address", "127.0.0.1:1"}, exit.Unavailable, "consul.address"},
+		"a file for a folder":        {[]string{"--state-dir", publicFile(t)}, exit.CannotMake, "state folder"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -24,14 +24,14 @@ import (
 const (
 	natsTarget     = "nats"
 	registryTarget = "registry"
-	// connectTimeout is how long this process waits for servers that others host, which may be starting too.
+	// connectTimeout is how long to wait for servers in other processes, which may be starting too.
 	connectTimeout = 30 * time.Second
 	joinPoll       = 20 * time.Millisecond
 )
 
-var errUnavailable = rpcerr.New(codes.Unavailable, "ROLLOUTD_NO_SERVERS", "NATS or the registry can't be reached")
+var errUnavailable = rpcerr.New(codes.Unavailable, "ROLLOUTD_NO_SERVERS", "NATS or the registry cannot be reached")
 
-// endpoints is where everything is, and with which token.
+// endpoints holds the addresses of all servers, and their credentials.
 type endpoints struct {
 	token       string // of the mesh
 	tokenFile   string
@@ -40,13 +40,13 @@ type endpoints struct {
 	nats        string      // URL
 	natsAccess  bus.Options // credentials and TLS of it
 	natsToken   config.Ref  // where the token of natsAccess is
-	consul      string      // host:port, https:// before it where it speaks TLS
+	consul      string      // host:port, with the prefix https:// if it uses TLS
 	consulToken string
 	consulRef   config.Ref // where that token is
 }
 
-// startServers starts the embedded servers that this process hosts and finds the others. stop ends what was started, last; it
-// is never nil.
+// startServers starts the embedded servers that this process hosts and finds the others. stop, which is
+// never nil, stops what was started.
 func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecycle.Group, log *slog.Logger) (stop func(), err error) {
 	var stops []func()
 	stop = func() {
@@ -64,14 +64,14 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 			return stop, err
 		}
 		e.nats = srv.URL()
-		stops = append(stops, srv.Stop) // after every component has ended
+		stops = append(stops, srv.Stop) // after all components have ended
 	}
 	if e.natsAccess.TLS == nil && encrypted(e.nats) && m.cfg.NATS.URL == "" {
 		e.natsAccess.TLS = mutual(m.certs)
 	}
 	if hosts(targets, registryTarget) {
 		r := registry.New(e.consulToken)
-		lis, err := listen(ctx, "consul.listen", m.cfg.Consul.Listen, rememberedPort(m.cfg.StateDir, "consul"), listenTCP)
+		lis, err := listen(ctx, "consul.listen", m.cfg.Consul.Listen, lastPort(m.cfg.StateDir, "consul"), listenTCP)
 		if err != nil {
 			return stop, fmt.Errorf("listen for the registry: %w", err)
 		}
@@ -97,7 +97,7 @@ func (m *mesh) startServers(ctx context.Context, targets []target, group *lifecy
 	return stop, nil
 }
 
-// find fills in what is known before anything is started: tokens, and servers of others.
+// find sets what is known before a server is started: tokens, and servers of other processes.
 func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []target, environ []string) error {
 	ownNATS, ownRegistry := hosts(targets, natsTarget), hosts(targets, registryTarget)
 	e.nats, e.consul, e.tokenFile, e.keysFile = cfg.NATS.URL, cfg.Consul.Address, cfg.TokenFile, cfg.KeysFile
@@ -128,7 +128,7 @@ func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []targe
 		e.natsToken = mesh
 	}
 	e.consulRef = cfg.Consul.Token
-	if cfg.Consul.Address == "" { // an embedded registry, ours or the joined one
+	if cfg.Consul.Address == "" { // an embedded registry, of this process or the joined one
 		e.consulToken = e.token
 		if e.consulRef.String() == "" {
 			e.consulRef = mesh
@@ -139,7 +139,7 @@ func (e *endpoints) find(ctx context.Context, cfg config.Config, targets []targe
 	return err
 }
 
-// ownRegistry reports whether the registry is the mesh's own.
+// ownRegistry reports whether the registry is an embedded one.
 func (m *mesh) ownRegistry() bool { return m.cfg.Consul.Address == "" }
 
 func first(a, b string) string {
@@ -149,8 +149,8 @@ func first(a, b string) string {
 	return b
 }
 
-// awaitJoined reads what the joined process says of itself, waiting for it to serve: both may have been started together, and what
-// a killed one left names ports where nobody answers.
+// awaitJoined waits until the joined process serves, and returns its runtime file. Both may have been
+// started together, and the file of a killed process names ports without a server.
 func awaitJoined(ctx context.Context, dir string, nats, consul bool) (config.Runtime, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
@@ -167,17 +167,17 @@ func awaitJoined(ctx context.Context, dir string, nats, consul bool) (config.Run
 		last = err
 		select {
 		case <-ctx.Done():
-			return r, fmt.Errorf("join %s: no rolloutd serves there after %v: %w", dir, connectTimeout, errUnavailable.Wrap(last))
+			return r, fmt.Errorf("join %s: no rolloutd is serving after %v: %w", dir, connectTimeout, errUnavailable.Wrap(last))
 		case <-tick.C:
 		}
 	}
 }
 
-// answers reports whether somebody listens where r says: at one node at least of a cluster.
+// answers returns an error unless the servers of r listen: of a NATS cluster, at least one.
 func answers(ctx context.Context, r config.Runtime, nats, consul bool) error {
 	if nats {
 		if r.NATS == "" {
-			return errors.New("the joined process knows no NATS server")
+			return errors.New("the joined process has no NATS server")
 		}
 		if err := anyListens(ctx, strings.Split(r.NATS, ",")); err != nil {
 			return err
@@ -205,9 +205,9 @@ func anyListens(ctx context.Context, urls []string) (err error) {
 }
 
 func startNATS(ctx context.Context, cfg config.Config, o bus.EmbeddedOptions) (*bus.Embedded, error) {
-	// Take the address for a moment to learn a free port, the last one where possible: workers and other processes find the
-	// server again after a restart.
-	lis, err := listen(ctx, "nats.listen", cfg.NATS.Listen, rememberedPort(cfg.StateDir, "nats"), listenTCP)
+	// Listen briefly to find a free port, preferably the last one, with which workers and other processes
+	// find the server again after a restart.
+	lis, err := listen(ctx, "nats.listen", cfg.NATS.Listen, lastPort(cfg.StateDir, "nats"), listenTCP)
 	if err != nil {
 		return nil, fmt.Errorf("listen for NATS: %w", err)
 	}
@@ -217,20 +217,21 @@ func startNATS(ctx context.Context, cfg config.Config, o bus.EmbeddedOptions) (*
 	return bus.StartEmbedded(natsDir(cfg.StateDir), o)
 }
 
-var errListen = rpcerr.New(codes.Unavailable, "ROLLOUTD_ADDRESS", "an address can't be listened on")
+var errListen = rpcerr.New(codes.Unavailable, "ROLLOUTD_ADDRESS", "cannot listen on an address")
 
-// listen takes the address of a key; where its port is 0 it tries the remembered port first. errListen.
-func listen[L any](ctx context.Context, key, address string, remembered int, take func(context.Context, string) (L, error)) (L, error) {
+// listen listens on the address of a configuration key. For port 0 it tries the last port first. The
+// error is errListen.
+func listen[L any](ctx context.Context, key, address string, last int, take func(context.Context, string) (L, error)) (L, error) {
 	host, port, err := net.SplitHostPort(address)
-	if err == nil && port == "0" && remembered > 0 {
-		if l, err := take(ctx, net.JoinHostPort(host, fmt.Sprint(remembered))); err == nil {
+	if err == nil && port == "0" && last > 0 {
+		if l, err := take(ctx, net.JoinHostPort(host, fmt.Sprint(last))); err == nil {
 			return l, nil
 		}
 	}
 	l, err := take(ctx, address)
 	if err != nil {
-		err = errListen.WithMessage("%s: can't listen on %s", key, address).Wrap(err).
-			Fix("stop what has the port, or give " + key + " another address; with port 0 it is a free one")
+		err = errListen.WithMessage("%s: cannot listen on %s", key, address).Wrap(err).
+			Fix("stop the process that uses the port, or set " + key + " to another address; port 0 selects a free port")
 	}
 	return l, err
 }

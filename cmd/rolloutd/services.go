@@ -33,7 +33,7 @@ import (
 	storagestore "github.com/rollout-rl/rollout/services/storage/sqlstore"
 )
 
-// The constructors of the table in targets.go. Each gives its service the few things that it asks for, and nothing else.
+// Constructors for the table in targets.go.
 
 func newStorage(ctx context.Context, m *mesh) (hosted, error) {
 	store, err := storagestore.Open(ctx, m.place)
@@ -58,7 +58,7 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 	durability, commits := buffer.Power, sqldb.Full
 	if m.cfg.Buffer.Durability == "process" {
 		durability = buffer.Process
-		if !m.replicated() { // a PostgreSQL server that is killed would lose commits that it was not asked to sync
+		if !m.replicated() { // PostgreSQL loses unsynced commits when it is killed
 			commits = sqldb.Normal
 		}
 	}
@@ -74,7 +74,7 @@ func newBuffer(ctx context.Context, m *mesh) (hosted, error) {
 		Segments: segmentDir(m.cfg.SharedDir), SegmentBytes: uint64(max(0, m.cfg.Buffer.SegmentBytes)), Durability: durability,
 	}
 	if payloads != nil {
-		cfg.Segments = segmentDir(m.cfg.StateDir) // a cache, of this process alone
+		cfg.Segments = segmentDir(m.cfg.StateDir) // a cache of this process
 	}
 	shape := func(r grpc.ServiceRegistrar) { bufferv1.RegisterBufferServiceServer(r, nil) }
 	return elect(m, names.BufferService, store, shape, func(store *bufferstore.Store) (*buffer.Server, error) {
@@ -115,7 +115,7 @@ func newGateway(ctx context.Context, m *mesh) (hosted, error) {
 	if m.cfg.Gateway.AsksForKeys() {
 		keys = apikey.Open(m.endpoints.keysFile)
 	}
-	address, err := preferRemembered(ctx, m.cfg.Gateway.Listen, rememberedPort(m.cfg.StateDir, "gateway"))
+	address, err := freeAddress(ctx, m.cfg.Gateway.Listen, lastPort(m.cfg.StateDir, "gateway"))
 	if err != nil {
 		return hosted{}, err
 	}
@@ -180,7 +180,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 		return hosted{}, err
 	}
 	cfg := scheduler.Config{
-		// A replica that takes over goes on with what the dead leader did; that is what it stands by for.
+		// A replica that takes over continues the runs of the failed leader.
 		StateDir: m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(),
 		Worker: scheduler.WorkerConfig{
 			Command: workerCommand(m.cfg.Worker), Cores: m.cfg.Worker.Cores,
@@ -202,7 +202,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	})
 }
 
-// client is a typed client of a service, wherever it is hosted.
+// client returns a typed client of a service, hosted here or elsewhere.
 func client[C any](m *mesh, service string, make func(grpc.ClientConnInterface) C) (C, error) {
 	conn, err := m.dialer.Conn(service)
 	if err != nil {
@@ -212,7 +212,7 @@ func client[C any](m *mesh, service string, make func(grpc.ClientConnInterface) 
 	return make(conn), nil
 }
 
-// dialer is DialWorker with the connection type that a service asks for.
+// dialer returns DialWorker with the connection type that a service expects.
 func dialer[C any](m *mesh) func(address string) (C, error) {
 	return func(address string) (C, error) {
 		var none C
@@ -221,8 +221,8 @@ func dialer[C any](m *mesh) func(address string) (C, error) {
 			return none, err
 		}
 		c, ok := any(conn).(C)
-		if !ok { // a connection has all that these interfaces ask for
-			return none, fmt.Errorf("connection to %s is no %T", address, none)
+		if !ok { // a connection implements these interfaces
+			return none, fmt.Errorf("connection to %s is not a %T", address, none)
 		}
 		return c, nil
 	}

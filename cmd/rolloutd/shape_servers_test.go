@@ -171,7 +171,7 @@ func TestProductionRefusals(t *testing.T) {
 		args []string
 		says string
 	}{
-		"mesh":   {[]string{"--token-file", wrong}, "is of another mesh"},
+		"mesh":   {[]string{"--token-file", wrong}, "belongs to another control plane"},
 		"consul": {[]string{"--consul-token", "file:" + wrong}, "refused the token"},
 		"bucket": {[]string{"--blob-url", "s3://missing"}, "blob.url"},
 		"blobs":  {[]string{"--blob-secret-key", "file:" + wrong}, "refused the credentials"},

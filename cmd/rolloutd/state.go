@@ -19,7 +19,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// The layout of the state folder, beside rolloutd.json.
+// Files of the state folder, in addition to rolloutd.json.
 func tokenFile(state string) string   { return filepath.Join(state, "token") }
 func keysFile(state string) string    { return filepath.Join(state, "api-keys.json") }
 func natsDir(state string) string     { return filepath.Join(state, "nats") }
@@ -28,23 +28,23 @@ func artifactDir(state string) string { return filepath.Join(state, "artifacts")
 func portsFile(state string) string   { return filepath.Join(state, "ports.json") }
 
 var (
-	errFolder = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_FOLDER", "the state folder can't be used").
-			Fix("give rolloutd's user the folder, or name another one with --state-dir")
-	errLocked = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_IN_USE", "another rolloutd owns the state folder").
-			Fix("stop the other one, or give this one another --state-dir")
+	errFolder = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_FOLDER", "the state folder cannot be used").
+			Fix("make the folder writable for the user of rolloutd, or choose another one with --state-dir")
+	errLocked = rpcerr.New(codes.FailedPrecondition, "ROLLOUTD_STATE_IN_USE", "another rolloutd uses the state folder").
+			Fix("stop the other one, or use another --state-dir")
 )
 
-// lockState makes the state folder and owns it until unlock. The kernel lets go of the lock when the process dies.
+// lockState creates the state folder and locks it until unlock is called or the process dies.
 func lockState(dir string) (unlock func(), err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, errFolder.WithMessage("make the state folder").Wrap(err)
+		return nil, errFolder.WithMessage("create the state folder").Wrap(err)
 	}
 	f, err := os.OpenFile(filepath.Join(dir, "rolloutd.lock"), os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		return nil, errFolder.WithMessage("lock the state folder").Wrap(err)
 	}
 	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
-	for n := 0; n < 10 && errors.Is(err, syscall.EWOULDBLOCK); n++ { // `rollout` holds it for a moment to see whether anybody does
+	for n := 0; n < 10 && errors.Is(err, syscall.EWOULDBLOCK); n++ { // `rollout` locks it briefly to test whether it is locked
 		<-time.After(10 * time.Millisecond)
 		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 	}
@@ -53,14 +53,14 @@ func lockState(dir string) (unlock func(), err error) {
 		n, _ := f.Read(owner)
 		f.Close()
 		if errors.Is(err, syscall.EWOULDBLOCK) {
-			return nil, errLocked.WithMessage("another rolloutd (pid %s) owns the state folder %s; stop it, or give this one another --state-dir",
+			return nil, errLocked.WithMessage("another rolloutd (pid %s) uses the state folder %s; stop it, or use another --state-dir",
 				strings.TrimSpace(string(owner[:n])), dir)
 		}
 		return nil, fmt.Errorf("lock the state folder: %w", err)
 	}
 	_ = f.Truncate(0)
-	_, _ = f.WriteString(strconv.Itoa(os.Getpid()) + "\n") // who it is, for the message above
-	// What a killed process left says that it serves; it does not.
+	_, _ = f.WriteString(strconv.Itoa(os.Getpid()) + "\n") // for the message above
+	// A killed process has left its runtime file.
 	if err := os.Remove(config.RuntimeFile(dir)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		f.Close()
 		return nil, fmt.Errorf("remove a stale runtime file: %w", err)
@@ -68,8 +68,8 @@ func lockState(dir string) (unlock func(), err error) {
 	return func() { f.Close() }, nil
 }
 
-// rememberedPort is the port that the last rolloutd of this folder had for a listener, 0 where there was none.
-func rememberedPort(state, name string) int {
+// lastPort returns the port that the previous rolloutd of this folder used for a listener; 0 if none.
+func lastPort(state, name string) int {
 	data, err := os.ReadFile(portsFile(state))
 	if err != nil {
 		return 0
@@ -81,8 +81,8 @@ func rememberedPort(state, name string) int {
 	return ports[name]
 }
 
-// rememberPorts keeps the ports of the listeners for the next start.
-func rememberPorts(state string, r config.Runtime) error {
+// savePorts stores the ports of the listeners for the next start.
+func savePorts(state string, r config.Runtime) error {
 	ports := map[string]int{}
 	for name, address := range map[string]string{"grpc": r.GRPC, "nats": hostOf(r.NATS), "consul": strings.TrimPrefix(r.Consul, "https://"), "gateway": hostOf(r.Gateway)} {
 		if _, p, err := net.SplitHostPort(address); err == nil {
@@ -95,13 +95,13 @@ func rememberPorts(state string, r config.Runtime) error {
 	if err != nil {
 		return err
 	}
-	if err := os.WriteFile(portsFile(state), data, 0o600); err != nil { // half of a file counts as none
-		return fmt.Errorf("remember ports: %w", err)
+	if err := os.WriteFile(portsFile(state), data, 0o600); err != nil { // an incomplete file is ignored
+		return fmt.Errorf("save ports: %w", err)
 	}
 	return nil
 }
 
-// hostOf is the host:port of an URL.
+// hostOf returns the host:port of a URL.
 func hostOf(raw string) string {
 	u, err := url.Parse(raw)
 	if err != nil {

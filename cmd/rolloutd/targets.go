@@ -18,17 +18,18 @@ type target struct {
 	make func(ctx context.Context, m *mesh) (hosted, error) // nil: an embedded server, see servers.go
 }
 
-// hosted is a constructed service.
+// hosted is a service that this process hosts.
 type hosted struct {
 	service interface {
 		Register(grpc.ServiceRegistrar)
 		Run(ctx context.Context) error
 	}
-	close func() error // of its store; nil where there is none. Called after Run ended, also where construction failed
-	url   string       // of its HTTP endpoint, where it has one
+	close func() error // closes its store, after Run has ended or construction has failed; may be nil
+	url   string       // of its HTTP endpoint; may be empty
 }
 
-// targets is the table. Services are constructed in this order and end in the opposite one: who calls others ends before them.
+// targets is the table of targets. Services start in this order and stop in reverse, so that a service
+// stops before those that it calls.
 var targets = []target{
 	{natsTarget, nil},
 	{registryTarget, nil},
@@ -41,13 +42,13 @@ var targets = []target{
 	{names.SchedulerService, newScheduler},
 }
 
-// resolveTargets gives what the configuration asks for, in the order of the table. "all" is every service and those servers that
-// are not found elsewhere.
+// resolveTargets returns the configured targets in the order of the table. "all" stands for all services,
+// and for the servers that are not configured to run elsewhere.
 func resolveTargets(cfg config.Config) ([]target, error) {
 	wanted := cfg.Target
 	if slices.Contains(wanted, "all") {
 		if len(wanted) > 1 {
-			return nil, fmt.Errorf("target: all stands alone, here it stands with others: %s", strings.Join(wanted, ","))
+			return nil, fmt.Errorf("target: all cannot be combined with other targets: %s", strings.Join(wanted, ","))
 		}
 		wanted = nil
 		for _, t := range targets {
@@ -65,23 +66,23 @@ func resolveTargets(cfg config.Config) ([]target, error) {
 	}
 	for _, name := range wanted {
 		if !slices.ContainsFunc(targets, func(t target) bool { return t.name == name }) {
-			return nil, fmt.Errorf("target: %q is unknown; targets are all, %s", name, targetNames())
+			return nil, fmt.Errorf("target: %q is not a target; targets are all, %s", name, targetNames())
 		}
 	}
 	return out, checkServers(cfg, out)
 }
 
-// checkServers refuses a process that could not reach NATS or a registry, or would host one that it is also told to find elsewhere.
+// checkServers returns an error if the process has no NATS server or registry, or two of one kind.
 func checkServers(cfg config.Config, hosting []target) error {
 	for _, s := range []struct{ target, key, elsewhere string }{
 		{natsTarget, "nats.url", cfg.NATS.URL}, {registryTarget, "consul.address", cfg.Consul.Address},
 	} {
 		own := hosts(hosting, s.target)
 		if own && s.elsewhere != "" {
-			return fmt.Errorf("target: %s is hosted here and %s names another one; choose one of the two", s.target, s.key)
+			return fmt.Errorf("target: %s is hosted by this process, but %s names another one; use one of the two", s.target, s.key)
 		}
 		if !own && s.elsewhere == "" && cfg.Join == "" {
-			return fmt.Errorf("target: no %s: add it to --target, name one with --%s, or join the state folder of a rolloutd that hosts it with --join",
+			return fmt.Errorf("target: %s is missing: add it to --target, set --%s, or join a rolloutd that hosts it with --join",
 				s.target, strings.NewReplacer(".", "-", "_", "-").Replace(s.key))
 		}
 	}
@@ -92,7 +93,7 @@ func hosts(list []target, name string) bool {
 	return slices.ContainsFunc(list, func(t target) bool { return t.name == name })
 }
 
-// serviceNames is the hosted gRPC services.
+// serviceNames returns the gRPC services among targets.
 func serviceNames(list []target) []string {
 	var out []string
 	for _, t := range list {

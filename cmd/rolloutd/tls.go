@@ -12,8 +12,8 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// openCertificates is the certificate of this process and whom it trusts; nil where neither is configured. It is refused where it has
-// ended already: nobody would talk to this process.
+// openCertificates opens the certificate and the authority of this process; nil if neither is configured.
+// An expired certificate is an error.
 func openCertificates(c config.TLS, log *slog.Logger) (*cert.Source, error) {
 	if c.CertFile == "" && c.CAFile == "" {
 		return nil, nil
@@ -26,7 +26,7 @@ func openCertificates(c config.TLS, log *slog.Logger) (*cert.Source, error) {
 	return s, nil
 }
 
-// serves is what the gRPC listener uses: nothing where this process only calls.
+// serves returns the certificates for the gRPC listener; nil if there is only an authority.
 func serves(s *cert.Source) *cert.Source {
 	if s == nil || s.Files().Cert == "" {
 		return nil
@@ -34,7 +34,7 @@ func serves(s *cert.Source) *cert.Source {
 	return s
 }
 
-// mutual is what the mesh's own servers use, and what calls them: TLS of both sides or none.
+// mutual returns the certificates for the embedded servers and their clients, which use mutual TLS or none.
 func mutual(s *cert.Source) *cert.Source {
 	if serves(s) == nil || !s.Mutual() {
 		return nil
@@ -42,7 +42,7 @@ func mutual(s *cert.Source) *cert.Source {
 	return s
 }
 
-// secureHTTP serves HTTP over TLS where there is a certificate.
+// secureHTTP serves HTTP, over TLS if there is a certificate.
 func secureHTTP(srv *http.Server, lis net.Listener, s *cert.Source) error {
 	if s == nil {
 		return srv.Serve(lis)
@@ -51,12 +51,12 @@ func secureHTTP(srv *http.Server, lis net.Listener, s *cert.Source) error {
 	return srv.ServeTLS(lis, "", "")
 }
 
-// encrypted reports whether an address of a server asks for TLS.
+// encrypted reports whether the address of a server requires TLS.
 func encrypted(address string) bool {
 	return strings.HasPrefix(address, "tls://") || strings.HasPrefix(address, "https://")
 }
 
-// workerTLS is what workers show and whom they trust; nil: they speak plain text.
+// workerTLS returns the certificates of workers; nil: plain text.
 func workerTLS(c config.TLS) *runv1.WorkerTls {
 	if !c.Mutual() {
 		return nil
@@ -65,7 +65,8 @@ func workerTLS(c config.TLS) *runv1.WorkerTls {
 	return &runv1.WorkerTls{CaFile: c.CAFile, CertFile: certFile, KeyFile: keyFile}
 }
 
-// gatewayTLS is what a gateway that others reach is served with. One on loopback stays as OpenAI's clients find it simplest.
+// gatewayTLS returns the certificates of the gateway. On loopback it uses plain text, which OpenAI clients
+// use without configuration.
 func gatewayTLS(address string, s *cert.Source) *cert.Source {
 	if config.Loopback(address) {
 		return nil

@@ -14,31 +14,33 @@ import (
 
 const workerProgram = "rollout-worker"
 
-// workerCommand is the configured command, else rollout-worker beside this binary, else whatever PATH has.
+// workerCommand returns the configured command, else rollout-worker in the folder of this executable,
+// else on PATH.
 func workerCommand(w config.Worker) []string {
 	if len(w.Command) > 0 {
 		return w.Command
 	}
 	if self, err := os.Executable(); err == nil {
-		if beside := filepath.Join(filepath.Dir(self), workerProgram); isFile(beside) {
-			return []string{beside}
+		if sibling := filepath.Join(filepath.Dir(self), workerProgram); isFile(sibling) {
+			return []string{sibling}
 		}
 	}
 	if found, err := exec.LookPath(workerProgram); err == nil {
 		return []string{found}
 	}
-	return []string{workerProgram} // the launch says that it is not there
+	return []string{workerProgram} // the launch reports that it does not exist
 }
 
-// pythonOf is the configured interpreter, else the one beside the worker's program (both are in one environment), else python3.
+// pythonOf returns the configured interpreter, else the one in the folder of the worker program (both are
+// in one environment), else python3.
 func pythonOf(w config.Worker) string {
 	if w.Python != "" {
 		return w.Python
 	}
 	if program, err := filepath.EvalSymlinks(workerCommand(w)[0]); err == nil {
-		// The link is not followed further: an environment's python is a link itself.
-		if beside := filepath.Join(filepath.Dir(program), "python"); isFile(beside) {
-			return beside
+		// The python of an environment is a symlink itself and must not be resolved.
+		if sibling := filepath.Join(filepath.Dir(program), "python"); isFile(sibling) {
+			return sibling
 		}
 	}
 	return "python3"
@@ -49,9 +51,9 @@ func isFile(path string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
-// preferRemembered gives address with a free port in place of 0, the remembered one where nobody has it.
-func preferRemembered(ctx context.Context, address string, remembered int) (string, error) {
-	lis, err := listen(ctx, "gateway.listen", address, remembered, listenTCP)
+// freeAddress replaces port 0 in address by a free port: the last one if it is free.
+func freeAddress(ctx context.Context, address string, last int) (string, error) {
+	lis, err := listen(ctx, "gateway.listen", address, last, listenTCP)
 	if err != nil {
 		return "", err
 	}
@@ -59,19 +61,19 @@ func preferRemembered(ctx context.Context, address string, remembered int) (stri
 	return lis.Addr().(*net.TCPAddr).String(), nil
 }
 
-// workerAccess is what workers need to reach NATS as this process does. Secrets go by reference.
+// workerAccess returns the NATS access of workers. Secrets are passed by reference.
 func workerAccess(cfg config.Config, e endpoints) *runv1.NatsAccess {
 	c := cfg.NATS
 	access := &runv1.NatsAccess{
 		User: c.User, Password: c.Password.String(), NkeySeed: c.NKey.String(), CaFile: c.CAFile, CertFile: c.CertFile, KeyFile: c.KeyFile,
 	}
-	if t := workerTLS(cfg.TLS); t != nil && c.URL == "" && encrypted(e.nats) { // the mesh's own
+	if t := workerTLS(cfg.TLS); t != nil && c.URL == "" && encrypted(e.nats) { // the embedded server
 		access.CaFile, access.CertFile, access.KeyFile = t.GetCaFile(), t.GetCertFile(), t.GetKeyFile()
 	}
 	return access
 }
 
-// agentFiles is what workers show to the Consul agent or to the registry, and whom they trust there.
+// agentFiles returns the certificates of workers for the Consul agent or the embedded registry.
 func agentFiles(cfg config.Config, e endpoints) cert.Files {
 	if t := workerTLS(cfg.TLS); t != nil && cfg.Consul.Address == "" && encrypted(e.consul) {
 		return cert.Files{CA: t.GetCaFile(), Cert: t.GetCertFile(), Key: t.GetKeyFile()}

@@ -1,16 +1,26 @@
-// Package backend connects to the servers that rolloutd.toml names, for rolloutd and for the doctor.
+// Package backend connects to the servers of rolloutd.toml, for rolloutd and `rollout doctor`.
 package backend
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"log/slog"
+	"path/filepath"
+	"time"
 
+	"github.com/rollout-rl/rollout/libs/blob"
+	"github.com/rollout-rl/rollout/libs/blob/gcs"
+	"github.com/rollout-rl/rollout/libs/blob/s3"
 	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/config"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// NATS reads the credentials that the configuration names. Without any the mesh token is one. URL and Log are the caller's.
+// NATS returns options with the configured credentials, else with the token of the control plane. The
+// caller sets URL and Log.
 func NATS(c config.NATS, meshToken string, environ []string) (o bus.Options, err error) {
 	o.User, o.Replicas = c.User, c.Replicas
 	if o.Token, err = c.Token.Read("nats.token", environ); err != nil {
@@ -29,8 +39,8 @@ func NATS(c config.NATS, meshToken string, environ []string) (o bus.Options, err
 	return o, err
 }
 
-// TLS is what to call a server of a table with: its authority and a certificate of ours, where they are named. Nil: neither is.
-// Files that are renewed are read again.
+// TLS returns the authority and the client certificate for the server of a configuration table; nil if
+// neither is set. Renewed files are reloaded.
 func TLS(table, ca, certificate, key string, log *slog.Logger) (*cert.Source, error) {
 	if ca == "" && certificate == "" {
 		return nil, nil
@@ -40,4 +50,71 @@ func TLS(table, ca, certificate, key string, log *slog.Logger) (*cert.Source, er
 		return nil, fmt.Errorf("[%s]: %w", table, err)
 	}
 	return s, nil
+}
+
+// Databases is where the services keep their state.
+func Databases(cfg config.Config, environ []string) (sqldb.Place, error) {
+	url, err := cfg.Database.Postgres(environ)
+	if err != nil {
+		return nil, err
+	}
+	if url == "" {
+		return sqldb.Files(filepath.Join(cfg.StateDir, "db")), nil
+	}
+	return sqldb.Postgres{
+		URL: url, Prefix: cfg.Database.SchemaPrefix, MaxConnections: cfg.Database.MaxConnections,
+		StatementTimeout: time.Duration(cfg.Database.StatementTimeout) * time.Second,
+	}, nil
+}
+
+// Bucket opens the configured bucket; nil if blobs are files. It requests a blob that does not exist, so
+// that a missing bucket or denied access is an error here.
+func Bucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, error) {
+	bucket := c.Bucket()
+	var store blob.Store
+	var err error
+	switch bucket.Kind {
+	case "s3":
+		var secret string
+		if secret, err = c.SecretKey.Read("blob.secret_key", environ); err != nil {
+			return nil, err
+		}
+		store, err = s3.Open(ctx, s3.Config{
+			Bucket: bucket.Name, Prefix: bucket.Prefix, Region: c.Region, Endpoint: c.Endpoint, AccessKey: c.AccessKey, SecretKey: secret,
+		})
+	case "gs":
+		var credentials string
+		if credentials, err = c.Credentials.Read("blob.credentials", environ); err != nil {
+			return nil, err
+		}
+		store, err = gcs.Open(ctx, gcs.Config{
+			Bucket: bucket.Name, Prefix: bucket.Prefix, Endpoint: c.Endpoint, Credentials: credentials,
+		})
+	default:
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	for _, err := range store.List(ctx, "none/") {
+		if err != nil {
+			return nil, explained(bucket.Kind+"://"+bucket.Name, err)
+		}
+		break
+	}
+	return store, nil
+}
+
+// explained adds the bucket and a fix to an error.
+func explained(name string, err error) error {
+	for target, fix := range map[*rpcerr.Error]string{
+		blob.ErrNoBucket:    "make the bucket, or fix blob.url and blob.region",
+		blob.ErrDenied:      "check the credentials of [blob], or the role of this host",
+		blob.ErrUnavailable: "check blob.endpoint and the connection of this host to it; `rollout doctor` shows details",
+	} {
+		if errors.Is(err, target) {
+			return target.WithMessage("%s", name).Wrap(err).Fix(fix)
+		}
+	}
+	return fmt.Errorf("%s: %w", name, err)
 }

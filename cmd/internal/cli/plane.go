@@ -140,7 +140,7 @@ func (p *Plane) Daemon(ctx context.Context, stateDir string, start bool, args ..
 
 // noDaemon returns a daemon that another process is just starting, else the error NO_DAEMON.
 func noDaemon(ctx context.Context, stateDir string) (*daemon.Info, error) {
-	if info, err := daemon.Coming(ctx, stateDir); info != nil || err != nil {
+	if info, err := daemon.Starting(ctx, stateDir); info != nil || err != nil {
 		return info, err
 	}
 	e := exit.New(exit.Unavailable, "start one with `rollout daemon start` or `rollout run`, or name a running one with --state-dir or --server",
@@ -209,7 +209,7 @@ func (p *Plane) Records(cmd *cobra.Command, use func(context.Context, record.Rea
 // Browse is Records for commands that list and show. Where there is neither a control plane nor a
 // state folder, its error says how to start one.
 func (p *Plane) Browse(cmd *cobra.Command, use func(context.Context, record.Reader) error) error {
-	if state, err := p.StateDir(); err != nil || record.Held(state) != nil {
+	if state, err := p.StateDir(); err != nil || record.Check(state) != nil {
 		return p.Look(cmd, func(ctx context.Context, c *client.Client) error { return use(ctx, record.Services{Client: c}) })
 	}
 	return p.Records(cmd, use)

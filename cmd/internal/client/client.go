@@ -1,8 +1,7 @@
-// Package client is the way to the control plane, with a stub for each public service. It is written on grpc alone: the options
-// of libs/rpc link a compiler of rules, whose start costs as much as all of `rollout --help`.
+// Package client connects to the control plane, with a stub for each public service. It uses only grpc:
+// the options of libs/rpc link protovalidate, whose initialization takes as long as `rollout --help`.
 //
-// One process hosts every service, or each has its own: a service that the process at Address does not host is looked up in
-// Consul when it is first called.
+// A service that the process at Options.Address does not host is looked up in Consul at its first call.
 package client
 
 import (
@@ -35,12 +34,12 @@ import (
 )
 
 const (
-	reachable     = 5 * time.Second  // how long a server that was named may take to answer at all
-	keepaliveTime = 10 * time.Second // a server that vanished without a word is found out in keepaliveTime + reachable
+	reachable     = 5 * time.Second  // timeout of the first call to a server
+	keepaliveTime = 10 * time.Second // a lost connection is noticed after keepaliveTime + reachable
 	maxMessage    = 64 << 20
 )
 
-// Targets are the services: the name of each, and the gRPC service whose health is that of the target.
+// Targets lists the services with the gRPC service whose health is that of the target.
 var Targets = []struct{ Name, Service string }{
 	{names.PlannerService, planv1.PlannerService_ServiceDesc.ServiceName},
 	{names.SchedulerService, runv1.SchedulerService_ServiceDesc.ServiceName},
@@ -51,18 +50,18 @@ var Targets = []struct{ Name, Service string }{
 	{names.StorageService, storagev1.EventService_ServiceDesc.ServiceName},
 }
 
-// Options say where the control plane is.
+// Options configure a connection.
 type Options struct {
-	Address   string   // host:port of one process; empty where every service is looked up
+	Address   string   // host:port of one process; empty: every service is looked up
 	Hosted    []string // targets of that process; nil: all
-	Consul    string   // host:port, or URL, of the agent that knows the others; empty: there are none
-	ACL       string   // token for that agent; where it is empty or refused: that of the calls, which the embedded registry takes
+	Consul    string   // host:port or URL of the agent in which other services are registered; may be empty
+	ACL       string   // token for that agent; if it is empty or refused, the token of the calls is used, as by the embedded registry
 	TokenFile string
-	Key       string      // an API key, in place of the token of TokenFile
+	Key       string      // an API key, used instead of TokenFile
 	TLS       *tls.Config // nil: plain text
 }
 
-// Client is the connections. Close it.
+// Client holds the connections until Close.
 type Client struct {
 	Planner   planv1.PlannerServiceClient
 	Scheduler runv1.SchedulerServiceClient
@@ -72,18 +71,18 @@ type Client struct {
 	Artifacts storagev1.ArtifactServiceClient
 	Gateway   gatewayv1.RolloutGatewayServiceClient
 
-	Name       string // of the control plane, for people
-	Replicated bool   // others may stand in for a service that dies: not the local daemon, which is one process
+	Name       string // of the control plane, in messages
+	Replicated bool   // a replica may take over from a service that fails; false for the local daemon
 
-	main    *grpc.ClientConn // nil where every service is looked up
+	main    *grpc.ClientConn // nil: every service is looked up
 	options Options
 	token   string
 	mu      sync.Mutex
-	found   map[string]*grpc.ClientConn // services that were looked up
-	conns   map[string]*grpc.ClientConn // by address: all that were made for them
+	found   map[string]*grpc.ClientConn // by service
+	conns   map[string]*grpc.ClientConn // by address
 }
 
-// Of makes the stubs on one connection, which Close closes.
+// Of makes a client on one connection, which Close closes.
 func Of(conn *grpc.ClientConn, name string) *Client {
 	return (&Client{Name: name, main: conn}).stubs()
 }
@@ -100,7 +99,7 @@ func (c *Client) stubs() *Client {
 	return c
 }
 
-// conn is the way to a service.
+// conn returns the connection to a service.
 func (c *Client) conn(service string) grpc.ClientConnInterface {
 	hosted := c.options.Hosted == nil || slices.Contains(c.options.Hosted, service)
 	if c.main != nil && (hosted || c.options.Consul == "") {
@@ -109,12 +108,12 @@ func (c *Client) conn(service string) grpc.ClientConnInterface {
 	return route{c, service}
 }
 
-// Health asks for the health of one gRPC service, where the target is; "" for the process.
+// Health returns the health of a gRPC service of a target; "" for the process.
 func (c *Client) Health(ctx context.Context, target, service string) (*healthpb.HealthCheckResponse, error) {
 	return healthpb.NewHealthClient(c.conn(target)).Check(ctx, &healthpb.HealthCheckRequest{Service: service})
 }
 
-// Dial connects with the token of a file, and fails where nobody answers.
+// Dial connects, and returns an error if the server at Address does not answer.
 func Dial(ctx context.Context, o Options) (*Client, error) {
 	token, err := o.Key, error(nil)
 	if token == "" {
@@ -144,7 +143,7 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 				Err: fmt.Errorf("no TLS connection with %s: %w", o.Address, errors.New(rpcerr.Text(why))),
 			}
 		}
-		return nil, exit.New(exit.Unavailable, "is it running there? Without --server a local one is started",
+		return nil, exit.New(exit.Unavailable, "check that the server is running; without --server a local one is started",
 			"the server %s does not answer: %w", o.Address, exit.From(err))
 	}
 	return c.stubs(), nil

@@ -134,7 +134,7 @@ func TestServicesApartAreLookedUp(t *testing.T) {
 		}
 		_, err := c.Events.QueryMetrics(t.Context(), nil)
 		<-asked
-		if status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "look up storage in Consul "+consul+": no instance passes its check") {
+		if status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "look up storage in Consul "+consul+": no instance is passing its health check") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -168,7 +168,7 @@ func TestConsulHasATokenOfItsOwn(t *testing.T) {
 	}
 }
 
-// A scheduler dies, and stays registered for a moment beside the one that took over.
+// A scheduler dies, and stays registered for a moment next to its successor.
 func TestTheOneThatTookOverIsFound(t *testing.T) {
 	t.Parallel()
 	dead, err := net.Listen("tcp", "127.0.0.1:0")
@@ -197,7 +197,7 @@ func TestTheOneThatTookOverIsFound(t *testing.T) {
 	t.Cleanup(agent.Close)
 	c := dial(t, Options{Consul: strings.TrimPrefix(agent.URL, "http://")})
 	if !c.Replicated {
-		t.Error("nobody can stand in")
+		t.Error("the local daemon has no replica")
 	}
 	if _, err := c.Scheduler.ListRuns(t.Context(), &runv1.ListRunsRequest{}); status.Code(err) != codes.Unavailable {
 		t.Errorf("of a dead scheduler: %v", err)
@@ -250,16 +250,16 @@ func TestPlainTextStaysOnThisMachine(t *testing.T) {
 	}
 }
 
-func TestDialSaysWhatIsWrong(t *testing.T) {
+func TestDialErrors(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		options Options
 		code    int
 		text    string
 	}{
-		"no token file":  {Options{Address: "127.0.0.1:1", TokenFile: "/nowhere/token"}, exit.NoInput, "there is no token file /nowhere/token"},
-		"open token":     {Options{Address: "127.0.0.1:1", TokenFile: tokenFile(t, 0o644)}, exit.NoInput, "others can read the token file"},
-		"unknown domain": {Options{Address: "nobody.invalid:1", TokenFile: tokenFile(t, 0o600)}, exit.Unavailable, "does not answer"},
+		"no token file":  {Options{Address: "127.0.0.1:1", TokenFile: "/nowhere/token"}, exit.NoInput, "the token file /nowhere/token does not exist"},
+		"open token":     {Options{Address: "127.0.0.1:1", TokenFile: tokenFile(t, 0o644)}, exit.NoInput, "other users can read the token file"},
+		"unknown domain": {Options{Address: "unknown.invalid:1", TokenFile: tokenFile(t, 0o600)}, exit.Unavailable, "does not answer"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

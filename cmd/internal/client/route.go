@@ -16,7 +16,7 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// route is a connection to a service of another process, found at the first call.
+// route connects to a service in another process, which it looks up at the first call.
 type route struct {
 	c       *Client
 	service string
@@ -29,7 +29,7 @@ func (r route) Invoke(ctx context.Context, method string, args, reply any, opts 
 		return err
 	}
 	err = conn.Invoke(ctx, method, args, reply, opts...)
-	r.mind(conn, err)
+	r.forget(conn, err)
 	return err
 }
 
@@ -40,12 +40,13 @@ func (r route) NewStream(ctx context.Context, desc *grpc.StreamDesc, method stri
 		return nil, err
 	}
 	stream, err := conn.NewStream(ctx, desc, method, opts...)
-	r.mind(conn, err)
+	r.forget(conn, err)
 	return stream, err
 }
 
-// mind lets the next call look the service up again where this one found nobody: another process may have taken over.
-func (r route) mind(conn *grpc.ClientConn, err error) {
+// forget makes the next call look up the service again if this one failed because its process is
+// unavailable: another process may have taken over.
+func (r route) forget(conn *grpc.ClientConn, err error) {
 	if status.Code(err) != codes.Unavailable {
 		return
 	}
@@ -77,8 +78,8 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	return conn, nil
 }
 
-// lookup asks a Consul agent, or the embedded registry, for a passing instance. Of several the one with the highest epoch leads:
-// one that was killed passes for a while yet.
+// lookup asks a Consul agent, or the embedded registry, for a passing instance. Of several it returns the
+// one with the highest epoch, which is the leader: a killed one passes until its TTL ends.
 // API: https://developer.hashicorp.com/consul/api-docs/health#list-service-instances-for-service
 func lookup(ctx context.Context, o Options, token, service string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, reachable)
@@ -89,7 +90,7 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 	}
 	place := url.URL{Scheme: scheme, Host: agent, Path: "/v1/health/service/" + service, RawQuery: "passing=1"}
 	response, err := ask(ctx, place.String(), cmp.Or(o.ACL, token), o)
-	if err == nil && response.StatusCode == http.StatusForbidden && o.ACL != "" { // which may be for another agent than this registry
+	if err == nil && response.StatusCode == http.StatusForbidden && o.ACL != "" { // the ACL token may be for another agent
 		response.Body.Close()
 		response, err = ask(ctx, place.String(), token, o)
 	}
@@ -98,10 +99,10 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 	}
 	defer response.Body.Close()
 	if response.StatusCode == http.StatusForbidden {
-		return "", fmt.Errorf("it answers %s; put a Consul token with service:read and node:read into CONSUL_HTTP_TOKEN", response.Status)
+		return "", fmt.Errorf("it returned %s; set CONSUL_HTTP_TOKEN to a token with service:read and node:read", response.Status)
 	}
 	if response.StatusCode != http.StatusOK {
-		return "", fmt.Errorf("it answers %s", response.Status)
+		return "", fmt.Errorf("it returned %s", response.Status)
 	}
 	var entries []struct {
 		Node    struct{ Address string }
@@ -112,10 +113,10 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 		}
 	}
 	if err := json.NewDecoder(response.Body).Decode(&entries); err != nil {
-		return "", fmt.Errorf("read its answer: %w", err)
+		return "", fmt.Errorf("read its response: %w", err)
 	}
 	if len(entries) == 0 {
-		return "", fmt.Errorf("no instance passes its check")
+		return "", fmt.Errorf("no instance is passing its health check")
 	}
 	newest, highest := entries[0], uint64(0)
 	for _, e := range entries {
@@ -136,6 +137,6 @@ func ask(ctx context.Context, place, token string, o Options) (*http.Response, e
 		return nil, err
 	}
 	request.Header.Set("X-Consul-Token", token)
-	transport := &http.Transport{DisableKeepAlives: true, TLSClientConfig: o.TLS.Clone()} // and no proxy: the agent is near
+	transport := &http.Transport{DisableKeepAlives: true, TLSClientConfig: o.TLS.Clone()} // without a proxy
 	return (&http.Client{Transport: transport}).Do(request)
 }

@@ -185,11 +185,11 @@ func TestADaemonThatDoesNotComeIsExplained(t *testing.T) {
 	}
 }
 
-func TestPatienceEnds(t *testing.T) {
+func TestStartTimesOut(t *testing.T) {
 	t.Parallel()
 	s := starter(t, "silent")
-	s.Patience = 200 * time.Millisecond
-	if _, _, err := s.Ensure(t.Context()); err == nil || !strings.Contains(err.Error(), "does not serve after 200ms") {
+	s.Timeout = 200 * time.Millisecond
+	if _, _, err := s.Ensure(t.Context()); err == nil || !strings.Contains(err.Error(), "did not serve within 200ms") {
 		t.Errorf("got %v", err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -199,14 +199,14 @@ func TestPatienceEnds(t *testing.T) {
 	}
 }
 
-func TestAStubbornDaemonIsStoppedHard(t *testing.T) {
+func TestDaemonThatIgnoresSignalsIsStoppedHard(t *testing.T) {
 	t.Parallel()
 	s := starter(t, "serve", "FAKE_STUBBORN=1")
 	info, _, err := s.Ensure(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Stop(t.Context(), s.StateDir, 200*time.Millisecond, false); err == nil || !strings.Contains(err.Error(), "still drains") {
+	if _, err := Stop(t.Context(), s.StateDir, 200*time.Millisecond, false); err == nil || !strings.Contains(err.Error(), "still draining") {
 		t.Errorf("got %v", err)
 	}
 	if _, err := Stop(t.Context(), s.StateDir, time.Minute, true); err != nil || alive(info.PID) {

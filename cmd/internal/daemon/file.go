@@ -1,7 +1,7 @@
 // Package daemon finds, starts and stops the local rolloutd.
 //
-// The daemon says where it is in `<state>/rolloutd.json`, written when every target serves. Whoever finds no living daemon
-// there starts one; a lock file makes sure that of two who start at a time one does and the other waits.
+// The daemon writes its addresses to `<state>/rolloutd.json` when all its targets serve. A lock file ensures
+// that of two processes that start a daemon at the same time, one starts it and the other waits.
 package daemon
 
 import (
@@ -24,15 +24,14 @@ type Info struct {
 	Consul    string   `json:"consul"`
 	TokenFile string   `json:"token_file"`
 	KeysFile  string   `json:"api_keys_file"`
-	CAFile    string   `json:"ca_file,omitempty"` // what it is called with where it speaks TLS
+	CAFile    string   `json:"ca_file,omitempty"` // with which clients call it if it uses TLS
 	CertFile  string   `json:"cert_file,omitempty"`
 	KeyFile   string   `json:"key_file,omitempty"`
 	Version   string   `json:"version"`
 	Targets   []string `json:"targets"`
 }
 
-// StateDir is the folder of the local mesh: the flag, else what the environment and rolloutd's configuration wish, as rolloutd
-// itself finds it.
+// StateDir returns the state folder: flag, else the one that rolloutd itself would use.
 func StateDir(flag string, environ []string) (string, error) {
 	if flag != "" {
 		return filepath.Abs(flag)
@@ -42,32 +41,32 @@ func StateDir(flag string, environ []string) (string, error) {
 
 func infoFile(stateDir string) string { return filepath.Join(stateDir, "rolloutd.json") }
 
-// lockOf is the file that rolloutd has locked for as long as it lives, see lockState there.
+// lockOf returns the file that rolloutd locks while it runs.
 func lockOf(stateDir string) string { return filepath.Join(stateDir, "rolloutd.lock") }
 
-// Find returns the living daemon of a state folder, nil where there is none. A file whose process is dead is stale and no
-// daemon. Nor is one that names a living process in a folder that nobody owns: after a reboot, or in a copy of the folder, the
-// process is somebody else.
+// Find returns the running daemon of a state folder, nil if there is none. A file is stale if its process
+// is dead, or if the folder is not locked: after a reboot, or in a copy of the folder, the process id
+// belongs to another program.
 func Find(stateDir string) (*Info, error) {
 	data, err := os.ReadFile(infoFile(stateDir))
-	if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) { // who starts one says that no folder can be made there
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) { // an invalid folder is reported when a daemon is started
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read the daemon's file: %w", err)
+		return nil, fmt.Errorf("read the runtime file of the daemon: %w", err)
 	}
 	var info Info
 	if err := json.Unmarshal(data, &info); err != nil || info.PID <= 0 || info.GRPC == "" {
-		return nil, nil // a half of a file that a crash left
+		return nil, nil // an incomplete file
 	}
-	if !alive(info.PID) || !owned(stateDir) {
+	if !alive(info.PID) || !locked(stateDir) {
 		return nil, nil
 	}
 	return &info, nil
 }
 
-// owned reports whether a rolloutd has the state folder. Where that can't be found out, it says yes.
-func owned(stateDir string) bool {
+// locked reports whether a rolloutd has locked the state folder; true if that is not known.
+func locked(stateDir string) bool {
 	f, err := os.Open(lockOf(stateDir))
 	if err != nil {
 		return !errors.Is(err, os.ErrNotExist)
@@ -76,7 +75,7 @@ func owned(stateDir string) bool {
 	return syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB) != nil
 }
 
-// alive reports whether a process exists and is no zombie of ours.
+// alive reports whether a process exists and is not a zombie.
 func alive(pid int) bool {
 	err := syscall.Kill(pid, 0)
 	if err != nil && !errors.Is(err, syscall.EPERM) {

@@ -10,15 +10,15 @@ import (
 )
 
 const (
-	logMost = 16 << 20 // bytes of rolloutd.log; a longer one begins anew
-	logKept = 3        // of those before, as rolloutd.log.1 (the newest) to rolloutd.log.3
+	logMost = 16 << 20 // bytes of rolloutd.log, after which it is rotated
+	logKept = 3        // rotated logs, rolloutd.log.1 (the newest) to rolloutd.log.3
 )
 
-// LogFile is where the daemon writes what it does.
+// LogFile returns the log of the daemon.
 func LogFile(stateDir string) string { return filepath.Join(stateDir, "logs", "rolloutd.log") }
 
-// BoundLog keeps the log file of a state folder from growing for ever, where out is that file; another out comes back as it is.
-// Any number of goroutines may write.
+// BoundLog rotates the log of a state folder if out is that file; any other out is returned unchanged. The
+// writer is safe for concurrent use.
 func BoundLog(out io.Writer, stateDir string) io.Writer {
 	file, ok := out.(*os.File)
 	if !ok {
@@ -31,23 +31,23 @@ func BoundLog(out io.Writer, stateDir string) io.Writer {
 	if log, err := os.Stat(LogFile(stateDir)); err != nil || !os.SameFile(own, log) {
 		return out
 	}
-	return &bound{file: file, path: LogFile(stateDir), size: own.Size(), most: logMost}
+	return &rotatingLog{file: file, path: LogFile(stateDir), size: own.Size(), most: logMost}
 }
 
-type bound struct {
+type rotatingLog struct {
 	mu         sync.Mutex
 	file       *os.File
 	path       string
 	size, most int64
 }
 
-func (b *bound) Write(p []byte) (int, error) {
+func (b *rotatingLog) Write(p []byte) (int, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.size+int64(len(p)) > b.most {
-		b.size = 0 // of a file that could not be put away too: the next try comes after as much again
-		if err := putAway(b.file, b.path); err != nil {
-			fmt.Fprintln(b.file, "rolloutd: the log could not be put away:", err)
+		b.size = 0 // also if it fails: the next attempt is after another logMost bytes
+		if err := rotate(b.file, b.path); err != nil {
+			fmt.Fprintln(b.file, "rolloutd: the log could not be rotated:", err)
 		}
 	}
 	n, err := b.file.Write(p)
@@ -55,9 +55,9 @@ func (b *bound) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// putAway copies the log to path.1, which was path.2 before, and so on, and empties it. The file stays the same one: a crash of the
-// process is written to it by the runtime. Where it fails nothing of the log is lost.
-func putAway(log *os.File, path string) error {
+// rotate renames path.1 to path.2 and so on, copies the log to path.1, and truncates it. The log stays the
+// same file, because the Go runtime writes a crash to it. If rotate fails, nothing of the log is lost.
+func rotate(log *os.File, path string) error {
 	older := func(n int) string { return fmt.Sprintf("%s.%d", path, n) }
 	copied := path + ".new"
 	if err := copyFile(path, copied); err != nil {
@@ -74,7 +74,7 @@ func putAway(log *os.File, path string) error {
 	if err := log.Truncate(0); err != nil {
 		return err
 	}
-	_, err := log.Seek(0, io.SeekStart) // of whoever has not opened it to append
+	_, err := log.Seek(0, io.SeekStart) // for writers that have not opened it to append
 	return err
 }
 

@@ -30,13 +30,13 @@ func content(t *testing.T, path string) string {
 	return string(data)
 }
 
-func TestTheLogIsBounded(t *testing.T) {
+func TestLogIsRotated(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	f := openLog(t, dir)
-	log, ok := BoundLog(f, dir).(*bound)
+	log, ok := BoundLog(f, dir).(*rotatingLog)
 	if !ok {
-		t.Fatal("the daemon's log is not bounded")
+		t.Fatal("the log of the daemon is not rotated")
 	}
 	log.most = 100
 	for i := range 60 {
@@ -59,7 +59,7 @@ func TestTheLogIsBounded(t *testing.T) {
 	}
 }
 
-func TestOnlyTheDaemonsLogIsBounded(t *testing.T) {
+func TestOnlyTheLogFileIsRotated(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	if got := BoundLog(os.Stderr, dir); got != os.Stderr {
@@ -71,8 +71,8 @@ func TestOnlyTheDaemonsLogIsBounded(t *testing.T) {
 	}
 }
 
-// What a daemon that fails wrote is shown, whether its log was put away before or not.
-func TestALongLogIsPutAwayAtTheStart(t *testing.T) {
+// The output of a daemon that fails is shown even if its log was rotated at the start.
+func TestLongLogIsRotatedAtTheStart(t *testing.T) {
 	t.Parallel()
 	s := starter(t, "fail")
 	f := openLog(t, s.StateDir)

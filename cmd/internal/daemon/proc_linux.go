@@ -6,7 +6,7 @@ import (
 	"os"
 )
 
-// zombie reports whether a process ended and waits for its parent to notice.
+// zombie reports whether a process has ended but was not waited for.
 func zombie(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {

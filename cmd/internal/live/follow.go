@@ -18,28 +18,28 @@ import (
 )
 
 const (
-	// lateEvents is how long events are waited for after the run's status has ended: they travel another way.
+	// lateEvents is how long to wait for events after the final status: they arrive on another stream.
 	lateEvents = 3 * time.Second
-	// tries is how often a server is looked for after a stream broke; each takes at most tryFor and retryDelay.
+	// tries is the number of health checks after a broken stream; each takes at most tryTimeout + retryDelay.
 	tries      = 5
-	tryFor     = time.Second
+	tryTimeout = time.Second
 	retryDelay = 200 * time.Millisecond
-	// takeover is how long it may take at least where another process can stand in: a lease ends, the other one registers.
+	// takeover is the minimum time to wait for a replica to take over: a lease expires, the replica registers.
 	takeover   = 20 * time.Second
 	historyMax = 100000
 )
 
-// Update is what a follower says: exactly one field is set.
+// Update is one message of Follow. Exactly one field is set.
 type Update struct {
 	Status  *runv1.RunStatus
 	Event   *eventv1.Event
-	History []*eventv1.Event // what happened before
-	Err     error            // the last update, where something broke
-	Done    bool             // the last update, where the run is over
+	History []*eventv1.Event // stored events
+	Err     error            // the last update, after a failure
+	Done    bool             // the last update, when the run is over
 }
 
-// Follow streams a run until it is over or ctx ends. The channel is closed after the last update. Events of before are sent
-// first, as History.
+// Follow streams a run until it is over or ctx ends. Stored events are sent first, as History. The channel
+// is closed after the last update.
 func Follow(ctx context.Context, c *client.Client, runID string) <-chan Update {
 	out := make(chan Update)
 	go func() {
@@ -80,17 +80,17 @@ func (f *follower) run(ctx context.Context) error {
 	eventsCtx, stopEvents := context.WithCancel(ctx)
 	defer stopEvents()
 	events := make(chan error, 1)
-	settled := make(chan struct{}) // the event of the end has arrived
-	begun := false
-	err := f.status(ctx, func() { // the events' lines name what the first status says
-		if !begun {
-			begun = true
+	settled := make(chan struct{}) // closed when the event of the run's end has arrived
+	started := false
+	err := f.status(ctx, func() { // lines of events use the first status
+		if !started {
+			started = true
 			go func() { events <- f.events(eventsCtx, settled) }()
 		}
 	})
 	if err != nil {
 		stopEvents()
-		if begun {
+		if started {
 			return errors.Join(err, ended(<-events))
 		}
 		return err
@@ -110,7 +110,7 @@ func (f *follower) run(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// ended is nil where a stream ended because it was told to, or for the reason that the other stream gave.
+// ended returns nil if a stream was canceled, or failed like the other stream.
 func ended(err error) error {
 	switch status.Code(err) {
 	case codes.Canceled, codes.Unavailable:
@@ -141,7 +141,7 @@ func (f *follower) history(ctx context.Context) error {
 
 // status follows the run until it is over; sent is called after each status.
 func (f *follower) status(ctx context.Context, sent func()) error {
-	return f.again(ctx, func(progress func()) error {
+	return f.retry(ctx, func(progress func()) error {
 		stream, err := f.client.Scheduler.WatchRun(ctx, &runv1.WatchRunRequest{RunId: f.runID})
 		if err != nil {
 			return err
@@ -149,7 +149,7 @@ func (f *follower) status(ctx context.Context, sent func()) error {
 		for {
 			response, err := stream.Recv()
 			if errors.Is(err, io.EOF) {
-				return status.Error(codes.Unavailable, "it ended the stream before the run had ended")
+				return status.Error(codes.Unavailable, "the server ended the stream before the run had ended")
 			}
 			if err != nil {
 				return err
@@ -168,7 +168,7 @@ func (f *follower) status(ctx context.Context, sent func()) error {
 
 // events follows the events until ctx ends; settled is closed when the event of the run's end has arrived.
 func (f *follower) events(ctx context.Context, settled chan struct{}) error {
-	return f.again(ctx, func(progress func()) error {
+	return f.retry(ctx, func(progress func()) error {
 		stream, err := f.client.Events.TailEvents(ctx, &storagev1.TailEventsRequest{
 			Filter: &storagev1.EventFilter{RunId: f.runID, AfterSequence: f.after, MinLevel: eventv1.Level_LEVEL_INFO},
 		})
@@ -186,8 +186,8 @@ func (f *follower) events(ctx context.Context, settled chan struct{}) error {
 					return err
 				}
 				f.after = max(f.after, e.GetSequence())
-				if told := e.GetAttributes(); e.GetKind() == "run.state" && Over(&runv1.Run{
-					State: runv1.RunState(runv1.RunState_value["RUN_STATE_"+told["state"]]), Reason: told["reason"],
+				if attributes := e.GetAttributes(); e.GetKind() == "run.state" && Over(&runv1.Run{
+					State: runv1.RunState(runv1.RunState_value["RUN_STATE_"+attributes["state"]]), Reason: attributes["reason"],
 				}) {
 					select {
 					case <-settled:
@@ -200,8 +200,8 @@ func (f *follower) events(ctx context.Context, settled chan struct{}) error {
 	})
 }
 
-// again takes a stream up again while the server is away for a moment. io.EOF ends it well.
-func (f *follower) again(ctx context.Context, stream func(progress func()) error) error {
+// retry restarts a stream while the server is unavailable for a short time. io.EOF is success.
+func (f *follower) retry(ctx context.Context, stream func(progress func()) error) error {
 	left, lost := tries, time.Time{}
 	for {
 		err := stream(func() { left, lost = tries, time.Time{} })
@@ -218,8 +218,8 @@ func (f *follower) again(ctx context.Context, stream func(progress func()) error
 		}
 		for ; ; left-- {
 			if left <= 0 && (!f.client.Replicated || time.Since(lost) > takeover) {
-				return exit.New(exit.Unavailable, "see `rollout daemon status` and the daemon's log, then go on with `rollout run --resume "+f.runID+"`",
-					"the control plane went away while the run went on: it was stopped, or it died")
+				return exit.New(exit.Unavailable, "see `rollout daemon status` and the log of the daemon, then continue with `rollout run --resume "+f.runID+"`",
+					"the connection to the control plane was lost while the run was active: it was stopped or has failed")
 			}
 			if f.answers(ctx) {
 				left--
@@ -232,9 +232,9 @@ func (f *follower) again(ctx context.Context, stream func(progress func()) error
 	}
 }
 
-// answers reports within a moment whether the server is there. Other calls would wait for it for ever.
+// answers reports whether the server answers a health check within tryTimeout.
 func (f *follower) answers(ctx context.Context) bool {
-	ctx, cancel := context.WithTimeout(ctx, tryFor)
+	ctx, cancel := context.WithTimeout(ctx, tryTimeout)
 	defer cancel()
 	_, err := f.client.Health(ctx, "scheduler", "")
 	<-time.After(retryDelay)

@@ -12,8 +12,8 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// Line is an event as lines for a log, "" where it is not worth one. Warnings that come again and again are printed now and then,
-// with a count. The event was added before.
+// Line formats an event, which must have been added, as lines of a log; "" if it is not shown. Repeated
+// warnings are joined.
 func (r *Run) Line(e *eventv1.Event, s output.Style, zone *time.Location) string {
 	lines := warnings(r.repeats.Due(e.GetTime().AsTime()))(s, zone)
 	if e.GetLevel() < eventv1.Level_LEVEL_WARN {
@@ -24,7 +24,7 @@ func (r *Run) Line(e *eventv1.Event, s output.Style, zone *time.Location) string
 	return strings.Join(lines, "\n")
 }
 
-// LastLines are the warnings that were counted and not printed, when no more events will come.
+// LastLines returns the warnings that are not printed yet, after the last event.
 func (r *Run) LastLines(s output.Style, zone *time.Location) string {
 	return strings.Join(warnings(r.repeats.Rest())(s, zone), "\n")
 }
@@ -58,7 +58,7 @@ func (r *Run) line(e *eventv1.Event, s output.Style, zone *time.Location) string
 	case "worker.started":
 		text = fmt.Sprintf("worker %s started (pid %s)", e.GetAttributes()["worker"], e.GetAttributes()["pid"])
 	case "worker.exited":
-		text = fmt.Sprintf("worker %s left with code %s", e.GetAttributes()["worker"], e.GetAttributes()["exit_code"])
+		text = fmt.Sprintf("worker %s exited with code %s", e.GetAttributes()["worker"], e.GetAttributes()["exit_code"])
 	case "group.excluded":
 		text = fmt.Sprintf("group %s is excluded: %s", e.GetAttributes()["group"], e.GetAttributes()["reason"])
 	default:
@@ -98,7 +98,8 @@ func (r *Run) stepLine(e *eventv1.Event, s output.Style) string {
 	return strings.Join(parts, "  ")
 }
 
-// preference is a number without what rounding leaves of a zero: at the first step the policy is its own reference.
+// preference formats a metric, with rounding errors shown as 0: at the first step the policy equals its
+// reference.
 func preference(v float64) string {
 	if math.Abs(v) < 1e-6 {
 		v = 0
@@ -106,10 +107,10 @@ func preference(v float64) string {
 	return output.Number(v)
 }
 
-// preferenceNames are the numbers that training on preferences is about; a batch of others has none of them.
+// preferenceNames are the metrics of training on preferences.
 var preferenceNames = []string{"rewards/accuracy", "rewards/margin"}
 
-// evalText lists the metrics of an evaluation, reward first, counts last.
+// evalText lists the metrics of an evaluation: main metrics first, counts last.
 func evalText(metrics map[string]float64, s output.Style) string {
 	var parts []string
 	for _, name := range evalNames(metrics) {
@@ -124,7 +125,7 @@ func evalText(metrics map[string]float64, s output.Style) string {
 	return strings.Join(parts, "  ")
 }
 
-// evalNames are the names of an evaluation's measures: those that it is about first.
+// evalNames returns the names of the metrics of an evaluation, main metrics first.
 func evalNames(metrics map[string]float64) []string {
 	var names []string
 	for name := range metrics {

@@ -357,7 +357,7 @@ func TestScreenKeys(t *testing.T) {
 	m.Run.Update(statusOf(runv1.RunState_RUN_STATE_RUNNING, 2))
 	press := tea.KeyPressMsg{Code: 'c', Mod: tea.ModCtrl}
 	feed(m, press)
-	if !strings.Contains(m.View().Content, "press Ctrl-C again to stop at once") {
+	if !strings.Contains(m.View().Content, "press Ctrl-C again to stop immediately") {
 		t.Error(m.View().Content)
 	}
 	feed(m, interrupted{}) // a signal counts like the key

@@ -9,28 +9,29 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// repeatEvery is how often a warning that comes again and again is printed again, with a count.
+// repeatEvery is the minimum time between two prints of a repeated warning.
 const repeatEvery = 10 * time.Second
 
-// Warning is a warning or error, with how often it was given in all; texts that differ in numbers and quoted parts alone are one.
+// Warning is a warning or error with its number of repetitions. Messages that differ only in numbers and
+// quoted text are the same.
 type Warning struct {
 	*eventv1.Event        // the newest
-	Count          uint64 // how often
+	Count          uint64 // number of events
 
-	printed time.Time // when it was printed last
-	left    uint64    // how many came since
+	printed time.Time // last time
+	pending uint64    // events since then
 }
 
-// vary are the parts of a message that differ from case to case: numbers, and what stands in quotes.
-var vary = regexp.MustCompile(`\B'[^']*'|"[^"]*"|[0-9]+`)
+// variable matches the parts of a message that are ignored: numbers and quoted text.
+var variable = regexp.MustCompile(`\B'[^']*'|"[^"]*"|[0-9]+`)
 
-// alike is the same for warnings that say the same.
-func alike(e *eventv1.Event) string {
+// key is equal for warnings that are the same.
+func key(e *eventv1.Event) string {
 	message, _, _ := strings.Cut(e.GetMessage(), "\n")
-	return e.GetService() + "\x00" + e.GetKind() + "\x00" + e.GetLevel().String() + "\x00" + vary.ReplaceAllString(message, "#")
+	return e.GetService() + "\x00" + e.GetKind() + "\x00" + e.GetLevel().String() + "\x00" + variable.ReplaceAllString(message, "#")
 }
 
-// times is how many warnings an event stands for: a source that gives many alike counts them itself.
+// times returns the number of warnings that an event stands for: a source may join them itself.
 func times(e *eventv1.Event) uint64 {
 	if n, err := strconv.ParseUint(e.GetAttributes()["repeated"], 10, 64); err == nil && n > 0 {
 		return n
@@ -38,47 +39,47 @@ func times(e *eventv1.Event) uint64 {
 	return 1
 }
 
-// Repeats joins warnings that say the same. The zero value is ready.
+// Repeats joins equal warnings. The zero value is ready to use.
 type Repeats struct {
-	seen  map[string]*Warning
-	order []*Warning // as they were seen first
+	byKey map[string]*Warning
+	order []*Warning // by first occurrence
 }
 
 // Add counts a warning.
 func (r *Repeats) Add(e *eventv1.Event) *Warning {
-	w := r.seen[alike(e)]
+	w := r.byKey[key(e)]
 	if w == nil {
-		if r.seen == nil {
-			r.seen = map[string]*Warning{}
+		if r.byKey == nil {
+			r.byKey = map[string]*Warning{}
 		}
 		w = &Warning{}
-		r.seen[alike(e)] = w
+		r.byKey[key(e)] = w
 		r.order = append(r.order, w)
 	}
 	w.Event = e
 	w.Count += times(e)
-	w.left += times(e)
+	w.pending += times(e)
 	return w
 }
 
-// Due returns the warnings that should be printed at a time of the events: those not printed in the last while. Each comes with
-// how many it stands for; they count as printed.
+// Due returns the warnings to print at the time of an event, and how many events each stands for. They
+// count as printed.
 func (r *Repeats) Due(now time.Time) (due []*Warning, counts []uint64) {
 	for _, w := range r.order {
-		if w.left > 0 && (w.printed.IsZero() || now.Sub(w.printed) >= repeatEvery) {
-			due, counts = append(due, w), append(counts, w.left)
-			w.printed, w.left = now, 0
+		if w.pending > 0 && (w.printed.IsZero() || now.Sub(w.printed) >= repeatEvery) {
+			due, counts = append(due, w), append(counts, w.pending)
+			w.printed, w.pending = now, 0
 		}
 	}
 	return due, counts
 }
 
-// Rest returns what was counted and not printed, when no more will come.
+// Rest returns the warnings that are not printed yet, after the last event.
 func (r *Repeats) Rest() (rest []*Warning, counts []uint64) {
 	for _, w := range r.order {
-		if w.left > 0 {
-			rest, counts = append(rest, w), append(counts, w.left)
-			w.left = 0
+		if w.pending > 0 {
+			rest, counts = append(rest, w), append(counts, w.pending)
+			w.pending = 0
 		}
 	}
 	return rest, counts

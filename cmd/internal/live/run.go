@@ -1,5 +1,5 @@
-// Package live follows a run and shows it: as a view that redraws itself on a terminal, as lines elsewhere, and as a summary
-// when it ends. Everything comes from two streams, the run's status and its events.
+// Package live follows a run and shows it: as a view that is redrawn on a terminal, else as lines, and as a
+// summary at the end. Its sources are two streams: the status of the run and its events.
 package live
 
 import (
@@ -19,19 +19,19 @@ import (
 
 const (
 	warningsKept = 3
-	paceWindow   = 20 // steps that the pace is taken over
+	paceWindow   = 20 // steps for the estimate of the remaining time
 )
 
-// Run is all that is shown of one run. It is not safe for concurrent use.
+// Run holds what is shown of a run. It is not safe for concurrent use.
 type Run struct {
 	Status    *runv1.RunStatus
-	Reward    []float64 // mean reward, or loss where nothing is rewarded, of each committed step
+	Reward    []float64 // mean reward of each committed step; without a reward, the loss
 	Evals     []Eval
 	Step      map[string]float64 // metrics of the last step
 	Warnings  []*Warning         // the newest
 	Snapshot  *eventv1.Event     // the newest
-	LeftOut   map[string]string  // groups that no attempt completed -> why the last failed
-	committed []time.Time        // times of the last steps, without a pause between them
+	Excluded  map[string]string  // groups that no attempt completed, with the reason of the last failure
+	committed []time.Time        // times of the last steps since the last pause
 	lastStep  uint64
 	repeats   Repeats
 	now       func() time.Time // nil: time.Now
@@ -49,11 +49,11 @@ type Answer struct {
 	Row        uint64   `json:"row"`
 	Prompt     string   `json:"prompt"`
 	Completion string   `json:"completion"`
-	Reward     *float64 `json:"reward"` // nil: nobody scored it
-	Failed     string   `json:"failed"` // why not, e.g. REWARD_RAISED
+	Reward     *float64 `json:"reward"` // nil: it was not scored
+	Failed     string   `json:"failed"` // reason, for example REWARD_RAISED
 }
 
-// Verdict is the reward as text, or that there is none.
+// Verdict returns the reward as text, or why there is none.
 func (a Answer) Verdict() string {
 	if a.Reward == nil {
 		return strings.ToLower(strings.TrimSpace("not scored " + a.Failed))
@@ -61,10 +61,10 @@ func (a Answer) Verdict() string {
 	return output.Number(*a.Reward)
 }
 
-// Good reports whether it earned more than half a reward.
+// Good reports whether the reward is above 0.5.
 func (a Answer) Good() bool { return a.Reward != nil && *a.Reward > 0.5 }
 
-// Question is the end of the prompt that a person looks for: of a rendered chat the last line that somebody wrote.
+// Question returns the prompt; of a rendered chat, the last line that is not a role.
 func (a Answer) Question() string {
 	lines := strings.Split(strings.TrimSpace(a.Prompt), "\n")
 	for i := len(lines) - 1; i > 0; i-- {
@@ -75,10 +75,10 @@ func (a Answer) Question() string {
 	return a.Prompt
 }
 
-// Update takes a status.
+// Update sets the status.
 func (r *Run) Update(status *runv1.RunStatus) { r.Status = status }
 
-// Add takes an event.
+// Add adds an event.
 func (r *Run) Add(e *eventv1.Event) {
 	if e.GetLevel() >= eventv1.Level_LEVEL_WARN {
 		w := r.repeats.Add(e)
@@ -88,12 +88,12 @@ func (r *Run) Add(e *eventv1.Event) {
 	switch e.GetKind() {
 	case "run.state":
 		switch e.GetAttributes()["state"] {
-		case "STARTING", "PAUSED": // the time until the next step says nothing of the pace
+		case "STARTING", "PAUSED": // the next step takes longer
 			r.committed = nil
 		}
 	case "step.committed":
 		if e.GetStep() <= r.lastStep {
-			return // a recovery commits what was committed
+			return // a recovery commits steps again
 		}
 		r.lastStep, r.Step = e.GetStep(), e.GetMetrics()
 		if value, ok := headline(e.GetMetrics()); ok {
@@ -102,10 +102,10 @@ func (r *Run) Add(e *eventv1.Event) {
 		r.committed = append(r.committed, e.GetTime().AsTime())
 		r.committed = r.committed[max(0, len(r.committed)-paceWindow):]
 	case "group.excluded":
-		if r.LeftOut == nil {
-			r.LeftOut = map[string]string{}
+		if r.Excluded == nil {
+			r.Excluded = map[string]string{}
 		}
-		r.LeftOut[e.GetAttributes()["group"]] = cmp.Or(e.GetAttributes()["last_reason"], e.GetAttributes()["reason"])
+		r.Excluded[e.GetAttributes()["group"]] = cmp.Or(e.GetAttributes()["last_reason"], e.GetAttributes()["reason"])
 	case "eval.finished":
 		r.addEval(e)
 	case "snapshot.created":
@@ -115,7 +115,7 @@ func (r *Run) Add(e *eventv1.Event) {
 
 func (r *Run) addEval(e *eventv1.Event) {
 	eval := Eval{Step: e.GetStep(), Metrics: e.GetMetrics()}
-	_ = json.Unmarshal([]byte(e.GetAttributes()["samples"]), &eval.Samples) // without samples there are none to show
+	_ = json.Unmarshal([]byte(e.GetAttributes()["samples"]), &eval.Samples) // an evaluation may have no samples
 	if n := len(r.Evals); n > 0 && r.Evals[n-1].Step == eval.Step {
 		r.Evals[n-1] = eval
 		return
@@ -123,7 +123,7 @@ func (r *Run) addEval(e *eventv1.Event) {
 	r.Evals = append(r.Evals, eval)
 }
 
-// headline is the number that a run is about.
+// headline returns the main metric of a step: the reward, else the loss.
 func headline(metrics map[string]float64) (float64, bool) {
 	for _, name := range []string{"reward/mean", "loss"} {
 		if value, ok := metrics[name]; ok && !math.IsNaN(value) {
@@ -133,16 +133,15 @@ func headline(metrics map[string]float64) (float64, bool) {
 	return 0, false
 }
 
-// Supervised reports whether nothing is rewarded: the curve is the loss.
+// Supervised reports whether the run has no reward, so that its curve is the loss.
 func (r *Run) Supervised() bool {
 	return algorithm.FromData(r.Status.GetRun().GetPlan().GetConfig())
 }
 
-// EvalNames are the numbers that evaluations are about, of which the first that there is counts: of answers that were scored, then of
-// rows whose loss was computed.
+// EvalNames are the main metrics of evaluations, in order of preference.
 var EvalNames = []string{"eval/accuracy", "eval/reward", "eval/rewards/accuracy", "eval/loss"}
 
-// Accuracy is the number that evaluations are about, of each of them, and its name.
+// Accuracy returns the main metric of each evaluation, and its name.
 func (r *Run) Accuracy() (values []float64, name string) {
 	for _, name = range EvalNames {
 		for _, eval := range r.Evals {
@@ -157,8 +156,8 @@ func (r *Run) Accuracy() (values []float64, name string) {
 	return nil, "reward"
 }
 
-// Remaining is how long the steps that are left will take at the pace of the last ones since the run was started or resumed;
-// false where that is not known or the run does not go on.
+// Remaining estimates the remaining time from the last steps since the run was started or resumed; false if
+// that is not possible or the run is not active.
 func (r *Run) Remaining() (time.Duration, bool) {
 	if r.Status.GetRun().GetState() != runv1.RunState_RUN_STATE_RUNNING {
 		return 0, false
@@ -172,10 +171,10 @@ func (r *Run) Remaining() (time.Duration, bool) {
 	return time.Duration(pace * left * float64(time.Second)), true
 }
 
-// CommittedSteps is the number of steps made, by whichever stream knows more.
+// CommittedSteps returns the number of committed steps, from the stream that is ahead.
 func (r *Run) CommittedSteps() uint64 { return max(r.Status.GetRun().GetStep(), r.lastStep) }
 
-// Speed is samples and tokens a second: those of the last step, else what the inference workers say now.
+// Speed returns samples and tokens per second: of the last step, else the current ones of the workers.
 func (r *Run) Speed() (samples, tokens float64) {
 	samples, tokens = r.Step["samples_per_second"], r.Step["tokens_per_second"]
 	if samples > 0 || tokens > 0 {
@@ -198,18 +197,18 @@ func Ended(state runv1.RunState) bool {
 	return false
 }
 
-// Over reports whether a run does nothing more by itself: it has ended, or waits for somebody after a refused gradient.
+// Over reports whether a run has ended, or is paused by a rejected gradient until a user acts.
 func Over(run *runv1.Run) bool { return Ended(run.GetState()) || refusal.Paused(run) }
 
 // MarkInterrupted sets the state of a run that a dead control plane left active to INTERRUPTED.
 func MarkInterrupted(run *runv1.Run) {
 	if !Over(run) {
 		run.State = runv1.RunState_RUN_STATE_INTERRUPTED
-		run.Message = "the control plane died; `rollout run --resume " + run.GetRunId() + "` goes on"
+		run.Message = "the control plane stopped unexpectedly; continue with `rollout run --resume " + run.GetRunId() + "`"
 	}
 }
 
-// State is the short name of a state: "RUNNING".
+// State returns the short name of a state: "RUNNING".
 func State(state runv1.RunState) string {
 	return strings.TrimPrefix(state.String(), "RUN_STATE_")
 }

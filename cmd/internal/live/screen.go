@@ -14,13 +14,13 @@ import (
 
 const (
 	defaultWidth = 80
-	frames       = 10 // redraws a second at most
+	frames       = 10 // maximum redraws per second
 )
 
-// Screen is the view on a terminal as bubbletea's model.
+// Screen is the bubbletea model of the view on a terminal.
 type Screen struct {
 	Run        *Run
-	Interrupts int // Ctrl-C's so far
+	Interrupts int // number of Ctrl-C
 	Detached   bool
 	Done       bool
 	Err        error
@@ -29,18 +29,18 @@ type Screen struct {
 	zone    *time.Location
 	width   int
 	tallest int // lines of the tallest view so far
-	blank   int // empty lines at the end of the last one
+	blank   int // empty lines at the end of the last view
 	updates <-chan Update
 	stop    func(drain bool) error
 }
 
-// stopFailed says that the request to stop was refused.
+// stopFailed reports that the request to stop the run failed.
 type stopFailed struct{ err error }
 
-// interrupted is a signal from elsewhere; bubbletea's own InterruptMsg would end the program.
+// interrupted is a signal; InterruptMsg of bubbletea would end the program.
 type interrupted struct{}
 
-// clockTick redraws what says how long something takes.
+// clockTick redraws durations.
 type clockTick struct{}
 
 func tick() tea.Cmd { return tea.Tick(time.Second, func(time.Time) tea.Msg { return clockTick{} }) }
@@ -59,7 +59,7 @@ func (m *Screen) next() tea.Cmd {
 	}
 }
 
-// Update takes a key, a new size or news of the run.
+// Update handles a key, a new size or an update of the run.
 func (m *Screen) Update(msg tea.Msg) (tea.Model, tea.Cmd) {
 	switch msg := msg.(type) {
 	case tea.WindowSizeMsg:
@@ -123,30 +123,30 @@ func (m *Screen) take(u Update) tea.Cmd {
 
 // View draws the run.
 func (m *Screen) View() tea.View {
-	hint := "Ctrl-C finishes the step and stops; d detaches, the run goes on"
+	hint := "Ctrl-C: stop after the current step; d: detach, the run continues"
 	if m.Interrupts > 0 {
 		hint = stopping(m.Interrupts)
 	}
 	if m.Done || m.Detached || m.Err != nil {
 		hint = ""
 	}
-	view := tea.NewView(m.steady(strings.TrimSuffix(m.Run.View(m.style, m.width, m.zone, hint), "\n")))
+	view := tea.NewView(m.pad(strings.TrimSuffix(m.Run.View(m.style, m.width, m.zone, hint), "\n")))
 	if run := m.Run.Status.GetRun(); run != nil {
 		view.WindowTitle = fmt.Sprintf("%s %d/%d", run.GetName(), m.Run.CommittedSteps(), run.GetTotalSteps())
 	}
 	return view
 }
 
-// steady fills the view up to the tallest one so far: the renderer takes the cursor for higher than it is where a view shrinks,
-// and leaves its first lines behind.
-func (m *Screen) steady(text string) string {
+// pad fills the view up to the tallest one so far: when a view shrinks, the renderer misplaces the cursor
+// and leaves its first lines on the screen.
+func (m *Screen) pad(text string) string {
 	lines := strings.Count(text, "\n") + 1
 	m.tallest = max(m.tallest, lines)
 	m.blank = m.tallest - lines
 	return text + strings.Repeat("\n", m.blank)
 }
 
-// screen redraws the view until the run has ended or the user leaves.
+// screen redraws the view until the run has ended or the user detaches.
 func (w *Watcher) screen(ctx context.Context, updates <-chan Update) (*Outcome, error) {
 	model := &Screen{
 		Run: &Run{}, style: w.Style, zone: w.Zone, width: defaultWidth, updates: updates,
@@ -156,7 +156,7 @@ func (w *Watcher) screen(ctx context.Context, updates <-chan Update) (*Outcome, 
 		tea.WithoutSignalHandler(), tea.WithFPS(frames))
 	ended := make(chan struct{})
 	forwarded := make(chan struct{})
-	go func() { // a SIGINT or SIGTERM from elsewhere counts like the key
+	go func() { // a SIGINT or SIGTERM is handled like Ctrl-C
 		defer close(forwarded)
 		for {
 			select {
@@ -170,7 +170,7 @@ func (w *Watcher) screen(ctx context.Context, updates <-chan Update) (*Outcome, 
 	_, err := program.Run()
 	close(ended)
 	<-forwarded
-	if model.blank > 1 { // what follows begins where the view ends
+	if model.blank > 1 { // remove the padding
 		fmt.Fprintf(w.Out, "\x1b[%dA", model.blank-1)
 	}
 	outcome := &Outcome{Run: model.Run, Detached: model.Detached, Stopped: model.Interrupts > 0}

@@ -21,7 +21,7 @@ const (
 // Pair is one held-out row answered before and after.
 type Pair struct{ Before, After Answer }
 
-// Pairs are the rows that the first and the last evaluation both show, at most n.
+// Pairs returns at most n rows whose answers are in both the first and the last evaluation.
 func (r *Run) Pairs(n int) []Pair {
 	if len(r.Evals) == 0 {
 		return nil
@@ -39,13 +39,13 @@ func (r *Run) Pairs(n int) []Pair {
 	return pairs
 }
 
-// Paths are what a run leaves behind; empty ones are not shown.
+// Paths are the files of a report; empty ones are not shown.
 type Paths struct {
 	PNG  string `json:"png,omitempty"`
 	HTML string `json:"html,omitempty"`
 }
 
-// Summary is what is said when a run is over.
+// Summary describes a run that is over.
 func (r *Run) Summary(s output.Style, paths Paths) string {
 	run := r.Status.GetRun()
 	var b strings.Builder
@@ -62,34 +62,34 @@ func (r *Run) Summary(s output.Style, paths Paths) string {
 	if run.GetReason() != "" || run.GetMessage() != "" {
 		fmt.Fprintf(&b, "   %s\n", s.Red(strings.TrimLeft(run.GetReason()+": ", ": ")+strings.ReplaceAll(run.GetMessage(), "\n", "\n   ")))
 	}
-	b.WriteString(r.leftOut(s))
+	b.WriteString(r.excluded(s))
 	b.WriteString(r.comparison(s))
 	b.WriteString(r.answers(s))
-	b.WriteString(r.left(s, paths))
+	b.WriteString(r.results(s, paths))
 	return b.String()
 }
 
-// leftOut says which groups were never trained on though nobody wanted that.
-func (r *Run) leftOut(s output.Style) string {
-	if len(r.LeftOut) == 0 {
+// excluded lists groups that were excluded because of failures.
+func (r *Run) excluded(s output.Style) string {
+	if len(r.Excluded) == 0 {
 		return ""
 	}
 	counts := map[string]int{}
-	for _, reason := range r.LeftOut {
+	for _, reason := range r.Excluded {
 		counts[reason]++
 	}
 	var reasons []string
 	for _, reason := range slices.Sorted(maps.Keys(counts)) {
 		reasons = append(reasons, fmt.Sprintf("%s %d", reason, counts[reason]))
 	}
-	what := "1 group is left out, each attempt at it failed"
-	if n := len(r.LeftOut); n > 1 {
-		what = fmt.Sprintf("%d groups are left out, each attempt at them failed", n)
+	what := "1 group was excluded because all its attempts failed"
+	if n := len(r.Excluded); n > 1 {
+		what = fmt.Sprintf("%d groups were excluded because all their attempts failed", n)
 	}
 	return "   " + s.Red(fmt.Sprintf("%s: %s; see `rollout logs tail %s --level warn`", what, strings.Join(reasons, ", "), r.Status.GetRun().GetRunId())) + "\n"
 }
 
-// comparison is the table of measures before and after.
+// comparison is the table of metrics of the first and the last evaluation.
 func (r *Run) comparison(s output.Style) string {
 	if len(r.Evals) < 2 {
 		return ""
@@ -109,12 +109,12 @@ func (r *Run) comparison(s output.Style) string {
 		}
 		table.Row(strings.TrimPrefix(name, "eval/"), output.Number(before), output.Number(last.Metrics[name]), sign(fmt.Sprintf("%+.3f", change)))
 	}
-	told := ""
+	note := ""
 	if failed := last.Metrics["eval/failed"]; failed > 0 {
-		told = s.Red(fmt.Sprintf("the last one is over %.0f of %.0f answers: %.0f could not be scored and count for nothing\n",
+		note = s.Red(fmt.Sprintf("the last evaluation is over %.0f of %.0f answers: %.0f could not be scored and are not counted\n",
 			last.Metrics["eval/samples"]-failed, last.Metrics["eval/samples"], failed))
 	}
-	return "\n" + table.String() + told
+	return "\n" + table.String() + note
 }
 
 func (r *Run) answers(s output.Style) string {
@@ -141,7 +141,7 @@ func verdict(a Answer, s output.Style) string {
 	return s.Red(text)
 }
 
-// oneLine makes any text safe and short.
+// oneLine replaces control characters and truncates text.
 func oneLine(text string) string {
 	clean := strings.Map(func(r rune) rune {
 		if r < 0x20 || r == 0x7f {
@@ -152,8 +152,8 @@ func oneLine(text string) string {
 	return ansi.Truncate(strings.TrimSpace(clean), answerWidth/3, "…")
 }
 
-// left lists what the run leaves behind.
-func (r *Run) left(s output.Style, paths Paths) string {
+// results lists files of the run and commands to continue.
+func (r *Run) results(s output.Style, paths Paths) string {
 	run := r.Status.GetRun()
 	var table output.Table
 	add := func(name, value string) {
@@ -174,11 +174,11 @@ func (r *Run) left(s output.Style, paths Paths) string {
 	add("events", "rollout logs tail "+run.GetRunId())
 	switch run.GetState() {
 	case runv1.RunState_RUN_STATE_CANCELLED, runv1.RunState_RUN_STATE_INTERRUPTED, runv1.RunState_RUN_STATE_FAILED:
-		add("go on", s.Cyan("rollout run --resume "+run.GetRunId()))
-	case runv1.RunState_RUN_STATE_PAUSED: // by a refused gradient
+		add("resume", s.Cyan("rollout run --resume "+run.GetRunId()))
+	case runv1.RunState_RUN_STATE_PAUSED: // by a rejected gradient
 		add("change", s.Cyan("rollout run --config FILE --from "+run.GetRunId()))
-		add("try again", s.Cyan("rollout runs resume "+run.GetRunId()))
-		add("give up", s.Cyan("rollout runs cancel "+run.GetRunId()))
+		add("retry", s.Cyan("rollout runs resume "+run.GetRunId()))
+		add("cancel", s.Cyan("rollout runs cancel "+run.GetRunId()))
 	}
 	return "\n" + table.String()
 }

@@ -14,7 +14,7 @@ import (
 
 const (
 	sparkWidth = 40
-	workersMax = 8 // workers shown one by one
+	workersMax = 8 // workers shown individually
 )
 
 // View draws the run as lines of at most width columns.
@@ -27,7 +27,7 @@ func (r *Run) View(s output.Style, width int, zone *time.Location, hint string) 
 	switch waiting := status.GetWaitingFor(); {
 	case waiting != "":
 		lines = append(lines, label(s, "waits for")+waiting+s.Dim(r.waited()))
-	case !Ended(status.GetRun().GetState()): // the lines below keep their places
+	case !Ended(status.GetRun().GetState()): // so that the lines below do not move
 		lines = append(lines, label(s, "waits for")+s.Dim("nothing"))
 	}
 	lines = append(lines, r.progress(s, width))
@@ -35,7 +35,7 @@ func (r *Run) View(s output.Style, width int, zone *time.Location, hint string) 
 	samples, tokens := r.Speed()
 	speed := fmt.Sprintf("%s samples/s  %s tokens/s", output.Count(samples), output.Count(tokens))
 	if t := r.Step["time/step"]; t > 0 {
-		speed += fmt.Sprintf("  %s a step", seconds(t))
+		speed += fmt.Sprintf("  %s per step", seconds(t))
 	}
 	lines = append(lines, label(s, "speed")+speed)
 	if q := status.GetQueues(); q != nil {
@@ -55,7 +55,7 @@ func (r *Run) View(s output.Style, width int, zone *time.Location, hint string) 
 	return strings.Join(lines, "\n") + "\n"
 }
 
-// waited tells for how long the run has waited for what it waits for, once that is worth a word.
+// waited returns how long the run has been waiting, from two seconds on.
 func (r *Run) waited() string {
 	since := r.Status.GetWaitingSince()
 	if since == nil {
@@ -105,7 +105,7 @@ func (r *Run) progress(s output.Style, width int) string {
 	return line
 }
 
-// curves are the sparklines, each with its last value.
+// curves returns the sparklines, each with its last value.
 func (r *Run) curves(s output.Style, width int) []string {
 	var lines []string
 	columns := min(sparkWidth, max(10, width-50))
@@ -170,7 +170,7 @@ func (r *Run) workers(s output.Style) []string {
 	return strings.Split(text, "\n")
 }
 
-// warning is a line for one that was given count times.
+// warning formats a warning that stands for count events.
 func warning(e *eventv1.Event, count uint64, s output.Style, zone *time.Location) string {
 	mark := s.Yellow("warning")
 	if e.GetLevel() >= eventv1.Level_LEVEL_ERROR {

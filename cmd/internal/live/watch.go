@@ -13,15 +13,15 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// cancelPatience is how long a request to stop may take.
-const cancelPatience = 10 * time.Second
+// cancelTimeout is the timeout of a request to stop the run.
+const cancelTimeout = 10 * time.Second
 
-// Watcher shows a run while it goes on.
+// Watcher shows a run while it is active.
 type Watcher struct {
 	Client     *client.Client
 	RunID      string
 	Out        io.Writer
-	In         io.Reader // keys, where Out is a terminal
+	In         io.Reader // keys, if Out is a terminal
 	Terminal   bool
 	JSON       bool
 	Style      output.Style
@@ -32,12 +32,12 @@ type Watcher struct {
 // Outcome is how watching ended.
 type Outcome struct {
 	Run      *Run
-	Detached bool // the user left; the run goes on
+	Detached bool // the user detached; the run continues
 	Stopped  bool // the user asked the run to stop
 }
 
-// Watch shows the run until it has ended, the user detaches, or the server is gone. The first interrupt asks the run to finish
-// its step and stop, the second stops it at once, the third leaves.
+// Watch shows the run until it is over, the user detaches, or the server is lost. The first interrupt stops
+// the run after the current step, the second stops it immediately, the third detaches.
 func (w *Watcher) Watch(ctx context.Context) (*Outcome, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -48,7 +48,7 @@ func (w *Watcher) Watch(ctx context.Context) (*Outcome, error) {
 	return w.lines(ctx, updates)
 }
 
-// lines prints what happens, a line each.
+// lines prints a line per event.
 func (w *Watcher) lines(ctx context.Context, updates <-chan Update) (*Outcome, error) {
 	outcome := &Outcome{Run: &Run{}}
 	interrupts := 0
@@ -98,10 +98,10 @@ func (w *Watcher) lines(ctx context.Context, updates <-chan Update) (*Outcome, e
 	}
 }
 
-// stall tells of a wait that takes long: once after stallFirst, then at twice the time, again and again.
+// stall reports long waits: after stallFirst, then each time the duration has doubled.
 type stall struct {
-	told time.Time     // since when the wait that was told of lasts
-	next time.Duration // after which it is told of again
+	since time.Time     // start of the current wait
+	next  time.Duration // duration at which it is reported next
 }
 
 const stallFirst = 10 * time.Second
@@ -111,10 +111,10 @@ func (t *stall) line(status *runv1.RunStatus, now time.Time, s output.Style, zon
 	if since == nil || status.GetWaitingFor() == "" {
 		return ""
 	}
-	if began := since.AsTime(); !began.Equal(t.told) {
-		t.told, t.next = began, stallFirst
+	if began := since.AsTime(); !began.Equal(t.since) {
+		t.since, t.next = began, stallFirst
 	}
-	spent := now.Sub(t.told)
+	spent := now.Sub(t.since)
 	if spent < t.next {
 		return ""
 	}
@@ -122,7 +122,7 @@ func (t *stall) line(status *runv1.RunStatus, now time.Time, s output.Style, zon
 	return fmt.Sprintf("%s %s waits for %s  %s so far", s.Dim(clock(now, zone)), s.Yellow("still"), status.GetWaitingFor(), output.Duration(spent.Truncate(time.Second)))
 }
 
-// printStatus tells of the first status; later ones tell nothing that an event does not.
+// printStatus prints the first status; later changes are printed as events.
 func (w *Watcher) printStatus(r *Run, status *runv1.RunStatus) {
 	if w.JSON {
 		_ = output.Line(w.Out, "status", status)
@@ -147,7 +147,7 @@ func (w *Watcher) printEvent(r *Run, e *eventv1.Event) {
 
 // stop asks the scheduler to end the run.
 func (w *Watcher) stop(ctx context.Context, drain bool) error {
-	ctx, cancel := context.WithTimeout(ctx, cancelPatience)
+	ctx, cancel := context.WithTimeout(ctx, cancelTimeout)
 	defer cancel()
 	_, err := w.Client.Scheduler.CancelRun(ctx, &runv1.CancelRunRequest{RunId: w.RunID, Drain: drain})
 	return err
@@ -155,7 +155,7 @@ func (w *Watcher) stop(ctx context.Context, drain bool) error {
 
 func stopping(interrupts int) string {
 	if interrupts == 1 {
-		return "finishing the step in hand; press Ctrl-C again to stop at once"
+		return "stopping after the current step; press Ctrl-C again to stop immediately"
 	}
-	return "stopping at once; press Ctrl-C again to leave"
+	return "stopping immediately; press Ctrl-C again to detach"
 }

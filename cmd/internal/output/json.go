@@ -1,4 +1,4 @@
-// Package output writes what commands answer: tables and sentences for people, ProtoJSON for programs.
+// Package output formats the output of commands: styled text and tables, or JSON.
 package output
 
 import (
@@ -11,7 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// marshal writes the contract's names. protojson varies its white space on purpose, so it is taken out.
+// marshal uses proto field names and removes white space, which protojson varies on purpose.
 func marshal(m proto.Message) ([]byte, error) {
 	raw, err := protojson.MarshalOptions{UseProtoNames: true, EmitDefaultValues: true}.Marshal(m)
 	if err != nil {
@@ -39,7 +39,7 @@ func Document(w io.Writer, m proto.Message) error {
 	return err
 }
 
-// Line writes one message as a line of JSON; kind, where it is not empty, is the only key around it.
+// Line writes one message as a line of JSON. If kind is not empty, the line is {kind: message}.
 func Line(w io.Writer, kind string, m proto.Message) error {
 	compact, err := marshal(m)
 	if err != nil {
@@ -52,7 +52,7 @@ func Line(w io.Writer, kind string, m proto.Message) error {
 	return err
 }
 
-// Value writes what is no message of the contracts.
+// Value writes a value as an indented JSON document.
 func Value(w io.Writer, v any) error {
 	e := json.NewEncoder(w)
 	e.SetIndent("", "  ")
@@ -60,14 +60,14 @@ func Value(w io.Writer, v any) error {
 	return e.Encode(v)
 }
 
-// ValueLine writes what is no message of the contracts as a line of JSON.
+// ValueLine writes a value as a line of JSON.
 func ValueLine(w io.Writer, v any) error {
 	e := json.NewEncoder(w)
 	e.SetEscapeHTML(false)
 	return e.Encode(v)
 }
 
-// Any is a message as plain JSON values, to be part of a document of another shape.
+// Any returns a message as JSON, to be embedded in another document.
 func Any(m proto.Message) (any, error) {
 	compact, err := marshal(m)
 	if err != nil {

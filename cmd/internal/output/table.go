@@ -9,7 +9,7 @@ import (
 	"github.com/charmbracelet/x/ansi"
 )
 
-// Table aligns columns of text. Columns that hold numbers are the caller's to format.
+// Table aligns columns of text.
 type Table struct {
 	rows [][]string
 }
@@ -17,7 +17,7 @@ type Table struct {
 // Row appends a row.
 func (t *Table) Row(cells ...string) { t.rows = append(t.rows, cells) }
 
-// String is the table, two spaces between columns, none at line ends.
+// String returns the table with two spaces between columns and none at line ends.
 func (t *Table) String() string {
 	var widths []int
 	for _, row := range t.rows {
@@ -41,7 +41,7 @@ func (t *Table) String() string {
 	return b.String()
 }
 
-// Bytes is a size: "3.2 MB".
+// Bytes formats a size: "3.2 MB".
 func Bytes(n uint64) string {
 	if n < 1000 {
 		return fmt.Sprintf("%d B", n)
@@ -55,7 +55,7 @@ func Bytes(n uint64) string {
 	return fmt.Sprintf("%.1f %s", value, unit)
 }
 
-// Count is a number with separators: "12,300".
+// Count formats a number with separators: "12,300".
 func Count[N int | int64 | uint64 | uint32 | float64](n N) string {
 	digits := fmt.Sprintf("%.0f", float64(n))
 	for i := len(digits) - 3; i > 0 && digits[i-1] != '-'; i -= 3 {
@@ -64,7 +64,7 @@ func Count[N int | int64 | uint64 | uint32 | float64](n N) string {
 	return digits
 }
 
-// Plural is a count and what is counted, as "1 row" and "1,200 rows".
+// Plural formats a count with a noun: "1 row", "1,200 rows".
 func Plural[N int | int64 | uint64 | uint32](n N, one string) string {
 	if n == 1 {
 		return "1 " + one
@@ -72,7 +72,7 @@ func Plural[N int | int64 | uint64 | uint32](n N, one string) string {
 	return Count(n) + " " + one + "s"
 }
 
-// Duration is a time span as people say it: "42 s", "3 min 5 s", "2 h 10 min".
+// Duration formats a time span: "42 s", "3 min 5 s", "2 h 10 min".
 func Duration(d time.Duration) string {
 	switch {
 	case d < 0:
@@ -87,7 +87,7 @@ func Duration(d time.Duration) string {
 	return fmt.Sprintf("%d h %d min", int(d.Hours()), int(d.Minutes())%60)
 }
 
-// Number is a metric in four digits or so.
+// Number formats a metric with about four digits.
 func Number(v float64) string {
 	switch a := max(v, -v); {
 	case v != v:
@@ -104,7 +104,7 @@ func Number(v float64) string {
 	return fmt.Sprintf("%.2e", v)
 }
 
-// Short is the head of a content id, which is enough to tell two apart.
+// Short returns the beginning of a content id.
 func Short(contentID string) string {
 	const head = len("blake3-") + 12
 	return contentID[:min(len(contentID), head)]

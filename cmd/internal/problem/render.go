@@ -1,4 +1,4 @@
-// Package problem prints what is wrong with a configuration and its inputs, as a good compiler does:
+// Package problem prints problems of a configuration and its inputs, like a compiler:
 //
 //	grpo.toml:12:1: unknown key `grp_size` in [sampling]
 //	   12 | grp_size = 8
@@ -19,8 +19,8 @@ import (
 
 const (
 	tabWidth = 4
-	maxWidth = 120 // columns of a line that is shown; longer ones are cut around the place
-	before   = 60  // columns shown before the place where a line is cut
+	maxWidth = 120 // columns of an excerpt; a longer line is cut around the marked text
+	before   = 60  // columns shown before the marked text of a cut line
 )
 
 // Render returns the text of all problems, with a count at the end.
@@ -66,7 +66,7 @@ func one(b *strings.Builder, p *planv1.Problem, s output.Style) {
 	}
 }
 
-// Place is `file:line:column` as far as it is known.
+// Place returns `file:line:column`, as far as it is known.
 func Place(p *planv1.Problem) string {
 	place := p.GetFile()
 	if p.GetLine() > 0 && place != "" {
@@ -78,7 +78,7 @@ func Place(p *planv1.Problem) string {
 	return place
 }
 
-// excerpt shows the line, and marks the text in it.
+// excerpt prints the line and marks the text in it.
 func excerpt(b *strings.Builder, p *planv1.Problem, s output.Style) {
 	runes := []rune(p.GetExcerpt())
 	start := min(max(int(p.GetColumn())-1, 0), len(runes))
@@ -107,7 +107,7 @@ func excerpt(b *strings.Builder, p *planv1.Problem, s output.Style) {
 	fmt.Fprintf(b, "%s%s\n", strings.Repeat(" ", len(gutter)+ansi.StringWidth(left)), s.Yellow(strings.Repeat("^", width)))
 }
 
-// expand makes every character as wide as the terminal shows it.
+// expand replaces tabs and control characters.
 func expand(runes []rune) string {
 	var b strings.Builder
 	for _, r := range runes {
@@ -115,7 +115,7 @@ func expand(runes []rune) string {
 		case r == '\t':
 			b.WriteString(strings.Repeat(" ", tabWidth))
 		case r < 0x20 || r == 0x7f:
-			b.WriteRune('\uFFFD') // a control character could do things to the terminal
+			b.WriteRune('\uFFFD') // could be an escape sequence
 		default:
 			b.WriteRune(r)
 		}

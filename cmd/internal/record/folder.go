@@ -27,17 +27,17 @@ import (
 	storagestore "github.com/rollout-rl/rollout/services/storage/sqlstore"
 )
 
-// Folder reads a state folder. Close it.
+// Folder reads a state folder until Close.
 type Folder struct {
 	state     string
 	runs      *schedulerstore.Store
 	events    *storagestore.Store
 	snapshots *snapshotstore.Store
-	ledgers   *bufferstore.Store // nil: there are none
+	ledgers   *bufferstore.Store // nil: there is no database of ledgers
 }
 
-// Held is nil where a state folder has the databases that a Folder reads.
-func Held(state string) error {
+// Check returns an error if a state folder lacks a database that Folder reads.
+func Check(state string) error {
 	for _, service := range []string{"scheduler", "storage", "snapshot"} {
 		if _, err := os.Stat(filepath.Join(state, "db", service+".sqlite")); err != nil {
 			return exit.New(exit.NoInput, "name the state folder with --state-dir, or a running control plane with --server",
@@ -49,7 +49,7 @@ func Held(state string) error {
 
 // Open opens the databases of a state folder.
 func Open(ctx context.Context, state string) (_ *Folder, err error) {
-	if err := Held(state); err != nil {
+	if err := Check(state); err != nil {
 		return nil, err
 	}
 	place := sqldb.Archive(filepath.Join(state, "db"))
@@ -99,7 +99,7 @@ func (f *Folder) Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.
 		return nil, err
 	}
 	for _, run := range runs {
-		if err := f.asLeft(ctx, run); err != nil {
+		if err := f.interrupt(ctx, run); err != nil {
 			return nil, err
 		}
 	}
@@ -113,22 +113,22 @@ func (f *Folder) Runs(ctx context.Context, page *runv1.ListRunsRequest) (*runv1.
 	return response, nil
 }
 
-// Run implements Reader. Queues are those that it ended with; there are no workers.
+// Run implements Reader. The queues are the last stored ones; there are no workers.
 func (f *Folder) Run(ctx context.Context, name string) (*runv1.RunStatus, error) {
 	run, err := f.runs.Resolve(ctx, name)
 	if err != nil {
 		return nil, err
 	}
-	if err := f.asLeft(ctx, run); err != nil {
+	if err := f.interrupt(ctx, run); err != nil {
 		return nil, err
 	}
 	queues, err := f.runs.Queues(ctx, run.GetRunId())
 	return &runv1.RunStatus{Run: run, Queues: queues}, err
 }
 
-// asLeft shows a run that a dead process left active as what it is, with the steps that its ledger has committed: the record is a
-// little behind. The scheduler writes both down when it starts.
-func (f *Folder) asLeft(ctx context.Context, run *runv1.Run) error {
+// interrupt changes a run that a dead control plane left active to the state and steps that the scheduler
+// will store when it starts: interrupted, with the steps of the ledger, which is ahead of the run's record.
+func (f *Folder) interrupt(ctx context.Context, run *runv1.Run) error {
 	if live.Over(run) {
 		return nil
 	}

@@ -10,7 +10,7 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// Services asks running services. They write snapshots to their own host's disk.
+// Services calls running services. Materialize writes to the disk of the snapshot service.
 type Services struct{ Client *client.Client }
 
 // Runs implements Reader.

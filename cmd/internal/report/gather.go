@@ -1,4 +1,4 @@
-// Package report turns what is stored of a run into a reward curve (PNG) and a page (HTML) that needs no network.
+// Package report writes a report of a run: a reward curve (PNG) and a page with charts (HTML).
 package report
 
 import (
@@ -11,23 +11,23 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// Data is what a report is made of.
+// Data is the content of a report.
 type Data struct {
 	Run    *live.Run
 	Series map[string]Series
-	Kept   []record.Kept // completions of the first and the last step that kept some
+	Kept   []record.Kept // completions of the first and the last step with completions
 }
 
 // Series is one metric by step.
 type Series []Point
 
-// Point is a number at a step.
+// Point is the value of a metric at a step.
 type Point struct{ Step, Value float64 }
 
-// evalsMax is the most evaluations read; their samples make them large.
+// evalsMax limits the evaluations that are read: their samples are large.
 const evalsMax = 10000
 
-// warningsMax is the most warnings read; those that say the same are joined.
+// warningsMax limits the warnings that are read.
 const warningsMax = 1000
 
 // Gather reads a run's status, metrics, evaluations and completions.
@@ -55,7 +55,7 @@ func Gather(ctx context.Context, r record.Reader, name string) (*Data, error) {
 		data.Run.Add(e)
 	}
 	for _, e := range warnings {
-		if e.GetKind() == "log" || e.GetKind() == "group.excluded" || e.GetKind() == "step.flat" { // what the end says is said by the state
+		if e.GetKind() == "log" || e.GetKind() == "group.excluded" || e.GetKind() == "step.flat" { // others repeat the state of the run
 			data.Run.Add(e)
 		}
 	}
@@ -98,7 +98,7 @@ func stored(metrics []*storagev1.Series, name string) bool {
 	return false
 }
 
-// curve is the series that the run is about: reward, or loss where nothing is rewarded.
+// curve returns the main series: the reward, else the loss.
 func (d *Data) curve() (name string, points Series) {
 	if points := d.Series["reward/mean"]; len(points) > 0 && !d.Run.Supervised() {
 		return "reward/mean", points
@@ -106,10 +106,10 @@ func (d *Data) curve() (name string, points Series) {
 	return "loss", d.Series["loss"]
 }
 
-// held is the evaluation's series: of what it is about.
-func (d *Data) held() (name string, points Series) {
+// evalCurve returns the main series of the evaluations.
+func (d *Data) evalCurve() (name string, points Series) {
 	if curve, _ := d.curve(); curve == "loss" && len(d.Series["eval/loss"]) > 0 {
-		return "eval/loss", d.Series["eval/loss"] // beside that of the steps: the two part where rows are learned by heart
+		return "eval/loss", d.Series["eval/loss"] // shown with the training loss; the two diverge with overfitting
 	}
 	for _, name := range live.EvalNames {
 		if points := d.Series[name]; len(points) > 0 {
@@ -119,7 +119,7 @@ func (d *Data) held() (name string, points Series) {
 	return "", nil
 }
 
-// smooth is a running mean over a twentieth of the points to either side.
+// smooth returns a running mean over a twentieth of the points.
 func (s Series) smooth() Series {
 	radius := len(s) / 40
 	out := make(Series, len(s))

@@ -41,7 +41,7 @@ type answer struct {
 	BeforeGood, AfterGood, Comparable bool
 }
 
-// signed is an advantage as text.
+// signed formats an advantage.
 func signed(v *float64) string {
 	if v == nil {
 		return "-"
@@ -49,7 +49,7 @@ func signed(v *float64) string {
 	return fmt.Sprintf("%+.3f", *v)
 }
 
-// panels are the charts, in order: a title, the metrics in it, what to know about it.
+// panels are the charts in order: title, metrics, explanation.
 var panels = []struct {
 	title, note string
 	metrics     []string
@@ -74,7 +74,7 @@ func (d *Data) HTML(w io.Writer) error {
 	run := d.Run.Status.GetRun()
 	err := page.Execute(w, map[string]any{
 		"Name": run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "",
-		"Told": d.told(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(), "Kept": d.Kept,
+		"Notes": d.notes(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(), "Kept": d.Kept,
 	})
 	if err != nil {
 		return fmt.Errorf("write the page: %w", err)
@@ -82,8 +82,8 @@ func (d *Data) HTML(w io.Writer) error {
 	return nil
 }
 
-// told says what became of a run that did not make all its steps: how it ended, why, and what was warned of.
-func (d *Data) told() []string {
+// notes describes how a run ended that did not succeed, and its warnings.
+func (d *Data) notes() []string {
 	run := d.Run.Status.GetRun()
 	var lines []string
 	switch run.GetState() {
@@ -143,7 +143,7 @@ func (d *Data) panels() []panel {
 	name, points := d.curve()
 	main := []line{{name: name, class: "raw", points: points}, {name: name, class: "a", points: points.smooth()}}
 	note := name + " while training"
-	if evalName, evals := d.held(); len(evals) > 0 && (name != "loss" || evalName == "eval/loss") {
+	if evalName, evals := d.evalCurve(); len(evals) > 0 && (name != "loss" || evalName == "eval/loss") {
 		main = append(main, line{name: evalName, class: "b", points: evals, dots: true})
 		note += " (blue), " + evalName + " on held-out rows (orange)"
 	}

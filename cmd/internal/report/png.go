@@ -48,7 +48,7 @@ func (d *Data) PNG(w io.Writer) error {
 	if err := addLine(p, points.smooth(), blue, vg.Points(2), name+" while training"); err != nil {
 		return err
 	}
-	if evalName, evals := d.held(); len(evals) > 0 {
+	if evalName, evals := d.evalCurve(); len(evals) > 0 {
 		if err := addLine(p, evals, orange, vg.Points(2), evalName+" on held-out rows"); err != nil {
 			return err
 		}
@@ -73,7 +73,7 @@ func (d *Data) PNG(w io.Writer) error {
 			p.Y.Max = 1.02
 		}
 	}
-	_, evals := d.held()
+	_, evals := d.evalCurve()
 	p.Legend.Top = low(xys(points.smooth()), xys(evals), (p.Y.Min+p.Y.Max)/2)
 	p.Legend.Padding, p.Legend.XOffs, p.Legend.YOffs = vg.Points(3), vg.Points(-8), vg.Points(8)
 	canvas := vgimg.PngCanvas{Canvas: vgimg.NewWith(vgimg.UseWH(9*vg.Inch, 5*vg.Inch), vgimg.UseDPI(dotsPerInch))}
@@ -84,7 +84,7 @@ func (d *Data) PNG(w io.Writer) error {
 	return nil
 }
 
-// low reports whether curves run below the middle on their right, where the legend is: there it stands on top.
+// low reports whether the curves end in the lower half, so that the legend is placed at the top.
 func low(curve, evals plotter.XYs, middle float64) bool {
 	sum, n := 0.0, 0
 	for _, values := range []plotter.XYs{curve, evals} {
@@ -95,7 +95,7 @@ func low(curve, evals plotter.XYs, middle float64) bool {
 	return n > 0 && sum/float64(n) < middle
 }
 
-// addText writes a sentence where a curve would be.
+// addText writes a sentence instead of a curve.
 func addText(p *plot.Plot, text string) error {
 	p.X.Min, p.X.Max, p.Y.Min, p.Y.Max = 0, 1, 0, 1
 	labels, err := plotter.NewLabels(plotter.XYLabels{XYs: plotter.XYs{{X: 0.5, Y: 0.5}}, Labels: []string{text}})
@@ -125,7 +125,7 @@ func addLine(p *plot.Plot, points Series, c color.Color, width vg.Length, label 
 	return nil
 }
 
-// xys leaves out what can't be drawn.
+// xys omits values that cannot be drawn.
 func xys(points Series) plotter.XYs {
 	var out plotter.XYs
 	for _, p := range points {

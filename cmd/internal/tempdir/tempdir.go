@@ -1,7 +1,8 @@
-// Package tempdir makes folders for work that is thrown away, and removes those that a killed process left behind.
+// Package tempdir makes temporary folders, and removes those that killed processes left behind.
 //
-// Each holds a file `lock` that its process has locked, and whoever inherits it; the kernel lets go when the last of them dies.
-// The file names the host, as some file systems that several share keep their locks from each other: those of others stay.
+// Each folder has a file `lock`, which its process and the child processes that inherit it have locked; the
+// kernel releases the lock when the last of them dies. The file contains the host name: some shared file
+// systems do not share locks, so folders of other hosts are not removed.
 package tempdir
 
 import (
@@ -12,13 +13,14 @@ import (
 	"syscall"
 )
 
-// Folder is a new, empty folder, but for its lock.
+// Folder is a temporary folder. It is empty except for its lock.
 type Folder struct {
 	Path string
 	lock *os.File
 }
 
-// Make removes the folders in parent that begin with prefix and that nobody holds, and makes another.
+// Make makes a folder in parent whose name begins with prefix. It first removes such folders that are
+// not locked.
 func Make(parent, prefix string) (*Folder, error) {
 	sweep(parent, prefix)
 	path, err := os.MkdirTemp(parent, prefix)
@@ -26,20 +28,20 @@ func Make(parent, prefix string) (*Folder, error) {
 		return nil, err
 	}
 	f := &Folder{Path: path}
-	if err := f.hold(); err != nil {
+	if err := f.acquire(); err != nil {
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Remove())
 	}
 	return f, nil
 }
 
-// hold locks the file before it has its name: nobody finds one that is not held yet.
-func (f *Folder) hold() (err error) {
+// acquire locks the file before it has its final name, so that no other process finds it unlocked.
+func (f *Folder) acquire() (err error) {
 	before, name := filepath.Join(f.Path, ".lock"), filepath.Join(f.Path, lockName)
 	if f.lock, err = os.OpenFile(before, os.O_CREATE|os.O_RDWR, 0o600); err != nil {
 		return err
 	}
 	if err := syscall.Flock(int(f.lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
-		return nil //nolint:nilerr // a file system without locks: such a folder is never taken for one that is left
+		return nil //nolint:nilerr // a file system without locks; without the lock file the folder is never removed by another process
 	}
 	if _, err := f.lock.WriteString(host()); err != nil {
 		return err
@@ -47,7 +49,7 @@ func (f *Folder) hold() (err error) {
 	return os.Rename(before, name)
 }
 
-// host names this machine; "" where it has no name, and then nothing is swept.
+// host returns the host name; "" if it is unknown, and then no folders are removed.
 func host() string {
 	name, _ := os.Hostname()
 	return name
@@ -55,10 +57,10 @@ func host() string {
 
 const lockName = "lock"
 
-// Lock is what a child process inherits that works in the folder, so that it is held for as long as the child lives.
+// Lock returns the lock file. A child process that inherits it keeps the folder locked.
 func (f *Folder) Lock() *os.File { return f.lock }
 
-// Remove removes the folder with all that is in it.
+// Remove removes the folder and its content.
 func (f *Folder) Remove() error {
 	err := os.RemoveAll(f.Path)
 	if f.lock != nil {
@@ -67,7 +69,7 @@ func (f *Folder) Remove() error {
 	return err
 }
 
-// sweep removes what dead processes left. What can't be removed stays: it is in nobody's way.
+// sweep removes folders of dead processes. Errors are ignored.
 func sweep(parent, prefix string) {
 	left, _ := filepath.Glob(filepath.Join(quoted(parent), prefix+"*", lockName))
 	for _, name := range left {
@@ -85,7 +87,7 @@ func sweep(parent, prefix string) {
 	}
 }
 
-// quoted is a path as a pattern that matches it alone.
+// quoted escapes a path for filepath.Glob.
 func quoted(path string) string {
 	var out []byte
 	for _, b := range []byte(path) {

@@ -12,7 +12,7 @@ func there(path string) bool {
 	return err == nil
 }
 
-func TestFoldersThatNobodyHoldsAreRemoved(t *testing.T) {
+func TestUnlockedFoldersAreRemoved(t *testing.T) {
 	t.Parallel()
 	parent := filepath.Join(t.TempDir(), "a [strange] *name")
 	if err := os.Mkdir(parent, 0o700); err != nil {
@@ -26,7 +26,7 @@ func TestFoldersThatNobodyHoldsAreRemoved(t *testing.T) {
 		}
 		return f
 	}
-	held, inherited, dead := make(), make(), make()
+	locked, inherited, dead := make(), make(), make()
 	child := exec.CommandContext(t.Context(), "cat") // until its stdin ends
 	child.ExtraFiles = []*os.File{inherited.Lock()}
 	stdin, err := child.StdinPipe()
@@ -46,8 +46,8 @@ func TestFoldersThatNobodyHoldsAreRemoved(t *testing.T) {
 		}
 	}
 	another := make()
-	if there(dead.Path) || !there(held.Path) || !there(inherited.Path) || !there(another.Path) {
-		t.Errorf("dead %v, held %v, inherited %v", there(dead.Path), there(held.Path), there(inherited.Path))
+	if there(dead.Path) || !there(locked.Path) || !there(inherited.Path) || !there(another.Path) {
+		t.Errorf("dead %v, locked %v, inherited %v", there(dead.Path), there(locked.Path), there(inherited.Path))
 	}
 	for _, name := range []string{".infer-notes", ".infer-other/spec.json", "other/lock", ".infer-elsewhere/lock"} {
 		if !there(filepath.Join(parent, name)) {
@@ -59,9 +59,9 @@ func TestFoldersThatNobodyHoldsAreRemoved(t *testing.T) {
 		t.Error(err)
 	}
 	if last := make(); there(inherited.Path) || !there(last.Path) {
-		t.Error("what a child held stays when it has left")
+		t.Error("what a child locked stays when it has left")
 	}
-	if err := held.Remove(); err != nil || there(held.Path) {
+	if err := locked.Remove(); err != nil || there(locked.Path) {
 		t.Errorf("%v", err)
 	}
 }

@@ -12,8 +12,8 @@ import (
 func TestGist(t *testing.T) {
 	t.Parallel()
 	for want, kind := range map[string]*configv1.AlgorithmConfig{
-		"GRPO with 8 samples per prompt, 3 steps of 32 prompts, sync":             {Kind: &configv1.AlgorithmConfig_Grpo{}},
-		"PPO with 1 sample per prompt, 3 steps of 32 prompts, sync":               {Kind: &configv1.AlgorithmConfig_Ppo{Ppo: &configv1.PpoConfig{}}},
+		"GRPO with 8 samples per prompt, 3 steps of 32 prompts, sync":           {Kind: &configv1.AlgorithmConfig_Grpo{}},
+		"PPO with 1 sample per prompt, 3 steps of 32 prompts, sync":             {Kind: &configv1.AlgorithmConfig_Ppo{Ppo: &configv1.PpoConfig{}}},
 		"supervised fine-tuning on reference answers, 3 steps of 32 rows, sync": {Kind: &configv1.AlgorithmConfig_Sft{Sft: &configv1.SftConfig{}}},
 		"reward model, 3 steps of 32 pairs, sync":                               {Kind: &configv1.AlgorithmConfig_RewardModel{}},
 		"KTO, 3 steps of 32 rows, sync":                                         {Kind: &configv1.AlgorithmConfig_Kto{Kto: &configv1.KtoConfig{}}},

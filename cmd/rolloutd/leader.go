@@ -17,8 +17,8 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// elected names the targets of which one replica acts. Where the database is a file of this process's state folder the folder's lock
-// says who that is, and nobody is elected.
+// elected reports whether replicas of a target elect a leader. With SQLite they do not: the lock of the
+// state folder allows one process only.
 func (m *mesh) elected(target string) bool {
 	if !m.replicated() {
 		return false
@@ -35,14 +35,15 @@ func (m *mesh) replicated() bool {
 	return !files
 }
 
-// leasable is a store with a lease.
+// leasable is a store with a leader lease.
 type leasable[S any] interface {
 	Lease() *lease.Table
 	Fenced(fence sqldb.Fence) S
 	Close() error
 }
 
-// elect hosts a service that make builds over a store: as it is, or where replicas are possible an instance for each term.
+// elect hosts a service that make builds on a store. Where replicas are possible, it builds an instance
+// for each term in which this process leads.
 func elect[S leasable[S], T lease.Service](m *mesh, name string, store S, shape func(grpc.ServiceRegistrar), make func(S) (T, error)) (hosted, error) {
 	if !m.elected(name) {
 		s, err := make(store)
@@ -54,13 +55,13 @@ func elect[S leasable[S], T lease.Service](m *mesh, name string, store S, shape 
 		Shape:     shape,
 		Make:      func(epoch uint64) (lease.Service, error) { return make(store.Fenced(table.Fence(epoch))) },
 		Forward:   func() (grpc.ClientConnInterface, error) { return m.dialer.Conn(name) },
-		Began:     func(ctx context.Context, epoch uint64) func() { return m.lead(ctx, name, epoch) },
+		Began:     func(ctx context.Context, epoch uint64) func() { return m.registerLeader(ctx, name, epoch) },
 	})}, nil
 }
 
-// lead tells the world that this process leads a service, until what it returns is called.
-func (m *mesh) lead(ctx context.Context, name string, epoch uint64) (ended func()) {
-	m.tell(name, eventv1.Level_LEVEL_INFO, epoch, "leads")
+// registerLeader registers this process as the leader of a service until ended is called.
+func (m *mesh) registerLeader(ctx context.Context, name string, epoch uint64) (ended func()) {
+	m.emitLeader(name, eventv1.Level_LEVEL_INFO, epoch, "became leader")
 	registered, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	done := make(chan struct{})
 	go func() {
@@ -71,37 +72,37 @@ func (m *mesh) lead(ctx context.Context, name string, epoch uint64) (ended func(
 		if err == nil {
 			r.Wait()
 		} else if registered.Err() == nil {
-			m.log.Error("the leader can't be registered, and will not be found", "service", name, "error", err)
+			m.log.Error("the leader could not be registered; calls will not reach it", "service", name, "error", err)
 		}
 	}()
-	withdraw := context.AfterFunc(ctx, cancel) // before the work has ended: no new calls
+	withdraw := context.AfterFunc(ctx, cancel) // stop new calls before the work ends
 	return func() {
 		withdraw()
 		cancel()
 		<-done
 		if errors.Is(context.Cause(ctx), lease.ErrNotLeader) {
-			m.tell(name, eventv1.Level_LEVEL_WARN, epoch, "stepped down, another replica leads")
+			m.emitLeader(name, eventv1.Level_LEVEL_WARN, epoch, "stepped down: another replica leads")
 			return
 		}
-		m.tell(name, eventv1.Level_LEVEL_INFO, epoch, "set its lease free")
+		m.emitLeader(name, eventv1.Level_LEVEL_INFO, epoch, "released its lease")
 	}
 }
 
-func (m *mesh) tell(service string, level eventv1.Level, epoch uint64, what string) {
+func (m *mesh) emitLeader(service string, level eventv1.Level, epoch uint64, what string) {
 	m.events.Emit(&eventv1.Event{
 		Service: service, Level: level, Kind: "leader", Message: fmt.Sprintf("%s at %s %s (epoch %d)", service, m.endpoints.grpc, what, epoch),
 		Attributes: map[string]string{"epoch": strconv.FormatUint(epoch, 10), "address": m.endpoints.grpc, "process": m.process},
 	})
 }
 
-// instance is what a target of this process registers in discovery.
+// instance returns the discovery entry of a target of this process.
 func (m *mesh) instance(name string) discovery.Service {
-	host, port, _ := net.SplitHostPort(m.endpoints.grpc) // made by net.JoinHostPort
+	host, port, _ := net.SplitHostPort(m.endpoints.grpc) // from net.JoinHostPort
 	n, _ := strconv.Atoi(port)
 	return discovery.Service{Name: name, ID: name + "-" + m.process, Address: host, Port: n, Meta: maps.Clone(m.meta)}
 }
 
-// identify draws what tells this process from others.
+// identify sets the unique id of this process.
 func (m *mesh) identify(pid string) {
 	m.process = id.New(m.began)
 	m.meta = map[string]string{"process": m.process, "pid": pid, "version": version}
