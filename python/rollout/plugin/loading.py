@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 from rollout.errors import Place
 from rollout.plugin.place import definition, last_frame, one_line
@@ -34,6 +34,26 @@ def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFu
     comes first in ``sys.path`` while it is imported and last afterwards, so that it can import its neighbours without
     hiding installed packages from anybody else.
     """
+    function, name = _load(plugin, base_dir)
+    try:
+        inspect.signature(function).bind([])
+    except TypeError:
+        raise RewardImportError(
+            f"`{name}` can't be called with one list of samples: it is `{name}{inspect.signature(function)}`",
+            fix=f"write `def {name}(samples)`, where each sample has `prompt`, `completion` and the dataset's `row`",
+            place=definition(function),
+        ) from None
+    except ValueError:  # of a builtin, which does not say
+        pass
+    return cast(RewardFunction, function)
+
+
+def load_object(plugin: str, base_dir: str | os.PathLike[str] = ".") -> Any:
+    """Import ``file.py:name`` like :func:`load_reward`, without checking what it takes: a tool or an environment."""
+    return _load(plugin, base_dir)[0]
+
+
+def _load(plugin: str, base_dir: str | os.PathLike[str]) -> tuple[Any, str]:
     file, name = split_plugin(plugin)
     path = Path(os.path.abspath(os.path.join(base_dir, file)))
     module = _import(path, file)
@@ -50,17 +70,7 @@ def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFu
             else f"make it a function: `def {name}(samples)`"
         )
         raise RewardImportError(f"`{name}` is of type {kind}, which can't be called", fix=fix, place=Place(str(path)))
-    try:
-        inspect.signature(function).bind([])
-    except TypeError:
-        raise RewardImportError(
-            f"`{name}` can't be called with one list of samples: it is `{name}{inspect.signature(function)}`",
-            fix=f"write `def {name}(samples)`, where each sample has `prompt`, `completion` and the dataset's `row`",
-            place=definition(function),
-        ) from None
-    except ValueError:  # of a builtin, which does not say
-        pass
-    return cast(RewardFunction, function)
+    return function, name
 
 
 def _import(path: Path, file: str) -> ModuleType:

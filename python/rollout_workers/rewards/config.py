@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rollout.config.v1.run_config_pb2 import RewardConfig, RewardPartConfig, ScoringModelConfig
 from rollout_workers.rewards.composite import Composite, Part
-from rollout_workers.rewards.pool import RewardPool
+from rollout_workers.rewards.plugin import RewardPool
 from rollout_workers.rewards.rewards import Rewards, RewardSource, Scorer
 
 Worker = Callable[[int], RewardSource]

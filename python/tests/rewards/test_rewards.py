@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pickle
 import socket
 import struct
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 from rollout.environment import Result
 from rollout.plugin import RewardImportError
 from rollout_testing.waiting import until
-from rollout_workers.rewards.pool import RewardPool
+from rollout_workers.rewards.plugin import RewardPool
 from rollout_workers.rewards.rewards import RewardGroup, Rewards, Scorable
 
 PLUGIN = """
@@ -195,8 +194,8 @@ def _alive(pid: int) -> bool:
 def test_a_reward_process_ends_with_its_worker(cut: int) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen([sys.executable, "-m", "rollout_workers.rewards.child"], stdin=theirs.fileno())
-    body = pickle.dumps({"plugin": "reward.py:f", "base_dir": "/nowhere"})
+        process = subprocess.Popen([sys.executable, "-m", "rollout.plugin.child"], stdin=theirs.fileno())
+    body = b"Load\0" + json.dumps([{"plugin": "reward.py:f", "base_dir": "/nowhere"}]).encode()
     ours.sendall((struct.pack("<Q", len(body)) + body)[:cut])
     ours.close()  # as when the worker is killed
     try:

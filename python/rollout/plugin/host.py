@@ -1,0 +1,160 @@
+"""The user's code behind ``rollout.plugin.v1``. All three ways to run a plugin call a ``Host``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rollout.environment import Environment, StatefulEnvironment
+from rollout.plugin import wire
+from rollout.plugin.calling import call_reward, call_reward_async
+from rollout.plugin.loading import load_object, load_reward, split_plugin
+from rollout.plugin.score import RewardFunction
+from rollout.plugin.v1 import plugin_pb2 as pb
+from rollout.plugin.wire import PluginError, PluginSchema, PluginUnknown, PluginUnsupported
+
+Source = Mapping[str, str]
+"""``{"kind": "reward", "plugin": "file.py:name", "base_dir": "/..."}`` or ``{"expression": "..."}``. kind: also ``environment``,
+``tool``, ``evaluation``; a reward if it is missing."""
+NO_DEADLINE = 1e9
+_KINDS = {
+    "reward": pb.PLUGIN_KIND_REWARD,
+    "environment": pb.PLUGIN_KIND_ENVIRONMENT,
+    "tool": pb.PLUGIN_KIND_TOOL,
+    "evaluation": pb.PLUGIN_KIND_EVALUATION,
+}
+RESPONSES: dict[str, type[Message]] = {
+    "Handshake": pb.HandshakeResponse,
+    "Reward": pb.RewardResponse,
+    "ResetEnvironment": pb.ResetEnvironmentResponse,
+    "StepEnvironment": pb.StepEnvironmentResponse,
+    "CloseEnvironment": pb.CloseEnvironmentResponse,
+    "SaveEnvironment": pb.SaveEnvironmentResponse,
+    "LoadEnvironment": pb.LoadEnvironmentResponse,
+    "CallTool": pb.CallToolResponse,
+    "Evaluate": pb.EvaluateResponse,
+}
+"""Methods of PluginService and their responses; requests are named alike (``request_type``)."""
+
+
+def request_type(method: str) -> type[Message]:
+    """The request message of a method."""
+    return getattr(pb, f"{method}Request")
+
+
+class Host:
+    """Plugins by kind and name. Methods take and return messages; they raise ``RolloutError``."""
+
+    def __init__(self, plugins: Mapping[tuple[str, str], Any], executor: Executor | None = None) -> None:
+        """plugins: (kind, name) -> function, or environment. executor: runs blocking functions; None: the caller's thread."""
+        self._plugins, self._executor = dict(plugins), executor
+
+    @classmethod
+    def load(cls, sources: Sequence[Source], executor: Executor | None = None) -> Host:
+        """Import plugins. Raises ``RewardImportError``, ``ExpressionError``."""
+        return cls(dict(_load(source) for source in sources), executor)
+
+    async def call(self, method: str, request: Any) -> Message:
+        """Answer one call."""
+        match method:
+            case "Handshake":
+                return self._handshake(request)
+            case "Reward":
+                scores = await self._score(self._find("reward", request.plugin), request)
+                return pb.RewardResponse(scores=wire.scores_to(scores))
+            case "Evaluate":
+                scores = await self._score(self._find("evaluation", request.plugin), request)
+                mean = sum(score.reward for score in scores) / len(scores)
+                return pb.EvaluateResponse(scores=wire.scores_to(scores), metrics={"score": mean})
+            case "CallTool":
+                return pb.CallToolResponse(results=[await self._call_tool(call) for call in request.calls])
+            case _:
+                return await self._environment(method, self._find("environment", request.plugin), request)
+
+    def _find(self, kind: str, name: str) -> Any:
+        found = [plugin for (k, n), plugin in self._plugins.items() if k == kind and name in (n, "")]
+        if len(found) != 1:
+            names = ", ".join(n for k, n in self._plugins if k == kind) or "none"
+            raise PluginUnknown(f"there is no {kind} {name!r}", fix=f"name one of: {names}")
+        return found[0]
+
+    def _handshake(self, request: pb.HandshakeRequest) -> pb.HandshakeResponse:
+        if request.schema_version != wire.SCHEMA_VERSION:
+            text = f"the caller speaks version {request.schema_version} of rollout.plugin.v1, this service {wire.SCHEMA_VERSION}"
+            raise PluginSchema(text, fix="update the older of the two")
+        infos = [
+            pb.PluginInfo(
+                kind=_KINDS[kind],
+                name=name,
+                description=inspect.getdoc(plugin) or "" if kind == "tool" else "",
+                parameters_json=getattr(plugin, "parameters_json", "") if kind == "tool" else "",
+                saves_state=isinstance(plugin, StatefulEnvironment),
+            )
+            for (kind, name), plugin in self._plugins.items()
+        ]
+        return pb.HandshakeResponse(schema_version=wire.SCHEMA_VERSION, plugins=infos)
+
+    async def _score(self, function: RewardFunction, request: Any) -> list[Any]:
+        samples = wire.samples_of(request.groups)
+        if self._executor is None and not inspect.iscoroutinefunction(function):
+            return call_reward(function, samples)
+        return await call_reward_async(function, samples, timeout_seconds=NO_DEADLINE, executor=self._executor)
+
+    async def _call_tool(self, call: pb.ToolCall) -> pb.ToolResult:
+        function = self._find("tool", call.tool)
+        try:
+            result = function(**json.loads(call.arguments_json or "{}"))
+            if inspect.isawaitable(result):
+                result = await result
+        except Exception as error:  # of the policy's call, unless the tool says otherwise
+            reason = getattr(error, "reason", "TOOL_RAISED")
+            return pb.ToolResult(
+                call_id=call.call_id, content=f"{type(error).__name__}: {error}", reason=reason,
+                infrastructure=bool(getattr(error, "infrastructure", False)),
+            )  # fmt: skip
+        return pb.ToolResult(call_id=call.call_id, content=result if isinstance(result, str) else json.dumps(result))
+
+    async def _environment(self, method: str, environment: Environment, request: Any) -> Message:
+        try:
+            match method:
+                case "ResetEnvironment":
+                    starts = await environment.reset([wire.task_from(task) for task in request.tasks])
+                    return pb.ResetEnvironmentResponse(starts=[wire.start_to(start) for start in starts])
+                case "StepEnvironment":
+                    answers = await environment.step([wire.turn_from(turn) for turn in request.turns])
+                    return pb.StepEnvironmentResponse(answers=[wire.answer_to(answer) for answer in answers])
+                case "CloseEnvironment":
+                    await environment.close([(episode.task, episode.sample) for episode in request.episodes])
+                    return pb.CloseEnvironmentResponse()
+                case _ if not isinstance(environment, StatefulEnvironment):
+                    raise PluginUnsupported(f"the environment does not implement {method}")
+                case "SaveEnvironment":
+                    return pb.SaveEnvironmentResponse(state=json.dumps(dict(environment.state_dict())).encode())
+                case _:
+                    environment.load_state_dict(json.loads(request.state))
+                    return pb.LoadEnvironmentResponse()
+        except PluginError:
+            raise
+        except Exception as error:
+            failed = PluginError(f"{method} raised {type(error).__name__}: {error}")
+            failed.__dict__["reason"] = getattr(error, "reason", "ENVIRONMENT_FAILED")
+            raise failed from error
+
+
+def _load(source: Source) -> tuple[tuple[str, str], Any]:
+    kind = source.get("kind", "reward")
+    if "expression" in source:
+        from rollout.expression import Expression
+
+        return (kind, "expression"), Expression(source["expression"])
+    plugin, base_dir = source["plugin"], source.get("base_dir", ".")
+    name = split_plugin(plugin)[1]
+    if kind in ("reward", "evaluation"):
+        return (kind, name), load_reward(plugin, base_dir)
+    found = load_object(plugin, base_dir)
+    return (kind, name), found() if kind == "environment" and isinstance(found, type) else found

@@ -1,0 +1,253 @@
+# pyright: basic
+"""Plugin calls as messages of ``rollout.plugin.v1``: samples, scores, environments, and failures."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from rollout.environment import Observation, Outcome, Refusal, Result, Task, Turn
+from rollout.errors import Place, RolloutError
+from rollout.plugin.score import (
+    RewardError,
+    RewardFailed,
+    RewardImportError,
+    RewardShapeError,
+    RewardTimeout,
+    Sample,
+    Score,
+    Step,
+)
+from rollout.plugin.v1 import plugin_pb2 as pb
+from rollout.trajectory.v1 import trajectory_pb2
+
+SCHEMA_VERSION = 1
+DOMAIN = "rollout"
+_OUTCOMES: dict[str, trajectory_pb2.Outcome.ValueType] = {
+    "completed": trajectory_pb2.OUTCOME_COMPLETED,
+    "truncated": trajectory_pb2.OUTCOME_TRUNCATED,
+    "aborted": trajectory_pb2.OUTCOME_ABORTED,
+    "infra_failed": trajectory_pb2.OUTCOME_INFRA_FAILED,
+}
+_NAMES = {number: name for name, number in _OUTCOMES.items()}
+_CODES = {"PLUGIN_UNKNOWN": code_pb2.NOT_FOUND, "PLUGIN_UNSUPPORTED": code_pb2.UNIMPLEMENTED}
+
+
+class PluginError(RolloutError):
+    """A failure of a plugin call. ``reason`` is the plugin's own, if it gave one."""
+
+    reason = "PLUGIN_FAILED"
+
+
+class PluginUnknown(PluginError):
+    """The service has no plugin of that kind and name."""
+
+    reason = "PLUGIN_UNKNOWN"
+
+
+class PluginUnsupported(PluginError):
+    """The plugin does not implement the call."""
+
+    reason = "PLUGIN_UNSUPPORTED"
+
+
+class PluginSchema(PluginError):
+    """The service speaks another version of the contract."""
+
+    reason = "PLUGIN_SCHEMA"
+
+
+class PluginTimeout(PluginError):
+    """The call did not return within its deadline."""
+
+    reason = "PLUGIN_TIMEOUT"
+
+
+class PluginUnavailable(PluginError):
+    """The plugin's process has ended or can't be reached."""
+
+    reason = "PLUGIN_UNAVAILABLE"
+
+
+_ERRORS: dict[str, type[RolloutError]] = {
+    error.reason: error
+    for error in (
+        RewardFailed,
+        RewardImportError,
+        RewardShapeError,
+        RewardTimeout,
+        PluginUnknown,
+        PluginUnsupported,
+        PluginSchema,
+        PluginTimeout,
+        PluginUnavailable,
+    )
+}
+
+
+def timeout_error(method: str, seconds: float, what: str) -> RolloutError:
+    """What a call that missed its deadline raises."""
+    text = f"{what} took longer than {seconds:g} s"
+    if method in ("Reward", "Load"):
+        return RewardTimeout(text, fix="make it faster or raise `reward.timeout_seconds`")
+    return PluginTimeout(text, fix="make it faster or raise its timeout")
+
+
+def ended_error(method: str, text: str, fix: str) -> RolloutError:
+    """What a call raises whose process has ended."""
+    return RewardFailed(text, fix=fix) if method in ("Reward", "Load") else PluginUnavailable(text, fix=fix)
+
+
+def describe(method: str, request: Any) -> str:
+    """A call in words, for errors."""
+    if method == "Reward":
+        return f"the reward of {sum(len(group.samples) for group in request.groups)} samples"
+    return "importing the plugin" if method == "Load" else f"the plugin's {method}"
+
+
+def status_of(error: BaseException) -> status_pb2.Status:
+    """An exception as a status with ErrorInfo."""
+    reason = getattr(error, "reason", None)
+    reason = reason if isinstance(reason, str) and reason else PluginError.reason
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
+    message = str(error)
+    if isinstance(error, RolloutError):
+        message, info.metadata["fix"] = error.message, error.fix
+        if error.place is not None:
+            place = error.place
+            info.metadata.update(file=place.file, line=str(place.line), column=str(place.column), text=place.text)
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    return status_pb2.Status(code=_CODES.get(reason, code_pb2.FAILED_PRECONDITION), message=message, details=[detail])
+
+
+def error_of(status: status_pb2.Status) -> RolloutError:
+    """The exception that a status stands for."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.type_url.endswith("/google.rpc.ErrorInfo"):
+            detail.Unpack(info)
+    data = dict(info.metadata)
+    place = Place(data["file"], int(data["line"]), int(data["column"]), data["text"]) if "text" in data else None
+    kind = _ERRORS.get(info.reason)
+    if info.reason == "REWARD_EXPRESSION":
+        from rollout.expression import ExpressionError
+
+        kind = ExpressionError
+    if kind is not None:
+        return kind(status.message, fix=data.get("fix", ""), place=place)
+    error = PluginError(status.message, fix=data.get("fix", ""), place=place)
+    error.__dict__["reason"] = info.reason or PluginError.reason
+    return error
+
+
+def reward_error(error: RolloutError) -> RewardError:
+    """The same error as one of a reward."""
+    return error if isinstance(error, RewardError) else RewardFailed(error.message, fix=error.fix, place=error.place)
+
+
+def samples_of(groups: Iterable[pb.RewardGroup]) -> list[Sample]:
+    """Samples of a request, in order."""
+    found: list[Sample] = []
+    for group in groups:
+        row = json.loads(group.row_json)
+        found.extend(Sample(s.prompt, s.completion, row, array("i", s.token_ids)) for s in group.samples)
+    return found
+
+
+def scores_to(scores: Sequence[Score]) -> list[pb.RewardScore]:
+    """Scores as messages."""
+    return [_score_to(score.reward, score.metrics, score.token_rewards, score.steps) for score in scores]
+
+
+def _score_to(reward: float, metrics: Any, token_rewards: Sequence[float], steps: Sequence[Step]) -> pb.RewardScore:
+    made = pb.RewardScore(reward=reward)
+    if metrics:
+        made.metrics.update(metrics)
+    if token_rewards:
+        made.token_rewards.extend(token_rewards)
+    for step in steps:
+        made.steps.add(start=step.start, end=step.end, reward=step.reward)
+    return made
+
+
+def scores_from(messages: Iterable[pb.RewardScore]) -> list[Score]:
+    """Scores from messages; plain ones of the same number are one object, as they are for the caller."""
+    known: dict[str, Score] = {}
+    found: list[Score] = []
+    for m in messages:
+        if m.metrics or m.token_rewards or m.steps:
+            steps = tuple(Step(s.start, s.end, s.reward) for s in m.steps)
+            found.append(Score(m.reward, dict(m.metrics), tuple(m.token_rewards), steps))
+        else:
+            found.append(known.setdefault(m.reward.hex(), Score(m.reward)))
+    return found
+
+
+def _ids(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+
+
+def task_to(task: Task) -> pb.EnvironmentTask:
+    return pb.EnvironmentTask(key=task.key, row_json=task.row_json, row=task.row, samples=task.samples, seeds=task.seeds)
+
+
+def task_from(m: pb.EnvironmentTask) -> Task:
+    return Task(m.key, m.row_json, tuple(m.samples), tuple(m.seeds), m.row)
+
+
+def observation_to(observation: Observation) -> pb.EnvironmentObservation:
+    return pb.EnvironmentObservation(text=observation.text, token_ids=observation.token_ids.astype("<i4").tobytes())
+
+
+def observation_from(m: pb.EnvironmentObservation) -> Observation:
+    return Observation(_ids(m.token_ids), m.text)
+
+
+def start_to(start: Observation | Refusal) -> pb.EnvironmentStart:
+    if isinstance(start, Refusal):
+        return pb.EnvironmentStart(refusal=pb.EnvironmentRefusal(reason=start.reason, message=start.message))
+    return pb.EnvironmentStart(observation=observation_to(start))
+
+
+def start_from(m: pb.EnvironmentStart) -> Observation | Refusal:
+    return Refusal(m.refusal.reason, m.refusal.message) if m.HasField("refusal") else observation_from(m.observation)
+
+
+def turn_to(turn: Turn) -> pb.EnvironmentTurn:
+    return pb.EnvironmentTurn(
+        task=task_to(turn.task),
+        sample=turn.sample,
+        number=turn.number,
+        prompt=turn.prompt,
+        text=turn.text,
+        token_ids=turn.token_ids.astype("<i4").tobytes(),
+        truncated=turn.truncated,
+        prompt_ids=turn.prompt_ids.astype("<i4").tobytes(),
+    )
+
+
+def turn_from(m: pb.EnvironmentTurn) -> Turn:
+    return Turn(task_from(m.task), m.sample, m.number, m.prompt, _ids(m.token_ids), m.text, m.truncated, _ids(m.prompt_ids))
+
+
+def answer_to(answer: Observation | Result) -> pb.EnvironmentAnswer:
+    if isinstance(answer, Observation):
+        return pb.EnvironmentAnswer(observation=observation_to(answer))
+    score = _score_to(answer.reward, answer.metrics, answer.token_rewards, answer.steps)
+    result = pb.EnvironmentResult(outcome=_OUTCOMES[answer.outcome], score=score, reason=answer.reason)
+    return pb.EnvironmentAnswer(result=result)
+
+
+def answer_from(m: pb.EnvironmentAnswer) -> Observation | Result:
+    if m.HasField("observation"):
+        return observation_from(m.observation)
+    [score] = scores_from([m.result.score])
+    outcome = cast(Outcome, _NAMES[m.result.outcome])
+    return Result(score.reward, score.metrics, outcome, m.result.reason, tuple(score.token_rewards), steps=tuple(score.steps))

@@ -1,0 +1,91 @@
+"""Rewards that plugins compute.
+
+A reward is user code: it may hang, crash, print, or hold the interpreter for seconds. In a child process none of that reaches the
+sampling loop, and a call that takes too long is killed. Expressions run there too, so a slow one delays nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rollout.errors import RolloutError
+from rollout.plugin import Score, wire
+from rollout.plugin.child import ChildProcess
+from rollout.plugin.host import Source
+from rollout.plugin.runner import Runner
+from rollout.plugin.v1 import plugin_pb2 as pb
+from rollout_workers.rewards.rewards import RewardGroup
+
+_PROCESSES = 4
+
+
+class PluginRewards:
+    """A :class:`RewardSource` over one runner: in process, a child, or a sidecar."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    async def start(self) -> None:
+        """Start the runner. Raises ``RewardError``."""
+        try:
+            await self._runner.start()
+        except RolloutError as error:
+            raise wire.reward_error(error) from error
+
+    async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
+        """One call of the plugin over all samples. Raises ``RewardError``."""
+        request = pb.RewardRequest(
+            groups=[
+                pb.RewardGroup(
+                    row_json=group.row_json,
+                    samples=[
+                        pb.RewardSample(prompt=s.prompt, completion=s.completion, token_ids=s.token_ids) for s in group.samples
+                    ],
+                )
+                for group in groups
+            ]
+        )
+        try:
+            response = await self._runner.call("Reward", request, timeout)
+        except RolloutError as error:
+            raise wire.reward_error(error) from error
+        return wire.scores_from(response.scores)
+
+    async def close(self) -> None:
+        """Stop the runner."""
+        await self._runner.close()
+
+
+class RewardPool:
+    """A :class:`RewardSource` of child processes: as many as calls overlap, at most four."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._idle: list[ChildProcess] = []
+        self._slots = asyncio.Semaphore(_PROCESSES)
+
+    async def start(self) -> None:
+        """Start one process and load the reward. Raises ``RewardError``."""
+        self._idle.append(await self._begin())
+
+    async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
+        """One call of the function over all samples. Raises ``RewardError``."""
+        async with self._slots:
+            process = self._idle.pop() if self._idle else await self._begin()
+            try:
+                return await PluginRewards(process).call(groups, timeout)
+            finally:
+                if not process.broken:
+                    self._idle.append(process)
+
+    async def close(self) -> None:
+        """Kill the processes."""
+        for process in self._idle:
+            process.kill()
+        self._idle.clear()
+
+    async def _begin(self) -> ChildProcess:
+        process = ChildProcess([self._source])
+        await PluginRewards(process).start()
+        return process
