@@ -1,5 +1,6 @@
-// Package apikey is the keys with which people and their programs call a control plane. A key is 256 random bits, shown once; a file
-// keeps its hash, name and scope (Keep), and every process that is called reads that file again when it has changed (Ring).
+// Package apikey is the keys with which people and their programs call a control plane. A key is
+// 256 random bits, shown once; a file keeps its hash, name and scope (Keep), and every process that
+// is called reads that file again when it has changed (Ring).
 package apikey
 
 import (
@@ -50,7 +51,7 @@ var (
 	ErrScope   = rpcerr.New(codes.InvalidArgument, "API_KEY_SCOPE", "a scope is read, submit or admin")
 	ErrName    = rpcerr.New(codes.InvalidArgument, "API_KEY_NAME", "a name is at most 64 of a-z, 0-9, and . @ _ - between")
 	ErrExists  = rpcerr.New(codes.AlreadyExists, "API_KEY_EXISTS", "there is a key of that name")
-	ErrMissing = rpcerr.New(codes.NotFound, "API_KEY_MISSING", "there is no key of that name")
+	ErrMissing = rpcerr.New(codes.NotFound, "API_KEY_MISSING", "no key has that name")
 	ErrFile    = rpcerr.New(codes.FailedPrecondition, "API_KEY_FILE", "the file of API keys can't be used")
 )
 
@@ -67,7 +68,7 @@ type Record struct {
 	Project string    `json:"project,omitempty"` // whose runs the key may use; empty: the default project
 }
 
-// Keep is a file of keys. Who changes it holds a lock beside it.
+// Keep is a file of keys. Changes are made under a lock file in the same folder.
 type Keep struct{ Path string }
 
 // List is the keys that are there; none where the file is not. ErrFile.
@@ -89,7 +90,8 @@ func (k Keep) List() ([]Record, error) {
 	return list, nil
 }
 
-// Create makes a key and keeps its hash. The key is not to be had again. ErrName, ErrScope, ErrExists.
+// Create makes a key and keeps its hash. The key cannot be shown again. ErrName, ErrScope,
+// ErrExists.
 func (k Keep) Create(who string, scope Scope, now time.Time) (key string, err error) {
 	if !name.MatchString(who) {
 		return "", ErrName
@@ -107,12 +109,12 @@ func (k Keep) Create(who string, scope Scope, now time.Time) (key string, err er
 	})
 }
 
-// Revoke takes a key out: whoever has it is refused from the next call on. ErrMissing.
+// Revoke removes a key; the next call with it is refused. ErrMissing.
 func (k Keep) Revoke(who string) error {
 	return k.change(func(list []Record) ([]Record, error) {
 		rest := slices.DeleteFunc(slices.Clone(list), func(r Record) bool { return r.Name == who })
 		if len(rest) == len(list) {
-			return nil, ErrMissing.WithMessage("there is no key of the name %s", who).Fix("`rollout keys list` shows them")
+			return nil, ErrMissing.WithMessage("no key is named %s", who).Fix("`rollout keys list` shows them")
 		}
 		return rest, nil
 	})
@@ -147,7 +149,8 @@ func (k Keep) change(by func([]Record) ([]Record, error)) error {
 	return nil
 }
 
-// Ring is the keys of a file as a process checks them. Its methods may be called from many goroutines.
+// Ring is the keys of a file as a process checks them. Its methods may be called from many
+// goroutines.
 type Ring struct {
 	keep Keep
 
@@ -160,8 +163,8 @@ type Ring struct {
 // Open makes a Ring; the file need not be there yet.
 func Open(path string) *Ring { return &Ring{keep: Keep{path}} }
 
-// Find is whose key a text is. All keys are compared, each in constant time. A file that can't be read any more lets nobody in.
-// ErrFile.
+// Find returns the owner of a key. All keys are compared, each in constant time. If the file can no
+// longer be read, every key is refused. ErrFile.
 func (r *Ring) Find(key string) (found Record, ok bool, err error) {
 	list, err := r.current()
 	sum := sha256.Sum256([]byte(key))

@@ -85,7 +85,8 @@ func TestKeysComeAndGo(t *testing.T) {
 	}
 }
 
-// The file of keys is a list of rollout.key.v1.ApiKey in JSON; records without a project belong to the default project.
+// The file of keys is a list of rollout.key.v1.ApiKey in JSON; records without a project belong to
+// the default project.
 func TestRecordsAreApiKeys(t *testing.T) {
 	t.Parallel()
 	data, err := os.ReadFile("../../schemas/golden/contracts.json")

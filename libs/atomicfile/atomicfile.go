@@ -7,8 +7,9 @@ import (
 	"path/filepath"
 )
 
-// Write puts data into path under a temporary name beside it, fsynced and then renamed: whoever reads finds what was there before or
-// all of data. mode counts whatever the umask. The folder must be there; no temporary file stays where it fails.
+// Write puts data into path under a temporary name in the same folder, fsynced and then renamed: a
+// reader finds the previous content or all of data. mode counts whatever the umask. The folder must
+// be there; no temporary file stays where it fails.
 func Write(path string, data []byte, mode os.FileMode) error {
 	tmp, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*") // 0600
 	if err != nil {

@@ -4,8 +4,8 @@
 //
 // Check is a pure function of the rows (Evidence). Gather reads them from running services.
 //
-// Digests are computed from their specification in docs/wire.md, not with the code of the buffer, so
-// that a mistake there can't hide itself.
+// Digests are computed from their specification in docs/wire.md, not with the code of the buffer,
+// so that a mistake there can't hide itself.
 package audit
 
 import (
@@ -17,7 +17,7 @@ import (
 // Evidence holds all rows of a run.
 type Evidence struct {
 	Run       *runv1.Run
-	Ledger    *bufferv1.LedgerRecord // nil: there is none
+	Ledger    *bufferv1.LedgerRecord // nil if the run has no ledger
 	Segments  []*bufferv1.SegmentRecord
 	Weights   []*bufferv1.WeightsRecord
 	Steps     []*bufferv1.StepRecord
@@ -37,7 +37,7 @@ type Report struct {
 	RunID    string           `json:"run_id"`
 	Name     string           `json:"name"`
 	State    string           `json:"state"`
-	Whole    bool             `json:"whole"` // there are no breaks
+	Whole    bool             `json:"whole"` // no breaks were found
 	Steps    uint64           `json:"steps"` // committed by this run
 	Chain    string           `json:"chain"`
 	Digest   string           `json:"weights_digest"`

@@ -20,7 +20,8 @@ const (
 	dissolved = bufferv1.GroupState_GROUP_STATE_DISSOLVED
 )
 
-// zeroAdvantage is the reason for which dynamic sampling excludes a group: all its rewards are equal.
+// zeroAdvantage is the reason for which dynamic sampling excludes a group: all its rewards are
+// equal.
 const zeroAdvantage = "ZERO_ADVANTAGE"
 
 // rows indexes the evidence. Of duplicate rows the first is in the index.
@@ -87,8 +88,8 @@ func (l layout) positional() bool {
 	return l.config.GetOrder() == bufferv1.LeaseOrder_LEASE_ORDER_POSITION
 }
 
-// dynamic reports whether the window of a step grows past excluded groups (dynamic sampling): its end
-// is then in its record.
+// dynamic reports whether the window of a step grows past excluded groups (dynamic sampling): its
+// end is then in its record.
 func (l layout) dynamic() bool { return l.config.GetDrawBatches() > 0 }
 
 // end returns the first position after the window of a step; with dynamic sampling, of the last

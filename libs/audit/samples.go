@@ -117,7 +117,8 @@ func (c sampleCheck) sample(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord, s
 	}
 }
 
-// receipt compares the weights receipt of a sample with the recorded weights. Step s trains version s-1.
+// receipt compares the weights receipt of a sample with the recorded weights. Step s trains version
+// s-1.
 func (c sampleCheck) receipt(g *bufferv1.GroupRecord, s *bufferv1.SampleRecord) {
 	at := c.ofSample(s)
 	digest, known := c.weightsOf[s.GetReceiptVersion()]

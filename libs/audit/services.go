@@ -17,7 +17,8 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// reasonNoLedger is the reason with which the buffer refuses to export a ledger that does not exist.
+// reasonNoLedger is the reason with which the buffer refuses to export a ledger that does not
+// exist.
 const reasonNoLedger = "LEDGER_NOT_FOUND"
 
 // Services are the clients that Gather calls.
@@ -91,8 +92,8 @@ func (s Services) snapshots(ctx context.Context, run *runv1.Run) (out []*snapsho
 	return out, nil
 }
 
-// readArtifact reads an artifact to its end if whole, else its first chunk: the index of the storage
-// service may list content that its disk has lost.
+// readArtifact reads an artifact to its end if whole, else its first chunk: the index of the
+// storage service may list content that its disk has lost.
 func (s Services) readArtifact(ctx context.Context, content string, whole bool) (read uint64, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -129,8 +130,8 @@ func (e *Evidence) Add(rows *bufferv1.ExportLedgerResponse) {
 }
 
 // CheckFiles calls read for each file of the run's snapshots and records the result; count adds the
-// bytes read to the report. removed reports whether a snapshot was deleted since it was listed, which
-// an active run does.
+// bytes read to the report. removed reports whether a snapshot was deleted since it was listed,
+// which an active run does.
 func (e *Evidence) CheckFiles(count bool, read func(content string) (uint64, error), removed func(snapshot string) bool) error {
 	done := map[string]bool{}
 	for _, s := range e.Snapshots {

@@ -35,8 +35,8 @@ func (c snapshotCheck) records() {
 	}
 }
 
-// files checks that all snapshot files exist with their content: a recovery reads them, and payloads
-// that they cover have been deleted.
+// files checks that all snapshot files exist with their content: a recovery reads them, and
+// payloads that they cover have been deleted.
 func (c snapshotCheck) files() {
 	c.report.Files = c.Files
 	for _, s := range c.Snapshots {

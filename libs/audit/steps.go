@@ -15,8 +15,8 @@ type stepCheck struct {
 	*findings
 }
 
-// chain checks that committed steps are numbered without a gap, that each chain link is made from the
-// previous one, and that each weights digest is the recorded one.
+// chain checks that committed steps are numbered without a gap, that each chain link is made from
+// the previous one, and that each weights digest is the recorded one.
 func (c stepCheck) chain() {
 	expected, link, checked := c.config.GetFirstStep()+1, "", map[uint64]bool{}
 	for _, s := range c.Steps {
@@ -122,8 +122,8 @@ func (c stepCheck) batches() {
 	}
 }
 
-// chainLink is blake3 over "rollout.chain.v1", the previous link, the step as 8 bytes little-endian,
-// the batch and the weights digest.
+// chainLink is blake3 over "rollout.chain.v1", the previous link, the step as 8 bytes
+// little-endian, the batch and the weights digest.
 func chainLink(previous string, s *bufferv1.StepRecord) string {
 	h := id.NewHasher()
 	b := binary.LittleEndian.AppendUint64([]byte("rollout.chain.v1"+previous), s.GetStep())
@@ -131,8 +131,8 @@ func chainLink(previous string, s *bufferv1.StepRecord) string {
 	return h.ID()
 }
 
-// batchID is blake3 over "rollout.batch.v1" and, for each sample, epoch, index, attempt, sample, part
-// and CRC-32C as 8-byte little-endian integers.
+// batchID is blake3 over "rollout.batch.v1" and, for each sample, epoch, index, attempt, sample,
+// part and CRC-32C as 8-byte little-endian integers.
 func batchID(samples []*bufferv1.SampleRecord) string {
 	h := id.NewHasher()
 	b := []byte("rollout.batch.v1")

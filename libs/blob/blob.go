@@ -1,7 +1,7 @@
 // Package blob is the port to byte storage: whole, immutable objects under slash-separated keys.
 //
-// Adapters are folders beside this file (files, s3, gcs) and pass the suite in blobtest. CAS builds content addressing on any of
-// them.
+// The adapters are the folders files, s3 and gcs, and pass the suite in blobtest. CAS builds
+// content addressing on any of them.
 package blob
 
 import (
@@ -49,21 +49,23 @@ type Range struct {
 
 // Reader reads blobs. Its methods may be called from many goroutines.
 type Reader interface {
-	// Get opens a range of a blob; the caller closes it. Where the store keeps a checksum, the Read that meets the end of a whole
-	// blob gives ErrCorrupt instead of io.EOF when the bytes do not have it. ErrNotFound, ErrBadRange.
+	// Get opens a range of a blob; the caller closes it. Where the store keeps a checksum, the Read
+	// that meets the end of a whole blob gives ErrCorrupt instead of io.EOF when the bytes do not have
+	// it. ErrNotFound, ErrBadRange.
 	Get(ctx context.Context, key string, r Range) (io.ReadCloser, error)
 	// Stat describes a blob without reading it. ErrNotFound.
 	Stat(ctx context.Context, key string) (Info, error)
-	// List yields the blobs whose key begins with prefix (a plain string prefix, no folder), sorted by key. It ends after its
-	// first error.
+	// List yields the blobs whose key begins with prefix (a plain string prefix, no folder), sorted by
+	// key. It ends after its first error.
 	List(ctx context.Context, prefix string) iter.Seq2[Info, error]
 }
 
 // Writer writes blobs. Its methods may be called from many goroutines.
 type Writer interface {
-	// Put creates a blob from r; when it returns nil the bytes are durable and visible as a whole. A key is written once: where it
-	// is taken, ErrExists, and of writers at the same time exactly one wins. Nothing is visible after an error; but after
-	// ErrUnavailable, or when ctx ended while a store behind a network answered, the blob may be there, as a whole.
+	// Put creates a blob from r; when it returns nil the bytes are durable and visible as a whole. A
+	// key is written once: where it is taken, ErrExists, and of writers at the same time exactly one
+	// wins. Nothing is visible after an error; but after ErrUnavailable, or when ctx ended while a
+	// store behind a network answered, the blob may be there, as a whole.
 	Put(ctx context.Context, key string, r io.Reader) (Info, error)
 	// Delete removes a blob. Deleting what is not there is no error.
 	Delete(ctx context.Context, key string) error
@@ -77,8 +79,8 @@ type Store interface {
 
 // FilePutter is a Store that can take over a local file without copying it.
 type FilePutter interface {
-	// PutFile is Put of a local file. The file stays; it may share its storage with the blob from now on and must not be written
-	// to again (removing it is fine).
+	// PutFile is Put of a local file. The file stays; it may share its storage with the blob from now
+	// on and must not be written to again (removing it is fine).
 	PutFile(ctx context.Context, key, path string) (Info, error)
 }
 

@@ -15,17 +15,19 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// ErrBadID says that a string is no content id.
+// ErrBadID reports that a string is not a content id.
 var ErrBadID = rpcerr.New(codes.InvalidArgument, "CONTENT_ID_INVALID", `a content id is "blake3-" and 64 hex digits`)
 
-// CAS is a content-addressed store: the id of a blob is the hash of its bytes, so writing twice is writing once.
+// CAS is a content-addressed store: the id of a blob is the hash of its bytes, so writing twice is
+// writing once.
 type CAS struct {
 	store Store
 	spool string
 }
 
-// NewCAS addresses the blobs of store by content, under keys "cas/ab/blake3-ab...". spool is an existing local directory where
-// streams of unknown content wait for their id; on the store's own file system they then move instead of being copied.
+// NewCAS addresses the blobs of store by content, under keys "cas/ab/blake3-ab...". spool is an
+// existing local directory where streams of unknown content wait for their id; on the store's own
+// file system they then move instead of being copied.
 func NewCAS(store Store, spool string) *CAS { return &CAS{store: store, spool: spool} }
 
 // Key is the key that the content has in the underlying store. ErrBadID.
@@ -48,7 +50,8 @@ func (c *CAS) PutBytes(ctx context.Context, data []byte) (string, error) {
 	return content, ignoreExists(err)
 }
 
-// PutFile stores a local file: it is hashed once, and taken over without a copy where the store can (see FilePutter).
+// PutFile stores a local file: it is hashed once, and taken over without a copy where the store can
+// (see FilePutter).
 func (c *CAS) PutFile(ctx context.Context, path string) (content string, size int64, err error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -90,8 +93,9 @@ func (c *CAS) Put(ctx context.Context, r io.Reader) (content string, size int64,
 	return c.PutFile(ctx, tmp.Name())
 }
 
-// Open reads a content from its beginning and verifies it on the way: the Read that meets the end gives ErrCorrupt instead of
-// io.EOF where the bytes do not have the id. What was read before that is not verified yet. ErrNotFound.
+// Open reads a content from its beginning and verifies it on the way: the Read that meets the end
+// gives ErrCorrupt instead of io.EOF where the bytes do not have the id. What was read before that
+// is not verified yet. ErrNotFound.
 func (c *CAS) Open(ctx context.Context, content string) (io.ReadCloser, error) {
 	key, err := c.Key(content)
 	if err != nil {

@@ -5,12 +5,13 @@ import (
 	"time"
 )
 
-// questionWait is how long a question about streams and consumers stays without an answer before it is put again. To make a stream with
-// three replicas takes some tenths of a second.
+// questionWait is how long to wait for the answer to a request about streams and consumers before
+// it is sent again. Creating a stream with three replicas takes a few tenths of a second.
 const questionWait = 5 * time.Second
 
-// ask puts a question that may be put twice, and puts it again while no answer comes and ctx lasts; where ctx has no deadline, once
-// again. While the servers of a cluster elect their own leader questions are lost, and the client itself would wait until ctx ends.
+// ask sends an idempotent request and repeats it until there is an answer or ctx ends; if ctx has
+// no deadline, it repeats it once. Requests are lost while the servers of a cluster elect their
+// leader, and the client itself would wait until ctx ends.
 func ask[T any](ctx context.Context, question func(context.Context) (T, error)) (T, error) {
 	_, ends := ctx.Deadline()
 	for put := 1; ; put++ {

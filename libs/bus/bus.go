@@ -1,7 +1,8 @@
-// Package bus is the streams between processes: NATS JetStream, in this process (StartEmbedded) or anywhere (Connect).
+// Package bus connects processes through streams of NATS JetStream, embedded in this process
+// (StartEmbedded) or elsewhere (Connect).
 //
-// A message body is one protobuf message; the trace context travels in the headers. Streams and consumers with the reasons for
-// their settings stand in streams.go.
+// A message body is one protobuf message; the trace context travels in the headers. streams.go
+// configures the streams and consumers and gives the reason for each setting.
 package bus
 
 import (
@@ -23,30 +24,31 @@ import (
 // Errors of the bus, compared with errors.Is.
 var (
 	ErrUnavailable = rpcerr.New(codes.Unavailable, "BUS_UNAVAILABLE", "the NATS server does not answer").RetryAfter(time.Second)
-	ErrNoStream    = rpcerr.New(codes.NotFound, "BUS_STREAM_NOT_FOUND", "no such stream or consumer; EnsureRun makes those of a run")
+	ErrNoStream    = rpcerr.New(codes.NotFound, "BUS_STREAM_NOT_FOUND", "the stream or consumer does not exist; EnsureRun creates those of a run")
 	ErrToken       = rpcerr.New(codes.Unauthenticated, "BUS_UNAUTHENTICATED", "the NATS server refused the credentials").
 			Fix("check nats.token, nats.user with its password, or nats.nkey against the server's users")
 	ErrTLS = rpcerr.New(codes.FailedPrecondition, "BUS_TLS",
-		"no TLS with the NATS server: it asks for it or does not speak it, or a certificate is not of the expected authority")
+		"TLS with the NATS server failed: only one side uses it, or a certificate is not signed by the expected authority")
 	ErrReplicas = rpcerr.New(codes.FailedPrecondition, "BUS_REPLICAS",
 		"the NATS servers can't keep that many replicas; add nodes or lower nats.replicas")
 	ErrFull = rpcerr.New(codes.ResourceExhausted, "BUS_FULL",
-		"the NATS servers have no room for it: max_file, the account's storage or the number of its streams is used up").RetryAfter(time.Second).
-		Fix("raise max_file of the servers' jetstream block, or the limits of the account; `rollout doctor` says which")
-	ErrLimits = rpcerr.New(codes.FailedPrecondition, "BUS_LIMITS", "the limits of the NATS account refuse a stream as rollout makes it").
-			Fix("give the account no max_stream_bytes below 1 GiB and no max_bytes_required; `rollout doctor` says which")
-	ErrTooLarge = rpcerr.New(codes.InvalidArgument, "BUS_MESSAGE_TOO_LARGE", "the message is above the bus's limit")
-	ErrBody     = rpcerr.New(codes.InvalidArgument, "BUS_BAD_BODY", "the message's body is not of the expected type")
+		"the NATS servers are full: max_file, the storage of the account, or its number of streams is exhausted").RetryAfter(time.Second).
+		Fix("raise max_file of the servers' jetstream block, or the limits of the account; run `rollout doctor` to find out which")
+	ErrLimits = rpcerr.New(codes.FailedPrecondition, "BUS_LIMITS", "the limits of the NATS account do not allow the streams that rollout creates").
+			Fix("give the account no max_stream_bytes below 1 GiB and no max_bytes_required; run `rollout doctor` to find out which")
+	ErrTooLarge = rpcerr.New(codes.InvalidArgument, "BUS_MESSAGE_TOO_LARGE", "the message is larger than the limit of the bus")
+	ErrBody     = rpcerr.New(codes.InvalidArgument, "BUS_BAD_BODY", "the message body does not have the expected type")
 )
 
 // maxAsync is how many publishes may wait for their acks; more block the publisher.
 const maxAsync = 1024
 
-// ackWait is how long the stream may take to say that it has a message. A server that died in between never does.
+// ackWait is how long a stream may take to acknowledge a message, in case its server dies before it
+// does.
 const ackWait = 5 * time.Second
 
-// Bus is a connection. Its methods may be called from many goroutines. It reconnects for ever, in a cluster to any node; meanwhile
-// calls wait until their context ends.
+// Bus is a connection. Its methods may be called from many goroutines. It reconnects forever, in a
+// cluster to any node; until then calls wait until their context ends.
 type Bus struct {
 	nc       *nats.Conn
 	js       jetstream.JetStream
@@ -55,7 +57,8 @@ type Bus struct {
 	failover *failover
 }
 
-// Connect connects, trying again until ctx ends while nobody listens. Refused credentials fail at once (ErrToken, ErrTLS).
+// Connect connects to a server and retries until ctx ends if none listens. Refused credentials fail
+// at once (ErrToken, ErrTLS).
 func Connect(ctx context.Context, o Options) (*Bus, error) {
 	log := orDiscard(o.Log)
 	options, err := o.options(log)
@@ -91,15 +94,15 @@ func Connect(ctx context.Context, o Options) (*Bus, error) {
 // Close sends what is buffered and closes the connection.
 func (b *Bus) Close() {
 	if b.nc.IsConnected() {
-		_ = b.nc.FlushTimeout(time.Second) // what was published with an ack is there already
+		_ = b.nc.FlushTimeout(time.Second) // acknowledged messages are stored already
 	}
 	b.nc.Close()
 }
 
-// Conn is the plain NATS connection.
+// Conn returns the underlying NATS connection.
 func (b *Bus) Conn() *nats.Conn { return b.nc }
 
-// JetStream is the client below this package, for what it does not wrap.
+// JetStream returns the underlying client, for functions that this package does not wrap.
 func (b *Bus) JetStream() jetstream.JetStream { return b.js }
 
 // Healthy reports whether the connection is up.
@@ -118,10 +121,10 @@ const (
 
 	codeNoPeers    = 10005 // insufficient resources: fewer nodes than replicas
 	codeNoReplicas = 10074 // replicas > 1 not supported in non-clustered mode
-	codeInProcess  = 10158 // a message of this id is being replicated: a later try tells whether it was stored
+	codeInProcess  = 10158 // a message of this id is being replicated; a later try finds out if it was stored
 )
 
-// mapError turns the client's errors into this package's; context errors stay.
+// mapError converts the client's errors to this package's errors. Context errors are unchanged.
 func mapError(err error) error {
 	var api *jetstream.APIError
 	switch {
@@ -144,13 +147,14 @@ func mapError(err error) error {
 		return ErrFull.Wrap(err)
 	case errors.As(err, &api) && (api.ErrorCode == codeMaxBytesRequired || api.ErrorCode == codeStreamTooLarge):
 		return ErrLimits.Wrap(err)
-	case errors.As(err, &api) && (api.Code == http.StatusServiceUnavailable || api.ErrorCode == codeInProcess): // between two leaders
+	case errors.As(err, &api) && (api.Code == http.StatusServiceUnavailable || api.ErrorCode == codeInProcess): // a leader is being elected
 		return ErrUnavailable.Wrap(err)
 	}
 	return err
 }
 
-// full reports whether a server refuses because a limit is used up. Some such refusals have the code of a server that can't answer.
+// full reports whether the server refused because a limit is reached. Some of these errors have the
+// code of an unavailable server.
 func full(e *jetstream.APIError) bool {
 	switch e.ErrorCode {
 	case codeAccountFull, codeFull, codeStreams, codeMemory, codeStorage:

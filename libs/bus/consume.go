@@ -13,7 +13,7 @@ import (
 	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
-// Consumer is a durable place in a stream, shared by all who pull from it.
+// Consumer is a durable consumer of a stream, shared by all clients that pull from it.
 type Consumer struct {
 	bus  *Bus
 	c    jetstream.Consumer
@@ -45,9 +45,10 @@ func (b *Bus) consumer(ctx context.Context, stream, name string) (*Consumer, err
 	return &Consumer{bus: b, c: c, name: full}, nil
 }
 
-// Fetch returns what is there, at most limit deliveries; while nothing is there it waits, at most wait (nil, nil after that).
-// It never waits for a batch to fill. ErrNoStream when the stream was deleted, ErrUnavailable while the server is gone; one of
-// several servers through which nobody has answered for 10 s is left for another.
+// Fetch returns up to limit available deliveries. If there are none it waits for up to wait, then
+// returns nil, nil. It never waits for a batch to fill. It returns ErrNoStream if the stream was
+// deleted and ErrUnavailable while the server is away. After 10 s without a responder the
+// connection moves to another server of the cluster.
 func (c *Consumer) Fetch(ctx context.Context, limit int, wait time.Duration) ([]*Delivery, error) {
 	got, err := c.collect(c.c.FetchNoWait(limit))
 	if err != nil || len(got) > 0 {
@@ -62,7 +63,7 @@ func (c *Consumer) Fetch(ctx context.Context, limit int, wait time.Duration) ([]
 		return got, err
 	}
 	rest, err := c.collect(c.c.FetchNoWait(limit - 1))
-	if err != nil { // what came is good; the next call meets the error again
+	if err != nil { // return the first delivery; the next call fails the same way
 		return got, nil
 	}
 	return append(got, rest...), nil
@@ -85,13 +86,13 @@ func (c *Consumer) collect(batch jetstream.MessageBatch, err error) ([]*Delivery
 	return nil, fmt.Errorf("fetch from %s: %w", c.name, mapError(err))
 }
 
-// Depth is how much is in a consumer's queue, in messages.
+// Depth counts the messages of a consumer.
 type Depth struct {
 	Waiting   uint64 // not delivered yet
 	Delivered uint64 // delivered and not acked
 }
 
-// Depth asks the server.
+// Depth requests the counts from the server.
 func (c *Consumer) Depth(ctx context.Context) (Depth, error) {
 	info, err := ask(ctx, c.c.Info)
 	if err != nil {
@@ -100,11 +101,12 @@ func (c *Consumer) Depth(ctx context.Context) (Depth, error) {
 	return Depth{Waiting: info.NumPending, Delivered: uint64(max(0, info.NumAckPending))}, nil
 }
 
-// Delivery is a message that is ours until its ack wait passes: then it goes to somebody else, unless it was acked or
-// Progress was called. Exactly one of Ack, Nak and Term ends it.
+// Delivery is a message that belongs to this consumer until its ack wait ends. Then it is
+// redelivered, unless it was acked or Progress was called. Exactly one of Ack, Nak and Term ends
+// it.
 type Delivery struct{ msg jetstream.Msg }
 
-// Decode reads the body. ErrBody: Term it, it will not get better.
+// Decode reads the body. On ErrBody call Term, because a redelivery fails the same way.
 func (d *Delivery) Decode(into proto.Message) error {
 	if err := proto.Unmarshal(d.msg.Data(), into); err != nil {
 		return fmt.Errorf("message on %s: %w", d.msg.Subject(), ErrBody.Wrap(err))
@@ -121,7 +123,7 @@ func (d *Delivery) Subject() string { return d.msg.Subject() }
 // Header is a header's first value.
 func (d *Delivery) Header(key string) string { return d.msg.Headers().Get(key) }
 
-// Context carries the publisher's trace on.
+// Context returns ctx with the publisher's trace.
 func (d *Delivery) Context(ctx context.Context) context.Context {
 	return propagator.Extract(ctx, HeaderCarrier(d.msg.Headers()))
 }
@@ -142,13 +144,14 @@ func (d *Delivery) Sequence() uint64 {
 	return 0
 }
 
-// Ack ends it. The ack is sent, not confirmed: where it is lost the message comes again.
+// Ack ends the delivery. The ack is sent but not confirmed; if it is lost the message is
+// redelivered.
 func (d *Delivery) Ack() error { return mapError(d.msg.Ack()) }
 
-// AckConfirmed ends it and waits for the server to say so.
+// AckConfirmed ends the delivery and waits for the server's confirmation.
 func (d *Delivery) AckConfirmed(ctx context.Context) error { return mapError(d.msg.DoubleAck(ctx)) }
 
-// Nak gives it back; it comes again to anybody after delay.
+// Nak returns the message to the stream, which redelivers it to any consumer after delay.
 func (d *Delivery) Nak(delay time.Duration) error {
 	if delay <= 0 {
 		return mapError(d.msg.Nak())
@@ -156,8 +159,9 @@ func (d *Delivery) Nak(delay time.Duration) error {
 	return mapError(d.msg.NakWithDelay(delay))
 }
 
-// Progress starts its ack wait anew.
+// Progress restarts the ack wait.
 func (d *Delivery) Progress() error { return mapError(d.msg.InProgress()) }
 
-// Term ends it for good as not to be processed; reason reaches the server's advisories.
+// Term drops the message as one that cannot be processed; the server's advisories contain the
+// reason.
 func (d *Delivery) Term(reason string) error { return mapError(d.msg.TermWithReason(reason)) }

@@ -15,14 +15,15 @@ import (
 	"github.com/rollout-rl/rollout/libs/cert"
 )
 
-// EmbeddedOptions says how the server inside this process behaves. The zero value: loopback, a free port, no token.
+// EmbeddedOptions configures the embedded server. The zero value means loopback, a free port, and
+// no token.
 type EmbeddedOptions struct {
 	Host  string       // "" is 127.0.0.1
 	Port  int          // 0 picks a free port
-	Token string       // asked of every client; "" asks for none
+	Token string       // required from every client; "" for none
 	TLS   *cert.Source // of the listener; nil: plain text
-	// NoSync gives up the fsync of each stored message: what was acknowledged then survives the death of the process, but not
-	// that of the machine.
+	// NoSync skips the fsync of each stored message: acknowledged messages then survive the death of
+	// the process, but not a power cut.
 	NoSync bool
 	Log    *slog.Logger // nil discards
 }
@@ -35,11 +36,12 @@ type Embedded struct {
 
 const (
 	readyTimeout = 10 * time.Second
-	tlsTimeout   = 5 * time.Second // of a handshake; the server's own 2 s are short for a busy host
+	tlsTimeout   = 5 * time.Second // of a handshake; the default of 2 s is too short for a busy host
 )
 
-// StartEmbedded starts a server that keeps its streams in files under dir, and returns when it takes connections (some 30 ms).
-// Streams of an earlier server on the same dir are there again. One server a dir.
+// StartEmbedded starts a server that keeps its streams in files under dir, and returns when it
+// accepts connections, after about 30 ms. It restores the streams that are in dir. Use one server
+// per dir.
 func StartEmbedded(dir string, o EmbeddedOptions) (*Embedded, error) {
 	if o.Host == "" {
 		o.Host = "127.0.0.1"
@@ -76,7 +78,7 @@ func StartEmbedded(dir string, o EmbeddedOptions) (*Embedded, error) {
 		return nil, fmt.Errorf("start nats: %w", err)
 	}
 	srv.SetLoggerV2(logger{orDiscard(o.Log)}, false, false, false)
-	go srv.Start() // returns once it listens; Stop waits for what it started
+	go srv.Start() // returns once the server listens; Stop waits for its goroutines
 	if !srv.ReadyForConnections(readyTimeout) {
 		srv.Shutdown()
 		return nil, fmt.Errorf("start nats: not ready after %v; is another process using %s or port %d?", readyTimeout, dir, o.Port)
@@ -88,23 +90,24 @@ func StartEmbedded(dir string, o EmbeddedOptions) (*Embedded, error) {
 	return &Embedded{srv: srv, url: srv.ClientURL()}, nil
 }
 
-// URL is what clients connect to, "nats://127.0.0.1:PORT", or tls:// where it asks for TLS. It holds no token.
+// URL is the address for clients, "nats://127.0.0.1:PORT", or tls:// with TLS. It contains no
+// token.
 func (e *Embedded) URL() string { return e.url }
 
-// Stop ends the server and waits for it; streams stay in their directory.
+// Stop stops the server and waits for it. Streams stay in their directory.
 func (e *Embedded) Stop() {
 	e.srv.Shutdown()
 	e.srv.WaitForShutdown()
 }
 
-// logger gives the server's lines to slog.
+// logger writes the server's log to slog.
 type logger struct{ log *slog.Logger }
 
 func (l logger) Noticef(f string, a ...any) { l.log.Debug(fmt.Sprintf(f, a...)) }
 func (l logger) Warnf(f string, a ...any)   { l.log.Warn(fmt.Sprintf(f, a...)) }
 func (l logger) Errorf(f string, a ...any) {
 	text := fmt.Sprintf(f, a...)
-	if strings.Contains(text, "TLS handshake error") { // a client that was refused, or one that only looked whether somebody listens
+	if strings.Contains(text, "TLS handshake error") { // a refused client, or a port probe
 		l.log.Debug(text)
 		return
 	}

@@ -8,7 +8,8 @@ import (
 	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
-// EventsStored waits until the storage service has taken every event that was on the bus when it was called.
+// EventsStored waits until the storage service has taken every event that was on the bus when it
+// was called.
 func (b *Bus) EventsStored(ctx context.Context) error {
 	s, err := b.stream(ctx, names.EventStream)
 	if err != nil {

@@ -38,7 +38,7 @@ func small(t *testing.T, bytes int64) *bus.Bus {
 	return b
 }
 
-// A server that has no room says so, at once and by its name: nobody waits for an answer that was given.
+// A full server fails a publish at once with ErrFull, without retries.
 func TestNoRoom(t *testing.T) {
 	t.Parallel()
 	b := small(t, 4<<20)
@@ -69,7 +69,7 @@ func TestNoRoom(t *testing.T) {
 	if err := b.PurgeWork(t.Context(), run, mark); err != nil {
 		t.Fatal(err)
 	}
-	if err := b.Publish(ctx, message); err != nil { // the very same message
+	if err := b.Publish(ctx, message); err != nil { // the same message
 		t.Errorf("when there is room again: %v", err)
 	}
 }

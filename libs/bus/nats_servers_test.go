@@ -110,7 +110,7 @@ func TestCluster(t *testing.T) {
 	})
 }
 
-// Of a stream whose nodes are in the minority nobody says that it is gone.
+// A stream without a majority of its nodes is not reported as deleted.
 func TestNoQuorum(t *testing.T) {
 	t.Parallel()
 	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3})
@@ -139,10 +139,11 @@ func TestNoQuorum(t *testing.T) {
 	}
 }
 
-// throughDeaf is a connection, with a run's streams, to the node of a cluster that brings messages of some subjects to nobody.
-func throughDeaf(t *testing.T, subjects string) *bus.Bus {
+// throughBlackhole is a connection, with a run's streams, to the node of a cluster that drops
+// messages of some subjects.
+func throughBlackhole(t *testing.T, subjects string) *bus.Bus {
 	t.Helper()
-	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3, Deaf: subjects})
+	s := servertest.StartNATS(t, servertest.NATSOptions{Token: "s3cret", Nodes: 3, Blackhole: subjects})
 	b, err := bus.Connect(t.Context(), bus.Options{URL: s.URLs[0], Token: "s3cret"})
 	if err != nil {
 		t.Fatal(err)
@@ -154,25 +155,25 @@ func throughDeaf(t *testing.T, subjects string) *bus.Bus {
 	return b
 }
 
-// A server that brings messages to nobody, while the stream is there, is left for another one.
-func TestDeafServerIsLeft(t *testing.T) {
+// The connection moves away from a server that drops messages of an existing stream.
+func TestPublishLeavesServerThatDropsMessages(t *testing.T) {
 	t.Parallel()
-	b := throughDeaf(t, "rollout.work.>")
-	deaf := b.Conn().ConnectedServerName()
+	b := throughBlackhole(t, "rollout.work.>")
+	first := b.Conn().ConnectedServerName()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	if err := b.Publish(ctx, bus.Message{Subject: names.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}); err != nil {
 		t.Fatal(err)
 	}
-	if name := b.Conn().ConnectedServerName(); name == deaf {
+	if name := b.Conn().ConnectedServerName(); name == first {
 		t.Errorf("published through %s", name)
 	}
 }
 
-// So is one that brings the questions of a consumer to nobody.
-func TestDeafServerIsLeftByFetches(t *testing.T) {
+// The connection moves away from a server that drops the requests of a consumer.
+func TestFetchesLeaveServerThatDropsRequests(t *testing.T) {
 	t.Parallel()
-	b := throughDeaf(t, "$JS.API.CONSUMER.MSG.NEXT.>")
+	b := throughBlackhole(t, "$JS.API.CONSUMER.MSG.NEXT.>")
 	if err := b.Publish(t.Context(), bus.Message{Subject: names.WorkSubject(run), Body: &runv1.PromptGroup{}, ID: "one"}); err != nil {
 		t.Fatal(err)
 	}

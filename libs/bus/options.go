@@ -15,7 +15,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/cert"
 )
 
-// Options says where the servers are and who asks. Token, User with Password, and NKeySeed are alternatives.
+// Options configures a connection. Token, User with Password, and NKeySeed are alternatives.
 type Options struct {
 	URL            string // "nats://host:4222", "tls://.." asks for TLS; nodes of one cluster are separated by commas
 	Token          string
@@ -48,7 +48,7 @@ func (o Options) options(log *slog.Logger) ([]nats.Option, error) {
 		if o.TLS.Files().Cert == "" {
 			pair = nil
 		}
-		options = append(options, nats.ClientTLSConfig(pair, func() (*x509.CertPool, error) { return o.TLS.Roots(), nil })) // asked at each connection
+		options = append(options, nats.ClientTLSConfig(pair, func() (*x509.CertPool, error) { return o.TLS.Roots(), nil })) // called for each connection
 	}
 	switch {
 	case o.NKeySeed != "":
@@ -69,7 +69,7 @@ func (o Options) options(log *slog.Logger) ([]nats.Option, error) {
 	return options, nil
 }
 
-// refusal is the error of a connection that can't succeed later either; nil where it may.
+// refusal returns the error of a connection that a retry cannot fix; nil if a retry may succeed.
 func refusal(err error) error {
 	var unknown x509.UnknownAuthorityError
 	var host x509.HostnameError

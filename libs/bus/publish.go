@@ -17,10 +17,11 @@ import (
 
 const scope = "github.com/rollout-rl/rollout/libs/bus"
 
-// propagator is W3C trace context, whatever the process has set globally: both languages read these headers.
+// propagator is W3C trace context, regardless of the global propagator, because both languages read
+// these headers.
 var propagator propagation.TextMapPropagator = propagation.TraceContext{}
 
-// Message is what is published.
+// Message is a message to publish.
 type Message struct {
 	Subject string
 	Body    proto.Message
@@ -32,34 +33,35 @@ func (b *Bus) PublishProto(ctx context.Context, subject string, body proto.Messa
 	return b.Publish(ctx, Message{Subject: subject, Body: body})
 }
 
-// Publish publishes messages and returns when the streams have stored all of them. They are sent without waiting in between. Those
-// with an ID are sent again until ctx ends while the servers do not answer, as when one dies in the middle: the stream keeps them
-// once. After an error some messages may be stored and some not.
+// Publish publishes messages and returns when the streams have stored all of them. It sends all of
+// them before it waits. Those with an ID are sent again until ctx ends if the servers do not
+// answer, for example because one died: the stream keeps them once. After an error some messages
+// may be stored and some not.
 func (b *Bus) Publish(ctx context.Context, messages ...Message) error {
 	ctx, span := otel.Tracer(scope).Start(ctx, "bus publish", trace.WithSpanKind(trace.SpanKindProducer),
 		trace.WithAttributes(attribute.Int("messaging.batch.message_count", len(messages))))
 	defer span.End()
 	delay := firstRetry
-	var unheard time.Time // since when the streams have been there and nobody has answered for them
+	var outage time.Time // since when the streams have existed without a responder
 	for {
 		left, err := b.publish(ctx, messages)
 		if err == nil {
 			return nil
 		}
-		nobody := errors.Is(err, ErrNoStream)
-		if len(left) == 0 || nobody && !b.exists(ctx, left) {
+		noResponders := errors.Is(err, ErrNoStream)
+		if len(left) == 0 || noResponders && !b.exists(ctx, left) {
 			span.RecordError(err)
 			return err
 		}
-		unheard = b.failover.check(nobody, unheard)
-		b.log.Debug("publishing again what has no ack", "messages", len(left), "error", err)
+		outage = b.failover.check(noResponders, outage)
+		b.log.Debug("publishing messages without an ack again", "messages", len(left), "error", err)
 		timer := time.NewTimer(delay)
 		select {
 		case <-timer.C:
 			messages, delay = left, min(2*delay, lastRetry)
 		case <-ctx.Done():
 			timer.Stop()
-			return errors.Join(ErrUnavailable.Wrap(err), context.Cause(ctx)) // the stream is there, and had no leader
+			return errors.Join(ErrUnavailable.Wrap(err), context.Cause(ctx)) // the stream exists but has no leader
 		}
 	}
 }
@@ -69,15 +71,16 @@ const (
 	lastRetry  = time.Second
 )
 
-// publish sends once. After an error it gives the messages that have no ack and may be sent again; none: it is of no use.
+// publish sends once. After an error it returns the messages without an ack that may be sent again,
+// or none if a retry cannot succeed.
 func (b *Bus) publish(ctx context.Context, messages []Message) (again []Message, err error) {
 	futures := make([]jetstream.PubAckFuture, len(messages))
 	var errs []error
-	hopeless := false
+	fatal := false
 	failed := func(m Message, err error) {
 		again = append(again, m)
 		err = mapError(err)
-		hopeless = hopeless || m.ID == "" || !errors.Is(err, ErrUnavailable) && !errors.Is(err, ErrNoStream)
+		fatal = fatal || m.ID == "" || !errors.Is(err, ErrUnavailable) && !errors.Is(err, ErrNoStream)
 		errs = append(errs, fmt.Errorf("publish to %s: %w", m.Subject, err))
 	}
 	for i, m := range messages {
@@ -101,15 +104,16 @@ func (b *Bus) publish(ctx context.Context, messages []Message) (again []Message,
 			return nil, errors.Join(append(errs, fmt.Errorf("publish to %s: wait for ack: %w", messages[i].Subject, context.Cause(ctx)))...)
 		}
 	}
-	if hopeless {
+	if fatal {
 		again = nil
 	}
 	return again, errors.Join(errs...)
 }
 
-// exists reports whether the streams of messages may be there although nobody answered for them: between two leaders of a stream
-// nobody does. A question that is lost on the way, as while the servers elect their own leader, must not hold up the publisher until
-// its context ends: without an answer in time they may be there.
+// exists reports whether the streams of messages may exist although there was no responder, as
+// during the election of a stream leader. A lost request, as during the election of the servers'
+// own leader, must not block the publisher until its context ends: without an answer in time the
+// streams may exist.
 func (b *Bus) exists(ctx context.Context, messages []Message) bool {
 	ctx, cancel := context.WithTimeout(ctx, ackWait)
 	defer cancel()
@@ -142,7 +146,7 @@ func encode(ctx context.Context, m Message) (*nats.Msg, []jetstream.PublishOpt, 
 	return msg, []jetstream.PublishOpt{jetstream.WithMsgID(m.ID)}, nil
 }
 
-// HeaderCarrier lets OpenTelemetry read and write NATS headers, whose keys keep their case.
+// HeaderCarrier implements propagation.TextMapCarrier for NATS headers, whose keys keep their case.
 type HeaderCarrier nats.Header
 
 // Get implements propagation.TextMapCarrier.

@@ -15,8 +15,8 @@ import (
 	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
-// EnsureRun makes the WORK and TRAJ streams of a run and their consumers, or brings them to the settings of streams.go; what is in them
-// stays. Safe to call again and from several processes.
+// EnsureRun makes the WORK and TRAJ streams of a run and their consumers, or brings them to the
+// settings of streams.go; what is in them stays. Safe to call again and from several processes.
 func (b *Bus) EnsureRun(ctx context.Context, run string) error {
 	if err := checkRun(run); err != nil {
 		return err
@@ -80,8 +80,9 @@ func (b *Bus) Runs(ctx context.Context) ([]string, error) {
 	return slices.Collect(maps.Keys(runs)), nil
 }
 
-// PurgeWork drops the work items of a run before a mark that no worker has acked, as when a run is cancelled. Who takes the mark, then
-// makes sure that nobody else conducts the run, then purges, drops nobody else's items however long it stood still in between.
+// PurgeWork drops the work items of a run before a mark that no worker has acked, as when a run is
+// cancelled. Who takes the mark, then verifies that it still leads the run, then purges, drops no
+// items of another leader even if it was paused in between.
 func (b *Bus) PurgeWork(ctx context.Context, run string, before uint64) error {
 	if err := checkRun(run); err != nil {
 		return err
@@ -129,5 +130,5 @@ func checkRun(run string) error {
 	return nil
 }
 
-// ErrRunName says that a run id can't be part of a subject.
-var ErrRunName = rpcerr.New(codes.InvalidArgument, "BUS_RUN_NAME", "a run id in a subject has letters, digits, - and _ alone")
+// ErrRunName reports a run id that cannot be part of a subject.
+var ErrRunName = rpcerr.New(codes.InvalidArgument, "BUS_RUN_NAME", "a run id in a subject may contain only letters, digits, - and _")

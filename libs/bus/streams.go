@@ -10,36 +10,40 @@ import (
 	"github.com/rollout-rl/rollout/proto/gen/names"
 )
 
-// The names and settings of every stream and consumer of the project stand in this file and nowhere else.
+// This file is the only place that configures streams and consumers.
 const (
-	// MaxPayload is the size of the largest message, in bytes. Payloads are inline up to 256 KiB and blob references above that;
-	// a message carries some groups of them.
+	// MaxPayload is the size of the largest message, in bytes. Payloads are inline up to 256 KiB and
+	// blob references above that; a message carries some groups of them.
 	MaxPayload = 8 << 20
 
-	// workAckWait is how long a worker may be silent (it acks progress every second) before its items go to another one. Three
-	// missed beats and a margin: below that a busy kernel redelivers for nothing, above it a dead worker idles the learner.
+	// workAckWait is how long a worker may be silent (it acks progress every second) before its items
+	// are redelivered. Three missed acks and a margin: with less, a busy machine causes needless
+	// redeliveries; with more, a dead worker keeps the learner waiting.
 	workAckWait = 4 * time.Second
-	// trajAckWait is how long samples lie idle that a buffer had fetched when it was killed: the step that wants them waits as long.
-	// A segment fsync and a ledger transaction take milliseconds; on a disk that is slower than this the twin is dropped.
+	// trajAckWait is how long samples wait for redelivery after a buffer that fetched them was killed.
+	// Their step waits as long. A segment fsync and a ledger transaction take milliseconds; on a
+	// slower disk the ledger drops the duplicate.
 	trajAckWait = 4 * time.Second
-	// eventAckWait: nobody waits for events.
+	// eventAckWait is long because no step waits for events.
 	eventAckWait = 30 * time.Second
-	// maxAckPending bounds the unacked deliveries of a consumer. It is not the flow control (that is the scheduler's staleness
-	// bound), so it is above every fleet's slots.
+	// maxAckPending bounds the unacked deliveries of a consumer. It is not the flow control (that is
+	// the scheduler's staleness bound), so it is above every fleet's slots.
 	maxAckPending = 1 << 16
-	// There is no fsync a message (EmbeddedOptions.NoSync as rolloutd sets it; the default of a server of one's own is one in two
-	// minutes): what a stream holds is made again from the scheduler's cursor and the buffer's ledger, and an fsync each would cost
-	// 0.7 ms, thirty times the message itself. Who wants an ack to survive the power cut of a single server sets sync_interval:
-	// always there; in a cluster the ack says that a majority of the replicas has the message.
+	// Messages are not fsynced one by one (rolloutd sets EmbeddedOptions.NoSync; an external server by
+	// default syncs every two minutes): lost messages are published again from the scheduler's cursor
+	// and the buffer's ledger, and an fsync each would cost 0.7 ms, thirty times the message itself.
+	// To make an ack survive the power cut of a single server set sync_interval: always on that
+	// server; in a cluster the ack means that a majority of the replicas has the message.
 	//
-	// maxReplicas is what a cluster keeps of each stream and consumer where nothing else is configured: with three one node may
-	// die, with more each message costs more and little is won.
+	// maxReplicas is the default number of replicas of each stream and consumer in a cluster. With
+	// three, one node may fail; with more, each message costs more for little gain.
 	maxReplicas = 3
 
-	// dedup is how long the server remembers Nats-Msg-Id: it spares the twin of a publish that was retried over a reconnect.
-	// Exactly-once is the ledger's, which remembers for ever.
+	// dedup is how long the server remembers Nats-Msg-Id: it drops duplicates of a publish that was
+	// retried after a reconnect. The ledger guarantees exactly-once without a time limit.
 	dedup = 2 * time.Minute
-	// Events are a transport here: storage owns the log. This much waits for a storage service that is down.
+	// The stream only transports events to storage, which owns the log. These limits bound what waits
+	// for a storage service that is down.
 	eventsMaxAge   = 7 * 24 * time.Hour
 	eventsMaxBytes = 1 << 30
 )
@@ -52,7 +56,8 @@ func EventSubject(run string) string {
 	return names.RunEventSubject(run)
 }
 
-// work: each group goes to one worker and leaves the stream at its ack. The scheduler bounds what is in it.
+// work configures a run's work stream. Each group goes to one worker and leaves the stream when
+// acked. The scheduler bounds its size.
 func work(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 	return jetstream.StreamConfig{
 			Name:        names.WorkStream(run),
@@ -68,13 +73,14 @@ func work(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerC
 			Durable:       names.WorkersConsumer,
 			AckPolicy:     jetstream.AckExplicitPolicy,
 			AckWait:       workAckWait,
-			MaxDeliver:    -1, // the scheduler decides when to give a group up, with a typed reason
+			MaxDeliver:    -1, // the scheduler abandons groups, with a typed reason
 			MaxAckPending: maxAckPending,
-			MaxWaiting:    4096, // pulls waiting at a time: one a worker and some
+			MaxWaiting:    4096, // concurrent pulls: one per worker and some spare
 		}
 }
 
-// traj: a batch leaves the stream when the buffer has made it durable in the run's tier.
+// traj configures a run's trajectory stream. A batch leaves it when the buffer has made it durable
+// in the run's tier.
 func traj(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 	return jetstream.StreamConfig{
 			Name:        names.TrajStream(run),
@@ -95,7 +101,8 @@ func traj(run string, replicas int) (jetstream.StreamConfig, jetstream.ConsumerC
 		}
 }
 
-// events: kept by age and size, so that one slow reader holds nobody up.
+// events configures the event stream. Messages expire by age and size, so that a slow reader does
+// not block publishers.
 func events(replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 	return jetstream.StreamConfig{
 			Name:        names.EventStream,
@@ -118,8 +125,8 @@ func events(replicas int) (jetstream.StreamConfig, jetstream.ConsumerConfig) {
 		}
 }
 
-// Replicas is how many copies of each stream there are to be: as configured, else maxReplicas in a cluster and one elsewhere. The
-// consumers follow their streams.
+// Replicas is the number of replicas of each stream: as configured, else maxReplicas in a cluster
+// and one elsewhere. The consumers have as many as their streams.
 func (b *Bus) Replicas() int {
 	switch {
 	case b.replicas > 0:
@@ -130,15 +137,16 @@ func (b *Bus) Replicas() int {
 	return min(maxReplicas, max(1, len(b.nc.Servers())))
 }
 
-// Try makes a stream under another name, as large as the one of the events where that is not there yet, stores a message in it and
-// removes it: what a run will ask of the servers. ErrFull and ErrLimits say that they refuse.
+// Try creates a temporary stream, as large as the event stream if that does not exist yet, stores a
+// message in it, and deletes it, to test what a run needs from the servers. It returns ErrFull or
+// ErrLimits if they refuse.
 func (b *Bus) Try(ctx context.Context) error {
 	token := rand.Text()
 	name := names.DoctorStream(token)
 	s, c := events(b.Replicas())
 	s.Name, s.Description, s.Subjects = name, "made and removed by `rollout doctor`", []string{names.DoctorSubject(token)}
 	if _, err := b.stream(ctx, names.EventStream); err == nil {
-		s.MaxBytes = 0 // the events have their room
+		s.MaxBytes = 0 // the event stream has its space already
 	}
 	defer func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
@@ -152,5 +160,5 @@ func (b *Bus) Try(ctx context.Context) error {
 	return mapError(err)
 }
 
-// tried is the size of the message that Try stores: that of a batch of samples.
+// tried is the size of the message that Try stores, about that of a batch of samples.
 const tried = 1 << 20

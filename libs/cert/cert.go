@@ -1,8 +1,10 @@
-// Package cert is the certificates that processes of a mesh and people show each other: an authority that issues them (Folder), and
-// what a running process uses, read again when the files were renewed (Source).
+// Package cert is the certificates that processes of a mesh and people show each other: an
+// authority that issues them (Folder), and what a running process uses, read again when the files
+// were renewed (Source).
 //
-// A certificate says in an URI who has it: rollout://mesh/service/NAME, rollout://mesh/worker/NAME or rollout://mesh/person/NAME.
-// Certificates of somebody else's authority may lack it; then nothing follows from who has them but that the authority knows them.
+// A certificate says in an URI who has it: rollout://mesh/service/NAME, rollout://mesh/worker/NAME
+// or rollout://mesh/person/NAME. Certificates of another authority may lack it; then they prove
+// only that the authority knows their owner.
 package cert
 
 import (
@@ -24,7 +26,7 @@ var (
 	ErrMissing = rpcerr.New(codes.NotFound, "CERT_MISSING", "there is no such certificate")
 	ErrExists  = rpcerr.New(codes.AlreadyExists, "CERT_EXISTS", "there is one already")
 	ErrFile    = rpcerr.New(codes.FailedPrecondition, "CERT_FILE", "the certificate or its key can't be used").
-			Fix("name PEM files that are there and belong together; `rollout certs show` tells of those that `rollout certs` made")
+			Fix("name existing PEM files that belong together; `rollout certs show` lists those that `rollout certs` made")
 	ErrName    = rpcerr.New(codes.InvalidArgument, "CERT_NAME", "a certificate can't be made for that")
 	ErrExpired = rpcerr.New(codes.FailedPrecondition, "CERT_EXPIRED", "the certificate has ended")
 )
@@ -32,7 +34,7 @@ var (
 // Kind is what a certificate is for.
 type Kind string
 
-// The kinds. A person's certificate serves nobody: it can only call.
+// The kinds of certificates. The certificate of a person is for clients only.
 const (
 	Service Kind = "service"
 	Worker  Kind = "worker"
@@ -60,10 +62,10 @@ func (id Identity) String() string { return string(id.Kind) + "-" + id.Name }
 
 func (id Identity) check() error {
 	if !slices.Contains(Kinds(), id.Kind) {
-		return ErrName.WithMessage("%q is no kind of certificate", id.Kind).Fix("choose service, worker or person")
+		return ErrName.WithMessage("%q is not a kind of certificate", id.Kind).Fix("choose service, worker or person")
 	}
 	if !name.MatchString(id.Name) {
-		return ErrName.WithMessage("%q is no name", id.Name).Fix("use at most 64 of a-z, 0-9, and . @ _ - between")
+		return ErrName.WithMessage("%q is not a valid name", id.Name).Fix("use at most 64 of a-z, 0-9, and . @ _ - between")
 	}
 	return nil
 }

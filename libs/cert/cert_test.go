@@ -103,7 +103,7 @@ func TestRefusals(t *testing.T) {
 	_, port := f.Issue(mesh, []string{"h:1"}, day)
 	_, served := f.Issue(ada, loopback, day)
 	_, long := f.Issue(mesh, loopback, 4000*day)
-	_, nobody := cert.Folder{Path: t.TempDir(), Now: time.Now}.Issue(mesh, loopback, day)
+	_, withoutAuthority := cert.Folder{Path: t.TempDir(), Now: time.Now}.Issue(mesh, loopback, day)
 	_, chain := cert.Check(cert.Files{Cert: files.Cert, Key: files.Key, CA: other.CA}, time.Now())
 	_, key := cert.Check(cert.Files{Cert: files.Cert, Key: other.Key, CA: files.CA}, time.Now())
 	if err := os.Chmod(other.Key, 0o644); err != nil {
@@ -118,7 +118,7 @@ func TestRefusals(t *testing.T) {
 		"a second authority": {again, cert.ErrExists, "there already"}, "renew what is not there": {unknown, cert.ErrMissing, "worker-none"},
 		"kind": {kind, cert.ErrName, "robot"}, "name": {bad, cert.ErrName, "../x"}, "no hosts": {hosts, cert.ErrName, "hosts"},
 		"a port": {port, cert.ErrName, "h:1"}, "a person with hosts": {served, cert.ErrName, "person"},
-		"longer than the authority": {long, cert.ErrExpired, "authority ends"}, "no authority": {nobody, cert.ErrMissing, "no authority"},
+		"longer than the authority": {long, cert.ErrExpired, "authority ends"}, "no authority": {withoutAuthority, cert.ErrMissing, "no authority"},
 		"another authority": {chain, cert.ErrFile, "does not lead"}, "another key": {key, cert.ErrFile, "not the key"},
 		"a public key": {public, cert.ErrFile, "others may read"}, "a public key in use": {open, cert.ErrFile, "others may read"},
 	} {
@@ -163,9 +163,9 @@ func TestHandshake(t *testing.T) {
 	server := source(t, issue(t, f, mesh, day)).Server()
 	good := source(t, issue(t, f, ada, day)).Client()
 	ended := source(t, issue(t, past, cert.Identity{Kind: cert.Person, Name: "late"}, time.Hour)).Client()
-	stranger := source(t, issue(t, other, ada, day)).Client()
-	strangerWhoTrusts := stranger.Clone()
-	strangerWhoTrusts.RootCAs = good.RootCAs
+	unknownPeer := source(t, issue(t, other, ada, day)).Client()
+	unknownPeerThatTrusts := unknownPeer.Clone()
+	unknownPeerThatTrusts.RootCAs = good.RootCAs
 	none := &tls.Config{RootCAs: good.RootCAs, MinVersion: tls.VersionTLS12}
 	elsewhere := good.Clone()
 	elsewhere.ServerName = "other.internal"
@@ -177,8 +177,8 @@ func TestHandshake(t *testing.T) {
 		"both know each other": {server, good, nil},
 		"no certificate":       {server, none, cert.ErrRequired},
 		"ended":                {server, ended, cert.ErrOursEnded},
-		"of another authority": {server, strangerWhoTrusts, cert.ErrOurs},
-		"trusts another":       {server, stranger, cert.ErrTheirs},
+		"of another authority": {server, unknownPeerThatTrusts, cert.ErrOurs},
+		"trusts another":       {server, unknownPeer, cert.ErrTheirs},
 		"another host":         {server, elsewhere, cert.ErrHost},
 		"the server's ended":   {endedServer, good, cert.ErrTheirsEnded},
 	} {
@@ -223,7 +223,7 @@ func TestRenewedFilesAreTaken(t *testing.T) {
 		}
 	}
 	if n := strings.Count(log.String(), "can't be read"); n != 1 {
-		t.Errorf("told %d times: %s", n, log.String())
+		t.Errorf("logged %d times: %s", n, log.String())
 	}
 	if _, err := f.Renew(mesh, 2*day); err != nil {
 		t.Fatal(err)

@@ -6,8 +6,9 @@ import (
 	"time"
 )
 
-// Check looks at a certificate as its users will: the key fits and is private, the chain leads to an authority of Files.CA (not
-// looked at where that is ""), and now is within its time. It returns the leaf where it can be read. ErrFile, ErrMissing, ErrExpired.
+// Check looks at a certificate as its users will: the key fits and is private, the chain leads to
+// an authority of Files.CA (not looked at where that is ""), and now is within its time. It returns
+// the leaf where it can be read. ErrFile, ErrMissing, ErrExpired.
 func Check(files Files, now time.Time) (*x509.Certificate, error) {
 	list, err := Read(files.Cert)
 	if err != nil {

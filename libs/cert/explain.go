@@ -27,8 +27,8 @@ var (
 			Fix("give it a certificate, or call it in plain text where it is on this host")
 )
 
-// phrases is how crypto/tls and crypto/x509 word what went wrong, also in the name of the other side (an alert). They come to us as
-// text: gRPC flattens the errors of a handshake.
+// phrases is how crypto/tls and crypto/x509 word what went wrong, also in the name of the other
+// side (an alert). They come to us as text: gRPC flattens the errors of a handshake.
 var phrases = []struct {
 	text string
 	err  *rpcerr.Error
@@ -62,7 +62,8 @@ func Refusal(err error) error {
 	return Explain(err)
 }
 
-// Explain says what a failed handshake means, and how to fix it. It returns other errors, and nil, as they are.
+// Explain says what a failed handshake means, and how to fix it. It returns other errors, and nil,
+// as they are.
 func Explain(err error) error {
 	if err == nil {
 		return nil

@@ -23,8 +23,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/atomicfile"
 )
 
-// Folder is a folder with an authority and what it issued: ca.pem and ca-key.pem, KIND-NAME.pem and KIND-NAME-key.pem. Keys are
-// readable by their owner alone.
+// Folder is a folder with an authority and what it issued: ca.pem and ca-key.pem, KIND-NAME.pem and
+// KIND-NAME-key.pem. Keys are readable by their owner alone.
 type Folder struct {
 	Path string
 	Now  func() time.Time
@@ -39,7 +39,7 @@ const (
 // CAFile is the certificate of the authority, which everybody of the mesh trusts.
 func (f Folder) CAFile() string { return f.cert(authority) }
 
-// CAKeyFile is the authority's key. Whoever has it makes certificates; only who issues them needs it.
+// CAKeyFile is the authority's key. Anyone who has it can issue certificates. No service needs it.
 func (f Folder) CAKeyFile() string { return f.key(authority) }
 
 // CertFile is the certificate of an identity.
@@ -59,7 +59,7 @@ func (f Folder) Init(commonName string, life time.Duration) (*x509.Certificate, 
 	for _, path := range []string{f.CAFile(), f.CAKeyFile()} {
 		if _, err := os.Lstat(path); err == nil {
 			return nil, ErrExists.WithMessage("%s is there already", path).
-				Fix("go on with it, or choose another folder: a new authority would make every certificate of this one worthless")
+				Fix("keep it, or choose another folder: a new authority would invalidate every certificate of this one")
 		}
 	}
 	now := f.Now()
@@ -74,8 +74,9 @@ func (f Folder) Init(commonName string, life time.Duration) (*x509.Certificate, 
 	return f.sign(authority, template, template, key, key)
 }
 
-// Issue makes a certificate and a key, good for life and for servers under hosts (names and addresses), in the place of those that
-// were there. ErrMissing where the folder has no authority, ErrExpired where that ends before the certificate would, ErrName.
+// Issue makes a certificate and a key, good for life and for servers under hosts (names and
+// addresses), in the place of those that were there. ErrMissing where the folder has no authority,
+// ErrExpired where that ends before the certificate would, ErrName.
 func (f Folder) Issue(id Identity, hosts []string, life time.Duration) (*x509.Certificate, error) {
 	if err := id.check(); err != nil {
 		return nil, err
@@ -110,7 +111,8 @@ func (f Folder) Issue(id Identity, hosts []string, life time.Duration) (*x509.Ce
 	return f.sign(id.String(), template, ca, key, caKey)
 }
 
-// Renew issues a certificate anew, for the same hosts. ErrMissing.
+// Renew issues a new certificate for the same hosts. It returns ErrMissing if there is no
+// certificate.
 func (f Folder) Renew(id Identity, life time.Duration) (*x509.Certificate, error) {
 	old, err := Read(f.CertFile(id))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -126,7 +128,7 @@ func (f Folder) Renew(id Identity, life time.Duration) (*x509.Certificate, error
 func (f Folder) Issued() ([]Identity, error) {
 	entries, err := os.ReadDir(f.Path)
 	if err != nil {
-		return nil, ErrMissing.WithMessage("there is no folder of certificates %s", f.Path).Fix("make one: `rollout certs init`")
+		return nil, ErrMissing.WithMessage("the certificate folder %s does not exist", f.Path).Fix("create it: `rollout certs init`")
 	}
 	var out []Identity
 	for _, e := range entries {
@@ -169,7 +171,7 @@ func addHosts(template *x509.Certificate, hosts []string) error {
 func (f Folder) authority() (*x509.Certificate, *ecdsa.PrivateKey, error) {
 	list, err := Read(f.CAFile())
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil, ErrMissing.WithMessage("%s has no authority", f.Path).Fix("make one: `rollout certs init`")
+		return nil, nil, ErrMissing.WithMessage("%s has no authority", f.Path).Fix("create it: `rollout certs init`")
 	}
 	if err != nil {
 		return nil, nil, err
@@ -198,7 +200,8 @@ func (f Folder) authority() (*x509.Certificate, *ecdsa.PrivateKey, error) {
 	return nil, nil, ErrFile.WithMessage("%s is not the key of %s", f.CAKeyFile(), f.CAFile())
 }
 
-// sign makes a certificate and puts key and certificate in their places: each whole or not at all, the key first.
+// sign makes a certificate and puts key and certificate in their places: each whole or not at all,
+// the key first.
 func (f Folder) sign(name string, template, parent *x509.Certificate, key, signer *ecdsa.PrivateKey) (*x509.Certificate, error) {
 	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127))
 	if err != nil {

@@ -21,9 +21,10 @@ type Files struct {
 	CA   string // of the authorities that it trusts; "": the system's, and clients are asked for no certificate
 }
 
-// Source is the certificate of a process, and whom it trusts. Both are read again when their files have changed: a connection that
-// is made after a renewal uses what was renewed, those that stand go on. Files that don't fit together, as between the two writes of
-// a renewal, leave in use what was read last. Its methods may be called from many goroutines.
+// Source is the certificate of a process, and whom it trusts. Both are read again when their files
+// have changed: a connection that is made after a renewal uses what was renewed, existing
+// connections continue. Files that don't fit together, as between the two writes of a renewal,
+// leave in use what was read last. Its methods may be called from many goroutines.
 type Source struct {
 	files Files
 	log   *slog.Logger
@@ -32,7 +33,7 @@ type Source struct {
 	stamps [3]stamp
 	pair   tls.Certificate
 	roots  *x509.CertPool // nil: the system's
-	failed string         // the last failure to read again, told once
+	failed string         // the last failure to reload, logged once
 }
 
 // stamp tells whether a file was written again.
@@ -58,14 +59,16 @@ func Open(files Files, log *slog.Logger) (*Source, error) {
 	return s, nil
 }
 
-// Mutual reports whether both sides show certificates. Who names authorities and has no certificate only calls.
+// Mutual reports whether both sides show certificates. Who names authorities and has no certificate
+// only calls.
 func (s *Source) Mutual() bool { return s.files.CA != "" && s.files.Cert != "" }
 
 // Files is what is read.
 func (s *Source) Files() Files { return s.files }
 
-// Server is what a listener of these protocols ("h2", "http/1.1"; none for what is no HTTP) uses. It may be kept: each handshake takes
-// the certificate of its time. Where authorities are named, a client without a certificate of theirs is refused.
+// Server is what a listener of these protocols ("h2", "http/1.1"; none for other protocols) uses.
+// It may be kept: each handshake takes the certificate of its time. Where authorities are named, a
+// client without a certificate of theirs is refused.
 func (s *Source) Server(protocols ...string) *tls.Config { return s.server(s.Mutual(), protocols) }
 
 // Mesh is a Server that takes no person's certificate: for what services and workers alone call.
@@ -106,7 +109,7 @@ func (s *Source) server(mutual bool, protocols []string) *tls.Config {
 	}}
 }
 
-// Client is what one connection uses; take it anew for each.
+// Client returns the configuration of one connection; call it for each connection.
 func (s *Source) Client() *tls.Config {
 	pair, roots := s.current()
 	c := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots}

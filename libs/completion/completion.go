@@ -1,7 +1,8 @@
-// Package completion is how a sample that was trained on stands in a run's events, for who writes them and who reads them.
+// Package completion encodes and decodes the events that describe the samples of a step.
 package completion
 
-// Completion is one of the list that the attribute `completions` of the event of that kind holds as JSON.
+// Completion is one of the list that the attribute `completions` of the event of that kind holds as
+// JSON.
 type Completion struct {
 	Epoch      uint32   `json:"epoch"`
 	Index      uint64   `json:"index"`

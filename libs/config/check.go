@@ -10,7 +10,8 @@ import (
 	"strings"
 )
 
-// finish makes paths absolute, fills in what follows from other keys, and reports everything that is wrong at once.
+// finish makes paths absolute, fills in what follows from other keys, and reports everything that
+// is wrong at once.
 func (c Config) finish() (Config, error) {
 	var errs []error
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -43,7 +44,7 @@ func (c Config) finish() (Config, error) {
 	}
 	for name, address := range map[string]string{"listen": c.Listen, "gateway.listen": c.Gateway.Listen, "nats.listen": c.NATS.Listen, "consul.listen": c.Consul.Listen} {
 		if _, _, err := net.SplitHostPort(address); err != nil {
-			fail("%s: %q is no host:port: %w", name, address, err)
+			fail("%s: %q is not host:port: %w", name, address, err)
 		}
 	}
 	errs = append(errs, c.plainText()...)
@@ -62,7 +63,7 @@ func (c Config) finish() (Config, error) {
 		fail("log.level: %q is none of debug, info, warn, error", c.Log.Level)
 	}
 	if c.Drain <= 0 {
-		fail("drain: %v is no positive duration", c.Drain)
+		fail("drain: %v is not a positive duration", c.Drain)
 	}
 	if len(c.Target) == 0 {
 		fail("target: name at least one, or all")
@@ -85,10 +86,10 @@ func (c Config) passedOn() (errs []error) {
 	secrets := c.Secrets()
 	for _, name := range c.Worker.Env {
 		if !variableName.MatchString(name) {
-			errs = append(errs, fmt.Errorf("worker.env: %q is no name of a variable", name))
+			errs = append(errs, fmt.Errorf("worker.env: %q is not a variable name", name))
 		}
 		if strings.HasPrefix(name, envPrefix) || name == "ROLLOUT_API_KEY" {
-			errs = append(errs, fmt.Errorf("worker.env: %s is for rolloutd, or for whoever starts it; give rewards what they need in another variable", name))
+			errs = append(errs, fmt.Errorf("worker.env: %s is reserved for rolloutd and its launcher; pass values for rewards in another variable", name))
 		}
 		for _, s := range secrets {
 			if s.Ref == Env(name) {

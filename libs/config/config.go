@@ -1,8 +1,9 @@
-// Package config is the configuration of rolloutd itself: where it listens, what it hosts, where its peers are. (What a run is
-// configured with is another thing: rollout.config.v1.)
+// Package config is the configuration of rolloutd itself: where it listens, what it hosts, where
+// its peers are. (What a run is configured with is another thing: rollout.config.v1.)
 //
-// Sources, each over the one before: defaults, a TOML file, ROLLOUTD_* variables, flags. The key "nats.url" is the same setting in
-// all of them: [nats] url, ROLLOUTD_NATS_URL, --nats-url. A key that is not known is an error everywhere.
+// Sources, each over the one before: defaults, a TOML file, ROLLOUTD_* variables, flags. The key
+// "nats.url" is the same setting in all of them: [nats] url, ROLLOUTD_NATS_URL, --nats-url. A key
+// that is not known is an error everywhere.
 package config
 
 import (
@@ -42,8 +43,8 @@ type Gateway struct {
 // AsksForKeys reports whether callers need an API key.
 func (g Gateway) AsksForKeys() bool { return g.RequireKey || !Loopback(g.Listen) }
 
-// NATS is the bus: the servers at URL, that of the joined process, or the target "nats" of this one. A token, a user with a password
-// and an NKEY are alternatives.
+// NATS is the bus: the servers at URL, that of the joined process, or the target "nats" of this
+// one. A token, a user with a password and an NKEY are alternatives.
 type NATS struct {
 	URL      string `toml:"url"`
 	Token    Ref    `toml:"token"`
@@ -58,7 +59,8 @@ type NATS struct {
 	Sync     bool   `toml:"sync"`
 }
 
-// Consul is discovery: the agent at Address, that of the joined process, or the target "registry" of this one.
+// Consul is discovery: the agent at Address, that of the joined process, or the target "registry"
+// of this one.
 type Consul struct {
 	Address  string `toml:"address"`
 	Token    Ref    `toml:"token"`
@@ -84,8 +86,9 @@ type Buffer struct {
 	Durability   string `toml:"durability"` // what acknowledged samples survive: "fsync" a power cut, "process" a kill of everything
 }
 
-// Database is where the services keep their state: SQLite files below the state folder, or one PostgreSQL database with a schema
-// and a role for each service. URL is the database's, without a password, or a reference (see Ref) to one with it.
+// Database is where the services keep their state: SQLite files below the state folder, or one
+// PostgreSQL database with a schema and a role for each service. URL is the database's, without a
+// password, or a reference (see Ref) to one with it.
 type Database struct {
 	URL              string `toml:"url"`
 	SchemaPrefix     string `toml:"schema_prefix"`
@@ -93,9 +96,10 @@ type Database struct {
 	StatementTimeout int    `toml:"statement_timeout_s"`
 }
 
-// TLS are PEM files. A certificate alone makes the gRPC listener, and a gateway beyond loopback, speak TLS. With an authority TLS is
-// mutual, and everything of the mesh speaks it: services, the embedded NATS and registry, and the workers, which show their own
-// certificate where one is named, else that of the process which starts them.
+// TLS are PEM files. A certificate alone makes the gRPC listener, and a gateway beyond loopback,
+// speak TLS. With an authority TLS is mutual, and everything of the mesh speaks it: services, the
+// embedded NATS and registry, and the workers, which show their own certificate where one is named,
+// else that of the process which starts them.
 type TLS struct {
 	CertFile       string `toml:"cert_file"`
 	KeyFile        string `toml:"key_file"`
@@ -121,7 +125,8 @@ type Log struct {
 	Level  string `toml:"level"`
 }
 
-// Worker is how worker processes are started. An empty command or interpreter is looked up beside rolloutd, then on PATH.
+// Worker is how worker processes are started. An empty command or interpreter is looked up in the
+// folder of rolloutd, then on PATH.
 type Worker struct {
 	Command       []string `toml:"command"`
 	Python        string   `toml:"python"`

@@ -134,7 +134,8 @@ format = "json"
 	}
 }
 
-// Every leaf of the struct has a key of its TOML name, so that a file, a variable and a flag can say the same.
+// Every leaf of the struct has a key of its TOML name, so that a file, a variable and a flag can
+// say the same.
 func TestEveryFieldHasAKey(t *testing.T) {
 	t.Parallel()
 	var want, got []string
@@ -186,9 +187,9 @@ func TestErrors(t *testing.T) {
 		"a list of tables":               {file: "[[nats]]\nurl = \"x\"\n", says: []string{"nats: expected a table, got an array"}, hides: "struct"},
 		"a number as secret":             {file: "[nats]\npassword = 70431\n", says: []string{"nats.password: expected a string that says where the secret is; write `password = \"file:PATH\"`"}, hides: "70431"},
 		"broken TOML":                    {file: "listen = \n", says: []string{":1:"}},
-		"bad duration in the file":       {file: "drain = \"soon\"\n", says: []string{"drain", "no duration"}},
+		"bad duration in the file":       {file: "drain = \"soon\"\n", says: []string{"drain", "is not a duration"}},
 		"unknown variable":               {env: []string{"ROLLOUTD_NATS=1"}, says: []string{"unknown variable ROLLOUTD_NATS; did you mean `ROLLOUTD_NATS_URL`?"}},
-		"bad variable":                   {env: []string{"ROLLOUTD_DRAIN=x"}, says: []string{"ROLLOUTD_DRAIN", "no duration"}},
+		"bad variable":                   {env: []string{"ROLLOUTD_DRAIN=x"}, says: []string{"ROLLOUTD_DRAIN", "is not a duration"}},
 		"unknown flag":                   {args: []string{"--natsurl", "x"}, says: []string{"natsurl"}},
 		"stray argument":                 {args: []string{"buffer"}, says: []string{`"buffer"`}},
 		"missing file":                   {args: []string{"--config", "/none.toml"}, says: []string{"/none.toml"}},
@@ -220,8 +221,8 @@ func TestErrors(t *testing.T) {
 		"password of words":              {args: []string{"--database-url", "host=h password=hunter2"}, says: []string{"postgres://"}, hides: "hunter2"},
 		"a prefix that must be quoted":   {args: []string{"--database-schema-prefix", "Roll-Out"}, says: []string{"schema_prefix"}},
 		"too few connections":            {args: []string{"--database-max-connections", "1"}, says: []string{"max_connections"}},
-		"no variable's name":             {args: []string{"--worker-env", "A,B-C"}, says: []string{`worker.env: "B-C" is no name`}},
-		"a setting passed on":            {file: "[worker]\nenv = [\"ROLLOUTD_LISTEN\"]\n", says: []string{"worker.env: ROLLOUTD_LISTEN is for rolloutd"}},
+		"no variable's name":             {args: []string{"--worker-env", "A,B-C"}, says: []string{`worker.env: "B-C" is not a variable name`}},
+		"a setting passed on":            {file: "[worker]\nenv = [\"ROLLOUTD_LISTEN\"]\n", says: []string{"worker.env: ROLLOUTD_LISTEN is reserved for rolloutd"}},
 		"a secret passed on":             {args: []string{"--worker-env", "PW", "--nats-user", "u", "--nats-password", "env:PW"}, says: []string{"PW holds the secret of nats.password"}},
 		"the database passed on":         {args: []string{"--worker-env", "URL", "--database-url", "env:URL"}, says: []string{"URL holds the secret of database.url"}},
 		"all at once":                    {args: []string{"--log-format", "xml", "--log-level", "loud", "--nats-url", "h:1"}, says: []string{"xml", "loud", "h:1"}},

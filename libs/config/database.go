@@ -26,7 +26,7 @@ func (d Database) check() (errs []error) {
 		}
 	}
 	if !schemaPrefix.MatchString(d.SchemaPrefix) {
-		errs = append(errs, fmt.Errorf("database.schema_prefix: %q is no name of at most 31 of a-z, 0-9 and _", d.SchemaPrefix))
+		errs = append(errs, fmt.Errorf("database.schema_prefix: %q is not a name of at most 31 characters of a-z, 0-9 and _", d.SchemaPrefix))
 	}
 	if d.MaxConnections < 2 {
 		errs = append(errs, fmt.Errorf("database.max_connections: %d is too few; a service reads while it writes, give it at least 2", d.MaxConnections))
@@ -37,8 +37,9 @@ func (d Database) check() (errs []error) {
 	return errs
 }
 
-// Postgres is the URL of the PostgreSQL database, read from where the configuration says; "" means SQLite. It may hold a
-// password: it is for the driver, never for a log or a file. environ is os.Environ().
+// Postgres is the URL of the PostgreSQL database, read from where the configuration says; "" means
+// SQLite. It may hold a password: it is for the driver, never for a log or a file. environ is
+// os.Environ().
 func (d Database) Postgres(environ []string) (string, error) {
 	text, err := d.URL, error(nil)
 	if reference(text) {
@@ -62,7 +63,7 @@ func reference(text string) bool {
 func parsePostgres(text string) (*url.URL, error) {
 	u, err := url.Parse(text)
 	if err != nil || !slices.Contains([]string{"postgres", "postgresql"}, u.Scheme) || u.Host == "" && u.Query().Get("host") == "" {
-		return nil, errors.New("it is no PostgreSQL URL; write postgres://user@host:5432/name") // not err, which repeats the text
+		return nil, errors.New("not a PostgreSQL URL; write postgres://user@host:5432/name") // not err, which repeats the text
 	}
 	return u, nil
 }

@@ -64,11 +64,11 @@ var keys = []key{
 	{"tls.worker_key_file", "PEM key of that certificate", func(c *Config) any { return &c.TLS.WorkerKeyFile }},
 	{"log.format", "text or json", func(c *Config) any { return &c.Log.Format }},
 	{"log.level", "debug, info, warn or error", func(c *Config) any { return &c.Log.Level }},
-	{"worker.command", "command that starts a worker, inference or learner is appended; empty: rollout-worker beside rolloutd or on PATH", func(c *Config) any { return &c.Worker.Command }},
-	{"worker.python", "Python interpreter of the planner's dry calls; empty: the one beside the worker command", func(c *Config) any { return &c.Worker.Python }},
+	{"worker.command", "command that starts a worker, inference or learner is appended; empty: rollout-worker in the folder of rolloutd or on PATH", func(c *Config) any { return &c.Worker.Command }},
+	{"worker.python", "Python interpreter of the planner's dry calls; empty: the one in the folder of the worker command", func(c *Config) any { return &c.Worker.Python }},
 	{"worker.cores", "CPU cores that runs may use; 0: all", func(c *Config) any { return &c.Worker.Cores }},
 	{"worker.env", "variables of this process that rewards need, as a comma list of names: credentials of clouds and databases are kept from workers otherwise", func(c *Config) any { return &c.Worker.Env }},
-	{"worker.resume_on_start", "go on with runs that were active when the scheduler last stopped or died", func(c *Config) any { return &c.Worker.ResumeOnStart }},
+	{"worker.resume_on_start", "resume runs that were active when the scheduler last stopped", func(c *Config) any { return &c.Worker.ResumeOnStart }},
 }
 
 const envPrefix = "ROLLOUTD_"
@@ -95,13 +95,13 @@ func (k key) set(c *Config, text string) error {
 	case *int:
 		v, err := strconv.Atoi(text)
 		if err != nil {
-			return fmt.Errorf("%q is no whole number", text)
+			return fmt.Errorf("%q is not an integer", text)
 		}
 		*p = v
 	case *time.Duration:
 		v, err := time.ParseDuration(text)
 		if err != nil {
-			return fmt.Errorf("%q is no duration; write 15s or 2m", text)
+			return fmt.Errorf("%q is not a duration; write 15s or 2m", text)
 		}
 		*p = v
 	case *[]string:

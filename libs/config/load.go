@@ -18,8 +18,9 @@ import (
 	"github.com/rollout-rl/rollout/libs/nearest"
 )
 
-// Load reads every source. args are the command line without the program's name, environ is os.Environ(). With -h or --help
-// it writes the help to out and returns flag.ErrHelp. Errors name the source and, in a file, the line.
+// Load reads every source. args are the command line without the program's name, environ is
+// os.Environ(). With -h or --help it writes the help to out and returns flag.ErrHelp. Errors name
+// the source and, in a file, the line.
 func Load(args, environ []string, out io.Writer) (Config, error) {
 	env := environment(environ)
 	state, err := defaultState(env)
@@ -133,7 +134,7 @@ func fromFile(c *Config, path string, env map[string]string) error {
 	}
 	if f.Drain != "" {
 		if f.Config.Drain, err = time.ParseDuration(f.Drain); err != nil {
-			return fmt.Errorf("%s: drain: %q is no duration; write \"15s\"", path, f.Drain)
+			return fmt.Errorf("%s: drain: %q is not a duration; write \"15s\"", path, f.Drain)
 		}
 	} else {
 		f.Config.Drain = c.Drain
@@ -212,8 +213,8 @@ func variables() (out []string) {
 	return out
 }
 
-// meant is the fix for a name that is none of those there are, without the prefix of all: the one that was meant, else all of its table, else
-// all.
+// meant is the suggestion for an unknown name, without the common prefix: the closest name, else
+// all of its table, else all.
 func meant(name string, there []string, prefix string) string {
 	if near := nearest.To(name, there); near != "" {
 		return fmt.Sprintf("did you mean `%s%s`?", prefix, near)
@@ -236,8 +237,9 @@ func environment(environ []string) map[string]string {
 	return env
 }
 
-// StateDir is the state folder that environ asks for: $ROLLOUT_STATE_DIR, that of the default configuration file,
-// $XDG_STATE_HOME/rollout or ~/.local/state/rollout. The CLI and rolloutd meet there.
+// StateDir is the state folder that environ asks for: $ROLLOUT_STATE_DIR, that of the default
+// configuration file, $XDG_STATE_HOME/rollout or ~/.local/state/rollout. The CLI and rolloutd meet
+// there.
 func StateDir(environ []string) (string, error) {
 	env := environment(environ)
 	if env["ROLLOUT_STATE_DIR"] == "" {

@@ -14,7 +14,8 @@ var articles = map[string]string{
 	"local date": "a date", "local time": "a time", "local datetime": "a time", "datetime": "a time",
 }
 
-// mistyped says in TOML's words what is wrong with the value of a key, where the decoder says it in Go's. Other texts stay.
+// mistyped says in TOML's words what is wrong with the value of a key, where the decoder says it in
+// Go's. Other texts stay.
 func mistyped(name, text string) string {
 	_, rest, decoding := strings.Cut(text, "cannot decode TOML ")
 	found, _, _ := strings.Cut(rest, " into ")
@@ -55,7 +56,8 @@ func expected(name string) (wanted, fix string) {
 	return "a table", "its keys below a line `[" + name + "]`"
 }
 
-// number is the key of a secret that stands there as a number or the like: the decoder doesn't say which it refused.
+// number returns the key of a secret whose value is not a string, because the decoder does not
+// report which key it refused.
 func number(data []byte) string {
 	var tables map[string]any
 	if err := toml.Unmarshal(data, &tables); err != nil {

@@ -18,8 +18,8 @@ func (c *Config) paths() []*string {
 	}
 }
 
-// place makes the paths of a file absolute: "~/" is the home folder, all others are relative to the file's folder, for whoever
-// reads it is in any folder.
+// place makes the paths of a file absolute: "~/" is the home folder, other paths are relative to
+// the file's folder, whoever reads it is in any folder.
 func (c *Config) place(file string, env map[string]string) error {
 	folder, err := filepath.Abs(filepath.Dir(file))
 	if err != nil {
@@ -56,8 +56,8 @@ func defaultFile(env map[string]string) string {
 	return filepath.Join(configHome(env), "rollout", "rolloutd.toml")
 }
 
-// stateDirOfFile is the state folder that the default file names; "" where there is none. What is wrong with the file is for Load
-// to say.
+// stateDirOfFile returns the state folder that the default file names, or "". Errors of the file
+// are left to Load to say.
 func stateDirOfFile(env map[string]string) string {
 	path := defaultFile(env)
 	data, err := os.ReadFile(path)

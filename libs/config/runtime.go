@@ -8,7 +8,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/atomicfile"
 )
 
-// Runtime is rolloutd.json: how to reach a running rolloutd. It is there exactly while every target serves.
+// Runtime is rolloutd.json: how to reach a running rolloutd. It is there exactly while every target
+// serves.
 type Runtime struct {
 	PID       int      `json:"pid"`
 	GRPC      string   `json:"grpc"`              // host:port
@@ -36,8 +37,8 @@ func WriteRuntime(path string, r Runtime) error {
 	return nil
 }
 
-// ReadRuntime reads the file. An error that is fs.ErrNotExist says that no rolloutd runs; a file may also be what a killed
-// process left, so whoever reads it tries the address.
+// ReadRuntime reads the file. An error that is fs.ErrNotExist says that no rolloutd runs; a file
+// may also be what a killed process left behind, so readers must try the address.
 func ReadRuntime(path string) (Runtime, error) {
 	var r Runtime
 	data, err := os.ReadFile(path)

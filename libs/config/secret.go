@@ -13,8 +13,9 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// Ref says where a secret is, for it never stands in a configuration itself: "env:NAME" is a variable, "file:PATH" a file that its
-// owner alone may read. The zero value: there is none. A Ref may be logged; what it reads may not.
+// Ref says where a secret is, for it never stands in a configuration itself: "env:NAME" is a
+// variable, "file:PATH" a file that its owner alone may read. The zero value means no secret. A Ref
+// may be logged, the secret may not.
 type Ref struct{ text string }
 
 // File is a reference to a file.
@@ -28,10 +29,10 @@ func (r Ref) String() string { return r.text }
 
 var variableName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
 
-// ErrLiteral says that a secret stands where its place should. It doesn't repeat what stands there.
+// ErrLiteral reports a secret in place of a reference to one. It does not repeat the secret.
 var ErrLiteral = errors.New(`no secret stands in a configuration: put it in a file (chmod 600) and write "file:PATH", or in a variable and write "env:NAME"`)
 
-// UnmarshalText refuses everything that is no reference.
+// UnmarshalText refuses everything except a reference.
 func (r *Ref) UnmarshalText(text []byte) error {
 	got := Ref{strings.TrimSpace(string(text))}
 	if err := got.check(); err != nil {
@@ -68,8 +69,8 @@ func (r *Ref) absolute() error {
 	return err
 }
 
-// Read reads the secret; "" where there is none. key is the setting's name, for errors: "nats.token". environ is os.Environ(). What
-// it returns belongs in no log, event or file.
+// Read returns the secret, or "" for the zero value. key is the setting's name, for errors:
+// "nats.token". environ is os.Environ(). What it returns belongs in no log, event or file.
 func (r Ref) Read(key string, environ []string) (string, error) {
 	if err := r.check(); err != nil {
 		return "", fmt.Errorf("%s: %w", key, err)
@@ -121,7 +122,8 @@ func (c Config) Secrets() (out []Secret) {
 	return out
 }
 
-// replaced is keys of before, by what stands for them now. A reference says itself whether it is a file or a variable.
+// replaced is keys of before, by what stands for them now. A reference says itself whether it is a
+// file or a variable.
 var replaced = map[string]string{
 	"gateway.api_keys_file": "api_keys_file, with the keys that `rollout keys create` makes",
 	"nats.token_file":       `nats.token = "file:PATH"`, "nats.token_env": `nats.token = "env:NAME"`,
@@ -133,7 +135,7 @@ var replaced = map[string]string{
 	"database.url_file":     `database.url = "file:PATH"`, "database.url_env": `database.url = "env:NAME"`,
 }
 
-// replacedBy is what stands now for a name of before, in the shape of one source; "" where it is none.
+// replacedBy returns the current name of a renamed setting, in the form of its source, or "".
 func replacedBy(name string, shape func(key) string) string {
 	for before, now := range replaced {
 		if shape(key{name: before}) == name {

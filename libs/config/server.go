@@ -18,11 +18,11 @@ func (n NATS) check() (errs []error) {
 		u, err := url.Parse(strings.TrimSpace(text))
 		switch {
 		case err != nil && strings.Contains(text, "@"):
-			errs = append(errs, errors.New("nats.url: it is no NATS URL; write nats://host:4222, without credentials"))
+			errs = append(errs, errors.New("nats.url: not a NATS URL; write nats://host:4222, without credentials"))
 		case err == nil && u.User != nil:
 			errs = append(errs, errors.New("nats.url: no credentials in an URL; set nats.token, or nats.user and nats.password, to a reference: \"file:PATH\" or \"env:NAME\""))
 		case err != nil || u.Host == "" || !slices.Contains([]string{"nats", "tls", "ws", "wss"}, u.Scheme):
-			errs = append(errs, fmt.Errorf("nats.url: %q is no NATS URL; write nats://host:4222", text))
+			errs = append(errs, fmt.Errorf("nats.url: %q is not a NATS URL; write nats://host:4222", text))
 		}
 	}
 	errs = append(errs, alternatives("nats", map[string]string{
@@ -82,7 +82,7 @@ func (b Blob) check() (errs []error) {
 		case err == nil && u.User != nil:
 			errs = append(errs, errors.New("blob.url: no credentials in an URL; set blob.access_key, and blob.secret_key to a reference: \"file:PATH\" or \"env:NAME\""))
 		case err != nil || u.Host == "" || u.Scheme != "s3" && u.Scheme != "gs" || u.RawQuery != "":
-			errs = append(errs, errors.New("blob.url: it is no bucket; write s3://bucket/prefix or gs://bucket/prefix"))
+			errs = append(errs, errors.New("blob.url: not a bucket; write s3://bucket/prefix or gs://bucket/prefix"))
 		}
 	}
 	if (b.AccessKey == "") != (b.SecretKey == Ref{}) {
@@ -90,7 +90,7 @@ func (b Blob) check() (errs []error) {
 	}
 	if b.Endpoint != "" {
 		if u, err := url.Parse(b.Endpoint); err != nil || u.Host == "" || u.User != nil {
-			errs = append(errs, errors.New("blob.endpoint: it is no URL; write https://host:port, without credentials"))
+			errs = append(errs, errors.New("blob.endpoint: not a URL; write https://host:port, without credentials"))
 		} else if ip, err := netip.ParseAddr(u.Hostname()); u.Scheme != "https" && u.Hostname() != "localhost" && (err != nil || !ip.IsLoopback()) {
 			errs = append(errs, fmt.Errorf("blob.endpoint: %s is not loopback; use https", u.Host))
 		}

@@ -8,10 +8,12 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// ErrPlainText says that an address which others reach would be served in plain text, tokens and all.
+// ErrPlainText says that an address which others reach would be served in plain text, tokens and
+// all.
 var ErrPlainText = rpcerr.New(codes.FailedPrecondition, "PLAIN_TEXT_LISTENER", "plain text beyond loopback")
 
-// plainText refuses listeners that show tokens to a network, unless somebody says that the network is private.
+// plainText refuses listeners that would send tokens over a network in plain text, unless the
+// network is declared private.
 func (c Config) plainText() (errs []error) {
 	if c.Insecure {
 		return nil
@@ -24,7 +26,7 @@ func (c Config) plainText() (errs []error) {
 	}{
 		{"listen", c.Listen, c.TLS.CertFile != "", "set tls.cert_file and tls.key_file (`rollout certs` makes them)"},
 		{"gateway.listen", c.Gateway.Listen, c.TLS.CertFile != "", "set tls.cert_file and tls.key_file (`rollout certs` makes them)"},
-		{"nats.listen", c.NATS.Listen, c.TLS.Mutual(), "set tls.cert_file, tls.key_file and tls.ca_file, or use a NATS server of your own"},
+		{"nats.listen", c.NATS.Listen, c.TLS.Mutual(), "set tls.cert_file, tls.key_file and tls.ca_file, or use an external NATS server"},
 		{"consul.listen", c.Consul.Listen, c.TLS.Mutual(), "set tls.cert_file, tls.key_file and tls.ca_file, or use Consul"},
 	} {
 		if !l.safe && !Loopback(l.address) {

@@ -22,5 +22,5 @@ func Here(name string) {
 		return // another process was first
 	}
 	_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
-	select {} // it is not delivered before this goroutine would go on
+	select {} // block until the signal is delivered
 }

@@ -36,7 +36,8 @@ type Options struct {
 	Log     *slog.Logger // nil discards
 }
 
-// exactly sends what Options say: Consul's client adds what it finds in CONSUL_* variables, which were exported for other tools.
+// exactly sends what Options say: Consul's client adds what it finds in CONSUL_* variables, which
+// were exported for other tools.
 type exactly struct {
 	token string
 	next  http.RoundTripper
@@ -55,7 +56,8 @@ func (e exactly) RoundTrip(req *http.Request) (*http.Response, error) {
 	return e.next.RoundTrip(req)
 }
 
-// anonymous is Consul's name of no token. With it the client looks for none in the environment; it is never sent.
+// anonymous is Consul's name of no token. With it the client looks for none in the environment; it
+// is never sent.
 const anonymous = "anonymous"
 
 // NewClient makes a client. No request is sent, and no variable of the environment counts.
@@ -86,7 +88,8 @@ func (c *Client) Ready(ctx context.Context) error {
 	return nil
 }
 
-// Describe gives the agent's version and the address of the leader of its cluster. ErrUnavailable, ErrDenied.
+// Describe gives the agent's version and the address of the leader of its cluster. ErrUnavailable,
+// ErrDenied.
 func (c *Client) Describe(ctx context.Context) (version, leader string, err error) {
 	q := (&consul.QueryOptions{}).WithContext(ctx)
 	if leader, err = c.api.Status().LeaderWithQueryOptions(q); err != nil {
@@ -127,9 +130,10 @@ func (c *Client) query(ctx context.Context, name string, index uint64, wait time
 	return list, meta.LastIndex, nil
 }
 
-// Watch sends the passing instances of a service: at once when they are first known, and on every change. A slow reader gets the
-// newest list alone. While the agent does not answer the last list stands, and a restarted agent, which knows nobody at first, gets a
-// few seconds until those who live have registered again. The channel is closed after ctx ended.
+// Watch sends the passing instances of a service: at once when they are first known, and on every
+// change. A slow reader gets the newest list alone. While the agent does not answer the last list
+// remains valid. A restarted agent, which knows no instances at first, gets a few seconds until
+// those who live have registered again. The channel is closed after ctx ended.
 func (c *Client) Watch(ctx context.Context, name string) <-chan []Instance {
 	out := make(chan []Instance, 1)
 	go func() {
@@ -158,13 +162,13 @@ func (c *Client) watch(ctx context.Context, name string, send func([]Instance)) 
 			if ctx.Err() == nil {
 				c.log.Debug("watch of a service failed, trying again", "service", name, "error", err)
 			}
-			index = 0 // a new agent counts anew
+			index = 0 // a new agent restarts its index
 			kept.lost = true
 			retry.wait(ctx)
 			continue
 		}
 		retry = backoff{}
-		if next < index { // another agent, or one that began anew between two queries
+		if next < index { // another agent, or one that restarted between two queries
 			next, kept.lost = 0, true
 		}
 		index = next
@@ -176,12 +180,12 @@ func (c *Client) watch(ctx context.Context, name string, send func([]Instance)) 
 	}
 }
 
-// resettle is how long instances that an agent has forgotten are kept after it was away: whoever lives registers again within a
-// third of DefaultTTL.
+// resettle is how long instances that an agent has forgotten are kept after an outage: live
+// instances register again within a third of DefaultTTL.
 const resettle = DefaultTTL + time.Second
 
-// keep holds on to the instances that were known before an agent went away. A restarted agent knows nobody for a second, which
-// says nothing of the instances.
+// keep keeps the instances that were known before an agent went away. A restarted agent knows no
+// instances for a second, which says nothing of the instances.
 type keep struct {
 	lost  bool // the agent did not answer since the last list
 	until time.Time

@@ -14,7 +14,7 @@ func TestConsulConforms(t *testing.T) {
 	t.Parallel()
 	const management = "6f3c1d6e-0f53-4a86-9c0f-6d1f6a0c7a11"
 	c := servertest.StartConsul(t, servertest.ConsulOptions{Token: management})
-	// Consul reaps every 30 s, and nobody who was critical for less than a minute.
+	// Consul reaps every 30 s, and only instances that were critical for a minute or more.
 	discoverytest.Run(t, discoverytest.Agent{Address: c.Address, Token: management, Reap: time.Minute, ReapSlack: 90 * time.Second})
 }
 

@@ -1,5 +1,6 @@
-// Package discovery finds services and workers: one client (Consul's own) for a real Consul and for the registry embedded in
-// rolloutd (package registry), and a gRPC resolver for addresses like "consul:///buffer".
+// Package discovery finds services and workers: one client (Consul's own) for a real Consul and for
+// the registry embedded in rolloutd (package registry), and a gRPC resolver for addresses like
+// "consul:///buffer".
 package discovery
 
 import (
@@ -23,10 +24,12 @@ var (
 	ErrService = rpcerr.New(codes.InvalidArgument, "DISCOVERY_SERVICE", "a registration needs name, id, address, port and TTL")
 )
 
-// DefaultTTL is how long a registration lives without a renewal. Renewals come three times as often.
+// DefaultTTL is how long a registration lives without a renewal. Renewals come three times as
+// often.
 const DefaultTTL = 3 * time.Second
 
-// DefaultReap is how long a registration stays visible as critical before it is removed. Consul itself takes a minute at least.
+// DefaultReap is how long a registration stays visible as critical before it is removed. Consul
+// itself takes a minute at least.
 const DefaultReap = 30 * time.Second
 
 // Service is what a process registers.

@@ -56,14 +56,14 @@ func TestErrors(t *testing.T) {
 	if err := wrong.Ready(t.Context()); !errors.Is(err, discovery.ErrDenied) {
 		t.Errorf("ready with a wrong token: %v", err)
 	}
-	nobody := client(t, "127.0.0.1:1", "")
-	if _, err := nobody.Lookup(t.Context(), "x"); !errors.Is(err, discovery.ErrUnavailable) {
-		t.Errorf("lookup of nobody: %v", err)
+	unreachable := client(t, "127.0.0.1:1", "")
+	if _, err := unreachable.Lookup(t.Context(), "x"); !errors.Is(err, discovery.ErrUnavailable) {
+		t.Errorf("lookup without an agent: %v", err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if _, err := nobody.Register(ctx, s); err == nil {
-		t.Error("registered with nobody")
+	if _, err := unreachable.Register(ctx, s); err == nil {
+		t.Error("registered without an agent")
 	}
 }
 
@@ -147,7 +147,7 @@ func TestResolver(t *testing.T) {
 		return err
 	}
 	if err := call(); err == nil {
-		t.Fatal("a call to nobody succeeded")
+		t.Fatal("a call without an instance succeeded")
 	}
 	done := make(chan error, 1)
 	go func() { done <- call(grpc.WaitForReady(true)) }()
@@ -184,7 +184,8 @@ func host(t *testing.T, c *discovery.Client, id string) (stop func()) {
 	return stop
 }
 
-// An agent may come back, knowing nobody, between two queries that both succeed: its index tells, and the instances are kept.
+// An agent may restart without instances between two successful queries. Its index shows that, and
+// the instances are kept.
 func TestWatchKeepsInstancesOverAnUnseenRestart(t *testing.T) {
 	t.Parallel()
 	var current atomic.Pointer[registry.Registry]
@@ -209,7 +210,7 @@ func TestWatchKeepsInstancesOverAnUnseenRestart(t *testing.T) {
 	old.Close() // answers the query that waits
 	select {
 	case list := <-watch:
-		t.Fatalf("the watch told %v", list)
+		t.Fatalf("the watch sent %v", list)
 	case <-time.After(500 * time.Millisecond): // what must not happen can't be waited for
 	}
 }

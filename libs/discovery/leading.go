@@ -2,8 +2,9 @@ package discovery
 
 import "strconv"
 
-// MetaEpoch is the key under which the leader of a service tells the epoch of its term. Of a service that has leaders only the one
-// of the highest epoch is called: an older one may have died, or stand still, and not have been found out yet.
+// MetaEpoch is the key under which the leader of a service tells the epoch of its term. Of a
+// service that has leaders only the one of the highest epoch is called: an older one may have died
+// or be suspended without being detected yet.
 const MetaEpoch = "epoch"
 
 // leading leaves out instances of older epochs than the newest.

@@ -14,16 +14,18 @@ type Registration struct {
 	done chan struct{}
 }
 
-// Wait blocks until the registration has ended, that is until its context ended and the service was deregistered.
+// Wait blocks until the registration has ended, that is until its context ended and the service was
+// deregistered.
 func (r *Registration) Wait() { <-r.done }
 
 // Done is closed when Wait would return.
 func (r *Registration) Done() <-chan struct{} { return r.done }
 
-// Register registers s as passing and keeps it so from a goroutine of its own: it renews the check three times a TTL and registers
-// again when the agent forgot it (as after a restart of the agent). When ctx ends it deregisters (Wait for that) and stops.
-// Register returns once the service is registered; while the agent does not answer it tries until ctx ends. ErrDenied and
-// ErrService fail at once.
+// Register registers s as passing and keeps it passing from its own goroutine: it renews the check
+// three times a TTL and registers again when the agent forgot it (as after a restart of the agent).
+// When ctx ends it deregisters (Wait for that) and stops. Register returns once the service is
+// registered; while the agent does not answer it tries until ctx ends. ErrDenied and ErrService
+// fail at once.
 func (c *Client) Register(ctx context.Context, s Service) (*Registration, error) {
 	if err := s.check(); err != nil {
 		return nil, err
@@ -56,7 +58,8 @@ func (c *Client) Register(ctx context.Context, s Service) (*Registration, error)
 	return r, nil
 }
 
-// register registers and passes the check: an earlier registration of the same id may have left it critical.
+// register registers and passes the check: an earlier registration of the same id may have left it
+// critical.
 func (c *Client) register(ctx context.Context, s Service) error {
 	err := c.api.Agent().ServiceRegisterOpts(&consul.AgentServiceRegistration{
 		ID: s.ID, Name: s.Name, Address: s.Address, Port: s.Port, Tags: s.Tags, Meta: s.Meta,

@@ -12,8 +12,8 @@ import (
 // Scheme is the scheme of gRPC targets that this package resolves: "consul:///buffer".
 const Scheme = "consul"
 
-// Resolver is a gRPC resolver builder for Scheme, to be given to grpc.WithResolvers. An empty list of instances makes calls that
-// wait for ready wait, and others fail with Unavailable.
+// Resolver is a gRPC resolver builder for Scheme, to be given to grpc.WithResolvers. An empty list
+// of instances makes calls that wait for ready wait, and others fail with Unavailable.
 func (c *Client) Resolver() resolver.Builder { return &builder{c} }
 
 type builder struct{ client *Client }
@@ -39,7 +39,7 @@ func (b *builder) Build(target resolver.Target, cc resolver.ClientConn, _ resolv
 				}
 				state.Addresses = append(state.Addresses, resolver.Address{Addr: i.Address, ServerName: host})
 			}
-			_ = cc.UpdateState(state) // refused where the list is empty; the balancer says so to waiting calls
+			_ = cc.UpdateState(state) // refused if the list is empty; the balancer then fails waiting calls
 		})
 	})
 	return w, nil

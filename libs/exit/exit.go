@@ -26,7 +26,7 @@ const (
 // Error is an error with its code.
 type Error struct {
 	Code   int
-	Reason string // machine-readable, "" where there is none
+	Reason string // machine-readable, "" if unknown
 	Fix    string // what to do about it, "" where nothing is known
 	Err    error  // nil: everything was said already
 }
@@ -48,7 +48,8 @@ func New(code int, fix, format string, args ...any) *Error {
 // Silent ends with a code after everything was printed.
 func Silent(code int) *Error { return &Error{Code: code} }
 
-// From gives any error its code: one of this package keeps it, one from a server is mapped, the rest is Software.
+// From gives any error its code: one of this package keeps it, one from a server is mapped, the
+// rest is Software.
 func From(err error) *Error {
 	var own *Error
 	if errors.As(err, &own) {

@@ -33,9 +33,9 @@ func TestCodes(t *testing.T) {
 
 func TestReasonAndMessageOfAServer(t *testing.T) {
 	t.Parallel()
-	err := rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "there is no run x")
+	err := rpcerr.New(codes.NotFound, "RUN_NOT_FOUND", "run x does not exist")
 	got := From(err.GRPCStatus().Err())
-	if got.Reason != "RUN_NOT_FOUND" || got.Error() != "there is no run x" {
+	if got.Reason != "RUN_NOT_FOUND" || got.Error() != "run x does not exist" {
 		t.Errorf("%q %q", got.Reason, got.Error())
 	}
 }

@@ -1,8 +1,10 @@
-// Package freeport gives tests ports for servers that can't take one themselves ("port 0") and be asked for it.
+// Package freeport gives tests ports for servers that can't take one themselves ("port 0") and be
+// asked for it.
 //
-// A port that was free a moment ago may be somebody else's when the server asks for it. Two rules keep it free: it lies below those that
-// systems give to connections and to listeners on port 0 (32768 and up on Linux, 49152 elsewhere), and a lock on a file of its number
-// belongs to this process until it ends, so that test binaries that run side by side never get the same.
+// A port that was free a moment ago may be taken when the server binds it. Two rules keep it free:
+// it lies below those that systems give to connections and to listeners on port 0 (32768 and up on
+// Linux, 49152 elsewhere), and a lock on a file of its number belongs to this process until it
+// ends, so that test binaries that run side by side never get the same.
 package freeport
 
 import (

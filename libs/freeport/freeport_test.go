@@ -29,7 +29,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// Processes that ask at once and hold what they got never share a port, though none of them listens.
+// Processes that ask at once and hold what they got never share a port, though none of them
+// listens.
 func TestProcessesNeverShareAPort(t *testing.T) {
 	const processes = 8
 	owner := map[string]int{}

@@ -14,9 +14,10 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// CanonicalJSON is the ProtoJSON of m, with proto field names and without unset fields, in the form of RFC 8785: keys sorted by
-// UTF-16 code units, no white space, numbers as ECMAScript prints them. (protojson alone varies its spacing on purpose, and
-// deterministic binary promises nothing between versions and languages.)
+// CanonicalJSON is the ProtoJSON of m, with proto field names and without unset fields, in the form
+// of RFC 8785: keys sorted by UTF-16 code units, no white space, numbers as ECMAScript prints them.
+// (protojson alone varies its spacing on purpose, and deterministic binary promises nothing between
+// versions and languages.)
 func CanonicalJSON(m proto.Message) ([]byte, error) {
 	raw, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(m)
 	if err != nil {
@@ -115,7 +116,7 @@ func appendString(b []byte, s string) []byte {
 func appendNumber(b []byte, n json.Number) ([]byte, error) {
 	f, err := n.Float64()
 	if err != nil || math.IsInf(f, 0) {
-		return nil, fmt.Errorf("canonicalize json: number %q is no double", n)
+		return nil, fmt.Errorf("canonicalize json: number %q is not a double", n)
 	}
 	if f == 0 {
 		return append(b, '0'), nil

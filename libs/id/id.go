@@ -1,4 +1,5 @@
-// Package id makes the identifiers of the project: run ids ("run-<ulid>") and content ids ("blake3-<hex>").
+// Package id makes the identifiers of the project: run ids ("run-<ulid>") and content ids
+// ("blake3-<hex>").
 package id
 
 import (
@@ -21,8 +22,8 @@ const (
 	hexLen        = 64 // blake3-256
 )
 
-// NewRun makes a run id. Ids sort by the millisecond they were made in. They are lowercase, so that they serve as file names,
-// NATS tokens and DNS labels alike.
+// NewRun makes a run id. Ids sort by the millisecond they were made in. They are lowercase, so that
+// they serve as file names, NATS tokens and DNS labels alike.
 func NewRun(now time.Time) string { return runPrefix + New(now) }
 
 // New makes a lowercase ULID.
@@ -30,13 +31,15 @@ func New(now time.Time) string {
 	return strings.ToLower(ulid.MustNew(ulid.Timestamp(now), rand.Reader).String())
 }
 
-// At makes the lowercase ULID of a time and of what seed names: the same one whenever both are the same.
+// At makes the lowercase ULID of a time and of what seed names: the same one whenever both are the
+// same.
 func At(t time.Time, seed string) string {
 	sum := blake3.Sum256([]byte(seed))
 	return strings.ToLower(ulid.MustNew(ulid.Timestamp(t), bytes.NewReader(sum[:])).String())
 }
 
-// ValidRun reports whether s is a run id. Only such strings may become subjects, file names or table keys.
+// ValidRun reports whether s is a run id. Only such strings may become subjects, file names or
+// table keys.
 func ValidRun(s string) bool {
 	u, ok := strings.CutPrefix(s, runPrefix)
 	return ok && Valid(u)
@@ -87,7 +90,8 @@ func ValidContent(s string) bool {
 	return strings.Trim(h, "0123456789abcdef") == ""
 }
 
-// Message is the content id of m's canonical JSON: the same for equal messages, in every language that follows RFC 8785.
+// Message is the content id of m's canonical JSON: the same for equal messages, in every language
+// that follows RFC 8785.
 func Message(m proto.Message) (string, error) {
 	b, err := CanonicalJSON(m)
 	if err != nil {

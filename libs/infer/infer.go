@@ -1,8 +1,8 @@
 // Package infer runs a worker that writes completions and scores for a dataset.
 //
-// It starts no service. The worker process (`rollout-worker infer`) reads a file that names the model,
-// the dataset, the configuration and the output. It keeps a journal next to the output, from which the
-// same job continues after an interruption.
+// It starts no service. The worker process (`rollout-worker infer`) reads a file that names the
+// model, the dataset, the configuration and the output. It keeps a journal next to the output, from
+// which the same job continues after an interruption.
 package infer
 
 import (
@@ -26,7 +26,8 @@ import (
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
-// Job describes the work. Paths are absolute, except those of Config, which are relative to BaseDir.
+// Job describes the work. Paths are absolute, except those of Config, which are relative to
+// BaseDir.
 type Job struct {
 	Config        *configv1.RunConfig
 	BaseDir       string
@@ -43,7 +44,8 @@ type Job struct {
 	Lock    *os.File // locks Scratch while the worker lives; nil: Scratch is not locked
 }
 
-// Event is a line of the worker's output: `loading`, `begin`, `progress`, `end`, `interrupted` or `error`.
+// Event is a line of the worker's output: `loading`, `begin`, `progress`, `end`, `interrupted` or
+// `error`.
 type Event struct {
 	Event       string            `json:"event"`
 	Rows        int               `json:"rows"`

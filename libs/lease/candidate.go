@@ -28,8 +28,8 @@ type Term struct {
 	until time.Time // by this process's own clock
 }
 
-// Valid reports whether nobody else can have taken the lease yet. A process that stood still finds out here, before it looks at
-// anything else.
+// Valid reports whether no other process can have taken the lease yet. A process that was suspended
+// finds out here, before it looks at anything else.
 func (t *Term) Valid() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -61,9 +61,9 @@ func (c *Candidate) see(l Lease) {
 	c.seen = l
 }
 
-// Run waits for the lease and calls lead with each term, until ctx ends or lead fails. The context of lead ends with the term, with
-// the cause ErrNotLeader where another one took the lease; then lead must return. When ctx ends the lease is set free after lead
-// has returned.
+// Run waits for the lease and calls lead with each term, until ctx ends or lead fails. The context
+// of lead ends with the term, with the cause ErrNotLeader where another one took the lease; then
+// lead must return. When ctx ends the lease is set free after lead has returned.
 func (c *Candidate) Run(ctx context.Context, lead func(ctx context.Context, term *Term) error) error {
 	if c.TTL == 0 {
 		c.TTL = TTL
@@ -137,7 +137,7 @@ func (c *Candidate) hold(ctx context.Context, mine Lease, began time.Time, lead 
 	leading, end := context.WithCancelCause(ctx)
 	renewing, stop := context.WithCancel(context.WithoutCancel(ctx))
 	var wg sync.WaitGroup
-	wg.Go(func() { // beside the work, which may be busy; on until the work has ended, so that its last writes pass
+	wg.Go(func() { // concurrently with the work, until it has ended, so that its last writes pass the fence
 		if err := c.renew(renewing, mine, term); err != nil {
 			c.Log.WarnContext(ctx, "stepping down", "epoch", mine.Epoch, "error", err)
 			end(ErrNotLeader)

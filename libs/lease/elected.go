@@ -17,13 +17,14 @@ type Service interface {
 	Run(ctx context.Context) error
 }
 
-// Elected is a Service of which one replica acts: each term has an instance of its own, made when it begins and stopped when it
-// ends, so that nothing that one term remembered reaches the next. Calls to a replica that does not lead are passed on.
+// Elected is a Service of which one replica acts: each term has its own instance, created when it
+// begins and stopped when it ends, so that nothing that one term remembered reaches the next. Calls
+// to a replica that does not lead are passed on.
 type Elected struct {
 	candidate *Candidate
 	make      func(epoch uint64) (Service, error)
 	began     func(ctx context.Context, epoch uint64) func()
-	gate      *gate
+	router      *router
 	shape     *record
 }
 
@@ -34,22 +35,23 @@ type Options struct {
 	Shape func(grpc.ServiceRegistrar)
 	// Make makes the instance of a term; its store writes behind Table.Fence(epoch).
 	Make func(epoch uint64) (Service, error)
-	// Forward is a connection to whoever leads; nil: calls to another replica are refused with ErrNotLeader.
+	// Forward connects to the leader; nil: calls to another replica are refused with ErrNotLeader.
 	Forward func() (grpc.ClientConnInterface, error)
-	// Began is called when a term has begun and serves; what it returns is called when it ends. May be nil.
+	// Began is called when a term has begun and serves; what it returns is called when it ends. May be
+	// nil.
 	Began func(ctx context.Context, epoch uint64) (ended func())
 }
 
 // NewElected makes an Elected.
 func NewElected(o Options) *Elected {
 	e := &Elected{candidate: o.Candidate, make: o.Make, began: o.Began, shape: newRecord()}
-	e.gate = &gate{forward: o.Forward, leader: o.Candidate.Leader}
+	e.router = &router{forward: o.Forward, leader: o.Candidate.Leader}
 	o.Shape(e.shape)
 	return e
 }
 
 // Register implements Service.
-func (e *Elected) Register(r grpc.ServiceRegistrar) { e.gate.register(r, e.shape) }
+func (e *Elected) Register(r grpc.ServiceRegistrar) { e.router.register(r, e.shape) }
 
 // Run implements Service.
 func (e *Elected) Run(ctx context.Context) error { return e.candidate.Run(ctx, e.lead) }
@@ -61,8 +63,8 @@ func (e *Elected) lead(ctx context.Context, term *Term) error {
 	}
 	r := newRecord()
 	s.Register(r)
-	e.gate.set(&opening{ctx: ctx, term: term, impls: r.impls})
-	defer e.gate.set(nil)
+	e.router.set(&activeTerm{ctx: ctx, term: term, impls: r.impls})
+	defer e.router.set(nil)
 	if e.began != nil {
 		defer e.began(ctx, term.Epoch)()
 	}

@@ -139,10 +139,10 @@ func TestElected(t *testing.T) {
 		if err := <-inHand; rpcerr.Reason(err) != "NOT_LEADER" || rpcerr.Code(err) != codes.Unavailable {
 			t.Errorf("a call in hand when the term ended: %v", err)
 		}
-		// Nobody of the two leads now: the call is passed on once, then refused with what is known.
+		// Neither of the two leads now: the call is forwarded once, then refused with the known leader.
 		_, err := a.client.Check(ctx, &healthpb.HealthCheckRequest{})
 		if err != nil && rpcerr.Reason(err) != "NOT_LEADER" { // none where a slow machine has the next leader already
-			t.Errorf("a call to nobody: %v", err)
+			t.Errorf("a call without a leader: %v", err)
 		}
 		var next uint64
 		select {

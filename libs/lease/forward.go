@@ -11,8 +11,8 @@ import (
 	"google.golang.org/protobuf/reflect/protoregistry"
 )
 
-// pass calls the leader in place of this process. refused is answered where nobody can be called.
-func (g *gate) pass(ctx context.Context, service, method string, req any, refused error) (any, error) {
+// pass forwards a call to the leader. It returns refused if no leader can be called.
+func (g *router) pass(ctx context.Context, service, method string, req any, refused error) (any, error) {
 	conn, out, err := g.toLeader(ctx, service, method, refused)
 	if err != nil {
 		return nil, err
@@ -25,7 +25,7 @@ func (g *gate) pass(ctx context.Context, service, method string, req any, refuse
 }
 
 // passStream is pass for calls whose answer is a stream, whatever they send.
-func (g *gate) passStream(ss grpc.ServerStream, service string, s grpc.StreamDesc, refused error) error {
+func (g *router) passStream(ss grpc.ServerStream, service string, s grpc.StreamDesc, refused error) error {
 	ctx, cancel := context.WithCancel(ss.Context())
 	defer cancel()
 	conn, out, err := g.toLeader(ctx, service, s.StreamName, refused)
@@ -78,7 +78,7 @@ func follow(ss grpc.ServerStream, up grpc.ClientStream, in protoreflect.MessageT
 }
 
 // toLeader is a connection to the leader and the type of a method's answer.
-func (g *gate) toLeader(ctx context.Context, service, method string, refused error) (grpc.ClientConnInterface, protoreflect.MessageType, error) {
+func (g *router) toLeader(ctx context.Context, service, method string, refused error) (grpc.ClientConnInterface, protoreflect.MessageType, error) {
 	if g.forward == nil || forwarded(ctx) {
 		return nil, nil, refused
 	}
@@ -102,7 +102,7 @@ func messageOf(service, method string, answer bool) (protoreflect.MessageType, e
 	}
 	m, ok := d.(protoreflect.MethodDescriptor)
 	if !ok {
-		return nil, errors.New(service + "." + method + " is no method")
+		return nil, errors.New(service + "." + method + " is not a method")
 	}
 	if answer {
 		return protoregistry.GlobalTypes.FindMessageByName(m.Output().FullName())

@@ -1,12 +1,14 @@
 // Package lease lets one of several processes act, and refuses the others at the database.
 //
-// A lease is a row in a service's own database: who holds it, and an epoch that grows with each holder. The holder renews it; who
-// waits takes it when it was not renewed for a TTL. Nobody compares clocks of two machines: who waits watches the row for a TTL of
-// its own clock, and the holder gives up when its own last renewal began a TTL ago.
+// A lease is a row in a service's own database: who holds it, and an epoch that grows with each
+// holder. The holder renews it; who waits takes it when it was not renewed for a TTL. Clocks of
+// different machines are never compared: a candidate watches the row for a TTL of its own clock,
+// and the holder gives up when its own last renewal began a TTL ago.
 //
-// That alone is not safe: a process may stand still after it looked (SIGSTOP, a long pause) and go on when another leads. So each
-// write transaction of a term reads the epoch first (Fence), and holds it: a transaction either ends before the lease can be
-// taken, or finds another epoch and is refused with ErrFenced.
+// That alone is not safe: a process may be suspended after the check (SIGSTOP, a long pause) and
+// continue when another leads. So each write transaction of a term reads the epoch first (Fence),
+// and holds it: a transaction either ends before the lease can be taken, or finds another epoch and
+// is refused with ErrFenced.
 //
 //	waiting --row is free, or unchanged for a TTL--> leading --renewal refused or late--> stepping down --work ended--> waiting
 //	leading --context ends--> work ends, then the row is set free: the next one need not wait
@@ -31,7 +33,8 @@ const TTL = 2 * time.Second
 
 // Errors of this package, compared with errors.Is.
 var (
-	// ErrNotLeader is what a replica answers that does not lead. Its metadata names the leader's address where it is known.
+	// ErrNotLeader is what a replica answers that does not lead. Its metadata names the leader's
+	// address where it is known.
 	ErrNotLeader = rpcerr.New(codes.Unavailable, "NOT_LEADER", "another replica leads this service").RetryAfter(200 * time.Millisecond)
 	// ErrFenced refuses a write of a leader whose term is over. It must not be repeated.
 	ErrFenced = rpcerr.New(codes.Aborted, "FENCED", "another replica has taken the lease: this process no longer leads and its write was refused")
@@ -42,7 +45,7 @@ var (
 type Lease struct {
 	Epoch   uint64
 	Beat    uint64
-	Holder  string // "": nobody
+	Holder  string // "" without a holder
 	Address string // host:port of the holder
 }
 
@@ -55,7 +58,7 @@ type Table struct {
 // NewTable names a lease.
 func NewTable(db *sqldb.DB, name string) *Table { return &Table{db: db, name: name} }
 
-// Read gives the row; a free one of epoch 0 where nobody ever led.
+// Read returns the row; if there never was a leader, a free one of epoch 0.
 func (t *Table) Read(ctx context.Context) (Lease, error) {
 	var l Lease
 	err := t.db.One(ctx, `SELECT epoch, beat, holder, address FROM lease WHERE name = $1`, []any{t.name}, &l.Epoch, &l.Beat, &l.Holder, &l.Address)
@@ -113,7 +116,8 @@ func (t *Table) change(ctx context.Context, tx *sql.Tx, statement string, args .
 	return nil
 }
 
-// Fence lets write transactions pass while the epoch is the lease's. Until such a transaction has ended nobody takes the lease.
+// Fence lets write transactions pass while the epoch is the lease's. No process can take the lease
+// until such a transaction has ended.
 func (t *Table) Fence(epoch uint64) sqldb.Fence {
 	query := `SELECT epoch FROM lease WHERE name = $1`
 	if t.db.Postgres() {

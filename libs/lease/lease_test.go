@@ -17,7 +17,7 @@ import (
 // ttl is one that a busy machine renews in time.
 const ttl = 3 * time.Second
 
-// open is a database with the lease's table, as a service has it, and one of its own.
+// open is a database with the lease table, as services have it, and another table.
 func open(t *testing.T, place sqldb.Place) *sqldb.DB {
 	t.Helper()
 	db := sqldbtest.Open(t, place, "x")
@@ -146,7 +146,8 @@ func fence(t *testing.T, place sqldb.Place) {
 	}
 }
 
-// When the lease has changed hands every transaction of the old holder has ended: what it wrote shows.
+// When the lease has changed hands every transaction of the old holder has ended: what it wrote
+// shows.
 func takeWaits(t *testing.T, place sqldb.Place) {
 	db := open(t, place)
 	table := lease.NewTable(db, "x")

@@ -1,8 +1,8 @@
 // Package lifecycle runs the components of a process and stops them in order.
 //
-// A component is a name and a Run(ctx) error that returns when ctx ends. Components stop in the reverse of the order they were
-// added, each only after those added later have returned: what serves others (the bus, the registry) is added first and ends
-// last.
+// A component is a name and a Run(ctx) error that returns when ctx ends. Components stop in the
+// reverse of the order they were added, each only after those added later have returned: what
+// serves others (the bus, the registry) is added first and ends last.
 //
 //	running --first error, ctx end or first signal--> draining: components end last to first
 //	draining --grace passed or second signal--> stopped hard: every context is canceled, Run returns ErrHardStop
@@ -16,20 +16,22 @@ import (
 	"time"
 )
 
-// ErrHardStop says that a component was still running when the grace period ended or a second signal came.
+// ErrHardStop says that a component was still running when the grace period ended or a second
+// signal came.
 var ErrHardStop = errors.New("stopped hard")
 
 // Component is one part of a process.
 type Component struct {
 	Name string
-	// Run blocks until its part is done. It returns nil after ctx ends; nil before that ends the process in good order.
+	// Run blocks until its part is done. It returns nil after ctx ends; nil before that ends the
+	// process in good order.
 	Run func(ctx context.Context) error
 }
 
 // Group is a list of components. The zero value is ready.
 type Group struct {
 	Log   *slog.Logger  // nil discards
-	Grace time.Duration // how long a drain may take in all; zero waits for ever
+	Grace time.Duration // how long a drain may take in all; zero waits forever
 
 	components []Component
 }
@@ -44,8 +46,9 @@ type exit struct {
 	err   error
 }
 
-// Run starts every component and waits for all of them. ctx asks for a drain, hard ends it at once; both may be nil-safe
-// contexts from Signals. The error is the first failure of a component, joined with ErrHardStop where some did not return.
+// Run starts every component and waits for all of them. ctx asks for a drain, hard ends it at once;
+// both may be nil-safe contexts from Signals. The error is the first failure of a component, joined
+// with ErrHardStop where some did not return.
 func (g *Group) Run(ctx, hard context.Context) error {
 	log := g.Log
 	if log == nil {

@@ -8,8 +8,9 @@ import (
 	"syscall"
 )
 
-// Signals returns two contexts: drain ends at the first SIGINT or SIGTERM, hard at the second. SIGHUP is ignored, so that a
-// daemon outlives the terminal that started it. stop releases the handlers.
+// Signals returns two contexts: drain ends at the first SIGINT or SIGTERM, hard at the second.
+// SIGHUP is ignored, so that a daemon outlives the terminal that started it. stop releases the
+// handlers.
 func Signals(parent context.Context) (drain, hard context.Context, stop func()) {
 	signal.Ignore(syscall.SIGHUP)
 	ch := make(chan os.Signal, 2)

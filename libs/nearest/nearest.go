@@ -3,8 +3,8 @@ package nearest
 
 import "strings"
 
-// To is the candidate that name most likely was meant to be, "" where none is near: at most a third of the letters
-// differ, or one is the other with more behind it.
+// To is the candidate that name most likely was meant to be, "" where none is near: at most a third
+// of the letters differ, or one is the other with more behind it.
 func To(name string, candidates []string) string {
 	best, bestDistance := "", len(name)/3+2
 	lower := strings.ToLower(name)
@@ -38,7 +38,8 @@ func Of(name string, candidates []string) string {
 	return ""
 }
 
-// distance is the optimal string alignment distance: insertions, deletions, substitutions and swaps of neighbours.
+// distance is the optimal string alignment distance: insertions, deletions, substitutions and swaps
+// of neighbours.
 func distance(a, b string) int {
 	rows := make([][]int, len(a)+1)
 	for i := range rows {

@@ -1,8 +1,8 @@
 // Package replay trains a run's recorded batches again and compares the weights of each step.
 //
-// It starts no service. A worker process (`rollout-worker replay`) reads a file that names the model, the
-// batches with the files of their payloads, and the recorded digests. It begins with the run's model,
-// or with the oldest snapshot after which all payloads still exist.
+// It starts no service. A worker process (`rollout-worker replay`) reads a file that names the
+// model, the batches with the files of their payloads, and the recorded digests. It begins with the
+// run's model, or with the oldest snapshot after which all payloads still exist.
 package replay
 
 import (
@@ -55,8 +55,9 @@ type Job struct {
 	Log      io.Writer
 }
 
-// Run replays the run. It calls report with each step, and first with the state that it begins with. A
-// step with other weights ends the replay without an error. Errors have an exit code (exit.Error).
+// Run replays the run. It calls report with each step, and first with the state that it begins
+// with. A step with other weights ends the replay without an error. Errors have an exit code
+// (exit.Error).
 func (j *Job) Run(ctx context.Context, report func(Step)) error {
 	spec, err := j.spec(ctx)
 	if err != nil {

@@ -13,13 +13,14 @@ import (
 type Part struct {
 	Name       string                       // "" for the only one
 	Field      string                       // table that sets it, such as "reward.composite.format"
-	Plugin     string                       // "" where it is none
-	Expression string                       // "" where it is none
-	Model      *configv1.ScoringModelConfig // nil where it is none
+	Plugin     string                       // "" for other kinds
+	Expression string                       // "" for other kinds
+	Model      *configv1.ScoringModelConfig // nil for other kinds
 	Timeout    float64
 }
 
-// Parts are the rewards of a run by name, in the order in which workers sum them; empty where nothing is scored.
+// Parts are the rewards of a run by name, in the order in which workers sum them; empty where
+// nothing is scored.
 func Parts(config *configv1.RunConfig) []Part {
 	reward := config.GetReward()
 	if reward == nil {
@@ -42,12 +43,13 @@ func Parts(config *configv1.RunConfig) []Part {
 	return parts
 }
 
-// Models are the parts that a worker of their own serves: worker `reward-N` has the N-th.
+// Models are the parts that a separate worker serves: worker `reward-N` has the N-th.
 func Models(config *configv1.RunConfig) []Part {
 	return slices.DeleteFunc(Parts(config), func(part Part) bool { return part.Model == nil })
 }
 
-// Scores reports whether a class that a model's config.json names under `architectures` scores completions: it writes none.
+// Scores reports whether a class that a model's config.json names under `architectures` scores
+// completions: it writes none.
 func Scores(architecture string) bool {
 	return strings.HasSuffix(architecture, "ForSequenceClassification")
 }

@@ -40,10 +40,11 @@ const (
 	tokenBytes = 32
 )
 
-// authenticator checks who calls, and what its credential allows: the mesh token everything, an API key what its scope does.
+// authenticator checks who calls, and what its credential allows: the mesh token everything, an API
+// key what its scope does.
 type authenticator struct {
 	token string
-	keys  *apikey.Ring // nil: there are none
+	keys  *apikey.Ring // nil without API keys
 }
 
 func (a authenticator) check(ctx context.Context, method string) error {
@@ -75,7 +76,8 @@ func (a authenticator) check(ctx context.Context, method string) error {
 	return nil
 }
 
-// notAPerson refuses the mesh token from who shows a person's certificate: people have keys, which say what they may.
+// notAPerson refuses the mesh token from who shows a person's certificate: people have keys, which
+// say what they may.
 func notAPerson(ctx context.Context) error {
 	p, ok := peer.FromContext(ctx)
 	if !ok {
@@ -116,7 +118,8 @@ func (p perCall) GetRequestMetadata(context.Context, ...string) (map[string]stri
 	return map[string]string{header: bearer + p.token}, nil
 }
 
-// RequireTransportSecurity is false: on loopback the token travels in plain text between processes of one user.
+// RequireTransportSecurity is false: on loopback the token travels in plain text between processes
+// of one user.
 func (p perCall) RequireTransportSecurity() bool { return false }
 
 // ReadToken reads a token file. It refuses one that others may read (ErrTokenFile).
@@ -144,13 +147,13 @@ func ReadToken(path string) (string, error) {
 	token := strings.TrimSpace(string(data))
 	if token == "" || strings.ContainsAny(token, " \n\r\t") {
 		return "", ErrTokenFile.With("path", path).WithMessage("the token file %s does not hold one line with a token", path).
-			Fix("name the right file with token_file; one in the state folder is made anew where it is removed")
+			Fix("name the right file with token_file; one in the state folder is created again if it is removed")
 	}
 	return token, nil
 }
 
-// EnsureToken reads the token file, making it with 32 random bytes in hex where it is not there. Of processes that start
-// together all get the same token.
+// EnsureToken reads the token file, making it with 32 random bytes in hex where it is not there. Of
+// processes that start together all get the same token.
 func EnsureToken(path string) (string, error) {
 	token, err := ReadToken(path)
 	if !errors.Is(err, fs.ErrNotExist) {

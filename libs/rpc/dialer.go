@@ -27,9 +27,10 @@ import (
 const (
 	keepaliveTime    = 10 * time.Second // a peer that vanished without a FIN is found out in keepaliveTime + keepaliveTimeout
 	keepaliveTimeout = 5 * time.Second
-	// workerKeepalive is for peers whose server may not be ours: by default gRPC servers in other languages cut off a client that
-	// pings more often than every five minutes. That a worker died is known earlier: on this host from the kernel, elsewhere from
-	// its registration, which lives for seconds.
+	// workerKeepalive is for peers whose server may not be ours: by default gRPC servers in other
+	// languages cut off a client that pings more often than every five minutes. That a worker died is
+	// known earlier: on this host from the kernel, elsewhere from its registration, which lives for
+	// seconds.
 	workerKeepalive = 6 * time.Minute
 	// stallAfter is when a call that waits says in the log what it waits for.
 	stallAfter = 15 * time.Second
@@ -41,7 +42,7 @@ var ErrNoRoute = rpcerr.New(codes.Unavailable, "RPC_NO_ROUTE",
 
 // DialerOptions says how a Dialer finds services.
 type DialerOptions struct {
-	Local  *Server          // serves the Hosted services; nil where there are none
+	Local  *Server          // serves the Hosted services; nil if there are none
 	Hosted []string         // names of the targets in this process
 	Lookup resolver.Builder // of scheme "consul", see discovery.Client.Resolver; nil: hosted services alone
 	Token  string           // added to each call
@@ -49,8 +50,8 @@ type DialerOptions struct {
 	Log    *slog.Logger     // nil discards
 }
 
-// Dialer gives connections to services by name. One connection a service, made lazily, for the life of the Dialer. Its methods
-// may be called from many goroutines.
+// Dialer gives connections to services by name. One connection a service, made lazily, for the life
+// of the Dialer. Its methods may be called from many goroutines.
 type Dialer struct {
 	o     DialerOptions
 	mu    sync.Mutex
@@ -65,8 +66,9 @@ func NewDialer(o DialerOptions) *Dialer {
 	return &Dialer{o: o, conns: map[string]*grpc.ClientConn{}}
 }
 
-// Conn is the connection to a service: in memory where it is hosted here, through discovery where not. Calls on it wait until the
-// service is there, so give them a deadline or a context that ends. Do not close it. ErrNoRoute.
+// Conn is the connection to a service: in memory where it is hosted here, through discovery where
+// not. Calls on it wait until the service is there, so give them a deadline or a context that ends.
+// Do not close it. ErrNoRoute.
 func (d *Dialer) Conn(service string) (grpc.ClientConnInterface, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -98,9 +100,9 @@ func (d *Dialer) dial(service string) (*grpc.ClientConn, error) {
 		}))...)
 }
 
-// DialWorker is a connection to one worker's address (host:port) with the mesh token. The caller closes it. Calls
-// fail at once with Unavailable where nobody listens. Workers on this host are called in plain text unless the mesh's TLS is mutual:
-// then every worker has a certificate.
+// DialWorker is a connection to one worker's address (host:port) with the mesh token. The caller
+// closes it. Calls fail at once with Unavailable if no process listens. Workers on this host are
+// called in plain text unless the mesh's TLS is mutual: then every worker has a certificate.
 func (d *Dialer) DialWorker(address string) (*grpc.ClientConn, error) {
 	t := d.o.TLS
 	if t != nil && !t.Mutual() && loopback(address) {
@@ -155,7 +157,8 @@ func clientOptions(token string, t *cert.Source, log *slog.Logger, waitForReady 
 	}
 }
 
-// explainStall logs a unary call that takes long, with what its connection does: a stall explains itself.
+// explainStall logs a unary call that takes long, with what its connection does: a stall explains
+// itself.
 func explainStall(log *slog.Logger) grpc.UnaryClientInterceptor {
 	return func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
 		timer := time.AfterFunc(stallAfter, func() {

@@ -14,11 +14,12 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// ErrMoved ends a call in hand when the service it was sent to is served by others now: the process that had it may stand still,
-// and would be waited for until its connection is found out.
+// ErrMoved ends a call in flight when another process serves the service now: the previous process
+// may be suspended, and would be waited for until its connection is found out.
 var ErrMoved = rpcerr.New(codes.Unavailable, "SERVICE_MOVED", "another process serves this now").RetryAfter(50 * time.Millisecond)
 
-// follower ends the calls of one connection when discovery names other addresses, and none of those from before.
+// follower ends the calls of one connection when discovery names other addresses, and none of those
+// from before.
 type follower struct {
 	mu   sync.Mutex
 	last []string

@@ -33,7 +33,7 @@ func (f *frozen) Watch(_ *healthpb.HealthCheckRequest, s grpc.ServerStreamingSer
 	return s.Context().Err()
 }
 
-// Calls to a process that stands still end when discovery names another, not before.
+// Calls to a suspended process end when discovery names another, not before.
 func TestCallsEndWhenTheServiceMoves(t *testing.T) {
 	t.Parallel()
 	serve := func(in chan struct{}) string {

@@ -13,7 +13,7 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// A key does what its scope allows; what it may not is told with a fix, and a revoked one is nobody's.
+// A key allows the calls of its scope. Other calls fail with a fix, and a revoked key is refused.
 func TestAPIKeys(t *testing.T) {
 	t.Parallel()
 	keep := apikey.Keep{Path: filepath.Join(t.TempDir(), "keys.json")}

@@ -7,8 +7,9 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// PoolBuffers sets the sizes of the buffers that this process reads messages into; call it before anything else of gRPC. gRPC's own
-// have a gap from 32 KiB to 1 MiB, and a buffer is cleared whole before it is used: a message of 70 KiB cleared 1 MiB.
+// PoolBuffers sets the sizes of the buffers that this process reads messages into; call it before
+// anything else of gRPC. gRPC's own have a gap from 32 KiB to 1 MiB, and a buffer is cleared whole
+// before it is used: a message of 70 KiB cleared 1 MiB.
 func PoolBuffers() error {
 	pool, err := buffers()
 	if err != nil {

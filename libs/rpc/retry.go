@@ -12,9 +12,10 @@ import (
 	"google.golang.org/protobuf/types/descriptorpb"
 )
 
-// A method is called again after UNAVAILABLE when its proto says that it is idempotent (option idempotency_level) or its name says
-// that it only reads. Others may have happened: grpc repeats them only where they never left this process. Streams are not called
-// again: whoever reads one has to go on by itself after the first message, and so may as well before it.
+// A method is called again after UNAVAILABLE when its proto says that it is idempotent (option
+// idempotency_level) or its name says that it only reads. Others may have happened: grpc repeats
+// them only where they never left this process. Streams are not called again: its reader must
+// handle a break after the first message, so it can handle one before it too.
 var readVerbs = []string{"Get", "List", "Stat", "Query", "Verify", "Validate", "Tokenize"}
 
 type methodConfig struct {
@@ -36,9 +37,10 @@ type retryPolicy struct {
 	RetryableStatusCodes []string `json:"retryableStatusCodes"`
 }
 
-// serviceConfig is gRPC's service config of a client: round robin, idempotent methods are tried up to five times. Calls of a service
-// wait until one of its instances is ready; calls of one address fail at once where nobody is there, for who died there does not
-// come back under that address.
+// serviceConfig is gRPC's service config of a client: round robin, idempotent methods are tried up
+// to five times. Calls of a service wait until one of its instances is ready; calls of one address
+// fail at once if no process listens, because a process that died there does not come back under
+// that address.
 func serviceConfig(waitForReady bool) string {
 	config := struct {
 		LoadBalancing []map[string]struct{} `json:"loadBalancingConfig"`

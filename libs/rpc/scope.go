@@ -12,7 +12,8 @@ import (
 // ErrScope says that a key is known and may not do what it was used for.
 var ErrScope = rpcerr.New(codes.PermissionDenied, "SCOPE_INSUFFICIENT", "the API key may not do that")
 
-// scopes is what each method asks of a caller. One that is not here is for the mesh alone; a test names those that are missing.
+// scopes is what each method asks of a caller. One that is not here is for the mesh alone; a test
+// names those that are missing.
 var scopes = table(map[apikey.Scope]map[string]string{
 	apikey.Read: {
 		"rollout.plan.v1.PlannerService":              "ValidateConfig",
@@ -27,12 +28,13 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		"grpc.reflection.v1alpha.ServerReflection":    "ServerReflectionInfo",
 	},
 	apikey.Submit: {
-		// To plan is to import the reward that a configuration names, and so to run somebody's code.
+		// Planning imports the reward that a configuration names, and so runs the caller's code.
 		"rollout.plan.v1.PlannerService":           "CreatePlan RenewPlan VerifyPlan",
 		"rollout.run.v1.SchedulerService":          "CreateRun CancelRun PauseRun ResumeRun",
 		"rollout.gateway.v1.RolloutGatewayService": "Complete",
-		// MaterializeSnapshot writes into a folder of the host that the caller names, and `rollout replay` and `rollout export` need it. It
-		// is no more than the shell that submit is anyway: a snapshot's files and nothing else, as the control plane's user.
+		// MaterializeSnapshot writes into a folder of the host that the caller names, and
+		// `rollout replay` and `rollout export` need it. It is no more than the shell that submit is
+		// anyway: a snapshot's files and nothing else, as the control plane's user.
 		"rollout.snapshot.v1.SnapshotService": "CreateSnapshot MaterializeSnapshot RestoreSnapshot PinSnapshot",
 		"rollout.storage.v1.ArtifactService":  "PutArtifact",
 	},
@@ -43,7 +45,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 		"rollout.buffer.v1.BufferService":    "ExcludeGroups ReissueGroups TrimPayloads",
 	},
 	apikey.Mesh: {
-		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor",
+		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor VerifyWorkers",
 		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights PutTrajectories LeaseBatch CommitStep",
 		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun",
 		"rollout.storage.v1.EventService":             "AppendEvents",

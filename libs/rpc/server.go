@@ -1,7 +1,8 @@
 // Package rpc is how processes of this project serve and call gRPC.
 //
-// A Server answers on TCP and on an in-memory listener with the same interceptors; a Dialer gives the in-memory connection for a
-// service that is hosted in this process and "consul:///NAME" for one that is not. No caller knows which.
+// A Server answers on TCP and on an in-memory listener with the same interceptors; a Dialer gives
+// the in-memory connection for a service that is hosted in this process and "consul:///NAME" for
+// one that is not. No caller knows which.
 package rpc
 
 import (
@@ -33,8 +34,9 @@ const (
 	MaxMessage = 64 << 20
 	// inMemoryBuffer is what an in-memory connection holds in flight, in bytes.
 	inMemoryBuffer = 1 << 20
-	// A sender may be so far ahead of us, in bytes of a call and of its connection. HTTP/2's own 64 KiB are less than a request of four
-	// small puts, which then waits for a round trip in its middle; windows that gRPC finds by itself cost it a ping for what arrives.
+	// A sender may be so far ahead of us, in bytes of a call and of its connection. HTTP/2's own 64
+	// KiB are less than a request of four small puts, which then waits for a round trip in its middle;
+	// windows that gRPC finds by itself cost it a ping for what arrives.
 	callWindow       = 4 << 20
 	connectionWindow = 8 << 20
 	defaultDrain     = 10 * time.Second
@@ -49,10 +51,11 @@ type ServerOptions struct {
 	Token string        // asked of every call but health; "" asks for none
 	Keys  *apikey.Ring  // keys that are taken in its place, for what their scope allows; nil: none
 	TLS   *cert.Source  // of the TCP listener; nil is plain text, for loopback
-	Drain time.Duration // how long calls in flight may take at the end; 0 is 10 s. Streams are told after half of it
+	Drain time.Duration // how long calls in flight may take at the end; 0 is 10 s. Streams are ended after half of it
 }
 
-// Server is one gRPC server on two listeners. It is a grpc.ServiceRegistrar: register services before Run.
+// Server is one gRPC server on two listeners. It is a grpc.ServiceRegistrar: register services
+// before Run.
 type Server struct {
 	grpc   *grpc.Server
 	health *health.Server
@@ -67,7 +70,8 @@ type Server struct {
 	registered []string
 }
 
-// NewServer makes a server with health and reflection and without a TCP listener yet. Health answers NOT_SERVING until SetServing.
+// NewServer makes a server with health and reflection and without a TCP listener yet. Health
+// answers NOT_SERVING until SetServing.
 func NewServer(o ServerOptions) (*Server, error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -90,7 +94,8 @@ func NewServer(o ServerOptions) (*Server, error) {
 		grpc.StatsHandler(otelgrpc.NewServerHandler(otelgrpc.WithFilter(filters.Not(filters.HealthCheck())))),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveTime / 2, PermitWithoutStream: true}),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
-		// Outermost first: errors of all the others are mapped, a panic anywhere below is caught, nobody unknown gets further.
+		// Outermost first: errors of all the others are mapped, a panic anywhere below is caught,
+		// unauthenticated calls go no further.
 		grpc.ChainUnaryInterceptor(rpcerr.Unary(o.Log), recoverUnary(o.Log), auth.unary, validate.unary),
 		grpc.ChainStreamInterceptor(s.drainStream, rpcerr.Stream(o.Log), recoverStream(o.Log), auth.stream, validate.stream),
 	}
@@ -104,7 +109,8 @@ func NewServer(o ServerOptions) (*Server, error) {
 	return s, nil
 }
 
-// RegisterService implements grpc.ServiceRegistrar. The service is NOT_SERVING under its proto name until SetServing.
+// RegisterService implements grpc.ServiceRegistrar. The service is NOT_SERVING under its proto name
+// until SetServing.
 func (s *Server) RegisterService(desc *grpc.ServiceDesc, impl any) {
 	s.grpc.RegisterService(desc, impl)
 	s.health.SetServingStatus(desc.ServiceName, healthpb.HealthCheckResponse_NOT_SERVING)
@@ -134,8 +140,8 @@ func (s *Server) Listen(ctx context.Context, address string) (*net.TCPAddr, erro
 	return lis.Addr().(*net.TCPAddr), nil
 }
 
-// Run serves until ctx ends, then drains: no new calls, calls in flight end within the drain time, streams within half of it, what
-// is left is cut off. It returns when both listeners are closed.
+// Run serves until ctx ends, then drains: no new calls, calls in flight end within the drain time,
+// streams within half of it, what is left is cut off. It returns when both listeners are closed.
 func (s *Server) Run(ctx context.Context) error {
 	s.mu.Lock()
 	listeners := []net.Listener{s.memory}
@@ -179,8 +185,8 @@ func (s *Server) stop() {
 	s.grpc.GracefulStop()
 }
 
-// drainStream lets a stream's context end with ErrDraining in the middle of a drain, so that a tail that never ends by itself does
-// not hold it up.
+// drainStream lets a stream's context end with ErrDraining in the middle of a drain, so that a tail
+// that never ends by itself does not hold it up.
 func (s *Server) drainStream(srv any, ss grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 	ctx, cancel := context.WithCancelCause(ss.Context())
 	defer cancel(nil)

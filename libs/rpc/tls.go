@@ -12,12 +12,12 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// handshake is TLS with the certificates of the moment: each connection takes what the files hold then. In-memory connections are
-// left as they are.
+// handshake is TLS with the certificates of the moment: each connection takes what the files hold
+// then. In-memory connections are left as they are.
 type handshake struct {
 	source *cert.Source
 	log    *slog.Logger
-	told   *sync.Map // failures that the log names
+	logged *sync.Map // failures that were logged
 }
 
 // Credentials is how a Server or a client uses a Source. log may be nil.
@@ -28,14 +28,15 @@ func Credentials(source *cert.Source, log *slog.Logger) credentials.TransportCre
 	return handshake{source, log, &sync.Map{}}
 }
 
-// ClientHandshake implements credentials.TransportCredentials. A failure says what is wrong and how to fix it.
+// ClientHandshake implements credentials.TransportCredentials. A failure says what is wrong and how
+// to fix it.
 func (h handshake) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := credentials.NewTLS(h.source.Client()).ClientHandshake(ctx, authority, raw)
 	if err = cert.Explain(err); err != nil {
 		h.tell("no TLS connection to a server", authority, err)
 		return nil, nil, err
 	}
-	h.told.Clear() // what comes next is news again
+	h.logged.Clear() // log each failure once per configuration
 	return conn, info, nil
 }
 
@@ -52,14 +53,15 @@ func (h handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo
 	return conn, info, err
 }
 
-// tell logs each reason of a peer once: who fails tries on, several times a second. A connection that just ends is no news.
+// tell logs each reason of a peer once: who fails tries on, several times a second. A connection
+// that just ends is no news.
 func (h handshake) tell(what, peer string, err error) {
 	reason := rpcerr.Reason(err)
 	if reason == "" {
 		h.log.Debug(what, "peer", peer, "error", err)
 		return
 	}
-	if _, told := h.told.LoadOrStore(peer+" "+reason, true); !told {
+	if _, known := h.logged.LoadOrStore(peer+" "+reason, true); !known {
 		h.log.Warn(what, "peer", peer, "error", err, "fix", rpcerr.Fix(err))
 	}
 }
@@ -72,5 +74,6 @@ func (h handshake) Info() credentials.ProtocolInfo {
 // Clone implements credentials.TransportCredentials.
 func (h handshake) Clone() credentials.TransportCredentials { return h }
 
-// OverrideServerName implements credentials.TransportCredentials; the authority of the connection says the name.
+// OverrideServerName implements credentials.TransportCredentials; the authority of the connection
+// says the name.
 func (h handshake) OverrideServerName(string) error { return nil }

@@ -19,7 +19,8 @@ import (
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
 )
 
-// With mutual TLS, calls in memory stay without it, and calls by discovery check the certificate against the instance's host.
+// With mutual TLS, calls in memory stay without it, and calls by discovery check the certificate
+// against the instance's host.
 func TestTLS(t *testing.T) {
 	t.Parallel()
 	ca := servertest.NewCA(t)
@@ -64,7 +65,8 @@ func TestTLS(t *testing.T) {
 	}
 }
 
-// A process that trusts authorities and shows nothing calls a worker of its host in plain text: the worker was given no certificate.
+// A process that trusts authorities and shows nothing calls a worker of its host in plain text: the
+// worker was given no certificate.
 func TestLocalWorkerOfWhoOnlyCalls(t *testing.T) {
 	t.Parallel()
 	ca := servertest.NewCA(t)
@@ -82,7 +84,7 @@ func TestLocalWorkerOfWhoOnlyCalls(t *testing.T) {
 	}
 }
 
-// A server and a client that go on take renewed certificates, and what ended in between is refused with a fix.
+// A running server and client use renewed certificates, and expired ones are refused with a fix.
 func TestRenewedCertificates(t *testing.T) {
 	t.Parallel()
 	now := time.Now()

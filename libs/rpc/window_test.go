@@ -11,7 +11,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpc"
 )
 
-// A server takes some MiB of a call before the caller must wait for its leave: the first frame says so, and nothing takes it back.
+// A server accepts some MiB of a call before flow control blocks the caller: the first frame sets
+// the window, and it never shrinks.
 func TestACallerNeedNotWaitForAWindow(t *testing.T) {
 	t.Parallel()
 	s, err := rpc.NewServer(rpc.ServerOptions{})

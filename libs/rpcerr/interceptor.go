@@ -8,7 +8,8 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// Unary maps what a unary handler returns. It belongs outermost, so that the errors of the other interceptors pass it too.
+// Unary maps what a unary handler returns. It belongs outermost, so that the errors of the other
+// interceptors pass it too.
 func Unary(log *slog.Logger) grpc.UnaryServerInterceptor {
 	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 		resp, err := next(ctx, req)
@@ -23,8 +24,9 @@ func Stream(log *slog.Logger) grpc.StreamServerInterceptor {
 	}
 }
 
-// Edge turns err into the status error that leaves the process and logs what the caller will not see. A context that was
-// canceled with a domain error as its cause (a drain, a fence) answers with that cause.
+// Edge turns err into the status error that leaves the process and logs what the caller will not
+// see. A context that was canceled with a domain error as its cause (a drain, a fence) answers with
+// that cause.
 func Edge(ctx context.Context, log *slog.Logger, method string, err error) error {
 	if err == nil {
 		return nil

@@ -1,17 +1,19 @@
 // Package rpcerr gives errors a code and a machine-readable reason that survive a gRPC hop.
 //
-// A service returns a domain error; the interceptors of this package turn it at the edge into a google.rpc.Status with an
-// ErrorInfo{reason, domain "rollout", metadata}, a RetryInfo when a retry can help and a BadRequest with every violation. The
-// caller reads the same reason back with Reason, whether the error crossed a process or not:
+// A service returns a domain error; the interceptors of this package turn it at the edge into a
+// google.rpc.Status with an ErrorInfo{reason, domain "rollout", metadata}, a RetryInfo when a retry
+// can help and a BadRequest with every violation. The caller reads the same reason back with
+// Reason, whether the error crossed a process or not:
 //
 //	var ErrStale = rpcerr.New(codes.FailedPrecondition, "WEIGHTS_STALE", "weights are stale")
 //	return fmt.Errorf("commit step %d: %w", n, ErrStale.With("run", run))
 //	...
 //	if rpcerr.Reason(err) == "WEIGHTS_STALE" { ... }
 //
-// What is lost at the boundary: the chain of wrapped errors (its text stays, in the message) and the detail of errors that are
-// not domain errors, which reaches the log alone. An error that says how to fix it is a sentence for people and travels as it
-// stands, without the operations that were wrapped around it.
+// What is lost at the boundary: the chain of wrapped errors (its text stays, in the message) and
+// the detail of errors that are not domain errors, which reaches the log alone. An error that says
+// how to fix it is a sentence for people and travels as it stands, without the operations that were
+// wrapped around it.
 package rpcerr
 
 import (
@@ -30,7 +32,7 @@ const Domain = "rollout"
 // fixKey is the metadata entry of a fix.
 const fixKey = "fix"
 
-// Reasons that the edge itself gives; services name their own beside their errors.
+// Reasons of errors that this package creates; services declare reasons with their errors.
 const (
 	ReasonInternal         = "INTERNAL"
 	ReasonPanic            = "PANIC"
@@ -47,8 +49,9 @@ type Violation struct {
 	Description string // what is wrong and how to fix it
 }
 
-// Error is a domain error. It is immutable: With, RetryAfter and Field return a changed copy, so a package-level Error may
-// serve as a sentinel. Errors of the same code and reason are equal under errors.Is.
+// Error is a domain error. It is immutable: With, RetryAfter and Field return a changed copy, so a
+// package-level Error may serve as a sentinel. Errors of the same code and reason are equal under
+// errors.Is.
 type Error struct {
 	code       codes.Code
 	reason     string
@@ -59,7 +62,8 @@ type Error struct {
 	violations []Violation
 }
 
-// New makes a domain error. reason is UPPER_SNAKE_CASE and stable: callers branch on it. format may hold one %w.
+// New makes a domain error. reason is UPPER_SNAKE_CASE and stable: callers branch on it. format may
+// hold one %w.
 func New(code codes.Code, reason, format string, args ...any) *Error {
 	err := fmt.Errorf(format, args...)
 	return &Error{code: code, reason: reason, message: err.Error(), cause: errors.Unwrap(err)}
@@ -85,7 +89,8 @@ func (e *Error) RetryAfter(d time.Duration) *Error {
 	return c
 }
 
-// Field adds a BadRequest violation; call it once for each thing that is wrong, not only for the first.
+// Field adds a BadRequest violation; call it once for each thing that is wrong, not only for the
+// first.
 func (e *Error) Field(path, description string) *Error {
 	c := e.clone()
 	c.violations = append(c.violations, Violation{Path: path, Description: description})
@@ -128,8 +133,9 @@ func (e *Error) clone() *Error {
 	return &c
 }
 
-// From finds the domain error in err: one that was made here, at any depth of wrapping, or one that arrived as a gRPC status.
-// A status without this project's ErrorInfo gives an Error with an empty reason. Plain errors give ok = false.
+// From finds the domain error in err: one that was made here, at any depth of wrapping, or one that
+// arrived as a gRPC status. A status without this project's ErrorInfo gives an Error with an empty
+// reason. Plain errors give ok = false.
 func From(err error) (e *Error, ok bool) {
 	if err == nil {
 		return nil, false
@@ -140,7 +146,7 @@ func From(err error) (e *Error, ok bool) {
 	return fromStatus(err)
 }
 
-// Reason is the reason of the domain error in err, "" where there is none.
+// Reason is the reason of the domain error in err, or "".
 func Reason(err error) string {
 	if e, ok := From(err); ok {
 		return e.reason
@@ -148,7 +154,8 @@ func Reason(err error) string {
 	return ""
 }
 
-// Code is the gRPC code that err has or will have at the edge: OK for nil, Internal for an error that is no domain error.
+// Code is the gRPC code that err has or will have at the edge: OK for nil, Internal for an error
+// that is not a domain error.
 func Code(err error) codes.Code {
 	if err == nil {
 		return codes.OK
@@ -174,7 +181,8 @@ func plain(text string) string {
 	return dialing.ReplaceAllString(statusHead.ReplaceAllString(text, ""), "$1")
 }
 
-// Text is err for people: its text without gRPC's own words; of an error that says how to fix it, its sentence alone.
+// Text is err for people: its text without gRPC's own words; of an error that says how to fix it,
+// its sentence alone.
 func Text(err error) string {
 	if e, ok := From(err); ok && e.metadata[fixKey] != "" {
 		return plain(e.message)

@@ -38,7 +38,7 @@ func TestDomainErrorSurvivesTheHop(t *testing.T) {
 	}
 	e, ok := rpcerr.From(fmt.Errorf("outer: %w", got))
 	if !ok {
-		t.Fatal("a wrapped status is no domain error")
+		t.Fatal("a wrapped status is not a domain error")
 	}
 	if e.Metadata()["run"] != "run-1" || e.RetryDelay() != 2*time.Second {
 		t.Errorf("metadata %v delay %v", e.Metadata(), e.RetryDelay())

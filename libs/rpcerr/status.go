@@ -11,10 +11,11 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 )
 
-// internalMessage is all that a caller learns of an error that is no domain error.
+// internalMessage is what a caller sees of an error that is not a domain error.
 const internalMessage = "internal error: the service's log has the detail"
 
-// GRPCStatus renders the error with its details. grpc calls it too, so a domain error keeps its code where no interceptor runs.
+// GRPCStatus renders the error with its details. grpc calls it too, so a domain error keeps its
+// code where no interceptor runs.
 func (e *Error) GRPCStatus() *status.Status { return e.statusWith(e.message) }
 
 func (e *Error) statusWith(message string) *status.Status {
@@ -72,7 +73,8 @@ func fromStatus(err error) (*Error, bool) {
 	return e, true
 }
 
-// classify says what err becomes at the edge. The result of an error that is no domain error holds no detail of it.
+// classify returns the error for the caller. It hides the details of an error that is not a domain
+// error.
 func classify(err error) *Error {
 	if e, ok := From(err); ok && e.code != codes.Unknown {
 		return e

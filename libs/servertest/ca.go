@@ -23,7 +23,8 @@ func NewCA(t testing.TB) *CA {
 	return &CA{File: f.CAFile(), folder: f}
 }
 
-// Issue makes a certificate for loopback, for servers and clients, and gives the PEM files of it and of its key.
+// Issue makes a certificate for loopback, for servers and clients, and gives the PEM files of it
+// and of its key.
 func (ca *CA) Issue(t testing.TB, name string) (certFile, keyFile string) {
 	t.Helper()
 	id := cert.Identity{Kind: cert.Service, Name: name}

@@ -11,11 +11,12 @@ import (
 // ConsulOptions says how an agent behaves.
 type ConsulOptions struct {
 	Token string // the management token; "" turns access control off
-	// Durable keeps registrations in files: they are there again after Kill and Start. Without it a restarted agent is empty.
+	// Durable keeps registrations in files: they are there again after Kill and Start. Without it a
+	// restarted agent is empty.
 	Durable bool
 }
 
-// Consul is one agent in server mode, a cluster of its own.
+// Consul is one agent in server mode, its own cluster.
 type Consul struct {
 	*Process
 	Address string // host:port of the HTTP API

@@ -12,19 +12,22 @@ import (
 	"testing"
 )
 
-// NATSOptions says how a NATS server behaves. Credentials are alternatives; none of them: it takes anybody.
+// NATSOptions says how a NATS server behaves. Credentials are alternatives; none of them: it takes
+// anybody.
 type NATSOptions struct {
 	Token          string
 	User, Password string
 	NKey           string // public key of the one user
-	// PEM files of the client listener; "" is plain text. With ClientCA clients must have a certificate of that authority.
+	// PEM files of the client listener; "" is plain text. With ClientCA clients must have a
+	// certificate of that authority.
 	Cert, Key, ClientCA string
 	MaxFile             string // what a node may store: "4MB"; "" is 100GB
 	Nodes               int    // of a cluster; 0 is a single server
-	Deaf                string // subjects, "a.>", whose messages the first node brings to nobody
+	Blackhole           string // subjects, "a.>", whose messages the first node drops
 }
 
-// NATS is one server or the nodes of a cluster, with JetStream on disk and an fsync of each stored message.
+// NATS is one server or the nodes of a cluster, with JetStream on disk and an fsync of each stored
+// message.
 type NATS struct {
 	Nodes []*Process
 	URLs  []string // of each node
@@ -71,8 +74,8 @@ func StartNATS(t testing.TB, o NATSOptions) *NATS {
 		if nodes > 1 {
 			config += fmt.Sprintf("cluster { name: test, listen: %q, routes: [%s] }\n", local(cluster), strings.Join(routes, ", "))
 		}
-		if i == 0 && o.Deaf != "" {
-			config += fmt.Sprintf("mappings { %q: %q }\n", o.Deaf, "nobody.>")
+		if i == 0 && o.Blackhole != "" {
+			config += fmt.Sprintf("mappings { %q: %q }\n", o.Blackhole, "blackhole.>")
 		}
 		path := filepath.Join(dir, "server.conf")
 		if err := os.WriteFile(path, []byte(config), 0o600); err != nil {

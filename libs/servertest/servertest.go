@@ -1,8 +1,9 @@
-// Package servertest starts real servers for tests: Consul, NATS, an S3 server (versitygw) and a GCS server (fake-gcs-server),
-// each a process on free loopback ports with a directory of its own that ends with the test.
+// Package servertest starts real servers for tests: Consul, NATS, an S3 server (versitygw) and a
+// GCS server (fake-gcs-server), each a process on free loopback ports with its own directory,
+// removed after the test.
 //
-// `make servers` builds them into .tools/bin. Tests that use this package have the build tag "servers"; `make check-servers` runs
-// them.
+// `make servers` builds them into .tools/bin. Tests that use this package have the build tag
+// "servers"; `make check-servers` runs them.
 package servertest
 
 import (
@@ -21,7 +22,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/freeport"
 )
 
-// startTimeout is how long a server may take until it answers; the slowest, a Consul with a log on disk, needs three seconds.
+// startTimeout is how long a server may take until it answers; the slowest, a Consul with a log on
+// disk, needs three seconds.
 const startTimeout = 60 * time.Second
 
 // Process is a server that can be killed, frozen and started again with the same arguments.
@@ -101,7 +103,8 @@ func (p *Process) Await() {
 	}
 }
 
-// Kill ends the process with SIGKILL and waits for it; what it had fsynced is all that is left. Idempotent.
+// Kill ends the process with SIGKILL and waits for it; what it had fsynced is all that is left.
+// Idempotent.
 func (p *Process) Kill() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -113,7 +116,7 @@ func (p *Process) Kill() {
 // Freeze stops the process with SIGSTOP until Thaw.
 func (p *Process) Freeze() { p.signal(syscall.SIGSTOP) }
 
-// Thaw lets a frozen process go on.
+// Thaw resumes a frozen process.
 func (p *Process) Thaw() { p.signal(syscall.SIGCONT) }
 
 func (p *Process) signal(s syscall.Signal) {
@@ -154,7 +157,7 @@ func freePorts(t testing.TB, n int) []int {
 
 func local(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
 
-// listening reports whether somebody takes connections.
+// listening reports whether the address accepts connections.
 func listening(address string) error {
 	conn, err := net.DialTimeout("tcp", address, time.Second)
 	if err != nil {

@@ -17,8 +17,9 @@ import (
 	"github.com/pressly/goose/v3"
 )
 
-// Archive is Files of which nobody writes any more. Where they may be written they are opened as Files are; where not, as on a
-// read-only mount or for another user, they are read as they are, and nothing is made beside them.
+// Archive is Files that no process writes any more. Writable files are opened as Files are; others,
+// as on a read-only mount or for another user, are opened read-only, and no files are created next
+// to them.
 type Archive string
 
 // Open implements Place.
@@ -30,7 +31,8 @@ func (a Archive) Open(ctx context.Context, service string, d Durability) (*DB, e
 	return OpenReadOnly(path)
 }
 
-// writable reports whether SQLite may change a database: the file, those beside it and their folder.
+// writable reports whether SQLite may change a database: the file, its -wal and -shm files, and
+// their folder.
 func writable(path string) bool {
 	const write = 2 // W_OK
 	for _, file := range []string{path, path + "-wal", path + "-shm", path + ".migrate"} {
@@ -42,8 +44,8 @@ func writable(path string) bool {
 	return err == nil || errors.Is(err, os.ErrNotExist)
 }
 
-// OpenReadOnly opens a database file and writes nothing, for which SQLite asks: changes that stand in the file -wal alone are read
-// with the file -shm beside it. ErrUnread.
+// OpenReadOnly opens a database file and writes nothing, for which SQLite asks: changes that stand
+// in the file -wal alone are read with the file -shm. ErrUnread.
 func OpenReadOnly(path string) (*DB, error) {
 	for _, file := range []string{path, path + "-wal", path + "-shm"} {
 		if f, err := os.Open(file); err == nil {
@@ -58,7 +60,7 @@ func OpenReadOnly(path string) (*DB, error) {
 	switch {
 	case err == nil && wal.Size() > 0 && noShm != nil:
 		return nil, ErrUnread.WithMessage("the last changes of %s stand in %s, which can't be read where nothing can be written", path, wal.Name())
-	case err != nil || noShm != nil: // everything is in the file, and nobody has it open
+	case err != nil || noShm != nil: // everything is in the file, and no process has it open
 		q.Set("immutable", "1")
 	}
 	abs, err := filepath.Abs(path)
@@ -74,7 +76,8 @@ func OpenReadOnly(path string) (*DB, error) {
 	return &DB{write: db, read: db, path: path, readOnly: true}, nil
 }
 
-// current holds the schema of a database that is only read against the migrations. ErrOlder, ErrNewer.
+// current holds the schema of a database that is only read against the migrations. ErrOlder,
+// ErrNewer.
 func (db *DB) current(ctx context.Context, fsys fs.FS) error {
 	names, err := fs.Glob(fsys, "sqlite/*.sql")
 	if err != nil || len(names) == 0 {
@@ -102,8 +105,8 @@ func (db *DB) current(ctx context.Context, fsys fs.FS) error {
 	return nil
 }
 
-// Whole reads every page of a SQLite file: one that is cut off, has damaged pages or is no database is told. ErrDamaged; ctx's error where
-// it ends before.
+// Whole reads every page of a SQLite file: ErrDamaged if it is cut off, has damaged pages or is not
+// a database; ctx's error where it ends before.
 func (db *DB) Whole(ctx context.Context) error {
 	var found string
 	err := db.One(ctx, "PRAGMA quick_check(1)", nil, &found)

@@ -11,8 +11,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// beside is which files a folder has.
-func beside(t *testing.T, dir string) (names []string) {
+// listed returns the files of a folder.
+func listed(t *testing.T, dir string) (names []string) {
 	t.Helper()
 	found, err := filepath.Glob(filepath.Join(dir, "*"))
 	if err != nil {
@@ -37,7 +37,8 @@ func copied(t *testing.T, from string, suffixes ...string) (to string) {
 	return to
 }
 
-// What is only read is whole, with what stands in the file -wal alone, and nothing is made beside it.
+// A read-only database is complete, including rows that are only in the -wal file, and no files are
+// created.
 func TestReadOnly(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "db.sqlite")
@@ -47,7 +48,7 @@ func TestReadOnly(t *testing.T) {
 	}
 	read := func(path string) int {
 		t.Helper()
-		before := beside(t, filepath.Dir(path))
+		before := listed(t, filepath.Dir(path))
 		db, err := sqldb.OpenReadOnly(path)
 		if err != nil {
 			t.Fatal(err)
@@ -60,7 +61,7 @@ func TestReadOnly(t *testing.T) {
 		if _, err := db.Exec(t.Context(), "DELETE FROM parent"); err == nil {
 			t.Error("it was written to")
 		}
-		if after := beside(t, filepath.Dir(path)); len(after) != len(before) {
+		if after := listed(t, filepath.Dir(path)); len(after) != len(before) {
 			t.Errorf("%v became %v", before, after)
 		}
 		return n

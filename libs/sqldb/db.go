@@ -1,7 +1,9 @@
-// Package sqldb opens the SQL database of a service, brings its schema up to date and runs transactions. It knows no table.
+// Package sqldb opens the SQL database of a service, brings its schema up to date and runs
+// transactions. It knows no table.
 //
-// A database is a SQLite file or a schema of PostgreSQL. The same statements run on both, with placeholders $1, $2, ... and the few
-// fragments of this package (ForUpdate, Among, ...) where the two differ. A store is written once, over *DB; its suite runs on both.
+// A database is a SQLite file or a schema of PostgreSQL. The same statements run on both, with
+// placeholders $1, $2, ... and the few fragments of this package (ForUpdate, Among, ...) where the
+// two differ. A store is written once, over *DB; its suite runs on both.
 package sqldb
 
 import (
@@ -18,7 +20,8 @@ type Durability string
 const (
 	// Full: a commit that returned survives a power cut (one fsync each).
 	Full Durability = "FULL"
-	// Normal: a commit survives the death of the process; a power cut may take the last ones, never the consistency.
+	// Normal: a commit survives the death of the process; a power cut may take the last ones, never
+	// the consistency.
 	Normal Durability = "NORMAL"
 )
 
@@ -69,7 +72,8 @@ func (db *DB) Close() error {
 // Prepared is a statement that may be used in transactions, see Prepare.
 type Prepared struct{ read, write *sql.Stmt }
 
-// Prepare parses a statement once a connection. For PostgreSQL, whose driver remembers statements by itself, it is nil.
+// Prepare parses a statement once a connection. For PostgreSQL, whose driver remembers statements
+// by itself, it is nil.
 func (db *DB) Prepare(ctx context.Context, text string) (*Prepared, error) {
 	if db.Postgres() {
 		return nil, nil

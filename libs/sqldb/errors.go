@@ -33,7 +33,8 @@ var (
 	ErrConflict    = rpcerr.New(codes.Aborted, "DATABASE_CONFLICT", "other transactions were always first").RetryAfter(100 * time.Millisecond)
 	ErrTimeout     = rpcerr.New(codes.DeadlineExceeded, "DATABASE_TIMEOUT", "the database gave up on a statement that took longer than database.statement_timeout_s")
 	ErrFull        = rpcerr.New(codes.ResourceExhausted, "DATABASE_FULL", "the database has no space left").RetryAfter(time.Second)
-	// ErrUnknown: a commit had no answer and the database can't tell any more whether it happened. Read before you repeat.
+	// ErrUnknown: a commit had no answer and the database can't tell any more whether it happened.
+	// Read before you repeat.
 	ErrUnknown = rpcerr.New(codes.Unknown, "DATABASE_COMMIT_UNKNOWN", "the answer to a commit was lost and the database does not know the transaction any more")
 )
 
@@ -82,7 +83,8 @@ func transient(err error) bool {
 	case code != "":
 		return false
 	}
-	// A system call's error has the methods of a network error, whatever the call was for: of a file it says nothing of the server.
+	// A system call's error has the methods of a network error, whatever the call was for: of a file
+	// it says nothing of the server.
 	var operation *net.OpError
 	var call syscall.Errno
 	broken := errors.As(err, &operation) || errors.As(err, &network) && !errors.As(err, &call)

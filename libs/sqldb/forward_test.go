@@ -18,7 +18,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb/sqldbtest"
 )
 
-// Each service's database comes forward from each version that was ever released, and in both dialects there are the same versions.
+// Each service's database comes forward from each version that was ever released, and in both
+// dialects there are the same versions.
 func TestEveryServiceComesForward(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {

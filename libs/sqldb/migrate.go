@@ -27,9 +27,10 @@ func Ready(ctx context.Context, place Place, service string, d Durability, migra
 	return db, nil
 }
 
-// Migrate applies the goose migrations (NNNNN_name.sql) that the database lacks, each in its transaction: those of the folder
-// sqlite or postgres of fsys. Processes that start together take turns, by a lock file beside a SQLite file and by an advisory
-// lock of PostgreSQL; ctx bounds the wait. A database that is only read must be up to date. ErrNewer, ErrOlder.
+// Migrate applies the goose migrations (NNNNN_name.sql) that the database lacks, each in its
+// transaction: those of the folder sqlite or postgres of fsys. Processes that start together take
+// turns, by a lock file for SQLite and by an advisory lock of PostgreSQL; ctx bounds the wait. A
+// database that is only read must be up to date. ErrNewer, ErrOlder.
 func (db *DB) Migrate(ctx context.Context, fsys fs.FS) error {
 	if db.Postgres() {
 		return db.postgres.locked(ctx, func(*pgx.Conn) error { return db.migrate(ctx, goose.DialectPostgres, fsys, "postgres") })
@@ -68,7 +69,8 @@ func (db *DB) migrate(ctx context.Context, dialect goose.Dialect, fsys fs.FS, di
 	return nil
 }
 
-// lockFile holds an exclusive lock on "<database>.migrate" until unlock. The lock ends with its process; the file stays.
+// lockFile holds an exclusive lock on "<database>.migrate" until unlock. The lock ends with its
+// process; the file stays.
 func lockFile(ctx context.Context, db *sql.DB) (unlock func(), err error) {
 	var seq int
 	var name, path string

@@ -14,20 +14,22 @@ import (
 )
 
 const (
-	// idleInTransaction is when the server rolls back a transaction whose process stands still (stopped, or cut off), so that it
-	// holds its locks no longer than a lease lives.
+	// idleInTransaction is when the server rolls back a transaction whose process is suspended or cut
+	// off, so that it holds its locks no longer than a lease lives.
 	idleInTransaction = 2 * time.Second
 	connectTimeout    = 5 * time.Second
-	// connIdle closes connections that nobody used for a while.
+	// connIdle is how long an unused connection is kept.
 	connIdle = 5 * time.Minute
 	oldest   = 140000 // server_version_num
 )
 
-// Postgres is a place in one PostgreSQL database: each service has a schema and a role of its own there, both named
-// PREFIX_SERVICE. The URL's user logs in and then is that role alone, so that one service can't touch what is another's.
+// Postgres is a place in one PostgreSQL database: each service has its own schema and role there,
+// both named PREFIX_SERVICE. The URL's user logs in and then is that role alone, so that one
+// service can't touch what is another's.
 //
-// Both are made where they are missing, which the user must be allowed to (CREATEROLE, and CREATE on the database). Where it is not,
-// and nobody made them before, the error says which statements to run.
+// Both are made where they are missing, which the user must be allowed to (CREATEROLE, and CREATE
+// on the database). Where it is not, and they do not exist yet, the error lists the statements to
+// run.
 type Postgres struct {
 	URL              string // a secret where it holds a password
 	Prefix           string // of schemas and roles: a-z, 0-9 and _
@@ -87,7 +89,8 @@ func (p Postgres) Open(ctx context.Context, service string, d Durability) (*DB, 
 
 func milliseconds(d time.Duration) string { return strconv.FormatInt(d.Milliseconds(), 10) }
 
-// locked runs fn with a connection of the URL's user while no other process is in locked for the same schema.
+// locked runs fn with a connection of the URL's user while no other process is in locked for the
+// same schema.
 func (s *server) locked(ctx context.Context, fn func(conn *pgx.Conn) error) error {
 	conn, err := pgx.ConnectConfig(ctx, &s.login)
 	if err != nil {
@@ -142,7 +145,7 @@ func (s *server) prepare(ctx context.Context) error {
 		for i, statement := range missing {
 			if _, err := conn.Exec(ctx, statement); err != nil {
 				if state(err) == insufficientPrivilege {
-					return ErrRole.WithMessage("%s may not prepare database %s; somebody who may has to run: %s;",
+					return ErrRole.WithMessage("%s is not allowed to prepare database %s; run as an administrator: %s;",
 						user, database, strings.Join(missing[i:], "; "))
 				}
 				return domain(err)

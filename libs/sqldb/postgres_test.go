@@ -62,7 +62,8 @@ func TestPostgresServicesAreApart(t *testing.T) {
 	}
 }
 
-// A user who may make neither role nor schema is told what is missing, and goes on where somebody made it.
+// A user without the right to create roles and schemas gets an error with the missing statements,
+// and succeeds once they were run.
 func TestPostgresOrdinaryUser(t *testing.T) {
 	t.Parallel()
 	place := sqldbtest.Place(t)
@@ -84,7 +85,8 @@ func TestPostgresOrdinaryUser(t *testing.T) {
 	}
 }
 
-// A dump that was restored on a server without its roles has schemas that belong to whoever restored them.
+// A dump that was restored on a server without its roles has schemas that belong to the user that
+// restored them.
 func TestPostgresRestoredWithoutRoles(t *testing.T) {
 	t.Parallel()
 	place := sqldbtest.Place(t)
@@ -103,12 +105,12 @@ func TestPostgresRestoredWithoutRoles(t *testing.T) {
 func TestPostgresErrors(t *testing.T) {
 	t.Parallel()
 	place := sqldbtest.Place(t)
-	away, odd, nobody := place, place, as(t, place, "nobody_"+place.Prefix)
+	away, odd, unknown := place, place, as(t, place, "nobody_"+place.Prefix)
 	away.URL, odd.URL = "postgres://u:hunter2@127.0.0.1:1/x", "postgres://u:hunter2@[/x"
 	for name, c := range map[string]struct {
 		place sqldb.Postgres
 		want  error
-	}{"away": {away, sqldb.ErrUnavailable}, "unreadable": {odd, sqldb.ErrURL}, "unknown user": {nobody, sqldb.ErrDenied}} {
+	}{"away": {away, sqldb.ErrUnavailable}, "unreadable": {odd, sqldb.ErrURL}, "unknown user": {unknown, sqldb.ErrDenied}} {
 		if _, err := c.place.Open(t.Context(), "x", sqldb.Full); !errors.Is(err, c.want) || strings.Contains(err.Error(), "hunter2") {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -120,7 +122,8 @@ func TestPostgresErrors(t *testing.T) {
 	}
 }
 
-// A transaction whose connection breaks before its commit is run again; one that the server chose to fail, too.
+// A transaction whose connection breaks before its commit is run again; one that the server chose
+// to fail, too.
 func TestPostgresRunsAgainWhatDidNotHappen(t *testing.T) {
 	t.Parallel()
 	db := migrate(t, sqldbtest.Open(t, sqldbtest.Place(t), "x"))
@@ -201,8 +204,8 @@ func TestPostgresLostCommit(t *testing.T) {
 	}
 }
 
-// wire is a proxy before the server. After cut it drops the first connection that sends something: before it passed that on, or
-// before the answer comes back.
+// wire is a proxy before the server. After cut it drops the first connection that sends something:
+// before it passed that on, or before the answer comes back.
 type wire struct {
 	url   string
 	armed atomic.Int32 // 1: pass it on, 2: do not
@@ -248,13 +251,13 @@ func newWire(t *testing.T, server string) *wire {
 }
 
 func (w *wire) carry(client, server net.Conn) {
-	var deaf atomic.Bool
+	var dropping atomic.Bool
 	go func() {
 		defer client.Close()
 		buf := make([]byte, 1<<16)
 		for {
 			n, err := server.Read(buf)
-			if deaf.Load() || err != nil {
+			if dropping.Load() || err != nil {
 				return
 			}
 			if _, err := client.Write(buf[:n]); err != nil {
@@ -271,7 +274,7 @@ func (w *wire) carry(client, server net.Conn) {
 		}
 		switch w.armed.Swap(0) {
 		case 1:
-			deaf.Store(true)
+			dropping.Store(true)
 		case 2:
 			client.Close()
 			return
@@ -279,7 +282,7 @@ func (w *wire) carry(client, server net.Conn) {
 		if _, err := server.Write(buf[:n]); err != nil {
 			return
 		}
-		if deaf.Load() {
+		if dropping.Load() {
 			_, _ = io.Copy(io.Discard, client) // until the reader of answers has closed it
 			return
 		}

@@ -109,7 +109,7 @@ func migrateTwice(t *testing.T, place sqldb.Place) {
 	var wg sync.WaitGroup
 	errs := make([]error, 6)
 	for i := range errs {
-		wg.Go(func() { // with pools of its own, as another process has
+		wg.Go(func() { // with its own pools, as another process has
 			db, err := place.Open(t.Context(), "x", sqldb.Full)
 			if err != nil {
 				errs[i] = err

@@ -14,10 +14,11 @@ import (
 	_ "modernc.org/sqlite" // the "sqlite" driver, pure Go
 )
 
-// OpenSQLite opens or makes the database file at path, in WAL mode: a single writing connection, and a pool of reading ones that
-// never wait for it. The folder of the file is made too.
+// OpenSQLite opens or makes the database file at path, in WAL mode: a single writing connection,
+// and a pool of reading ones that never wait for it. The folder of the file is made too.
 //
-// Inside a write transaction use only the transaction: a second one would wait for the first for ever.
+// Inside a write transaction use only the transaction: a second one would wait for the first
+// forever.
 func OpenSQLite(path string, d Durability) (*DB, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return nil, fmt.Errorf("open database: %w", err)
@@ -26,8 +27,9 @@ func OpenSQLite(path string, d Durability) (*DB, error) {
 	if err != nil {
 		return nil, err
 	}
-	// The file and its WAL mode exist before a query-only connection looks. Of two processes that switch a new file to WAL at the
-	// same time one is told that it is locked, whatever the busy timeout; so they take turns.
+	// The file and its WAL mode exist before a query-only connection looks. Of two processes that
+	// switch a new file to WAL at the same time, one fails as locked regardless of the busy timeout;
+	// so a lock file serializes them.
 	if err := inTurn(path, write.PingContext); err != nil {
 		return nil, errors.Join(whole(fmt.Errorf("open database %s: %w", path, err), path), write.Close())
 	}

@@ -9,12 +9,14 @@ import (
 	"github.com/jackc/pgx/v5/stdlib"
 )
 
-// Tx runs fn in a write transaction: committed when fn returns nil, rolled back when it returns an error or panics. The error of fn
-// comes back as it is, or as one of this package where the database failed.
+// Tx runs fn in a write transaction: committed when fn returns nil, rolled back when it returns an
+// error or panics. The error of fn comes back as it is, or as one of this package where the
+// database failed.
 //
-// On PostgreSQL fn may be called again after a transaction that surely did not happen: the server chose another (serialization,
-// deadlock), or the connection broke before the commit was sent. So fn sets what it hands out anew each time. A commit whose
-// answer was lost is never repeated: the server is asked what became of it. ErrUnavailable, ErrConflict, ErrUnknown, or the fence's
+// On PostgreSQL fn may be called again after a transaction that surely did not happen: the server
+// chose another (serialization, deadlock), or the connection broke before the commit was sent. So
+// fn must reset its results on each call. A commit whose answer was lost is never repeated: the
+// server is asked what became of it. ErrUnavailable, ErrConflict, ErrUnknown, or the fence's
 // refusal.
 func (db *DB) Tx(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	if !db.Postgres() {
@@ -36,7 +38,8 @@ func (db *DB) behind(ctx context.Context, fn func(tx *sql.Tx) error) func(tx *sq
 	}
 }
 
-// View runs fn in a read-only transaction that sees one moment. It never waits for a writer. On PostgreSQL fn may be called again.
+// View runs fn in a read-only transaction that sees one moment. It never waits for a writer. On
+// PostgreSQL fn may be called again.
 func (db *DB) View(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	if !db.Postgres() {
 		return once(ctx, db.read, nil, fn)
@@ -51,7 +54,7 @@ func (db *DB) View(ctx context.Context, fn func(tx *sql.Tx) error) error {
 
 // Exec runs one statement in a write transaction and gives the number of rows that it changed.
 func (db *DB) Exec(ctx context.Context, statement string, args ...any) (changed int64, err error) {
-	if !db.Postgres() && db.fence == nil { // a transaction of its own
+	if !db.Postgres() && db.fence == nil { // the statement is its own transaction
 		res, err := db.write.ExecContext(ctx, statement, args...)
 		if err != nil {
 			return 0, err
@@ -100,7 +103,7 @@ func (db *DB) Each(ctx context.Context, query string, args []any, row func(scan 
 	})
 }
 
-// One reads the first row of a query. sql.ErrNoRows where there is none.
+// One reads the first row of a query, or returns sql.ErrNoRows.
 func (db *DB) One(ctx context.Context, query string, args []any, dest ...any) error {
 	found := false
 	err := db.Each(ctx, query, args, func(scan Scan) error {
@@ -164,7 +167,7 @@ func (db *DB) again(ctx context.Context, try func() (again bool, err error)) err
 	}
 }
 
-// connected gives fn a connection of its own.
+// connected calls fn with a dedicated connection.
 func (db *DB) connected(ctx context.Context, fn func(conn *sql.Conn) (again bool, err error)) (bool, error) {
 	conn, err := db.write.Conn(ctx)
 	if err != nil {
@@ -174,7 +177,8 @@ func (db *DB) connected(ctx context.Context, fn func(conn *sql.Conn) (again bool
 	return fn(conn)
 }
 
-// broken reports whether a connection is of no use any more. What it had not committed the server rolls back.
+// broken reports whether a connection is of no use any more. What it had not committed the server
+// rolls back.
 func broken(conn *sql.Conn) bool {
 	gone := true
 	_ = conn.Raw(func(driver any) error {

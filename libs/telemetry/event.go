@@ -17,7 +17,7 @@ import (
 const (
 	eventQueue    = 4096                   // records that may wait; more are dropped and counted
 	eventBatch    = 256                    // events a message
-	eventInterval = 100 * time.Millisecond // how long an event waits for company
+	eventInterval = 100 * time.Millisecond // how long an event waits for the batch to fill
 	publishWait   = 5 * time.Second        // how long one publish may take before its events count as dropped
 )
 
@@ -36,20 +36,20 @@ type Events struct {
 	log       *slog.Logger
 }
 
-// queued is an event, or a place in the queue that somebody waits for.
+// queued is an event, or a mark in the queue that a caller of Flush waits for.
 type queued struct {
 	event   *eventv1.Event
 	reached chan<- struct{} // closed when all before it was shipped
 }
 
-// NewEvents makes the shipper of a process. subject names the bus subject of a run ("" for none). log is a logger that makes no
-// events; it hears of drops.
+// NewEvents makes the shipper of a process. subject names the bus subject of a run ("" for none).
+// log is a logger that makes no events; it records drops.
 func NewEvents(p Publisher, subject func(run string) string, service string, log *slog.Logger) *Events {
 	return &Events{publisher: p, subject: subject, service: service, queue: make(chan queued, eventQueue), log: log}
 }
 
-// Emit queues an event, filling in what is missing of id, time, service, level and kind. Where the queue is full the event is
-// dropped and counted.
+// Emit queues an event, filling in what is missing of id, time, service, level and kind. Where the
+// queue is full the event is dropped and counted.
 func (e *Events) Emit(ev *eventv1.Event) {
 	if ev.GetTime() == nil {
 		ev.Time = timestamppb.Now()
@@ -73,7 +73,8 @@ func (e *Events) Emit(ev *eventv1.Event) {
 	}
 }
 
-// Flush returns when every event that was emitted before is on the bus, or is dropped: nobody waits for company then.
+// Flush returns when every event that was emitted before is on the bus or was dropped. It does not
+// wait for the batch to fill.
 func (e *Events) Flush(ctx context.Context) error {
 	reached := make(chan struct{})
 	select {
@@ -123,7 +124,8 @@ func (e *Events) shipFrom(ctx context.Context, first queued) {
 	}
 }
 
-// collect takes events until the batch is full, somebody waits for it, or window has ended and no more are queued.
+// collect takes events until the batch is full, a mark is reached, or window has ended and the
+// queue is empty.
 func (e *Events) collect(window context.Context, next queued) (batch []*eventv1.Event, reached chan<- struct{}) {
 	for {
 		if next.reached != nil {

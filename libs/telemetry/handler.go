@@ -20,8 +20,9 @@ const (
 	AttrEvent   = "event"   // bool: false for a record that names a run but does not become an event
 )
 
-// Handler returns an slog.Handler that passes every record to next and also emits an event for each record with a "run"
-// attribute, unless AttrEvent is false. Numbers become metrics of the event; other attributes keep their dotted names.
+// Handler returns an slog.Handler that passes every record to next and also emits an event for each
+// record with a "run" attribute, unless AttrEvent is false. Numbers become metrics of the event;
+// other attributes keep their dotted names.
 func (e *Events) Handler(next slog.Handler) slog.Handler { return &eventHandler{events: e, next: next} }
 
 type eventHandler struct {

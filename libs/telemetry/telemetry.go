@@ -1,4 +1,5 @@
-// Package telemetry sets up logs, traces and metrics of a process, and turns log records of a run into events.
+// Package telemetry sets up logs, traces and metrics of a process, and turns log records of a run
+// into events.
 package telemetry
 
 import (
@@ -20,8 +21,8 @@ import (
 	oteltrace "go.opentelemetry.io/otel/trace"
 )
 
-// NewHandler is the slog handler of a process: format "text" or "json", level "debug", "info", "warn" or "error". Records that are
-// logged inside a span carry its trace and span id.
+// NewHandler is the slog handler of a process: format "text" or "json", level "debug", "info",
+// "warn" or "error". Records that are logged inside a span carry its trace and span id.
 func NewHandler(w io.Writer, format, level string) (slog.Handler, error) {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {
@@ -51,9 +52,10 @@ func (t traced) Handle(ctx context.Context, r slog.Record) error {
 func (t traced) WithAttrs(attrs []slog.Attr) slog.Handler { return traced{t.Handler.WithAttrs(attrs)} }
 func (t traced) WithGroup(name string) slog.Handler       { return traced{t.Handler.WithGroup(name)} }
 
-// Setup sets the global tracer and meter providers. They export over OTLP/gRPC exactly when environ has OTEL_EXPORTER_OTLP_ENDPOINT
-// (or the endpoint of one signal) and not OTEL_SDK_DISABLED=true; otherwise they cost next to nothing. Trace context crosses
-// processes either way. The other OTEL_* variables are read by the exporters. shutdown flushes; give it a deadline.
+// Setup sets the global tracer and meter providers. They export over OTLP/gRPC exactly when environ
+// has OTEL_EXPORTER_OTLP_ENDPOINT (or the endpoint of one signal) and not OTEL_SDK_DISABLED=true;
+// otherwise they cost next to nothing. Trace context crosses processes either way. The other OTEL_*
+// variables are read by the exporters. shutdown flushes; give it a deadline.
 func Setup(ctx context.Context, service, version string, environ []string) (shutdown func(context.Context) error, err error) {
 	otel.SetTextMapPropagator(propagation.NewCompositeTextMapPropagator(propagation.TraceContext{}, propagation.Baggage{}))
 	env := lookup(environ)

@@ -142,7 +142,7 @@ func TestFlushWaitsForTheBusAlone(t *testing.T) {
 			b.mu.Unlock()
 		}
 		if waited := time.Since(began); waited > 0 {
-			t.Errorf("events waited %v for company that nobody waits for", waited)
+			t.Errorf("events waited %v for the batch to fill after Flush", waited)
 		}
 		stop()
 		if err := <-done; err != nil {

@@ -8,14 +8,17 @@ import (
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
-// Kind is the recipe of a kind of worker. Python has the other half, what such a process runs (rollout_workers/kinds.py).
+// Kind is the recipe of a kind of worker. Python has the other half, what such a process runs
+// (rollout_workers/kinds.py).
 type Kind struct {
 	Name string // the argument of rollout-worker; workers are named <Name>-<number>
 	// Count is how many supervised workers a run has; nil for a kind that is not supervised.
 	Count func(c *configv1.RunConfig) int
-	// Threads are the configured CPU threads of one process (0: a share of the cores) and how many processes share them. nil: one thread.
+	// Threads are the configured CPU threads of one process (0: a share of the cores) and how many
+	// processes share them. nil: one thread.
 	Threads func(c *configv1.RunConfig) (configured uint32, sharers int)
-	// StopGrace is the time that a process gets to finish its requests; 0 is the default of the supervisor.
+	// StopGrace is the time that a process gets to finish its requests; 0 is the default of the
+	// supervisor.
 	StopGrace time.Duration
 	// LoadsWeights: the process starts with the newest weights of the run.
 	LoadsWeights bool
@@ -45,7 +48,8 @@ var (
 		Count:   func(c *configv1.RunConfig) int { return len(reward.Models(c)) },
 		Threads: func(c *configv1.RunConfig) (uint32, int) { return 0, max(1, int(c.GetEngine().GetWorkers())) },
 	}
-	// Trackers writes metrics to the trackers of [sinks]. It is not supervised: a run does not depend on it.
+	// Trackers writes metrics to the trackers of [sinks]. It is not supervised: a run does not depend
+	// on it.
 	Trackers = Kind{Name: "sinks", Detached: true}
 )
 
@@ -55,8 +59,9 @@ var Kinds = []Kind{Learner, Inference, Reward, Trackers}
 // Service is the name under which workers of the kind register, and by which events name them.
 func (k Kind) Service() string { return names.WorkerService(k.Name) }
 
-// CPUThreads is the number of threads of one process on a host with so many cores. In sync mode engine and learner alternate, and each
-// may use all cores; in async mode each gets half. Processes of one kind share theirs.
+// CPUThreads is the number of threads of one process on a host with so many cores. In sync mode
+// engine and learner alternate, and each may use all cores; in async mode each gets half. Processes
+// of one kind share theirs.
 func (k Kind) CPUThreads(c *configv1.RunConfig, cores int) uint32 {
 	if k.Threads == nil {
 		return 1

@@ -1,4 +1,5 @@
-// Package worker holds what the services share about worker processes: how a registration proves which process it belongs to.
+// Package worker holds what the services share about worker processes: how a registration proves
+// which process it belongs to.
 package worker
 
 import (
@@ -21,15 +22,16 @@ const (
 	MetaPID         = "pid" // for people; nothing is decided by it
 )
 
-// NewNonce returns the secret of one launch. The scheduler writes it into the worker's spec; it is never logged or registered.
+// NewNonce returns the secret of one launch. The scheduler writes it into the worker's spec; it is
+// never logged or registered.
 func NewNonce() string { return rand.Text() }
 
 // Proof is the keyed hash by which a registration shows that its process was launched with a nonce:
 //
 //	hex(HMAC-SHA256(nonce, "rollout.worker.v1\n" worker "\n" rank "\n" address))
 //
-// A process group (torchrun) shares the nonce of its launch, so the rank is hashed too. The address keeps others from registering an
-// address of their own with a copied proof.
+// A process group (torchrun) shares the nonce of its launch, so the rank is hashed too. The address
+// keeps others from registering an address of their own with a copied proof.
 func Proof(nonce, worker string, rank int, address string) string {
 	h := hmac.New(sha256.New, []byte(nonce))
 	h.Write([]byte("rollout.worker.v1\n" + worker + "\n" + strconv.Itoa(rank) + "\n" + address))
@@ -44,7 +46,8 @@ type Registration struct {
 	Proof   string
 }
 
-// RegistrationOf reads the claim of a registered instance. An unreadable rank is -1, for which no proof is valid.
+// RegistrationOf reads the claim of a registered instance. An unreadable rank is -1, for which no
+// proof is valid.
 func RegistrationOf(in discovery.Instance) Registration {
 	rank, err := strconv.Atoi(in.Meta[MetaRank])
 	if err != nil {
@@ -53,7 +56,8 @@ func RegistrationOf(in discovery.Instance) Registration {
 	return Registration{Worker: in.Meta[MetaWorker], Rank: rank, Address: in.Address, Proof: in.Meta[MetaProof]}
 }
 
-// Valid reports whether the process that registered was launched with the nonce. An empty nonce belongs to no launch.
+// Valid reports whether the process that registered was launched with the nonce. An empty nonce
+// belongs to no launch.
 func (r Registration) Valid(nonce string) bool {
 	return nonce != "" && r.Rank >= 0 && hmac.Equal([]byte(r.Proof), []byte(Proof(nonce, r.Worker, r.Rank, r.Address)))
 }

@@ -12,7 +12,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob"
 )
 
-// LargeBytes is the size of the suite's large blobs; adapters that upload in parts set parts well below it.
+// LargeBytes is the size of the suite's large blobs; adapters that upload in parts set parts well
+// below it.
 const LargeBytes = 11<<20 + 17
 
 // Noise is bytes that differ from each other, the same for a seed.
@@ -73,7 +74,7 @@ func oneLargeWins(t *testing.T, s blob.Store) {
 		}
 	}
 	if winner < 0 {
-		t.Fatal("nobody won")
+		t.Fatal("no writer succeeded")
 	}
 	if got := read(t, s, "contested", blob.Range{}); got != string(Noise(byte(winner), LargeBytes)) {
 		t.Error("the content is not the winner's")

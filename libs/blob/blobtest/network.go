@@ -17,13 +17,13 @@ import (
 // Network is a store behind a network.
 type Network struct {
 	Server string // URL of the real server
-	// Open makes an empty store that reaches the server through endpoint. A connection that is silent for a few hundred
-	// milliseconds is given up.
+	// Open makes an empty store that reaches the server through endpoint. A connection that is silent
+	// for a few hundred milliseconds is given up.
 	Open func(t *testing.T, endpoint string) blob.Store
 }
 
-// RunNetwork checks that a store survives what networks and servers do: it tries again where that helps, takes no half for a
-// whole, and knows its own writes again.
+// RunNetwork checks that a store survives what networks and servers do: it tries again where that
+// helps, takes no half for a whole, and knows its own writes again.
 func RunNetwork(t *testing.T, n Network) {
 	for name, f := range map[string]Fault{
 		"500": {Status: http.StatusInternalServerError}, "503": {Status: http.StatusServiceUnavailable},

@@ -1,7 +1,8 @@
 // Package files stores blobs as files below one directory: a key is a relative path.
 //
-// A blob is written under a temporary name, fsynced, and hard-linked to its name, which fails where the name is taken; then the
-// directory is fsynced. So a blob is there as a whole or not at all, also after a power cut.
+// A blob is written under a temporary name, fsynced, and hard-linked to its name, which fails where
+// the name is taken; then the directory is fsynced. So a blob is there as a whole or not at all,
+// also after a power cut.
 package files
 
 import (
@@ -25,10 +26,12 @@ const tmpDir = ".tmp" // no key begins with a dot
 // Store is a blob.Store and blob.FilePutter.
 type Store struct{ root string }
 
-// leftover is the age after which a temporary file is what a crash left, and not the work of another process.
+// leftover is the age after which a temporary file is what a crash left, and not the work of
+// another process.
 const leftover = time.Hour
 
-// Open makes root (mode 0700) where it is missing. Temporary files that a crash left an hour ago or earlier are removed.
+// Open makes root (mode 0700) where it is missing. Temporary files that a crash left an hour ago or
+// earlier are removed.
 func Open(root string) (*Store, error) {
 	tmp := filepath.Join(root, tmpDir)
 	if err := os.MkdirAll(tmp, 0o700); err != nil {

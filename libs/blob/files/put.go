@@ -39,7 +39,8 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	return s.Stat(ctx, key)
 }
 
-// PutFile implements blob.FilePutter: the file is fsynced and hard-linked, and copied only across file systems.
+// PutFile implements blob.FilePutter: the file is fsynced and hard-linked, and copied only across
+// file systems.
 func (s *Store) PutFile(ctx context.Context, key, source string) (blob.Info, error) {
 	path, err := s.Path(key)
 	if err != nil {

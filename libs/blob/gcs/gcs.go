@@ -1,7 +1,8 @@
 // Package gcs stores blobs in a bucket of Google Cloud Storage.
 //
-// A blob is created under the condition that its generation is 0 (DoesNotExist), so of several writers one wins; each carries a
-// mark of its writer, by which one who lost the answer to a successful request finds out that the blob is its own.
+// A blob is created under the condition that its generation is 0 (DoesNotExist), so of several
+// writers one wins; each carries a mark of its writer, by which one who lost the answer to a
+// successful request finds out that the blob is its own.
 package gcs
 
 import (
@@ -25,7 +26,8 @@ type Config struct {
 	Bucket   string
 	Prefix   string // of every key, without slashes at its ends; "" is the whole bucket
 	Endpoint string // URL of a server that is not Google's; it is asked without credentials
-	// Credentials is a service account's key (JSON); "" takes Google's default credentials: environment, gcloud, metadata server.
+	// Credentials is a service account's key (JSON); "" takes Google's default credentials:
+	// environment, gcloud, metadata server.
 	Credentials string
 
 	PartBytes int           // a blob above it is uploaded in chunks of that size; 0 is 16 MiB
@@ -48,7 +50,8 @@ type Store struct {
 	bucket *storage.BucketHandle
 }
 
-// Open makes a store; no request is sent but those that find credentials. blob.ErrDenied where there are none.
+// Open returns a store. It sends no requests except those that find credentials. It returns
+// blob.ErrDenied without credentials.
 func Open(ctx context.Context, c Config) (*Store, error) {
 	if c.PartBytes == 0 {
 		c.PartBytes = defaultPart

@@ -47,7 +47,7 @@ func TestGCS(t *testing.T) {
 		missing, gone := config(server.Endpoint, time.Second), config("http://127.0.0.1:1", time.Second)
 		missing.Bucket = "missing"
 		if _, err := open(t, gone).Put(t.Context(), "k", strings.NewReader("x")); !errors.Is(err, blob.ErrUnavailable) {
-			t.Errorf("nobody there: %v", err)
+			t.Errorf("no server: %v", err)
 		}
 		for _, err := range open(t, missing).List(t.Context(), "") {
 			if !errors.Is(err, blob.ErrNoBucket) {

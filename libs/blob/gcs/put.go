@@ -29,7 +29,7 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	}
 	writing, cancel := context.WithCancel(ctx)
 	defer cancel() // of a writer that was not closed: the upload is given up
-	// The client itself tries a request without progress for ever.
+	// The client retries a request without progress forever.
 	var stuck atomic.Bool
 	guard := time.AfterFunc(giveUp, func() { stuck.Store(true); cancel() })
 	defer guard.Stop()
@@ -41,7 +41,8 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	w.ProgressFunc = func(int64) { guard.Reset(giveUp) }
 	w.ContentType = "application/octet-stream" // the client would guess, from a copy of the first bytes
 
-	// The first chunk is read before anything is sent: where it is all, its checksum travels ahead of it.
+	// The first chunk is read before anything is sent: where it is all, its checksum travels ahead of
+	// it.
 	var first bytes.Buffer
 	_, err := io.CopyN(&first, r, int64(s.c.PartBytes))
 	if err != nil && !errors.Is(err, io.EOF) {
@@ -82,8 +83,9 @@ func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, er
 	return info(key, attrs), nil
 }
 
-// settle decides what a failed creation means: a request that was sent twice, because the answer to the first was lost, is refused
-// because of itself, and an upload whose last chunk arrived is no more.
+// settle decides what a failed creation means: a request that was sent twice, because the answer to
+// the first was lost, is refused because of itself, and an upload whose last chunk arrived is no
+// more.
 func (s *Store) settle(ctx context.Context, key, mark string, err error) (*storage.ObjectAttrs, error) {
 	mapped := s.mapError("put", key, err)
 	lost := errors.Is(mapped, blob.ErrNotFound)

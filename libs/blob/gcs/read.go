@@ -17,7 +17,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob/resume"
 )
 
-// Get implements blob.Reader. A connection that breaks in the middle is replaced by one to the same generation of the object.
+// Get implements blob.Reader. A connection that breaks in the middle is replaced by one to the same
+// generation of the object.
 func (s *Store) Get(ctx context.Context, key string, r blob.Range) (io.ReadCloser, error) {
 	if err := blob.CheckKey(key); err != nil {
 		return nil, err

@@ -1,5 +1,6 @@
-// Package resume reads an object over a network that fails: a connection that breaks, ends early or falls silent is replaced by
-// another one from the byte where it stopped, and the checksum of a whole object is checked at its end.
+// Package resume reads an object over a network that fails: a connection that breaks, ends early or
+// falls silent is replaced by another one from the byte where it stopped, and the checksum of a
+// whole object is checked at its end.
 package resume
 
 import (
@@ -28,8 +29,9 @@ func NewCRC() hash.Hash32 { return crc32.New(castagnoli) }
 type Source struct {
 	Key    string
 	Length int64 // bytes to be read in all
-	// Open connects to the object from a byte of the range on. The context covers the reads of what it returns. Errors that it
-	// returns end the reader, so it has tried again by itself where that may help.
+	// Open connects to the object from a byte of the range on. The context covers the reads of what it
+	// returns. Errors that it returns end the reader, so it has tried again by itself where that may
+	// help.
 	Open func(ctx context.Context, from int64) (io.ReadCloser, error)
 	CRC  *uint32       // of the bytes to be read; nil where the store has none
 	Idle time.Duration // a connection that is silent for so long is given up
@@ -47,13 +49,14 @@ type Reader struct {
 	err    error // that ended it
 }
 
-// New makes a reader of s that lives as long as ctx. first is a connection from byte 0, opened with first's own context, whose
-// cancel function the reader takes over.
+// New makes a reader of s that lives as long as ctx. first is a connection from byte 0, opened with
+// first's own context, whose cancel function the reader takes over.
 func New(ctx context.Context, s Source, first io.ReadCloser, cancel context.CancelFunc) *Reader {
 	return &Reader{ctx: ctx, s: s, hash: NewCRC(), body: first, cancel: cancel}
 }
 
-// Read implements io.Reader. blob.ErrCorrupt at the end, blob.ErrUnavailable when nothing comes any more.
+// Read implements io.Reader. blob.ErrCorrupt at the end, blob.ErrUnavailable when nothing comes any
+// more.
 func (r *Reader) Read(p []byte) (int, error) {
 	for r.err == nil {
 		if r.read == r.s.Length {
@@ -74,7 +77,7 @@ func (r *Reader) Read(p []byte) (int, error) {
 	return 0, r.err
 }
 
-// attempt reads once from the connection, opening one where there is none.
+// attempt reads once from the connection and opens one if necessary.
 func (r *Reader) attempt(p []byte) (int, error) {
 	if r.body == nil {
 		ctx, cancel := context.WithCancel(r.ctx)
@@ -105,7 +108,8 @@ func (r *Reader) attempt(p []byte) (int, error) {
 	return 0, err
 }
 
-// retry drops the connection, and gives up where too many in a row brought nothing or the caller's context has ended.
+// retry drops the connection, and gives up where too many in a row brought nothing or the caller's
+// context has ended.
 func (r *Reader) retry(err error) {
 	r.drop()
 	if r.ctx.Err() != nil {

@@ -62,7 +62,7 @@ func TestEveryWayToStop(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			connections, idle := 0, time.Minute // a pause of the machine is no silence
+			connections, idle := 0, time.Minute // a pause of the machine does not count as idle
 			if name == "falls silent" {
 				idle = 500 * time.Millisecond
 			}

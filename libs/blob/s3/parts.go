@@ -23,7 +23,8 @@ const parallel = 4
 // abortTimeout bounds the clean-up after a failed upload, whose own context may have ended.
 const abortTimeout = 10 * time.Second
 
-// parts creates the object with a multipart upload: each part with its checksum, and the object with the checksum of the whole.
+// parts creates the object with a multipart upload: each part with its checksum, and the object
+// with the checksum of the whole.
 func (u *upload) parts(ctx context.Context, first []byte, rest io.Reader) error {
 	// Many bytes would travel for nothing where the blob is there already.
 	if _, err := u.s.Stat(ctx, u.key); err == nil {

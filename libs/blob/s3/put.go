@@ -23,11 +23,13 @@ import (
 const (
 	// writerMark is the metadata entry that names the call of Put which made an object.
 	writerMark = "rollout-writer"
-	// requestTimeout bounds one request with its retries, so that a server which takes bytes no more is left some day.
+	// requestTimeout bounds one request with its retries, so that a server which takes bytes no more
+	// is left some day.
 	requestTimeout = 5 * time.Minute
 )
 
-// Put implements blob.Writer: in one request, or in parts where r gives more than PartBytes. Some parts are in memory at a time.
+// Put implements blob.Writer: in one request, or in parts where r gives more than PartBytes. Some
+// parts are in memory at a time.
 func (s *Store) Put(ctx context.Context, key string, r io.Reader) (blob.Info, error) {
 	if err := blob.CheckKey(key); err != nil {
 		return blob.Info{}, err
@@ -94,8 +96,8 @@ func (u *upload) whole(ctx context.Context, data []byte) error {
 	return u.settle(ctx, err)
 }
 
-// settle decides what a refused creation means: a request that was sent twice, because the answer to the first was lost, is refused
-// because of itself.
+// settle decides what a refused creation means: a request that was sent twice, because the answer
+// to the first was lost, is refused because of itself.
 func (u *upload) settle(ctx context.Context, err error) error {
 	switch code(err) {
 	case precondition, conflict, noUpload:

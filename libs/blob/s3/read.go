@@ -20,7 +20,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/blob/resume"
 )
 
-// Get implements blob.Reader. A connection that breaks in the middle is replaced by one to the same version of the object.
+// Get implements blob.Reader. A connection that breaks in the middle is replaced by one to the same
+// version of the object.
 func (s *Store) Get(ctx context.Context, key string, r blob.Range) (io.ReadCloser, error) {
 	if err := blob.CheckKey(key); err != nil {
 		return nil, err
@@ -58,7 +59,8 @@ func (s *Store) Get(ctx context.Context, key string, r blob.Range) (io.ReadClose
 	return resume.New(ctx, source, out.Body, cancel), nil
 }
 
-// end answers for a range that S3 finds to begin past the last byte: at the size of the blob it is empty.
+// end answers for a range that S3 finds to begin past the last byte: at the size of the blob it is
+// empty.
 func (s *Store) end(ctx context.Context, key string, r blob.Range) (io.ReadCloser, error) {
 	info, err := s.Stat(ctx, key)
 	if err != nil {
@@ -77,7 +79,8 @@ func header(offset, length int64) string {
 	return fmt.Sprintf("bytes=%d-%d", offset, offset+length-1)
 }
 
-// crcOf is the checksum of the whole object, nil where the store has none: a composite one is of the parts' checksums.
+// crcOf is the checksum of the whole object, nil where the store has none: a composite one is of
+// the parts' checksums.
 func crcOf(out *s3.GetObjectOutput) *uint32 {
 	if out.ChecksumCRC32C == nil || out.ChecksumType == types.ChecksumTypeComposite {
 		return nil

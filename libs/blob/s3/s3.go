@@ -1,9 +1,10 @@
-// Package s3 stores blobs in a bucket of S3 or of what speaks it (conditional writes and CRC-32C are needed: AWS, MinIO, Ceph,
-// Cloudflare R2, versitygw).
+// Package s3 stores blobs in a bucket of S3 or of what speaks it (conditional writes and CRC-32C
+// are needed: AWS, MinIO, Ceph, Cloudflare R2, versitygw).
 //
-// A blob is created with If-None-Match, so of several writers one wins; each carries a mark of its writer, by which one who lost
-// the answer to a successful request finds out that the blob is its own. What an upload in parts leaves when its process dies is
-// invisible but paid for: give the bucket a lifecycle rule that aborts incomplete multipart uploads after a day.
+// A blob is created with If-None-Match, so of several writers one wins; each carries a mark of its
+// writer, by which one who lost the answer to a successful request finds out that the blob is its
+// own. What an upload in parts leaves when its process dies is invisible but paid for: give the
+// bucket a lifecycle rule that aborts incomplete multipart uploads after a day.
 package s3
 
 import (
@@ -34,7 +35,8 @@ type Config struct {
 	Prefix   string // of every key, without slashes at its ends; "" is the whole bucket
 	Region   string // "" is us-east-1
 	Endpoint string // URL of a server that is not AWS; its buckets are addressed by path
-	// AccessKey and SecretKey; both "" takes what AWS's own chain finds: environment, profile, web identity, instance role.
+	// AccessKey and SecretKey; both "" takes what AWS's own chain finds: environment, profile, web
+	// identity, instance role.
 	AccessKey, SecretKey string
 
 	PartBytes int64         // a blob above it is uploaded in parts of that size; 0 is 16 MiB. S3 takes no part below 5 MiB
@@ -91,7 +93,7 @@ func Open(ctx context.Context, c Config) (*Store, error) {
 	return &Store{c: c, api: api}, nil
 }
 
-// credentials says blob.ErrDenied where there are none.
+// credentials returns blob.ErrDenied if none are found.
 func (c Config) credentials(ctx context.Context) (aws.CredentialsProvider, error) {
 	if c.AccessKey != "" {
 		return credentials.NewStaticCredentialsProvider(c.AccessKey, c.SecretKey, ""), nil
@@ -118,12 +120,13 @@ func (s *Store) object(key string) *string {
 
 // Codes of S3's answers.
 const (
-	conflict     = "ConditionalRequestConflict" // another conditional write of the key is going on
+	conflict     = "ConditionalRequestConflict" // another conditional write of the key is in progress
 	precondition = "PreconditionFailed"
 	noUpload     = "NoSuchUpload"
 )
 
-// denied are the codes of refused credentials. Some gateways answer them with a 404, which is no missing object.
+// denied are the codes of refused credentials. Some gateways answer with a 404, which does not mean
+// a missing object.
 var denied = []string{"AccessDenied", "InvalidAccessKeyId", "XAdminUserNotFound", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"}
 
 func code(err error) string {

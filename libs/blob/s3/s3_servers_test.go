@@ -20,7 +20,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/servertest"
 )
 
-// server is one S3 server with a bucket; each store gets a prefix of its own.
+// server is one S3 server with a bucket; each store gets its own prefix.
 type server struct {
 	*servertest.S3
 	stores atomic.Int64
@@ -78,15 +78,15 @@ func TestS3(t *testing.T) {
 func refusals(t *testing.T, s *server) {
 	wrong := s.config(s.Endpoint)
 	wrong.SecretKey = "wrong"
-	nobody := s.config(s.Endpoint)
-	nobody.AccessKey = "nobody" // this server's answer is a 404
+	unknown := s.config(s.Endpoint)
+	unknown.AccessKey = "unknown" // this server's answer is a 404
 	missing := s.config(s.Endpoint)
 	missing.Bucket = "missing"
 	gone := s.config("http://127.0.0.1:1")
 	for _, c := range []struct {
 		config s3.Config
 		want   error
-	}{{wrong, blob.ErrDenied}, {nobody, blob.ErrDenied}, {missing, blob.ErrNoBucket}, {gone, blob.ErrUnavailable}} {
+	}{{wrong, blob.ErrDenied}, {unknown, blob.ErrDenied}, {missing, blob.ErrNoBucket}, {gone, blob.ErrUnavailable}} {
 		store := open(t, c.config)
 		if _, err := store.Put(t.Context(), "k", strings.NewReader("x")); !errors.Is(err, c.want) {
 			t.Errorf("put: %v, want %v", err, c.want)

@@ -1,5 +1,5 @@
-// Package bustest is the suite that every kind of server passes which a bus.Bus may connect to: the embedded one, a server of its
-// own, a cluster.
+// Package bustest is the suite for every kind of server that a bus.Bus can connect to: embedded, a
+// single own, a cluster.
 package bustest
 
 import (
@@ -42,7 +42,7 @@ func Run(t *testing.T, o bus.Options) {
 	}
 }
 
-// bundle is a connection, the streams of a run of its own, and its work.
+// bundle is a connection with the streams of a new run, and the consumer of its work.
 type bundle struct {
 	options bus.Options
 	bus     *bus.Bus
@@ -223,7 +223,7 @@ func ensureAgain(t *testing.T, b *bundle) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := b.bus.PublishProto(t.Context(), names.WorkSubject(b.run), b.group(2)); err != nil { // somebody else's
+	if err := b.bus.PublishProto(t.Context(), names.WorkSubject(b.run), b.group(2)); err != nil { // of another worker
 		t.Fatal(err)
 	}
 	if runs, err := b.bus.Runs(t.Context()); err != nil || !slices.Contains(runs, b.run) {
@@ -289,10 +289,10 @@ func refusals(t *testing.T, b *bundle) {
 	}
 	gone, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	nobody := b.options
-	nobody.URL, nobody.TLS = "nats://127.0.0.1:1", nil
-	if _, err := bus.Connect(gone, nobody); !errors.Is(err, bus.ErrUnavailable) {
-		t.Errorf("nobody there: %v", err)
+	unreachable := b.options
+	unreachable.URL, unreachable.TLS = "nats://127.0.0.1:1", nil
+	if _, err := bus.Connect(gone, unreachable); !errors.Is(err, bus.ErrUnavailable) {
+		t.Errorf("no server: %v", err)
 	}
 	if err := b.bus.DeleteRun(t.Context(), b.run); err != nil {
 		t.Fatal(err)
@@ -353,7 +353,7 @@ func storedAfter(t *testing.T, b *bundle, last *bus.Delivery) {
 	short, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
 	if err := b.bus.EventsStored(short); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("with an event that nobody stored: %v", err)
+		t.Errorf("with an event that was not stored: %v", err)
 	}
 	stored := make(chan error, 1)
 	go func() { stored <- b.bus.EventsStored(t.Context()) }()

@@ -26,8 +26,8 @@ const (
 	crashAt         = 600 // acks before the kill
 )
 
-// RunCrash kills a server while messages are published: every message that was acked is there afterwards, and none is there twice.
-// The servers must be the test's own.
+// RunCrash kills a server while messages are published: every message that was acked is there
+// afterwards, and none is there twice. The servers must be the test's own.
 func RunCrash(t *testing.T, c Crashable) {
 	b := setup(t, c.Options)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)

@@ -1,5 +1,6 @@
-// Package discoverytest is the suite that every agent passes which discovery.Client may talk to: the embedded registry and a real
-// Consul. Service names are unique in each call, so an agent in use may be checked too.
+// Package discoverytest is the suite that every agent passes which discovery.Client may talk to:
+// the embedded registry and a real Consul. Service names are unique in each call, so an agent in
+// use may be checked too.
 package discoverytest
 
 import (
@@ -19,7 +20,8 @@ import (
 type Agent struct {
 	Address string // host:port
 	Token   string // "" where none is asked for
-	// Reap is the shortest DeregisterCriticalServiceAfter that it takes, and how long it may take beyond that; 0 is 2 s and a minute.
+	// Reap is the shortest DeregisterCriticalServiceAfter that it takes, and how long it may take
+	// beyond that; 0 is 2 s and a minute.
 	Reap, ReapSlack time.Duration
 }
 
@@ -174,7 +176,7 @@ func silenceTurnsCritical(t *testing.T, b *bundle) {
 	b.await(t, watch)
 	service := b.raw(t, "silent", "1s", consul.HealthPassing)
 	b.await(t, watch, "silent")
-	b.await(t, watch) // nobody renews
+	b.await(t, watch) // without a renewal
 	checks, _, err := b.api.Health().Checks(b.name, nil)
 	if err != nil || len(checks) != 1 || checks[0].Status != consul.HealthCritical {
 		t.Fatalf("checks %+v %v", checks, err)
@@ -197,8 +199,8 @@ func forgottenComesBack(t *testing.T, b *bundle) {
 	b.await(t, b.client.Watch(t.Context(), b.name), "a")
 }
 
-// created waits for an instance that was registered after an index, and gives its own. That none was there in between nobody may see:
-// the next renewal can come at once.
+// created waits for an instance that was registered after an index, and returns its index. A gap in
+// between may be missed: the next renewal can come at once.
 func (b *bundle) created(t *testing.T, after uint64) uint64 {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -335,7 +337,7 @@ func badRegistrations(t *testing.T, b *bundle) {
 	})
 	var status consul.StatusError
 	if !errors.As(err, &status) || status.Code != 400 {
-		t.Errorf("a TTL that is no duration: %v", err)
+		t.Errorf("an invalid TTL: %v", err)
 	}
 }
 

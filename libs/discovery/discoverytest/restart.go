@@ -19,13 +19,15 @@ import (
 type Restartable struct {
 	Agent
 	Stop  func() // returns when it answers no more
-	Start func() // returns when it answers; it may know nobody then
+	Start func() // returns when the agent answers; it may have lost its instances
 }
 
-// restartTTL outlives a slow start of the agent: a durable one remembers when it last heard of each check.
+// restartTTL outlives a slow start of the agent: a durable agent remembers the last renewal of each
+// check.
 const restartTTL = 3 * time.Second
 
-// RunRestart checks registrations, watches and gRPC connections over a restart of the agent, which must be the test's own.
+// RunRestart checks registrations, watches and gRPC connections over a restart of the agent, which
+// must be the test's own.
 func RunRestart(t *testing.T, r Restartable) {
 	b := setup(t, r.Agent)
 	first, second := serve(t), serve(t)
@@ -70,14 +72,15 @@ func RunRestart(t *testing.T, r Restartable) {
 		t.Fatal(err)
 	}
 
-	// Without the agent, and with one that has forgotten everything, calls go on; nobody hears that the services were gone.
+	// Without the agent, and after it has lost everything, calls continue and watchers do not see the
+	// services disappear.
 	r.Stop()
 	until(t, conn, first.address, second.address)
 	r.Start()
 	registered(t, raw, b.name, 2, conn)
 	select {
 	case list := <-watch:
-		t.Errorf("the watch told %v over the restart", b.ids(list))
+		t.Errorf("the watch sent %v over the restart", b.ids(list))
 	default:
 	}
 	stopFirst()

@@ -1,11 +1,12 @@
-// Package registry is a small service registry inside this process that speaks the subset of Consul's agent API which service
-// discovery needs, so that clients of both languages talk to it and to a real Consul alike.
+// Package registry is an in-process service registry. It implements the subset of Consul's agent
+// API that service discovery needs, so that clients of both languages use it and a real Consul in
+// the same way.
 //
-// Registrations live in memory, as a Consul agent's health does: whoever registers renews a TTL check and registers again when
+// Registrations are kept in memory. Clients renew a TTL check and register again when
 // the registry forgot it.
 //
 //	registered --Status or first renewal--> passing | warning
-//	passing, warning --no renewal for TTL, or told so--> critical --DeregisterCriticalServiceAfter--> gone
+//	passing, warning --no renewal for TTL, or set by client--> critical --DeregisterCriticalServiceAfter--> gone
 package registry
 
 import (
@@ -16,7 +17,7 @@ import (
 	consul "github.com/hashicorp/consul/api"
 )
 
-// Registry is the table of services. Handler serves it; its methods may be called from many goroutines.
+// Registry holds the registered services. Its methods may be called from many goroutines.
 type Registry struct {
 	token string
 
@@ -44,8 +45,8 @@ type check struct {
 	modified        uint64
 }
 
-// New makes an empty registry. token, where it is not empty, is asked of every request. Index values begin at the current time,
-// so that they grow over a restart as well.
+// New returns an empty registry. If token is not empty every request must carry it. Index values
+// begin at the current time, so that they increase over a restart.
 func New(token string) *Registry {
 	return &Registry{
 		token:    token,
@@ -84,7 +85,7 @@ func (c *check) stop() {
 	}
 }
 
-// touch records a change of the named service and wakes who waits. The caller holds mu.
+// touch records a change of the named service and wakes waiting queries. The caller holds mu.
 func (r *Registry) touch(name string) uint64 {
 	if r.closed {
 		return r.index
@@ -125,7 +126,7 @@ func (r *Registry) register(s consul.AgentService, checks []*check) {
 	}
 }
 
-// deregister removes a service and says whether it was there.
+// deregister removes a service and reports whether it existed.
 func (r *Registry) deregister(id string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -143,7 +144,7 @@ func (r *Registry) remove(id string) bool {
 	return true
 }
 
-// update sets the state of a TTL check and starts its time anew. It says whether there is such a check.
+// update sets the state of a TTL check and restarts its TTL. It reports whether the check exists.
 func (r *Registry) update(id, status, output string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -157,7 +158,7 @@ func (r *Registry) update(id, status, output string) bool {
 	return false
 }
 
-// set changes a check; a change of status is what watchers wait for. The caller holds mu.
+// set changes a check and wakes watchers if its status changes. The caller holds mu.
 func (r *Registry) set(e *entry, c *check, status, output string) {
 	c.output = output
 	if c.status == status {
@@ -167,7 +168,7 @@ func (r *Registry) set(e *entry, c *check, status, output string) {
 	c.modified = r.touch(e.service.Service)
 }
 
-// arm starts the timers that fit the state of a check. The caller holds mu.
+// arm starts the timers for the state of a check. The caller holds mu.
 func (r *Registry) arm(e *entry, c *check) {
 	if c.expire != nil {
 		c.expire.Stop()
@@ -186,7 +187,7 @@ func (r *Registry) arm(e *entry, c *check) {
 	}
 }
 
-// expired runs when a TTL passed. The timer may have been replaced between its end and the lock.
+// expired runs when a TTL has passed. The timer may have been replaced before it gets the lock.
 func (r *Registry) expired(e *entry, c *check, t **time.Timer) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

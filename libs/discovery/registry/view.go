@@ -31,15 +31,16 @@ func (q query) matches(e *entry) bool {
 	})
 }
 
-// read calls view under the lock when the named service ("" for the whole table) has changed after since, at the latest after
-// wait, and returns the index that the view has. since = 0 does not wait.
+// read calls view under the lock when the named service ("" for the whole table) has changed after
+// since, at the latest after wait, and returns the index that the view has. since = 0 does not
+// wait.
 func (r *Registry) read(ctx context.Context, name string, since uint64, wait time.Duration, view func()) uint64 {
 	timeout := time.NewTimer(wait)
 	defer timeout.Stop()
 	for {
 		r.mu.Lock()
 		current := r.current(name)
-		// An index above ours is from another registry's life: answer at once.
+		// A different index is from before a restart of the registry: answer at once.
 		if since == 0 || current != since || r.closed {
 			view()
 			r.mu.Unlock()
@@ -60,7 +61,8 @@ func (r *Registry) read(ctx context.Context, name string, since uint64, wait tim
 	}
 }
 
-// current is the index of a service, never 0. A name that was never seen has 1, which its first registration exceeds.
+// current is the index of a service, never 0. A name that was never seen has 1, which its first
+// registration exceeds.
 func (r *Registry) current(name string) uint64 {
 	if name == "" {
 		return r.index
@@ -68,7 +70,7 @@ func (r *Registry) current(name string) uint64 {
 	return max(1, r.indexOf[name])
 }
 
-// sorted gives the matching entries by service id, so that answers do not shuffle.
+// sorted returns the matching entries by service id, so that the order of answers is stable.
 func (r *Registry) sorted(match func(*entry) bool) []*entry {
 	var out []*entry
 	for _, e := range r.services {
@@ -141,8 +143,8 @@ func (r *Registry) agentChecks() map[string]*consul.AgentCheck {
 	return out
 }
 
-// agentServicesByID is the agent's own view of services. Slices and maps of a registered service never change, so copies of the
-// struct may leave the lock.
+// agentServicesByID is the agent's own view of services. Slices and maps of a registered service
+// never change, so copies of the struct may leave the lock.
 func (r *Registry) agentServicesByID() map[string]consul.AgentService {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -39,8 +39,8 @@ const startLimit = 60 * time.Second
 // shared is the server of this process. It ends with it, by the kernel.
 var shared = sync.OnceValues(Start)
 
-// Start makes a database folder and starts a server on a free port; both go when the process ends. As root it runs as the user
-// postgres, because the server refuses to be root.
+// Start makes a database folder and starts a server on a free port; both go when the process ends.
+// As root it runs as the user postgres, because the server refuses to be root.
 func Start() (*Server, error) {
 	bin, err := binaries()
 	if err != nil {
@@ -112,7 +112,8 @@ func (s *Server) Kill() {
 	<-s.ended
 }
 
-// cleanAfter starts a process that waits for the end of this one, however it ends, then stops the server and removes its folder.
+// cleanAfter starts a process that waits for the end of this one, however it ends, then stops the
+// server and removes its folder.
 func (s *Server) cleanAfter(dir string) error {
 	cleaner := exec.Command("sh", "-c",
 		`cat >/dev/null; kill -INT "$(head -n 1 "$0/data/postmaster.pid")" 2>/dev/null; while [ -e "$0/data/postmaster.pid" ]; do sleep 0.1; done; rm -rf "$0"`, dir)

@@ -1,8 +1,9 @@
-// Package sqldbtest runs a store's suite on every database that there is: SQLite files always, PostgreSQL in the `servers` suite
-// (make check-servers), on a real server that the first test of a process starts.
+// Package sqldbtest runs a store's suite on every database that there is: SQLite files always,
+// PostgreSQL in the `servers` suite (make check-servers), on a real server that the first test of a
+// process starts.
 //
-// The server is the installed PostgreSQL's, on a free port of loopback, in a folder of its own, without fsync; it ends with the process
-// that started it. Each test has its own schemas.
+// The server is the installed PostgreSQL's, on a free port of loopback, in its own folder, without
+// fsync; it ends with the process that started it. Each test has its own schemas.
 package sqldbtest
 
 import (
@@ -17,7 +18,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/sqldb"
 )
 
-// Switch is the variable that `make check-servers` sets: without it tests on PostgreSQL are skipped, with it they fail where there is none.
+// Switch is the variable that `make check-servers` sets: without it tests on PostgreSQL are
+// skipped, with it they fail if there is no server.
 const Switch = "ROLLOUT_TEST_SERVERS"
 
 // Run calls suite once for each kind of database, with a function that gives a new, empty place.
@@ -48,7 +50,8 @@ func Place(t testing.TB) sqldb.Postgres {
 	return sqldb.Postgres{URL: URL(t), Prefix: prefix(), MaxConnections: 4, StatementTimeout: 30 * time.Second}
 }
 
-// URL is the process's server, which is started where it does not run yet. Its user may do everything.
+// URL is the process's server, which is started where it does not run yet. Its user may do
+// everything.
 func URL(t testing.TB) string {
 	t.Helper()
 	Require(t)

@@ -9,34 +9,35 @@ import (
 	"google.golang.org/grpc/metadata"
 )
 
-// forwardedKey marks a call that a replica passed on, so that two replicas that disagree don't pass it to and fro.
+// forwardedKey marks a call that a replica passed on, so that two replicas that disagree don't pass
+// it to and fro.
 const forwardedKey = "rollout-forwarded"
 
-// gate stands between a gRPC server, which wants its services before it serves, and the implementation of a term, which comes and
-// goes. A call goes to the term's; where this process does not lead, it is passed on to the leader.
-type gate struct {
+// router is registered with the gRPC server, which needs its services before it serves, and forwards
+// each call to the implementation of the current term, or to the leader if another process leads.
+type router struct {
 	forward func() (grpc.ClientConnInterface, error) // to the leader; nil: calls are refused
 	leader  func() Lease
 
 	mu   sync.Mutex
-	open *opening // nil: this process does not lead
+	open *activeTerm // nil: this process does not lead
 }
 
-// opening is the gate during a term.
-type opening struct {
+// activeTerm is the term that the router sends calls to.
+type activeTerm struct {
 	ctx   context.Context // ends with the term
 	term  *Term
 	impls map[string]any // by the name of the gRPC service
 }
 
-func (g *gate) set(o *opening) {
+func (g *router) set(o *activeTerm) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.open = o
 }
 
 // enter gives the term in hand. ErrNotLeader.
-func (g *gate) enter() (*opening, error) {
+func (g *router) enter() (*activeTerm, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.open == nil || !g.open.term.Valid() || g.open.ctx.Err() != nil {
@@ -50,7 +51,7 @@ func (g *gate) enter() (*opening, error) {
 }
 
 // bind ends a call's context with the term, with ErrNotLeader as its cause.
-func (o *opening) bind(ctx context.Context) (context.Context, func()) {
+func (o *activeTerm) bind(ctx context.Context) (context.Context, func()) {
 	bound, cancel := context.WithCancelCause(ctx)
 	stop := context.AfterFunc(o.ctx, func() { cancel(ErrNotLeader) })
 	return bound, func() { stop(); cancel(nil) }
@@ -70,8 +71,8 @@ func (r *record) RegisterService(desc *grpc.ServiceDesc, impl any) {
 	r.impls[desc.ServiceName] = impl
 }
 
-// register puts the gate in the place of the recorded implementations.
-func (g *gate) register(to grpc.ServiceRegistrar, r *record) {
+// register registers the router in place of the recorded implementations.
+func (g *router) register(to grpc.ServiceRegistrar, r *record) {
 	for _, desc := range r.descs {
 		d := *desc
 		d.Methods, d.Streams = nil, nil
@@ -86,7 +87,7 @@ func (g *gate) register(to grpc.ServiceRegistrar, r *record) {
 	}
 }
 
-func (g *gate) unary(service string, m grpc.MethodDesc) grpc.MethodHandler {
+func (g *router) unary(service string, m grpc.MethodDesc) grpc.MethodHandler {
 	return func(_ any, ctx context.Context, decode func(any) error, outer grpc.UnaryServerInterceptor) (any, error) {
 		o, refused := g.enter()
 		var impl any
@@ -115,7 +116,7 @@ func (g *gate) unary(service string, m grpc.MethodDesc) grpc.MethodHandler {
 	}
 }
 
-func (g *gate) stream(service string, s grpc.StreamDesc) grpc.StreamHandler {
+func (g *router) stream(service string, s grpc.StreamDesc) grpc.StreamHandler {
 	handle := s.Handler
 	return func(_ any, ss grpc.ServerStream) error {
 		o, refused := g.enter()
