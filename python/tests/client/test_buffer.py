@@ -1,4 +1,4 @@
-"""Producer and consumer against a real rolloutd."""
+"""Producer and consumer against a rolloutd."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same(got: list[Sample], want: list[Sample]) -> bool:
     )
 
 
-def test_groups_arrive_whole_and_once(buffer: Buffer) -> None:
+def test_groups_arrive_complete_and_once(buffer: Buffer) -> None:
     sizes = [50, 20_000, 3, 9_000, 1, 60_000]  # several segments
     with buffer.producer("r", in_flight=3) as producer:
         puts = [producer.put(n, group(n, tokens)) for n, tokens in enumerate(sizes)]
@@ -91,16 +91,16 @@ def test_puts_survive_a_restart_of_the_buffer(daemon: Daemon, buffer: Buffer, ho
         batch.commit()
 
 
-def test_damage_is_never_handed_out(buffer: Buffer) -> None:
+def test_damaged_payloads_are_never_returned(buffer: Buffer) -> None:
     with buffer.producer("r") as producer:
         for n in range(2):
             producer.put(n, group(n))
     batch = buffer.consumer("r").lease(1).batch
     ref = batch.samples[5]
     path = Path(ref.segment)
-    spoiled = bytearray(path.read_bytes())
-    spoiled[ref.offset + 60] ^= 4
-    path.write_bytes(spoiled)
+    damaged = bytearray(path.read_bytes())
+    damaged[ref.offset + 60] ^= 4
+    path.write_bytes(damaged)
     with pytest.raises(RemoteError) as caught:
         buffer.consumer("r").lease(1)
     assert caught.value.reason == "PAYLOAD_LOST"
@@ -140,7 +140,7 @@ def test_many_threads_may_flush(buffer: Buffer) -> None:
             assert all(future.result(60) is None for future in [pool.submit(producer.flush) for _ in range(8)])
 
 
-def test_trim_frees_what_is_consumed(buffer: Buffer) -> None:
+def test_trim_frees_consumed_payloads(buffer: Buffer) -> None:
     with buffer.producer("r") as producer:
         for n in range(6):
             producer.put(n, group(n, 20_000)).result()  # each in a segment of its own

@@ -64,7 +64,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
 def test_other_bytes_are_corrupt() -> None:
     for tokens in (8, 40_000):
         data = encode(made(tokens), KEY)
-        for spoiled in (
+        for damaged in (
             data[:-1],
             data + b"\x12",
             b"\x0b" + data,
@@ -72,7 +72,7 @@ def test_other_bytes_are_corrupt() -> None:
             Trajectory(token_ids=b"123").SerializeToString(),
         ):
             with pytest.raises(PayloadCorrupt):
-                parse(spoiled)
+                parse(damaged)
 
 
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "loss_mask", "raw_logprobs"])

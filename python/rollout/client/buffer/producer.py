@@ -52,7 +52,8 @@ class Producer:
         self._stub, self._metadata, self._run, self._in_flight = stub, metadata, run, in_flight
         self._slots = 2 * in_flight
         self._free = threading.Semaphore(self._slots)
-        self._draining = threading.Lock()  # two threads that each took some of the slots would wait for each other
+        # One thread takes slots at a time: two that each had some would wait for each other.
+        self._draining = threading.Lock()
         self._closed = False  # written while all slots are taken
         self._queue: SimpleQueue[_Pending | None] = SimpleQueue()  # None ends the thread
         self._thread = threading.Thread(target=self._send, name="put", daemon=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,11 +69,13 @@ def _bytes(array: Any, dtype: np.dtype[Any], tokens: int, *, required: bool) -> 
     if not isinstance(array, np.ndarray):
         kind = type(array).__name__
         raise ValueError(f"got a {kind}, expected an array of {dtype}: make it with np.array(.., np.{dtype})")
-    if array.shape == (0,) and not required:
+    values = cast("NDArray[Any]", array)
+    shape = values.shape
+    if shape == (0,) and not required:
         return b""
-    if array.dtype != dtype or array.shape != (tokens,):
-        raise ValueError(f"got an array of {array.dtype}{list(array.shape)}, expected {dtype}[{tokens}]")
-    return array.tobytes()
+    if values.dtype != dtype or shape != (tokens,):
+        raise ValueError(f"got an array of {values.dtype}{list(shape)}, expected {dtype}[{tokens}]")
+    return values.tobytes()
 
 
 def parse(payload: bytes) -> Sample:
