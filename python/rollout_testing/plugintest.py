@@ -18,9 +18,9 @@ import pytest
 
 from rollout.environment import Observation, Refusal, Result, Task, Turn
 from rollout.errors import RolloutError
-from rollout.plugin import wire
-from rollout.plugin.host import Source
-from rollout.plugin.runner import Runner
+from rollout.hosting import wire
+from rollout.hosting.host import Source
+from rollout.hosting.runner import Runner
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 PLUGINS = '''

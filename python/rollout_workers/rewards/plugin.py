@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Sequence
 
 from rollout.errors import RolloutError
-from rollout.plugin import Score, wire
-from rollout.plugin.child import ChildProcess
-from rollout.plugin.host import Source
-from rollout.plugin.runner import Runner
+from rollout.hosting import wire
+from rollout.hosting.child import ChildProcess
+from rollout.hosting.host import Source
+from rollout.hosting.runner import Runner
+from rollout.plugin import Score
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout_workers.rewards.rewards import RewardGroup
 

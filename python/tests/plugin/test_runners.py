@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import RolloutError
-from rollout.plugin import wire
-from rollout.plugin.child import ChildProcess
-from rollout.plugin.host import Source
-from rollout.plugin.runner import InProcess, Runner
-from rollout.plugin.sidecar import Sidecar
+from rollout.hosting import wire
+from rollout.hosting.child import ChildProcess
+from rollout.hosting.host import Source
+from rollout.hosting.runner import InProcess, Runner
+from rollout.hosting.sidecar import Sidecar
 from rollout_testing import plugintest
 from rollout_workers.rewards.plugin import PluginRewards
 from rollout_workers.rewards.rewards import RewardGroup, Rewards, Scorable
@@ -40,7 +40,7 @@ async def sidecar(sources: Sequence[Source]) -> AsyncIterator[Runner]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/plugin.sock"
         named = [f"{source['kind']}={source['base_dir']}/{source['plugin']}" for source in sources]
-        process = subprocess.Popen([sys.executable, "-m", "rollout.plugin.sidecar", *named, "--address", address])
+        process = subprocess.Popen([sys.executable, "-m", "rollout.hosting.sidecar", *named, "--address", address])
         try:
             async with _started(Sidecar(address)) as runner:
                 yield runner
@@ -91,6 +91,6 @@ async def test_an_import_error_is_raised_at_the_start(way: type[InProcess] | typ
 
 
 async def test_a_sidecar_that_is_gone_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.plugin.sidecar._START_SECONDS", 0.2)
+    monkeypatch.setattr("rollout.hosting.sidecar._START_SECONDS", 0.2)
     with pytest.raises(wire.PluginUnavailable, match="does not answer"):
         await Sidecar(f"unix:{tmp_path}/none.sock").start()

@@ -194,7 +194,7 @@ def _alive(pid: int) -> bool:
 def test_a_reward_process_ends_with_its_worker(cut: int) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen([sys.executable, "-m", "rollout.plugin.child"], stdin=theirs.fileno())
+        process = subprocess.Popen([sys.executable, "-m", "rollout.hosting.child"], stdin=theirs.fileno())
     body = b"Load\0" + json.dumps([{"plugin": "reward.py:f", "base_dir": "/nowhere"}]).encode()
     ours.sendall((struct.pack("<Q", len(body)) + body)[:cut])
     ours.close()  # as when the worker is killed

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from rollout.plugin import wire
-from rollout.plugin.host import Host, Source
+from rollout.hosting import wire
+from rollout.hosting.host import Host, Source
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rollout.environment import Environment, StatefulEnvironment
-from rollout.plugin import wire
+from rollout.hosting import wire
+from rollout.hosting.wire import PluginError, PluginSchema, PluginUnknown, PluginUnsupported
 from rollout.plugin.calling import call_reward, call_reward_async
 from rollout.plugin.loading import load_object, load_reward, split_plugin
 from rollout.plugin.score import RewardFunction
 from rollout.plugin.v1 import plugin_pb2 as pb
-from rollout.plugin.wire import PluginError, PluginSchema, PluginUnknown, PluginUnsupported
 
 Source = Mapping[str, str]
 """``{"kind": "reward", "plugin": "file.py:name", "base_dir": "/..."}`` or ``{"expression": "..."}``. kind: also ``environment``,

@@ -1,4 +1,4 @@
-"""Plugins in a child process: ``ChildProcess`` is the parent's end, ``python -m rollout.plugin.child`` the child.
+"""Plugins in a child process: ``ChildProcess`` is the parent's end, ``python -m rollout.hosting.child`` the child.
 
 The child's stdin is a socket to the parent. A frame is eight bytes of length and a body: of a request the method's name, a
 zero byte, and the message; of an answer one byte (0: a message, 1: a ``google.rpc.Status``) and that. The first request is
@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 from google.rpc import status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from rollout.errors import RolloutError
-from rollout.plugin import wire
-from rollout.plugin.host import RESPONSES, Host, Source, request_type
+from rollout.hosting import wire
+from rollout.hosting.host import RESPONSES, Host, Source, request_type
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 _START_SECONDS = 120.0
@@ -44,7 +44,7 @@ def environment() -> dict[str, str]:
 
 
 class ChildProcess:
-    """A :class:`~rollout.plugin.runner.Runner` with a process of its own: it may hang, crash, print, or hold its interpreter.
+    """A :class:`~rollout.hosting.runner.Runner` with a process of its own: it may hang, crash, print, or hold its interpreter.
 
     The process answers one call at a time; others wait. After a timeout or a crash it is killed and ``broken``; the next call
     starts another.
@@ -67,7 +67,7 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.plugin.child"],
+                [sys.executable, "-m", "rollout.hosting.child"],
                 stdin=theirs.fileno(),
                 start_new_session=True,  # so that what the plugin starts ends with it
                 env={**environment(), "PYTHONUNBUFFERED": "1"},

@@ -1,7 +1,7 @@
 # pyright: basic
 """Plugins in a sidecar: a process that serves ``rollout.plugin.v1`` over gRPC, in any language.
 
-    python -m rollout.plugin.sidecar reward.py:exact_match --address unix:/tmp/reward.sock
+    python -m rollout.hosting.sidecar reward.py:exact_match --address unix:/tmp/reward.sock
 
 ``Sidecar`` is the caller's end.
 """
@@ -21,8 +21,8 @@ from grpc_health.v1._async import HealthServicer
 
 from rollout.channel import OPTIONS, SERVER_OPTIONS
 from rollout.errors import RolloutError
-from rollout.plugin import wire
-from rollout.plugin.host import RESPONSES, Host, request_type
+from rollout.hosting import wire
+from rollout.hosting.host import RESPONSES, Host, request_type
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout.plugin.v1.plugin_pb2_grpc import PluginServiceStub
 
@@ -32,7 +32,7 @@ _START_SECONDS = 120.0
 
 
 class Sidecar:
-    """A :class:`~rollout.plugin.runner.Runner` over a service at ``unix:/path`` or ``host:port``. It starts no process."""
+    """A :class:`~rollout.hosting.runner.Runner` over a service at ``unix:/path`` or ``host:port``. It starts no process."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -118,7 +118,9 @@ async def _run(arguments: argparse.Namespace) -> None:
 
 def main(given: Sequence[str] | None = None) -> None:
     """Serve Python plugins until the process is stopped."""
-    parser = argparse.ArgumentParser(prog="python -m rollout.plugin.sidecar", description="Serve plugins over rollout.plugin.v1.")
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout.hosting.sidecar", description="Serve plugins over rollout.plugin.v1."
+    )
     parser.add_argument("plugin", nargs="+", help="file.py:name of a reward, or KIND=file.py:name")
     parser.add_argument("--address", required=True, help="unix:/path or host:port; no authentication: keep it on this host")
     asyncio.run(_run(parser.parse_args(given)))
