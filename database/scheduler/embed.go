@@ -3,7 +3,7 @@ package scheduler
 
 import "embed"
 
-// Migrations are goose migrations, one folder a dialect.
+// Migrations are goose migrations, one folder per dialect.
 //
 //go:embed sqlite/*.sql postgres/*.sql
 var Migrations embed.FS

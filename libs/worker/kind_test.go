@@ -9,7 +9,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/worker"
 )
 
-// Python has its own table (python/tests/worker/test_kinds.py).
+// Python has the same table (python/tests/worker/test_kinds.py).
 func TestKindsAreThoseOfPython(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("../../schemas/golden/worker_kinds.json")

@@ -31,7 +31,7 @@ func NewNonce() string { return rand.Text() }
 //	hex(HMAC-SHA256(nonce, "rollout.worker.v1\n" worker "\n" rank "\n" address))
 //
 // A process group (torchrun) shares the nonce of its launch, so the rank is hashed too. The address
-// keeps others from registering an address of their own with a copied proof.
+// is hashed so that a copied proof is not valid for another address.
 func Proof(nonce, worker string, rank int, address string) string {
 	h := hmac.New(sha256.New, []byte(nonce))
 	h.Write([]byte("rollout.worker.v1\n" + worker + "\n" + strconv.Itoa(rank) + "\n" + address))

@@ -16,7 +16,8 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// verifier accepts registrations with a valid proof for its nonce. Its first calls fail, as many as away.
+// verifier accepts registrations with a valid proof for its nonce. Its first calls fail, as many as
+// away.
 type verifier struct {
 	Scheduler
 	away, calls int

@@ -7,8 +7,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/refusal"
 )
 
-// backpressure pauses a run while the buffer cannot ingest, and continues it afterwards. A run that was paused by request or by a
-// refused gradient stays paused.
+// backpressure pauses a run while the buffer cannot ingest, and continues it afterwards. A run that
+// was paused by request or by a refused gradient stays paused.
 type backpressure struct{ *scope }
 
 func (p *backpressure) serve(ctx context.Context) error {

@@ -21,8 +21,8 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/dataset"
 )
 
-// board holds what the parts of one active run observed last, and wakes those that wait for a change. Messages on it are never
-// modified, only replaced. Safe for concurrent use.
+// board holds what the parts of one active run observed last, and wakes those that wait for a
+// change. Messages on it are never modified, only replaced. Safe for concurrent use.
 type board struct {
 	now func() time.Time
 
@@ -239,7 +239,8 @@ func waitsForUser(run *Run) string {
 		"(`rollout runs resume " + run.GetRunId() + "`), which gives the same gradient unless the machine was at fault: " + run.GetMessage()
 }
 
-// currentWaits lists what the run waits for, with who can end each wait: the user, a service, workers.
+// currentWaits lists what the run waits for, with who can end each wait: the user, a service,
+// workers.
 func (v *view) currentWaits() []*waitv1.Wait {
 	if !active(v.run.GetState()) {
 		return nil
@@ -266,7 +267,8 @@ func (v *view) currentWaits() []*waitv1.Wait {
 	return waits
 }
 
-// ownerOf returns the words in parentheses at the end of a sentence, which name the owner of the wait.
+// ownerOf returns the words in parentheses at the end of a sentence, which name the owner of the
+// wait.
 func ownerOf(sentence string) string {
 	at := strings.LastIndex(sentence, "(")
 	if owner, found := strings.CutSuffix(sentence[at+1:], ")"); at >= 0 && found {

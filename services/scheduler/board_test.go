@@ -9,7 +9,8 @@ import (
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 )
 
-// A wait names what is waited for, the owner, and since when; workers with the same wait are one sentence.
+// A wait names what is waited for, the owner, and since when; workers with the same wait are one
+// sentence.
 func TestWaits(t *testing.T) {
 	t.Parallel()
 	noon := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)

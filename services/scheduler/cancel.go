@@ -69,7 +69,8 @@ func (s *runs) stopped(ctx context.Context, c *conductor) (*Run, error) {
 	return run, err
 }
 
-// complete handles the report of the controller that a run has ended, or is paused until it is resumed by request.
+// complete handles the report of the controller that a run has ended, or is paused until it is
+// resumed by request.
 func (s *runs) complete(ctx context.Context, req *runv1.CompleteRunRequest) error {
 	run, err := s.Store.Get(ctx, req.GetRunId())
 	if err != nil {
@@ -87,8 +88,9 @@ func (s *runs) complete(ctx context.Context, req *runv1.CompleteRunRequest) erro
 	return nil
 }
 
-// pauseRefused pauses a run whose learner has refused a gradient. Its controller has stopped; its workers stay until the run is resumed by
-// request, which begins the next incarnation. A run that is being stopped is not paused.
+// pauseRefused pauses a run whose learner has refused a gradient. Its controller has stopped; its
+// workers stay until the run is resumed by request, which begins the next incarnation. A run that
+// is being stopped is not paused.
 func (s *runs) pauseRefused(ctx context.Context, c *conductor, req *runv1.CompleteRunRequest) error {
 	progress, changed := c.board.progress(), false
 	run, err := s.records.update(ctx, req.GetRunId(), func(r *Run) error {

@@ -29,7 +29,8 @@ type scope struct {
 	board   *board
 	retry   retry.Retrier
 	ending  endings
-	// The id and incarnation of the run. Services that know a newer incarnation refuse calls in the name of this one.
+	// The id and incarnation of the run. Services that know a newer incarnation refuse calls in the
+	// name of this one.
 	run         string
 	incarnation uint32
 }
@@ -37,7 +38,8 @@ type scope struct {
 // emit sends an event of the run.
 func (s *scope) emit(e *eventv1.Event) { s.records.emit(s.board.record(), e) }
 
-// conductor runs the parts of one active run: supervisors of workers, registry watchers, the link to the controller, the issuer.
+// conductor runs the parts of one active run: supervisors of workers, registry watchers, the link
+// to the controller, the issuer.
 //
 //	open streams and ledger -> run the parts in parallel -> first ending -> stop the parts -> close and record the end
 type conductor struct {
@@ -113,8 +115,8 @@ func (c *conductor) conduct(ctx context.Context) {
 	}
 }
 
-// repeat runs the parts until ctx ends or the run does. It starts again if a service was unavailable or the streams are missing: they
-// hold nothing that cannot be published again.
+// repeat runs the parts until ctx ends or the run does. It starts again if a service was
+// unavailable or the streams are missing: they hold nothing that cannot be published again.
 func (c *conductor) repeat(ctx context.Context) {
 	for {
 		err := c.runParts(ctx)
@@ -171,7 +173,8 @@ func (c *conductor) runParts(ctx context.Context) error {
 	return runUntilFirst(ctx, parts)
 }
 
-// runUntilFirst runs functions in parallel until one fails or ctx ends, and waits until all have returned.
+// runUntilFirst runs functions in parallel until one fails or ctx ends, and waits until all have
+// returned.
 func runUntilFirst(ctx context.Context, parts []func(context.Context) error) error {
 	running, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -209,8 +212,8 @@ func (c *conductor) issue(ctx context.Context, run *Run, window issue.Window, da
 	return issuer.Run(ctx)
 }
 
-// open creates the streams and opens the ledger. Workers of older incarnations are gone, and the issuer publishes again what they had
-// pulled, so the work stream starts empty.
+// open creates the streams and opens the ledger. Workers of older incarnations are gone, and the
+// issuer publishes again what they had pulled, so the work stream starts empty.
 func (c *conductor) open(ctx context.Context, config *bufferv1.LedgerConfig) error {
 	if err := c.retry.Until(ctx, "the streams of the run (NATS)", func(ctx context.Context) error {
 		if err := c.Bus.EnsureRun(ctx, c.run); err != nil {
@@ -235,4 +238,70 @@ func (c *conductor) open(ctx context.Context, config *bufferv1.LedgerConfig) err
 		}
 		return err
 	})
+}
+
+// conductors owns the conductors of the active runs. Safe for concurrent use.
+type conductors struct {
+	cfg     Config
+	deps    Deps
+	records *records
+
+	base context.Context // ends when the scheduler stops
+	stop context.CancelFunc
+	wg   sync.WaitGroup
+
+	mu       sync.Mutex
+	stopping bool
+	byRun    map[string]*conductor
+}
+
+func newConductors(cfg Config, deps Deps, records *records) *conductors {
+	c := &conductors{cfg: cfg, deps: deps, records: records, byRun: map[string]*conductor{}}
+	c.base, c.stop = context.WithCancel(context.Background())
+	return c
+}
+
+// start begins to conduct a run.
+func (c *conductors) start(run *Run) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.stopping {
+		return ErrStopping
+	}
+	conductor := newConductor(c, run)
+	c.byRun[run.GetRunId()] = conductor
+	detach := c.records.attach(run.GetRunId(), conductor.board)
+	c.wg.Go(func() {
+		conductor.conduct(c.base)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.byRun[conductor.run] == conductor {
+			delete(c.byRun, conductor.run)
+		}
+		detach()
+	})
+	return nil
+}
+
+// get returns the conductor of a run; nil if the run is not active here.
+func (c *conductors) get(runID string) *conductor {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.byRun[runID]
+}
+
+// count is the number of active runs.
+func (c *conductors) count() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.byRun)
+}
+
+// shutdown interrupts every run and waits for the conductors.
+func (c *conductors) shutdown() {
+	c.mu.Lock()
+	c.stopping = true
+	c.mu.Unlock()
+	c.stop()
+	c.wg.Wait()
 }

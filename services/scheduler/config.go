@@ -22,37 +22,38 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
-// Config sets the scheduler.
+// Config configures the scheduler.
 type Config struct {
-	// StateDir is the state folder; a run lives in StateDir/runs/<run>.
+	// StateDir is the state folder; a run has the folder StateDir/runs/<run>.
 	StateDir string
-	// ResumeOnStart resumes the runs that were active when the service last died. Off, they wait for ResumeRun: a daemon that
-	// starts because somebody asks for something else should not begin to train.
+	// ResumeOnStart resumes the runs that were active when the service died. If it is off, they wait
+	// for ResumeRun: a local daemon that starts for another command should not begin to train.
 	ResumeOnStart bool
-	// Worker says how worker processes are started.
+	// Worker configures worker processes.
 	Worker WorkerConfig
 }
 
-// WorkerConfig is what every worker of this host is started with. Tokens are references, "file:PATH" or "env:NAME": what is written
-// for a worker holds no secret.
+// WorkerConfig is the configuration of every worker process. Tokens are references, "file:PATH" or
+// "env:NAME", so that specs on disk have no credentials.
 type WorkerConfig struct {
 	Command       []string // program and arguments before the kind, e.g. [".venv/bin/rollout-worker"]
 	Env           []string // environment, KEY=value
-	BusEnv        []string // more of it, for those that connect to NATS
+	BusEnv        []string // additional environment of workers that connect to NATS
 	NATSURL       string
 	NATSToken     string
-	NATS          *runv1.NatsAccess // other credentials, and TLS; nil for none
-	ConsulAddress string            // host:port, or an URL
+	NATS          *runv1.NatsAccess // other credentials, and TLS; may be nil
+	ConsulAddress string            // host:port or URL
 	ConsulToken   string
-	Consul        cert.Files       // of an agent at https://
-	Token         string           // of the mesh
-	TLS           *runv1.WorkerTls // of the mesh; nil: plain text
+	Consul        cert.Files       // TLS of an agent at https://
+	Token         string           // bearer token of the services and workers
+	TLS           *runv1.WorkerTls // of the services and workers; nil: plain text
 	OTLPEndpoint  string
-	Cores         int // cores that runs may use; 0: all of this host
+	Cores         int // cores that runs may use; 0: all cores of this host
 	Limits        launch.Limits
 }
 
-// The rest are the few methods that the scheduler uses of others; generated clients and the libraries satisfy them.
+// The following interfaces are what the scheduler uses of its surroundings. Generated clients and
+// the libraries implement them.
 
 // Planner verifies plans.
 type Planner interface {
@@ -78,13 +79,13 @@ type Controller interface {
 	WatchProgress(ctx context.Context, in *learnerv1.WatchProgressRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[learnerv1.WatchProgressResponse], error)
 }
 
-// Snapshots finds the snapshot that a run starts from, and keeps it.
+// Snapshots finds and pins the snapshot that a run starts from.
 type Snapshots interface {
 	GetSnapshot(ctx context.Context, in *snapshotv1.GetSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error)
 	PinSnapshot(ctx context.Context, in *snapshotv1.PinSnapshotRequest, opts ...grpc.CallOption) (*snapshotv1.PinSnapshotResponse, error)
 }
 
-// Bus is the streams. *bus.Bus satisfies it.
+// Bus is the NATS streams. *bus.Bus implements it.
 type Bus interface {
 	EnsureRun(ctx context.Context, run string) error
 	DeleteRun(ctx context.Context, run string) error
@@ -92,13 +93,13 @@ type Bus interface {
 	WorkMark(ctx context.Context, run string) (uint64, error)
 	PurgeWork(ctx context.Context, run string, before uint64) error
 	Publish(ctx context.Context, messages ...bus.Message) error
-	// EventsStored returns when the storage service has every event that is on the bus.
+	// EventsStored returns when the storage service has stored every event on the bus.
 	EventsStored(ctx context.Context) error
 	// Healthy reports whether the connection is up.
 	Healthy() bool
 }
 
-// Registry tells which workers serve. *discovery.Client satisfies it.
+// Registry lists the registered workers. *discovery.Client implements it.
 type Registry interface {
 	Watch(ctx context.Context, service string) <-chan []discovery.Instance
 }
@@ -109,14 +110,14 @@ type Conn interface {
 	Close() error
 }
 
-// Events takes events without blocking.
+// Events sends events without blocking.
 type Events interface {
 	Emit(e *eventv1.Event)
-	// Flush returns when what was emitted is on the bus.
+	// Flush returns when all emitted events are on the bus.
 	Flush(ctx context.Context) error
 }
 
-// Deps are the scheduler's surroundings.
+// Deps are the dependencies of the scheduler.
 type Deps struct {
 	Store      Store
 	Planner    Planner
@@ -126,7 +127,7 @@ type Deps struct {
 	Bus        Bus
 	Registry   Registry
 	Launcher   launch.Launcher
-	Dial       func(address string) (Conn, error) // of a worker, host:port
+	Dial       func(address string) (Conn, error) // connects to a worker, host:port
 	Events     Events
 	Log        *slog.Logger     // nil discards
 	Now        func() time.Time // nil: time.Now

@@ -32,7 +32,8 @@ func newControl(s *scope) *control {
 // requestDrain makes drain let the controller finish its step.
 func (c *control) requestDrain() { c.request() }
 
-// serve starts the run in the controller and follows its progress. It starts again when the process of the controller was replaced.
+// serve starts the run in the controller and follows its progress. It starts again when the process
+// of the controller was replaced.
 func (c *control) serve(ctx context.Context) error {
 	run := c.board.record()
 	if refusal.Paused(run) { // by an earlier incarnation, and not resumed by request: no step is tried
@@ -83,8 +84,8 @@ func (c *control) follow(ctx context.Context) error {
 	}
 }
 
-// keep writes the progress into the record: at once when the state changes, otherwise every keepEvery and with the queues. This is what
-// others see of the run if this process dies.
+// keep writes the progress into the record: at once when the state changes, otherwise every
+// keepEvery and with the queues. This is what others see of the run if this process dies.
 func (c *control) keep(ctx context.Context) error {
 	progress := c.board.progress()
 	begun := progress.GetPhase() > learnerv1.Phase_PHASE_PREPARING && progress.GetPhase() <= learnerv1.Phase_PHASE_SNAPSHOTTING
@@ -108,7 +109,8 @@ func (c *control) keep(ctx context.Context) error {
 	return errors.Join(err, c.Store.KeepQueues(ctx, c.run, c.board.queues()))
 }
 
-// drain waits for requestDrain, then lets the controller finish its step and ends the run as cancelled.
+// drain waits for requestDrain, then lets the controller finish its step and ends the run as
+// cancelled.
 func (c *control) drain(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
@@ -132,7 +134,8 @@ func (c *control) drain(ctx context.Context) error {
 	})
 }
 
-// advance copies steps and weights from the progress into the record. The step of a record never decreases.
+// advance copies steps and weights from the progress into the record. The step of a record never
+// decreases.
 func advance(r *Run, p *learnerv1.Progress) {
 	r.Step = max(r.GetStep(), p.GetStep())
 	if w := p.GetWeights(); w.GetDirectory() != "" {

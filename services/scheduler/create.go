@@ -66,7 +66,8 @@ func (s *runs) create(ctx context.Context, req *runv1.CreateRunRequest) (*Run, e
 	return recorded, s.conductors.start(recorded)
 }
 
-// setDirectory sets the folder of a run below the state folder, which may have been moved or copied since the last start.
+// setDirectory sets the folder of a run below the state folder, which may have been moved or copied
+// since the last start.
 func (s *runs) setDirectory(r *Run) {
 	folder := filepath.Join(s.stateDir, "runs", r.GetRunId())
 	if within, ok := strings.CutPrefix(r.GetWeightsDirectory(), r.GetDirectory()+string(filepath.Separator)); ok && r.GetDirectory() != "" {
@@ -104,7 +105,8 @@ func (s *runs) verify(ctx context.Context, lock []byte, baseDir string) (*planv1
 	return nil, bad
 }
 
-// startingPoint pins a snapshot, and returns its full id and the cursor of a run that starts from it.
+// startingPoint pins a snapshot, and returns its full id and the cursor of a run that starts from
+// it.
 func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot string) (string, Cursor, error) {
 	resp, err := s.Snapshots.GetSnapshot(ctx, &snapshotv1.GetSnapshotRequest{SnapshotId: snapshot})
 	if err != nil {
@@ -132,7 +134,8 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 	return snap.GetSnapshotId(), Cursor{Position: position, First: position, FirstStep: snap.GetStep()}, nil
 }
 
-// mismatch describes why a run of a plan cannot start from a training state, judged by its files; "" if it can.
+// mismatch describes why a run of a plan cannot start from a training state, judged by its files;
+// "" if it can.
 func mismatch(snap *snapshotv1.Snapshot, config *configv1.RunConfig) string {
 	holds := func(prefix string) bool {
 		return slices.ContainsFunc(snap.GetFiles(), func(f *snapshotv1.SnapshotFile) bool { return strings.HasPrefix(f.GetPath(), prefix) })

@@ -70,9 +70,10 @@ func (c *closing) mark(ctx context.Context) uint64 {
 	return mark
 }
 
-// lostLead reports whether another scheduler leads, or may lead. The run then belongs to it, and its ledger and streams must stay open.
-// The other one may take the lead right after this check, and this process may be suspended in between: its calls therefore carry the
-// incarnation, and it purges only work before its mark.
+// lostLead reports whether another scheduler leads, or may lead. The run then belongs to it, and
+// its ledger and streams must stay open. The other one may take the lead right after this check,
+// and this process may be suspended in between: its calls therefore carry the incarnation, and it
+// purges only work before its mark.
 func (c *closing) lostLead(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
@@ -105,7 +106,8 @@ func (c *closing) before(ctx context.Context, e *ending) {
 	}
 }
 
-// askProgress reads the progress of the controller. Its end may arrive before the last progress that it streams.
+// askProgress reads the progress of the controller. Its end may arrive before the last progress
+// that it streams.
 func (c *closing) askProgress(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 	defer cancel()
@@ -114,8 +116,8 @@ func (c *closing) askProgress(ctx context.Context) {
 	}
 }
 
-// after closes what the run used and records its end. The streams of a run that has succeeded are deleted last: its record then says
-// that the run is not continued.
+// after closes what the run used and records its end. The streams of a run that has succeeded are
+// deleted last: its record then says that the run is not continued.
 func (c *closing) after(ctx context.Context, e *ending, mark uint64) {
 	c.askProgress(ctx)
 	closing, cancel := context.WithTimeout(ctx, 3*time.Second)
@@ -161,9 +163,10 @@ func (c *closing) after(ctx context.Context, e *ending, mark uint64) {
 	}
 }
 
-// flushEvents waits until storage has the events of the run, so that a client that sees the end can read the last step and evaluation.
-// The events of the controller are on the bus when it reports. An unavailable storage service does not keep a run from ending. Runs that
-// are interrupted or paused because this process exits do not wait.
+// flushEvents waits until storage has the events of the run, so that a client that sees the end can
+// read the last step and evaluation. The events of the controller are on the bus when it reports.
+// An unavailable storage service does not keep a run from ending. Runs that are interrupted or
+// paused because this process exits do not wait.
 func (c *closing) flushEvents(ctx context.Context, e *ending) {
 	if e.state == Interrupted || e.state == Paused {
 		return

@@ -11,8 +11,9 @@ import (
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
-// fleet holds the observed workers of a run. The view changes many times a second, and that must not cost more with each worker: a
-// waiter for one worker is woken by that worker alone, and the summary of all of them is made when one has changed.
+// fleet holds the observed workers of a run. The view changes many times a second, and that must
+// not cost more with each worker: a waiter for one worker is woken by that worker alone, and the
+// summary of all of them is made when one has changed.
 type fleet struct {
 	workers map[string]workerView
 	signals map[string]chan struct{} // by worker, closed when it changes

@@ -16,7 +16,8 @@ import (
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 )
 
-// records changes the records of runs, and reports each change of state as an event. Safe for concurrent use.
+// records changes the records of runs, and reports each change of state as an event. Safe for
+// concurrent use.
 type records struct {
 	store  Store
 	events Events
@@ -27,8 +28,8 @@ type records struct {
 	boards map[string]*attached // of active runs
 }
 
-// attached is a board that shows the record of a run. Its lock is held from the write to the store until the board shows it, so that
-// the board shows the writes in their order.
+// attached is a board that shows the record of a run. Its lock is held from the write to the store
+// until the board shows it, so that the board shows the writes in their order.
 type attached struct {
 	sync.Mutex
 	board *board
@@ -38,7 +39,8 @@ func newRecords(deps Deps) *records {
 	return &records{store: deps.Store, events: deps.Events, log: deps.Log, now: deps.Now, boards: map[string]*attached{}}
 }
 
-// attach shows the record of a run on a board until the returned function is called. A later board takes the place of an earlier one.
+// attach shows the record of a run on a board until the returned function is called. A later board
+// takes the place of an earlier one.
 func (r *records) attach(runID string, b *board) (detach func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -70,13 +72,14 @@ func (r *records) update(ctx context.Context, runID string, change func(*Run) er
 	return run, err
 }
 
-// writable returns lease.ErrFenced if another scheduler leads: the store refuses writes of this one.
+// writable returns lease.ErrFenced if another scheduler leads: the store refuses writes of this
+// one.
 func (r *records) writable(ctx context.Context, runID string) (*Run, error) {
 	return r.update(ctx, runID, func(*Run) error { return nil })
 }
 
-// transition changes the state. check (may be nil) can refuse or change the record before. If the run has the state already, only
-// check is applied.
+// transition changes the state. check (may be nil) can refuse or change the record before. If the
+// run has the state already, only check is applied.
 func (r *records) transition(ctx context.Context, runID string, to State, check func(*Run) error) (*Run, error) {
 	same := false
 	run, err := r.update(ctx, runID, func(run *Run) error {
@@ -120,7 +123,8 @@ func (r *records) emit(run *Run, e *eventv1.Event) {
 	r.events.Emit(e)
 }
 
-// stateEvent is the run.state event. The event of an end has an id that follows from the record, so that storage drops duplicates.
+// stateEvent is the run.state event. The event of an end has an id that follows from the record, so
+// that storage drops duplicates.
 func stateEvent(run *Run) *eventv1.Event {
 	level := eventv1.Level_LEVEL_INFO
 	if run.GetState() == Failed {

@@ -10,7 +10,8 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler"
 )
 
-// refused gives a world whose controller has stopped since the learner refused the gradient of step 1.
+// refused gives a world whose controller has stopped since the learner refused the gradient of
+// step 1.
 func refused(t *testing.T) (*world, string) {
 	t.Helper()
 	w, run := idle(t, plan(4, "sync", 0, false))
@@ -40,8 +41,9 @@ func (w *world) resume(run string) *scheduler.Run {
 	return got.GetRun()
 }
 
-// A refused gradient pauses the run for good: neither room in the buffer, nor PauseRun, nor the next scheduler make it go on, and its
-// workers stay. ResumeRun has the next incarnation try the step again; what an earlier one says then counts for nothing.
+// A refused gradient pauses the run for good: neither room in the buffer, nor PauseRun, nor the
+// next scheduler make it go on, and its workers stay. ResumeRun has the next incarnation try the
+// step again; what an earlier one says then counts for nothing.
 func TestARefusedGradientPausesUntilSomebodyResumes(t *testing.T) {
 	t.Parallel()
 	w, run := refused(t)
@@ -86,8 +88,9 @@ func TestARefusedGradientPausesUntilSomebodyResumes(t *testing.T) {
 	w.whole(4)
 }
 
-// A scheduler that does not go on with runs by itself leaves such a run as it was, whether it stopped or died: PAUSED, with its reason
-// and without workers. Somebody may look at it, resume it or cancel it.
+// A scheduler that does not go on with runs by itself leaves such a run as it was, whether it
+// stopped or died: PAUSED, with its reason and without workers. Somebody may look at it, resume it
+// or cancel it.
 func TestARefusedGradientOutlivesTheScheduler(t *testing.T) {
 	t.Parallel()
 	for name, end := range map[string]func(*world){"died": (*world).kill, "stopped": func(w *world) { w.generation.stop() }} {

@@ -30,8 +30,9 @@ func (w *world) lead(store *sqlstore.Store) (*generation, *sqlstore.Store) {
 	}
 }
 
-// Two schedulers have one run: the first stood still and lost its lease, and does not know. It issues nothing, records nothing, and
-// leaves the run's ledger, streams and controller alone when it finds out; the second brings the run to its end.
+// Two schedulers have one run: the first stood still and lost its lease, and does not know. It
+// issues nothing, records nothing, and leaves the run's ledger, streams and controller alone when
+// it finds out; the second brings the run to its end.
 func TestTwoSchedulers(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
@@ -64,8 +65,8 @@ func TestTwoSchedulers(t *testing.T) {
 	})
 }
 
-// A scheduler stands still right after its last look at the lease, while it ends a run, and wakes up when another one conducts the run:
-// nobody does what it says.
+// A scheduler stands still right after its last look at the lease, while it ends a run, and wakes
+// up when another one conducts the run: nobody does what it says.
 func TestOldSchedulerWakesUp(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
@@ -111,7 +112,8 @@ func TestOldSchedulerWakesUp(t *testing.T) {
 	})
 }
 
-// Who recorded that a run has succeeded died before it removed the streams: the next scheduler does.
+// Who recorded that a run has succeeded died before it removed the streams: the next scheduler
+// does.
 func TestStreamsOfAnEndedRunAreSwept(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

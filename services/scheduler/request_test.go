@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -25,6 +26,7 @@ import (
 	weightsv1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	"github.com/rollout-rl/rollout/services/scheduler"
 	"github.com/rollout-rl/rollout/services/scheduler/launch/local"
+	"github.com/rollout-rl/rollout/services/scheduler/storetest"
 )
 
 // idle gives a world whose run has started and whose workers do nothing.
@@ -185,7 +187,8 @@ func TestDiskFullPausesTheRun(t *testing.T) {
 	}
 }
 
-// The scheduler that comes after one that died on a full disk knows why the run is paused, and goes on when there is room.
+// The scheduler that comes after one that died on a full disk knows why the run is paused, and goes
+// on when there is room.
 func TestDiskFullOutlivesTheScheduler(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
@@ -272,7 +275,8 @@ func TestChangedInputsAreRefusedOneByOne(t *testing.T) {
 	}
 }
 
-// A run whose inputs changed can't be resumed, for its ledger says what it consumed; the error names the way that works.
+// A run whose inputs changed can't be resumed, for its ledger says what it consumed; the error
+// names the way that works.
 func TestResumeWithChangedInputsNamesTheWayOn(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
@@ -458,7 +462,8 @@ func TestStatusAsksTheWorkers(t *testing.T) {
 	}
 }
 
-// TestWatchIsBounded lets the view change without a pause: a watcher hears of it at most five times a second, of a change of state at once.
+// TestWatchIsBounded lets the view change without a pause: a watcher hears of it at most five times
+// a second, of a change of state at once.
 func TestWatchIsBounded(t *testing.T) {
 	t.Parallel()
 	w, run := idle(t, plan(4, "sync", 0, false))
@@ -512,5 +517,22 @@ func TestRefusedSurroundings(t *testing.T) {
 	if _, err := scheduler.New(scheduler.Config{StateDir: "/state", Worker: scheduler.WorkerConfig{Command: []string{"w"}}}, scheduler.Deps{}); err == nil ||
 		!strings.Contains(err.Error(), "no store") || !strings.Contains(err.Error(), "no bus") {
 		t.Fatalf("got %v", err)
+	}
+}
+
+func TestNewRefusesAStateWithRunsOfAnotherPlanFormat(t *testing.T) {
+	t.Parallel()
+	w := setup(t)
+	old := storetest.Sample("run-00000000000000000000000001", "old", scheduler.Succeeded)
+	old.Plan = &planv1.Plan{Format: 1}
+	if _, err := w.store.Create(t.Context(), old, "", scheduler.Cursor{}); err != nil {
+		t.Fatal(err)
+	}
+	_, err := scheduler.New(w.config, scheduler.Deps{
+		Store: w.store, Planner: w.planner, Buffer: w.mesh.ledger, Controller: w.mesh.controller, Snapshots: w.snapshots,
+		Bus: w.mesh.bus, Registry: w.registry, Launcher: w.launcher, Dial: w.dial, Events: w.events, Log: slog.New(slog.DiscardHandler),
+	})
+	if !errors.Is(err, scheduler.ErrStateFormat) || !strings.Contains(err.Error(), old.GetRunId()) || !strings.Contains(rpcerr.Fix(err), "delete these runs") {
+		t.Errorf("got %v, fix %q", err, rpcerr.Fix(err))
 	}
 }

@@ -11,7 +11,8 @@ import (
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
-// pause stops issuing. A run that a refused gradient has paused keeps that reason, because its controller has stopped.
+// pause stops issuing. A run that a refused gradient has paused keeps that reason, because its
+// controller has stopped.
 func (s *runs) pause(ctx context.Context, runID string) (*Run, error) {
 	return s.records.transition(ctx, runID, Paused, func(r *Run) error {
 		if st := r.GetState(); st != Starting && st != Running && st != Paused {
@@ -30,7 +31,8 @@ func (s *runs) resume(ctx context.Context, runID string) (*Run, error) {
 	return s.restart(ctx, runID, false)
 }
 
-// restart continues a run. adopted: not by request, this scheduler takes over the run of another one; a paused run stays paused.
+// restart continues a run. adopted: not by request, this scheduler takes over the run of another
+// one; a paused run stays paused.
 func (s *runs) restart(ctx context.Context, runID string, adopted bool) (*Run, error) {
 	run, err := s.Store.Get(ctx, runID)
 	if err != nil {
@@ -78,8 +80,8 @@ func (s *runs) restart(ctx context.Context, runID string, adopted bool) (*Run, e
 	return s.begin(ctx, run, to)
 }
 
-// resumable adds to an error about changed inputs how to continue in a new run: the record of a run does not change, so with other inputs
-// it is another run.
+// resumable adds to an error about changed inputs how to continue in a new run: the record of a run
+// does not change, so with other inputs it is another run.
 func resumable(run *Run, err error) error {
 	if e, ok := rpcerr.From(err); ok && errors.Is(e, ErrPlanChanged) {
 		return e.Fix("restore them, or start a new run from the newest snapshot of this one with the changed inputs: " +
@@ -88,8 +90,9 @@ func resumable(run *Run, err error) error {
 	return err
 }
 
-// begin records the next incarnation of a run in state to (Starting or Paused), and starts it. seen is the record on which the caller
-// decided; if another call has begun an incarnation since, its result is returned.
+// begin records the next incarnation of a run in state to (Starting or Paused), and starts it. seen
+// is the record on which the caller decided; if another call has begun an incarnation since, its
+// result is returned.
 func (s *runs) begin(ctx context.Context, seen *Run, to State) (*Run, error) {
 	var begun bool
 	run, err := s.records.update(ctx, seen.GetRunId(), func(r *Run) error {

@@ -91,7 +91,8 @@ func TestARunGoesThrough(t *testing.T) {
 	}
 }
 
-// published asserts what travelled: each position once, the row of the seeded order, the seeds, the weights it waits for.
+// published asserts what travelled: each position once, the row of the seeded order, the seeds, the
+// weights it waits for.
 func (w *world) published(p *planv1.Plan, run *scheduler.Run) {
 	w.t.Helper()
 	order := dataset.Order{Seed: 7, Rows: rows, Shuffle: true}
@@ -136,8 +137,9 @@ func (b dyingBus) Publish(ctx context.Context, messages ...bus.Message) error {
 	return err
 }
 
-// TestDeathAtEveryPublish kills the scheduler after the cursor moved and before the publish, and after the publish, at each of them;
-// workers lose what they had pulled. The resumed run loses nothing and repeats nothing.
+// TestDeathAtEveryPublish kills the scheduler after the cursor moved and before the publish, and
+// after the publish, at each of them; workers lose what they had pulled. The resumed run loses
+// nothing and repeats nothing.
 func TestDeathAtEveryPublish(t *testing.T) {
 	t.Parallel()
 	for mode, publishes := range map[string]int{"sync": 6, "async": 3} {
@@ -217,7 +219,8 @@ func TestInterruptAndResume(t *testing.T) {
 	w.whole(6)
 }
 
-// A state folder that was moved, or copied for a try, has its runs' folders with it: what a run writes when it goes on belongs there.
+// A state folder that was moved, or copied for a try, has its runs' folders with it: what a run
+// writes when it goes on belongs there.
 func TestAMovedStateFolderKeepsItsRuns(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
@@ -243,7 +246,8 @@ func TestAMovedStateFolderKeepsItsRuns(t *testing.T) {
 	w.waitState(run, scheduler.Succeeded)
 }
 
-// Steps that were committed while the process was being killed are in the ledger alone; a list after the restart knows them.
+// Steps that were committed while the process was being killed are in the ledger alone; a list
+// after the restart knows them.
 func TestListAfterAKillKnowsTheLedgersSteps(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
@@ -290,8 +294,8 @@ func TestResumeOnStart(t *testing.T) {
 	})
 }
 
-// However often a scheduler that goes on by itself dies or stops, also before it could begin or while the planner is away, the next
-// one goes on; a paused run stays paused.
+// However often a scheduler that goes on by itself dies or stops, also before it could begin or
+// while the planner is away, the next one goes on; a paused run stays paused.
 func TestTheNextSchedulerGoesOn(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
@@ -334,7 +338,8 @@ func TestTheNextSchedulerGoesOn(t *testing.T) {
 	w.whole(2)
 }
 
-// A store that is away for a moment while a run begins, or streams that are gone, are no reason for the run to fail.
+// A store that is away for a moment while a run begins, or streams that are gone, are no reason for
+// the run to fail.
 func TestARunBeginsAgain(t *testing.T) {
 	t.Parallel()
 	w := setup(t)
@@ -368,7 +373,8 @@ func (g *goneOnce) Publish(ctx context.Context, messages ...bus.Message) error {
 	return g.Bus.Publish(ctx, messages...)
 }
 
-// NATS servers without room for the work: the run says what it waits for, warns once, and goes on when there is room.
+// NATS servers without room for the work: the run says what it waits for, warns once, and goes on
+// when there is room.
 func TestServersWithoutRoom(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

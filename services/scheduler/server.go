@@ -26,8 +26,8 @@ type Server struct {
 	caughtUp   chan struct{} // closed when their records have the last steps
 }
 
-// New makes the scheduler. It records runs that a dead process left active as INTERRUPTED; with Config.ResumeOnStart they stay active and
-// Run continues them. New starts nothing.
+// New makes the scheduler. It records runs that a dead process left active as INTERRUPTED; with
+// Config.ResumeOnStart they stay active and Run continues them. New starts nothing.
 func New(cfg Config, deps Deps) (*Server, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
@@ -59,8 +59,9 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	runv1.RegisterSchedulerInternalServiceServer(r, internalServer{store: s.store, conductors: s.conductors, runs: s.runs})
 }
 
-// Run serves until ctx ends. When it returns, the workers of all runs are stopped, and the records are INTERRUPTED, or PAUSED after a
-// refused gradient. With Config.ResumeOnStart the records stay active, and the next scheduler continues the runs.
+// Run serves until ctx ends. When it returns, the workers of all runs are stopped, and the records
+// are INTERRUPTED, or PAUSED after a refused gradient. With Config.ResumeOnStart the records stay
+// active, and the next scheduler continues the runs.
 func (s *Server) Run(ctx context.Context) error {
 	s.takeover.catchUp(ctx, s.left)
 	close(s.caughtUp)
@@ -82,7 +83,8 @@ func (s *Server) Run(ctx context.Context) error {
 	return nil
 }
 
-// current waits until the records of the runs that a dead process left behind have their last steps, at most catchUpTimeout.
+// current waits until the records of the runs that a dead process left behind have their last
+// steps, at most catchUpTimeout.
 func (s *Server) current(ctx context.Context) {
 	if len(s.left) == 0 {
 		return
@@ -186,7 +188,8 @@ func (s *Server) ResumeRun(ctx context.Context, req *runv1.ResumeRunRequest) (*r
 	return &runv1.ResumeRunResponse{Run: run}, nil
 }
 
-// WatchRun implements the contract. It ends when the run has ended, and with ErrStopping when this service stops.
+// WatchRun implements the contract. It ends when the run has ended, and with ErrStopping when this
+// service stops.
 func (s *Server) WatchRun(req *runv1.WatchRunRequest, stream grpc.ServerStreamingServer[runv1.WatchRunResponse]) error {
 	id, err := s.resolve(stream.Context(), req.GetRunId())
 	if err != nil {

@@ -6,25 +6,29 @@ import (
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
-// Store keeps runs and their cursors. What a method wrote is durable when it returns. Implementations pass storetest.
+// Store stores runs and their cursors. Writes are durable when the method returns. Implementations
+// pass storetest.
 type Store interface {
 	Reader
-	// Create records a run with its cursor. With a key that an earlier run was created with, that run is returned instead.
+	// Create records a run with its cursor. If an earlier run was created with the same key, it
+	// returns that run.
 	Create(ctx context.Context, run *Run, key string, cursor Cursor) (*Run, error)
-	// Update reads a run, lets change alter it and writes it, in one transaction; an error of change leaves it as it was and
-	// comes back as it is. ErrNotFound.
+	// Update reads a run, applies change, and writes it, in one transaction. An error of change is
+	// returned and nothing is written. ErrNotFound.
 	Update(ctx context.Context, id string, change func(*Run) error) (*Run, error)
-	// Advance moves the cursor from one position to a later one. ErrCursor when it stands elsewhere.
+	// Advance moves the cursor from one position to a later one. ErrCursor if the cursor is not at
+	// from.
 	Advance(ctx context.Context, id string, from, to uint64) error
-	// KeepQueues remembers the queues of a run that has no conductor any more.
+	// KeepQueues stores the queues of a run, for the time when it is not active.
 	KeepQueues(ctx context.Context, id string, q *runv1.Queues) error
 }
 
-// Reader answers questions about runs.
+// Reader reads runs.
 type Reader interface {
 	// Get returns a run. ErrNotFound.
 	Get(ctx context.Context, id string) (*Run, error)
-	// Resolve finds a run by id, by a unique prefix of an id, or the newest by name. ErrNotFound, ErrAmbiguous.
+	// Resolve finds a run by id, by a unique prefix of an id, or the newest by name. ErrNotFound,
+	// ErrAmbiguous.
 	Resolve(ctx context.Context, ref string) (*Run, error)
 	// ByKey finds the run that was created with an idempotency key. ErrNotFound.
 	ByKey(ctx context.Context, key string) (*Run, error)
@@ -32,20 +36,20 @@ type Reader interface {
 	List(ctx context.Context, f Filter) ([]*Run, error)
 	// Cursor returns the cursor of a run. ErrNotFound.
 	Cursor(ctx context.Context, id string) (Cursor, error)
-	// Queues returns what KeepQueues kept last, or an empty message. ErrNotFound.
+	// Queues returns the queues that KeepQueues stored last, or an empty message. ErrNotFound.
 	Queues(ctx context.Context, id string) (*runv1.Queues, error)
 }
 
-// Cursor is a run's place in its dataset.
+// Cursor is the position of a run in its dataset.
 type Cursor struct {
 	Position  uint64 // next position to issue
 	First     uint64 // first position of the run
-	FirstStep uint64 // steps made before the run
+	FirstStep uint64 // steps before the run, from its snapshot
 }
 
-// Filter narrows a list; zero fields do not.
+// Filter selects runs; zero fields select all.
 type Filter struct {
 	States []State
-	After  string // id after which to go on
+	After  string // id after which the list continues
 	Limit  int    // 0: all
 }

@@ -113,10 +113,12 @@ func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerS
 	return spec
 }
 
-// spinning sets how the OpenMP threads of a worker wait for their next loop. If engine and learner work at the same time, the threads
-// must sleep: threads that spin take the cores from the other process. If the two alternate, a short spin pays: the loops of a small
-// model follow each other faster than a thread falls asleep and wakes (on two cores a step took 0.7 to 0.9 of the time). Two runs that
-// both spin wait for each other's threads and took 7 times as long, so threads spin only in a run that is alone.
+// spinning sets how the OpenMP threads of a worker wait for their next loop. If engine and learner
+// work at the same time, the threads must sleep: threads that spin take the cores from the other
+// process. If the two alternate, a short spin pays: the loops of a small model follow each other
+// faster than a thread falls asleep and wakes (on two cores a step took 0.7 to 0.9 of the time).
+// Two runs that both spin wait for each other's threads and took 7 times as long, so threads spin
+// only in a run that is alone.
 func spinning(run *Run, alone bool) []string {
 	if run.GetPlan().GetConfig().GetMode() == "async" || !alone {
 		return []string{"OMP_WAIT_POLICY=PASSIVE"}
@@ -126,8 +128,8 @@ func spinning(run *Run, alone bool) []string {
 
 var versionFolder = regexp.MustCompile(`^v(\d+)$`)
 
-// newestWeights is the folder and version that a worker should load, so that one that starts in the middle of a run serves the current
-// weights when it registers. Empty: the model of the plan.
+// newestWeights is the folder and version that a worker should load, so that one that starts in the
+// middle of a run serves the current weights when it registers. Empty: the model of the plan.
 func (s *supervision) newestWeights(run *Run) (folder string, version uint64) {
 	folder = run.GetWeightsDirectory()
 	if w := s.board.progress().GetWeights(); w.GetDirectory() != "" {
@@ -225,7 +227,8 @@ func (s *supervision) Exited(id string, p launch.Process, exit launch.Exit, why 
 	})
 }
 
-// processAttributes are the attributes of an event about a process, which is nil if it could not be started.
+// processAttributes are the attributes of an event about a process, which is nil if it could not be
+// started.
 func processAttributes(worker string, p launch.Process, more ...string) map[string]string {
 	attributes := map[string]string{"worker": worker}
 	for pair := range slices.Chunk(more, 2) {

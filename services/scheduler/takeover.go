@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"google.golang.org/grpc/codes"
 
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/refusal"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/telemetry"
@@ -17,7 +19,8 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/retry"
 )
 
-// takeover handles what a scheduler that died has left behind: active runs, records without their last steps, unsent events, streams.
+// takeover handles what a scheduler that died has left behind: active runs, records without their
+// last steps, unsent events, streams.
 type takeover struct {
 	Deps
 	resumeOnStart bool
@@ -25,8 +28,8 @@ type takeover struct {
 	runs          *runs
 }
 
-// left lists the runs that a dead process left active, and records them as INTERRUPTED unless they are resumed at the start. A run that a
-// refused gradient has paused stays paused.
+// left lists the runs that a dead process left active, and records them as INTERRUPTED unless they
+// are resumed at the start. A run that a refused gradient has paused stays paused.
 func (t *takeover) left(ctx context.Context) ([]string, error) {
 	runs, err := t.Store.List(ctx, Filter{States: activeStates})
 	if err != nil {
@@ -45,7 +48,8 @@ func (t *takeover) left(ctx context.Context) ([]string, error) {
 	return ids, nil
 }
 
-// adopt continues a run that a dead process left active, and retries while a service is unavailable.
+// adopt continues a run that a dead process left active, and retries while a service is
+// unavailable.
 func (t *takeover) adopt(ctx context.Context, runID string) {
 	for delay := 100 * time.Millisecond; ; delay = min(2*delay, 2*time.Second) {
 		_, err := t.runs.restart(ctx, runID, true)
@@ -69,8 +73,8 @@ func (t *takeover) adopt(ctx context.Context, runID string) {
 // catchUpTimeout bounds the wait for the ledgers of the runs that a dead process left behind.
 const catchUpTimeout = 2 * time.Second
 
-// catchUp copies the committed steps of the ledgers into the records of runs. A process that was killed has written its last steps to the
-// ledger alone.
+// catchUp copies the committed steps of the ledgers into the records of runs. A process that was
+// killed has written its last steps to the ledger alone.
 func (t *takeover) catchUp(ctx context.Context, ids []string) {
 	ctx, cancel := context.WithTimeout(ctx, catchUpTimeout)
 	defer cancel()
@@ -124,8 +128,8 @@ const (
 	resendRuns   = 1000             // the newest runs that are considered
 )
 
-// resend reports the last ends again: a process that was killed right after the record of an end may not have sent its event. Storage
-// drops duplicates.
+// resend reports the last ends again: a process that was killed right after the record of an end
+// may not have sent its event. Storage drops duplicates.
 func (t *takeover) resend(ctx context.Context) error {
 	runs, err := t.Store.List(ctx, Filter{States: endStates, Limit: resendRuns})
 	if err != nil {
@@ -162,8 +166,9 @@ func (t *takeover) sweep(ctx context.Context) {
 	}
 }
 
-// sweepStreams removes the streams of runs that have succeeded, in case their scheduler died before it did, and of runs that failed or
-// were cancelled some time ago. A resumed run needs its ledger alone.
+// sweepStreams removes the streams of runs that have succeeded, in case their scheduler died before
+// it did, and of runs that failed or were cancelled some time ago. A resumed run needs its ledger
+// alone.
 func (t *takeover) sweepStreams(ctx context.Context) error {
 	runs, err := t.Bus.Runs(ctx)
 	for _, id := range runs {
@@ -177,4 +182,36 @@ func (t *takeover) sweepStreams(ctx context.Context) error {
 		}
 	}
 	return err
+}
+
+// formatPage is the number of runs that checkFormats reads at a time.
+const formatPage = 1000
+
+// checkFormats returns ErrStateFormat if the store has runs with plans of another format. Such a
+// plan would decode without an error and lose its settings, so nothing may read it.
+func checkFormats(ctx context.Context, store Store) error {
+	var refused []string
+	for after := ""; ; {
+		runs, err := store.List(ctx, Filter{After: after, Limit: formatPage})
+		if err != nil {
+			return err
+		}
+		for _, run := range runs {
+			if format := run.GetPlan().GetFormat(); format != planformat.Format {
+				refused = append(refused, fmt.Sprintf("%s (format %d)", run.GetRunId(), format))
+			}
+			after = run.GetRunId()
+		}
+		if len(runs) < formatPage {
+			break
+		}
+	}
+	if len(refused) == 0 {
+		return nil
+	}
+	shown := strings.Join(refused[:min(len(refused), 3)], ", ")
+	if more := len(refused) - 3; more > 0 {
+		shown += fmt.Sprintf(" and %d more", more)
+	}
+	return ErrStateFormat.WithMessage("this version reads plans of format %d, and the state holds runs of other formats: %s", planformat.Format, shown)
 }

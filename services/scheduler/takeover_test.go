@@ -57,7 +57,8 @@ type listener struct {
 
 func (l *listener) Emit(e *eventv1.Event) { l.heard = append(l.heard, e) }
 
-// A process that dies between the record of an end and its event leaves the event to the next one. Storage drops duplicates by id.
+// A process that dies between the record of an end and its event leaves the event to the next one.
+// Storage drops duplicates by id.
 func TestLastEndsAreReportedAgain(t *testing.T) {
 	t.Parallel()
 	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)

@@ -21,8 +21,8 @@ const (
 	trackerGrace  = 30 * time.Second // to write the end of the run
 )
 
-// trackers runs the process that writes metrics to the trackers of the plan ([sinks]). A run does not depend on it. The process outlives
-// the run by the time that it needs to write the end.
+// trackers runs the process that writes metrics to the trackers of the plan ([sinks]). A run does
+// not depend on it. The process outlives the run by the time that it needs to write the end.
 type trackers struct {
 	*scope
 	supervision *supervision
@@ -39,7 +39,8 @@ func trackersWanted(s *configv1.SinksConfig) bool {
 	return s.GetTensorboard() != nil || s.GetWandb() != nil || s.GetMlflow() != nil
 }
 
-// serve starts the process, and restarts it a few times after a crash. It does nothing if the plan has no trackers.
+// serve starts the process, and restarts it a few times after a crash. It does nothing if the plan
+// has no trackers.
 func (t *trackers) serve() {
 	if !trackersWanted(t.board.record().GetPlan().GetConfig().GetSinks()) {
 		return

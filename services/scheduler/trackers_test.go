@@ -11,7 +11,8 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
-// The process that feeds the sinks may crash as often as it likes: it is started a few times, and the run hears nothing of it.
+// The process that feeds the sinks may crash as often as it likes: it is started a few times, and
+// the run hears nothing of it.
 func TestSinksThatCrashDisturbNothing(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

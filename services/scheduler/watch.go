@@ -86,7 +86,8 @@ func (w *watcher) watch(ctx context.Context, runID string, send func(*runv1.RunS
 	}
 }
 
-// sendRecord sends the recorded status of a run that is not active here, unless it was sent last. It returns what was sent last.
+// sendRecord sends the recorded status of a run that is not active here, unless it was sent last.
+// It returns what was sent last.
 func (w *watcher) sendRecord(ctx context.Context, run *Run, last *runv1.RunStatus, send func(*runv1.RunStatus) error) (*runv1.RunStatus, error) {
 	status, err := w.status(ctx, run, false)
 	if err != nil || proto.Equal(status, last) {
@@ -154,7 +155,8 @@ func (w *watcher) rest(ctx context.Context, c *conductor, was State) error {
 	}
 }
 
-// poller asks the inference workers of a run for their activity. Safe for concurrent use: watchers share one answer per pollEvery.
+// poller asks the inference workers of a run for their activity. Safe for concurrent use: watchers
+// share one answer per pollEvery.
 type poller struct {
 	*scope
 

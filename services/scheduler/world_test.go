@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -16,14 +17,19 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/bus"
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/id"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/sqldb"
+	"github.com/rollout-rl/rollout/libs/worker"
+	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
+	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
@@ -32,8 +38,8 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/sqlstore"
 )
 
-// world is everything around a scheduler: services that keep their state when the scheduler dies, and workers that sample
-// what is published.
+// world is everything around a scheduler: services that keep their state when the scheduler dies,
+// and workers that sample what is published.
 type world struct {
 	t         *testing.T
 	dir       string
@@ -344,4 +350,252 @@ func (r *registry) change(name string, change func([]discovery.Instance) []disco
 	r.lists[name] = change(r.lists[name])
 	close(r.changed)
 	r.changed = make(chan struct{})
+}
+
+// launcher starts workers that register at once and live until they are stopped or crashed.
+type launcher struct {
+	onLaunch func(*runv1.WorkerSpec) // told of each start, where it is set
+	registry *registry
+	mu       sync.Mutex
+	commands []launch.Command
+	specs    []*runv1.WorkerSpec
+	running  map[int]*process
+}
+
+type process struct {
+	l     *launcher
+	pid   int
+	proof string
+	name  string
+	spec  *runv1.WorkerSpec
+	done  chan struct{}
+	exit  launch.Exit
+	once  sync.Once
+}
+
+func (l *launcher) Launch(c launch.Command) (launch.Process, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	spec := &runv1.WorkerSpec{}
+	for _, e := range c.Env {
+		if path, ok := strings.CutPrefix(e, "ROLLOUT_WORKER_SPEC="); ok {
+			text, err := os.ReadFile(path)
+			if err != nil {
+				return nil, err
+			}
+			if err := protojson.Unmarshal(text, spec); err != nil {
+				return nil, err
+			}
+		}
+	}
+	l.commands, l.specs = append(l.commands, c), append(l.specs, spec)
+	if l.onLaunch != nil {
+		defer l.onLaunch(spec)
+	}
+	p := &process{l: l, pid: 1000 + len(l.specs), name: spec.GetKind() + "-worker", spec: spec, done: make(chan struct{})}
+	p.proof = worker.Proof(spec.GetNonce(), spec.GetWorkerId(), 0, fmt.Sprintf("host:%d", p.pid))
+	if l.running == nil {
+		l.running = map[int]*process{}
+	}
+	l.running[p.pid] = p
+	l.registry.change(p.name, func(list []discovery.Instance) []discovery.Instance {
+		return append(list, discovery.Instance{
+			Name: p.name, ID: p.id(), Address: fmt.Sprintf("host:%d", p.pid),
+			Meta: map[string]string{
+				worker.MetaRun: spec.GetRunId(), worker.MetaWorker: spec.GetWorkerId(), worker.MetaIncarnation: fmt.Sprint(spec.GetIncarnation()),
+				worker.MetaRank: "0", worker.MetaProof: p.proof, worker.MetaPID: "1", // as under torchrun: the process that registers is another one
+			},
+		})
+	})
+	return p, nil
+}
+
+func (p *process) id() string { return p.spec.GetRunId() + "/" + p.spec.GetWorkerId() }
+
+func (p *process) end(e launch.Exit) {
+	p.once.Do(func() {
+		p.l.registry.change(p.name, func(list []discovery.Instance) (left []discovery.Instance) {
+			for _, in := range list {
+				if in.Meta[worker.MetaProof] != p.proof {
+					left = append(left, in)
+				}
+			}
+			return left
+		})
+		p.l.mu.Lock()
+		delete(p.l.running, p.pid)
+		p.l.mu.Unlock()
+		p.exit = e
+		close(p.done)
+	})
+}
+
+func (p *process) ID() string            { return fmt.Sprint("process-", p.pid) }
+func (p *process) PID() int              { return p.pid }
+func (p *process) Done() <-chan struct{} { return p.done }
+func (p *process) Exit() launch.Exit     { <-p.done; return p.exit }
+func (p *process) Stop(time.Duration)    { p.end(launch.Exit{}) }
+
+func (l *launcher) processes() (out []*process) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, p := range l.running {
+		out = append(out, p)
+	}
+	return out
+}
+
+func (l *launcher) endAll() {
+	for _, p := range l.processes() {
+		p.end(launch.Exit{})
+	}
+}
+
+// crash ends the running process of a worker.
+func (l *launcher) crash(worker string, e launch.Exit) {
+	for _, p := range l.processes() {
+		if p.spec.GetWorkerId() == worker {
+			p.end(e)
+		}
+	}
+}
+
+func (l *launcher) spec(worker string, nth int) *runv1.WorkerSpec {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, s := range l.specs {
+		if s.GetWorkerId() == worker {
+			if nth--; nth < 0 {
+				return s
+			}
+		}
+	}
+	return nil
+}
+
+// gate lets nothing through once it is closed.
+type gate struct {
+	closed atomic.Bool
+	away   atomic.Int32 // so many reads of a cursor fail
+	frozen atomic.Pointer[freeze]
+}
+
+// freeze is where a process stands still, until it is thawed.
+type freeze struct {
+	at            string
+	reached, thaw chan struct{}
+}
+
+func (g *gate) freeze(at string) *freeze {
+	f := &freeze{at: at, reached: make(chan struct{}), thaw: make(chan struct{})}
+	g.frozen.Store(f)
+	return f
+}
+
+// pass is err for a call at which the process may stand still.
+func (g *gate) pass(at string) error {
+	if f := g.frozen.Load(); f != nil && f.at == at && g.frozen.CompareAndSwap(f, nil) {
+		close(f.reached)
+		<-f.thaw
+	}
+	return g.err()
+}
+
+func (g *gate) close() { g.closed.Store(true) }
+
+func (g *gate) err() error {
+	if g.closed.Load() {
+		return status.Error(codes.Unavailable, "this process is dead")
+	}
+	return nil
+}
+
+type gatedStore struct {
+	scheduler.Store
+	gate *gate
+}
+
+func (s gatedStore) Cursor(ctx context.Context, run string) (scheduler.Cursor, error) {
+	if s.gate.away.Add(-1) >= 0 {
+		return scheduler.Cursor{}, sqldb.ErrUnavailable
+	}
+	return s.Store.Cursor(ctx, run)
+}
+
+func (s gatedStore) Update(ctx context.Context, run string, change func(*scheduler.Run) error) (*scheduler.Run, error) {
+	if err := s.gate.err(); err != nil {
+		return nil, err
+	}
+	return s.Store.Update(ctx, run, change)
+}
+
+func (s gatedStore) Advance(ctx context.Context, run string, from, to uint64) error {
+	if err := s.gate.err(); err != nil {
+		return err
+	}
+	return s.Store.Advance(ctx, run, from, to)
+}
+
+func (s gatedStore) KeepQueues(ctx context.Context, run string, q *runv1.Queues) error {
+	if err := s.gate.err(); err != nil {
+		return err
+	}
+	return s.Store.KeepQueues(ctx, run, q)
+}
+
+type gatedBus struct {
+	gate *gate
+	scheduler.Bus
+}
+
+func (b gatedBus) Publish(ctx context.Context, messages ...bus.Message) error {
+	if err := b.gate.err(); err != nil {
+		return err
+	}
+	return b.Bus.Publish(ctx, messages...)
+}
+
+func (b gatedBus) PurgeWork(ctx context.Context, run string, before uint64) error {
+	if err := b.gate.pass("PurgeWork"); err != nil {
+		return err
+	}
+	return b.Bus.PurgeWork(ctx, run, before)
+}
+
+type gatedBuffer struct {
+	scheduler.Buffer
+	gate *gate
+}
+
+func (b gatedBuffer) CloseLedger(ctx context.Context, in *bufferv1.CloseLedgerRequest, o ...grpc.CallOption) (*bufferv1.CloseLedgerResponse, error) {
+	if err := b.gate.pass("CloseLedger"); err != nil {
+		return nil, err
+	}
+	return b.Buffer.CloseLedger(ctx, in, o...)
+}
+
+func (b gatedBuffer) ReissueGroups(ctx context.Context, in *bufferv1.ReissueGroupsRequest, o ...grpc.CallOption) (*bufferv1.ReissueGroupsResponse, error) {
+	if err := b.gate.err(); err != nil {
+		return nil, err
+	}
+	return b.Buffer.ReissueGroups(ctx, in, o...)
+}
+
+func (b gatedBuffer) ExcludeGroups(ctx context.Context, in *bufferv1.ExcludeGroupsRequest, o ...grpc.CallOption) (*bufferv1.ExcludeGroupsResponse, error) {
+	if err := b.gate.err(); err != nil {
+		return nil, err
+	}
+	return b.Buffer.ExcludeGroups(ctx, in, o...)
+}
+
+type gatedController struct {
+	scheduler.Controller
+	gate *gate
+}
+
+func (c gatedController) StopRun(ctx context.Context, in *learnerv1.StopRunRequest, o ...grpc.CallOption) (*learnerv1.StopRunResponse, error) {
+	if err := c.gate.pass("StopRun"); err != nil {
+		return nil, err
+	}
+	return c.Controller.StopRun(ctx, in, o...)
 }

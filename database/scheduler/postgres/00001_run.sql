@@ -1,5 +1,5 @@
 -- +goose Up
--- One row a run. `record` is a serialized rollout.run.v1.Run; what queries and transactions need stands beside it.
+-- One row per run. `record` is a serialized rollout.run.v1.Run; the other columns are for queries and transactions.
 CREATE TABLE run (
     run_id          TEXT COLLATE "C" PRIMARY KEY,
     name            TEXT COLLATE "C" NOT NULL,
@@ -11,7 +11,7 @@ CREATE TABLE run (
 CREATE INDEX run_by_name ON run (name, run_id);
 CREATE INDEX run_by_state ON run (state, run_id);
 
--- The dataset cursor: the next position to issue. It only grows.
+-- The dataset cursor: the next position to issue. It never decreases.
 CREATE TABLE cursor (
     run_id   TEXT COLLATE "C" PRIMARY KEY REFERENCES run (run_id),
     position BIGINT NOT NULL,

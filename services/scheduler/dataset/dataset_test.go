@@ -15,7 +15,8 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/dataset"
 )
 
-// golden.json was computed by another implementation of PCG-DXSM, Fisher-Yates and the seeds, in Python.
+// golden.json was computed by another implementation of PCG-DXSM, Fisher-Yates and the seeds, in
+// Python.
 type golden struct {
 	Orders []struct {
 		Seed  string

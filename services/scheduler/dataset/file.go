@@ -18,14 +18,14 @@ import (
 // Errors of a dataset file.
 var (
 	ErrChanged = rpcerr.New(codes.FailedPrecondition, "DATASET_CHANGED",
-		"the dataset is not the one that was planned; restore the file or make a new plan (`rollout plan`)")
-	ErrUnreadable = rpcerr.New(codes.FailedPrecondition, "DATASET_UNREADABLE", "the dataset can't be read")
+		"the dataset has changed since the plan was made; restore the file or make a new plan (`rollout plan`)")
+	ErrUnreadable = rpcerr.New(codes.FailedPrecondition, "DATASET_UNREADABLE", "the dataset cannot be read")
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// File is a JSON Lines file and the index of its rows: 20 bytes a row in memory, the rows stay on disk. Lines of white space
-// are no rows. Safe for many goroutines.
+// File is a JSON Lines file and the index of its rows: 20 bytes per row in memory, the rows stay on
+// disk. Blank lines are not rows. Safe for concurrent use.
 type File struct {
 	f    *os.File
 	path string
@@ -38,7 +38,8 @@ type span struct {
 	crc    uint32
 }
 
-// Open indexes the file in one pass and verifies what the plan says of it. ErrChanged, ErrUnreadable. The caller closes it.
+// Open indexes the file in one pass and verifies digest and rows of the plan. ErrChanged,
+// ErrUnreadable. The caller closes the file.
 func Open(path, digest string, rows uint64) (*File, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -51,7 +52,7 @@ func Open(path, digest string, rows uint64) (*File, error) {
 	}
 	if got != digest || uint64(len(d.rows)) != rows {
 		changed := ErrChanged.With("path", path).With("planned", digest).With("found", got)
-		return nil, errors.Join(changed.Wrap(fmt.Errorf("%s has %d rows and digest %s, planned were %d and %s",
+		return nil, errors.Join(changed.Wrap(fmt.Errorf("%s has %d rows and digest %s; the plan has %d rows and digest %s",
 			path, len(d.rows), got, rows, digest)), f.Close())
 	}
 	return d, nil
@@ -87,13 +88,14 @@ func (d *File) index() (digest string, err error) {
 	}
 }
 
-// Rows is how many rows there are.
+// Rows is the number of rows.
 func (d *File) Rows() uint64 { return uint64(len(d.rows)) }
 
-// Row reads one row, from 0, as the JSON that stands there. ErrChanged when the file was written to since it was opened.
+// Row reads the JSON of one row, counted from 0. ErrChanged if the row was modified since the file
+// was opened.
 func (d *File) Row(n uint64) ([]byte, error) {
 	if n >= d.Rows() {
-		return nil, fmt.Errorf("row %d of %s: there are %d", n, d.path, d.Rows())
+		return nil, fmt.Errorf("row %d of %s: the file has %d rows", n, d.path, d.Rows())
 	}
 	s := d.rows[n]
 	row := make([]byte, s.length)
@@ -101,7 +103,7 @@ func (d *File) Row(n uint64) ([]byte, error) {
 		return nil, ErrUnreadable.With("path", d.path).Wrap(err)
 	}
 	if crc32.Checksum(row, castagnoli) != s.crc {
-		return nil, ErrChanged.With("path", d.path).Wrap(fmt.Errorf("row %d of %s was written to while the run reads it", n, d.path))
+		return nil, ErrChanged.With("path", d.path).Wrap(fmt.Errorf("row %d of %s was modified while the run reads the file", n, d.path))
 	}
 	return row, nil
 }

@@ -1,6 +1,7 @@
-// Package dataset turns a JSON Lines file, a seed and a position into the row that a prompt group is made of.
+// Package dataset maps a JSON Lines file, a seed, and a position to the row of a prompt group.
 //
-// Everything here is a function of file and seed alone; docs/wire.md fixes the arithmetic and testdata/ holds golden vectors.
+// All results depend on the file and the seed alone. docs/wire.md defines the arithmetic, and
+// testdata/ has golden vectors.
 package dataset
 
 import (
@@ -10,19 +11,19 @@ import (
 	"github.com/zeebo/blake3"
 )
 
-// Place is where a position falls: position = Epoch * rows + Index.
+// Place is the epoch and index of a position: position = Epoch * rows + Index.
 type Place struct {
 	Epoch uint32
 	Index uint64
 }
 
-// PlaceOf finds the place of a position in a dataset of so many rows (at least one).
+// PlaceOf returns the place of a position in a dataset with this many rows (at least one).
 func PlaceOf(position, rows uint64) Place {
 	return Place{Epoch: uint32(position / rows), Index: position % rows}
 }
 
-// Order is the sequence in which the epochs visit the rows. It remembers the epoch asked for last (4 bytes a row); one
-// goroutine at a time.
+// Order is the sequence in which the epochs visit the rows. It caches the last epoch (4 bytes per
+// row). Not safe for concurrent use.
 type Order struct {
 	Seed    uint64
 	Rows    uint64
@@ -32,7 +33,7 @@ type Order struct {
 	rows  []uint32
 }
 
-// Row is the row, from 0, that stands at a place.
+// Row is the row at a place, counted from 0.
 func (o *Order) Row(p Place) uint64 {
 	if !o.Shuffle {
 		return p.Index
@@ -43,7 +44,8 @@ func (o *Order) Row(p Place) uint64 {
 	return uint64(o.rows[p.Index])
 }
 
-// shuffled is Fisher-Yates from the top, driven by PCG seeded with (seed, epoch); rand.Shuffle is exactly that.
+// shuffled is Fisher-Yates from the top with a PCG seeded with (seed, epoch), as rand.Shuffle
+// implements it.
 func shuffled(seed uint64, epoch uint32, n uint64) []uint32 {
 	rows := make([]uint32, n)
 	for i := range rows {
@@ -53,7 +55,8 @@ func shuffled(seed uint64, epoch uint32, n uint64) []uint32 {
 	return rows
 }
 
-// Seeds are the seeds of a group's samples. They do not depend on the attempt: a redispatch gives the same bits.
+// Seeds are the seeds of a group's samples. They do not depend on the attempt, so a new attempt
+// gives the same bits.
 func Seeds(seed uint64, p Place, n int) []uint64 {
 	const domain = "rollout.seed.v1"
 	b := make([]byte, 0, len(domain)+32)

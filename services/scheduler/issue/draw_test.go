@@ -9,8 +9,8 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 )
 
-// drawModel is a run with dynamic sampling: groups become complete in any order, some are excluded, and steps take what the buffer
-// would give them.
+// drawModel is a run with dynamic sampling: groups become complete in any order, some are excluded,
+// and steps take what the buffer would give them.
 type drawModel struct {
 	w      Window
 	rng    *rand.Rand

@@ -82,8 +82,8 @@ type Data struct {
 	Rows   uint64
 }
 
-// Issuer publishes the prompt groups of a run. It acts on each state that the ledger sends and does not poll. Its methods are called
-// from one goroutine.
+// Issuer publishes the prompt groups of a run. It acts on each state that the ledger sends and does
+// not poll. Its methods are called from one goroutine.
 //
 //	reconcile once: issued by the cursor, not complete in the ledger -> published again with the same attempt
 //	then, per ledger state: dissolved groups -> next attempt, or excluded; room in the window -> advance the cursor, then publish
@@ -96,8 +96,9 @@ type Issuer struct {
 	order    dataset.Order
 	position uint64
 	settled  map[uint64]uint32 // by position: the attempts that were handled, of those that the ledger still reports as dissolved
-	// By position: dissolved attempts whose next attempt may be open although its work is not on the stream. Once the ledger has opened
-	// the next attempt, its states do not contain the group any more.
+	// By position: dissolved attempts whose next attempt may be open although its work is not on the
+	// stream. Once the ledger has opened the next attempt, its states do not contain the group any
+	// more.
 	unpublished map[uint64]*bufferv1.GroupRecord
 }
 
@@ -107,7 +108,8 @@ type item struct {
 	attempt  uint32
 }
 
-// Open verifies and indexes the dataset and makes the issuer of a run at a position. The caller closes it.
+// Open verifies and indexes the dataset and makes the issuer of a run at a position. The caller
+// closes it.
 func Open(deps Deps, run *runv1.Run, window Window, data Data, position uint64) (*Issuer, error) {
 	file, err := dataset.Open(data.Path, data.Digest, data.Rows)
 	if err != nil {
@@ -156,7 +158,8 @@ func (i *Issuer) issue(ctx context.Context) error {
 	}
 }
 
-// watch puts the states of the ledger on the board, where act finds them. It reopens a broken stream.
+// watch puts the states of the ledger on the board, where act finds them. It reopens a broken
+// stream.
 func (i *Issuer) watch(ctx context.Context) error {
 	const what = "the ledger's changes (buffer)"
 	return i.Retry.Follow(ctx, what, func(ctx context.Context) error {
@@ -175,8 +178,9 @@ func (i *Issuer) watch(ctx context.Context) error {
 	})
 }
 
-// reconcile publishes again what an earlier incarnation had issued and the ledger does not have completely. The cursor is never behind
-// the ledger: it is durable before the publish, and if a disk lost it, the last position of the ledger moves it.
+// reconcile publishes again what an earlier incarnation had issued and the ledger does not have
+// completely. The cursor is never behind the ledger: it is durable before the publish, and if a
+// disk lost it, the last position of the ledger moves it.
 func (i *Issuer) reconcile(ctx context.Context) error {
 	from := i.window.First
 	switch {
@@ -262,7 +266,8 @@ func (i *Issuer) upto(ledger *bufferv1.LedgerState) uint64 {
 	return i.window.Upto(i.position, ledger.GetStep(), ledger.GetLeased() > 0)
 }
 
-// limit applies limits.queue_bytes, the bytes of samples that are in flight or wait for the learner, to what the window allows.
+// limit applies limits.queue_bytes, the bytes of samples that are in flight or wait for the
+// learner, to what the window allows.
 func (i *Issuer) limit(ledger *bufferv1.LedgerState, upto uint64) uint64 {
 	config := i.run.GetPlan().GetConfig()
 	bytes := ledger.GetSampleBytes() * uint64(algorithm.GroupSize(config)) // of a group
@@ -359,8 +364,8 @@ func (i *Issuer) handled(groups []*bufferv1.GroupRecord) {
 	}
 }
 
-// moved makes a refusal by the ledger transient if the group has changed since the state that was acted on: the next attempt reads a
-// newer state.
+// moved makes a refusal by the ledger transient if the group has changed since the state that was
+// acted on: the next attempt reads a newer state.
 func moved(err error) error {
 	if code := rpcerr.Code(err); code == codes.FailedPrecondition || code == codes.Aborted {
 		return errMoved.Wrap(err)
@@ -403,7 +408,8 @@ func (i *Issuer) publish(ctx context.Context, items []item) error {
 	return nil
 }
 
-// message builds the prompt group of a position. The stream drops a message with the id of an earlier one.
+// message builds the prompt group of a position. The stream drops a message with the id of an
+// earlier one.
 func (i *Issuer) message(it item) (bus.Message, error) {
 	place := dataset.PlaceOf(it.position, i.data.Rows)
 	row := i.order.Row(place)

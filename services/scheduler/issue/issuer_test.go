@@ -187,8 +187,9 @@ func TestSettledGroupsAreForgottenWhenTheLedgerNoLongerReportsThem(t *testing.T)
 	}
 }
 
-// The ledger opened the next attempt, and the buffer or the stream failed before the scheduler could publish. No state of the ledger
-// contains the group again, and its work must still be published.
+// The ledger opened the next attempt, and the buffer or the stream failed before the scheduler
+// could publish. No state of the ledger contains the group again, and its work must still be
+// published.
 func TestOpenAttemptIsPublished(t *testing.T) {
 	t.Parallel()
 	for name, spoil := range map[string]func(*around){"answer lost": func(a *around) { a.lost = 1 }, "publish failed": func(a *around) { a.full = 1 }} {
@@ -210,7 +211,8 @@ func TestOpenAttemptIsPublished(t *testing.T) {
 	}
 }
 
-// An attempt whose publish seemed to fail may have run and failed: then it is not opened a second time.
+// An attempt whose publish seemed to fail may have run and failed: then it is not opened a second
+// time.
 func TestUnpublishedAttemptThatFailedIsNotReopened(t *testing.T) {
 	t.Parallel()
 	i, a := bench(t, 2, running, &bufferv1.LedgerState{Dissolved: []*bufferv1.GroupRecord{group(0, 0, dissolved, 1)}})

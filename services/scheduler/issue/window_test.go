@@ -6,7 +6,8 @@ import (
 	"testing/quick"
 )
 
-// model is a run in which groups become complete in any order, fail, and steps take what the buffer would give them.
+// model is a run in which groups become complete in any order, fail, and steps take what the buffer
+// would give them.
 type model struct {
 	w        Window
 	rng      *rand.Rand

@@ -1,7 +1,8 @@
 // Package launch starts worker processes and keeps them running.
 //
-// Launcher is the port. Package local implements it with child processes; package launchtest is the suite that each implementation
-// passes. Supervisor restarts the process of one worker until it is stopped or the worker crashes too often.
+// Launcher is the port. Package local implements it with child processes; package launchtest is the
+// suite that each implementation passes. Supervisor restarts the process of one worker until it is
+// stopped or the worker crashes too often.
 package launch
 
 import (
@@ -19,20 +20,23 @@ type Command struct {
 
 // Launcher starts processes.
 type Launcher interface {
-	// Launch returns once the process has started, which does not mean that it is healthy. The process gets a pipe as its standard
-	// input. The pipe closes when the process that called Launch exits for any reason, and the worker then exits too.
+	// Launch returns once the process has started, which does not mean that it is healthy. The process
+	// gets a pipe as its standard input. The pipe closes when the process that called Launch exits for
+	// any reason, and the worker then exits too.
 	Launch(c Command) (Process, error)
 }
 
 // Process is a started process.
 type Process interface {
-	// ID identifies the process. It is opaque, never empty, stays the same, and is unique among all processes of a launcher.
+	// ID identifies the process. It is opaque, never empty, stays the same, and is unique among all
+	// processes of a launcher.
 	ID() string
 	// Done is closed when the process has exited.
 	Done() <-chan struct{}
 	// Exit waits until the process has exited and reports how.
 	Exit() Exit
-	// Stop asks the process to exit, kills it after the grace period, and returns when it has exited. Idempotent.
+	// Stop asks the process to exit, kills it after the grace period, and returns when it has exited.
+	// Idempotent.
 	Stop(grace time.Duration)
 }
 
@@ -44,11 +48,12 @@ func PID(p Process) int {
 	return 0
 }
 
-// FencedCode is the exit code of a worker that could not verify its weights, or that a newer incarnation replaced.
+// FencedCode is the exit code of a worker that could not verify its weights, or that a newer
+// incarnation replaced.
 const FencedCode = 3
 
-// RefusedCode is the exit code of a worker whose input cannot work, such as weights that lack a tensor (EX_CONFIG). A restart would
-// end the same way.
+// RefusedCode is the exit code of a worker whose input cannot work, such as weights that lack a
+// tensor (EX_CONFIG). A restart would end the same way.
 const RefusedCode = 78
 
 // Exit describes how a process ended.

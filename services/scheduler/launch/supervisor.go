@@ -11,9 +11,11 @@ import (
 type Limits struct {
 	Restarts int           // restarts allowed within Window; one more is a crash loop
 	Window   time.Duration // 0: 10 minutes
-	// StartTimeout: a process that has not registered after this time is stopped and counts as crashed. 0: 5 minutes
+	// StartTimeout: a process that has not registered after this time is stopped and counts as
+	// crashed. 0: 5 minutes
 	StartTimeout time.Duration
-	// AbsentFor: a process that registered and has been missing from the registry for this long is stopped and counts as crashed. 0: 30 s
+	// AbsentFor: a process that registered and has been missing from the registry for this long is
+	// stopped and counts as crashed. 0: 30 s
 	AbsentFor    time.Duration
 	StopGrace    time.Duration // between asking a process to exit and killing it. 0: 2 s
 	FirstBackoff time.Duration // before the first restart; doubles up to MaxBackoff and resets after a Window without crashes. 0: 100 ms
@@ -41,7 +43,8 @@ const startGrace = time.Second
 // Observer is notified of what happens to a worker, from the goroutine of its supervisor.
 type Observer interface {
 	Started(worker string, p Process, restarts int)
-	// Exited reports an exit that was not requested; why is one line. p is nil if the process could not be started.
+	// Exited reports an exit that was not requested; why is one line. p is nil if the process could
+	// not be started.
 	Exited(worker string, p Process, exit Exit, why string)
 }
 
@@ -59,11 +62,13 @@ type Supervisor struct {
 	Prepare func(ctx context.Context) (Command, error)
 	// Registered blocks until the process with this id has registered, or ctx ends.
 	Registered func(ctx context.Context, id string) error
-	// Absent blocks until the process with this id has been missing from the registry for this long, or ctx ends.
+	// Absent blocks until the process with this id has been missing from the registry for this long,
+	// or ctx ends.
 	Absent func(ctx context.Context, id string, timeout time.Duration) error
 }
 
-// CrashLoop is the error of a worker that was restarted too often, or that reported that a restart would end the same way.
+// CrashLoop is the error of a worker that was restarted too often, or that reported that a restart
+// would end the same way.
 type CrashLoop struct {
 	Worker    string
 	Restarts  int
@@ -84,8 +89,8 @@ func (e *CrashLoop) Error() string {
 	return text
 }
 
-// Run keeps the worker running. It returns nil after ctx ended and the process was stopped, *CrashLoop when the worker crashes too
-// often, and the wrapped error if Prepare fails.
+// Run keeps the worker running. It returns nil after ctx ended and the process was stopped,
+// *CrashLoop when the worker crashes too often, and the wrapped error if Prepare fails.
 func (s *Supervisor) Run(ctx context.Context) error {
 	limits := s.Limits.withDefaults()
 	var crashes []time.Time

@@ -156,7 +156,8 @@ func TestWorkerThatRefusesItsInputIsNotRestarted(t *testing.T) {
 	})
 }
 
-// Crashes further apart than the window are not a loop, and the backoff starts from the first value again.
+// Crashes further apart than the window are not a loop, and the backoff starts from the first value
+// again.
 func TestOldCrashesDoNotCount(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -1,4 +1,5 @@
-// Package retry repeats calls to other services that may succeed later, and shows what is waited for.
+// Package retry repeats calls to other services that may succeed later, and shows what is waited
+// for.
 package retry
 
 import (
@@ -25,12 +26,14 @@ type Retrier struct {
 	log  *slog.Logger
 }
 
-// New makes a Retrier. show is called with what the run waits for and why; an empty reason ends that wait.
+// New makes a Retrier. show is called with what the run waits for and why; an empty reason ends
+// that wait.
 func New(run string, show func(what, why string), log *slog.Logger) Retrier {
 	return Retrier{run: run, show: show, log: log}
 }
 
-// Until repeats a call with backoff while it fails with a transient error. It returns nil, the permanent error, or the error of ctx.
+// Until repeats a call with backoff while it fails with a transient error. It returns nil, the
+// permanent error, or the error of ctx.
 func (r Retrier) Until(ctx context.Context, what string, call func(context.Context) error) error {
 	delay := 50 * time.Millisecond
 	warned := false
@@ -55,7 +58,8 @@ func (r Retrier) Until(ctx context.Context, what string, call func(context.Conte
 	}
 }
 
-// Follow repeats a call that reads a stream until ctx ends (nil) or the call fails with a permanent error.
+// Follow repeats a call that reads a stream until ctx ends (nil) or the call fails with a permanent
+// error.
 func (r Retrier) Follow(ctx context.Context, what string, call func(context.Context) error) error {
 	for {
 		err := EndOfStream(call(ctx))
@@ -74,7 +78,8 @@ func (r Retrier) Follow(ctx context.Context, what string, call func(context.Cont
 	}
 }
 
-// showSlow shows a wait if the call has not returned in time. The caller calls the returned function when it has.
+// showSlow shows a wait if the call has not returned in time. The caller calls the returned
+// function when it has.
 func (r Retrier) showSlow(what string) func() {
 	var mu sync.Mutex
 	returned := false

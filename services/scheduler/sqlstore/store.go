@@ -1,4 +1,4 @@
-// Package sqlstore keeps runs and cursors in a SQL database.
+// Package sqlstore stores runs and cursors in a SQL database.
 package sqlstore
 
 import (
@@ -21,7 +21,7 @@ import (
 // Store implements scheduler.Store.
 type Store struct{ db *sqldb.DB }
 
-// Open opens or makes the service's database and brings its schema up to date.
+// Open opens or creates the database of the service and migrates its schema.
 func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 	db, err := sqldb.Ready(ctx, place, "scheduler", sqldb.Full, schema.Migrations)
 	if err != nil {
@@ -33,10 +33,10 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
 
-// Lease is the row by which one of several replicas leads.
+// Lease is the table by which one of several replicas leads.
 func (s *Store) Lease() *lease.Table { return lease.NewTable(s.db, "scheduler") }
 
-// Fenced is the same store, whose writes the fence must let pass.
+// Fenced is the same store with writes that fail unless the fence allows them.
 func (s *Store) Fenced(fence sqldb.Fence) *Store {
 	fenced := *s
 	fenced.db = s.db.Fenced(fence)
@@ -151,7 +151,7 @@ func (s *Store) Resolve(ctx context.Context, ref string) (*scheduler.Run, error)
 			return found[0], nil
 		}
 		if len(found) > 1 {
-			return nil, scheduler.ErrAmbiguous.With("run", ref).WithMessage("several runs begin with %q", ref)
+			return nil, scheduler.ErrAmbiguous.With("run", ref).WithMessage("the ids of several runs begin with %q", ref)
 		}
 	}
 	return nil, scheduler.NotFound(ref)

@@ -19,7 +19,7 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-func TestAnotherProcessFindsWhatWasWritten(t *testing.T) {
+func TestWritesAreVisibleToAnotherProcess(t *testing.T) {
 	t.Parallel()
 	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
 		p := place(t)

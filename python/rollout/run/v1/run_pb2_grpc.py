@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SchedulerServiceStub:
-    """SchedulerService is for people and their tools.
+    """SchedulerService is for clients.
     """
 
     def __init__(self, channel):
@@ -73,12 +73,12 @@ class SchedulerServiceStub:
 
 
 class SchedulerServiceServicer:
-    """SchedulerService is for people and their tools.
+    """SchedulerService is for clients.
     """
 
     def CreateRun(self, request, context):
-        """CreateRun records a run and starts it. The plan is verified first: inputs that changed are refused with
-        FAILED_PRECONDITION, reason PLAN_INPUTS_CHANGED, one violation each.
+        """CreateRun records a run and starts it. The plan is verified first: inputs that changed are
+        refused with FAILED_PRECONDITION, reason PLAN_INPUTS_CHANGED, one violation each.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,31 +99,33 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelRun(self, request, context):
-        """CancelRun stops a run: with drain the step in hand is finished first. Idempotent. Without drain it waits up to two seconds for
-        the end, and the record that it returns is the ended run's then.
+        """CancelRun stops a run; with drain it finishes the current step first. Idempotent. Without drain
+        it waits up to two seconds for the end and returns the record after it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason.
+        """PauseRun stops issuing work. Idempotent. A run that a refused gradient has paused keeps that
+        reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """ResumeRun goes on with a paused, interrupted, failed or cancelled run. One that a refused gradient has paused begins its next
-        incarnation and tries the step again, with the batch that is recorded. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, where it
-        succeeded.
+        """ResumeRun continues a paused, interrupted, failed, or cancelled run. A run that a refused
+        gradient has paused begins its next incarnation and tries the step again with the recorded
+        batch. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, if the run has succeeded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """WatchRun streams the status at once and on every change (at most a few a second) until the run has ended.
+        """WatchRun streams the status at once and on every change (at most a few a second) until the run
+        has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,7 +178,7 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService:
-    """SchedulerService is for people and their tools.
+    """SchedulerService is for clients.
     """
 
     @staticmethod
@@ -401,16 +403,17 @@ class SchedulerInternalServiceServicer:
     """
 
     def CompleteRun(self, request, context):
-        """CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
-        the run. Idempotent.
+        """CompleteRun reports that the learner-controller has committed all steps, was drained, has
+        failed, or has stopped until the run is resumed. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyWorkers(self, request, context):
-        """VerifyWorkers reports which registrations belong to processes that the scheduler launched for this incarnation of the run. The
-        secrets that prove it stay with the scheduler. Registrations of other incarnations, or of runs that it does not manage, do not.
+        """VerifyWorkers reports which registrations belong to processes that the scheduler launched for
+        this incarnation of the run. The secrets that prove it stay with the scheduler. Registrations
+        of other incarnations, or of runs that it does not manage, do not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,8 +17,9 @@ const patience = 2 * time.Minute
 
 // Run checks a launcher that starts processes on this host or on one that shares its files.
 //
-// orphan starts a process through a launcher in another process, then kills that other process; the suite checks that the standard
-// input of the orphan closes. A test binary can start itself again for this.
+// orphan starts a process through a launcher in another process, then kills that other process; the
+// suite checks that the standard input of the orphan closes. A test binary can start itself again
+// for this.
 func Run(t *testing.T, launcher launch.Launcher, orphan func(t *testing.T, c launch.Command)) {
 	for name, test := range map[string]func(*testing.T, launch.Launcher){
 		"a process gets its environment and directory": environment,
@@ -176,7 +177,8 @@ func ids(t *testing.T, launcher launch.Launcher) {
 	}
 }
 
-// The background reader would report the end of file first if the launcher closed the pipe while the process runs.
+// The background reader would report the end of file first if the launcher closed the pipe while
+// the process runs.
 func stdinOpen(t *testing.T, launcher launch.Launcher) {
 	p := ready(t, launcher, `trap 'echo open; exit 0' TERM; exec 4<&0; (cat >/dev/null; echo closed) <&4 & sleep 0.05; echo up
 		while :; do sleep 0.01; done`)

@@ -1,7 +1,8 @@
 // Package local starts workers as child processes.
 //
-// Each child leads its own process group, so signals to the terminal's group do not reach it, and its descendants are killed when it
-// exits. Its standard input is a pipe that this process keeps open: end of file means that this process has exited.
+// Each child leads its own process group, so signals to the terminal's group do not reach it, and
+// its descendants are killed when it exits. Its standard input is a pipe that this process keeps
+// open: end of file means that this process has exited.
 package local
 
 import (

@@ -16,7 +16,8 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/launch/local"
 )
 
-// orphanVariable makes this test binary launch the command that it holds (JSON) and wait until it is killed.
+// orphanVariable makes this test binary launch the command that it holds (JSON) and wait until it
+// is killed.
 const orphanVariable = "LOCAL_TEST_ORPHAN"
 
 func TestMain(m *testing.M) {

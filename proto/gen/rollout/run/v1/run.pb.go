@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: rollout/run/v1/run.proto
 
-// Package rollout.run.v1 is the life of a run and the work it hands out; the scheduler owns both.
+// Package rollout.run.v1 has the lifecycle of runs and the work that they issue. The scheduler owns
+// both.
 
 package runv1
 
@@ -27,7 +28,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// RunState is where a run stands.
+// RunState is the state of a run.
 //
 //	PENDING -> STARTING -> RUNNING -> DRAINING -> SUCCEEDED | CANCELLED
 //	              |          |  ^
@@ -39,24 +40,25 @@ type RunState int32
 const (
 	// Not set.
 	RunState_RUN_STATE_UNSPECIFIED RunState = 0
-	// Recorded; nothing started.
+	// Recorded; nothing has started.
 	RunState_RUN_STATE_PENDING RunState = 1
 	// Workers are starting and loading the model.
 	RunState_RUN_STATE_STARTING RunState = 2
-	// Steps are being made.
+	// Steps are being trained.
 	RunState_RUN_STATE_RUNNING RunState = 3
-	// No new work is issued; workers stay. By request; for want of room, and then it goes on by itself; or since the learner refused a
-	// gradient (`reason` NON_FINITE_GRADIENT or EXPLODING_GRADIENT), and then no step is made until ResumeRun.
+	// No new work is issued; workers stay. Paused by request, until ResumeRun; because the buffer
+	// cannot ingest, until it can; or because the learner refused a gradient (`reason`
+	// NON_FINITE_GRADIENT or EXPLODING_GRADIENT), until ResumeRun.
 	RunState_RUN_STATE_PAUSED RunState = 4
-	// The step in hand is finished, the last snapshot is taken, workers stop.
+	// The current step is finished, the last snapshot is taken, workers stop.
 	RunState_RUN_STATE_DRAINING RunState = 5
-	// The control plane stopped or died; ResumeRun goes on.
+	// The control plane stopped or died; ResumeRun continues the run.
 	RunState_RUN_STATE_INTERRUPTED RunState = 6
-	// All steps were made.
+	// All steps are committed.
 	RunState_RUN_STATE_SUCCEEDED RunState = 7
-	// It cannot go on; `reason` and `message` say why.
+	// Stopped by an error; see `reason` and `message`.
 	RunState_RUN_STATE_FAILED RunState = 8
-	// Somebody cancelled it.
+	// Cancelled by request.
 	RunState_RUN_STATE_CANCELLED RunState = 9
 )
 
@@ -124,23 +126,24 @@ type Run struct {
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// Plan that it executes.
 	Plan *v1.Plan `protobuf:"bytes,3,opt,name=plan,proto3" json:"plan,omitempty"`
-	// Folder against which the plan's paths are resolved.
+	// Folder to which the paths of the plan are relative.
 	BaseDir string `protobuf:"bytes,4,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
-	// Where it stands.
+	// State of the run.
 	State RunState `protobuf:"varint,5,opt,name=state,proto3,enum=rollout.run.v1.RunState" json:"state,omitempty"`
-	// Machine-readable reason of a failure, e.g. WORKER_CRASH_LOOP, or of a pause that nobody asked for, e.g. EXPLODING_GRADIENT.
+	// Machine-readable reason of a failure, e.g. WORKER_CRASH_LOOP, or of a pause that was not
+	// requested, e.g. EXPLODING_GRADIENT.
 	Reason string `protobuf:"bytes,6,opt,name=reason,proto3" json:"reason,omitempty"`
-	// One line for people; of a crash loop the worker's last lines as well.
+	// One line for people; for a crash loop also the last lines of the worker.
 	Message string `protobuf:"bytes,7,opt,name=message,proto3" json:"message,omitempty"`
 	// When it was created, UTC.
 	CreateTime *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=create_time,json=createTime,proto3" json:"create_time,omitempty"`
-	// When it ended, UTC; absent while it has not.
+	// When it ended, UTC; absent before.
 	EndTime *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=end_time,json=endTime,proto3" json:"end_time,omitempty"`
-	// Snapshot that it started from, where it was restored or forked.
+	// Snapshot that it started from; empty if it started at step 0.
 	FromSnapshot string `protobuf:"bytes,10,opt,name=from_snapshot,json=fromSnapshot,proto3" json:"from_snapshot,omitempty"`
 	// Steps committed.
 	Step uint64 `protobuf:"varint,11,opt,name=step,proto3" json:"step,omitempty"`
-	// Steps wanted.
+	// Steps of the plan.
 	TotalSteps uint64 `protobuf:"varint,12,opt,name=total_steps,json=totalSteps,proto3" json:"total_steps,omitempty"`
 	// Folder of the run on the scheduler's host: logs of workers, weights.
 	Directory string `protobuf:"bytes,13,opt,name=directory,proto3" json:"directory,omitempty"`
@@ -148,7 +151,7 @@ type Run struct {
 	WeightsDirectory string `protobuf:"bytes,14,opt,name=weights_directory,json=weightsDirectory,proto3" json:"weights_directory,omitempty"`
 	// Digest of the newest weights.
 	WeightsDigest string `protobuf:"bytes,15,opt,name=weights_digest,json=weightsDigest,proto3" json:"weights_digest,omitempty"`
-	// Times it was started, from 1. A worker of an older incarnation is not listened to.
+	// Number of starts, from 1. Workers of older incarnations are ignored.
 	Incarnation   uint32 `protobuf:"varint,16,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -296,7 +299,8 @@ func (x *Run) GetIncarnation() uint32 {
 	return 0
 }
 
-// PromptGroup is the unit of work: one prompt, to be sampled `group_size` times. It travels on `rollout.work.<run>`.
+// PromptGroup is the unit of work: one prompt, to be sampled `group_size` times. It travels on
+// `rollout.work.<run>`.
 type PromptGroup struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run.
@@ -311,9 +315,10 @@ type PromptGroup struct {
 	Row uint64 `protobuf:"varint,5,opt,name=row,proto3" json:"row,omitempty"`
 	// The row, as JSON.
 	RowJson []byte `protobuf:"bytes,6,opt,name=row_json,json=rowJson,proto3" json:"row_json,omitempty"`
-	// Samples wanted.
+	// Number of samples.
 	GroupSize uint32 `protobuf:"varint,7,opt,name=group_size,json=groupSize,proto3" json:"group_size,omitempty"`
-	// Seed of each sample; the seed of a sample does not depend on the attempt, so a redispatch gives the same bits.
+	// Seed of each sample; the seed of a sample does not depend on the attempt, so a new attempt
+	// gives the same bits.
 	Seeds []uint64 `protobuf:"varint,8,rep,packed,name=seeds,proto3" json:"seeds,omitempty"`
 	// Oldest weights version that may sample it; a worker with older weights waits for them.
 	MinVersion uint64 `protobuf:"varint,9,opt,name=min_version,json=minVersion,proto3" json:"min_version,omitempty"`
@@ -423,7 +428,7 @@ func (x *PromptGroup) GetPosition() uint64 {
 	return 0
 }
 
-// Cursor is the scheduler's durable place in the dataset.
+// Cursor is the durable position of a run in its dataset.
 type Cursor struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Groups issued so far over all epochs: the next position.
@@ -496,20 +501,20 @@ func (x *Cursor) GetRows() uint64 {
 	return 0
 }
 
-// Worker is one worker of a run as the registry and the supervisor know it.
+// Worker is one worker of a run, as reported by its supervisor, the registry, and the worker.
 type Worker struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `<kind>-<number>`, e.g. `inference-0`.
 	WorkerId string `protobuf:"bytes,1,opt,name=worker_id,json=workerId,proto3" json:"worker_id,omitempty"`
 	// `inference`, `learner` or `reward`.
 	Kind string `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
-	// gRPC address, host:port; empty until it registered.
+	// gRPC address, host:port; empty until it has registered.
 	Address string `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
 	// Whether its health check passes.
 	Healthy bool `protobuf:"varint,4,opt,name=healthy,proto3" json:"healthy,omitempty"`
 	// Process id on the scheduler's host, for information; 0 if it runs elsewhere or is not running.
 	Pid uint32 `protobuf:"varint,5,opt,name=pid,proto3" json:"pid,omitempty"`
-	// Weights version that it holds.
+	// Weights version that it serves.
 	WeightsVersion uint64 `protobuf:"varint,6,opt,name=weights_version,json=weightsVersion,proto3" json:"weights_version,omitempty"`
 	// Restarts so far.
 	Restarts uint32 `protobuf:"varint,7,opt,name=restarts,proto3" json:"restarts,omitempty"`
@@ -632,7 +637,7 @@ func (x *Worker) GetProcessId() string {
 	return ""
 }
 
-// Queues is how much work stands where, in groups.
+// Queues counts the groups of a run by stage.
 type Queues struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Issued and not complete in the buffer.
@@ -714,7 +719,7 @@ func (x *Queues) GetExcluded() uint64 {
 	return 0
 }
 
-// RunStatus is a run, its queues and its workers at a moment.
+// RunStatus is a run with its queues and workers at one time.
 type RunStatus struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The run.
@@ -723,15 +728,17 @@ type RunStatus struct {
 	Queues *Queues `protobuf:"bytes,2,opt,name=queues,proto3" json:"queues,omitempty"`
 	// Workers.
 	Workers []*Worker `protobuf:"bytes,3,rep,name=workers,proto3" json:"workers,omitempty"`
-	// What the learner-controller does: LEASING, TRAINING, COMMITTING, DELIVERING, EVALUATING, SNAPSHOTTING.
+	// Phase of the learner-controller: LEASING, TRAINING, COMMITTING, DELIVERING, EVALUATING,
+	// SNAPSHOTTING.
 	Phase string `protobuf:"bytes,4,opt,name=phase,proto3" json:"phase,omitempty"`
-	// What the run waits for and who owns that, in words.
+	// What the run waits for and the owner of the wait, in words.
 	WaitingFor string `protobuf:"bytes,5,opt,name=waiting_for,json=waitingFor,proto3" json:"waiting_for,omitempty"`
 	// The cursor.
 	Cursor *Cursor `protobuf:"bytes,6,opt,name=cursor,proto3" json:"cursor,omitempty"`
-	// Since when it waits for that, UTC; absent where it waits for nothing.
+	// When the wait began, UTC; absent without a wait.
 	WaitingSince *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=waiting_since,json=waitingSince,proto3" json:"waiting_since,omitempty"`
-	// What the run waits for, each with its owner and fix. `waiting_for` is the evidence of all of them.
+	// What the run waits for, each with its owner and fix. `waiting_for` is the evidence of all of
+	// them.
 	Waits         []*v11.Wait `protobuf:"bytes,8,rep,name=waits,proto3" json:"waits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -823,7 +830,8 @@ func (x *RunStatus) GetWaits() []*v11.Wait {
 	return nil
 }
 
-// WorkerSpec is the file that a worker process is started with (JSON, mode 0600, named by ROLLOUT_WORKER_SPEC).
+// WorkerSpec is the file with which a worker process starts (JSON, mode 0600, path in
+// ROLLOUT_WORKER_SPEC).
 type WorkerSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `<kind>-<number>`, unique in the run.
@@ -834,7 +842,7 @@ type WorkerSpec struct {
 	RunId string `protobuf:"bytes,3,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
 	// Plan of the run.
 	Plan *v1.Plan `protobuf:"bytes,4,opt,name=plan,proto3" json:"plan,omitempty"`
-	// Folder against which the plan's paths are resolved.
+	// Folder to which the paths of the plan are relative.
 	BaseDir string `protobuf:"bytes,5,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
 	// Folder of the run: weights, scratch.
 	RunDirectory string `protobuf:"bytes,6,opt,name=run_directory,json=runDirectory,proto3" json:"run_directory,omitempty"`
@@ -844,7 +852,8 @@ type WorkerSpec struct {
 	NatsToken string `protobuf:"bytes,8,opt,name=nats_token,json=natsToken,proto3" json:"nats_token,omitempty"`
 	// Address of the Consul agent or the embedded registry, host:port.
 	ConsulAddress string `protobuf:"bytes,9,opt,name=consul_address,json=consulAddress,proto3" json:"consul_address,omitempty"`
-	// Bearer token of the mesh, a reference: sent with each call and asked of each caller.
+	// Bearer token of services and workers, a reference: sent with each call and required of each
+	// caller.
 	Token string `protobuf:"bytes,10,opt,name=token,proto3" json:"token,omitempty"`
 	// Incarnation of the run.
 	Incarnation uint32 `protobuf:"varint,11,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
@@ -852,26 +861,28 @@ type WorkerSpec struct {
 	Threads uint32 `protobuf:"varint,12,opt,name=threads,proto3" json:"threads,omitempty"`
 	// OTLP endpoint for traces and metrics; empty turns them off.
 	OtlpEndpoint string `protobuf:"bytes,13,opt,name=otlp_endpoint,json=otlpEndpoint,proto3" json:"otlp_endpoint,omitempty"`
-	// Weights folder that holds version `initial_version`; empty: the plan's model folder, which is version 0.
+	// Weights folder that holds version `initial_version`; empty: the plan's model folder, which is
+	// version 0.
 	InitialWeights string `protobuf:"bytes,14,opt,name=initial_weights,json=initialWeights,proto3" json:"initial_weights,omitempty"`
 	// Version of `initial_weights`.
 	InitialVersion uint64 `protobuf:"varint,15,opt,name=initial_version,json=initialVersion,proto3" json:"initial_version,omitempty"`
-	// Consul ACL token, a reference; empty where none is asked for.
+	// Consul ACL token, a reference; empty if Consul requires none.
 	ConsulToken string `protobuf:"bytes,16,opt,name=consul_token,json=consulToken,proto3" json:"consul_token,omitempty"`
-	// How to reach NATS beyond `nats_url` and `nats_token`.
+	// Other credentials and TLS for NATS.
 	Nats *NatsAccess `protobuf:"bytes,17,opt,name=nats,proto3" json:"nats,omitempty"`
-	// PEM file of the authority of an agent at `https://`; empty: the system's.
+	// PEM file of the certificate authority of an agent at `https://`; empty: those of the system.
 	ConsulCaFile string `protobuf:"bytes,18,opt,name=consul_ca_file,json=consulCaFile,proto3" json:"consul_ca_file,omitempty"`
-	// PEM file of the certificate to show to that agent; empty for none.
+	// PEM file of the client certificate for that agent; empty for none.
 	ConsulCertFile string `protobuf:"bytes,19,opt,name=consul_cert_file,json=consulCertFile,proto3" json:"consul_cert_file,omitempty"`
 	// PEM file of its key.
 	ConsulKeyFile string `protobuf:"bytes,20,opt,name=consul_key_file,json=consulKeyFile,proto3" json:"consul_key_file,omitempty"`
-	// Mutual TLS of the mesh; absent: plain text.
+	// Mutual TLS of services and workers; absent: plain text.
 	Tls *WorkerTls `protobuf:"bytes,21,opt,name=tls,proto3" json:"tls,omitempty"`
-	// Secret of this launch. The worker's registration carries `hex(HMAC-SHA256(nonce, ...))` over worker, rank, and address
-	// (docs/wire.md), never the nonce; it is not logged.
+	// Secret of this launch. The worker's registration carries `hex(HMAC-SHA256(nonce, ...))` over
+	// worker, rank, and address (docs/wire.md), never the nonce; it is not logged.
 	Nonce string `protobuf:"bytes,22,opt,name=nonce,proto3" json:"nonce,omitempty"`
-	// GPUs that the worker may use, by the numbers that its process sees. Empty: the worker takes one, by its number.
+	// GPUs that the worker may use, by the numbers that its process sees. Empty: the worker takes
+	// one, by its number.
 	Gpus          []uint32 `protobuf:"varint,23,rep,packed,name=gpus,proto3" json:"gpus,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1068,12 +1079,13 @@ func (x *WorkerSpec) GetGpus() []uint32 {
 	return nil
 }
 
-// WorkerTls is PEM files. A worker serves and calls with them, and reads them again when they were renewed.
+// WorkerTls has the PEM files with which a worker serves and calls. It reloads them when they
+// change.
 type WorkerTls struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Authority of everybody in the mesh.
+	// Certificate authority of all services and workers.
 	CaFile string `protobuf:"bytes,1,opt,name=ca_file,json=caFile,proto3" json:"ca_file,omitempty"`
-	// Certificate to show.
+	// Certificate of the worker.
 	CertFile string `protobuf:"bytes,2,opt,name=cert_file,json=certFile,proto3" json:"cert_file,omitempty"`
 	// Its key.
 	KeyFile       string `protobuf:"bytes,3,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
@@ -1132,18 +1144,18 @@ func (x *WorkerTls) GetKeyFile() string {
 	return ""
 }
 
-// NatsAccess is credentials and TLS of a connection to NATS. Token, user and NKEY are alternatives.
+// NatsAccess has the credentials and TLS files for NATS. Token, user, and NKEY are alternatives.
 type NatsAccess struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// User; empty where a token or an NKEY is used.
+	// User; empty if a token or an NKEY is used.
 	User string `protobuf:"bytes,1,opt,name=user,proto3" json:"user,omitempty"`
 	// Password of the user, a reference: `file:PATH` or `env:NAME`.
 	Password string `protobuf:"bytes,2,opt,name=password,proto3" json:"password,omitempty"`
 	// Seed of an NKEY (`SU..`), a reference.
 	NkeySeed string `protobuf:"bytes,3,opt,name=nkey_seed,json=nkeySeed,proto3" json:"nkey_seed,omitempty"`
-	// PEM file of the authority of the servers; empty: the system's.
+	// PEM file of the certificate authority of the servers; empty: those of the system.
 	CaFile string `protobuf:"bytes,4,opt,name=ca_file,json=caFile,proto3" json:"ca_file,omitempty"`
-	// PEM file of the certificate to show; empty for none.
+	// PEM file of the client certificate; empty for none.
 	CertFile string `protobuf:"bytes,5,opt,name=cert_file,json=certFile,proto3" json:"cert_file,omitempty"`
 	// PEM file of its key.
 	KeyFile       string `protobuf:"bytes,6,opt,name=key_file,json=keyFile,proto3" json:"key_file,omitempty"`
@@ -1230,7 +1242,8 @@ type CreateRunRequest struct {
 	Lock []byte `protobuf:"bytes,1,opt,name=lock,proto3" json:"lock,omitempty"`
 	// Absolute folder against which the plan's paths are resolved.
 	BaseDir string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
-	// A repeated request with the same key returns the first run. Empty: no such protection.
+	// A request with the key of an earlier one returns the run of the earlier one. Empty: each
+	// request creates a run.
 	IdempotencyKey string `protobuf:"bytes,3,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
 	// Snapshot to start from; empty starts at step 0.
 	FromSnapshot  string `protobuf:"bytes,4,opt,name=from_snapshot,json=fromSnapshot,proto3" json:"from_snapshot,omitempty"`
@@ -1441,7 +1454,7 @@ type ListRunsRequest struct {
 	States []RunState `protobuf:"varint,1,rep,packed,name=states,proto3,enum=rollout.run.v1.RunState" json:"states,omitempty"`
 	// Most runs returned; 0: 100.
 	PageSize uint32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// Run id after which to go on, from `next_page_token`.
+	// Run id after which the page starts, from `next_page_token`.
 	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1503,7 +1516,7 @@ type ListRunsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Runs, newest first.
 	Runs []*Run `protobuf:"bytes,1,rep,name=runs,proto3" json:"runs,omitempty"`
-	// Set where there are more.
+	// Set if there are more.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1558,7 +1571,7 @@ type CancelRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run id.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// Whether the step in hand is finished and a snapshot taken first.
+	// Whether the current step is finished and a snapshot is taken first.
 	Drain         bool `protobuf:"varint,2,opt,name=drain,proto3" json:"drain,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1746,7 +1759,7 @@ func (x *PauseRunResponse) GetRun() *Run {
 	return nil
 }
 
-// ResumeRunRequest names a run to go on with.
+// ResumeRunRequest names a run to continue.
 type ResumeRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run id.
@@ -1930,18 +1943,18 @@ func (x *WatchRunResponse) GetStatus() *RunStatus {
 	return nil
 }
 
-// CompleteRunRequest reports the end of a run, or of a drive that a refused gradient has stopped.
+// CompleteRunRequest reports the end of a run, or a stop after a refused gradient.
 type CompleteRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Run id.
 	RunId string `protobuf:"bytes,1,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
-	// SUCCEEDED, CANCELLED or FAILED; PAUSED where the learner refused a gradient.
+	// SUCCEEDED, CANCELLED, or FAILED; PAUSED if the learner refused a gradient.
 	State RunState `protobuf:"varint,2,opt,name=state,proto3,enum=rollout.run.v1.RunState" json:"state,omitempty"`
 	// Machine-readable reason of a failure or a pause.
 	Reason string `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	// One line for people.
 	Message string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
-	// Incarnation that ended or stands still; another one is ignored.
+	// Incarnation that has ended or stopped; a report about another one is ignored.
 	Incarnation   uint32 `protobuf:"varint,5,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

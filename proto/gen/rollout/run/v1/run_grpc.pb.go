@@ -4,7 +4,8 @@
 // - protoc             (unknown)
 // source: rollout/run/v1/run.proto
 
-// Package rollout.run.v1 is the life of a run and the work it hands out; the scheduler owns both.
+// Package rollout.run.v1 has the lifecycle of runs and the work that they issue. The scheduler owns
+// both.
 
 package runv1
 
@@ -34,25 +35,27 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// SchedulerService is for people and their tools.
+// SchedulerService is for clients.
 type SchedulerServiceClient interface {
-	// CreateRun records a run and starts it. The plan is verified first: inputs that changed are refused with
-	// FAILED_PRECONDITION, reason PLAN_INPUTS_CHANGED, one violation each.
+	// CreateRun records a run and starts it. The plan is verified first: inputs that changed are
+	// refused with FAILED_PRECONDITION, reason PLAN_INPUTS_CHANGED, one violation each.
 	CreateRun(ctx context.Context, in *CreateRunRequest, opts ...grpc.CallOption) (*CreateRunResponse, error)
 	// GetRun returns one run. NOT_FOUND, reason RUN_NOT_FOUND.
 	GetRun(ctx context.Context, in *GetRunRequest, opts ...grpc.CallOption) (*GetRunResponse, error)
 	// ListRuns returns runs, newest first.
 	ListRuns(ctx context.Context, in *ListRunsRequest, opts ...grpc.CallOption) (*ListRunsResponse, error)
-	// CancelRun stops a run: with drain the step in hand is finished first. Idempotent. Without drain it waits up to two seconds for
-	// the end, and the record that it returns is the ended run's then.
+	// CancelRun stops a run; with drain it finishes the current step first. Idempotent. Without drain
+	// it waits up to two seconds for the end and returns the record after it.
 	CancelRun(ctx context.Context, in *CancelRunRequest, opts ...grpc.CallOption) (*CancelRunResponse, error)
-	// PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason.
+	// PauseRun stops issuing work. Idempotent. A run that a refused gradient has paused keeps that
+	// reason.
 	PauseRun(ctx context.Context, in *PauseRunRequest, opts ...grpc.CallOption) (*PauseRunResponse, error)
-	// ResumeRun goes on with a paused, interrupted, failed or cancelled run. One that a refused gradient has paused begins its next
-	// incarnation and tries the step again, with the batch that is recorded. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, where it
-	// succeeded.
+	// ResumeRun continues a paused, interrupted, failed, or cancelled run. A run that a refused
+	// gradient has paused begins its next incarnation and tries the step again with the recorded
+	// batch. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, if the run has succeeded.
 	ResumeRun(ctx context.Context, in *ResumeRunRequest, opts ...grpc.CallOption) (*ResumeRunResponse, error)
-	// WatchRun streams the status at once and on every change (at most a few a second) until the run has ended.
+	// WatchRun streams the status at once and on every change (at most a few a second) until the run
+	// has ended.
 	WatchRun(ctx context.Context, in *WatchRunRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchRunResponse], error)
 }
 
@@ -147,25 +150,27 @@ type SchedulerService_WatchRunClient = grpc.ServerStreamingClient[WatchRunRespon
 // All implementations must embed UnimplementedSchedulerServiceServer
 // for forward compatibility.
 //
-// SchedulerService is for people and their tools.
+// SchedulerService is for clients.
 type SchedulerServiceServer interface {
-	// CreateRun records a run and starts it. The plan is verified first: inputs that changed are refused with
-	// FAILED_PRECONDITION, reason PLAN_INPUTS_CHANGED, one violation each.
+	// CreateRun records a run and starts it. The plan is verified first: inputs that changed are
+	// refused with FAILED_PRECONDITION, reason PLAN_INPUTS_CHANGED, one violation each.
 	CreateRun(context.Context, *CreateRunRequest) (*CreateRunResponse, error)
 	// GetRun returns one run. NOT_FOUND, reason RUN_NOT_FOUND.
 	GetRun(context.Context, *GetRunRequest) (*GetRunResponse, error)
 	// ListRuns returns runs, newest first.
 	ListRuns(context.Context, *ListRunsRequest) (*ListRunsResponse, error)
-	// CancelRun stops a run: with drain the step in hand is finished first. Idempotent. Without drain it waits up to two seconds for
-	// the end, and the record that it returns is the ended run's then.
+	// CancelRun stops a run; with drain it finishes the current step first. Idempotent. Without drain
+	// it waits up to two seconds for the end and returns the record after it.
 	CancelRun(context.Context, *CancelRunRequest) (*CancelRunResponse, error)
-	// PauseRun stops issuing work. Idempotent; a run that a refused gradient has paused keeps that reason.
+	// PauseRun stops issuing work. Idempotent. A run that a refused gradient has paused keeps that
+	// reason.
 	PauseRun(context.Context, *PauseRunRequest) (*PauseRunResponse, error)
-	// ResumeRun goes on with a paused, interrupted, failed or cancelled run. One that a refused gradient has paused begins its next
-	// incarnation and tries the step again, with the batch that is recorded. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, where it
-	// succeeded.
+	// ResumeRun continues a paused, interrupted, failed, or cancelled run. A run that a refused
+	// gradient has paused begins its next incarnation and tries the step again with the recorded
+	// batch. FAILED_PRECONDITION, reason RUN_NOT_RESUMABLE, if the run has succeeded.
 	ResumeRun(context.Context, *ResumeRunRequest) (*ResumeRunResponse, error)
-	// WatchRun streams the status at once and on every change (at most a few a second) until the run has ended.
+	// WatchRun streams the status at once and on every change (at most a few a second) until the run
+	// has ended.
 	WatchRun(*WatchRunRequest, grpc.ServerStreamingServer[WatchRunResponse]) error
 	mustEmbedUnimplementedSchedulerServiceServer()
 }
@@ -392,11 +397,12 @@ const (
 //
 // SchedulerInternalService is for the other services.
 type SchedulerInternalServiceClient interface {
-	// CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
-	// the run. Idempotent.
+	// CompleteRun reports that the learner-controller has committed all steps, was drained, has
+	// failed, or has stopped until the run is resumed. Idempotent.
 	CompleteRun(ctx context.Context, in *CompleteRunRequest, opts ...grpc.CallOption) (*CompleteRunResponse, error)
-	// VerifyWorkers reports which registrations belong to processes that the scheduler launched for this incarnation of the run. The
-	// secrets that prove it stay with the scheduler. Registrations of other incarnations, or of runs that it does not manage, do not.
+	// VerifyWorkers reports which registrations belong to processes that the scheduler launched for
+	// this incarnation of the run. The secrets that prove it stay with the scheduler. Registrations
+	// of other incarnations, or of runs that it does not manage, do not.
 	VerifyWorkers(ctx context.Context, in *VerifyWorkersRequest, opts ...grpc.CallOption) (*VerifyWorkersResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(ctx context.Context, in *GetCursorRequest, opts ...grpc.CallOption) (*GetCursorResponse, error)
@@ -446,11 +452,12 @@ func (c *schedulerInternalServiceClient) GetCursor(ctx context.Context, in *GetC
 //
 // SchedulerInternalService is for the other services.
 type SchedulerInternalServiceServer interface {
-	// CompleteRun says that the learner-controller has made all steps, was drained, can't go on, or stands still until somebody resumes
-	// the run. Idempotent.
+	// CompleteRun reports that the learner-controller has committed all steps, was drained, has
+	// failed, or has stopped until the run is resumed. Idempotent.
 	CompleteRun(context.Context, *CompleteRunRequest) (*CompleteRunResponse, error)
-	// VerifyWorkers reports which registrations belong to processes that the scheduler launched for this incarnation of the run. The
-	// secrets that prove it stay with the scheduler. Registrations of other incarnations, or of runs that it does not manage, do not.
+	// VerifyWorkers reports which registrations belong to processes that the scheduler launched for
+	// this incarnation of the run. The secrets that prove it stay with the scheduler. Registrations
+	// of other incarnations, or of runs that it does not manage, do not.
 	VerifyWorkers(context.Context, *VerifyWorkersRequest) (*VerifyWorkersResponse, error)
 	// GetCursor returns the durable cursor.
 	GetCursor(context.Context, *GetCursorRequest) (*GetCursorResponse, error)
