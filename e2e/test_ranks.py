@@ -51,7 +51,7 @@ def test_two_ranks_give_the_same_bits_though_one_is_killed(config: Path, tmp_pat
         os.kill(second_rank(running), signal.SIGKILL)
         assert finished(running, run) == undisturbed
         log = Path(running.status(run).run.directory, "workers", "learner-0.log").read_text()
-        assert "rank 1 of the learner was ended by SIGKILL" in log
+        assert "rank 1 of the learner was killed by SIGKILL" in log
 
 
 def test_torchrun_may_start_them(config: Path, tmp_path: Path, undisturbed: str) -> None:

@@ -1,1 +1,2 @@
-"""The learner worker: reads batches, makes steps with the trainer, publishes weights, saves its state."""
+"""The learner worker: reads batches, makes steps with the trainer, publishes weights, saves its
+state."""

@@ -1,4 +1,4 @@
-"""Which samples of a step are kept for people to look at, with their rewards and advantages."""
+"""Selects samples of a step to store for inspection, with their rewards and advantages."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from rollout.learner.v1 import learner_pb2 as pb
 from rollout_workers.learner.payload import PARTS
 from rollout_workers.trainer.types import TrainSample
 
-MOST_CHARACTERS = 4000  # of a text
-_ALL_CHARACTERS = 100_000  # of the texts of a step: they travel in one event
+MOST_CHARACTERS = 4000  # per text
+_ALL_CHARACTERS = 100_000  # per step: its texts are in one event
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keeps ``per_step`` samples, those of the first prompts, of step 1 and of each ``every_steps`` after it."""
+    """Selects the first ``per_step`` samples of step 1 and of each ``every_steps`` steps after
+    it."""
 
     per_step: int
     every_steps: int
 
     def of(self, step: int, samples: Sequence[TrainSample], advantages: Mapping[tuple[str, int], float]) -> list[pb.Completion]:
-        """The samples of ``step`` that are kept, by group and place in it. advantages: by (group_key, sample)."""
+        """The selected samples of ``step``, ordered by group. advantages: by (group_key,
+        sample)."""
         if not self.per_step or (step - 1) % self.every_steps:
             return []
         chosen = sorted(samples, key=lambda s: (s.group_key, s.sample))[: self.per_step]
@@ -32,7 +34,7 @@ class Keep:
 
 
 def keep_of(config: RunConfig) -> Keep | None:
-    """What a run keeps; None where nothing is sampled."""
+    """The selection of a run; None if its algorithm does not sample."""
     if not samples(name_of(config)):
         return None
     return Keep(config.completions.per_step, config.completions.every_steps or 1)
@@ -58,5 +60,5 @@ def _head(text: str, most: int) -> str:
 
 
 def _tail(text: str, most: int) -> str:
-    """The end of a prompt is what the completion answers."""
+    """The end of a prompt, which matters most."""
     return text if len(text) <= most else "…" + text[1 - most :]

@@ -1,4 +1,4 @@
-"""The held-out rows of a run that trains on rows, as samples that are looked at and never trained on."""
+"""The held-out rows of a run that trains on data, as samples for the loss of evaluations."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from rollout_workers.worker.spec import model_directory, resolve
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What an evaluation computes the loss of."""
+    """The samples of an evaluation."""
 
     samples: Sequence[TrainSample]
-    """In the order of the rows; those of a pair share their group."""
+    """In the order of the rows; the two samples of a pair share a group."""
     rows: int
     refused: int
-    """Of the rows: those that no sample could be made of, such as one that is too long."""
+    """The number of rows that cannot be used, such as too long ones."""
 
 
 def held_out_of(spec: WorkerSpec) -> HeldOut | None:
-    """Reads and tokenises the rows that the plan holds out; None where it has none, or the policy is asked for answers to them.
+    """Read and tokenize the plan's held-out rows; None if it has none, or if evaluations sample
+    answers to them.
 
-    Raises ``OSError`` where model or data can't be read, ``PromptInvalid`` where the tokenizer has no end-of-sequence token.
+    Raises ``OSError`` if model or data cannot be read, ``PromptInvalid`` if the tokenizer has no
+    end-of-sequence token.
     """
     config = spec.plan.config
     if not config.eval.every_steps or not config.data.eval or config.HasField("reward"):

@@ -1,4 +1,5 @@
-"""The payloads of a batch: mapped from the buffer's segment files where they can be opened, else read through the buffer."""
+"""Reads the payloads of a batch from the buffer's segment files, or from the buffer if they are on
+another host."""
 
 from __future__ import annotations
 
@@ -24,34 +25,36 @@ from rollout_workers.worker.retry import again
 
 log = logging.getLogger(__name__)
 
-PARTS = 1 << 12  # pieces of one sample, for the order
-PATIENCE_SECONDS = 30.0
-"""For a buffer that does not answer; then whoever asked for the step asks again."""
+PARTS = 1 << 12  # parts of one sample, for the order
+RETRY_SECONDS = 30.0
+"""How long an unavailable buffer is called again before the step fails. The controller then retries
+the step."""
 
 
 class PayloadCorrupt(RolloutError):
-    """A payload that is not the one that was accepted: another checksum, or arrays that don't fit each other."""
+    """A payload has another checksum than was recorded, or arrays of different lengths."""
 
     reason: ClassVar[str] = "PAYLOAD_CORRUPT"
 
 
 async def read_batch(batch: Batch, services: Services) -> list[TrainSample]:
-    """The samples of a batch, group by group as the batch has them. Raises :class:`PayloadCorrupt`, :class:`ServiceUnavailable`,
-    and gRPC errors of another kind."""
+    """The samples of a batch in its order. Raises :class:`PayloadCorrupt`,
+    :class:`ServiceUnavailable`, and other gRPC errors."""
     try:
         return await asyncio.to_thread(read_segments, batch)
     except (OSError, ValueError, PayloadCorrupt) as error:
-        log.info("step %d: the segments can't be read here (%s); asking the buffer", batch.step, error)
-    payloads = await _asked(batch, services)
+        log.info("step %d: cannot read the segments here (%s); reading through the buffer", batch.step, error)
+    payloads = await _through_buffer(batch, services)
     if len(payloads) != len(batch.samples):
         raise PayloadCorrupt(f"step {batch.step}: the buffer sent {len(payloads)} payloads for {len(batch.samples)} samples")
     return _samples(batch.samples, payloads)
 
 
-async def _asked(batch: Batch, services: Services) -> list[bytes]:
-    """The payloads from the buffer, which another may take over at any moment: it is looked up and asked again for a while."""
+async def _through_buffer(batch: Batch, services: Services) -> list[bytes]:
+    """The payloads from the buffer service, with retries while another process takes the service
+    over."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + PATIENCE_SECONDS
+    until = loop.time() + RETRY_SECONDS
     request = ReadPayloadsRequest(run_id=batch.run_id, step=batch.step)
     async for _ in again(f"step {batch.step}: the buffer does not give the payloads"):
         try:
@@ -71,8 +74,8 @@ async def _asked(batch: Batch, services: Services) -> list[bytes]:
 
 
 def read_segments(batch: Batch) -> list[TrainSample]:
-    """The samples from files alone. Raises ``OSError`` where one can't be opened, ``ValueError`` where a payload is in none,
-    :class:`PayloadCorrupt`."""
+    """The samples from files only. Raises ``OSError`` if one cannot be opened, ``ValueError`` if a
+    payload is not in a file, and :class:`PayloadCorrupt`."""
     refs = [*batch.samples]
     places = [(ref.segment, ref.offset, ref.length) for ref in refs]
     paths = {path for path, _, _ in places}
@@ -96,7 +99,7 @@ def _mapped(paths: Sequence[str]) -> Iterator[dict[str, mmap.mmap]]:
 
 
 def _samples(refs: Sequence[SampleRef], payloads: Sequence[bytes]) -> list[TrainSample]:
-    """Check and parse."""
+    """The samples of payloads whose checksums match."""
     for ref, payload in zip(refs, payloads, strict=True):
         if crc32c.crc32c(payload) != ref.crc32c:
             raise PayloadCorrupt(f"the payload of {_name(ref.key)} has another checksum than was recorded")
@@ -104,7 +107,8 @@ def _samples(refs: Sequence[SampleRef], payloads: Sequence[bytes]) -> list[Train
 
 
 def parsed(payload: bytes) -> TrainSample:
-    """A sample by protobuf. Arrays are views of the parsed bytes. Raises :class:`PayloadCorrupt`."""
+    """The sample of a serialized ``Trajectory``. Its arrays are views of the parsed bytes. Raises
+    :class:`PayloadCorrupt`."""
     trajectory = Trajectory.FromString(payload)
     ids = np.frombuffer(trajectory.token_ids, "<i4")
     logprobs = np.frombuffer(trajectory.logprobs, "<f4")
@@ -114,7 +118,7 @@ def parsed(payload: bytes) -> TrainSample:
     fits = len(ids) == len(logprobs) == len(mask) >= trajectory.prompt_tokens
     if not fits or any(values is not None and len(values) != len(ids) for values in (rewards, teacher)):
         raise PayloadCorrupt(
-            f"the arrays of {_name(trajectory.key)} don't fit: {len(ids)} tokens, {len(logprobs)} logprobs, "
+            f"the arrays of {_name(trajectory.key)} differ in length: {len(ids)} tokens, {len(logprobs)} logprobs, "
             f"{len(mask)} mask values, {len(ids) if rewards is None else len(rewards)} token rewards, "
             f"{len(ids) if teacher is None else len(teacher)} logprobs of a teacher, "
             f"prompt of {trajectory.prompt_tokens}"
@@ -139,7 +143,7 @@ def parsed(payload: bytes) -> TrainSample:
 
 
 def _group(epoch: int, index: int) -> str:
-    return f"{epoch:010d}/{index:020d}"  # in the order of positions
+    return f"{epoch:010d}/{index:020d}"  # sorts by position
 
 
 def _name(key: TrajectoryKey) -> str:

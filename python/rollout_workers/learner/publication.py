@@ -1,4 +1,4 @@
-"""Weights where the inference workers of this host read them."""
+"""Publishes weights where the inference workers of this host read them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _FOLDER = re.compile(r"v(\d+)")
 
 
 class Publication:
-    """The folder ``<run>/weights``: one folder a version, of which the last two stay.
+    """The folder ``<run>/weights``: one folder per version, of which the last two remain.
 
-    A version that is only passed on lies in memory, and its folder is a link to there; the version that a run ends with, and
-    those that ``lasting`` names, are written here. The folder belongs to the learner that came last: one before it, which may
-    have stood still meanwhile, changes nothing there any more.
+    A version is in shared memory, and its folder is a link to it, unless ``lasting`` selects it or
+    the run ends with it: those are written to disk. The folder belongs to the learner that started
+    last; an older learner cannot change it any more.
     """
 
     def __init__(
@@ -40,8 +40,9 @@ class Publication:
         catalog: Catalog | None = None,
         incarnation: int = 0,
     ) -> None:
-        """Take the folder over from whoever published there. lasting: whether the weights of a step must outlive the process.
-        catalog: for those who can't open the folder. incarnation: of the run. Raises ``Superseded``, ``OSError``."""
+        """Take the folder over. lasting: whether the weights of a step must outlive the process.
+        catalog: offers versions to workers without access to the folder. incarnation: of the run.
+        Raises ``Superseded``, ``OSError``."""
         self._run, self._root = run, Path(run_directory) / "weights"
         self._place = PublishFolder(self._root, incarnation)
         self.catalog = catalog or Catalog()
@@ -53,13 +54,14 @@ class Publication:
 
     @property
     def mine(self) -> bool:
-        """Whether no other learner has taken the folder over."""
+        """Whether the folder still belongs to this learner."""
         return self._place.mine
 
     def publish(self, trainer: Trainer) -> pb.WeightsManifest:
-        """Write the weights as they stand, complete and renamed into place; blocks.
+        """Write the current weights and rename them into place; blocks.
 
-        Not fsynced: after a power cut the digest tells, and a snapshot brings them back. Raises ``Superseded``.
+        Not fsynced: the digest reveals damage after a power cut, and snapshots are durable. Raises
+        ``Superseded``.
         """
         step = trainer.step
         folder = self._root / f"v{step:06d}"
@@ -72,39 +74,39 @@ class Publication:
         return self._manifest(folder, written)
 
     def _write(self, trainer: Trainer, folder: Path) -> WeightsManifest:
-        """Write the weights into the run's folder."""
+        """Write the weights to the run's folder."""
         staging = self._place.staging(folder.name)
         sent = self._adapters(trainer) and not self._lasting(trainer.step)
         try:
             written = trainer.write_adapter(staging) if sent else trainer.write_weights(staging, fsync=False)
         except FileNotFoundError:
-            self._place.check()  # a successor removed what was being written
+            self._place.check()  # a newer learner removed the staging folder
             raise
         self._place.put(staging, folder.name)
         return written
 
     def _write_to_memory(self, trainer: Trainer, folder: Path) -> WeightsManifest | None:
-        """Write the weights into memory, where they fit."""
+        """Write the weights to shared memory; None if they do not fit."""
         memory = self._memory.folder
         if memory is None or not self._memory.fits(self._size(trainer)):
             return None
-        held = memory / folder.name
+        target = memory / folder.name
         staging, self._staging = self._staging, None
         try:
             if self._adapters(trainer):
-                written = trainer.write_adapter(held)
+                written = trainer.write_adapter(target)
             else:
-                written = trainer.write_weights(held, fsync=False, staging=staging)
-        except OSError as error:  # somebody else took the room
-            log.warning("%s takes no weights (%s); they go to the run's folder", memory, error)
+                written = trainer.write_weights(target, fsync=False, staging=staging)
+        except OSError as error:  # another process used the memory
+            log.warning("cannot write weights to %s (%s); writing them to the run's folder", memory, error)
             return None
         fresh = self._place.staging(folder.name)
-        fresh.symlink_to(held)
+        fresh.symlink_to(target)
         self._place.put(fresh, folder.name)
         return written
 
     def prepare(self, trainer: Trainer) -> None:
-        """Make room for the next version, while nobody waits: remove the old ones, reserve memory; blocks."""
+        """Remove old versions and reserve memory for the next one; blocks."""
         self._prune(trainer.step)
         memory = self._memory.folder
         if self._adapters(trainer):
@@ -114,41 +116,45 @@ class Publication:
                 self._staging = stage_folder(memory, trainer.config_folder, self._bytes)
 
     def make_whole(self, trainer: Trainer) -> None:
-        """From now on write every tensor, and those of the newest version at once where the trainer still stands at it: somebody
-        got something else of the adapters."""
+        """From now on publish whole weights instead of adapters, including the newest version if
+        the trainer is still at it.
+
+        A worker calls for it when adapters did not give it the expected digest.
+        """
         if self._adapters(trainer):
             self._whole = True
             if self._newest is not None and self._newest.name == f"v{trainer.step:06d}":
                 self.publish(trainer)
 
     def _adapters(self, trainer: Trainer) -> bool:
-        """Whether adapters alone are written of a version that is only passed on."""
+        """Whether versions in memory contain only adapters."""
         return trainer.adapts and not self._whole
 
     def close(self) -> None:
-        """Bring the newest version out of memory, and give the memory back.
+        """Copy the newest version from memory to disk, and free the memory.
 
-        Where another learner has taken the folder over, what is in memory stays for as long as that one's versions lead there.
+        If another learner has taken the folder over, the memory stays until that learner has
+        replaced its links.
         """
         newest = self._newest
         try:
             if newest is not None and self._mine(newest):
-                held, staging = newest.resolve(), self._place.staging(newest.name)
-                if held.is_dir():
-                    shutil.copytree(held, staging)
+                source, staging = newest.resolve(), self._place.staging(newest.name)
+                if source.is_dir():
+                    shutil.copytree(source, staging)
                     self._place.put(staging, newest.name)
-            self._discard(self._mine)  # before the memory goes to which they lead
+            self._discard(self._mine)  # before the memory that they link to is freed
             self._place.check()
         except (Superseded, FileNotFoundError) as error:
-            log.warning("%s keeps what was published: %s", self._root, error)
+            log.warning("%s keeps the published versions: %s", self._root, error)
             self._memory.leave()
             return
         self._memory.close()
-        with contextlib.suppress(Superseded):  # what led into the memory of processes that are no more
+        with contextlib.suppress(Superseded):  # links into the memory of dead processes
             self._discard(lambda path: path.is_symlink() and not path.exists())
 
     def _discard(self, wanted: Callable[[Path], bool]) -> None:
-        """Remove the versions that are ``wanted``. Raises ``Superseded``."""
+        """Remove the versions that ``wanted`` selects. Raises ``Superseded``."""
         for path, _ in self._versions():
             if wanted(path):
                 self._place.discard(path.name)
@@ -176,7 +182,8 @@ class Publication:
         return self._bytes
 
     def _prune(self, current: int) -> None:
-        """Remove what is older than the version before ``current``. Newer ones stay: the mesh may serve them yet."""
+        """Remove versions older than the one before ``current``. Newer ones stay, because workers
+        may still use them."""
         self._place.check()
         older = sorted((version, path) for path, version in self._versions() if version < current)
         for _, path in older[:-1]:

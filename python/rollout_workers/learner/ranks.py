@@ -1,7 +1,9 @@
-"""The ranks of a learner as processes: rank 0 is the worker, and starts the others unless torchrun started them all.
+"""The ranks of a learner as processes: rank 0 is the worker, and starts the others unless torchrun
+started all of them.
 
-A rank other than 0 knows its place, and hears everything else from rank 0. Those that rank 0 starts meet it at a file, talk over
-the loopback interface, and leave when the pipe on their standard input ends, as rank 0 itself does::
+Rank 0 sends the others everything except their rank. The ranks that it starts rendezvous at a file,
+communicate over the loopback
+interface, and exit when the pipe on their standard input closes, like rank 0 itself::
 
     python -m rollout_workers.learner.ranks RANK SIZE RENDEZVOUS TIMEOUT_SECONDS
 """
@@ -41,18 +43,20 @@ class RanksMismatch(RolloutError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank a process is, and where it meets the others."""
+    """The rank of a process, and its rendezvous with the others."""
 
     rank: int
     size: int
     rendezvous: str
-    """As ``torch.distributed`` takes it; empty: nobody has started the others."""
+    """The ``init_method`` of ``torch.distributed``; empty if the other ranks have not been
+    started."""
     timeout_seconds: float
-    """How long a rank may keep the others waiting."""
+    """How long the ranks wait for one of them."""
 
 
 def place(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Place:
-    """This process's place: what torchrun says, else the first of the plan's ranks. Raises :class:`RanksMismatch`."""
+    """This process's rank: from torchrun's environment, else rank 0 of the plan's ranks. Raises
+    :class:`RanksMismatch`."""
     size, timeout = max(1, config.train.ranks), config.limits.rank_timeout_seconds or 600.0
     if "RANK" not in environment:
         return Place(0, size, "", timeout)
@@ -65,10 +69,12 @@ def place(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Pla
 
 
 class Team:
-    """The ranks of a learner, seen from rank 0. Made before torch is imported, so that the others import it meanwhile."""
+    """The processes of a learner's ranks, managed by rank 0. Created before torch is imported, so
+    that all import it in parallel."""
 
     def __init__(self, config: RunConfig, lost: Callable[[str], None]) -> None:
-        """Start the other ranks. lost: told from any thread that the ranks can't go on. Raises :class:`RanksMismatch`."""
+        """Start the other ranks. lost: called from any thread when the ranks cannot continue.
+        Raises :class:`RanksMismatch`."""
         self._place, self._lost = place(config), lost
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folder, self._closed = "", False
@@ -76,7 +82,7 @@ class Team:
             self._start()
 
     def trainer(self, model_dir: str, settings: TrainerConfig) -> Trainer:
-        """The trainer of all ranks; blocks until they have met and each has loaded the model."""
+        """The trainer of all ranks; blocks until each has loaded the model."""
         from rollout_workers.trainer import Trainer
 
         here = self._place
@@ -89,7 +95,7 @@ class Team:
         return LeadingTrainer(model_dir, settings, group, lost=self._lost)
 
     def close(self) -> None:
-        """End the other ranks that this one started, and wait until they are gone."""
+        """Kill the ranks that this one started, and wait for them."""
         self._closed = True
         for process in self._processes:
             process.kill()
@@ -99,7 +105,7 @@ class Team:
 
     def _start(self) -> None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo")  # nobody else may talk to them
+            os.environ.setdefault(variable, "lo")  # other hosts must not connect
         here = self._place
         self._folder = tempfile.mkdtemp(prefix="rollout-ranks-")
         self._place = Place(0, here.size, f"file://{self._folder}/rendezvous", here.timeout_seconds)
@@ -114,16 +120,16 @@ class Team:
         code = process.wait()
         if self._closed:
             return
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-        reason = f"rank {rank} of the learner {how}; the learner begins anew from its last state"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        reason = f"rank {rank} of the learner {how}; the learner restarts from its last state"
         log.error("%s", reason)
         self._lost(reason)
 
 
 def follow_leader(here: Place) -> int:
-    """Be a rank other than 0 until rank 0 is gone. Returns the exit code."""
+    """Run a rank other than 0 until rank 0 exits. Returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 finishes its step first, and needs this one for it
+        signal.signal(number, signal.SIG_IGN)  # rank 0 needs this one to finish its step
     watch_stdin()
     from rollout_workers.trainer.distributed.fsdp import Group
     from rollout_workers.trainer.leader import follow
@@ -131,13 +137,13 @@ def follow_leader(here: Place) -> int:
     try:
         follow(Group(here.rank, here.size, rendezvous=here.rendezvous, timeout_seconds=here.timeout_seconds))
     except Exception:
-        log.exception("rank %d of the learner can't go on", here.rank)
+        log.exception("rank %d of the learner failed", here.rank)
         return EXIT_LOST
     return 0
 
 
 def main() -> None:
-    """A rank that rank 0 started."""
+    """Run a rank that rank 0 started."""
     rank, size, rendezvous, timeout = sys.argv[1:]
     prepare_process()
     form = f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"

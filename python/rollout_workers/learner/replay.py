@@ -9,9 +9,10 @@ The spec is a file of lines of JSON: first what to load, then one step a line, i
 
     {"step": 1, "recorded": "blake3-..", "replayed": "blake3-..", "samples": 24}
 
-The first of them is of the state that it began with. The exit code is 0 when every digest is the recorded one, 65 when one is not
-(the rest is not trained then), when a payload is damaged or when the learner refuses a batch. With ``on_refused_gradient``
-``restore`` a refusal goes back to the last of the snapshots that the plan asks for; one that a stop took is not known.
+The first of them is of the state that it began with. The exit code is 0 when every digest is the
+recorded one, 65 when one is not (the rest is not trained then), when a payload is damaged or when
+the learner refuses a batch. With ``on_refused_gradient`` ``restore`` a refusal goes back to the
+last of the snapshots that the plan asks for; one that a stop took is not known.
 """
 
 from __future__ import annotations
@@ -80,11 +81,12 @@ def replay(path: str) -> int:
 
 
 def _trainer(head: dict[str, Any], plan: Plan, team: Team) -> Trainer:
-    """As many ranks as the run had: their number is part of what makes its bits, as is what it did with refused gradients."""
+    """As many ranks as the run had: their number is part of what makes its bits, as is what it did
+    with refused gradients."""
     spec = WorkerSpec(plan=plan, base_dir=head["base_dir"])
     settings = replace(
         trainer_config(plan.config, int(head["threads"]), spec.base_dir),
-        refusals=Refusals(plan.config.train.on_refused_gradient or "stop"),  # nothing is kept, and nobody told, a second time
+        refusals=Refusals(plan.config.train.on_refused_gradient or "stop"),  # the batch was saved before
     )
     trainer = team.trainer(model_directory(spec), settings)
     if head["state_directory"]:

@@ -1,4 +1,4 @@
-"""LearnerWorkerService: what the learner-controller asks of a learner worker."""
+"""LearnerWorkerService: the learner-controller's calls to a learner worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class LearnerServer(LearnerWorkerServiceServicer):
-    """The servicer. Authentication, validation and error mapping happen before and around it (``mesh.serving``)."""
+    """The servicer. Authentication, validation and error mapping happen before and around it
+    (``worker.serving``)."""
 
     def __init__(self, who: Identity, learner: Learner, services: Services, lifecycle: Lifecycle) -> None:
         self._who, self._learner, self._services, self._lifecycle = who, learner, services, lifecycle
@@ -34,16 +35,16 @@ class LearnerServer(LearnerWorkerServiceServicer):
     async def Initialize(self, request: pb.InitializeRequest, context: grpc.aio.ServicerContext) -> pb.InitializeResponse:
         self._check_run(request.run_id)
         await self._learner.initialize(request.state_directory, request.step)
-        log.info("stands at step %d, %s", self._learner.step, self._learner.digest)
+        log.info("at step %d, %s", self._learner.step, self._learner.digest)
         return pb.InitializeResponse(step=self._learner.step, weights_digest=self._learner.digest, process_id=self._who.process)
 
     async def Train(self, request: pb.TrainRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.TrainResponse]:
         self._check_run(request.run_id)
         if request.batch.step != request.step:
-            told = f"the batch is of step {request.batch.step}, the request of step {request.step}"
-            raise InvalidRequest(told, violations=[("batch.step", told)])
+            mismatch = f"the batch is of step {request.batch.step}, the request of step {request.step}"
+            raise InvalidRequest(mismatch, violations=[("batch.step", mismatch)])
         if self._lifecycle.leaving:
-            raise Draining("the worker is leaving", retry_seconds=1.0)
+            raise Draining("the worker is shutting down", retry_seconds=1.0)
         pieces: asyncio.Queue[pb.TrainProgress | None] = asyncio.Queue()
 
         def read() -> asyncio.Future[list[TrainSample]]:
@@ -98,7 +99,8 @@ class LearnerServer(LearnerWorkerServiceServicer):
 
     @contextmanager
     def _leaving_superseded(self) -> Iterator[None]:
-        """Leave where another learner has this one's place, as one does that stood still for long."""
+        """Shut down if another learner has replaced this one, for example after a long pause of the
+        process."""
         try:
             yield
         except Superseded as error:
@@ -107,4 +109,4 @@ class LearnerServer(LearnerWorkerServiceServicer):
 
     def _check_run(self, run: str) -> None:
         if run != self._who.run:
-            raise RunMismatch(f"this worker learns for {self._who.run}, not {run}", metadata={"run": self._who.run})
+            raise RunMismatch(f"this worker belongs to {self._who.run}, not {run}", metadata={"run": self._who.run})

@@ -18,14 +18,15 @@ from rollout_workers.trainer.refusal import Refusals, Refused
 from rollout_workers.worker.events import Events
 
 ACTIONS = {
-    "stop": "the run is paused until somebody resumes or cancels it",
-    "skip": "the step counts, with the weights as they were",
+    "stop": "the run is paused until it is resumed or canceled",
+    "skip": "the step counts, and the weights stay unchanged",
     "restore": "the step counts, with the weights of the last snapshot",
 }
 
 
 def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> TrainerConfig:
-    """Every field of ``train`` and ``algorithm``. threads: of the worker's spec; 0: all cores. base_dir: of the plan's paths."""
+    """Every field of ``train`` and ``algorithm``. threads: of the worker's spec; 0: all cores.
+    base_dir: the base of the plan's relative paths."""
     train = config.train
     return TrainerConfig(
         algorithm=name_of(config),
@@ -53,22 +54,23 @@ def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> Train
 
 
 def refusals(config: RunConfig, run_directory: str, events: Events) -> Refusals:
-    """What is done with a gradient that is refused; the event ``step.refused`` tells of it."""
+    """The policy for refused gradients; it emits the event ``step.refused``."""
 
-    def tell(refused: Refused) -> None:
+    def notify(refused: Refused) -> None:
         events.emit(
             "step.refused",
-            f"{refused.message}; {ACTIONS[refused.action]}; the batch is kept in {refused.batch}",
+            f"{refused.message}; {ACTIONS[refused.action]}; the batch is in {refused.batch}",
             level=LEVEL_ERROR if refused.action == "stop" else LEVEL_WARN,
             step=refused.step,
             attributes={"reason": refused.reason, "action": refused.action, "batch": refused.batch},
         )
 
-    return Refusals(config.train.on_refused_gradient or "stop", Path(run_directory) / "refused", tell)
+    return Refusals(config.train.on_refused_gradient or "stop", Path(run_directory) / "refused", notify)
 
 
 def lasting(config: RunConfig, step: int) -> bool:
-    """Whether the weights of a step outlive the learner: those of a snapshot, and those that the run ends with."""
+    """Whether the weights of a step must outlive the learner: those of a snapshot, and the last
+    ones."""
     every = config.snapshot.every_steps
     return step >= config.train.steps or bool(every and step % every == 0)
 
@@ -81,9 +83,11 @@ def _lora(config: RunConfig) -> LoraConfig | None:
 
 
 def algorithm_settings(config: RunConfig, base_dir: str = "") -> Any:
-    """The settings' dataclass of the chosen algorithm, each field that the table sets by its own name.
+    """The settings' dataclass of the chosen algorithm, each field that the table sets by its own
+    name.
 
-    A field that neither table nor plan has keeps the dataclass's default. ``off_policy`` and ``max_tokens`` come from the run.
+    A field that neither table nor plan has keeps the dataclass's default. ``off_policy`` and
+    ``max_tokens`` come from the run.
     """
     name = name_of(config)
     table, expected = getattr(config.algorithm, name), config_type(name)

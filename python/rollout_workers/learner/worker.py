@@ -1,4 +1,4 @@
-"""The process of a learner worker: everything is made, started and stopped here."""
+"""The process of a learner worker: creates, starts, and stops its parts."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ _GRACE_SECONDS = 30.0
 async def run_learner_worker(
     spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, pulse: Pulse, events: Events, team: Team | None = None
 ) -> None:
-    """Load the model, register and serve until ``lifecycle`` says to leave; a step that runs is finished first.
+    """Load the model, register, and serve until ``lifecycle`` ends; a running step is finished
+    first.
 
-    team: the learner's ranks where they were started before; they end with it.
+    team: the learner's ranks if they were already started; they end with this worker.
     """
     services = Services(
         spec.consul_address, spec.token, consul_token=spec.consul_token, agent_files=of_agent(spec), tls=of_mesh(spec)

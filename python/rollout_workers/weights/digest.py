@@ -1,17 +1,18 @@
 """The weights digest: a Merkle root over fixed row blocks of the tensors.
 
-One policy, one root. The learner computes it from what it wrote, an engine from what it holds, and a tensor-parallel rank
-can check the leaves of its own rows. With ``H`` = blake3 (32 bytes), integers little-endian and ``str(s)`` = u32 length in
-bytes followed by UTF-8:
+One policy, one root. The learner computes it from what it wrote, an engine from what it holds, and
+a tensor-parallel rank can check the leaves of its own rows. With ``H`` = blake3 (32 bytes),
+integers little-endian and ``str(s)`` = u32 length in bytes followed by UTF-8:
 
     leaf   = H(00 || bytes of one block)
     tensor = H(01 || str(name) || str(dtype) || u32 ndim || u64 dim ... || u64 number of leaves || leaf ...)
     root   = H(02 || str("rollout.weights.v1") || u64 number of tensors || (str(name) || tensor) ... by name as UTF-8)
 
-A block is 256 rows of the first dimension; of a tensor with fewer than two dimensions it is 65,536 elements; the last one
-may be short, and a tensor without elements has none. Bytes are the row-major little-endian bytes in transport dtype, whose name
-is torch's (``float32``, ``bfloat16``). The first byte separates the three domains, so no leaf can pass for a node. Vectors
-that every language must reproduce: ``schemas/golden/weights_digest.json``.
+A block is 256 rows of the first dimension; of a tensor with fewer than two dimensions it is 65,536
+elements; the last one may be short, and a tensor without elements has none. Bytes are the row-major
+little-endian bytes in transport dtype, whose name is torch's (``float32``, ``bfloat16``). The first
+byte separates the three domains, so no leaf can pass for a node. Vectors that every language must
+reproduce: ``schemas/golden/weights_digest.json``.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ _PARALLEL_BYTES = 16 << 20  # below this a thread pool costs more than it saves
 class WeightsDigest:
     """What a set of tensors hashes to.
 
-    root: ``blake3-<64 hex>`` over all tensors; equal exactly when names, dtypes, shapes and bytes are.
-    tensors: the node of each tensor by name, same spelling; says which tensor differs when roots do.
+    root: ``blake3-<64 hex>`` over all tensors; equal exactly when names, dtypes, shapes and bytes
+    are. tensors: the node of each tensor by name, same spelling; says which tensor differs when
+    roots do.
     """
 
     root: str
@@ -58,9 +60,10 @@ class WeightsDigest:
 def weights_digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsDigest:
     """Digest tensors (any shape, device and layout) under their Hugging Face names, in any order.
 
-    Contiguous CPU tensors are hashed where they lie; others are copied one at a time. The call blocks for about
-    0.3 s per GB and core and holds no lock while it hashes: run it in a thread beside an event loop. Tensors must not
-    change meanwhile. Raises ``ValueError`` for a name given twice or a dtype that can't travel.
+    Contiguous CPU tensors are hashed where they lie; others are copied one at a time. The call
+    blocks for about 0.3 s per GB and core and holds no lock while it hashes: run it in a thread
+    beside an event loop. Tensors must not change meanwhile. Raises ``ValueError`` for a name given
+    twice or a dtype that can't travel.
     """
     tensors = list(named_tensors)
     if len({name for name, _ in tensors}) != len(tensors):
@@ -88,7 +91,8 @@ def tensor_leaves(tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) 
 
 
 def node_of_leaves(name: str, dtype: str, shape: tuple[int, ...], leaves: list[bytes]) -> bytes:
-    """The node (32 bytes) of a tensor whose leaves are known, for instance gathered from several ranks."""
+    """The node (32 bytes) of a tensor whose leaves are known, for instance gathered from several
+    ranks."""
     return _node(_described(name, dtype, shape), leaves)
 
 
@@ -110,7 +114,8 @@ def _node(head: bytes, leaves: list[bytes]) -> bytes:
     return blake3(head + struct.pack("<Q", len(leaves)) + b"".join(leaves)).digest()
 
 
-# A model's tensors are digested again and again; of a small one, what follows from names and shapes took as long as the hashing.
+# A model's tensors are digested again and again; of a small one, what follows from names and shapes
+# took as long as the hashing.
 
 
 @lru_cache(maxsize=4096)
@@ -147,8 +152,8 @@ def _block_bytes(shape: tuple[int, ...], element: int) -> int:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's row-major little-endian bytes: a view where it is contiguous on the CPU, else of a copy. The view is good
-    for as long as the tensor is."""
+    """The tensor's row-major little-endian bytes: a view where it is contiguous on the CPU, else of
+    a copy. The view is good for as long as the tensor is."""
     size = tensor.nbytes
     if size == 0:
         return memoryview(b"")

@@ -13,12 +13,15 @@ PROBE = 8  # tokens
 
 @torch.no_grad()
 def plain_head(model: PreTrainedModel) -> bool:
-    """Whether the model's logits are what its output embedding, a linear layer, makes of ``base_model``'s last hidden states.
+    """Whether the model's logits are what its output embedding, a linear layer, makes of
+    ``base_model``'s last hidden states.
 
-    Scales and caps go by a dozen names in configs, and may not show in the logits of the weights at hand: under a cap of 30 small
-    logits stay what they are, to the rounding of bfloat16. So in one call of the model its head's output is exchanged for powers
-    of two, which must come out as they are; and what went into the head must be the hidden states, bit for bit. Those come of
-    ``base_model`` in the same call, or from calling it alone where the model calls what is inside it (OPT, BART).
+    Scales and caps go by a dozen names in configs, and may not show in the logits of the weights at
+    hand: under a cap of 30 small logits stay what they are, to the rounding of bfloat16. So in one
+    call of the model its head's output is exchanged for powers of two, which must come out as they
+    are; and what went into the head must be the hidden states, bit for bit. Those come of
+    ``base_model`` in the same call, or from calling it alone where the model calls what is inside
+    it (OPT, BART).
 
     Raises ``torch.OutOfMemoryError``: a full GPU says nothing of the model.
     """
@@ -58,7 +61,8 @@ def plain_head(model: PreTrainedModel) -> bool:
 
 
 def powers(like: Tensor) -> Tensor:
-    """0, 1, -2, 4, -8 and so on, again from 0 before the type of ``like`` overflows, in its shape."""
+    """0, 1, -2, 4, -8 and so on, again from 0 before the type of ``like`` overflows, in its
+    shape."""
     place = torch.arange(like.numel(), device=like.device) % (16 if like.dtype == torch.float16 else 100)
     made = torch.where(place > 0, (2.0 ** (place - 1)) * (1 - 2 * ((place - 1) % 2)), 0.0)
     return made.to(like.dtype).view_as(like)

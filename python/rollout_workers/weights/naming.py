@@ -28,7 +28,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The transport name of a dtype, such as ``float32``. Raises ``ValueError`` for one that has none."""
+    """The transport name of a dtype, such as ``float32``. Raises ``ValueError`` for one that has
+    none."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
         raise ValueError(f"{dtype} has no transport name; cast the tensor to one of {sorted(DTYPE_NAMES.values())}")
@@ -38,9 +39,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a module under their Hugging Face names, each storage once.
 
-    These are the entries of ``state_dict`` (parameters and persistent buffers) in its order; a tensor that is tied to an
-    earlier one (``lm_head.weight`` to ``model.embed_tokens.weight``) is left out, as ``save_pretrained`` does. The tensors
-    are the live ones, detached: they change with the next optimizer step or swap.
+    These are the entries of ``state_dict`` (parameters and persistent buffers) in its order; a
+    tensor that is tied to an earlier one (``lm_head.weight`` to ``model.embed_tokens.weight``) is
+    left out, as ``save_pretrained`` does. The tensors are the live ones, detached: they change with
+    the next optimizer step or swap.
     """
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -51,8 +53,9 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class LiveWeights:
-    """``named_weights`` of one module, again and again: parameters are found once, since the walk over a small model's modules
-    takes longer than the copy of its tensors. Where some are buffers, which a move replaces, every use walks anew.
+    """``named_weights`` of one module, again and again: parameters are found once, since the walk
+    over a small model's modules takes longer than the copy of its tensors. Where some are buffers,
+    which a move replaces, every use walks anew.
     """
 
     def __init__(self, module: nn.Module) -> None:

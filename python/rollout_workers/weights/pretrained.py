@@ -1,4 +1,5 @@
-"""Whole models from folders in the Hugging Face layout: transformers fills with random numbers what a folder lacks."""
+"""Whole models from folders in the Hugging Face layout: transformers fills with random numbers what
+a folder lacks."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ class WeightsIncomplete(RolloutError):
 
 
 class ModelUnknown(RolloutError, ValueError):
-    """A folder of a model that transformers, as it is installed here, does not know as one of the kind that is wanted."""
+    """A folder of a model that transformers, as it is installed here, does not know as one of the
+    kind that is wanted."""
 
     reason: ClassVar[str] = "MODEL_UNKNOWN"
     permanent: ClassVar[bool] = True
 
 
 def load_whole(auto: Any, directory: str | os.PathLike[str], *, new: Sequence[str] = (), **options: Any) -> Any:
-    """The model that ``auto.from_pretrained(directory, **options)`` gives, without network. new: tensors that the
-    folder may lack. Raises :class:`WeightsIncomplete`, :class:`ModelUnknown`."""
+    """The model that ``auto.from_pretrained(directory, **options)`` gives, without network. new:
+    tensors that the folder may lack. Raises :class:`WeightsIncomplete`, :class:`ModelUnknown`."""
     try:
         model, told = auto.from_pretrained(
             directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options

@@ -1,11 +1,12 @@
 """Weights on disk: one folder a version, which ``AutoModelForCausalLM.from_pretrained`` loads.
 
 <dir>/model.safetensors         every tensor once, under its Hugging Face name
-<dir>/rollout_weights.json      the manifest: version, digest, tensors
-<dir>/config.json, tokenizer*   from the model that the run began with (hard links where the file system allows)
+<dir>/rollout_weights.json      the manifest: version, digest, tensors <dir>/config.json, tokenizer*
+from the model that the run began with (hard links where the file system allows)
 
-Where a run trains adapters, a version that is only passed on holds ``adapter_model.safetensors`` and ``adapter_config.json`` in
-place of ``model.safetensors``. Its manifest is of the merged tensors all the same.
+Where a run trains adapters, a version that is only passed on holds ``adapter_model.safetensors``
+and ``adapter_config.json`` in place of ``model.safetensors``. Its manifest is of the merged tensors
+all the same.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SHARD_INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "rollout_weights.json"
 _TOGETHER_BYTES = 16 << 20  # of less a thread would cost more than it saves
 
-# What from_pretrained reads beside the tensors. Everything else in a model's folder (its own weights above all) stays.
+# What from_pretrained reads beside the tensors. Everything else in a model's folder (its own
+# weights above all) stays.
 _COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -51,7 +53,8 @@ _COMPANIONS = (
 
 
 class WeightsUnreadable(Exception):
-    """A weights folder that is missing, cut short or not one of ours. The message names the folder and what is wrong."""
+    """A weights folder that is missing, cut short or not one of ours. The message names the folder
+    and what is wrong."""
 
     reason = "WEIGHTS_UNREADABLE"
 
@@ -76,7 +79,8 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightsManifest:
-    """A version of the policy: its number in the run, its digest, its tensors (by name) and its files (by path)."""
+    """A version of the policy: its number in the run, its digest, its tensors (by name) and its
+    files (by path)."""
 
     version: int
     digest: str
@@ -96,11 +100,12 @@ def write_weights(
 ) -> WeightsManifest:
     """Write ``weights`` as ``directory`` and return its manifest.
 
-    The folder appears whole, by a rename; one that was there is replaced (a step that is trained again after a crash writes
-    the same version). With ``fsync`` files and both folders are durable when the call returns. ``dtype`` is the transport
-    dtype of floating-point tensors; without it each keeps its own. ``staging``: from ``stage_folder``, in the same folder as
-    ``directory``; used up, whatever happens. Raises ``FileNotFoundError`` where
-    ``config_source_dir`` has no config.json, ``ValueError`` as ``weights_digest`` does, ``OSError`` for the disk.
+    The folder appears whole, by a rename; one that was there is replaced (a step that is trained
+    again after a crash writes the same version). With ``fsync`` files and both folders are durable
+    when the call returns. ``dtype`` is the transport dtype of floating-point tensors; without it
+    each keeps its own. ``staging``: from ``stage_folder``, in the same folder as ``directory``;
+    used up, whatever happens. Raises ``FileNotFoundError`` where ``config_source_dir`` has no
+    config.json, ``ValueError`` as ``weights_digest`` does, ``OSError`` for the disk.
     """
     target, source = Path(directory), Path(config_source_dir)
     if not (source / "config.json").is_file():
@@ -134,8 +139,9 @@ def write_adapter(
     config_source_dir: str | os.PathLike[str],
     version: int,
 ) -> WeightsManifest:
-    """Write adapters alone as ``directory``, not synced; otherwise as ``write_weights``. settings: writes what PEFT wants beside
-    them into a folder. merged: the tensors that they make of the model, for the manifest."""
+    """Write adapters alone as ``directory``, not synced; otherwise as ``write_weights``. settings:
+    writes what PEFT wants beside them into a folder. merged: the tensors that they make of the
+    model, for the manifest."""
     target = Path(directory)
     staging = stage_folder(target.parent, config_source_dir)
     try:
@@ -153,8 +159,9 @@ def write_adapter(
 
 
 def stage_folder(parent: str | os.PathLike[str], config_source_dir: str | os.PathLike[str], reserve: int = 0) -> Path:
-    """A folder in ``parent`` with all but the tensors, for ``write_weights``. reserve: bytes that the file of the tensors gets at
-    once; fresh pages of shared memory take longer than what is written to them. Raises ``OSError``."""
+    """A folder in ``parent`` with all but the tensors, for ``write_weights``. reserve: bytes that
+    the file of the tensors gets at once; fresh pages of shared memory take longer than what is
+    written to them. Raises ``OSError``."""
     staging, source = Path(parent) / f".{uuid.uuid4().hex}.tmp", Path(config_source_dir)
     staging.mkdir(parents=True)
     try:
@@ -171,11 +178,12 @@ def stage_folder(parent: str | os.PathLike[str], config_source_dir: str | os.Pat
 
 
 def read_weights(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a weights folder by name, mapped from the file: pages are read when they are touched.
+    """The tensors of a weights folder by name, mapped from the file: pages are read when they are
+    touched.
 
-    Works on any model's folder with safetensors, ours or not, in one file or in shards. The tensors share the file's pages
-    copy-on-write; they stay valid after the folder is deleted. Nothing is verified here: compare ``weights_digest`` with
-    the manifest. Raises ``WeightsUnreadable``.
+    Works on any model's folder with safetensors, ours or not, in one file or in shards. The tensors
+    share the file's pages copy-on-write; they stay valid after the folder is deleted. Nothing is
+    verified here: compare ``weights_digest`` with the manifest. Raises ``WeightsUnreadable``.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in _tensor_files(Path(directory)):
@@ -212,7 +220,8 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 def _write_and_digest(path: Path, tensors: Mapping[str, torch.Tensor]) -> WeightsDigest:
-    """Both at a time where there is much to write: each only reads the tensors (430 MB on 2 cores: 0.37 s becomes 0.26 s)."""
+    """Both at a time where there is much to write: each only reads the tensors (430 MB on 2 cores:
+    0.37 s becomes 0.26 s)."""
     if sum(tensor.nbytes for tensor in tensors.values()) < _TOGETHER_BYTES:
         write_tensors(path, tensors)
         return weights_digest(tensors.items())
@@ -250,7 +259,8 @@ def _files(folder: Path) -> tuple[FileEntry, ...]:
 
 
 def _as_json(manifest: WeightsManifest) -> str:
-    # On one line, and with what is the same in every version kept: for a small model this is part of each step's wait.
+    # On one line, and with what is the same in every version kept: for a small model this is part
+    # of each step's wait.
     tensors = ", ".join([f'{_described(t.name, t.dtype, t.shape)}, "digest": "{t.digest}"}}' for t in manifest.tensors])
     files = [{"path": f.path, "bytes": f.bytes} for f in manifest.files]
     whole = json.dumps({"version": manifest.version, "digest": manifest.digest, "files": files})

@@ -1,8 +1,10 @@
-"""Safetensors files without a copy: written straight from the tensors' memory, read as views of the mapped file.
+"""Safetensors files without a copy: written straight from the tensors' memory, read as views of the
+mapped file.
 
-The library's ``save_file`` syncs the file, ``save`` copies every tensor twice, and ``safe_open`` takes 50 us a tensor: for a
-small model, which gets new weights several times a second, that was most of their delivery. The format is a length, a JSON
-header and the bytes of the tensors (https://github.com/huggingface/safetensors#format); each side reads what the other writes.
+The library's ``save_file`` syncs the file, ``save`` copies every tensor twice, and ``safe_open``
+takes 50 us a tensor: for a small model, which gets new weights several times a second, that was
+most of their delivery. The format is a length, a JSON header and the bytes of the tensors
+(https://github.com/huggingface/safetensors#format); each side reads what the other writes.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ _Layout = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write contiguous CPU tensors (any shape) as ``path``, not synced. A file that is there is written over where it lies, in
-    the memory that was reserved for it. Raises ``ValueError`` for a dtype that can't travel, ``OSError`` for the disk."""
+    """Write contiguous CPU tensors (any shape) as ``path``, not synced. A file that is there is
+    written over where it lies, in the memory that was reserved for it. Raises ``ValueError`` for a
+    dtype that can't travel, ``OSError`` for the disk."""
     header, order = _header(tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()))
     pieces = [memoryview(header), *(piece for name in order if (piece := raw_bytes(tensors[name])))]
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -58,8 +61,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file by name, views of its pages, copied on write; good after the file is deleted. Raises ``OSError``,
-    and ``ValueError`` for what is no such file or is cut short."""
+    """The tensors of a file by name, views of its pages, copied on write; good after the file is
+    deleted. Raises ``OSError``, and ``ValueError`` for what is no such file or is cut short."""
     with open(path, "rb") as file:
         try:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -86,7 +89,8 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 @lru_cache(maxsize=4)  # each version of a run's weights has the same header
 def _layout(header: bytes) -> tuple[tuple[tuple[str, torch.dtype, tuple[int, ...], int, int], ...], int]:
-    """Of each tensor name, dtype, shape, elements and first byte; and where the last one ends. Raises ``ValueError``."""
+    """Of each tensor name, dtype, shape, elements and first byte; and where the last one ends.
+    Raises ``ValueError``."""
     entries = []
     end = 0
     try:
@@ -106,7 +110,8 @@ def _layout(header: bytes) -> tuple[tuple[tuple[str, torch.dtype, tuple[int, ...
 
 @lru_cache(maxsize=4)
 def _header(layout: _Layout) -> tuple[bytes, tuple[str, ...]]:
-    """What stands before the tensors, and the order of their bytes: wide elements first, so that each lies aligned."""
+    """What stands before the tensors, and the order of their bytes: wide elements first, so that
+    each lies aligned."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     ordered = sorted(layout, key=lambda entry: (-entry[1].itemsize, entry[0]))

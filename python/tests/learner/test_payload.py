@@ -77,7 +77,7 @@ async def test_a_buffer_that_is_taken_over_is_asked_again(daemon: Daemon, run: s
     services = Services(daemon.consul, daemon.token, consul_token=daemon.token)
     assert len(await read_batch(batch(run, 1, payloads, None), services)) == 32 and len(asked) == 3
     asked.clear()
-    monkeypatch.setattr(payload, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(payload, "RETRY_SECONDS", -1.0)
     with pytest.raises(ServiceUnavailable, match="the buffer does not answer: the process ends"):
         await read_batch(batch(run, 1, payloads, None), services)
     await services.close()

@@ -30,6 +30,6 @@ def test_a_rank_that_leaves_is_told_and_one_that_is_ended_is_not() -> None:
     team = Team(config(3), told.put)
     first, second = team._processes
     os.kill(first.pid, signal.SIGKILL)
-    assert told.get(timeout=60) == "rank 1 of the learner was ended by SIGKILL; the learner begins anew from its last state"
+    assert told.get(timeout=60) == "rank 1 of the learner was killed by SIGKILL; the learner restarts from its last state"
     team.close()
     assert second.returncode == -signal.SIGKILL and told.empty()

@@ -142,7 +142,7 @@ async def test_who_gives_up_goes_on_where_it_stopped(world: World, way: str) -> 
         return [piece]
 
     world.spoil = some
-    with pytest.raises(SourcesLost, match=r"bytes came, then nobody sent more"):
+    with pytest.raises(SourcesLost, match=r"bytes, then no source sent more"):
         await world.take(offers)
     assert world.holds == held
     [begun] = list(world.root.rglob("incoming-*"))

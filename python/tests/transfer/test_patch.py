@@ -102,7 +102,7 @@ def test_too_much_has_changed() -> None:
 def test_other_tensors_make_no_patch() -> None:
     base, other = safetensors({"w": np.zeros(4, np.float32)}), safetensors({"v": np.zeros(4, np.float32)})
     assert patch.encode(base, other, ENDS, most_bytes=MOST) is None
-    with pytest.raises(ValueError, match="header tells"):
+    with pytest.raises(ValueError, match="header describes"):
         patch.encode(base[:-1], base, ENDS, most_bytes=MOST)
 
 

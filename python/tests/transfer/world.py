@@ -214,7 +214,7 @@ class World:
 
     def go_back(self, held: str, wanted: str) -> None:
         """As if ``wanted`` had not come yet."""
-        path = self.cache._held.pop(wanted, None)
+        path = self.cache._files.pop(wanted, None)
         if path is not None:
             shutil.rmtree(path.parent)
         self.engine.stage(self.folders[held], held)

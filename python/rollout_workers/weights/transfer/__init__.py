@@ -1,1 +1,2 @@
-"""How weights get from the learner to workers that can't open its folder. Imports no torch: what travels are bytes of files."""
+"""How weights get from the learner to workers that can't open its folder. Imports no torch: what
+travels are bytes of files."""

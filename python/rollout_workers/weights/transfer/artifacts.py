@@ -1,7 +1,8 @@
-"""Weights in the storage service: one object a form of a version, removed when newer ones are there.
+"""Weights in the storage service: one artifact per version and form; older ones are removed.
 
-Storage names an object by its content, and a snapshot may hold the very same file of tensors. So a preamble of 256 bytes, with
-the run and the digest, makes each of ours an object of its own, which can be removed.
+Storage names an artifact by its content, and a snapshot may contain the same file of tensors. A
+preamble of 256 bytes with the run and the digest makes each artifact unique, so that it can be
+removed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ log = logging.getLogger(__name__)
 
 PREAMBLE = 256
 _CHUNK = 1 << 20
-_KEPT = 16  # objects: some versions, each whole and as patches
+_KEPT = 16  # artifacts: some versions, whole and as patches
 
 
 class StoredWeights:
-    """What the learner of a run has put there. ``ledger`` outlives the process, so that the next one removes what it left."""
+    """The artifacts of a run's learner. The file ``ledger`` outlives the process, so that the next
+    one can remove them."""
 
     def __init__(self, run: str, ledger: Path, services: Services) -> None:
         self._run, self._ledger, self._services = run, ledger, services
@@ -34,7 +36,8 @@ class StoredWeights:
         self._kept: list[str] = ledger.read_text().split() if ledger.is_file() else []
 
     async def put(self, name: str, data: memoryview) -> str:
-        """Store bytes under a name of ours, once; returns their content id. Raises gRPC errors, ``ServiceUnavailable``."""
+        """Store bytes once per name; returns their content id. Raises gRPC errors,
+        ``ServiceUnavailable``."""
         known = self._names.get(name)
         if known is not None:
             return known

@@ -1,4 +1,5 @@
-"""Versions that came over the network, as folders of this host that an engine stages like the learner's own."""
+"""The versions that an inference worker received over the network, as folders that its engine
+loads."""
 
 from __future__ import annotations
 
@@ -21,46 +22,48 @@ log = logging.getLogger(__name__)
 
 TENSOR_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
-_KEPT = 2  # versions: the newest, and the one before it, which others may be sent a patch of
+_KEPT = 2  # versions: the newest and the one before it, the base of patches
 _PATCHES = 4
 
 
 class Fetches(Protocol):
-    """What brings the bytes of an offer."""
+    """Downloads the bytes of an offer to a file."""
 
     async def fetch(self, offer: pb.WeightsOffer, path: Path) -> None: ...
 
 
 class WeightsCache:
-    """Belongs to one inference worker. Nothing here says that a version is right: the digest of what is staged from it does."""
+    """The cache of one inference worker. It does not verify versions: the engine compares the
+    digest of what it loads."""
 
     def __init__(
         self, run: str, run_directory: str, worker: str, fetcher: Fetches, memory: Callable[[str], SharedMemory] = SharedMemory
     ) -> None:
-        """Weights lie in shared memory where there is enough of it, else below ``run_directory``."""
+        """Versions are in shared memory if there is enough, else below ``run_directory``."""
         self._run, self._fetcher, self._make_memory = run, fetcher, memory
         self._own = Path(run_directory) / "received" / worker
         self._memory: SharedMemory | None = None
         self._root: Path | None = None
-        self._held: dict[str, Path] = {}  # file of each version by digest, the newest last
+        self._files: dict[str, Path] = {}  # the file of each version by digest, the newest last
         self._patches: dict[tuple[str, str], bytes] = {}  # by base and digest
-        self._read = ("", Path())  # what the engine took from a folder of this host, and its digest
-        self._turn = asyncio.Lock()
+        self._loaded = ("", Path())  # digest and folder of what the engine loaded from this host
+        self._lock = asyncio.Lock()
 
     async def bring(self, offers: Sequence[pb.WeightsOffer]) -> str:
-        """The folder of the last offer's version, which is there when this returns.
+        """Fetch the versions of the offers, and return the folder of the last one.
 
-        Cut off anywhere, it leaves nothing but the beginning of a transfer, from which the next call goes on. Raises
-        :class:`BaseMissing`, ``SourcesLost``, ``PatchCorrupt``, :class:`TransferCorrupt`, ``OSError``.
+        If it is interrupted, the next call resumes the partial transfer. Raises
+        :class:`BaseMissing`, ``SourcesLost``, ``PatchCorrupt``, :class:`TransferCorrupt`,
+        ``OSError``.
         """
-        async with self._turn:
+        async with self._lock:
             wanted = offers[-1].digest
-            if wanted not in self._held:
+            if wanted not in self._files:
                 first = offers[0]
-                if first.form == pb.WEIGHTS_FORM_PATCH and first.base_digest not in self._held:
+                if first.form == pb.WEIGHTS_FORM_PATCH and first.base_digest not in self._files:
                     raise BaseMissing(
-                        f"a patch upon version {first.base_version} ({first.base_digest}) came, which is not here",
-                        fix="send the whole",
+                        f"the base of the patch, version {first.base_version} ({first.base_digest}), is not in the cache",
+                        fix="send the whole version",
                     )
                 root = await asyncio.to_thread(self._room, max(offer.bytes for offer in offers))
                 try:
@@ -69,40 +72,42 @@ class WeightsCache:
                     await asyncio.to_thread(self._prune, root)
                 except OSError as error:
                     if error.errno == errno.ENOSPC and root != self._own:
-                        log.warning("%s is full; weights go to %s from now on", root, self._own)
+                        log.warning("%s is full; writing weights to %s from now on", root, self._own)
                         self._root = self._own
                     raise
-            return str(self._held[wanted].parent)
+            return str(self._files[wanted].parent)
 
     async def _take(self, root: Path, offer: pb.WeightsOffer) -> None:
-        if offer.digest in self._held:
+        if offer.digest in self._files:
             return
         incoming = root / f"incoming-{_form(offer)}-{offer.base_digest[7:23]}-{offer.digest[7:]}"
         await self._fetcher.fetch(offer, incoming)
-        self._held[offer.digest] = await asyncio.to_thread(self._unpack, root, offer, incoming)
+        self._files[offer.digest] = await asyncio.to_thread(self._unpack, root, offer, incoming)
 
     async def discard(self, digest: str) -> None:
-        """Forget a version that turned out to be something else than its digest, and all that was made here."""
-        async with self._turn:
-            if digest in self._held:
-                for path in self._held.values():
+        """Remove all versions if ``digest`` is one of them: its content did not match, and others
+        may derive from it."""
+        async with self._lock:
+            if digest in self._files:
+                for path in self._files.values():
                     await asyncio.to_thread(shutil.rmtree, path.parent, True)
-                self._held.clear()
+                self._files.clear()
                 self._patches.clear()
 
     def note(self, digest: str, directory: str) -> None:
-        """A version that the engine took from a folder of this host can be streamed to others as long as that is there."""
-        if all(str(path.parent) != directory for path in self._held.values()):
-            self._read = (digest, Path(directory))
+        """Record a version that the engine loaded from a folder of this host, so that it can be
+        streamed to others."""
+        if all(str(path.parent) != directory for path in self._files.values()):
+            self._loaded = (digest, Path(directory))
 
     def find(self, digest: str, form: int, base_digest: str) -> memoryview:
-        """Bytes for another worker. Raises :class:`VersionNotFound`."""
+        """The bytes of a version for another worker. Raises :class:`VersionNotFound`."""
         try:
             if form == pb.WEIGHTS_FORM_PATCH:
                 return memoryview(self._patches[base_digest, digest])
-            path = self._held.get(digest)
-            if path is None and digest == self._read[0]:
-                path = self._read[1] / (ADAPTER_FILE if form == pb.WEIGHTS_FORM_ADAPTER else TENSOR_FILE)
+            path = self._files.get(digest)
+            if path is None and digest == self._loaded[0]:
+                path = self._loaded[1] / (ADAPTER_FILE if form == pb.WEIGHTS_FORM_ADAPTER else TENSOR_FILE)
             if path is not None and (path.name == ADAPTER_FILE) == (form == pb.WEIGHTS_FORM_ADAPTER):
                 return mapped(path)
         except (KeyError, OSError):
@@ -111,23 +116,23 @@ class WeightsCache:
 
     def close(self) -> None:
         """Remove everything."""
-        self._held.clear()
+        self._files.clear()
         if self._memory is not None:
             self._memory.close()
         shutil.rmtree(self._own, ignore_errors=True)
 
     def _room(self, size: int) -> Path:
-        """Where versions of so many bytes lie."""
+        """The folder for versions of ``size`` bytes."""
         if self._root is None:
             self._memory = self._make_memory(self._run)
             self._root = self._memory.folder if self._memory.fits(size) else self._own
             assert self._root is not None
-            shutil.rmtree(self._own, ignore_errors=True)  # of a process that died
+            shutil.rmtree(self._own, ignore_errors=True)  # left by a process that died
         self._root.mkdir(parents=True, exist_ok=True)
         return self._root
 
     def _unpack(self, root: Path, offer: pb.WeightsOffer, incoming: Path) -> Path:
-        """The file of the version that came; ``incoming`` is used up, also where it is no such thing."""
+        """The file of a received version. Removes ``incoming``, also if it is invalid."""
         name = ADAPTER_FILE if offer.form == pb.WEIGHTS_FORM_ADAPTER else TENSOR_FILE
         folder = root / f"v{offer.version:06d}-{offer.digest[7:23]}"
         staging = root / f".{folder.name}"
@@ -147,12 +152,12 @@ class WeightsCache:
         return folder / name
 
     def _apply(self, offer: pb.WeightsOffer, incoming: Path, path: Path) -> None:
-        """Make the file of a version from the one before it, of which nothing is changed."""
+        """Write the file of a version from a copy of its base."""
         data = incoming.read_bytes()
         head = patch.read_head(data)
         if (head.base_digest, head.digest) != (offer.base_digest, offer.digest):
-            raise patch.PatchCorrupt(f"the patch leads from {head.base_digest} to {head.digest}, another one was offered")
-        shutil.copyfile(self._held[offer.base_digest], path)
+            raise patch.PatchCorrupt(f"the patch is from {head.base_digest} to {head.digest}, which was not offered")
+        shutil.copyfile(self._files[offer.base_digest], path)
         with open(path, "r+b") as file:
             patch.apply(data, mmap.mmap(file.fileno(), 0))
         self._patches[offer.base_digest, offer.digest] = data
@@ -160,15 +165,15 @@ class WeightsCache:
             del self._patches[next(iter(self._patches))]
 
     def _prune(self, root: Path) -> None:
-        """Remove older versions, and the beginnings of transfers that nobody waits for any more."""
-        while len(self._held) > _KEPT:
-            shutil.rmtree(self._held.pop(next(iter(self._held))).parent, ignore_errors=True)
+        """Remove older versions and abandoned partial transfers."""
+        while len(self._files) > _KEPT:
+            shutil.rmtree(self._files.pop(next(iter(self._files))).parent, ignore_errors=True)
         for left in root.glob("incoming-*"):
             left.unlink(missing_ok=True)
 
 
 def described(offers: Sequence[pb.WeightsOffer]) -> str:
-    """What was brought, for people: ``patch, 4120 bytes``."""
+    """A summary for logs: ``patch, 4120 bytes``."""
     return "; ".join(f"{_form(offer)}, {offer.bytes} bytes" for offer in offers)
 
 
@@ -177,7 +182,7 @@ def _form(offer: pb.WeightsOffer) -> str:
 
 
 def mapped(path: Path) -> memoryview:
-    """The bytes of a file, good also after it was removed. Raises ``OSError``."""
+    """The mapped bytes of a file, valid also after its removal. Raises ``OSError``."""
     with open(path, "rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
@@ -186,4 +191,4 @@ def _check(path: Path) -> None:
     try:
         read_layout(mapped(path))
     except (ValueError, OSError) as error:
-        raise TransferCorrupt(f"what came is no file of tensors: {error}") from error
+        raise TransferCorrupt(f"the received bytes are not a safetensors file: {error}") from error

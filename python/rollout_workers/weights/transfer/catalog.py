@@ -1,4 +1,5 @@
-"""What the learner has published, for workers that can't open its folder: the newest versions whole, and patches between them."""
+"""What the learner has published, for workers that can't open its folder: the newest versions
+whole, and patches between them."""
 
 from __future__ import annotations
 
@@ -43,13 +44,15 @@ class _Link:
 
 
 class Catalog:
-    """Nothing is encoded before a worker asks for a patch; from then on each version's is made when it is published.
+    """Nothing is encoded before a worker asks for a patch; from then on each version's is made when
+    it is published.
 
     ``published`` belongs to the trainer's thread, the rest to any.
     """
 
     def __init__(self, stored: StoredWeights | None = None, threads: int | None = None) -> None:
-        """stored: where the storage service is to have them. threads: for encoding; absent: half of the cores."""
+        """stored: where the storage service is to have them. threads: for encoding; absent: half of
+        the cores."""
         self._stored = stored
         self._threads = threads or max(1, (os.cpu_count() or 1) // 2)
         self._lock = threading.Lock()
@@ -60,7 +63,8 @@ class Catalog:
         self._dense = -1  # the version up to which no patch is tried
 
     def published(self, version: int, digest: str, folder: Path) -> None:
-        """A version lies in ``folder``; what was published before with the same digest is another form of it, or the same."""
+        """A version lies in ``folder``; what was published before with the same digest is another
+        form of it, or the same."""
         form = pb.WEIGHTS_FORM_ADAPTER if (folder / ADAPTER_FILE).is_file() else pb.WEIGHTS_FORM_WHOLE
         data = mapped(folder / (ADAPTER_FILE if form == pb.WEIGHTS_FORM_ADAPTER else TENSOR_FILE))
         with self._lock:
@@ -78,29 +82,30 @@ class Catalog:
         if form == pb.WEIGHTS_FORM_PATCH:
             link = self._links.get(digest)
             if link is None or link.base != base_digest:
-                raise VersionNotFound(f"there is no patch from {base_digest} to {digest} here")
+                raise VersionNotFound(f"this worker has no patch from {base_digest} to {digest}")
             return memoryview(link.data)
-        held = self._version(digest)
-        if held.form != form:
-            raise VersionNotFound(f"{digest} is here in another form", fix="ask again how it is to be had")
-        return held.data
+        version = self._version(digest)
+        if version.form != form:
+            raise VersionNotFound(f"this worker has {digest} in another form", fix="request new offers")
+        return version.data
 
     def adapts(self, digest: str) -> bool:
         """Whether a version was published as adapters alone."""
-        held = self._versions.get(digest)
-        return held is not None and held.form == pb.WEIGHTS_FORM_ADAPTER
+        version = self._versions.get(digest)
+        return version is not None and version.form == pb.WEIGHTS_FORM_ADAPTER
 
     async def offers(self, digest: str, base_digest: str, *, whole: bool, store: bool) -> list[pb.WeightsOffer]:
-        """How a worker that holds ``base_digest`` (or nothing known: empty) gets a version. whole: in no other form.
+        """Offers of a version for a worker that has ``base_digest`` (empty: unknown). whole: no
+        patch and no adapter.
 
-        Raises ``VersionNotFound``, and what storing raises.
+        Raises ``VersionNotFound`` and the errors of storing.
         """
-        held = self._version(digest)
-        if whole and held.form == pb.WEIGHTS_FORM_ADAPTER:
-            raise VersionNotFound(f"{digest} is here as adapters alone", fix="the next version is published whole")
-        offers = [pb.WeightsOffer(version=held.version, digest=digest, form=held.form)]
-        if not whole and held.form == pb.WEIGHTS_FORM_WHOLE and base_digest and base_digest != digest:
-            offers = await asyncio.get_running_loop().run_in_executor(self._encoding, self._chain, base_digest, held) or offers
+        version = self._version(digest)
+        if whole and version.form == pb.WEIGHTS_FORM_ADAPTER:
+            raise VersionNotFound(f"{digest} was published as adapters only", fix="the next version is published whole")
+        offers = [pb.WeightsOffer(version=version.version, digest=digest, form=version.form)]
+        if not whole and version.form == pb.WEIGHTS_FORM_WHOLE and base_digest and base_digest != digest:
+            offers = await asyncio.get_running_loop().run_in_executor(self._encoding, self._chain, base_digest, version) or offers
         for offer in offers:
             data = await asyncio.to_thread(self.find, offer.digest, offer.form, offer.base_digest)
             offer.bytes = len(data)
@@ -110,19 +115,20 @@ class Catalog:
         return offers
 
     async def close(self, *, keep: bool = False) -> None:
-        """keep: what is in the storage service serves on, in the hands of another learner."""
+        """keep: leave the artifacts in the storage service for another learner."""
         self._encoding.shutdown(wait=False, cancel_futures=True)
         if self._stored is not None and not keep:
             await self._stored.close()
 
     def _version(self, digest: str) -> Published:
-        held = self._versions.get(digest)
-        if held is None:
-            raise VersionNotFound(f"{digest} is not published here any more", fix="ask for the newest version")
-        return held
+        version = self._versions.get(digest)
+        if version is None:
+            raise VersionNotFound(f"{digest} is no longer published", fix="ask for the newest version")
+        return version
 
     def _chain(self, base_digest: str, wanted: Published) -> list[pb.WeightsOffer]:
-        """Patches from one version to another, where they are small; in the encoding thread."""
+        """Patches from one version to another; empty if they are too large. Runs in the encoding
+        thread."""
         self._wanted = True
         with self._lock:
             base = self._versions.get(base_digest)
@@ -151,7 +157,7 @@ class Catalog:
         ]
 
     def _link(self, base: Published, wanted: Published) -> None:
-        """Make the patch from one version to the next, once."""
+        """Encode the patch from one version to the next, once."""
         known = self._links.get(wanted.digest)
         if (known is not None and known.base == base.digest) or wanted.version <= self._dense:
             return

@@ -1,4 +1,4 @@
-"""Why a version could not be brought here. The old one goes on working in every case."""
+"""Errors of weight transfer. The current version stays in use in each case."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from rollout.errors import RolloutError
 
 
 class VersionNotFound(RolloutError):
-    """A version, or a form of it, that this worker does not have."""
+    """The worker does not have the version, or not in this form."""
 
     reason: ClassVar[str] = "WEIGHTS_NOT_HELD"
 
 
 class BaseMissing(RolloutError):
-    """A patch upon a version that is not here."""
+    """The worker does not have the base of a patch."""
 
     reason: ClassVar[str] = "WEIGHTS_BASE_MISSING"
 
 
 class SourcesLost(RolloutError):
-    """Nobody who was to have the weights delivers them. What has come stays, and the next try goes on from there."""
+    """No source delivers the weights. Received bytes are kept, and the next attempt resumes."""
 
     reason: ClassVar[str] = "WEIGHTS_SOURCES_LOST"
 
 
 class TransferCorrupt(RolloutError):
-    """What came is no file of tensors. It was thrown away."""
+    """The received bytes are not a safetensors file. They were removed."""
 
     reason: ClassVar[str] = "WEIGHTS_TRANSFER_CORRUPT"

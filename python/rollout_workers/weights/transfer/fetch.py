@@ -1,4 +1,4 @@
-"""Brings the bytes of an offer to this host, from whoever has them."""
+"""Downloads the bytes of an offer from other workers or the storage service."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ class Broken(Exception):
 
 
 class Fetcher:
-    """Fetches for one run. Sources are asked in turn; each goes on where the one before it stopped."""
+    """Fetches for one run. Sources are tried in order; each resumes where the previous one
+    stopped."""
 
     def __init__(self, run: str, services: Services) -> None:
         self._run, self._services = run, services
 
     async def fetch(self, offer: pb.WeightsOffer, path: Path) -> None:
-        """Return when ``path`` has the offer's bytes. What it has of them already is not fetched again.
+        """Return when ``path`` has the offer's bytes. What it has of them already is not fetched
+        again.
 
-        Every piece is checked on its way; whether the bytes are the right ones the weights digest tells. Raises
-        :class:`SourcesLost`.
+        Every piece is checked on its way; whether the bytes are the right ones the weights digest
+        tells. Raises :class:`SourcesLost`.
         """
         sources: list[tuple[str, Callable[[int], Pieces]]] = [
             (peer, lambda offset, peer=peer: self._stream(peer, offer, offset)) for peer in offer.peers
@@ -59,8 +61,8 @@ class Fetcher:
             while (at := file.tell()) < offer.bytes:
                 if failures >= _ROUNDS * len(sources):
                     raise SourcesLost(
-                        f"weights version {offer.version}: {at} of {offer.bytes} bytes came, then nobody sent more ({last})",
-                        fix="it is tried again; see whether the learner and the workers reach each other",
+                        f"weights {offer.version}: received {at} of {offer.bytes} bytes, then no source sent more ({last})",
+                        fix="the transfer is retried; check the network between the learner and the workers",
                     )
                 name, pieces = sources[turn % len(sources)]
                 try:

@@ -1,4 +1,4 @@
-"""What of a safetensors file matters to those who send it: where its tensors begin, and how wide their elements are."""
+"""The layout of a safetensors file: where its tensors begin, and how wide their elements are."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ _ITEM_BYTES = {
 
 
 def read_layout(file: Any) -> tuple[bytes, list[Span]]:
-    """What stands before the tensors, and the tensors as spans in the order of their bytes. file: a buffer of bytes.
+    """The bytes before the tensors, and the tensors as spans in the order of their bytes. file: a
+    buffer of bytes.
 
-    Raises ``ValueError`` for what is no safetensors file or is cut short.
+    Raises ``ValueError`` if it is not a complete safetensors file.
     """
     view = memoryview(file).cast("B")
     size = struct.unpack_from("<Q", view)[0] if len(view) >= 8 else 0
     if not 2 <= size <= len(view) - 8:
-        raise ValueError(f"no safetensors file: {len(view)} bytes, of which the header should take {size}")
+        raise ValueError(f"not a safetensors file: {len(view)} bytes with a header of {size}")
     head = bytes(view[: 8 + size])
     try:
         entries = [entry for name, entry in json.loads(head[8:]).items() if name != "__metadata__"]
         places = sorted((*map(int, entry["data_offsets"]), _ITEM_BYTES[entry["dtype"]]) for entry in entries)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the header is no safetensors header: {error!r}") from error
+        raise ValueError(f"the header is not a safetensors header: {error!r}") from error
     spans: list[Span] = []
     at = 0
     for start, stop, width in places:
         if start != at or stop < start or (stop - start) % width:
-            raise ValueError(f"a tensor lies from {start} to {stop}, where one should begin at {at}")
+            raise ValueError(f"a tensor is at {start} to {stop}, but the next should begin at {at}")
         count = (stop - start) // width
         if spans and spans[-1].width == width:
             spans[-1] = Span(spans[-1].start, width, spans[-1].count + count)
@@ -54,5 +55,5 @@ def read_layout(file: Any) -> tuple[bytes, list[Span]]:
             spans.append(Span(len(head) + start, width, count))
         at = stop
     if len(head) + at != len(view):
-        raise ValueError(f"{len(view)} bytes; the header tells of {len(head) + at}")
+        raise ValueError(f"{len(view)} bytes, but the header describes {len(head) + at}")
     return head, spans

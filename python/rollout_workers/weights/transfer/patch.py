@@ -1,16 +1,18 @@
 """Patches: the values of one version of the weights that differ from another's, with their places.
 
-Between two steps few values of a model in bf16 change: one in a hundred is usual. A patch holds the distance from one changed
-element to the next, and the new values; applying it writes them over the old ones. Format, little-endian:
+Between two steps few values of a model in bf16 change: one in a hundred is usual. A patch holds the
+distance from one changed element to the next, and the new values, which are written over the old
+ones. Format, little-endian:
 
     "RWPATCH1" | u32 length | header (JSON, padded to 8 bytes) | segment ... | u32 CRC-32C of all before
     segment = u32 marks | u32 values | u32 bytes a mark | u32 0 | mark ... | value ...     (marks and values padded to 8 bytes)
 
-The header names both versions and digests, the bytes of the file, and the CRC-32C of what stands before the tensors: base and
-result are safetensors files with the same names, types and shapes. A segment covers 2^18 elements of equal width, in the order of
-the file. A mark is the distance to the next changed element (to the first one, from the segment's beginning); its highest value
-means so many elements further and no value there. Elements are compared by their bytes. Segments are made, read and applied by
-compiled code (``kernel``) or by numpy (``plain``), with the same bytes.
+The header has both versions and digests, the size of the file, and the CRC-32C of the bytes before
+the tensors: base and result are safetensors files with the same names, types, and shapes. A segment
+covers 2^18 elements of equal width, in the order of the file. A mark is the distance to the next
+changed element (to the first one, from the segment's beginning); its highest value moves that many
+elements forward without a value. Elements are compared by their bytes. ``kernels.segments``
+encodes, validates, and applies segments in C or numpy, with the same bytes.
 """
 
 from __future__ import annotations
@@ -36,16 +38,18 @@ _PIECE = 16 * SEGMENT  # elements that one thread takes at a time
 
 
 class PatchCorrupt(RolloutError):
-    """Bytes that are no whole patch, or one for another file."""
+    """The bytes are not a complete patch, or a patch for another file."""
 
     reason: ClassVar[str] = "WEIGHTS_PATCH_CORRUPT"
 
 
 @dataclass(frozen=True, slots=True)
 class PatchHead:
-    """What a patch says of itself. base_version, base_digest: what it is applied to; version, digest: what comes out.
+    """The header of a patch. base_version, base_digest: of the base; version, digest: of the
+    result.
 
-    file_bytes: of either file. layout: CRC-32C of what stands before the tensors. changed: values in it.
+    file_bytes: of either file. layout: CRC-32C of what stands before the tensors. changed: values
+    in it.
     """
 
     base_version: int
@@ -68,8 +72,9 @@ class Ends:
 
 
 def encode(base: Any, wanted: Any, ends: Ends, *, most_bytes: int, threads: int = 1) -> bytes | None:
-    """The patch that makes file ``wanted`` of file ``base`` (buffers); None where it takes more than ``most_bytes``, or where the
-    two hold other tensors. Raises ``ValueError`` for what is no safetensors file."""
+    """The patch that makes file ``wanted`` of file ``base`` (buffers); None if it is larger than
+    ``most_bytes``, or if the tensors of the files differ. Raises ``ValueError`` for a file that is
+    not safetensors."""
     head, spans = read_layout(base)
     other, _ = read_layout(wanted)
     if head != other:
@@ -97,15 +102,17 @@ def encode(base: Any, wanted: Any, ends: Ends, *, most_bytes: int, threads: int 
 
 
 def read_head(patch: Any) -> PatchHead:
-    """What a patch says of itself, after a look at all its bytes. Raises :class:`PatchCorrupt`."""
+    """The header of a patch, after validating its checksum. Raises :class:`PatchCorrupt`."""
     return _open(patch)[0]
 
 
 def apply(patch: Any, file: Any, *, threads: int = 1) -> PatchHead:
-    """Write a patch's values over those of ``file`` (a writable buffer that holds the base's bytes).
+    """Write a patch's values over those of ``file`` (a writable buffer that holds the base's
+    bytes).
 
-    The caller compares the weights digest of what came out, and lets nobody change ``patch`` meanwhile. Raises
-    :class:`PatchCorrupt` for bytes that are no whole patch, or one for a file of another layout, and has then written nothing.
+    The caller must compare the weights digest of the result, and not change ``patch`` during the
+    call. Raises :class:`PatchCorrupt`, without having written anything, if the patch is incomplete
+    or for a file of another layout.
     """
     head, view = _open(patch)
     try:
@@ -118,7 +125,7 @@ def apply(patch: Any, file: Any, *, threads: int = 1) -> PatchHead:
     segments = segment_codec()
     work: list[tuple[NDArray[np.uint64], Span]] = []
     at = 0
-    for span in spans:  # all of it is looked at before anything is written
+    for span in spans:  # validate everything before writing
         places, at = segments.check(body, at, span)
         if at < 0:
             raise PatchCorrupt(
@@ -127,7 +134,7 @@ def apply(patch: Any, file: Any, *, threads: int = 1) -> PatchHead:
         each = _PIECE // SEGMENT
         work += [(places[each * n : each * (n + 1)], piece) for n, piece in enumerate(_pieces([span]))]
     if at != len(body):
-        raise PatchCorrupt(f"the patch goes on for {len(body) - at} bytes after its last segment")
+        raise PatchCorrupt(f"the patch has {len(body) - at} bytes after its last segment")
     with ThreadPoolExecutor(threads) as pool:
         for _ in (pool.map if threads > 1 else map)(lambda part: segments.write(target, body, *part), work):
             pass
@@ -135,7 +142,7 @@ def apply(patch: Any, file: Any, *, threads: int = 1) -> PatchHead:
 
 
 def _pieces(spans: Iterable[Span]) -> Iterator[Span]:
-    """What a thread takes at a time: whole segments of one span."""
+    """Units of work for a thread: whole segments of one span."""
     for span in spans:
         for first in range(0, span.count, _PIECE):
             yield Span(span.start + first * span.width, span.width, min(_PIECE, span.count - first))
@@ -146,13 +153,13 @@ def _open(patch: Any) -> tuple[PatchHead, memoryview]:
     view = memoryview(patch).cast("B")
     least = len(MAGIC) + 4
     if len(view) < least + 4 or bytes(view[: len(MAGIC)]) != MAGIC:
-        raise PatchCorrupt(f"{len(view)} bytes that don't begin as a patch does")
-    (told,) = struct.unpack("<I", view[-4:])
-    if crc32c.crc32c(view[:-4]) != told:
-        raise PatchCorrupt("the patch has another checksum than it was written with: it was cut or changed on its way")
+        raise PatchCorrupt(f"{len(view)} bytes that do not begin like a patch")
+    (recorded,) = struct.unpack("<I", view[-4:])
+    if crc32c.crc32c(view[:-4]) != recorded:
+        raise PatchCorrupt("the checksum of the patch does not match: it was truncated or changed")
     (size,) = struct.unpack_from("<I", view, len(MAGIC))
     try:
         head = PatchHead(**json.loads(bytes(view[least : least + size])))
     except (ValueError, TypeError) as error:
-        raise PatchCorrupt(f"the patch's header can't be read: {error!r}") from error
+        raise PatchCorrupt(f"the patch's header cannot be read: {error!r}") from error
     return head, view[least + size : -4]

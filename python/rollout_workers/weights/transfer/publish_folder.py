@@ -1,15 +1,15 @@
-"""Whose place a folder of published versions is, and how something is put into it.
+"""The folder of published versions, which only its current owner can change.
 
-A learner may stand still anywhere and wake up when another one has long taken its place. To look whose a folder is and to rename
-something into it are two steps, so two rules together keep its hands off what its successor published:
+A learner process may pause at any point and resume after another one has replaced it. Checking the
+owner and renaming are two steps, so two rules prevent an old owner from changing what its successor
+published:
 
-1. Whoever publishes first lays what it made beside the place, under a name that ends in ``.tmp``, then looks whether the place is
-   still its own, then renames.
-2. Whoever takes the place says so first, and then removes every such thing that lies there.
+1. To publish: write to a staging name that ends in ``.tmp``, then check the owner, then rename.
+2. To take over: record the claim first, then remove every staging folder.
 
-What was laid out before 2 is gone when it is to be renamed; what is laid out after 2 is followed by a look, which finds the
-successor. To remove a version is to put an empty folder in its place, by the same rules, and to remove that: only an empty folder
-can be removed so, and no version is one.
+A staging folder from before step 2 is gone when it is renamed; one from after step 2 is followed by
+a check, which finds the successor. To remove a version, an empty folder replaces it by the same
+rules and is then removed with ``rmdir``, which cannot remove a version.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ _EXCHANGE = 2  # RENAME_EXCHANGE
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
 
-Claim = tuple[int, int]  # incarnation of the run, how many claimed in it; the highest is in force
+Claim = tuple[int, int]  # incarnation of the run, number of the claim in it; the highest is the owner
 
 
 class Superseded(RolloutError):
-    """Another process has taken the place of this one, and publishes there."""
+    """Another process has replaced this one and owns the folder."""
 
     reason: ClassVar[str] = "LEARNER_SUPERSEDED"
 
 
 class PublishFolder:
-    """A folder into which the process that claimed it last publishes. A claim is a file, ``.owner-<incarnation>-<count>``."""
+    """A folder that belongs to the process that claimed it last. A claim is a file,
+    ``.owner-<incarnation>-<count>``."""
 
     def __init__(self, root: Path, incarnation: int) -> None:
-        """Claim ``root``, which need not be there. Raises :class:`Superseded` where a later incarnation did, ``OSError``."""
+        """Claim ``root``, which is created if missing. Raises :class:`Superseded` if a later
+        incarnation owns it, ``OSError``."""
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
         self._claim = self._take(incarnation)
@@ -55,14 +57,14 @@ class PublishFolder:
             try:
                 path.rename(gone)
             except FileNotFoundError:
-                continue  # renamed by its owner a moment before
+                continue  # its owner has just renamed it
             remove(gone)
         for path, claim in self._claims():
             if claim < self._claim:
                 path.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raise :class:`Superseded` unless the place is still this process's."""
+        """Raise :class:`Superseded` unless this process owns the folder."""
         newest = max((claim for _, claim in self._claims()), default=self._claim)
         if newest > self._claim:
             theirs, ours = (f"{incarnation}.{count}" for incarnation, count in (newest, self._claim))
@@ -70,7 +72,7 @@ class PublishFolder:
 
     @property
     def mine(self) -> bool:
-        """Whether the place is still this process's."""
+        """Whether this process owns the folder."""
         try:
             self.check()
         except Superseded:
@@ -78,12 +80,14 @@ class PublishFolder:
         return True
 
     def staging(self, name: str) -> Path:
-        """Where what is to be called ``name`` is laid out; nothing is there yet."""
+        """A new staging path for ``name``."""
         return self.root / f".{name}.{uuid.uuid4().hex}.tmp"
 
     def put(self, staging: Path, name: str) -> None:
-        """Rename what is laid out at ``staging``, a folder or a link, to ``name`` and remove what had that name. Raises
-        :class:`Superseded`; then nothing has changed but that ``staging`` is gone."""
+        """Rename ``staging``, a folder or a link, to ``name``, replacing what had that name.
+
+        Raises :class:`Superseded` after removing ``staging``; nothing else has changed then.
+        """
         try:
             self.check()
             replace(staging, self.root / name)
@@ -95,8 +99,8 @@ class PublishFolder:
             raise
 
     def discard(self, name: str) -> None:
-        """Remove what is called ``name``, and what it leads to where it is a link; nothing happens where there is none. Raises
-        :class:`Superseded`; then nothing has changed."""
+        """Remove ``name`` and the target of a link, if it exists. Raises :class:`Superseded`
+        without changing anything."""
         aside = self.staging(name)
         aside.mkdir()
         try:
@@ -112,7 +116,7 @@ class PublishFolder:
         if aside.is_symlink():
             shutil.rmtree(aside.resolve(), ignore_errors=True)
         remove(aside)
-        with contextlib.suppress(OSError):  # a successor has published there meanwhile
+        with contextlib.suppress(OSError):  # a successor has published under this name
             (self.root / name).rmdir()
 
     def _take(self, incarnation: int) -> Claim:
@@ -124,7 +128,7 @@ class PublishFolder:
             try:
                 os.close(os.open(self.root / f".owner-{claim[0]}-{claim[1]}", os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             except FileExistsError:
-                continue  # another process starts at this moment
+                continue  # another process claimed it at the same time
             return claim
 
     def _claims(self) -> list[tuple[Path, Claim]]:
@@ -137,8 +141,11 @@ class PublishFolder:
 
 
 def replace(staging: Path, target: Path) -> None:
-    """Rename a folder or a link over another of either kind, and remove that. Where the file system can exchange names, one of
-    the two is there at every moment. Raises ``FileNotFoundError`` where ``staging`` is not there; then ``target`` stays."""
+    """Rename a folder or a link over another, and remove the latter.
+
+    If the file system can exchange names, ``target`` exists at every moment. Raises
+    ``FileNotFoundError`` if ``staging`` is missing; ``target`` stays then.
+    """
     while True:
         try:
             _swap(staging, target)
@@ -147,15 +154,15 @@ def replace(staging: Path, target: Path) -> None:
                 staging.rename(target)
             except OSError as error:
                 if error.errno in _TAKEN and os.path.lexists(staging):
-                    continue  # it was made in between
+                    continue  # created since the exchange failed
                 raise
             return
-        remove(staging)  # what was there before
+        remove(staging)  # the previous target
         return
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all in it, or a link alone."""
+    """Remove a folder recursively, or a link without its target."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -163,8 +170,8 @@ def remove(path: Path) -> None:
 
 
 def _swap(staging: Path, target: Path) -> None:
-    """Exchange the names of two folders or links. Raises ``FileNotFoundError`` where one of them is not there; then nothing has
-    changed."""
+    """Exchange the names of two folders or links. Raises ``FileNotFoundError``, without changes, if
+    one is missing."""
     try:
         _exchange(staging, target)
     except OSError as error:
@@ -187,7 +194,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def _step_aside(staging: Path, target: Path) -> None:
-    """Where names can't be exchanged, as on NFS: what is there steps aside first, and back where nothing follows."""
+    """Replace ``target`` without an exchange, as on NFS: move it aside first, and back if
+    ``staging`` is missing."""
     old = target.parent / f".{target.name}.{uuid.uuid4().hex}.old"
     target.rename(old)
     try:
@@ -196,5 +204,5 @@ def _step_aside(staging: Path, target: Path) -> None:
         if not os.path.lexists(target):
             old.rename(target)
         raise
-    with contextlib.suppress(FileNotFoundError):  # a successor has removed it
+    with contextlib.suppress(FileNotFoundError):  # a successor removed it
         old.rename(staging)

@@ -1,4 +1,5 @@
-"""WeightsService: streams what this worker has of the weights to those who can't open its folders."""
+"""WeightsService: streams what this worker has of the weights to those who can't open its
+folders."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ CHUNK = 1 << 20
 
 
 class Holder(Protocol):
-    """Who has weights: the learner those that it published, an inference worker those that it was sent."""
+    """Who has weights: the learner those that it published, an inference worker those that it was
+    sent."""
 
     def find(self, digest: str, form: int, base_digest: str) -> memoryview:
-        """The bytes of a form of a version; they stay good while they are held. Raises ``VersionNotFound``."""
+        """The bytes of a form of a version; they stay good while they are held. Raises
+        ``VersionNotFound``."""
         ...
 
 
@@ -41,8 +44,8 @@ class WeightsServer(WeightsServiceServicer):
             )
         data = await asyncio.to_thread(self._holder.find, request.digest, request.form, request.base_digest)
         if request.offset > len(data):
-            told = f"{request.offset} is beyond the {len(data)} bytes that there are"
-            raise InvalidRequest(told, violations=[("offset", told)])
+            problem = f"{request.offset} is beyond the {len(data)} bytes of the version"
+            raise InvalidRequest(problem, violations=[("offset", problem)])
         for start in range(request.offset, len(data), CHUNK):
             yield await asyncio.to_thread(_chunk, data, start)
 

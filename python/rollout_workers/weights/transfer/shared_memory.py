@@ -1,7 +1,7 @@
-"""Where weights are put for the workers of this host: shared memory where there is enough of it, else the run's folder.
+"""A folder in shared memory for the weights of a run.
 
-A step's weights live for two steps, and nobody misses them after a power cut: a snapshot brings them back. Written to a disk,
-3 MB took 8 ms of a step here, in shared memory 1 ms.
+The weights of a step live for two steps and need not be durable, because snapshots are. Writing 3
+MB took 8 ms of a step on disk, and 1 ms in shared memory.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-_VERSIONS = 4  # as many must fit: two that stay, one being written, one to spare
+_VERSIONS = 4  # must fit: two published, one being written, one spare
 
 
 class SharedMemory:
-    """A folder in memory that belongs to one run and one process. It is there until ``close``. Where the process dies, its
-    weights serve until the run has newer ones; what is left is removed by the run's next ``close`` or another run's start."""
+    """A folder in memory that belongs to one run and one process, until ``close``.
+
+    If the process dies, its weights stay until the run has newer ones. The run's next ``close`` or
+    another run's start removes them.
+    """
 
     def __init__(self, run: str, memory: Path = SHARED_MEMORY) -> None:
-        """Claim ``<memory>/rollout-<user>/<run>-*``; without such memory ``folder`` is None."""
+        """Create ``<memory>/rollout-<user>/<run>-*``; ``folder`` is None if that is not
+        possible."""
         self.folder: Path | None = None
         self._lock = -1
         root = memory / f"rollout-{os.getuid()}"
@@ -41,11 +45,11 @@ class SharedMemory:
             return
 
     def fits(self, size: int) -> bool:
-        """Whether there is room for weights of ``size`` bytes, again and again."""
+        """Whether there is room for all versions of ``size`` bytes each."""
         return self.folder is not None and shutil.disk_usage(self.folder).free >= _VERSIONS * size
 
     def close(self) -> None:
-        """Remove the folder. What must stay was moved out before."""
+        """Remove the folder."""
         if self.folder is not None:
             root = self.folder.parent
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -54,7 +58,7 @@ class SharedMemory:
                 _sweep(root)
 
     def leave(self) -> None:
-        """Let go of the folder, as a process does that dies: what it holds serves on, until it is swept."""
+        """Release the folder without removing it, so that its weights can still be read."""
         if self.folder is not None:
             self._release()
 
@@ -65,7 +69,8 @@ class SharedMemory:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """One process at a time makes or removes folders: else one that was just made, and is not locked yet, would be swept."""
+    """Hold the lock for creating and removing folders, so that a new folder that is not locked yet
+    is not removed."""
     lock = os.open(root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -75,14 +80,15 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def _sweep(root: Path, keep: str = "") -> None:
-    """Remove the folders of processes that are no more (nobody holds their lock), but none of the run ``keep``."""
+    """Remove the folders of dead processes, which hold no lock, except those of the run
+    ``keep``."""
     for folder in root.glob("*-*"):
         if keep and folder.name.startswith(f"{keep}-"):
             continue
         try:
             lock = os.open(folder / ".lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # none of ours
+            continue  # not one of these folders
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
