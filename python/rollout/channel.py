@@ -1,4 +1,4 @@
-"""What every gRPC channel and server of ours is made with."""
+"""Options of every gRPC channel and server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading JSON Lines datasets: one JSON object a line, rows counted from 0 as the plan counts them."""
+"""Reads JSON Lines datasets: one JSON object per line. Rows count from 0, as in the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors with machine-readable reasons, the same words in Go and Python."""
+"""Errors with machine-readable reasons, the same in Go and Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the user's files something is wrong: ``reward.py:12:5``."""
+    """A place in the user's files: ``reward.py:12:5``."""
 
     file: str  # absolute where the error was found by running the file
     line: int = 0  # from 1; 0: the file as a whole
@@ -21,7 +21,7 @@ class Place:
 
 
 class RolloutError(Exception):
-    """Base of every error that carries a reason. ``str`` gives place, message and fix in one line."""
+    """Base of every error with a reason. ``str`` is place, message, and fix in one line."""
 
     reason: ClassVar[str] = "INTERNAL"
 

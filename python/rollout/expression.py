@@ -1,4 +1,4 @@
-"""Rewards as expressions in CEL (https://cel.dev), which read a sample and nothing else.
+"""Rewards as CEL expressions (https://cel.dev) over a sample.
 
     >>> Expression("completion == row.answer ? 1.0 : 0.0")([Sample("1+1=", "2", {"answer": "2"})])
     [1.0]
@@ -28,7 +28,7 @@ TYPES = ("bool", "bytes", "double", "int", "list", "map", "null_type", "string",
 
 
 class ExpressionError(RewardError):
-    """The expression can't be compiled, or names what there is not. ``place`` has line and column in the expression."""
+    """The expression can't be compiled, or has an unknown name. ``place`` is the line and column in the expression."""
 
     reason: ClassVar[str] = "REWARD_EXPRESSION"
 
@@ -48,7 +48,7 @@ class FieldUse:
 
 
 class Expression:
-    """A compiled expression: samples in, one number each out; what ``call_reward`` takes."""
+    """A compiled expression: a function from samples to numbers, for ``call_reward``."""
 
     def __init__(self, text: str) -> None:
         """Compile. Raises :class:`ExpressionError`."""
@@ -73,7 +73,7 @@ class Expression:
 
     @cached_property
     def fields(self) -> list[FieldUse]:
-        """Fields of the row that are read, in the order of the text."""
+        """Fields of the row that the expression reads, in order."""
         guarded = set(self._asked())
         uses = [FieldUse(t.value, t.line, t.column, t.value in guarded) for t in self._read()]
         return sorted({use.name: use for use in reversed(uses)}.values(), key=lambda use: (use.line, use.column))
@@ -114,10 +114,10 @@ class Expression:
                 "the expression mixes an integer with another number", fix="write `double(...)` around the integer"
             )
         if key := re.search(r"no such (?:member|key)[^\w]*(?:in mapping: )?'?\"?(\w+)", cause):
-            return ExpressionFailed(f"the row has no `{key[1]}`", fix=f"ask first: `has(row.{key[1]}) ? ... : 0.0`")
+            return ExpressionFailed(f"the row has no `{key[1]}`", fix=f"check the field first: `has(row.{key[1]}) ? ... : 0.0`")
         if "return error for overflow" in cause:  # what CEL says of a text that is no number too
             return ExpressionFailed(
-                "a text in the expression is no number", fix="write `number(text, 0.0)`, with what counts instead"
+                "a text in the expression is not a number", fix="write `number(text, 0.0)`, with the value to use instead"
             )
         return ExpressionFailed(f"the expression has no value: {' '.join(cause.split())[:200]}", fix=_FIX)
 
@@ -142,7 +142,7 @@ class Expression:
         )
 
     def _read(self) -> Iterator[Any]:
-        """Tokens that name fields: of ``row.x`` and ``row["x"]``."""
+        """Tokens of fields: of ``row.x`` and ``row["x"]``."""
         for tree in self._tree.find_data("member_dot"):
             if _is_row(tree.children[0]):
                 yield tree.children[1]
@@ -182,7 +182,7 @@ def _literal(tree: Any) -> Any:
 
 
 def _unbound(tree: Any, bound: frozenset[str]) -> Iterator[Any]:
-    """Tokens of names that no macro has bound."""
+    """Tokens of names that no macro binds."""
     if not hasattr(tree, "children"):
         return
     if tree.data == "ident" and tree.children[0].value not in bound:

@@ -1,4 +1,4 @@
-"""What reward expressions can call beside CEL's own functions."""
+"""Functions of reward expressions in addition to those of CEL."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _index_of(text: str, part: str) -> int:
 
 
 def _number(text: str, otherwise: Any) -> Any:
-    """The text as a number, ``otherwise`` where it is none."""
+    """The text as a number; ``otherwise`` if it is not a number."""
     match = _NUMBER.fullmatch(text.strip())
     return float(match[0].replace(",", "")) if match else otherwise
 
 
 def _last_number(text: str, otherwise: Any) -> Any:
-    """The last number in the text, ``otherwise`` where there is none."""
+    """The last number in the text; ``otherwise`` without one."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else otherwise
 
@@ -73,7 +73,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def celled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a result of CEL's own types."""
+    """The function with a result of a CEL type."""
     from celpy import celtypes
 
     types: Any = celtypes

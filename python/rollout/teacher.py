@@ -1,4 +1,4 @@
-"""Asking an OpenAI-compatible endpoint how likely tokens are: the teacher of on-policy distillation. Imports no torch.
+"""Client of an OpenAI-compatible endpoint for logprobs: the teacher of on-policy distillation. Imports no torch.
 
     teacher = TeacherEndpoint("http://127.0.0.1:8000/v1", "teacher", protocol="prompt_logprobs")
     teacher.logprobs([5, 9, 3, 7], prompt_tokens=2)      # of tokens 3 and 7
@@ -30,58 +30,58 @@ __all__ = [
 ]
 
 Pieces = Callable[[int], Sequence[str]]
-"""The texts that a token of ours may be called by."""
+"""The possible texts of a token of the model."""
 Protocol = Literal["echo", "prompt_logprobs"]
 _EXCERPT = 300
 
 
 class TeacherError(RolloutError):
-    """Base of everything that can go wrong with a teacher. ``again``: whether the same call may work later."""
+    """Base of the errors of a teacher. ``again``: whether a retry may succeed."""
 
     again = False
 
 
 class TeacherUnreachable(TeacherError):
-    """Nobody answers there, or the server has a failure of its own."""
+    """The server is unreachable, or has an internal error."""
 
     reason = "TEACHER_UNREACHABLE"
     again = True
 
 
 class TeacherTimeout(TeacherError):
-    """It did not answer within the time limit."""
+    """The call timed out."""
 
     reason = "TEACHER_TIMEOUT"
     again = True
 
 
 class TeacherRefused(TeacherError):
-    """It refused the request: a wrong key or model's name, or something that it can't do."""
+    """The server refused the request: a wrong key or model, or an unsupported request."""
 
     reason = "TEACHER_REFUSED"
 
 
 class TeacherBadAnswer(TeacherError):
-    """The answer lacks the log-probabilities."""
+    """The answer lacks the logprobs."""
 
     reason = "TEACHER_BAD_ANSWER"
 
 
 class TeacherTokensDiffer(TeacherError):
-    """The answer is of other tokens than were sent."""
+    """The answer has other tokens than the request."""
 
     reason = "TEACHER_TOKENS_DIFFER"
 
 
 class TeacherEndpoint:
-    """A client. Calls block, and may be made from several threads at a time."""
+    """A client. Calls block. It is safe for concurrent use."""
 
     def __init__(
         self, base_url: str, model: str, *, api_key: str = "", protocol: str = "echo", timeout_seconds: float = 60.0,
         pieces: Pieces | None = None,
     ) -> None:  # fmt: skip
-        """base_url: where its API begins. api_key: the key itself. pieces: to compare tokens by their texts, where ids don't come
-        back."""
+        """base_url: of the API. api_key: the key itself. pieces: texts of a token, to compare tokens if the answer has no
+        ids."""
         self._url = base_url.rstrip("/") + "/completions"
         self._model, self._key, self._protocol = model, api_key, protocol
         self._timeout, self._pieces = timeout_seconds, pieces
@@ -89,12 +89,12 @@ class TeacherEndpoint:
         self._sessions: list[requests.Session] = []  # of all threads
 
     def close(self) -> None:
-        """Close the connections that no call uses; those in use go with their calls. Idempotent."""
+        """Close idle connections; a connection in use closes after its call. Idempotent."""
         for session in self._sessions:
             session.close()
 
     def logprobs(self, token_ids: Sequence[int], prompt_tokens: int) -> list[float]:
-        """The teacher's log-probability of each token from ``prompt_tokens`` (at least 1) on, given those before it, at
+        """The teacher's logprob of each token from ``prompt_tokens`` (at least 1) on, given the tokens before it, at
         temperature 1. Raises :class:`TeacherError`."""
         if not 1 <= prompt_tokens <= len(token_ids):
             raise ValueError(f"prompt_tokens must be from 1 to {len(token_ids)}, it is {prompt_tokens}")
@@ -112,11 +112,11 @@ class TeacherEndpoint:
         found = given[prompt_tokens:]
         for place, value in enumerate(found, prompt_tokens):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value > 1e-3:
-                raise TeacherBadAnswer(f"the log-probability of token {place} is {value!r}")
+                raise TeacherBadAnswer(f"the logprob of token {place} is {value!r}")
         return [float(cast(float, value)) for value in found]
 
     def _by_id(self, choice: dict[str, Any], ids: Sequence[int]) -> list[object]:
-        """vLLM: for each token of the prompt a mapping from ids to what is known of them, among them the prompt's own."""
+        """vLLM: for each token of the prompt a mapping from ids to logprobs, which includes the token itself."""
         entries: list[dict[str, dict[str, Any]] | None] = choice["prompt_logprobs"]
         self._check_count(len(entries), ids, more=0)
         for place, (entry, token) in enumerate(zip(entries, ids, strict=True)):
@@ -125,12 +125,12 @@ class TeacherEndpoint:
         return [None if entry is None else entry[str(token)]["logprob"] for entry, token in zip(entries, ids, strict=True)]
 
     def _by_text(self, choice: dict[str, Any], ids: Sequence[int]) -> list[object]:
-        """OpenAI: tokens by their texts, and after those of the prompt the one that was sampled."""
+        """OpenAI: tokens as texts: those of the prompt, then the sampled one."""
         texts: list[str] = choice["logprobs"]["tokens"]
         values: list[object] = choice["logprobs"]["token_logprobs"]
         self._check_count(len(texts), ids, more=1)
         if len(values) != len(texts):
-            raise TeacherBadAnswer(f"the answer has {len(texts)} tokens and {len(values)} log-probabilities")
+            raise TeacherBadAnswer(f"the answer has {len(texts)} tokens and {len(values)} logprobs")
         for place, (text, token) in enumerate(zip(texts, ids, strict=False)):
             if not self._same(text, token):
                 raise self._differ(place, token, repr(text))
@@ -140,7 +140,7 @@ class TeacherEndpoint:
         if not len(ids) <= count <= len(ids) + more:
             raise TeacherTokensDiffer(
                 f"{len(ids)} tokens were sent and the answer of {self._url} has {count}",
-                fix="the server must take tokens as they are: without a begin token put before them",
+                fix="configure the server to add no begin token to the prompt",
             )
 
     def _same(self, text: str, token: int) -> bool:
@@ -154,7 +154,7 @@ class TeacherEndpoint:
     def _differ(self, place: int, token: int, theirs: str) -> TeacherTokensDiffer:
         ours = f" ({', '.join(sorted({repr(name) for name in self._pieces(token)}))})" if self._pieces else ""
         return TeacherTokensDiffer(
-            f"token {place} was sent as {token}{ours} and came back as {theirs}", fix="take a teacher with the same tokenizer"
+            f"token {place} was sent as {token}{ours} and returned as {theirs}", fix="use a teacher with the same tokenizer"
         )
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -166,17 +166,17 @@ class TeacherEndpoint:
         except requests.Timeout as error:
             raise self._late() from error
         except requests.JSONDecodeError as error:
-            raise TeacherBadAnswer(f"the answer of {self._url} is no JSON: {error}", fix="correct `base_url`") from error
+            raise TeacherBadAnswer(f"the answer of {self._url} is not JSON: {error}", fix="correct `base_url`") from error
         except requests.RequestException as error:
             raise TeacherUnreachable(
                 f"can't reach the teacher at {self._url}: {error}", fix="start its server, or correct `base_url`"
             ) from error
         if not isinstance(answer, dict):
-            raise TeacherBadAnswer(f"the answer of {self._url} is no JSON object", fix="correct `base_url`")
+            raise TeacherBadAnswer(f"the answer of {self._url} is not a JSON object", fix="correct `base_url`")
         return cast(dict[str, Any], answer)
 
     def _session(self) -> requests.Session:
-        """This thread's: its connection stays open from one call to the next."""
+        """The session of this thread; its connection stays open between calls."""
         held = getattr(self._local, "session", None)
         if held is None:
             held = self._local.session = requests.Session()
@@ -195,12 +195,12 @@ class TeacherEndpoint:
         told = " ".join(response.text.split())[:_EXCERPT]
         message = f"the teacher at {self._url} answers {response.status_code}: {told}"
         if response.status_code in (408, 429) or response.status_code >= 500:
-            return TeacherUnreachable(message, fix="see its log; lower `concurrency` where it is too busy")
+            return TeacherUnreachable(message, fix="see its log; lower `concurrency` if it is overloaded")
         if response.status_code in (401, 403):
-            return TeacherRefused(message, fix="name its key with `api_key`")
+            return TeacherRefused(message, fix="set `api_key` to a reference to its key")
         return TeacherRefused(message, fix="correct `base_url`, `model` or `protocol`")
 
 
 def _plain(text: str) -> str:
-    """A piece without the marks of blanks, which servers write in several ways."""
+    """A piece without marks of white space, which differ between servers."""
     return text.replace("▁", " ").replace("Ġ", " ").replace("Ċ", "\n").strip()

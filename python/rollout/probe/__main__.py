@@ -1,11 +1,11 @@
-"""The planner's dry calls, in a process of their own: ``python -m rollout.probe``, JSON in, JSON out.
+"""The planner's dry calls in a separate process: ``python -m rollout.probe``, JSON in, JSON out.
 
-The planner can't import a user's reward or a tokenizer itself, and whatever such code does must not hurt it. So this
-process reads one request from stdin, writes one answer to what was stdout, and leaves. What the user's code prints goes to
-stderr and can't spoil the answer; a call that hangs is reported by a thread with the line at which it hangs. Imports no
-torch: the answer is there within a second.
+The planner can't import a user's reward or a tokenizer, and must survive whatever such code does. So this
+process reads one request from stdin, writes one answer to the original stdout, and exits. Output of the user's code goes to
+stderr. A thread reports a call that hangs, with the line at which it hangs. Imports no
+torch, so the answer takes less than a second.
 
-Request (every part may be absent)::
+Request (each part is optional)::
 
     {"packages": ["torch", ...],
      "reward": {"plugin": "reward.py:exact" (or "expression": "..."), "base_dir": "/...", "timeout_seconds": 30.0,
@@ -76,7 +76,7 @@ def main() -> None:
             reply(body | {"reward": {"error": describe(error)}})
             os._exit(0)
 
-        def began() -> None:  # what starts and reads until then is not the reward's time
+        def began() -> None:  # startup and reading do not count as time of the reward
             answer.write("\n")
             answer.flush()
 
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def guarded(part: Callable[[], Json]) -> Json:
-    """What ``part`` answers, or the error that it raised."""
+    """The answer of ``part``, or the error that it raised."""
     try:
         return part()
     except RolloutError as error:

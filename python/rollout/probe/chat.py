@@ -1,4 +1,4 @@
-"""Prompts as the chat template of a model's folder renders them, without transformers."""
+"""Renders prompts with the chat template of a model's folder, without transformers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rollout.probe.tokenizer import BadModel, Json
 
 
 def chat_renderer(folder: Path) -> Callable[[Prompt, bool], str]:
-    """A function that renders a prompt through the folder's chat template, as transformers does, and then, where the second
-    argument says so, what has the assistant speak."""
+    """A function that renders a prompt with the folder's chat template, as transformers does. The second
+    argument adds the generation prompt of the assistant."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -45,12 +45,12 @@ def chat_renderer(folder: Path) -> Callable[[Prompt, bool], str]:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """The ``tojson`` of chat templates, which escapes no HTML."""
+    """The ``tojson`` of chat templates, which does not escape HTML."""
     return json.dumps(value, ensure_ascii=False, **options)
 
 
 def chat_template(folder: Path) -> tuple[str, Path]:
-    """The chat template and the file that it stands in."""
+    """The chat template and its file."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8"), file
@@ -66,7 +66,7 @@ def chat_template(folder: Path) -> tuple[str, Path]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Texts of the special tokens by name (`bos_token`, ...), as a chat template sees them."""
+    """Texts of the special tokens by name (`bos_token`, ...), for chat templates."""
     file = folder / "tokenizer_config.json"
     if not file.exists():
         return {}

@@ -1,4 +1,4 @@
-"""What is installed and set where the probe runs."""
+"""Installed packages and credentials of the probe's environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 def versions(names: list[str]) -> dict[str, str | None]:
-    """The installed version of each distribution, ``None`` where it is absent; imports nothing."""
+    """The installed version of each distribution; ``None`` if it is absent. Imports none of them."""
     found: dict[str, str | None] = {}
     for name in names:
         try:
@@ -20,7 +20,7 @@ def versions(names: list[str]) -> dict[str, str | None]:
 
 
 def has_wandb_key() -> bool:
-    """Whether W&B's library will find a key: in its variable, or in the netrc file that ``wandb login`` writes."""
+    """Whether W&B's library finds a key: in its environment variable, or in the netrc file of ``wandb login``."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

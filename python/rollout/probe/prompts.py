@@ -1,4 +1,4 @@
-"""How many tokens the rows of a dataset have, and which of them the vocabulary does not hold."""
+"""Counts the tokens of a dataset's rows, and finds text outside of the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK = 4096  # rows tokenised at a time
 
 
 def measure(request: Json) -> Json:
-    """Tokenise every prompt and name those that leave no room for a completion."""
+    """Tokenize every prompt and list those that exceed the limit."""
     folder = Path(request["model"])
     tokenizer = tokenizer_of(folder)
     render = chat_renderer(folder) if request["chat_template"] else None
@@ -26,7 +26,7 @@ def measure(request: Json) -> Json:
 
 
 def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt, bool], str] | None) -> Json:
-    """Count the tokens of each row: of its prompt, and of its longest completion and the end where ``answer_fields`` name any."""
+    """Count the tokens of each row: prompt, and with ``answer_fields`` the longest completion and the end token."""
     over: list[Json] = []
     empty: list[int] = []
     strange: list[Json] = []
@@ -67,7 +67,7 @@ def measure_file(file: Json, tokenizer: Any, render: Callable[[Prompt, bool], st
 
 
 def unknown_text(text: str, encoded: Any, stand_in: int | None, field: str) -> Json | None:
-    """The first piece of a field's text for which the unknown token stands, ``{"text", "field"}``; ``None``: there is none."""
+    """The first piece of a field's text that becomes the unknown token, ``{"text", "field"}``; ``None`` without one."""
     if stand_in is None or stand_in not in encoded.ids:
         return None
     start, end = encoded.offsets[encoded.ids.index(stand_in)]
@@ -75,14 +75,14 @@ def unknown_text(text: str, encoded: Any, stand_in: int | None, field: str) -> J
 
 
 def unknown_token(tokenizer: Any) -> int | None:
-    """The token that stands in for what the vocabulary has not; ``None`` where it has everything."""
+    """The token for text outside of the vocabulary; ``None`` without one."""
     model: Json = json.loads(tokenizer.to_str())["model"]
     token, number = model.get("unk_token"), model.get("unk_id")
     return tokenizer.token_to_id(token) if token else number
 
 
 def text_of(prompt: Prompt, render: Callable[[Prompt, bool], str] | None, answering: bool = True) -> str:
-    """A prompt as the tokenizer gets it. answering: up to where the assistant speaks."""
+    """The input of the tokenizer for a prompt. answering: with the generation prompt of the assistant."""
     return render(prompt, answering) if render else cast(str, prompt)
 
 

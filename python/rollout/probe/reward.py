@@ -1,4 +1,4 @@
-"""A reward's dry call: it is imported, or compiled, and called once under the eyes of a watchdog."""
+"""The dry call of a reward: it is imported, or compiled, and called once with a watchdog."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[[], None]) -> Json:
-    """Import the reward and call it once. ``began`` is told before that, ``hung`` from another thread when it takes too long."""
+    """Import the reward and call it once. Calls ``began`` before, and ``hung`` from another thread after a timeout."""
     expression, base_dir = request.get("expression"), request["base_dir"]
     plugin = request.get("plugin", "")
     limit = float(request["timeout_seconds"])
@@ -36,7 +36,7 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
     caller = threading.get_ident()
 
     def watch(what: str) -> threading.Timer:
-        def bark() -> None:
+        def report() -> None:
             frame = sys._current_frames()[caller]  # pyright: ignore[reportPrivateUsage]
             frames = traceback.extract_stack(frame)
             hung(
@@ -47,7 +47,7 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
                 )
             )
 
-        timer = threading.Timer(limit, bark)
+        timer = threading.Timer(limit, report)
         timer.daemon = True
         timer.start()
         return timer
@@ -68,12 +68,12 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
     timer = watch(name)
     scores = call_reward(function, samples)
     timer.cancel()
-    if held_out:  # whose rows may have other keys
-        timer = watch(f"of the first held-out row, {name}")
+    if held_out:  # held-out rows may have other keys
+        timer = watch(f"on the first held-out row, {name}")
         try:
             call_reward(function, held_out)
         except RewardError as error:
-            error.message = f"of the first held-out row: {error.message}"
+            error.message = f"on the first held-out row: {error.message}"
             raise
         finally:
             timer.cancel()
@@ -86,7 +86,7 @@ def dry_call(request: Json, hung: Callable[[RewardTimeout], None], began: Callab
 
 
 def samples_of(samples: list[Json], model: str) -> list[Sample]:
-    """The samples, with tokens where the model's tokenizer is at hand."""
+    """The samples, with tokens if the tokenizer of the model can be read."""
     ids: list[list[int]] = [[] for _ in samples]
     if model and samples:
         with contextlib.suppress(BadModel):  # which another part says
@@ -97,7 +97,7 @@ def samples_of(samples: list[Json], model: str) -> list[Sample]:
 
 
 def compiled(text: str, files: list[Json]) -> RewardFunction:
-    """The expression, all of whose fields the rows have. Raises ``ExpressionError``."""
+    """Compile an expression and check that the rows have its fields. Raises ``ExpressionError``."""
     from rollout.expression import Expression
 
     expression = Expression(text)
@@ -109,7 +109,7 @@ def compiled(text: str, files: list[Json]) -> RewardFunction:
 
 
 def check_field(use: FieldUse, file: Json) -> None:
-    """Raises ``ExpressionError`` where a row lacks a field that the expression takes for granted."""
+    """Raises ``ExpressionError`` if a row lacks a field that the expression uses without a check."""
     from rollout.expression import ExpressionError
 
     for number, row in enumerate(rows(file["path"]), 1):
@@ -118,13 +118,13 @@ def check_field(use: FieldUse, file: Json) -> None:
         near = difflib.get_close_matches(use.name, row, n=1)
         fix = f"did you mean `{near[0]}`?" if near else f"the row has {', '.join(f'`{name}`' for name in row)}"
         if number > 1:
-            fix = f"ask first: `has(row.{use.name}) ? ... : 0.0`"
+            fix = f"check the field first: `has(row.{use.name}) ? ... : 0.0`"
         place = Place("reward.expression", use.line, use.column)
         raise ExpressionError(f"row {number} of {file['name']} has no `{use.name}`", fix=fix, place=place)
 
 
 def last_of(frames: traceback.StackSummary, folders: set[Path]) -> Place | None:
-    """The innermost frame that lies in the user's folders."""
+    """The innermost frame in the user's folders."""
     for frame in reversed(frames):
         if is_local(Path(frame.filename), folders):
             text = (frame.line or "").strip()
@@ -138,7 +138,7 @@ def _indent(filename: str, number: int | None) -> int:
 
 
 def local_files(folders: set[Path]) -> list[str]:
-    """Source files of loaded modules that lie in the user's folders, sorted."""
+    """Source files of loaded modules in the user's folders, sorted."""
     found: set[str] = set()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -148,7 +148,7 @@ def local_files(folders: set[Path]) -> list[str]:
 
 
 def is_local(path: Path, folders: set[Path]) -> bool:
-    """Whether a source file is the user's own, and not an installed package's."""
+    """Whether a source file belongs to the user, not to an installed package."""
     if "site-packages" in path.parts or path.is_relative_to(PACKAGE):
         return False
     return path.suffix == ".py" and any(path.is_relative_to(folder) for folder in folders)

@@ -1,4 +1,4 @@
-"""A teacher's endpoint, asked once."""
+"""The dry call of a teacher's endpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout.teacher import TeacherEndpoint
 
 
 def ask_teacher(request: Json) -> Json:
-    """Ask a teacher's endpoint once, about the tokens of a prompt. Raises ``TeacherError``, :class:`SecretMissing`."""
+    """Call a teacher's endpoint once, with the tokens of a prompt. Raises ``TeacherError``, :class:`SecretMissing`."""
     tokenizer = tokenizer_of(Path(request["model"]))
     ids: list[int] = tokenizer.encode(request["prompt"]).ids
     ids = ids if len(ids) > 1 else [*ids, 0, 0][:2]
@@ -27,18 +27,18 @@ def ask_teacher(request: Json) -> Json:
 
 
 class SecretMissing(RolloutError):
-    """A reference names no secret."""
+    """A reference to a secret has no value."""
 
     reason = "SECRET_REFERENCE"
 
 
 def secret(reference: str) -> str:
-    """What ``env:NAME`` or ``file:PATH`` holds. Raises :class:`SecretMissing`."""
+    """The value of ``env:NAME`` or ``file:PATH``. Raises :class:`SecretMissing`."""
     kind, _, rest = reference.partition(":")
     try:
         text = (os.environ.get(rest, "") if kind == "env" else Path(rest).read_text() if rest else "").strip()
     except OSError as error:
         raise SecretMissing(f"can't read {rest}: {error.strerror}", fix="correct `api_key`") from error
     if reference and not text:
-        raise SecretMissing(f"`{reference}` holds nothing", fix="set it where rolloutd runs")
+        raise SecretMissing(f"`{reference}` is empty or not set", fix="set it where rolloutd runs")
     return text

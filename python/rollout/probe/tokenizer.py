@@ -1,4 +1,4 @@
-"""The tokenizer of a model's folder, read without transformers, which would take seconds."""
+"""Reads the tokenizer of a model's folder without transformers, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 class BadModel(RolloutError):
-    """The model's folder lacks something or holds something that can't be read."""
+    """The folder of the model lacks a file or has an unreadable one."""
 
     reason = "BAD_MODEL"
 

@@ -50,7 +50,7 @@ def _check(line: bytes, place: Place) -> None:
     try:
         row: Any = json.loads(line)
     except ValueError as error:
-        raise BadDataset(f"the row is no JSON: {error}", fix="write one JSON object a line", place=place) from error
+        raise BadDataset(f"the row is not JSON: {error}", fix="write one JSON object per line", place=place) from error
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

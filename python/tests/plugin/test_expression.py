@@ -53,7 +53,7 @@ def test_mistakes_have_a_place(text: str, message: str, line: int, column: int) 
     [
         ("row.missing", "the row has no `missing`"),
         ("row.count * 2.0", "mixes an integer"),
-        ("double(completion)", "is no number"),
+        ("double(completion)", "is not a number"),
         ("1 / 0", "has no value"),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_held_out_row_is_scored_by_a_call_of_its_own(tmp_path: Path) -> None:
     request = {"plugin": "reward.py:reward", "base_dir": str(tmp_path), "timeout_seconds": 10.0, "samples": [SAMPLE]}
     assert len(probe({"reward": request | {"held_out": [SAMPLE]}})["reward"]["scores"]) == 1
     error = probe({"reward": request | {"held_out": [SAMPLE | {"row": {"solution": "2"}}]}})["reward"]["error"]
-    assert error["message"] == "of the first held-out row: `reward` raised KeyError: 'answer'"
+    assert error["message"] == "on the first held-out row: `reward` raised KeyError: 'answer'"
     assert error["line"] == 1
 
 
