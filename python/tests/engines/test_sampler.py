@@ -140,3 +140,23 @@ def test_uniforms_depend_on_seed_and_index_alone() -> None:
 def test_parameters_out_of_range_name_themselves(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**{"max_tokens": 4, **wrong})
+
+
+@pytest.mark.parametrize("vocabulary", [4096, 4099, 49_152])
+def test_a_large_vocabulary_is_searched_by_blocks_with_the_same_result(vocabulary: int) -> None:
+    torch.manual_seed(vocabulary)
+    logits = torch.randn(16, vocabulary) * 4
+    logits[:, : vocabulary // 2 : 3] = -torch.inf
+    logits[1] = -torch.inf
+    logits[1, vocabulary - 1] = 0.0  # the last token alone
+    edges = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    uniform = torch.cat([edges, edges, torch.rand(12, dtype=torch.float64)])
+    picked = sample(logits, uniform, Controls())
+    cumulated = logits.double().softmax(-1).cumsum(-1)
+    chosen = picked.tokens.unsqueeze(-1)
+    upper = cumulated.gather(-1, chosen).squeeze(-1)
+    lower = upper - logits.double().softmax(-1).gather(-1, chosen).squeeze(-1)
+    assert logits.gather(-1, chosen).isfinite().all()
+    assert ((lower <= uniform + 1e-6) & (uniform <= upper + 1e-6)).all()
+    alone = torch.cat([sample(logits[i : i + 1], uniform[i : i + 1], Controls()).tokens for i in range(16)])
+    assert torch.equal(alone, picked.tokens)

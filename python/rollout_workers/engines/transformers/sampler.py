@@ -63,13 +63,39 @@ def sample(logits: Tensor, uniform: Tensor, controls: Controls) -> Picked:
     return Picked(tokens, picked, raw_picked)
 
 
+_BLOCK = 64
+"""Tokens per block of the two-level search."""
+_LARGE = 4096
+"""Vocabularies from this size on are searched by blocks: a float64 sum over each token costs more memory than it saves time."""
+
+
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The first token whose cumulated probability exceeds uniform * total: never one of probability 0."""
-    cumulated = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulated[:, -1]
-    below = torch.minimum(uniform * total, total * (1 - 2.0**-50))
-    tokens = torch.searchsorted(cumulated, below.unsqueeze(-1), right=True).squeeze(-1)
-    return tokens.clamp_(max=probabilities.shape[-1] - 1)
+    """The first token whose cumulated probability exceeds uniform * total: never one of probability 0.
+
+    probabilities f32[B, V], uniform f64[B]; returns int64[B]. Sums are in float64. A large vocabulary is searched in two levels,
+    the block first and then the token in it, which reads each probability once.
+    """
+    vocabulary = probabilities.shape[-1]
+    if vocabulary < _LARGE:
+        return _search(probabilities, uniform.unsqueeze(-1)).clamp_(max=vocabulary - 1)
+    if missing := -vocabulary % _BLOCK:
+        probabilities = torch.nn.functional.pad(probabilities, (0, missing))
+    blocks = probabilities.view(len(probabilities), -1, _BLOCK)
+    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    block = _search(sums, uniform.unsqueeze(-1))
+    before = sums.cumsum(dim=-1).sub_(sums)
+    inside = sums.gather(-1, block.unsqueeze(-1))
+    wanted = uniform.unsqueeze(-1) * sums.sum(dim=-1, keepdim=True) - before.gather(-1, block.unsqueeze(-1))
+    chosen = blocks.gather(1, block.view(-1, 1, 1).expand(-1, -1, _BLOCK)).squeeze(1)
+    return block * _BLOCK + _search(chosen, (wanted / inside).clamp_(min=0.0))
+
+
+def _search(weights: Tensor, fraction: Tensor) -> Tensor:
+    """The first index of each row whose cumulated weight exceeds fraction * total. weights [B, N], fraction f64[B, 1]."""
+    cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulated[:, -1:]
+    below = torch.minimum(fraction * total, total * (1 - 2.0**-50))
+    return torch.searchsorted(cumulated, below, right=True).squeeze(-1)
 
 
 def _filter(scores: Tensor, filters: Filters) -> Tensor:
