@@ -8,7 +8,7 @@ each byte. ``fsync`` and ``process`` are the path that rollout's workers use: Pu
 ingest, ledger, lease, and the learner's reader (buffer_ours.py). At most four groups are being sent
 at a time; the consumer takes a batch at a time. Seconds are from the first put to the last checked
 byte. CPU seconds are those of all processes of a system, its servers included. What survives which
-failure is printed next to each figure. There is no bar: the peers store nothing.
+failure is printed next to each figure. The peers store nothing, so no bar is set.
 """
 
 from __future__ import annotations

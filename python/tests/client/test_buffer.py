@@ -143,7 +143,7 @@ def test_many_threads_may_flush(buffer: Buffer) -> None:
 def test_trim_frees_consumed_payloads(buffer: Buffer) -> None:
     with buffer.producer("r") as producer:
         for n in range(6):
-            producer.put(n, group(n, 20_000)).result()  # each in a segment of its own
+            producer.put(n, group(n, 20_000)).result()  # one segment per group
     for batch in buffer.consumer("r", steps=3):
         batch.commit()
     assert buffer.trim("r", 3) > 1_000_000
